@@ -1,0 +1,43 @@
+# Every target sets up what it needs; a new user types `make demo` and `make test`.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+RUN_DIR ?= runs
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help demo test check slow bench smollm2 clean
+
+help: ## list the targets
+	@grep -E '^[a-z0-9_-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
+
+# torch first: the exact pin takes a CPU build where one is at hand, and pip then leaves it alone.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "relinear needs Python 3.11; set PYTHON=/path/to/python3.11"; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: $(STAMP) ## compare operators on the standard library's source text; ends with a table and a report
+	$(BIN)/relinear compare --recipe recipes/quick.yaml --out $(RUN_DIR)/demo
+
+test: $(STAMP) ## the fast tests
+	$(BIN)/python -m pytest -n 2
+
+check: $(STAMP) ## ruff and mypy
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+
+slow: $(STAMP) ## the tests that take minutes
+	$(BIN)/python -m pytest -m slow
+
+bench: $(STAMP) ## operators against dense nn.Linear on this machine
+	$(BIN)/relinear bench --out $(RUN_DIR)/bench
+
+smollm2: $(STAMP) ## fetch a real pretrained model (SmolLM2-135M-Instruct, 98 MB) into models/smollm2
+	$(BIN)/python -m relinear.models.smollm2 --out models/smollm2
+
+clean: ## remove the environment and every run
+	rm -rf $(VENV) $(RUN_DIR)

@@ -1,0 +1,35 @@
+"""relinear: replace, modulate and compose the linear layers of Transformers.
+
+Everything a user needs is an attribute of this package. Heavy rooms are imported on first use, so that
+``import relinear`` stays light.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from relinear import operators as _operators
+
+__version__ = "0.1.0"
+
+# Public name -> the module that has it, imported on first use. One line a name, sorted by module.
+_LAZY = {
+    "clifford": "relinear.clifford",
+}
+
+for _name in _operators.__all__:
+    globals()[_name] = getattr(_operators, _name)
+
+__all__ = ["__version__", *_operators.__all__, *_LAZY]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'relinear' has no attribute {name!r}")
+    module = import_module(_LAZY[name])
+    value = module if _LAZY[name] == f"relinear.{name}" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_LAZY))

@@ -1,0 +1,1 @@
+"""The operator contract, the config registry and the context carrier."""

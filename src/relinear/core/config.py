@@ -1,0 +1,135 @@
+"""Frozen configs that are serialised by kind: one registry for operators, one for model-level attachments.
+
+Only plain JSON values, tuples and nested configs are allowed as fields, so that a config can be written into a
+checkpoint's ``config.json`` and read back without running any code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Self, TypeVar
+
+__all__ = ["Config", "check_at_least", "check_choice", "check_divides", "check_type", "nearest", "register"]
+
+_REGISTRY: dict[str, dict[str, type[Config]]] = {}
+C = TypeVar("C", bound="type[Config]")
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
+    """A phrase that lists the ``known`` names closest to ``name`` (all of them where none is close)."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {', '.join(known)}"
+
+
+def register(cls: C) -> C:
+    """Class decorator that makes a config loadable by its ``kind`` within its ``family``."""
+    kinds = _REGISTRY.setdefault(cls.family, {})
+    if kinds.setdefault(cls.kind, cls) is not cls:
+        raise ValueError(f"{cls.family} kind {cls.kind!r} is already registered by {kinds[cls.kind].__qualname__}")
+    return cls
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Base of every serialisable setting. Subclasses are frozen keyword-only dataclasses with a ``kind``."""
+
+    family: ClassVar[str]
+    kind: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config as JSON values, ``kind`` first; every field is written, so defaults may change later."""
+        return {"kind": self.kind} | {f.name: _encode(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The config that ``to_dict`` wrote. Raises ValueError on an unknown kind, an unknown key or a bad value."""
+        if not isinstance(values, Mapping):
+            raise ValueError(f"a {cls.family} setting must be a mapping with a 'kind', got {values!r}")
+        values = dict(values)
+        kind = values.pop("kind", None)
+        known = cls.kinds()
+        if not isinstance(kind, str) or kind not in known:
+            raise ValueError(f"unknown {cls.family} kind {kind!r}; {nearest(str(kind), known)}")
+        target = known[kind]
+        if not issubclass(target, cls):
+            raise ValueError(f"{kind!r} is not a {cls.__name__}")
+        names = {f.name for f in dataclasses.fields(target)}
+        for key in values:
+            if key not in names:
+                raise ValueError(f"{kind}: unknown setting {key!r}; {nearest(key, sorted(names))}")
+        return target(**{key: _decode(value) for key, value in values.items()})
+
+    @classmethod
+    def kinds(cls) -> dict[str, type[Config]]:
+        """Every registered config class of this family, by kind."""
+        return dict(_REGISTRY.get(cls.family, {}))
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed (and checked again)."""
+        return dataclasses.replace(self, **changes)
+
+    def __str__(self) -> str:
+        changed = [f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if _differs(self, f)]
+        return f"{type(self).__name__}({', '.join(changed)})"
+
+
+def _differs(config: Config, field: dataclasses.Field) -> bool:
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return bool(getattr(config, field.name) != default)
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Config):
+        return {"family": value.family} | value.to_dict()
+    if isinstance(value, tuple | list):
+        return [_encode(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"a config field may not hold {type(value).__name__}: {value!r}")
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        value = dict(value)
+        family = value.pop("family", "operator")
+        if family not in _REGISTRY:
+            raise ValueError(f"unknown config family {family!r}; {nearest(str(family), _REGISTRY)}")
+        base = next(iter(_REGISTRY[family].values()))
+        root = next(c for c in reversed(base.__mro__) if getattr(c, "family", None) == family)
+        return root.from_dict(value)
+    if isinstance(value, list):
+        return tuple(_decode(item) for item in value)
+    return value
+
+
+def check_type(name: str, value: Any, *types: type) -> None:
+    """Raise ValueError unless ``value`` is one of ``types`` (a bool is no number, an int is a float)."""
+    allowed = types + ((int,) if float in types else ())
+    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in types):
+        wanted = " or ".join("None" if t is type(None) else t.__name__ for t in types)
+        raise ValueError(f"{name} must be {wanted}, got {value!r}")
+
+
+def check_at_least(name: str, value: Any, minimum: int | float, *, integer: bool = True) -> None:
+    """Raise ValueError unless ``value`` is a number (an integer by default) of at least ``minimum``."""
+    check_type(name, value, int if integer else float)
+    if not value >= minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value!r}")
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Raise ValueError unless ``value`` is one of ``choices``."""
+    choices = list(choices)
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def check_divides(name: str, value: int, **sizes: int) -> None:
+    """Raise ValueError unless ``value`` divides every size; the error lists the values that do."""
+    if any(size % value for size in sizes.values()):
+        possible = [k for k in range(1, min(sizes.values()) + 1) if not any(size % k for size in sizes.values())]
+        stated = ", ".join(f"{key}={size}" for key, size in sizes.items())
+        raise ValueError(f"{name}={value} does not divide {stated}; possible values: {', '.join(map(str, possible))}")

@@ -1,0 +1,211 @@
+"""The operator contract: a config without dimensions and a module that stands where ``nn.Linear`` stood."""
+
+# Legend: I in_features, O out_features
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from relinear.core.config import Config
+
+__all__ = [
+    "Init",
+    "NotLinearError",
+    "Operator",
+    "OperatorConfig",
+    "ParamRole",
+    "dense_bias",
+    "dense_weight",
+    "is_linear",
+    "linear_features",
+]
+
+Init = Literal["fresh", "from_weight"]
+
+
+class NotLinearError(ValueError):
+    """Raised by ``to_dense`` where an operator is no context-free linear map (HDPL's SiLU path, gates on x)."""
+
+
+class ParamRole(NamedTuple):
+    """What a parameter is for, so that one optimiser recipe serves every operator.
+
+    fan_in: number of inputs a unit sums over (None for vectors such as biases, gains and scales).
+    lr_multiplier: factor on the base learning rate.
+    weight_decay: whether weight decay applies.
+    """
+
+    fan_in: int | None = None
+    lr_multiplier: float = 1.0
+    weight_decay: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OperatorConfig(Config):
+    """Settings of an operator, independent of the layer's size: one config serves layers of many shapes."""
+
+    family: ClassVar[str] = "operator"
+    module_class: ClassVar[type[Operator]]
+    #: reads the context of ``relinear.context`` / ``ContextManager``
+    conditioned: ClassVar[bool] = False
+    #: ``from_linear`` can fit a given weight
+    fits_weight: ClassVar[bool] = True
+
+    def check_shape(self, in_features: int, out_features: int) -> None:
+        """Raise ValueError, naming what would work, if a layer of this size cannot be built."""
+
+    def build(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Operator:
+        """The operator as a module of its own, freshly initialised.
+
+        Args:
+            in_features: size of the last dimension of the input.
+            out_features: size of the last dimension of the output.
+            bias: whether an additive bias is learnt, as in ``nn.Linear``.
+            device, dtype: of the parameters, as in ``nn.Linear``.
+
+        Raises:
+            ValueError: if a size is not positive or does not fit the settings.
+        """
+        for name, value in (("in_features", in_features), ("out_features", out_features)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        self.check_shape(in_features, out_features)
+        return self.module_class(self, in_features, out_features, bias=bias, device=device, dtype=dtype)
+
+    def convert(self, source: nn.Module, init: Init = "fresh") -> Operator:
+        """The operator that takes the place of ``source`` (a linear layer or an operator) in a model.
+
+        Wrappers override this to keep ``source`` inside. The result has the source's device, dtype, training mode and
+        ``requires_grad``.
+        """
+        in_features, out_features = linear_features(source)
+        reference = next(p for p in source.parameters() if p.is_floating_point())
+        has_bias = getattr(source, "bias", None) is not None
+        operator = self.build(in_features, out_features, has_bias, device=reference.device, dtype=reference.dtype)
+        if init == "from_weight":
+            operator.from_linear(source)
+        return operator.train(source.training).requires_grad_(reference.requires_grad)
+
+    def resized(self, in_features: int, out_features: int, scale: float) -> OperatorConfig | None:
+        """A config of about ``scale`` times the size (rank, blocks, ...), for matching budgets; None if it has no size."""
+        return None
+
+
+class Operator(nn.Module):
+    """A module with the contract of ``nn.Linear``: (..., in_features) -> (..., out_features), never a tuple.
+
+    Subclasses take ``(config, in_features, out_features, *, bias, device, dtype)``, create their parameters, call
+    ``reset_parameters`` last, and implement ``forward`` and ``flops_per_token``; the rest as far as it makes sense.
+    """
+
+    #: attributes of the last forward (tensors with a graph): dropped on deepcopy and pickling
+    _transient: tuple[str, ...] = ("_aux_losses",)
+    bias: nn.Parameter | None
+
+    def __init__(self, config: OperatorConfig, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.config = config
+        self.in_features = in_features
+        self.out_features = out_features
+        self._aux_losses: dict[str, Tensor] = {}
+
+    def reset_parameters(self) -> None:
+        """Initialise every parameter from torch's global generator (in place, safe on meta)."""
+        raise TypeError(f"{type(self).__name__} does not say how it is initialised")
+
+    def to_dense(self) -> Tensor:
+        """The (out_features, in_features) matrix of the map, without the bias; per token where it is conditioned.
+
+        Raises:
+            NotLinearError: if the operator is no linear map of its input.
+        """
+        raise NotLinearError(f"{self.config.kind} is not a linear map, so it has no dense matrix and cannot be folded")
+
+    def dense_bias(self) -> Tensor | None:
+        """The additive bias that goes with ``to_dense``, or None."""
+        return self.bias
+
+    def from_linear(self, linear: nn.Module) -> Self:
+        """Overwrite the parameters with the best fit of ``linear`` (nn.Linear, Conv1D or an operator with to_dense).
+
+        Raises:
+            ValueError: if this operator cannot be fitted in closed form, or the shapes differ.
+        """
+        raise ValueError(
+            f"{self.config.kind} has no closed-form fit of a given weight; use init='fresh', or relinear.distill_ to "
+            "fit it on data"
+        )
+
+    def aux_losses(self) -> dict[str, Tensor]:
+        """Weighted auxiliary losses (scalars, token means) of the last training forward, by name; {} in eval."""
+        return self._aux_losses if self.training else {}
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Detached scalars of the last training forward that are worth logging (not losses), by name."""
+        return {}
+
+    def flops_per_token(self) -> int:
+        """Floating-point operations of the forward pass for one token (a multiply-add counts as two)."""
+        raise TypeError(f"{type(self).__name__} does not state its FLOPs")
+
+    def param_roles(self) -> dict[str, ParamRole]:
+        """Role of every parameter by its name in this module; matrices take their last dimension as fan-in."""
+        return {
+            name: ParamRole(parameter.shape[-1]) if parameter.ndim > 1 else ParamRole(None, weight_decay=False)
+            for name, parameter in self.named_parameters()
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Tensors with a graph can be neither copied nor pickled, and belong to a forward that the copy never saw.
+        state = self.__dict__.copy()
+        for name in self._transient:
+            if name in state:
+                state[name] = type(state[name])() if isinstance(state[name], dict) else None
+        return state
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.config}, bias={self.bias is not None}"
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    # GPT-2's transposed linear; compared by name so that the contract does not import transformers.
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether ``module`` can be replaced: exactly nn.Linear, GPT-2's Conv1D, or an operator (subclasses are not)."""
+    return type(module) is nn.Linear or _is_conv1d(module) or isinstance(module, Operator)
+
+
+def linear_features(module: nn.Module) -> tuple[int, int]:
+    """(in_features, out_features) of an nn.Linear, a Conv1D or an operator."""
+    if _is_conv1d(module):
+        return int(module.weight.shape[0]), int(module.weight.shape[1])
+    return int(module.in_features), int(module.out_features)
+
+
+def dense_weight(module: nn.Module) -> Tensor:
+    """The (out_features, in_features) matrix of an nn.Linear, a Conv1D or an operator that has one."""
+    if isinstance(module, Operator):
+        return module.to_dense()
+    if _is_conv1d(module):
+        return module.weight.T
+    if isinstance(module, nn.Linear):
+        return module.weight
+    raise ValueError(f"expected nn.Linear, Conv1D or a relinear operator, got {type(module).__name__}")
+
+
+def dense_bias(module: nn.Module) -> Tensor | None:
+    """The bias that goes with ``dense_weight``, or None."""
+    return module.dense_bias() if isinstance(module, Operator) else module.bias

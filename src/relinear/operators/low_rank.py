@@ -1,0 +1,88 @@
+"""A static low-rank linear layer: the control that every other operator is judged against."""
+
+# Legend: I in_features, O out_features, R rank
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from relinear.core.config import check_at_least, register
+from relinear.core.operator import Operator, OperatorConfig, dense_bias, dense_weight
+from relinear.functional.low_rank import low_rank, low_rank_factors
+
+__all__ = ["LowRank", "LowRankLinear"]
+
+
+class LowRankLinear(Operator):
+    """y = (x down^T) up^T + bias; parameters ``down`` (R, I), ``up`` (O, R), optional ``bias`` (O,)."""
+
+    config: LowRank
+
+    def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
+        super().__init__(config, in_features, out_features)
+        kw = {"device": device, "dtype": dtype}
+        self.down = nn.Parameter(torch.empty(config.rank, in_features, **kw))
+        self.up = nn.Parameter(torch.empty(out_features, config.rank, **kw))
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Both factors with variance 1 / fan-in, so that unit-variance inputs give unit-variance outputs; zero bias."""
+        nn.init.normal_(self.down, std=1 / math.sqrt(self.in_features))
+        nn.init.normal_(self.up, std=1 / math.sqrt(self.config.rank))
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return low_rank(x, self.down, self.up, self.bias)
+
+    def to_dense(self) -> Tensor:
+        return self.up @ self.down
+
+    @torch.no_grad()
+    def from_linear(self, linear: nn.Module) -> Self:
+        """Truncated SVD of the weight: the best fit of this rank in the Frobenius norm."""
+        down, up = low_rank_factors(dense_weight(linear), self.config.rank)
+        self.down.copy_(down)
+        self.up.copy_(up)
+        if self.bias is not None:
+            bias = dense_bias(linear)
+            self.bias.copy_(bias) if bias is not None else self.bias.zero_()
+        return self
+
+    def flops_per_token(self) -> int:
+        return 2 * self.config.rank * (self.in_features + self.out_features)
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LowRank(OperatorConfig):
+    """A product of two thin matrices.
+
+    Args:
+        rank: R, the width of the bottleneck; at most min(in_features, out_features).
+    """
+
+    kind: ClassVar[str] = "low_rank"
+    module_class: ClassVar[type[Operator]] = LowRankLinear
+
+    rank: int = 64
+
+    def __post_init__(self) -> None:
+        check_at_least("rank", self.rank, 1)
+
+    def check_shape(self, in_features: int, out_features: int) -> None:
+        if self.rank > min(in_features, out_features):
+            raise ValueError(
+                f"rank={self.rank} exceeds min(in_features={in_features}, out_features={out_features}); "
+                f"choose a rank of at most {min(in_features, out_features)}"
+            )
+
+    def resized(self, in_features: int, out_features: int, scale: float) -> LowRank:
+        rank = max(1, min(round(self.rank * scale), in_features, out_features))
+        return self.replace(rank=rank)
