@@ -98,7 +98,7 @@ def _decode(value: Any) -> Any:
         if family not in _REGISTRY:
             raise ValueError(f"unknown config family {family!r}; {nearest(str(family), _REGISTRY)}")
         base = next(iter(_REGISTRY[family].values()))
-        root = next(c for c in reversed(base.__mro__) if getattr(c, "family", None) == family)
+        root: Any = next(c for c in reversed(base.__mro__) if getattr(c, "family", None) == family)
         return root.from_dict(value)
     if isinstance(value, list):
         return tuple(_decode(item) for item in value)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
@@ -49,7 +50,7 @@ class OperatorConfig(Config):
     """Settings of an operator, independent of the layer's size: one config serves layers of many shapes."""
 
     family: ClassVar[str] = "operator"
-    module_class: ClassVar[type[Operator]]
+    module_class: ClassVar[Callable[..., Operator]]
     #: reads the context of ``relinear.context`` / ``ContextManager``
     conditioned: ClassVar[bool] = False
     #: ``from_linear`` can fit a given weight
@@ -98,7 +99,7 @@ class OperatorConfig(Config):
         return operator.train(source.training).requires_grad_(reference.requires_grad)
 
     def resized(self, in_features: int, out_features: int, scale: float) -> OperatorConfig | None:
-        """A config of about ``scale`` times the size (rank, blocks, ...), for matching budgets; None if it has no size."""
+        """A config of about ``scale`` times the size (rank, blocks, ...), to match budgets; None if it has no size."""
         return None
 
 
@@ -178,24 +179,24 @@ class Operator(nn.Module):
         return f"{self.in_features}, {self.out_features}, {self.config}, bias={self.bias is not None}"
 
 
-def _is_conv1d(module: nn.Module) -> bool:
+def _is_conv1d(module: Any) -> bool:
     # GPT-2's transposed linear; compared by name so that the contract does not import transformers.
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
-def is_linear(module: nn.Module) -> bool:
+def is_linear(module: Any) -> bool:
     """Whether ``module`` can be replaced: exactly nn.Linear, GPT-2's Conv1D, or an operator (subclasses are not)."""
     return type(module) is nn.Linear or _is_conv1d(module) or isinstance(module, Operator)
 
 
-def linear_features(module: nn.Module) -> tuple[int, int]:
+def linear_features(module: Any) -> tuple[int, int]:
     """(in_features, out_features) of an nn.Linear, a Conv1D or an operator."""
     if _is_conv1d(module):
         return int(module.weight.shape[0]), int(module.weight.shape[1])
     return int(module.in_features), int(module.out_features)
 
 
-def dense_weight(module: nn.Module) -> Tensor:
+def dense_weight(module: Any) -> Tensor:
     """The (out_features, in_features) matrix of an nn.Linear, a Conv1D or an operator that has one."""
     if isinstance(module, Operator):
         return module.to_dense()
@@ -206,6 +207,6 @@ def dense_weight(module: nn.Module) -> Tensor:
     raise ValueError(f"expected nn.Linear, Conv1D or a relinear operator, got {type(module).__name__}")
 
 
-def dense_bias(module: nn.Module) -> Tensor | None:
+def dense_bias(module: Any) -> Tensor | None:
     """The bias that goes with ``dense_weight``, or None."""
     return module.dense_bias() if isinstance(module, Operator) else module.bias

@@ -69,7 +69,7 @@ class LowRank(OperatorConfig):
     """
 
     kind: ClassVar[str] = "low_rank"
-    module_class: ClassVar[type[Operator]] = LowRankLinear
+    module_class = LowRankLinear
 
     rank: int = 64
 
