@@ -8,12 +8,15 @@ from importlib import import_module
 from typing import Any
 
 from relinear import operators as _operators
+from relinear.models import head_bias as _head_bias  # noqa: F401  registers its kind, for checkpoints that name it
 
 __version__ = "0.1.0"
 
 # Public name -> the module that has it, imported on first use. One line a name, sorted by module.
 _LAZY = {
     "clifford": "relinear.clifford",
+    "from_preset": "relinear.models",
+    "preset_names": "relinear.models",
 }
 
 for _name in _operators.__all__:

@@ -1,0 +1,139 @@
+"""Named model sizes of the papers, built from stock Hugging Face configs: surgery needs no model of our own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from relinear.core.attachment import AttachmentConfig
+from relinear.core.config import nearest
+from relinear.models.head_bias import HeadBias
+
+__all__ = ["from_preset", "preset_config", "preset_names"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Preset:
+    model_type: str
+    settings: dict[str, Any]
+    attachments: tuple[AttachmentConfig, ...] = ()
+
+
+# Token ids depend on the tokenizer that a model is trained with, so no preset sets any.
+_NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def _llama(width: int, mlp: int, layers: int, heads: int, vocabulary: int, positions: int, theta: float) -> _Preset:
+    return _Preset(
+        "llama",
+        {
+            "vocab_size": vocabulary,
+            "hidden_size": width,
+            "intermediate_size": mlp,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "max_position_embeddings": positions,
+            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+            "tie_word_embeddings": False,
+        }
+        | _NO_TOKENS,
+    )
+
+
+def _gpt2_ccl(width: int, heads: int) -> _Preset:
+    # The paper names neither heads nor dropout: heads of 16, 32 and 64 channels, and no dropout, because 5,000 steps
+    # on a large corpus do not repeat a token.
+    return _Preset(
+        "gpt2",
+        {
+            "vocab_size": 50257,
+            "n_positions": 64,
+            "n_embd": width,
+            "n_layer": 6,
+            "n_head": heads,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+            "tie_word_embeddings": False,
+        }
+        | _NO_TOKENS,
+        (HeadBias(),),
+    )
+
+
+_PRESETS = {
+    "tiny": _llama(128, 512, 4, 4, vocabulary=258, positions=1024, theta=10_000.0),
+    "gpt2-ccl-64": _gpt2_ccl(64, heads=4),
+    "gpt2-ccl-256": _gpt2_ccl(256, heads=8),
+    "gpt2-ccl-512": _gpt2_ccl(512, heads=8),
+    "hdpl-67m": _llama(512, 2048, 4, 8, vocabulary=49_152, positions=2048, theta=500_000.0),
+    "llama-60m": _llama(512, 1376, 8, 8, vocabulary=32_000, positions=1024, theta=10_000.0),
+    "llama-130m": _llama(768, 2048, 12, 12, vocabulary=32_000, positions=1024, theta=10_000.0),
+    "llama-250m": _llama(1024, 2560, 24, 16, vocabulary=32_000, positions=1024, theta=10_000.0),
+}
+
+
+def preset_names() -> tuple[str, ...]:
+    """Every name that ``from_preset`` takes."""
+    return tuple(_PRESETS)
+
+
+def _preset(name: str) -> _Preset:
+    if name not in _PRESETS:
+        raise ValueError(f"unknown preset {name!r}; {nearest(str(name), _PRESETS)}")
+    return _PRESETS[name]
+
+
+def preset_config(name: str, **overrides: Any) -> Any:
+    """The Hugging Face config of a preset, without building the model.
+
+    Args:
+        name: one of ``preset_names()``.
+        **overrides: fields of the config, by either of the names that Hugging Face gives them.
+
+    Raises:
+        ValueError: if the preset or a field is unknown (names the nearest), or transformers refuses the values.
+    """
+    from transformers import AutoConfig
+
+    preset = _preset(name)
+    reference = AutoConfig.for_model(preset.model_type)
+    known = {*reference.to_dict(), *reference.attribute_map, "attn_implementation"} - {"model_type"}
+    settings = dict(preset.settings)
+    for key, value in overrides.items():
+        if key not in known:
+            raise ValueError(f"preset {name!r}: unknown config field {key!r}; {nearest(key, sorted(known))}")
+        field = reference.attribute_map.get(key, key)
+        if key != field and field in overrides:
+            raise ValueError(f"preset {name!r}: {key!r} and {field!r} are the same field; give one of them")
+        settings[field] = value
+    try:
+        return AutoConfig.for_model(preset.model_type, **settings)
+    except Exception as error:  # transformers raises many kinds for a bad value; to a user they are one
+        stated = ", ".join(f"{key}={value!r}" for key, value in overrides.items())
+        raise ValueError(f"preset {name!r} cannot be built with {stated}: {error}") from error
+
+
+def from_preset(name: str, **overrides: Any) -> Any:
+    """A freshly initialised stock model of a preset's size: ``LlamaForCausalLM`` or ``GPT2LMHeadModel``.
+
+    Initialisation draws from torch's global generator, so ``torch.manual_seed`` fixes every weight.
+
+    Args:
+        name: one of ``preset_names()``.
+        **overrides: fields of the model's config, for instance ``vocab_size=258`` or ``num_hidden_layers=2``.
+
+    Raises:
+        ValueError: if the preset or a field is unknown (names the nearest), or transformers refuses the values.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = preset_config(name, **overrides)
+    try:
+        model = AutoModelForCausalLM.from_config(config)
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:
+        stated = ", ".join(f"{key}={value!r}" for key, value in overrides.items())
+        raise ValueError(f"preset {name!r} cannot be built with {stated}: {error}") from error
+    for attachment in _preset(name).attachments:
+        attachment.apply_(model)
+    return model

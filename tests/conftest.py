@@ -1,0 +1,108 @@
+"""Fixtures that every test may use: seeds, tiny models, corpora and the real pretrained model where they are."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _cache(tmp_path_factory):
+    """Tokenised data of the tests goes to a folder of the test run, never to the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RELINEAR_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def corpora() -> Path:
+    """The folder of real text (books/, wikitext2/, ptb/, lambada/, shakespeare/)."""
+    named = os.environ.get("RELINEAR_TEST_DATA")
+    folder = Path(named) if named else REPOSITORY.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"no corpora at {folder}; set RELINEAR_TEST_DATA to a folder that has them")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct that `make smollm2` fills."""
+    named = os.environ.get("RELINEAR_SMOLLM2")
+    folder = Path(named) if named else REPOSITORY / "models" / "smollm2"
+    if not (folder / "config.json").is_file():
+        pytest.skip(f"no SmolLM2 at {folder}; run `make smollm2`, or set RELINEAR_SMOLLM2")
+    return folder
+
+
+def make_tiny_llama(*, tied: bool = False, **overrides):
+    """A two-layer Llama of width 32 with grouped keys and values, about 30,000 parameters, in eval mode."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": tied,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(settings | overrides))).eval()
+
+
+def make_tiny_gpt2(*, tied: bool = False, **overrides):
+    """A two-layer GPT-2 of width 32 (Conv1D layers), about 30,000 parameters, no dropout, in eval mode."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    settings = {
+        "vocab_size": 96,
+        "n_positions": 128,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": tied,
+    }
+    return GPT2LMHeadModel(GPT2Config(**(settings | overrides))).eval()
+
+
+@pytest.fixture
+def tiny_llama():
+    return make_tiny_llama()
+
+
+@pytest.fixture
+def tiny_llama_tied():
+    return make_tiny_llama(tied=True)
+
+
+@pytest.fixture
+def tiny_gpt2():
+    return make_tiny_gpt2()
+
+
+@pytest.fixture
+def tiny_gpt2_tied():
+    return make_tiny_gpt2(tied=True)
+
+
+@pytest.fixture(params=["llama", "llama-tied", "gpt2", "gpt2-tied"])
+def tiny_model(request):
+    """Each of the four tiny models in turn."""
+    kind, _, tied = request.param.partition("-")
+    return {"llama": make_tiny_llama, "gpt2": make_tiny_gpt2}[kind](tied=bool(tied))
