@@ -9,6 +9,7 @@ from typing import Any
 
 from relinear import operators as _operators
 from relinear.models import head_bias as _head_bias  # noqa: F401  registers its kind, for checkpoints that name it
+from relinear.surgery import checkpoint as _checkpoint  # noqa: F401  (registers with transformers)
 
 __version__ = "0.1.0"
 
@@ -17,6 +18,14 @@ _LAZY = {
     "clifford": "relinear.clifford",
     "from_preset": "relinear.models",
     "preset_names": "relinear.models",
+    "aux_losses": "relinear.core.aux",
+    "from_pretrained": "relinear.surgery.checkpoint",
+    "save_pretrained": "relinear.surgery.checkpoint",
+    "fold_": "relinear.surgery.fold",
+    "attach_": "relinear.surgery.plan",
+    "plan": "relinear.surgery.plan",
+    "replace_": "relinear.surgery.plan",
+    "summary": "relinear.surgery.summary",
 }
 
 for _name in _operators.__all__:

@@ -32,12 +32,13 @@ class AttachmentConfig(Config):
 
         Must work on a meta-device skeleton, before and after operators are in place, and register everything learnt as
         submodules or parameters, so that it is saved and loaded with the model. Hooks must be module-level functions or
-        bound methods of submodules, so that ``deepcopy`` of the model carries them over correctly.
+        bound methods of submodules, so that ``deepcopy`` of the model carries them over correctly. Names of submodules
+        start with ``relinear_``: surgery leaves them alone.
         """
         raise TypeError(f"{type(self).__name__} does not say how it is attached")
 
     def apply_(self, model: nn.Module) -> None:
-        """Check, attach, and record the setting on the model for its checkpoint."""
+        """Check, attach, and record the setting on the model; ``relinear.attach_`` also writes it into its config."""
         self.check(model)
         self.attach(model)
         setattr(model, _ATTRIBUTE, (*attachments(model), self))

@@ -96,6 +96,7 @@ class OperatorConfig(Config):
         operator = self.build(in_features, out_features, has_bias, device=reference.device, dtype=reference.dtype)
         if init == "from_weight":
             operator.from_linear(source)
+        operator.replaces_conv1d = _is_conv1d(source) or getattr(source, "replaces_conv1d", False)
         return operator.train(source.training).requires_grad_(reference.requires_grad)
 
     def resized(self, in_features: int, out_features: int, scale: float) -> OperatorConfig | None:
@@ -113,6 +114,8 @@ class Operator(nn.Module):
     #: attributes of the last forward (tensors with a graph): dropped on deepcopy and pickling
     _transient: tuple[str, ...] = ("_aux_losses",)
     bias: nn.Parameter | None
+    #: whether folding gives GPT-2's transposed Conv1D rather than nn.Linear
+    replaces_conv1d: bool = False
 
     def __init__(self, config: OperatorConfig, in_features: int, out_features: int) -> None:
         super().__init__()

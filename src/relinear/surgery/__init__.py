@@ -1,0 +1,1 @@
+"""Plan, replace, checkpoint, fold: changing a model and bringing it back."""

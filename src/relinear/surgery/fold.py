@@ -1,0 +1,129 @@
+"""Folding: operators that are plain matrices become plain linear layers again."""
+
+from __future__ import annotations
+
+import dataclasses
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relinear.core.aux import named_operators
+from relinear.core.operator import NotLinearError, Operator
+from relinear.core.record import sync_record
+
+__all__ = ["FoldReport", "fold_"]
+
+
+@dataclasses.dataclass(frozen=True)
+class FoldReport:
+    """What was folded, what could not be (name -> reason), and the largest change of the model's output."""
+
+    folded: tuple[str, ...]
+    left: dict[str, str]
+    max_logit_difference: float | None
+
+    def __str__(self) -> str:
+        difference = "not measured" if self.max_logit_difference is None else f"{self.max_logit_difference:.3g}"
+        lines = [f"folded {len(self.folded)} operators into plain linear layers; largest logit difference {difference}"]
+        lines += [f"  left: {name}: {reason}" for name, reason in self.left.items()]
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *, verbose: bool = True) -> FoldReport:
+    """Turn every operator with a context-free ``to_dense`` back into nn.Linear (Conv1D in GPT-2), in place.
+
+    The matrix is computed in float32 and cast to the operator's dtype. Once nothing of relinear is left, the model is a
+    stock model whose checkpoint loads without this package.
+
+    Args:
+        model: any model; operators that are not linear maps are left in place and reported.
+        inputs: what to measure the largest logit difference on: token ids, or keyword arguments of the model. By
+            default a few fixed pseudo-random tokens where the model is a language model.
+        verbose: print the report.
+
+    Raises:
+        ValueError: if the model is itself an operator, or holds no operator. Nothing has changed then.
+    """
+    found = dict(named_operators(model))
+    if not found:
+        raise ValueError("the model holds no relinear operator: nothing to fold")
+    if "" in found:
+        raise ValueError("the model is itself an operator; build nn.Linear from its to_dense() and dense_bias()")
+    plain: dict[str, nn.Module] = {}
+    left: dict[str, str] = {}
+    for name, operator in found.items():
+        try:
+            plain[name] = _to_linear(operator)
+        except NotLinearError as error:
+            left[name] = str(error)
+    before = _logits(model, inputs)
+    aliases = list(model.named_modules(remove_duplicate=False))
+    for name, linear in plain.items():
+        operator = found[name]
+        for alias in (alias for alias, module in aliases if module is operator):
+            parent, _, child = alias.rpartition(".")
+            setattr(model.get_submodule(parent), child, linear)
+    sync_record(model)
+    after = _logits(model, inputs)
+    difference = None if before is None or after is None else float((before - after).abs().max())
+    report = FoldReport(tuple(plain), left, difference)
+    if verbose:
+        print(report)
+    return report
+
+
+def _to_linear(operator: Operator) -> nn.Module:
+    if operator.config.conditioned:
+        raise NotLinearError(f"{operator.config.kind} depends on the context of each token")
+    reference = next(operator.parameters())
+    trainable = reference.requires_grad
+    dtype = reference.dtype
+    # A copy, so that a half-precision operator is multiplied out in float32 and stays as it is if that fails.
+    wide = operator if dtype in (torch.float32, torch.float64) else _widened(operator)
+    weight, bias = wide.to_dense(), wide.dense_bias()
+    if weight.ndim != 2:
+        raise NotLinearError(f"{operator.config.kind} has one matrix per token")
+    if bias is not None and operator.bias is None:
+        raise NotLinearError(f"{operator.config.kind} has an offset that the bias-free layer it replaced cannot hold")
+    linear: Any
+    if operator.replaces_conv1d:
+        from transformers.pytorch_utils import Conv1D
+
+        linear = Conv1D(operator.out_features, operator.in_features).to(reference.device, dtype)
+        linear.weight.copy_(weight.T)
+    else:
+        linear = nn.Linear(
+            operator.in_features, operator.out_features, bias is not None, device=reference.device, dtype=dtype
+        )
+        linear.weight.copy_(weight)
+    if linear.bias is not None:
+        linear.bias.zero_() if bias is None else linear.bias.copy_(bias)
+    return linear.train(operator.training).requires_grad_(trainable)
+
+
+def _widened(operator: Operator) -> Operator:
+    return deepcopy(operator).float()
+
+
+def _logits(model: Any, inputs: Tensor | dict[str, Tensor] | None) -> Tensor | None:
+    """Logits in float32 on ``inputs``, in eval mode; None where there is nothing to measure on."""
+    vocabulary: Any = getattr(getattr(model, "config", None), "vocab_size", None)
+    parameter = next(model.parameters())
+    if parameter.is_meta or (inputs is None and vocabulary is None):
+        return None
+    if inputs is None:
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randint(vocabulary, (2, 16), generator=generator).to(parameter.device)
+    mode = model.training
+    model.eval()
+    try:
+        output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    finally:
+        model.train(mode)
+    logits = getattr(output, "logits", None)
+    if logits is None:
+        logits = output if isinstance(output, Tensor) else output[0]
+    return logits.float()

@@ -1,0 +1,178 @@
+"""Replacing linear layers in two phases: ``plan`` resolves and refuses, ``replace_`` applies."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from relinear.core.attachment import AttachmentConfig
+from relinear.core.config import check_choice
+from relinear.core.operator import Init, OperatorConfig, linear_features
+from relinear.core.record import METHOD, sync_record
+from relinear.surgery.select import Target, is_tied, select_targets
+from relinear.surgery.summary import Summary, module_flops, module_parameters, summary
+
+__all__ = ["Plan", "Replacement", "attach_", "plan", "replace_"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Replacement:
+    """One planned replacement: which module, by what, and how it starts."""
+
+    target: Target
+    config: OperatorConfig
+    in_features: int
+    out_features: int
+
+    @property
+    def name(self) -> str:
+        """The module's first name in the model."""
+        return self.target.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What ``replace_`` would do; nothing has changed yet. Printing it shows a line a layer."""
+
+    model: nn.Module
+    replacements: tuple[Replacement, ...]
+    init: Init
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.replacements)} layers to replace (init={self.init}):"]
+        for r in self.replacements:
+            also = f" (also {', '.join(r.target.aliases)})" if r.target.aliases else ""
+            lines.append(f"  {r.name}{also}: {type(r.target.module).__name__} -> {r.config}")
+        return "\n".join(lines)
+
+    def apply_(self) -> Summary:
+        """Carry the plan out. Every operator is built before the first is put in place, so a failure changes nothing.
+
+        Returns:
+            The summary of the model, with the replaced layers' sizes before and after.
+        """
+        before = {
+            r.name: (module_parameters(r.target.module), module_flops(r.target.module)) for r in self.replacements
+        }
+        operators = [r.config.convert(r.target.module, self.init) for r in self.replacements]
+        for replacement, operator in zip(self.replacements, operators, strict=True):
+            for name in (replacement.name, *replacement.target.aliases):
+                parent, _, child = name.rpartition(".")
+                setattr(self.model.get_submodule(parent), child, operator)
+        sync_record(self.model)
+        return summary(self.model, before=before)
+
+
+def plan(
+    model: nn.Module,
+    mapping: Mapping[str, OperatorConfig | None],
+    *,
+    layers: Iterable[int] | int | None = None,
+    exclude: str | Iterable[str] | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    init: Init = "fresh",
+) -> Plan:
+    """Resolve which layers ``mapping`` replaces and check that all of it can be done; changes nothing.
+
+    Args:
+        model: any ``nn.Module``; names are those of ``model.named_modules()``.
+        mapping: pattern -> operator config. A plain key is an exact name or a dotted suffix ("q_proj"), anything else
+            a regular expression matched in full, ``"all-linear"`` everything but the output head. The first match wins;
+            ``None`` leaves the layer alone.
+        layers: indices of decoder layers to stay within (negative ones count from the end); all by default.
+        exclude: patterns of layers to leave alone.
+        filter_fn: ``filter_fn(module, name) -> bool``; False leaves the layer alone.
+        init: "fresh" draws new parameters, "from_weight" fits the weight that is there (``from_linear``).
+
+    Raises:
+        ValueError: a pattern without a match (with the nearest names), a size that the operator cannot take, a tied
+            weight, a root that is itself a linear layer, a quantized model, an operator that cannot be fitted.
+    """
+    check_choice("init", init, ("fresh", "from_weight"))
+    if not isinstance(mapping, Mapping) or not mapping:
+        raise ValueError(f"mapping must be a non-empty dict of pattern -> operator config, got {mapping!r}")
+    for pattern, config in mapping.items():
+        if config is not None and not isinstance(config, OperatorConfig):
+            raise ValueError(
+                f"{pattern!r} must map to an operator config (relinear.LowRank(), ...) or None, not {config!r}"
+            )
+    _refuse_quantized(model)
+    targets = select_targets(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
+    replacements = []
+    for target in targets:
+        config = mapping[target.pattern]
+        if config is not None:
+            _check_target(model, target, config, init)
+            replacements.append(Replacement(target, config, *linear_features(target.module)))
+    return Plan(model, tuple(replacements), init)
+
+
+def replace_(
+    model: nn.Module,
+    mapping: Mapping[str, OperatorConfig | None],
+    *,
+    layers: Iterable[int] | int | None = None,
+    exclude: str | Iterable[str] | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    init: Init = "fresh",
+) -> Summary:
+    """Replace linear layers of ``model`` in place: ``plan(...)`` with the same arguments, applied.
+
+    Returns:
+        A summary to print: layer, operator, parameters and FLOPs a token, before and after.
+
+    Raises:
+        ValueError: as ``plan``; the model is then unchanged.
+    """
+    return plan(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn, init=init).apply_()
+
+
+def attach_(model: nn.Module, attachment: AttachmentConfig) -> None:
+    """Attach a model-level part (context manager, residual method, ...) in place, so that checkpoints restore it.
+
+    Raises:
+        ValueError: if ``model`` cannot take it; the model is then unchanged.
+    """
+    if not isinstance(attachment, AttachmentConfig):
+        raise ValueError(f"expected an attachment config such as relinear.ContextManager(), got {attachment!r}")
+    _refuse_quantized(model)
+    attachment.apply_(model)
+    sync_record(model)
+
+
+def _refuse_quantized(model: Any) -> None:
+    setting = getattr(getattr(model, "config", None), "quantization_config", None)
+    if setting is None:
+        return
+    method = setting.get("quant_method") if isinstance(setting, dict) else getattr(setting, "quant_method", None)
+    if method != METHOD and getattr(model, "is_quantized", True):
+        raise ValueError(f"the model is quantized ({method}); dequantize it first: model.dequantize()")
+
+
+def _check_target(model: nn.Module, target: Target, config: OperatorConfig, init: Init) -> None:
+    if not target.name:
+        raise ValueError(
+            "the model itself is a linear layer and cannot be replaced in place; build the operator instead: "
+            f"{type(config).__name__}(...).convert(linear, init={init!r})"
+        )
+    shared = is_tied(model, target.module)
+    if shared is not None:
+        raise ValueError(
+            f"{target.name} shares its weight with {shared}; replacing it would untie them. Build the model with "
+            "tie_word_embeddings=False, or leave it out with exclude="
+        )
+    for name, parameter in target.module.named_parameters():
+        if not parameter.is_floating_point():
+            raise ValueError(f"{target.name}.{name} is {parameter.dtype}; only floating-point layers can be replaced")
+    if init == "from_weight" and not config.fits_weight:
+        raise ValueError(
+            f"{config.kind} cannot be fitted to a weight in closed form ({target.name}); use init='fresh', or "
+            "relinear.distill_ to fit it on data"
+        )
+    try:
+        config.check_shape(*linear_features(target.module))
+    except ValueError as error:
+        raise ValueError(f"{target.name}: {error}") from error

@@ -1,0 +1,150 @@
+"""What a model is made of: layer, operator, parameters, FLOPs a token, before and after."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from relinear.core.operator import Operator, is_linear, linear_features
+
+__all__ = ["Row", "Summary", "module_flops", "module_parameters", "summary"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One linear layer, operator or attached part. ``*_before`` is the dense layer (or what was replaced last)."""
+
+    name: str
+    operator: str
+    in_features: int | None
+    out_features: int | None
+    parameters: int
+    flops_per_token: int
+    parameters_before: int
+    flops_before: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """A table of a model's linear layers. ``str`` shows it with layers of one kind in one line.
+
+    parameters: every parameter of the model, tied ones once.
+    flops_per_token: forward FLOPs of the rows; attention scores, norms and activations are left out.
+    """
+
+    rows: tuple[Row, ...]
+    parameters: int
+    flops_per_token: int
+    parameters_before: int
+    flops_before: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The table as JSON values."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        header = ("layer", "operator", "in -> out", "parameters", "was", "FLOPs/token", "was")
+        lines: list[tuple[str, ...]] = [header]
+        for names, row in _grouped(self.rows):
+            shape = "" if row.in_features is None else f"{row.in_features} -> {row.out_features}"
+            count = len(names)
+            name = names[0] if count == 1 else f"{_common(names)} (x{count})"
+            sizes = (row.parameters, row.parameters_before, row.flops_per_token, row.flops_before)
+            lines.append((name, row.operator, shape, *(f"{size * count:,}" for size in sizes)))
+        totals = (self.parameters, self.parameters_before, self.flops_per_token, self.flops_before)
+        lines.append(("whole model", "", "", *(f"{total:,}" for total in totals)))
+        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+        left = 3  # the first columns are words, the others numbers
+        text = [
+            "  ".join(f"{cell:<{w}}" if i < left else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(line, widths)))
+            for line in lines
+        ]
+        rule = "-" * len(text[0])
+        return "\n".join([text[0], rule, *text[1:-1], rule, text[-1]])
+
+
+def _grouped(rows: tuple[Row, ...]) -> list[tuple[list[str], Row]]:
+    groups: dict[Any, tuple[list[str], Row]] = {}
+    for row in rows:
+        key = (_pattern(row.name), dataclasses.replace(row, name=""))
+        groups.setdefault(key, ([], row))[0].append(row.name)
+    return list(groups.values())
+
+
+def _pattern(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _common(names: list[str]) -> str:
+    """The names with the parts that differ shown as a range or a star."""
+    out = []
+    for parts in zip(*(name.split(".") for name in names), strict=True):
+        values = sorted({int(p) for p in parts}) if all(p.isdigit() for p in parts) else None
+        if len(set(parts)) == 1:
+            out.append(parts[0])
+        elif values is not None and values == list(range(values[0], values[-1] + 1)):
+            out.append(f"{{{values[0]}..{values[-1]}}}")
+        else:
+            out.append("*")
+    return ".".join(out)
+
+
+def module_parameters(module: nn.Module) -> int:
+    """Number of parameters, shared ones once."""
+    return sum(p.numel() for p in module.parameters())
+
+
+def module_flops(module: Any) -> int:
+    """Forward FLOPs a token of a linear layer, an operator, or an attached part that states them."""
+    if callable(getattr(module, "flops_per_token", None)):
+        return int(module.flops_per_token())
+    in_features, out_features = linear_features(module)
+    return 2 * in_features * out_features
+
+
+def _dense_size(module: nn.Module, in_features: int, out_features: int) -> tuple[int, int]:
+    bias = out_features if getattr(module, "bias", None) is not None else 0
+    return in_features * out_features + bias, 2 * in_features * out_features
+
+
+def summary(model: nn.Module, *, before: Mapping[str, tuple[int, int]] | None = None) -> Summary:
+    """Tabulate the linear layers, operators and attached parts of ``model``.
+
+    Args:
+        model: any ``nn.Module``, also on the meta device.
+        before: (parameters, FLOPs a token) of layers by name, for the "was" columns; a dense layer of the same shape
+            where a name is missing, and nothing where an attached part has no shape.
+    """
+    rows: list[Row] = []
+    seen: set[int] = set()
+
+    def walk(module: Any, name: str) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        states_flops = module is not model and callable(getattr(module, "flops_per_token", None))
+        if not is_linear(module) and not states_flops:
+            for key, child in module.named_children():
+                walk(child, f"{name}.{key}" if name else key)
+            return
+        shape = linear_features(module) if is_linear(module) else None
+        operator = str(module.config) if isinstance(module, Operator) else type(module).__name__
+        size = (module_parameters(module), module_flops(module))
+        dense = _dense_size(module, *shape) if shape else (0, 0)
+        was = (before or {}).get(name, dense if isinstance(module, Operator) or not shape else size)
+        in_features, out_features = shape or (None, None)
+        rows.append(Row(name, operator, in_features, out_features, *size, *was))
+
+    walk(model, "")
+    parameters = module_parameters(model)
+    flops = sum(row.flops_per_token for row in rows)
+    return Summary(
+        tuple(rows),
+        parameters,
+        flops,
+        parameters + sum(row.parameters_before - row.parameters for row in rows),
+        flops + sum(row.flops_before - row.flops_per_token for row in rows),
+    )
