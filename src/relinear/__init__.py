@@ -26,6 +26,7 @@ _LAZY = {
     "plan": "relinear.surgery.plan",
     "replace_": "relinear.surgery.plan",
     "summary": "relinear.surgery.summary",
+    "tune_allocator": "relinear.core.allocator",
 }
 
 for _name in _operators.__all__:

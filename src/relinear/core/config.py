@@ -8,10 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
-__all__ = ["Config", "check_at_least", "check_choice", "check_divides", "check_type", "nearest", "register"]
+__all__ = [
+    "Config",
+    "check_at_least",
+    "check_choice",
+    "check_divides",
+    "check_type",
+    "nearest",
+    "parse_setting",
+    "register",
+]
 
 _REGISTRY: dict[str, dict[str, type[Config]]] = {}
 C = TypeVar("C", bound="type[Config]")
@@ -133,3 +143,55 @@ def check_divides(name: str, value: int, **sizes: int) -> None:
         possible = [k for k in range(1, min(sizes.values()) + 1) if not any(size % k for size in sizes.values())]
         stated = ", ".join(f"{key}={size}" for key, size in sizes.items())
         raise ValueError(f"{name}={value} does not divide {stated}; possible values: {', '.join(map(str, possible))}")
+
+
+def parse_setting(text: str) -> dict[str, Any]:
+    """The mapping that ``kind:key=value,key=value`` stands for, ready for ``Config.from_dict``.
+
+    Values are JSON scalars or lists, ``none``, bare words (strings), or a nested setting in parentheses:
+    ``hdpl:rank=128,blocks=8`` gives ``{"kind": "hdpl", "rank": 128, "blocks": 8}``, and
+    ``transponder:rank=8,base=(low_rank:rank=4)`` nests one setting in another. Nothing is looked up here; unknown kinds
+    and keys are found by ``from_dict``.
+
+    Raises:
+        ValueError: if the text has not this form.
+    """
+    kind, colon, rest = text.strip().partition(":")
+    setting: dict[str, Any] = {"kind": kind.strip()}
+    parts = _split(rest, text) if colon else []
+    if not kind.strip().isidentifier() or (colon and not parts):
+        raise ValueError(f"{text!r} is no setting; write it as kind:key=value,key=value (as in hdpl:rank=128,blocks=8)")
+    for part in parts:
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not key.isidentifier() or not value:
+            raise ValueError(f"{text!r}: expected key=value, got {part.strip()!r}")
+        if key in setting:
+            raise ValueError(f"{text!r}: {key!r} is given twice")
+        setting[key] = _parse_value(value)
+    return setting
+
+
+def _split(text: str, whole: str) -> list[str]:
+    """``text`` cut at the commas that stand outside of brackets and parentheses."""
+    parts, depth, start = [], 0, 0
+    for index, character in enumerate(text):
+        depth += (character in "([") - (character in ")]")
+        if depth < 0:
+            break
+        if character == "," and depth == 0:
+            parts.append(text[start:index])
+            start = index + 1
+    if depth != 0:
+        raise ValueError(f"{whole!r}: brackets do not match")
+    return [part for part in (*parts, text[start:]) if part.strip() or parts]
+
+
+def _parse_value(text: str) -> Any:
+    if text.startswith("(") and text.endswith(")"):
+        return parse_setting(text[1:-1])
+    if text.lower() in ("true", "false", "none", "null"):
+        return {"true": True, "false": False}.get(text.lower())
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,35 @@
+"""The C library's allocator: keep large buffers instead of handing them back to the system after every operation."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+
+__all__ = ["tune_allocator"]
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST = 2**31 - 1  # mallopt takes a C int
+
+
+@functools.cache
+def tune_allocator() -> dict[str, int]:
+    """Raise glibc's mmap and trim thresholds, so that freed activations are reused and not paged in anew.
+
+    By default glibc maps every buffer above 128 KiB (up to 32 MiB, once it has adapted) afresh from the system and
+    unmaps it when it is freed; each operation of a large model then pays for page faults, which can cost more than the
+    arithmetic. The price of the setting is that memory once used stays with the process. relinear's commands call
+    this when they start; ``import relinear`` does not. Calling it again changes nothing.
+
+    Returns:
+        The thresholds now in force in bytes, by name (for the record of a run); empty where the C library is not
+        glibc or refused.
+    """
+    if not sys.platform.startswith("linux"):
+        return {}
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):
+        return {}
+    libc.mallopt.argtypes, libc.mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
+    wanted = {"mmap_threshold": _M_MMAP_THRESHOLD, "trim_threshold": _M_TRIM_THRESHOLD}
+    return {name: _LARGEST for name, option in wanted.items() if libc.mallopt(option, _LARGEST) == 1}

@@ -1,0 +1,63 @@
+"""Settings that users write by hand (recipes, command lines): strict pydantic models with readable errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from relinear.core.config import nearest
+
+__all__ = ["Settings", "readable"]
+
+
+class Settings(BaseModel):
+    """Base of every group of user settings: frozen, no unknown keys, values checked when made.
+
+    An unknown key raises an error that names the nearest known one. ``load`` is the way in for what a user wrote: it
+    raises one plain ValueError with a line for each fault in place of pydantic's report.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, values: Any) -> Any:
+        if isinstance(values, Mapping):
+            unknown = [str(key) for key in values if key not in cls.model_fields]
+            if unknown:
+                faults = (f"unknown setting {key!r}; {nearest(key, cls.model_fields)}" for key in unknown)
+                raise ValueError("; ".join(faults))
+        return values
+
+    @classmethod
+    def load(cls, values: Mapping[str, Any] | Self, name: str = "settings") -> Self:
+        """Checked settings from a mapping such as a parsed YAML file.
+
+        Raises:
+            ValueError: with one line for each fault; ``name`` (a file's name, say) heads the message.
+        """
+        if isinstance(values, cls):
+            return values
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{name}: expected a mapping of settings, got {values!r}")
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            raise ValueError(f"{name}: {readable(error)}") from None
+
+    def updated(self, **changes: Any) -> Self:
+        """A copy with some settings changed, checked again as a whole."""
+        return self.load(self.model_dump() | changes)
+
+
+def readable(error: ValidationError) -> str:
+    """What pydantic found, one fault a line, as ``where: what (got value)``."""
+    lines = []
+    for fault in error.errors(include_url=False):
+        where = ".".join(map(str, fault["loc"]))
+        what = fault["msg"].removeprefix("Value error, ")
+        given = "" if fault["type"] in ("value_error", "missing") else f" (got {fault['input']!r})"
+        lines.append(f"{where}: {what}{given}" if where else what + given)
+    return "\n  ".join(lines) if len(lines) == 1 else "\n  " + "\n  ".join(lines)
