@@ -1,0 +1,7 @@
+"""Text: corpora, tokenizers, and packing into blocks of tokens."""
+
+from relinear.data.corpora import iter_texts
+from relinear.data.packing import PackedData, PackedDataset, prepare_data
+from relinear.data.settings import DataSettings
+
+__all__ = ["DataSettings", "PackedData", "PackedDataset", "iter_texts", "prepare_data"]

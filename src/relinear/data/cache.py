@@ -1,0 +1,134 @@
+"""The cache of prepared data: folders named by what is in them, built once, checked when opened."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relinear.core.files import write_json
+
+__all__ = ["cache_folder", "cached", "digest", "write_tokens"]
+
+#: part of every key: raise it when the meaning of cached files changes
+FORMAT = 1
+_MANIFEST = "manifest.json"
+_BLOCK = 1 << 20
+#: blocks of a file that are read to check it: all of a file up to this many MiB, evenly spread ones of a larger file
+_CHECKED_BLOCKS = 256
+
+
+def cache_folder(setting: Path | None = None) -> Path:
+    """``setting``, else ``$RELINEAR_CACHE``, else ``~/.cache/relinear``."""
+    return Path(setting or os.environ.get("RELINEAR_CACHE") or Path.home() / ".cache" / "relinear").expanduser()
+
+
+def digest(value: Any) -> str:
+    """A short name for a JSON value, different for every value."""
+    text = json.dumps([FORMAT, value], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _checksum(path: Path) -> int:
+    size = path.stat().st_size
+    blocks = max(1, -(-size // _BLOCK))
+    chosen = range(blocks) if blocks <= _CHECKED_BLOCKS else np.linspace(0, blocks - 1, _CHECKED_BLOCKS).astype(int)
+    value = 0
+    with path.open("rb") as file:
+        for block in chosen:
+            file.seek(int(block) * _BLOCK)
+            value = zlib.crc32(file.read(_BLOCK), value)
+    return value
+
+
+def _read(folder: Path) -> dict[str, Any] | None:
+    """What ``build`` returned, or None if the entry is absent or any of its files is not what was written."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        for name, (size, checksum) in manifest["files"].items():
+            if (folder / name).stat().st_size != size or _checksum(folder / name) != checksum:
+                return None
+        return dict(manifest["value"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def cached(root: Path, kind: str, key: Any, build: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
+    """The folder of an entry and what was noted about it, building it first if it is absent or damaged.
+
+    Processes that want the same entry at once wait for the one that builds it. An entry appears whole or not at all.
+
+    Args:
+        root: the cache.
+        kind: subfolder of the cache.
+        key: JSON value that decides everything about the content.
+        build: fills the folder it is given and returns JSON values to note.
+
+    Raises:
+        OSError: if the cache cannot be written, with a message that says how to choose another one.
+    """
+    from filelock import FileLock
+
+    folder = root / kind / digest(key)
+    value = _read(folder)
+    if value is not None:
+        return folder, value
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.with_suffix(".lock"))
+        lock.acquire()
+    except OSError as error:
+        raise OSError(
+            f"the cache {root} cannot be written ({error.strerror or error}); set cache_dir or RELINEAR_CACHE to a "
+            "folder that can"
+        ) from error
+    try:
+        value = _read(folder)
+        if value is None:
+            value = _build(folder, key, build)
+    finally:
+        lock.release()
+    return folder, value
+
+
+def _build(folder: Path, key: Any, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        value = build(temporary)
+        files = {
+            str(path.relative_to(temporary)): (path.stat().st_size, _checksum(path))
+            for path in sorted(temporary.rglob("*"))
+            if path.is_file()
+        }
+        write_json(temporary / _MANIFEST, {"key": key, "files": files, "value": value})
+        temporary.chmod(0o755)
+        shutil.rmtree(folder, ignore_errors=True)  # what is there was found damaged
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return value
+
+
+def write_tokens(path: Path, arrays: Iterable[np.ndarray], dtype: Any) -> int:
+    """Write the arrays end to end as one .npy file without holding them all; returns the number of tokens."""
+    count = 0
+    with path.open("wb") as file:
+        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": (0,)}
+        np.lib.format.write_array_header_1_0(file, header)
+        start = file.tell()
+        for array in arrays:
+            file.write(array.astype(dtype, copy=False).tobytes())
+            count += array.size
+        file.seek(0)
+        np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
+        # numpy pads the header for a growing first dimension, so the final one has the first one's length.
+        assert file.tell() == start
+    return count

@@ -1,0 +1,189 @@
+"""A corpus: the documents of a source, divided so that no held-out document is ever trained on."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import itertools
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from relinear.data.cache import cache_folder
+from relinear.data.settings import DataSettings
+from relinear.data.sources import Source, hub_sources, local_sources, stdlib_source
+
+__all__ = ["SPLITS", "Corpus", "iter_texts", "open_corpus"]
+
+#: ``all`` is every document of a corpus that brings no splits of its own
+SPLITS = ("train", "validation", "test", "all")
+
+
+def open_corpus(settings: DataSettings) -> Corpus:
+    """The corpus that ``settings`` name, without reading it.
+
+    Raises:
+        ValueError: if it is absent or no text can be had from it; the message says what was tried.
+    """
+    if settings.data == "stdlib":
+        return Corpus(settings, {"all": stdlib_source()})
+    path = Path(settings.data).expanduser()
+    if path.exists():
+        return Corpus(settings, local_sources(path, settings.text_column))
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?", settings.data) and not path.parent.is_dir():
+        cache = cache_folder(settings.cache_dir)
+        return Corpus(settings, hub_sources(settings.data, settings.text_column, settings.max_documents, cache))
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, [*siblings, "stdlib"], n=1)
+    hint = f"; did you mean {str(path.with_name(close[0])) if close[0] in siblings else close[0]!r}?" if close else ""
+    raise ValueError(
+        f"no data at {settings.data!r}{hint} Give 'stdlib', an existing file or folder, or a Hugging Face Hub name "
+        "(owner/name or owner/name:config)"
+    )
+
+
+def iter_texts(settings: DataSettings, split: str = "train") -> Iterator[str]:
+    """The documents of one split, in a fixed order.
+
+    Args:
+        settings: which corpus, and how it is divided.
+        split: ``train`` or ``validation``; ``test`` where the corpus brings one; ``all`` for every document of a corpus
+            that brings no splits.
+
+    Raises:
+        ValueError: if the corpus is absent, empty, or has no such split (lists those it has).
+    """
+    return open_corpus(settings).documents(split)
+
+
+class Corpus:
+    """Documents of a source by split.
+
+    Splits that the source brings are kept; otherwise whole documents are held out for validation, chosen by a hash of
+    their text and the seed, so that copies of a document are always on the same side. A source of a single document is
+    cut in two at a paragraph. Documents of the training split that also stand in validation or test are left out of
+    training; those of validation that stand in test, out of validation.
+    """
+
+    def __init__(self, settings: DataSettings, sources: dict[str, Source]) -> None:
+        self.settings = settings
+        self._sources = sources
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The splits that ``documents`` takes."""
+        given = set(self._sources)
+        divided = {"train", "validation"} if given & {"train", "all"} else set()
+        return tuple(split for split in SPLITS if split in given | divided)
+
+    @property
+    def key(self) -> Any:
+        """A JSON value that changes whenever the documents of a split may have changed."""
+        s = self.settings
+        parts = {split: source.key for split, source in self._sources.items()}
+        return {"sources": parts, "max_documents": s.max_documents, "held_out": [s.validation_fraction, s.seed]}
+
+    def documents(self, split: str) -> Iterator[str]:
+        """The documents of ``split`` in a fixed order, without empty ones. Raises ValueError if it is not there."""
+        if split not in self.splits:
+            known = ", ".join(self.splits)
+            raise ValueError(f"{self.settings.data!r} has no {split!r} split; it has {known}")
+        if split in ("all", "test"):
+            return self._read(split)
+        if split in self._sources and not (split == "train" and "validation" not in self._sources):
+            banned = self._banned[split]
+            return (text for text in self._read(split) if _digest(text) not in banned)
+        return self._divided(split)
+
+    def _read(self, split: str) -> Iterator[str]:
+        empty = True
+        for text in itertools.islice(self._sources[split].documents(), self.settings.max_documents):
+            if text.strip():
+                empty = False
+                yield _encodable(text)
+        if empty:
+            raise ValueError(
+                f"{self.settings.data!r} has no text in its {split!r} split"
+                if split != "all"
+                else f"{self.settings.data!r} has no text in it"
+            )
+
+    def _divided(self, split: str) -> Iterator[str]:
+        # Held out of the source's training documents, for want of a validation split.
+        if self._lone_document:
+            yield from (text for text in (_cut(self._lone_document, self.settings.validation_fraction)[split],) if text)
+            return
+        banned = self._banned["validation"]
+        for text in self._read(self._undivided):
+            key = _digest(text)
+            if key not in banned and (key in self._held_out) == (split == "validation"):
+                yield text
+
+    @property
+    def _undivided(self) -> str:
+        return "all" if "all" in self._sources else "train"
+
+    @cached_property
+    def _banned(self) -> dict[str, set[bytes]]:
+        test = {_digest(text) for text in self._read("test")} if "test" in self._sources else set()
+        validation = {_digest(t) for t in self._read("validation")} if "validation" in self._sources else set()
+        return {"train": test | validation, "validation": test}
+
+    @cached_property
+    def _sizes(self) -> dict[bytes, int]:
+        banned = self._banned["validation"]
+        sizes: dict[bytes, int] = {}
+        for text in self._read(self._undivided):
+            key = _digest(text)
+            if key not in banned:
+                sizes[key] = sizes.get(key, 0) + len(text)
+        return sizes
+
+    @cached_property
+    def _lone_document(self) -> str | None:
+        if len(self._sizes) != 1:
+            return None
+        return next(text for text in self._read(self._undivided) if _digest(text) in self._sizes)
+
+    @cached_property
+    def _held_out(self) -> set[bytes]:
+        salt = str(self.settings.seed).encode()
+        order = sorted(self._sizes, key=lambda key: hashlib.blake2b(key, key=salt, digest_size=16).digest())
+        target = self.settings.validation_fraction * sum(self._sizes.values())
+        chosen: set[bytes] = set()
+        taken = 0
+        for key in order:
+            if taken + self._sizes[key] <= 1.1 * target:
+                chosen.add(key)
+                taken += self._sizes[key]
+            if taken >= 0.9 * target:
+                break
+        return chosen or {min(order, key=lambda key: self._sizes[key])}
+
+
+def _encodable(text: str) -> str:
+    # JSON may hold lone surrogates, which no UTF-8 text has and no tokenizer takes.
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace").decode()
+    return text
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.strip().encode(), digest_size=16).digest()
+
+
+def _cut(text: str, fraction: float) -> dict[str, str]:
+    """The head of a document for training, its tail for validation, cut at the paragraph, line or word end nearest."""
+    wanted = round(len(text) * (1 - fraction))
+    for separator in ("\n\n", "\n", " "):
+        ends = [
+            at + len(separator) for at in (text.rfind(separator, 0, wanted), text.find(separator, wanted)) if at >= 0
+        ]
+        nearest = min(ends, key=lambda end: abs(end - wanted), default=0)
+        if abs(nearest - wanted) <= fraction * len(text) / 2:
+            return {"train": text[:nearest], "validation": text[nearest:]}
+    return {"train": text[:wanted], "validation": text[wanted:]}

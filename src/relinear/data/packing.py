@@ -1,0 +1,185 @@
+"""Documents, tokenised once into a memory-mapped cache and packed into blocks of equal length."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from relinear.data.cache import cache_folder, cached, digest, write_tokens
+from relinear.data.corpora import Corpus, open_corpus
+from relinear.data.settings import DataSettings
+from relinear.data.tokenizers import (
+    encode_documents,
+    load_tokenizer,
+    separator_id,
+    train_bpe,
+    trained_size,
+    vocabulary_size,
+)
+
+__all__ = ["PackedData", "PackedDataset", "prepare_data"]
+
+#: told what is being done and how many characters of it are done
+Progress = Callable[[str, int], None]
+
+
+class PackedDataset(Dataset):
+    """Blocks of ``sequence_length`` tokens, end to end: item i is ``{"input_ids": (T,), "labels": (T,)}``, both equal.
+
+    Tokens stay on disk, and workers open the file for themselves. The tail that fills no block is left out.
+    """
+
+    def __init__(self, path: Path, sequence_length: int, max_tokens: int | None = None) -> None:
+        self.path = path
+        self.sequence_length = sequence_length
+        tokens = len(self.tokens)
+        self.blocks = (tokens if max_tokens is None else min(tokens, max_tokens)) // sequence_length
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Every token of the split, memory-mapped and read-only."""
+        if "_tokens" not in self.__dict__:
+            self.__dict__["_tokens"] = np.load(self.path, mmap_mode="r", allow_pickle=False)
+        return self.__dict__["_tokens"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A memory map would be pickled as all that it maps.
+        return {key: value for key, value in self.__dict__.items() if key != "_tokens"}
+
+    def __len__(self) -> int:
+        return self.blocks
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not -self.blocks <= index < self.blocks:
+            raise IndexError(f"block {index} of {self.blocks}")
+        start = index % self.blocks * self.sequence_length
+        ids = torch.from_numpy(self.tokens[start : start + self.sequence_length].astype(np.int64))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedData:
+    """What a run trains and evaluates on.
+
+    train, validation: blocks of tokens.
+    tokenizer: a Hugging Face tokenizer, to be saved beside the model.
+    vocab_size: entries the embedding needs.
+    description: JSON values: the settings, and documents, characters, UTF-8 bytes and tokens by split.
+    """
+
+    train: PackedDataset
+    validation: PackedDataset
+    tokenizer: Any
+    vocab_size: int
+    description: dict[str, Any]
+
+
+def _silent(what: str, characters: int) -> None:
+    return None
+
+
+def prepare_data(settings: DataSettings, *, on_progress: Progress = _silent) -> PackedData:
+    """Tokenise and pack the training and validation splits, or open what an earlier call left in the cache.
+
+    Documents are joined by the tokenizer's end-of-text token. The cache is keyed by the corpus (paths, sizes and times
+    of its files), how it is divided and the tokenizer; damaged entries are built again, and several processes may ask
+    for the same entry at once.
+
+    Args:
+        settings: which text and tokenizer.
+        on_progress: called with a phrase and the characters done so far, every million characters and at the end of a split.
+
+    Raises:
+        ValueError: if the corpus is absent, empty, has no training split or is too short for one block.
+        OSError: if the cache cannot be written.
+    """
+    root = cache_folder(settings.cache_dir)
+    corpus = open_corpus(settings)
+    missing = {"train", "validation"} - set(corpus.splits)
+    if missing:
+        raise ValueError(
+            f"{settings.data!r} has no training split, only {', '.join(corpus.splits)}: it can be evaluated on, not "
+            "trained on; give one of its files instead, or a folder with a train file"
+        )
+    tokenizer, tokenizer_key = _tokenizer(settings.tokenizer, corpus, root, on_progress)
+    vocabulary = vocabulary_size(tokenizer)
+    dtype = np.uint16 if vocabulary <= 1 << 16 else np.uint32
+
+    def build(folder: Path) -> dict[str, Any]:
+        counts = {}
+        for split in ("train", "validation"):
+            count = _Count(f"tokenising {split}", on_progress)
+            arrays = encode_documents(tokenizer, count(corpus.documents(split)))
+            tokens = write_tokens(folder / f"{split}.npy", arrays, dtype)
+            counts[split] = count.totals() | {"tokens": tokens}
+        return counts
+
+    key = {"corpus": corpus.key, "tokenizer": tokenizer_key}
+    folder, counts = cached(root, "tokens", key, build)
+    for split, length in (("train", counts["train"]["tokens"]), ("validation", counts["validation"]["tokens"])):
+        if length < settings.sequence_length:
+            advice = " or raise validation_fraction" if split == "validation" else ""
+            raise ValueError(
+                f"the {split} split of {settings.data!r} has {length} tokens, too few for one sequence of "
+                f"{settings.sequence_length}; lower sequence_length{advice}, or give more text"
+            )
+    limit = settings.max_validation_tokens
+    if limit is not None and limit < settings.sequence_length:
+        raise ValueError(f"max_validation_tokens={limit} is less than one sequence of {settings.sequence_length}")
+    return PackedData(
+        train=PackedDataset(folder / "train.npy", settings.sequence_length),
+        validation=PackedDataset(folder / "validation.npy", settings.sequence_length, limit),
+        tokenizer=tokenizer,
+        vocab_size=vocabulary,
+        description={"settings": settings.model_dump(mode="json"), "vocab_size": vocabulary, "splits": counts},
+    )
+
+
+class _Count:
+    """Counts what passes through, and reports it."""
+
+    def __init__(self, what: str, on_progress: Progress) -> None:
+        self.what, self.on_progress = what, on_progress
+        self.documents = self.characters = self.bytes = 0
+
+    def __call__(self, documents: Iterable[str]) -> Iterator[str]:
+        reported = 0
+        for text in documents:
+            yield text
+            self.documents += 1
+            self.characters += len(text)
+            self.bytes += len(text.encode())
+            if self.characters - reported >= 1_000_000:
+                reported = self.characters
+                self.on_progress(self.what, reported)
+        self.on_progress(self.what, self.characters)
+
+    def totals(self) -> dict[str, int]:
+        return {"documents": self.documents, "characters": self.characters, "bytes": self.bytes}
+
+
+def _tokenizer(name: str, corpus: Corpus, root: Path, on_progress: Progress) -> tuple[Any, Any]:
+    """The tokenizer of a setting and a JSON value that decides what it does."""
+    size = trained_size(name)
+    if size is None:
+        tokenizer = load_tokenizer(name)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        content = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
+        return tokenizer, [digest(content), separator_id(tokenizer)]
+
+    def build(folder: Path) -> dict[str, Any]:
+        total = sum(len(text) for text in corpus.documents("train"))
+        count = _Count("training the tokenizer", on_progress)
+        train_bpe(count(corpus.documents("train")), size, total).save_pretrained(folder)
+        return {}
+
+    key = {"corpus": corpus.key, "bpe": size}
+    folder, _ = cached(root, "tokenizers", key, build)
+    return load_tokenizer(str(folder)), key

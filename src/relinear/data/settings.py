@@ -1,0 +1,48 @@
+"""The one setting of text data that every command shares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from relinear.data.tokenizers import check_tokenizer_name
+
+__all__ = ["DataSettings"]
+
+
+class DataSettings(BaseModel):
+    """Which text, cut and tokenised how. Unknown keys and values out of range are errors.
+
+    Args:
+        data: ``stdlib`` (the source text of the running Python's standard library), a local file or folder of txt, md,
+            jsonl or parquet, or a data set of the Hugging Face Hub as ``owner/name`` or ``owner/name:config``.
+        text_column: column of jsonl, parquet and Hub data that holds the text; by default ``text``, or the only column
+            of strings.
+        tokenizer: ``bytes``, ``bpe:N`` (trained on the training split, N entries), or whatever
+            ``AutoTokenizer.from_pretrained`` takes.
+        sequence_length: tokens a block.
+        validation_fraction: share of the characters held out for validation where the corpus brings no such split.
+        max_documents: read only the first documents of each split of the source; Hub data are then streamed.
+        max_validation_tokens: evaluate on the first tokens of the validation split only (whole blocks).
+        cache_dir: folder of tokenised data; by default ``$RELINEAR_CACHE``, else ``~/.cache/relinear``.
+        seed: decides which documents are held out.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    data: str = Field(default="stdlib", min_length=1)
+    text_column: str | None = None
+    tokenizer: str = "bytes"
+    sequence_length: int = Field(default=256, ge=2)
+    validation_fraction: float = Field(default=0.05, gt=0, le=0.5)
+    max_documents: int | None = Field(default=None, ge=1)
+    max_validation_tokens: int | None = Field(default=None, ge=2)
+    cache_dir: Path | None = None
+    seed: int = 0
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _tokenizer(cls, value: str) -> str:
+        check_tokenizer_name(value)
+        return value

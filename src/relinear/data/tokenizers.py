@@ -1,0 +1,192 @@
+"""Tokenizers: bytes, byte-pair encoding trained on the corpus, or any of transformers. All are real HF tokenizers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "byte_tokenizer",
+    "check_tokenizer_name",
+    "encode_documents",
+    "load_tokenizer",
+    "separator_id",
+    "train_bpe",
+    "trained_size",
+    "vocabulary_size",
+]
+
+END, PAD = "<|endoftext|>", "<|pad|>"
+_SMALLEST_BPE = 256 + 2
+#: characters that byte-pair encoding is trained on: beyond this, merges hardly change and time grows
+_TRAINING_CHARACTERS = 12_000_000
+#: characters handed to the tokenizer at once: enough for its threads, little enough for memory
+_BATCH_CHARACTERS = 2_000_000
+
+
+def trained_size(name: str) -> int | None:
+    """N of a tokenizer setting ``bpe:N``; None for any other setting."""
+    if not name.startswith("bpe:"):
+        return None
+    number = name.removeprefix("bpe:").replace("_", "")
+    if not number.isdecimal() or int(number) < _SMALLEST_BPE:
+        raise ValueError(
+            f"tokenizer {name!r}: bpe:N needs N of at least {_SMALLEST_BPE} (256 bytes and 2 special tokens), "
+            "for instance bpe:8000"
+        )
+    return int(number)
+
+
+def check_tokenizer_name(name: str) -> None:
+    """Raise ValueError if ``name`` cannot name a tokenizer; whether one is there is seen when it is loaded."""
+    trained_size(name)
+    if not name.strip():
+        raise ValueError("tokenizer must be 'bytes', 'bpe:N', or the name or folder of a Hugging Face tokenizer")
+
+
+def _wrap(tokenizer: Any) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=PAD)
+
+
+def byte_tokenizer() -> Any:
+    """A tokenizer of 256 bytes and two special tokens: the id of a byte is its value; end of text is 256, padding 257.
+
+    A ``PreTrainedTokenizerFast``: saved and loaded as any other.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    # Byte-level tokenizers write bytes as printable characters; the table is GPT-2's.
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
+    tokenizer = Tokenizer(models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END, special=True), AddedToken(PAD, special=True)])
+    return _wrap(tokenizer)
+
+
+def train_bpe(documents: Iterable[str], size: int, total_characters: int) -> Any:
+    """Byte-level byte-pair encoding of ``size`` entries (fewer if the text gives no more), deterministic.
+
+    Args:
+        documents: the training split.
+        size: entries, including 256 bytes and two special tokens.
+        total_characters: of all documents. Of a large corpus the same leading share of every document is used.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    share = min(1.0, _TRAINING_CHARACTERS / max(1, total_characters))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END, PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text[: int(len(text) * share) + 1] for text in documents), trainer)
+    return _wrap(tokenizer)
+
+
+def load_tokenizer(name: str) -> Any:
+    """``bytes``, or what ``AutoTokenizer.from_pretrained`` loads.
+
+    Raises:
+        ValueError: if there is no such tokenizer, or it has no token that could separate documents.
+    """
+    if name == "bytes":
+        return byte_tokenizer()
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # hub, file and parse errors of many kinds: to a user there is no such tokenizer
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"cannot load the tokenizer {name!r}: it must be 'bytes', 'bpe:N', a folder that a tokenizer was saved "
+            f"to, or a name of the Hugging Face Hub that can be reached ({reason})"
+        ) from error
+    separator_id(tokenizer)
+    return tokenizer
+
+
+def separator_id(tokenizer: Any) -> int:
+    """The id of the token that ends a document. Raises ValueError if the tokenizer has none."""
+    for value in (tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.bos_token_id):
+        if value is not None:
+            return int(value)
+    raise ValueError(
+        f"the tokenizer {tokenizer.name_or_path!r} has no end-of-text, separator or beginning-of-text token, so "
+        "documents cannot be told apart; set its eos_token and save it again"
+    )
+
+
+def vocabulary_size(tokenizer: Any) -> int:
+    """Entries an embedding needs for every id of the tokenizer, added tokens included."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+
+
+def _is_byte_tokenizer(tokenizer: Any) -> bool:
+    vocabulary = tokenizer.get_vocab()
+    return len(vocabulary) == _SMALLEST_BPE and vocabulary.get("Ā") == 0 and vocabulary.get(END) == 256
+
+
+def _pieces(text: str) -> Iterator[str]:
+    # A document beyond one batch is cut behind a line end, so that memory stays bounded.
+    start = 0
+    while len(text) - start > _BATCH_CHARACTERS:
+        stop = text.rfind("\n", start, start + _BATCH_CHARACTERS) + 1 or start + _BATCH_CHARACTERS
+        yield text[start:stop]
+        start = stop
+    yield text[start:] if start else text
+
+
+def _batches(documents: Iterable[str]) -> Iterator[tuple[list[str], list[bool]]]:
+    texts: list[str] = []
+    ends: list[bool] = []
+    characters = 0
+    for document in documents:
+        pieces = list(_pieces(document))
+        for i, piece in enumerate(pieces):
+            texts.append(piece)
+            ends.append(i == len(pieces) - 1)
+            characters += len(piece)
+            if characters >= _BATCH_CHARACTERS:
+                yield texts, ends
+                texts, ends, characters = [], [], 0
+    if texts:
+        yield texts, ends
+
+
+def _encode_batch(tokenizer: Any, texts: list[str]) -> list[Any]:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return list(tokenizer(texts, add_special_tokens=False)["input_ids"])
+    # The backend's own batch is several times faster than the wrapper, which builds masks and offsets too.
+    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def encode_documents(tokenizer: Any, documents: Iterable[str]) -> Iterator[np.ndarray]:
+    """The token ids of all documents in order, each document closed by ``separator_id``, as arrays of some length."""
+    separator = separator_id(tokenizer)
+    as_bytes = _is_byte_tokenizer(tokenizer)
+    special = re.compile("|".join(map(re.escape, (END, PAD))))
+    for texts, ends in _batches(documents):
+        # Text that spells out a special token goes through the tokenizer, which gives it that token's id.
+        if as_bytes and not any(special.search(text) for text in texts):
+            encoded = [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+        else:
+            encoded = _encode_batch(tokenizer, texts)
+        for ids, end in zip(encoded, ends, strict=True):
+            array = np.empty(len(ids) + end, dtype=np.uint32)
+            array[: len(ids)] = ids
+            if end:
+                array[-1] = separator
+            yield array
