@@ -94,7 +94,7 @@ def prepare_data(settings: DataSettings, *, on_progress: Progress = _silent) -> 
 
     Args:
         settings: which text and tokenizer.
-        on_progress: called with a phrase and the characters done so far, every million characters and at the end of a split.
+        on_progress: called with a phrase and the characters done so far, every million characters and at the end.
 
     Raises:
         ValueError: if the corpus is absent, empty, has no training split or is too short for one block.
