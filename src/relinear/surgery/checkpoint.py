@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -73,12 +75,19 @@ class RelinearQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         rebuild_(model, self.quantization_config)
+        # Some models initialise children by name (GPT-2: ``self.c_proj.weight``), also when nothing is missing. What
+        # they find here is marked as loaded, so that they leave it alone.
+        for _, operator in named_operators(model):
+            if not hasattr(operator, "weight"):
+                operator.__dict__["weight"] = _loaded_placeholder()
         files = kwargs.get("checkpoint_files")
         if files:
             _check_keys(model, files)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for _, operator in named_operators(model):
+            operator.__dict__.pop("weight", None)
         # An ordinary model again: floats may be cast, Trainer may train it, and save_pretrained writes the record.
         self.remove_quantization_config(model)
         model.config._is_quantized = False
@@ -99,6 +108,12 @@ class RelinearQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _loaded_placeholder() -> torch.Tensor:
+    placeholder = torch.empty(0)
+    placeholder._is_hf_initialized = True  # type: ignore[attr-defined]
+    return placeholder
 
 
 def _skeleton_name(model: Any, name: str) -> str:
@@ -163,7 +178,8 @@ def _check_keys(model: Any, files: list[str]) -> None:
         stored = {prefix + key if add else key.removeprefix(prefix) for key in stored}
     elif not any(key.startswith(prefix) for key in expected):
         stored = {key.removeprefix(prefix) for key in stored}
-    converted = bool(get_model_conversion_mapping(model))  # such models store under other names than they use
+    # Models with converters (merged experts) store under other names than they use.
+    converted = any(isinstance(step, WeightConverter) for step in get_model_conversion_mapping(model))
     tied = set(getattr(model, "all_tied_weights_keys", {}))
     missing = [k for k in expected - stored - tied if not converted or k.startswith(tuple(own))]
     unknown = [key for key in stored - expected if key.startswith(tuple(own))]

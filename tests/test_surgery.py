@@ -1,0 +1,229 @@
+"""plan, replace_, attach_, summary: what is chosen, what is refused, and that a refusal changes nothing."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+import relinear
+from conftest import make_tiny_gpt2, make_tiny_llama
+from relinear.core.operator import dense_weight
+from relinear.operators.low_rank import LowRankLinear
+
+
+def llama(**overrides):
+    settings = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+    return make_tiny_llama(**settings | {"num_key_value_heads": 1, "vocab_size": 50} | overrides)
+
+
+def gpt2(**overrides):
+    return make_tiny_gpt2(n_embd=16, n_head=2, vocab_size=50, **overrides)
+
+
+def replaced(model):
+    return {name for name, module in model.named_modules() if isinstance(module, LowRankLinear)}
+
+
+LOW = relinear.LowRank(rank=4)
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+
+@pytest.mark.parametrize(
+    ("mapping", "options", "expected"),
+    [
+        ({"q_proj": LOW}, {}, {f"model.layers.{i}.self_attn.q_proj" for i in range(3)}),
+        ({"self_attn.q_proj": LOW}, {"layers": [0, -1]}, {f"model.layers.{i}.self_attn.q_proj" for i in (0, 2)}),
+        ({"q_proj": LOW}, {"layers": 1}, {"model.layers.1.self_attn.q_proj"}),
+        ({"model.layers.1.mlp.up_proj": LOW}, {}, {"model.layers.1.mlp.up_proj"}),
+        (
+            {r".*\.mlp\.(gate|up)_proj": LOW},
+            {"layers": range(1)},
+            {f"model.layers.0.mlp.{p}_proj" for p in ("gate", "up")},
+        ),
+        ({"gate_proj": None, r".*\.0\.mlp\..*": LOW}, {}, {f"model.layers.0.mlp.{p}_proj" for p in ("up", "down")}),
+        (
+            {"k_proj": LOW, "v_proj": LOW},
+            {"exclude": "v_proj", "filter_fn": lambda module, name: ".2." not in name},
+            {f"model.layers.{i}.self_attn.k_proj" for i in range(2)},
+        ),
+    ],
+)
+def test_selection(mapping, options, expected):
+    model = llama()
+    report = relinear.replace_(model, mapping, **options)
+    assert replaced(model) == expected
+    assert report.parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_all_linear_leaves_the_head():
+    for model, count in ((llama(), 21), (gpt2(), 8)):
+        relinear.replace_(model, {"all-linear": LOW})
+        assert len(replaced(model)) == count
+        assert isinstance(model.get_output_embeddings(), nn.Linear)
+
+
+def test_first_match_wins():
+    model = llama()
+    relinear.replace_(model, {r".*\.0\..*q_proj": relinear.LowRank(rank=2), "q_proj": LOW})
+    ranks = [layer.self_attn.q_proj.config.rank for layer in model.model.layers]
+    assert ranks == [2, 4, 4]
+
+
+@pytest.mark.parametrize("make", [lambda: llama(num_key_value_heads=2), gpt2], ids=["llama", "gpt2"])
+def test_full_rank_fit_keeps_the_logits(make):
+    model = make()
+    with torch.no_grad():
+        before = model(IDS).logits
+        relinear.replace_(model, {"all-linear": relinear.LowRank(rank=16)}, init="from_weight")
+        torch.testing.assert_close(model(IDS).logits, before, atol=1e-5, rtol=1e-4)
+
+
+def test_conv1d_that_is_not_square_is_read_transposed():
+    model = gpt2()
+    source = model.transformer.h[0].attn.c_attn
+    assert isinstance(source, Conv1D)
+    relinear.replace_(model, {"c_attn": relinear.LowRank(rank=16)}, init="from_weight")
+    operator = model.transformer.h[0].attn.c_attn
+    assert (operator.in_features, operator.out_features) == (16, 48)
+    torch.testing.assert_close(operator.to_dense(), dense_weight(source), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "options", "message"),
+    [
+        ({"q_prj": LOW}, {}, r"'q_prj' matches no module; nearest: q_proj"),
+        ({r".*\.qq_proj": LOW}, {}, "matches no module"),
+        ({"mlp": LOW}, {}, "a LlamaMLP, which cannot be replaced"),
+        ({"(": LOW}, {}, "no valid regular expression"),
+        ({"": LOW}, {}, "non-empty string"),
+        ({}, {}, "non-empty dict"),
+        ({"q_proj": "low_rank"}, {}, "must map to an operator config"),
+        ({"q_proj": LOW}, {"layers": [3]}, "layer 3 does not exist: the model has 3 layers"),
+        ({"q_proj": LOW}, {"layers": []}, "nothing to replace"),
+        ({"q_proj": LOW}, {"exclude": ".*"}, "nothing to replace"),
+        ({"q_proj": LOW}, {"init": "zero"}, "init must be one of fresh, from_weight"),
+        ({"q_proj": LOW, "v_proj": relinear.LowRank(rank=9)}, {}, r"layers.0.self_attn.v_proj: rank=9 exceeds"),
+    ],
+)
+def test_refusals_change_nothing(mapping, options, message):
+    model = llama()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        relinear.replace_(model, mapping, **options)
+    assert not replaced(model)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert not hasattr(model.config, "quantization_config")
+
+
+def test_a_tied_head_is_refused_and_stays_tied_otherwise():
+    model = llama(tied=True)
+    with pytest.raises(ValueError, match=r"lm_head shares its weight with model.embed_tokens.weight"):
+        relinear.replace_(model, {"lm_head": LOW})
+    relinear.replace_(model, {"q_proj": LOW})
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    relinear.replace_(llama(tied=False), {"lm_head": LOW})
+
+
+def test_a_root_that_is_a_linear_layer_is_refused():
+    with pytest.raises(ValueError, match=r"model itself is a linear layer.*convert"):
+        relinear.replace_(nn.Linear(8, 8), {".*": LOW})
+
+
+def test_every_alias_is_rewritten_and_counted_once():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+            self.second = self.first
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    model = Shared()
+    report = relinear.replace_(model, {"second": relinear.LowRank(rank=2)})
+    assert model.first is model.second
+    assert isinstance(model.first, LowRankLinear)
+    assert report.parameters == 2 * 16 + 8
+    relinear.fold_(model, verbose=False)
+    assert type(model.first) is nn.Linear
+    assert model.first is model.second
+
+
+def test_a_layer_that_reads_the_weight_of_its_linear_is_refused():
+    attention = nn.MultiheadAttention(8, 2)
+    with pytest.raises(ValueError, match="NonDynamicallyQuantizableLinear, which cannot be replaced"):
+        relinear.replace_(attention, {"out_proj": LOW})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dtype_mode_and_requires_grad_are_kept(dtype):
+    model = llama().to(dtype).requires_grad_(False)
+    relinear.replace_(model, {"up_proj": LOW}, init="from_weight")
+    operator = model.model.layers[0].mlp.up_proj
+    assert {p.dtype for p in operator.parameters()} == {dtype}
+    assert not any(p.requires_grad for p in operator.parameters())
+    assert not operator.training
+    assert model(IDS).logits.dtype == dtype
+
+
+def test_meta_model():
+    with torch.device("meta"):
+        model = llama()
+    report = relinear.replace_(model, {"all-linear": LOW})
+    assert all(p.is_meta for p in model.parameters())
+    assert report.parameters < report.parameters_before
+
+
+def test_quantized_models_are_refused():
+    model = llama()
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    model.is_quantized = True
+    with pytest.raises(ValueError, match="quantized"):
+        relinear.replace_(model, {"q_proj": LOW})
+
+
+def test_plan_changes_nothing_and_prints_every_layer():
+    model = llama()
+    plan = relinear.plan(model, {"q_proj": LOW}, layers=[0, 1])
+    assert not replaced(model)
+    assert [r.name for r in plan.replacements] == [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
+    assert "model.layers.1.self_attn.q_proj: Linear -> LowRank(rank=4)" in str(plan)
+
+
+def test_replacing_an_operator_again():
+    model = llama()
+    relinear.replace_(model, {"q_proj": LOW})
+    report = relinear.replace_(model, {"q_proj": relinear.LowRank(rank=2)}, init="from_weight")
+    assert model.model.layers[0].self_attn.q_proj.config.rank == 2
+    row = next(row for row in report.rows if row.name.endswith("0.self_attn.q_proj"))
+    assert (row.parameters_before, row.parameters) == (4 * 32, 2 * 32)
+
+
+def test_summary_totals_are_those_of_the_model():
+    model = gpt2()
+    dense = relinear.summary(model)
+    assert dense.parameters == dense.parameters_before == sum(p.numel() for p in model.parameters())
+    matrices = sum(dense_weight(m).numel() for m in model.modules() if isinstance(m, nn.Linear | Conv1D))
+    assert dense.flops_per_token == 2 * matrices
+    after = relinear.replace_(model, {"c_fc": LOW})
+    assert after.parameters_before == dense.parameters
+    assert after.flops_before == dense.flops_per_token
+    assert after.flops_per_token == dense.flops_per_token - 2 * 2 * (16 * 64 - 4 * (16 + 64))
+    assert "transformer.h.{0..1}.mlp.c_fc (x2)" in str(after)
+
+
+def test_fold_gives_a_stock_model_back():
+    for model, kind in ((llama(), nn.Linear), (gpt2(), Conv1D)):
+        relinear.replace_(model, {"all-linear": LOW}, init="from_weight")
+        with torch.no_grad():
+            before = model(IDS).logits
+        report = relinear.fold_(model, {"input_ids": IDS}, verbose=False)
+        assert report.max_logit_difference < 1e-5
+        assert not replaced(model)
+        assert sum(isinstance(m, kind) for m in model.modules()) >= len(report.folded) > 0
+        assert not hasattr(model.config, "quantization_config")
+        torch.testing.assert_close(model(IDS).logits, before, atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match="nothing to fold"):
+        relinear.fold_(llama())
