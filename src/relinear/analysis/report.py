@@ -1,0 +1,117 @@
+"""The report of a comparison: results.json -> plots and one self-contained report.html."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from relinear.core.files import write_text
+
+__all__ = ["read_results", "write_report"]
+
+RESULTS = "results.json"
+REPORT = "report.html"
+FORMAT = 1
+
+# name of the figure -> (function in plots, what it shows, for readers who do not see it)
+_FIGURES = {
+    "curves": "Validation loss against training tokens, one line an entry.",
+    "pareto": "Validation loss against parameters (left) and FLOPs per token (right), one point an entry.",
+    "speeds": "Training and inference tokens per second as ratios to the reference, one bar an entry.",
+    "tuning": "Validation loss of the tuning runs against the learning rate, one line an entry.",
+}
+
+
+def read_results(directory: str | Path) -> dict[str, Any]:
+    """What ``results.json`` in ``directory`` says.
+
+    Raises:
+        FileNotFoundError: if no comparison has finished there.
+        ValueError: if the file is damaged or written by a newer relinear.
+    """
+    path = Path(directory) / RESULTS
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} does not exist: no comparison has finished in {directory}; start it, or start it again to go on"
+        )
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        version = results["format"]
+        results["entries"][0]["runs"][0]["validation_loss"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it and start the comparison again") from error
+    if version > FORMAT:
+        raise ValueError(f"{path} has format {version}, this relinear reads up to {FORMAT}; upgrade relinear")
+    return results
+
+
+def write_report(directory: str | Path) -> Path:
+    """Draw the plots (plots/*.png, *.svg) and write ``report.html`` beside ``results.json``; returns its path.
+
+    The page holds everything inline: it can be mailed. Raises as ``read_results``.
+    """
+    from relinear.analysis import plots
+
+    directory = Path(directory)
+    results = read_results(directory)
+    figures = []
+    for name, description in _FIGURES.items():
+        figure = getattr(plots, name)(results["entries"])
+        if figure is not None:
+            _, svg = plots.save_figure(figure, directory / "plots" / name)
+            image = base64.b64encode(svg.read_bytes()).decode("ascii")
+            figures.append({"name": name, "description": description, "image": image})
+    path = directory / REPORT
+    write_text(path, render(results, figures))
+    return path
+
+
+def render(results: Mapping[str, Any], figures: list[dict[str, str]]) -> str:
+    """The page as text. ``figures`` hold name, description and the SVG in base64."""
+    import jinja2
+
+    from relinear.analysis.plots import colours
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("relinear", "analysis"),
+        autoescape=True,  # names and paths in the results are the user's text
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"number": number, "plus_minus": plus_minus, "gib": gib, "settings": _settings}
+    return environment.get_template(REPORT).render(
+        results=results, entries=results["entries"], figures=figures, colours=colours(results["entries"])
+    )
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A short form for tables: 62.53M, 1.20G, 0.035; an en dash where there is nothing."""
+    if value is None:
+        return "–"
+    for scale, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= scale:
+            return f"{value / scale:.2f}{unit}"
+    return f"{value:.{digits}g}"
+
+
+def plus_minus(statistic: Mapping[str, Any], digits: int = 3) -> str:
+    """Mean and, over several seeds, the sample standard deviation."""
+    mean = f"{statistic['mean']:.{digits}f}"
+    return mean if statistic["spread"] is None else f"{mean} ± {statistic['spread']:.{digits}f}"
+
+
+def gib(value: float | None) -> str:
+    """Bytes in MiB or GiB."""
+    if value is None:
+        return "–"
+    return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
+
+
+def _settings(value: Any) -> str:
+    import yaml
+
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)

@@ -1,0 +1,82 @@
+"""How the command line ends: one message and exit code 2 for what a user can mend, a traceback for our own faults."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+
+__all__ = ["exit_code", "is_user_error", "one_message", "resumable"]
+
+#: shows the traceback of a user error too
+TRACEBACK_VARIABLE = "RELINEAR_TRACEBACK"
+USER_ERROR = 2
+INTERRUPTED = 130
+OWN_FAULT = 1
+
+# Exceptions that no common base class covers, by the top module and the name of a class among their bases: naming them
+# here avoids importing their packages just to catch them.
+_FOREIGN = {
+    ("yaml", "YAMLError"),
+    ("safetensors_rust", "SafetensorError"),
+    ("builtins", "SafetensorError"),
+    ("huggingface_hub", "HfHubHTTPError"),
+    ("httpx", "HTTPError"),
+    ("requests", "RequestException"),
+}
+
+
+@contextlib.contextmanager
+def resumable(how: str) -> Iterator[None]:
+    """On Ctrl-C within the block, tell the user ``how`` to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; to go on: {how}", file=sys.stderr)
+        raise
+
+
+def is_user_error(error: BaseException) -> bool:
+    """Whether ``error`` is something that the user can mend: settings, files, data, numbers, a missing extra."""
+    if isinstance(error, ValueError | OSError | FloatingPointError | ImportError):
+        return True
+    return any((c.__module__.partition(".")[0], c.__name__) in _FOREIGN for c in type(error).__mro__)
+
+
+def one_message(error: BaseException) -> str:
+    """What to tell the user about ``error``, without the name of its class where the text speaks for itself."""
+    if isinstance(error, OSError) and error.strerror:
+        names = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+        return f"{names}: {error.strerror}" if names else error.strerror
+    if hasattr(error, "errors") and hasattr(error, "error_count"):
+        from relinear.core.settings import readable
+
+        return readable(error)  # type: ignore[arg-type]  # pydantic's, recognised without importing it
+    text = str(error).strip()
+    if any((c.__module__.partition(".")[0], c.__name__) in _FOREIGN for c in type(error).__mro__):
+        return f"{type(error).__name__}: {text}"
+    return text or type(error).__name__
+
+
+def exit_code(work: Callable[[], int | None]) -> int:
+    """Run ``work`` and return the exit code of the process, having told the user on stderr what went wrong."""
+    try:
+        return work() or 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output (head, less) has gone: nothing to tell anybody.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
+            traceback.print_exception(error)
+        elif not is_user_error(error):
+            traceback.print_exception(error)
+            print("this is a fault of relinear: please report it with the lines above", file=sys.stderr)
+        if is_user_error(error):
+            print(f"error: {one_message(error)}", file=sys.stderr)
+            return USER_ERROR
+        return OWN_FAULT

@@ -1,0 +1,41 @@
+"""``relinear inspect``: what a model is made of."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+__all__ = ["command"]
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="A preset, or the directory of a saved model.", metavar="MODEL")],
+    replace: Annotated[
+        list[str] | None,
+        typer.Option("--replace", "-r", metavar="PATTERN=KIND:KEY=VALUE", help="Show it with operators in place."),
+    ] = None,
+    layers: Annotated[str | None, typer.Option(help="Decoder layers for --replace, such as 0,4-11.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the preset's config.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")] = False,
+) -> None:
+    """Tabulate layers, operators, parameters and FLOPs a token; nothing is computed or written.
+
+    **Example:** `relinear inspect hdpl-67m --replace "q_proj=hdpl:rank=128,blocks=8"`
+    """
+    import json
+
+    import relinear
+    from relinear.cli.options import load_model, parse_layers, parse_operators
+    from relinear.core.operator import OperatorConfig
+    from relinear.train.recipe import parse_overrides
+
+    loaded = load_model(model, parse_overrides(overrides or []), meta=True)
+    if replace:
+        mapping = {p: s and OperatorConfig.from_dict(s) for p, s in parse_operators(replace).items()}
+        table = relinear.replace_(loaded, mapping, layers=parse_layers(layers))
+    else:
+        table = relinear.summary(loaded)
+    print(json.dumps(table.to_dict(), indent=2) if as_json else table)

@@ -1,0 +1,77 @@
+"""The ``relinear`` command. A command is a file with a function ``command``, and one line in ``COMMANDS``.
+
+Those files import only typer and the standard library at their head, so that ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import typer
+
+from relinear.cli.errors import USER_ERROR, exit_code
+
+__all__ = ["COMMANDS", "app", "main", "run"]
+
+#: Commands in the order of ``relinear --help``; NAME is the function ``command`` of relinear/cli/NAME.py.
+COMMANDS = ("inspect",)
+
+app = typer.Typer(
+    name="relinear",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from relinear import __version__
+
+        print(f"relinear {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Show the version."),
+) -> None:
+    """Replace, modulate and compose the linear layers of Transformers.
+
+    A first look, five operators side by side on real text: `relinear compare --recipe quick --out runs/demo`
+    """
+
+
+for _name in COMMANDS:
+    app.command(_name)(import_module(f"relinear.cli.{_name}").command)
+
+
+def _invoke(arguments: Sequence[str]) -> int | None:
+    try:
+        result: Any = app(args=list(arguments), prog_name="relinear", standalone_mode=False)
+    except typer.Abort as error:
+        raise KeyboardInterrupt from error
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        if not error.format_message():  # no arguments at all: the help has been shown
+            return USER_ERROR
+        # typer's usage errors know their command
+        path = getattr(getattr(error, "ctx", None), "command_path", "relinear")
+        raise ValueError(f"{error.format_message()} (see '{path} --help')") from error
+    return result if isinstance(result, int) else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line on ``arguments`` (of the process by default) and return its exit code."""
+    return exit_code(lambda: _invoke(sys.argv[1:] if arguments is None else arguments))
+
+
+def run() -> None:
+    """The entry point of the ``relinear`` script."""
+    sys.exit(main())

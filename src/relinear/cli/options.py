@@ -1,0 +1,88 @@
+"""What several commands read from their arguments: operators, overrides, models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["is_directory_of_model", "load_model", "parse_layers", "parse_operators", "prepare_process"]
+
+
+def prepare_process() -> None:
+    """Tune the allocator and say so, once a process that is going to compute."""
+    import sys
+
+    from relinear.core.allocator import tune_allocator
+
+    thresholds = tune_allocator()
+    if thresholds:
+        stated = ", ".join(f"{name} {value:,} bytes" for name, value in thresholds.items())
+        print(f"allocator: {stated}", file=sys.stderr)
+
+
+def parse_operators(texts: list[str]) -> dict[str, dict[str, Any] | None]:
+    """``PATTERN=KIND:KEY=VALUE`` texts as the mapping that recipes hold; a bare setting means "all-linear".
+
+    Raises:
+        ValueError: if a text has not this form, or a pattern comes twice.
+    """
+    from relinear.core.config import parse_setting
+
+    mapping: dict[str, dict[str, Any] | None] = {}
+    for text in texts:
+        # The pattern ends at the first "=" unless that one belongs to the setting, as in "hdpl:rank=8".
+        head, equals, rest = text.partition("=")
+        bare = not equals or (
+            ":" in head and not head.endswith(("(?", "(?:")) and head.partition(":")[0].isidentifier()
+        )
+        pattern, setting = ("all-linear", text) if bare else (head, rest)
+        if pattern in mapping:
+            raise ValueError(f"pattern {pattern!r} is given twice")
+        mapping[pattern] = None if setting.strip().lower() in ("none", "dense") else parse_setting(setting)
+    return mapping
+
+
+def parse_layers(text: str | None) -> list[int] | None:
+    """``"0,3,8-11"`` as a list of layer indices; None for all.
+
+    Raises:
+        ValueError: if a part is neither a number nor a range.
+    """
+    if text is None:
+        return None
+    indices: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        try:
+            indices += range(int(first), int(last) + 1) if dash and first else [int(part)]
+        except ValueError:
+            raise ValueError(f"--layers {text!r}: {part.strip()!r} is neither a number nor a range like 4-11") from None
+    return indices
+
+
+def is_directory_of_model(name: str) -> bool:
+    """Whether ``name`` looks like a path rather than a preset."""
+    return Path(name).exists() or name.startswith((".", "/", "~")) or "/" in name
+
+
+def load_model(name: str, overrides: dict[str, Any] | None = None, *, meta: bool = False) -> Any:
+    """A preset or a saved model, in eval mode.
+
+    Args:
+        name: preset, directory or Hub name.
+        overrides: fields of a preset's config.
+        meta: build a preset without memory for its weights (to count, not to run).
+
+    Raises:
+        ValueError: if the preset is unknown, or overrides are given with a saved model.
+    """
+    import torch
+
+    import relinear
+
+    if is_directory_of_model(name):
+        if overrides:
+            raise ValueError(f"{name} is a saved model; only presets ({', '.join(relinear.preset_names())}) take --set")
+        return relinear.from_pretrained(Path(name).expanduser() if Path(name).expanduser().exists() else name).eval()
+    with torch.device("meta" if meta else "cpu"):
+        return relinear.from_preset(name, **(overrides or {})).eval()

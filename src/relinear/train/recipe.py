@@ -1,0 +1,131 @@
+"""Recipes: what ``relinear compare`` is asked to do, as YAML that is checked before anything starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from relinear.core.config import nearest
+
+__all__ = ["apply_overrides", "find_recipe", "parse_overrides", "read_yaml"]
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader that refuses repeated keys and reads 1e-3 as a number, as YAML 1.2 does."""
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    loader.flatten_mapping(node)
+    pairs: dict[Any, Any] = {}
+    for key_node, value_node in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        try:
+            repeated = key in pairs
+        except TypeError:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"a key must be plain text, got {key!r}", key_node.start_mark
+            ) from None
+        if repeated:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} comes twice", key_node.start_mark)
+        pairs[key] = loader.construct_object(value_node, deep=True)
+    return pairs
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file, by a safe loader.
+
+    Raises:
+        FileNotFoundError, IsADirectoryError: if there is no such file.
+        ValueError: if it is no YAML (with line and column), or no mapping.
+    """
+    path = Path(path)
+    text = path.read_text(encoding="utf-8")
+    try:
+        values = yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no valid YAML: {_one_line(error)}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a mapping of settings, got {type(values).__name__}")
+    return values
+
+
+def _one_line(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return where + str(getattr(error, "problem", None) or error).replace("\n", " ")
+
+
+def parse_overrides(assignments: Iterable[str]) -> dict[str, Any]:
+    """``["a.b=1e-3", ...]`` as {"a.b": 0.001}; values are read as YAML, so lists and mappings work too.
+
+    Raises:
+        ValueError: if one has no ``=``, an empty key or a value that is no YAML.
+    """
+    values: dict[str, Any] = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        key = key.strip()
+        if not equals or not key or not all(key.split(".")):
+            raise ValueError(f"--set {assignment!r}: write it as key.subkey=value, for instance train.steps=100")
+        try:
+            values[key] = yaml.load(text, Loader=_Loader)  # a SafeLoader
+        except yaml.YAMLError as error:
+            raise ValueError(f"--set {assignment!r}: the value is no valid YAML: {_one_line(error)}") from None
+    return values
+
+
+def apply_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested ``values`` with dotted keys set; mappings on the way are made where they are missing.
+
+    A key that itself contains dots (a module name) is found if it exists as a whole at its level.
+
+    Raises:
+        ValueError: if a key leads through something that is no mapping.
+    """
+    result = dict(values)
+    for dotted, value in overrides.items():
+        _set(result, dotted, dotted, value)
+    return result
+
+
+def _set(values: dict[str, Any], key: str, whole: str, value: Any) -> None:
+    head, dot, rest = key.partition(".")
+    if not dot or key in values:
+        values[key] = value
+        return
+    inner = values.get(head)
+    if inner is not None and not isinstance(inner, Mapping):
+        raise ValueError(f"--set {whole}: {head!r} is {inner!r}, which has no settings of its own")
+    inner = dict(inner or {})
+    _set(inner, rest, whole, value)
+    values[head] = inner
+
+
+def find_recipe(name: str | Path) -> Path:
+    """The file of a recipe: a path, or the name of one in the ``recipes`` folder here or of this checkout.
+
+    Raises:
+        FileNotFoundError: if there is none, with the nearest names.
+    """
+    path = Path(name)
+    if path.exists():
+        return path
+    folders = [Path("recipes"), Path(__file__).resolve().parents[3] / "recipes"]
+    if len(path.parts) == 1:
+        for folder in folders:
+            candidate = folder / f"{path.name.removesuffix('.yaml')}.yaml"
+            if candidate.is_file():
+                return candidate
+    known = sorted({file.stem for folder in folders if folder.is_dir() for file in folder.glob("*.yaml")})
+    hint = nearest(path.stem, known) if known else "give the path of a YAML file"
+    raise FileNotFoundError(f"no recipe {str(name)!r}; {hint}")
