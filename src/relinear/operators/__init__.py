@@ -1,5 +1,6 @@
 """Every operator; importing a file here registers its kind."""
 
+from relinear.operators.block_hadamard import BlockHadamard
 from relinear.operators.low_rank import LowRank
 
-__all__ = ["LowRank"]
+__all__ = ["BlockHadamard", "LowRank"]
