@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -50,7 +51,7 @@ def block_hadamard_sizes(in_features: int, out_features: int, blocks: int, depth
 
     inner = padded(min(in_features, out_features))
     widths = [padded(in_features), *[inner] * (depth - 1), padded(out_features)]
-    return list(zip(widths[:-1], widths[1:]))
+    return list(itertools.pairwise(widths))
 
 
 def block_hadamard(x: Tensor, blocks: Sequence[Tensor], out_features: int, bias: Tensor | None = None) -> Tensor:

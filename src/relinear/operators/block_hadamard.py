@@ -33,7 +33,9 @@ class BlockHadamardLinear(Operator):
         kw = {"device": device, "dtype": dtype}
         k = config.blocks
         sizes = block_hadamard_sizes(in_features, out_features, k, config.depth)
-        self.blocks = nn.ParameterList(nn.Parameter(torch.empty(k, n_out // k, n_in // k, **kw)) for n_in, n_out in sizes)
+        self.blocks = nn.ParameterList(
+            nn.Parameter(torch.empty(k, n_out // k, n_in // k, **kw)) for n_in, n_out in sizes
+        )
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
         self.reset_parameters()
 
