@@ -67,6 +67,8 @@ CASES: list[Case] = [
     Case(config=relinear.LowRank(rank=5), exact=relinear.LowRank(rank=16)),
     Case(config=relinear.BlockHadamard(blocks=4), exact=relinear.BlockHadamard(blocks=1)),
     Case(config=relinear.BlockHadamard(blocks=3, depth=2), variant="deep", shapes=(ODD, WIDE), bf16_tolerance=3e-2),
+    Case(config=relinear.Monarch(blocks=4), exact=relinear.Monarch(blocks=4, rank=4)),
+    Case(config=relinear.Monarch(blocks=4, rank=2), variant="padded", shapes=(ODD, (9, 15))),
 ]
 
 TWINS: list[Twin] = []

@@ -8,6 +8,7 @@ import torch
 import relinear
 from relinear.functional.block_diagonal import block_diagonal, block_diagonal_of, block_diagonal_to_dense
 from relinear.functional.block_hadamard import block_hadamard_sizes, hadamard
+from relinear.functional.monarch import monarch_dense, monarch_factors
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 8, 12, 24, 64])
@@ -68,3 +69,40 @@ def test_deeper_fits_are_closer() -> None:
 def test_too_many_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match=r"blocks=20 .*at most 16"):
         relinear.BlockHadamard(blocks=20).build(16, 32)
+
+
+def test_monarch_of_a_square_is_the_papers_product() -> None:
+    size, m = 16, 4
+    module = relinear.Monarch(blocks=m).build(size, size, bias=False, dtype=torch.float64)
+    assert module.right.shape == module.left.shape == (m, m, m)
+    permutation = torch.eye(size, dtype=torch.float64)[torch.arange(size).view(m, m).T.flatten()]
+    left, right = (block_diagonal_to_dense(factor) for factor in (module.left, module.right))
+    torch.testing.assert_close(module.to_dense(), permutation @ left @ permutation.T @ right)
+
+
+def test_monarch_holds_the_fourier_transform() -> None:
+    # Cooley-Tukey: with its inputs permuted, the transform of size m^2 is one Monarch matrix (Dao et al., Section 3).
+    m = 4
+    fourier = torch.fft.fft(torch.eye(m * m, dtype=torch.complex128))
+    swapped = fourier.view(m * m, m, m).transpose(1, 2).reshape(m * m, m * m)
+    subs = swapped.view(m, m, m, m).permute(1, 2, 0, 3)
+    assert torch.linalg.svdvals(subs)[..., 1:].max() < 1e-12
+    real = swapped.real.contiguous()  # cos(a + b), of rank 2
+    torch.testing.assert_close(monarch_dense(*monarch_factors(real, m, 2), m * m, m * m), real)
+
+
+def test_monarch_fit_cannot_be_improved() -> None:
+    weight = torch.nn.Linear(20, 12, dtype=torch.float64)
+    module = relinear.Monarch(blocks=4).build(20, 12, dtype=torch.float64).from_linear(weight)
+    error = (module.to_dense() - weight.weight).square().sum()
+    gradients = torch.autograd.grad(error, [module.left, module.right])
+    assert max(g.abs().max().item() for g in gradients) < 1e-10
+    subs = weight.weight.detach().view(3, 4, 4, 5).permute(1, 2, 0, 3)
+    torch.testing.assert_close(error, torch.linalg.svdvals(subs)[..., 1:].square().sum())
+
+
+def test_monarch_refuses_sizes_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"rank=5 .*at most 4"):
+        relinear.Monarch(blocks=4, rank=5).build(16, 32)
+    with pytest.raises(ValueError, match=r"blocks=17 .*at most 16"):
+        relinear.Monarch(blocks=17).build(16, 32)

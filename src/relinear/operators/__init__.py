@@ -2,5 +2,6 @@
 
 from relinear.operators.block_hadamard import BlockHadamard
 from relinear.operators.low_rank import LowRank
+from relinear.operators.monarch import Monarch
 
-__all__ = ["BlockHadamard", "LowRank"]
+__all__ = ["BlockHadamard", "LowRank", "Monarch"]
