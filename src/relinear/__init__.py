@@ -9,11 +9,6 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from relinear import operators as _operators
-from relinear.models import cgt_config as _cgt_config  # noqa: F401  registers the configuration with transformers
-from relinear.models import head_bias as _head_bias  # noqa: F401  registers its kind, for checkpoints that name it
-from relinear.surgery import checkpoint as _checkpoint  # noqa: F401  (registers with transformers)
-
 __version__ = "0.1.0"
 
 # Public name -> the module that has it, imported on first use. One line a name, sorted by module.
@@ -21,10 +16,6 @@ _LAZY = {
     "clifford": "relinear.clifford",
     "from_preset": "relinear.models",
     "preset_names": "relinear.models",
-    "CGTForCausalLM": "relinear.models.cgt",
-    "CGTForRegression": "relinear.models.cgt",
-    "CGTConfig": "relinear.models.cgt_config",
-    "specialize": "relinear.models.specialize",
     "aux_losses": "relinear.core.aux",
     "from_pretrained": "relinear.surgery.checkpoint",
     "save_pretrained": "relinear.surgery.checkpoint",

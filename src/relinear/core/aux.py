@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from relinear.core.operator import Operator
 
-__all__ = ["aux_losses", "install_aux_hooks", "named_operators", "operator_metrics"]
+__all__ = ["aux_losses", "install_aux_hooks", "named_operators", "operator_metrics", "share_of_batch"]
 
 IGNORED_LABEL = -100  # transformers' label of positions that do not count
 
@@ -64,7 +64,7 @@ def _clear_aux_losses(model: nn.Module, args: tuple) -> None:
         operator._aux_losses = {}
 
 
-def _share_of_batch(kwargs: dict[str, Any]) -> Tensor | float:
+def share_of_batch(kwargs: dict[str, Any]) -> Tensor | float:
     """This micro-batch's share of the target tokens of the whole optimiser step (1 where the caller averages itself).
 
     Trainer passes ``num_items_in_batch``, the number of targets over all micro-batches and ranks, and expects a loss
@@ -91,7 +91,7 @@ def _add_aux_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any], outpu
             "the auxiliary losses carry no gradient: reentrant gradient checkpointing cuts them off; use "
             'model.gradient_checkpointing_enable({"use_reentrant": False})'
         )
-    loss = loss + total * _share_of_batch(kwargs)
+    loss = loss + total * share_of_batch(kwargs)
     if isinstance(output, tuple):
         return (loss, *output[1:])
     output["loss"] = loss

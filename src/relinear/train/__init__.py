@@ -1,0 +1,48 @@
+"""Training: transformers' Trainer with our callbacks, groups and schedules; ``train`` for runs, ``fit`` for models."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from relinear.train.callbacks import Progress, read_metrics
+    from relinear.train.loop import TrainResult, fit
+    from relinear.train.run import build_model, read_result, train
+    from relinear.train.settings import FitSettings, TrainSettings
+    from relinear.train.trainer import NonFiniteLossError, RelinearTrainer
+
+# Imported on first use: transformers' Trainer takes seconds to import, and recipes can be read without it.
+_LAZY = {
+    "FitSettings": "settings",
+    "NonFiniteLossError": "trainer",
+    "Progress": "callbacks",
+    "RelinearTrainer": "trainer",
+    "TrainResult": "loop",
+    "TrainSettings": "settings",
+    "build_model": "run",
+    "fit": "loop",
+    "read_metrics": "callbacks",
+    "read_result": "run",
+    "train": "run",
+}
+
+__all__ = [
+    "FitSettings",
+    "NonFiniteLossError",
+    "Progress",
+    "RelinearTrainer",
+    "TrainResult",
+    "TrainSettings",
+    "build_model",
+    "fit",
+    "read_metrics",
+    "read_result",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+    globals()[name] = value
+    return value

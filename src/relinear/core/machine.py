@@ -1,0 +1,97 @@
+"""What the machine can do and what a run used of it: bf16 units, threads, peak memory, versions."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["PeakMemory", "describe_machine", "fast_bfloat16"]
+
+
+@functools.cache
+def _cpu_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
+
+
+def fast_bfloat16(device: torch.device | str = "cpu") -> bool:
+    """Whether ``device`` multiplies bfloat16 matrices in hardware (AMX or AVX-512 on a CPU), not by emulation."""
+    kind = torch.device(device).type
+    if kind == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if kind == "cpu":
+        return bool(_cpu_flags() & {"amx_bf16", "avx512_bf16"}) or platform.machine() == "arm64"
+    return False
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, memory, threads and versions as JSON values: what a figure needs beside it."""
+    import psutil
+    import transformers
+
+    from relinear import __version__
+
+    extensions = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+    return {
+        "processor": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "extensions": [flag for flag in extensions if flag in _cpu_flags()],
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "relinear": __version__,
+    }
+
+
+class PeakMemory:
+    """The most memory in use since ``start()``, in bytes: of the GPU where there is one, else of the process.
+
+    On Linux the kernel's high-water mark is reset at the start; elsewhere the mark of the whole process is reported.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+
+    def start(self) -> None:
+        """Reset the mark."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            return  # not Linux, or not allowed to: the mark then covers the process from its beginning
+
+    def read(self) -> int:
+        """The mark."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self.device))
+        try:
+            lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+        except (OSError, StopIteration):
+            import resource
+
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return peak if sys.platform == "darwin" else peak * 1024

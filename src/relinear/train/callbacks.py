@@ -1,0 +1,169 @@
+"""What a run writes down and shows while it goes: metrics.jsonl, progress, throughput."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import TrainerCallback
+
+from relinear.core.files import write_text
+
+__all__ = ["MetricsLog", "Progress", "Throughput", "read_metrics"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Where a run is: handed to ``on_progress`` after every step, evaluation and checkpoint.
+
+    phase: what was just done, or is about to be (preparing and compiling take a while before the first step).
+    loss: the last training loss logged; validation_loss: the last one measured.
+    tokens_per_second: of the last steps logged; None before.
+    """
+
+    phase: Literal["prepare", "evaluate", "train", "save", "done"]
+    step: int
+    steps: int
+    loss: float | None = None
+    validation_loss: float | None = None
+    tokens_per_second: float | None = None
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a ``metrics.jsonl`` without a last line that was cut off. Raises ValueError on a damaged file."""
+    path = Path(path)
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number} is not valid JSON: {error}") from error
+    return rows
+
+
+class Throughput(TrainerCallback):
+    """Tokens a second over the steps between two logs, without evaluations, checkpoints and the first steps.
+
+    The first two steps of a process are left out: compilation, and first touches of memory, happen there.
+    """
+
+    warmup = 2
+
+    def __init__(self, tokens: Callable[[], int]) -> None:
+        self._tokens = tokens
+        self._steps = 0
+        self._since: float | None = None
+        self._tokens_then = 0
+        self.seconds = 0.0
+        self.windows: list[float] = []
+
+    def _resume(self) -> None:
+        self._since, self._tokens_then = time.perf_counter(), self._tokens()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._steps += 1
+        if self._steps == self.warmup:
+            self._resume()
+
+    def close_window(self) -> float | None:
+        """Tokens a second since the last window was closed (None while warming up)."""
+        if self._since is None or self._tokens() == self._tokens_then:
+            return None
+        seconds = time.perf_counter() - self._since
+        rate = (self._tokens() - self._tokens_then) / seconds
+        self.seconds += seconds
+        self.windows.append(rate)
+        return rate
+
+    def restart(self) -> None:
+        """Start the next window now: what happened since the last was closed is not training."""
+        if self._since is not None:
+            self._resume()
+
+    @property
+    def steady(self) -> float | None:
+        """Median over the windows: what one pause of the machine does not change."""
+        return statistics.median(self.windows) if self.windows else None
+
+
+class MetricsLog(TrainerCallback):
+    """Writes ``metrics.jsonl``, keeps the same rows in ``rows``, and tells ``on_progress``.
+
+    Training rows: step, loss, cross_entropy, aux/*, metric/*, learning_rate, grad_norm, tokens, tokens_per_second.
+    Validation rows: step, validation_loss, perplexity, tokens.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        steps: int,
+        throughput: Throughput,
+        tokens: Callable[[], int],
+        on_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.path = path
+        self.steps = steps
+        self.rows: list[dict[str, Any]] = []
+        self._throughput = throughput
+        self._tokens = tokens
+        self._on_progress = on_progress
+        self._last: dict[str, float | None] = {"loss": None, "validation_loss": None, "tokens_per_second": None}
+
+    def rewind(self, step: int) -> None:
+        """Keep the rows up to ``step``, the checkpoint that the run continues from; -1 keeps none."""
+        if self.path is None:
+            return
+        self.rows = [row for row in read_metrics(self.path) if row["step"] <= step]
+        write_text(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
+
+    def tell(self, phase: Any, step: int) -> None:
+        """Report to ``on_progress``."""
+        if self._on_progress is not None:
+            self._on_progress(Progress(phase, step, self.steps, **self._last))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_save or control.should_training_stop:
+            control.should_log = True  # so that averages of a resumed run cover the same steps
+        if state.is_world_process_zero and not control.should_log:
+            self.tell("train", state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        row: dict[str, Any] = {"step": state.global_step}
+        if "loss" in logs:
+            rate = self._throughput.close_window()
+            skipped = ("epoch", "step")
+            row |= {k: v for k, v in logs.items() if k not in skipped and isinstance(v, int | float)}
+            row |= {"tokens": self._tokens(), "tokens_per_second": rate}
+            self._last |= {"loss": logs["loss"], "tokens_per_second": rate}
+        elif "eval_loss" in logs:
+            row |= {"validation_loss": logs["eval_loss"], "perplexity": logs["eval_perplexity"]}
+            row |= {"tokens": self._tokens(), "seconds": logs["eval_seconds"]}
+            self._last["validation_loss"] = logs["eval_loss"]
+        else:
+            return
+        row = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+        }
+        if state.is_world_process_zero:
+            self._write(row)
+            self.tell("train" if "loss" in logs else "evaluate", state.global_step)
+        self._throughput.restart()
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.tell("save", state.global_step)
+        self._throughput.restart()

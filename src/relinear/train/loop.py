@@ -1,0 +1,213 @@
+"""Train any model object on any data: the loop under ``relinear train``, usable by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import TrainerCallback
+
+from relinear.core.machine import PeakMemory
+from relinear.surgery.summary import summary
+from relinear.train.callbacks import MetricsLog, Progress, Throughput
+from relinear.train.settings import FitSettings
+from relinear.train.trainer import RelinearTrainer, last_checkpoint
+
+__all__ = ["TrainResult", "fit"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """What came out of a run.
+
+    validation_loss, perplexity: at the end, nats for a token and its exponential; None without validation data.
+    initial_perplexity: before the first step.
+    parameters, flops_per_token: of the model (forward pass, linear layers and attached parts).
+    tokens_per_second: of training steps, the first ones, evaluations and checkpoints left out.
+    peak_memory_bytes: the most memory in use during training (of the process, or of the GPU).
+    aux: the auxiliary terms of the loss and the operators' measurements in the last row, by name.
+    steps: optimiser steps done.
+    out_dir: where metrics.jsonl, run.json and model/ are; None if nothing was kept.
+    curve: the rows of metrics.jsonl.
+    """
+
+    validation_loss: float | None
+    perplexity: float | None
+    initial_perplexity: float | None
+    parameters: int
+    flops_per_token: int
+    tokens_per_second: float | None
+    peak_memory_bytes: int
+    aux: dict[str, float]
+    steps: int
+    out_dir: Path | None
+    curve: list[dict[str, Any]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values, without the curve (it is in metrics.jsonl)."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "curve"}
+        return values | {"out_dir": None if self.out_dir is None else str(self.out_dir)}
+
+
+def _datasets(data: Any) -> tuple[Dataset, Dataset | None]:
+    if isinstance(data, tuple) and len(data) == 2:
+        train, validation = data
+    elif hasattr(data, "train"):
+        train, validation = data.train, getattr(data, "validation", None)
+    else:
+        train, validation = data, None
+    if not hasattr(train, "__getitem__") or not hasattr(train, "__len__"):
+        raise ValueError(
+            "data must be a map-style dataset (with len and indexing), a pair (train, validation), or what "
+            f"relinear.data.prepare_data returns; got {type(data).__name__}"
+        )
+    if len(train) == 0:
+        raise ValueError("the training data has no samples")
+    return train, validation if validation is not None and len(validation) > 0 else None
+
+
+@contextlib.contextmanager
+def _prepared(model: Any, settings: FitSettings) -> Iterator[None]:
+    """The model as training wants it, and afterwards as it was: threads, precision, checkpointing, compilation."""
+    threads, use_cache = torch.get_num_threads(), getattr(getattr(model, "config", None), "use_cache", None)
+    was_training = model.training
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    if settings.dtype == "pure_bfloat16":
+        model.to(torch.bfloat16)
+    if settings.gradient_checkpointing:
+        _checkpointing(model, True)
+    if settings.compile:
+        # At the default of 8, code that meets its ninth shape or mode silently runs uncompiled.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        model.compile()
+    try:
+        yield
+    finally:
+        if settings.compile:
+            model._compiled_call_impl = None  # in place of a wrapper: names in checkpoints stay as they are
+        if settings.gradient_checkpointing:
+            _checkpointing(model, False)
+        if use_cache is not None:
+            model.config.use_cache = use_cache  # Trainer turns it off, which would make generation slow
+        torch.set_num_threads(threads)
+        model.train(was_training)
+
+
+def _checkpointing(model: Any, on: bool) -> None:
+    # Reentrant checkpointing would cut auxiliary losses off from their parameters.
+    for prefix in ("activation", "gradient"):
+        method = getattr(model, f"{prefix}_checkpointing_{'enable' if on else 'disable'}", None)
+        if method is not None:
+            method({"use_reentrant": False}) if on else method()
+            return
+    raise ValueError(f"{type(model).__name__} has no gradient checkpointing; set gradient_checkpointing=False")
+
+
+def fit(
+    model: nn.Module,
+    data: Any,
+    settings: FitSettings | None = None,
+    *,
+    out_dir: str | Path | None = None,
+    resume: bool = True,
+    callbacks: Iterable[TrainerCallback] = (),
+    on_progress: Callable[[Progress], None] | None = None,
+    collate: Callable | None = None,
+) -> TrainResult:
+    """Train ``model`` in place.
+
+    Args:
+        model: any module that returns ``loss`` (in a dict-like output, or first in a tuple) for a batch, as Hugging
+            Face models do; auxiliary losses of its operators are part of that loss.
+        data: what ``prepare_data`` returns, a pair (train, validation), or a training dataset; map-style datasets of
+            samples such as ``{"input_ids": (T,), "labels": (T,)}``.
+        settings: how to train; the defaults of ``FitSettings`` if None.
+        out_dir: where metrics.jsonl and checkpoints go; nothing is kept if None.
+        resume: continue from the last checkpoint in ``out_dir``, if there is one.
+        callbacks: further transformers callbacks.
+        on_progress: called with a ``Progress`` after every step, evaluation and checkpoint.
+        collate: makes a batch of a list of samples; stacks tensors by default.
+
+    Returns:
+        The result; ``model`` is left trained, in the mode it came in.
+
+    Raises:
+        ValueError: if data or settings do not fit the model (before anything has changed).
+        NonFiniteLossError: (a ValueError) if the loss becomes NaN or infinite.
+    """
+    settings = settings or FitSettings()
+    train_data, validation = _datasets(data)
+    with contextlib.ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out_dir is None else out_dir)
+        checkpoints = home / "checkpoints"
+        if out_dir is None and settings.save_every is None:
+            settings = settings.updated(save_every=0)
+        stack.enter_context(_prepared(model, settings))
+        trainer = RelinearTrainer(
+            model, settings, train_data, validation, checkpoints, callbacks=callbacks, data_collator=collate
+        )
+        throughput = Throughput(lambda: trainer.tokens_seen)
+        log = MetricsLog(
+            None if out_dir is None else home / "metrics.jsonl",
+            settings.steps,
+            throughput,
+            lambda: trainer.tokens_seen,
+            on_progress,
+        )
+        trainer.add_callback(throughput)
+        trainer.add_callback(log)
+        return _run(model, trainer, log, throughput, home if out_dir is not None else None, checkpoints, resume)
+
+
+def _run(
+    model: nn.Module,
+    trainer: RelinearTrainer,
+    log: MetricsLog,
+    throughput: Throughput,
+    out_dir: Path | None,
+    checkpoints: Path,
+    resume: bool,
+) -> TrainResult:
+    checkpoint = last_checkpoint(checkpoints) if resume else None
+    step = -1 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
+    if trainer.is_world_process_zero():
+        if not resume:
+            shutil.rmtree(checkpoints, ignore_errors=True)
+        log.rewind(step)
+    trainer.start_from(max(step, 0), max((row["tokens"] for row in log.rows), default=0))
+    has_validation = trainer.eval_dataset is not None
+    memory = PeakMemory(trainer.args.device)
+    memory.start()
+    log.tell("prepare", max(step, 0))
+    if checkpoint is None and has_validation:
+        trainer.evaluate()
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    steps = trainer.state.global_step
+    if has_validation and not any(row["step"] == steps and "perplexity" in row for row in log.rows):
+        trainer.evaluate()
+    log.tell("done", steps)
+    table = summary(model)
+    validation = [row for row in log.rows if "perplexity" in row]
+    last: dict[str, Any] = next((row for row in reversed(log.rows) if "loss" in row), {})
+    return TrainResult(
+        validation_loss=validation[-1]["validation_loss"] if validation else None,
+        perplexity=validation[-1]["perplexity"] if validation else None,
+        initial_perplexity=validation[0]["perplexity"] if validation and validation[0]["step"] == 0 else None,
+        parameters=table.parameters,
+        flops_per_token=table.flops_per_token,
+        tokens_per_second=throughput.steady,
+        peak_memory_bytes=memory.read(),
+        aux={key: value for key, value in last.items() if key.startswith(("aux/", "metric/"))},
+        steps=steps,
+        out_dir=out_dir,
+        curve=list(log.rows),
+    )

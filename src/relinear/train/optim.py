@@ -1,0 +1,104 @@
+"""The optimiser: parameter groups from what each parameter is for, Adam, and schedules of the learning rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+
+from relinear.core.operator import ParamRole, is_linear
+from relinear.train.settings import FitSettings
+
+__all__ = ["build_optimizer", "build_schedule", "parameter_groups", "parameter_roles"]
+
+
+def parameter_roles(model: nn.Module) -> dict[str, ParamRole]:
+    """The role of every trainable parameter, by its first name in ``model``.
+
+    Modules with ``param_roles()`` (operators, attached parts) answer for themselves, outermost first. Of the rest,
+    matrices of linear layers decay; embeddings (also where the output head shares their weight), norms, biases and
+    other vectors do not.
+    """
+    roles: dict[Tensor, ParamRole] = {}
+    for module in model.modules():
+        if module is not model and callable(getattr(module, "param_roles", None)):
+            named = dict(module.named_parameters())
+            for name, role in module.param_roles().items():
+                roles.setdefault(named[name], role)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            roles.setdefault(module.weight, ParamRole(None, weight_decay=False))
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            roles.setdefault(parameter, _plain_role(module, parameter))
+    return {name: roles[p] for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _plain_role(module: nn.Module, parameter: nn.Parameter) -> ParamRole:
+    if parameter.ndim < 2:
+        return ParamRole(None, weight_decay=False)
+    transposed = is_linear(module) and not isinstance(module, nn.Linear)  # Conv1D stores (in, out)
+    return ParamRole(parameter.shape[0 if transposed else -1])
+
+
+def parameter_groups(model: nn.Module, settings: FitSettings) -> list[dict[str, Any]]:
+    """Groups for a torch optimiser: one for each pair of learning rate and weight decay that occurs.
+
+    Raises:
+        ValueError: if the model has nothing to train.
+    """
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    parameters = dict(model.named_parameters())
+    for name, role in parameter_roles(model).items():
+        rate = settings.learning_rate * role.lr_multiplier
+        if settings.fan_in_base is not None and role.fan_in is not None:
+            rate *= settings.fan_in_base / role.fan_in
+        decay = settings.weight_decay if role.weight_decay else 0.0
+        groups.setdefault((rate, decay), []).append(parameters[name])
+    if not groups:
+        raise ValueError("the model has no trainable parameters; call model.requires_grad_(True) on what should learn")
+    return [{"params": members, "lr": rate, "weight_decay": decay} for (rate, decay), members in groups.items()]
+
+
+def build_optimizer(model: nn.Module, settings: FitSettings) -> torch.optim.Optimizer:
+    """AdamW or Adam over ``parameter_groups``, in torch's fused form (one pass over the memory) where it exists."""
+    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[settings.optimizer]
+    fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in model.parameters())
+    return kind(
+        parameter_groups(model, settings),
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        fused=fused,
+    )
+
+
+def build_schedule(optimizer: Any, settings: FitSettings) -> LRScheduler:
+    """The schedule of the learning rate; every group keeps its ratio to the base rate.
+
+    - cosine: linear warm-up, then half a cosine down to ``min_lr_ratio`` of the peak (transformers).
+    - onecycle: torch's OneCycleLR (from 1/25 of the peak up over ``warmup``, down to 1/250,000), beta1 left alone.
+    - noam: linear warm-up to the peak, then peak * sqrt(warmup / step); the scale of Vaswani et al. (2017) is in
+      ``learning_rate``, which is the peak here.
+    - constant: linear warm-up, then the peak.
+    """
+    from transformers import optimization
+
+    if settings.schedule == "onecycle":
+        return OneCycleLR(
+            optimizer,
+            max_lr=[group["lr"] for group in optimizer.param_groups],
+            total_steps=settings.steps,
+            pct_start=settings.warmup / settings.steps,
+            cycle_momentum=False,
+        )
+    if settings.schedule == "noam":
+        warmup = max(settings.warmup, 1)
+        return optimization.get_inverse_sqrt_schedule(optimizer, warmup, timescale=warmup)
+    if settings.schedule == "constant":
+        return optimization.get_constant_schedule_with_warmup(optimizer, settings.warmup)
+    return optimization.get_cosine_with_min_lr_schedule_with_warmup(
+        optimizer, settings.warmup, settings.steps, min_lr_rate=settings.min_lr_ratio
+    )

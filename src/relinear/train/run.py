@@ -1,0 +1,200 @@
+"""A whole training run from its settings: model, surgery, data, training, and a directory of results."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from relinear.core.config import nearest
+from relinear.core.files import write_json
+from relinear.core.machine import describe_machine
+from relinear.data import prepare_data
+from relinear.models import from_preset, preset_names
+from relinear.surgery import checkpoint as checkpoint_room
+from relinear.surgery.plan import attach_, plan
+from relinear.surgery.summary import summary
+from relinear.train.callbacks import Progress, read_metrics
+from relinear.train.loop import TrainResult, fit
+from relinear.train.settings import TrainSettings
+
+__all__ = ["build_model", "read_result", "train"]
+
+#: settings that a continued run may change: they alter neither the weights nor the rows that are logged
+_FREE = ("threads", "save_every", "save_model", "keep_checkpoint", "report_to")
+
+
+def build_model(settings: TrainSettings, vocab_size: int | None = None) -> Any:
+    """The model that a run trains, with its attachments and operators in place, drawn from ``settings.seed``.
+
+    Args:
+        settings: of the run.
+        vocab_size: of the tokenizer: a preset is built with it (unless ``model_overrides`` says otherwise), any other
+            model is held against it. None keeps the preset's own.
+
+    Raises:
+        ValueError: if the model is unknown, too small for the data, or cannot take an operator or an attachment.
+    """
+    torch.manual_seed(settings.seed)
+    model = _stock_model(settings, vocab_size)
+    _check_fit(model, settings, vocab_size)
+    for attachment in settings.attached:
+        attach_(model, attachment)
+    if settings.operators:
+        plan(
+            model, settings.mapping, layers=settings.layers, exclude=settings.exclude or None, init=settings.init
+        ).apply_()
+    return model
+
+
+def _stock_model(settings: TrainSettings, vocab_size: int | None) -> Any:
+    name = settings.model
+    if name in preset_names():
+        sizes = {} if vocab_size is None else {"vocab_size": vocab_size}
+        return from_preset(name, **sizes | settings.model_overrides)
+    if settings.model_overrides:
+        raise ValueError(
+            f"model_overrides change the config of a preset ({', '.join(preset_names())}); {name!r} is none"
+        )
+    try:
+        model = checkpoint_room.from_pretrained(name)
+    except OSError as error:
+        if Path(name).exists():
+            raise
+        raise ValueError(
+            f"model {name!r} is neither a preset ({nearest(name, preset_names())}), nor a directory, nor a model that "
+            f"can be had from the Hub: {str(error).splitlines()[0]}"
+        ) from error
+    return model if settings.dtype == "pure_bfloat16" else model.float()
+
+
+def _check_fit(model: Any, settings: TrainSettings, vocab_size: int | None) -> None:
+    entries = model.get_input_embeddings().num_embeddings
+    if vocab_size is not None and vocab_size > entries:
+        raise ValueError(
+            f"the tokenizer {settings.data.tokenizer!r} has {vocab_size} entries, model {settings.model!r} embeds "
+            f"{entries}; use the model's own tokenizer, or (for a preset) model_overrides: vocab_size"
+        )
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and settings.data.sequence_length > positions:
+        raise ValueError(
+            f"data.sequence_length={settings.data.sequence_length}, but model {settings.model!r} has {positions} "
+            "positions; shorten the sequences, or (for a preset) model_overrides: max_position_embeddings"
+        )
+
+
+def read_result(out_dir: str | Path) -> TrainResult | None:
+    """The result of a run that has ended, read back from its directory; None if there is none (yet)."""
+    out_dir = Path(out_dir)
+    record = _read_record(out_dir)
+    if record is None or record.get("status") != "done":
+        return None
+    values = record["result"]
+    return TrainResult(**values | {"out_dir": out_dir, "curve": read_metrics(out_dir / "metrics.jsonl")})
+
+
+def _read_record(out_dir: Path) -> dict[str, Any] | None:
+    path = out_dir / "run.json"
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); give another directory, or start over") from error
+
+
+def _check_same(out_dir: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    differing = [key for key in now if key not in _FREE and before.get(key) != now[key]]
+    if differing:
+        stated = ", ".join(f"{key} {before.get(key)!r} -> {now[key]!r}" for key in differing)
+        raise ValueError(
+            f"{out_dir} holds a run with other settings ({stated}); give another directory, or start over with "
+            "resume=False"
+        )
+
+
+def train(
+    settings: TrainSettings | Mapping[str, Any],
+    out_dir: str | Path,
+    *,
+    resume: bool = True,
+    callbacks: Iterable[TrainerCallback] = (),
+    on_progress: Callable[[Progress], None] | None = None,
+) -> TrainResult:
+    """Carry out a run and leave its results in ``out_dir``.
+
+    ``out_dir`` gets ``run.json`` (settings, machine, model, data, status, result), ``metrics.jsonl``, the trained model
+    with its tokenizer in ``model/``, and checkpoints while the run goes on. Started again with the same settings, a run
+    that was killed continues from its last checkpoint to exactly the same result (on one thread, to the last bit), and
+    one that had ended returns its result.
+
+    Args:
+        settings: ``TrainSettings`` or a mapping of them.
+        out_dir: directory of the run, made if need be.
+        resume: False starts over, and removes what an earlier run left in ``out_dir``.
+        callbacks: further transformers callbacks.
+        on_progress: called with a ``Progress`` after every step, evaluation and checkpoint.
+
+    Raises:
+        ValueError: for settings that are wrong or do not fit each other, before anything is written; for a directory
+            that holds another run; ``NonFiniteLossError`` if the loss becomes NaN.
+        OSError: if ``out_dir`` cannot be written.
+    """
+    settings = TrainSettings.load(settings)
+    out_dir = Path(out_dir)
+    first = int(os.environ.get("RANK", "0")) == 0
+    described = settings.model_dump(mode="json")
+    record = _read_record(out_dir) if resume else None
+    if record is not None:
+        _check_same(out_dir, record["settings"], described)
+        done = read_result(out_dir)
+        if done is not None:
+            return done
+    with torch.device("meta"):
+        if settings.model in preset_names():
+            build_model(settings)  # what cannot be built is found out before the data is read
+    data = prepare_data(settings.data)
+    model = build_model(settings, data.vocab_size)
+    if not resume and first:
+        _clear(out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    table = summary(model)
+    record = {
+        "status": "running",
+        "settings": described,
+        "machine": describe_machine(),
+        "model": {"parameters": table.parameters, "flops_per_token": table.flops_per_token},
+        "data": data.description,
+    }
+    path = out_dir / "run.json"
+    if first:
+        write_json(path, record)
+    try:
+        result = fit(
+            model, data, settings, out_dir=out_dir, resume=resume, callbacks=callbacks, on_progress=on_progress
+        )
+    except ValueError as error:
+        if first:
+            write_json(path, record | {"status": "failed", "error": str(error)})
+        raise
+    if first:
+        if settings.save_model:
+            checkpoint_room.save_pretrained(model, out_dir / "model", tokenizer=data.tokenizer)
+        write_json(path, record | {"status": "done", "result": result.to_dict()})
+        if not settings.keep_checkpoint:
+            shutil.rmtree(out_dir / "checkpoints", ignore_errors=True)
+    return result
+
+
+def _clear(out_dir: Path) -> None:
+    """Remove what an earlier run wrote, and nothing else."""
+    for name in ("checkpoints", "model"):
+        shutil.rmtree(out_dir / name, ignore_errors=True)
+    for name in ("run.json", "metrics.jsonl"):
+        (out_dir / name).unlink(missing_ok=True)

@@ -1,0 +1,173 @@
+"""Every setting of a training run, checked before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from relinear.core.attachment import AttachmentConfig
+from relinear.core.config import Config, parse_setting
+from relinear.core.operator import OperatorConfig
+from relinear.core.settings import Settings
+from relinear.data import DataSettings
+
+__all__ = ["FitSettings", "TrainSettings"]
+
+Schedule = Literal["onecycle", "cosine", "noam", "constant"]
+
+
+class FitSettings(Settings):
+    """How a model is trained, whatever the model and the data: all that ``fit`` needs.
+
+    Attributes:
+        steps: optimiser steps.
+        batch_size: sequences in a forward pass (on each rank).
+        accumulation: forward passes to an optimiser step; ``batch_size * accumulation`` sequences make a step.
+        optimizer: "adamw" (decoupled weight decay) or "adam" (decay added to the gradient).
+        learning_rate: the peak of the schedule.
+        schedule: "cosine" down to ``min_lr_ratio`` of the peak, "onecycle", "noam" (inverse square root) or "constant",
+            all after ``warmup_steps``.
+        warmup_steps: None takes a tenth of the steps (onecycle: three tenths, its own default).
+        weight_decay: of matrices; norms, biases and embeddings have none.
+        betas, eps: of Adam.
+        max_grad_norm: gradients are scaled down to this norm; 0 turns it off.
+        fan_in_base: None, or the fan-in at which ``learning_rate`` holds: the rate of every matrix is then multiplied
+            by ``fan_in_base / fan_in`` (maximal update parametrisation for Adam).
+        dtype: "bfloat16" computes in bf16 with fp32 weights (autocast), "pure_bfloat16" holds weights and optimiser
+            states in bf16 as well, "auto" is "bfloat16" where the processor has units for it, else "float32".
+        compile: run the model through ``torch.compile``; costs a minute at the start, pays off over long runs.
+        gradient_checkpointing: recompute activations in the backward pass; saves memory, costs about a third of time.
+        seed: of the model's initialisation and of the order of the data.
+        threads: CPU threads; None leaves torch's choice.
+        device: "auto" is the GPU where there is one.
+        eval_every, log_every, save_every: in steps. 0 evaluates only at the start and the end; None saves every tenth
+            of the run, but not more often than every 100 steps, and 0 never.
+        eval_batch_size: sequences in an evaluation pass; None takes ``batch_size``.
+        report_to: names of transformers' reporting integrations ("tensorboard", "wandb", ...).
+        save_model: write the trained model to ``out_dir/model``.
+        keep_checkpoint: keep the last checkpoint, with the optimiser's state, once the run has ended.
+    """
+
+    steps: PositiveInt = 1000
+    batch_size: PositiveInt = 16
+    accumulation: PositiveInt = 1
+    optimizer: Literal["adamw", "adam"] = "adamw"
+    learning_rate: PositiveFloat = 1e-3
+    schedule: Schedule = "cosine"
+    warmup_steps: NonNegativeInt | None = None
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    weight_decay: NonNegativeFloat = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    max_grad_norm: NonNegativeFloat = 1.0
+    fan_in_base: PositiveInt | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "pure_bfloat16"] = "auto"
+    compile: bool = False
+    gradient_checkpointing: bool = False
+    seed: NonNegativeInt = 0
+    threads: PositiveInt | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    eval_every: NonNegativeInt = 0
+    log_every: PositiveInt = 10
+    save_every: NonNegativeInt | None = None
+    eval_batch_size: PositiveInt | None = None
+    report_to: tuple[str, ...] = ()
+    save_model: bool = True
+    keep_checkpoint: bool = False
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_in_range(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas must lie in [0, 1), got {betas}")
+        return betas
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> FitSettings:
+        if self.warmup_steps is not None and self.warmup_steps >= self.steps and self.schedule != "noam":
+            raise ValueError(f"warmup_steps={self.warmup_steps} must be below steps={self.steps}")
+        return self
+
+    @property
+    def warmup(self) -> int:
+        """Warm-up steps with the default filled in."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return round(self.steps * (0.3 if self.schedule == "onecycle" else 0.1))
+
+    @property
+    def save_interval(self) -> int:
+        """Steps between checkpoints with the default filled in; 0 is never."""
+        return max(100, self.steps // 10) if self.save_every is None else self.save_every
+
+
+def _setting(family: type[Config], value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        value = parse_setting(value)
+    config = value if isinstance(value, family) else family.from_dict(value)
+    return config.to_dict()
+
+
+class TrainSettings(FitSettings):
+    """A whole run: which model, what is replaced in it, which text, and how it is trained.
+
+    Attributes:
+        model: a preset's name, a directory that ``save_pretrained`` wrote, or a Hub name.
+        model_overrides: fields of a preset's config. ``vocab_size`` follows the tokenizer unless it is given here.
+        operators: pattern -> operator setting, as a mapping with ``kind`` or as text (``"hdpl:rank=128,blocks=8"``);
+            None leaves a layer alone. Patterns as in ``relinear.replace_``.
+        layers, exclude, init: as in ``relinear.replace_``.
+        attachments: settings of model-level parts, applied in this order.
+        data: the corpus, the tokenizer and the sequence length.
+    """
+
+    model: str = "tiny"
+    model_overrides: dict[str, Any] = Field(default_factory=dict)
+    operators: dict[str, dict[str, Any] | None] = Field(default_factory=dict)
+    layers: tuple[int, ...] | None = None
+    exclude: tuple[str, ...] = ()
+    init: Literal["fresh", "from_weight"] = "fresh"
+    attachments: tuple[dict[str, Any], ...] = ()
+    data: DataSettings = DataSettings()
+
+    @field_validator("operators", mode="before")
+    @classmethod
+    def _operators_known(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise ValueError("expected a mapping of pattern -> operator setting")
+        return {key: None if setting is None else _setting(OperatorConfig, setting) for key, setting in value.items()}
+
+    @field_validator("attachments", mode="before")
+    @classmethod
+    def _attachments_known(cls, value: Any) -> Any:
+        if isinstance(value, str | Mapping) or not hasattr(value, "__iter__"):
+            raise ValueError("expected a list of attachment settings")
+        return tuple(_setting(AttachmentConfig, setting) for setting in value)
+
+    @field_validator("exclude", mode="before")
+    @classmethod
+    def _exclude_list(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @property
+    def mapping(self) -> dict[str, OperatorConfig | None]:
+        """``operators`` as configs, for ``relinear.replace_``."""
+        return {
+            pattern: None if setting is None else OperatorConfig.from_dict(setting)
+            for pattern, setting in self.operators.items()
+        }
+
+    @property
+    def attached(self) -> tuple[AttachmentConfig, ...]:
+        """``attachments`` as configs."""
+        return tuple(AttachmentConfig.from_dict(setting) for setting in self.attachments)

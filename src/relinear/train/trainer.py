@@ -1,0 +1,349 @@
+"""transformers' Trainer with what relinear adds: aux terms by name, bf16, exact order of data, safe checkpoints."""
+
+# Legend: B batch, T tokens
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Sampler
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+
+from relinear.core.aux import aux_losses, operator_metrics, share_of_batch
+from relinear.core.machine import fast_bfloat16
+from relinear.core.record import sync_record
+from relinear.train.optim import build_optimizer, build_schedule
+from relinear.train.settings import FitSettings
+
+__all__ = ["NonFiniteLossError", "RelinearTrainer", "SteadySampler", "last_checkpoint", "training_dtype"]
+
+IGNORED_LABEL = -100
+_PARTIAL = ".partial"  # checkpoints are written here and renamed when they are whole
+
+
+class NonFiniteLossError(ValueError):
+    """The loss, or a weight, became NaN or infinite: training cannot go on."""
+
+
+class SteadySampler(Sampler[int]):
+    """Indices for a whole run: one random order of the dataset after another, each from ``(seed, round)`` alone.
+
+    There is no epoch boundary, so every batch is full (compiled code sees one shape) and resuming is skipping.
+
+    Args:
+        size: samples in the dataset.
+        total: indices to yield.
+        seed: of the orders.
+    """
+
+    def __init__(self, size: int, total: int, seed: int) -> None:
+        self.size, self.total, self.seed = size, total, seed
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(math.ceil(self.total / self.size)):
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+            order = torch.randperm(self.size, generator=generator)
+            yield from order[: self.total - number * self.size].tolist()
+
+
+def training_dtype(settings: FitSettings, device: torch.device) -> torch.dtype:
+    """What matrix products are computed in: the setting, with "auto" resolved for ``device``."""
+    if settings.dtype == "auto":
+        return torch.bfloat16 if fast_bfloat16(device) else torch.float32
+    return torch.float32 if settings.dtype == "float32" else torch.bfloat16
+
+
+def last_checkpoint(out_dir: str | Path) -> Path | None:
+    """The newest whole checkpoint below ``out_dir``, or None. A checkpoint that was being written does not count."""
+    folder = Path(out_dir)
+    found = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    return Path(found) if found else None
+
+
+def _arguments(settings: FitSettings, out_dir: Path, device: str) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(out_dir),
+        max_steps=settings.steps,
+        per_device_train_batch_size=settings.batch_size,
+        per_device_eval_batch_size=settings.eval_batch_size or settings.batch_size,
+        gradient_accumulation_steps=settings.accumulation,
+        learning_rate=settings.learning_rate,
+        max_grad_norm=settings.max_grad_norm,
+        logging_steps=settings.log_every,
+        logging_nan_inf_filter=False,  # a NaN must stop the run, not be averaged away
+        eval_strategy="steps" if settings.eval_every else "no",
+        eval_steps=settings.eval_every or None,
+        save_strategy="steps" if settings.save_interval else "no",
+        save_steps=settings.save_interval or 500,
+        save_total_limit=1,
+        seed=settings.seed,
+        use_cpu=device == "cpu",
+        prediction_loss_only=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=device != "cpu",
+        disable_tqdm=True,
+        report_to=list(settings.report_to) or "none",
+    )
+
+
+class RelinearTrainer(Trainer):
+    """A Trainer for any model that returns a loss, with or without operators.
+
+    Over transformers' own it: draws data in an order that a resumed run continues exactly; groups parameters by their
+    roles; computes in bf16 by autocast without copying outputs back to fp32; tracks the auxiliary terms of the loss;
+    stops at a loss that is not finite; writes checkpoints all or nothing, and no pickled arguments in them.
+
+    Args:
+        model: returns ``loss`` when it is called with a batch of the datasets.
+        settings: how to train.
+        train_dataset, eval_dataset: map-style datasets of ``{"input_ids": (T,), "labels": (T,)}``.
+        out_dir: where checkpoints go.
+        callbacks: further transformers callbacks.
+        data_collator: makes a batch of samples; stacks tensors by default.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: FitSettings,
+        train_dataset: Dataset,
+        eval_dataset: Dataset | None,
+        out_dir: Path,
+        *,
+        callbacks: Iterable[TrainerCallback] = (),
+        data_collator: Callable | None = None,
+    ) -> None:
+        cuda = settings.device != "cpu" and torch.cuda.is_available()
+        if settings.device == "cuda" and not cuda:
+            raise ValueError("device='cuda', but torch sees no GPU here; use device='cpu' or 'auto'")
+        if eval_dataset is None and settings.eval_every:
+            raise ValueError(f"eval_every={settings.eval_every}, but there is no validation data")
+        arguments = _arguments(settings, out_dir, "cuda" if cuda else "cpu")
+        super().__init__(
+            model=model,
+            args=arguments,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            data_collator=data_collator,
+            callbacks=list(callbacks),
+        )
+        self.remove_callback(PrinterCallback)
+        self.settings = settings
+        self.compute_dtype = training_dtype(settings, self.args.device)
+        self.tokens_seen = 0
+        self._last_drain = 0
+        self._terms: dict[str, Tensor] = {}
+        self._home = out_dir
+        self._plain_model: Any = model
+        self._redirect: Path | None = None
+
+    def start_from(self, step: int, tokens: int) -> None:
+        """Count on from a checkpoint: the step it was written at and the tokens seen until then."""
+        self._last_drain, self.tokens_seen = step, tokens
+
+    # Data
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler:
+        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
+        per_step = self.settings.batch_size * self.settings.accumulation * self.args.world_size
+        return SteadySampler(len(dataset), per_step * self.settings.steps, self.settings.seed)
+
+    # Optimiser
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """AdamW or Adam with the groups of ``parameter_groups``."""
+        if self.optimizer is None:
+            self.optimizer = build_optimizer(model or self._plain_model, self.settings)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The schedule that the settings name."""
+        if self.lr_scheduler is None:
+            self.lr_scheduler: Any = build_schedule(optimizer or self.optimizer, self.settings)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    # Loss
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
+        """Autocast to the compute dtype; accelerate's own would also copy the logits back to fp32."""
+        if self.compute_dtype == torch.float32 or self.settings.dtype == "pure_bfloat16":
+            return contextlib.nullcontext()
+        return torch.autocast(self.args.device.type, dtype=self.compute_dtype)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The model's loss; the auxiliary terms in it are noted by name."""
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if model.training:
+            self._note_terms(inputs, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+    def _note_terms(self, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
+        terms = aux_losses(self._plain_model)
+        if terms:
+            kwargs = {**inputs, "num_items_in_batch": num_items_in_batch}
+            share = share_of_batch(kwargs) if num_items_in_batch is not None else 1 / self.current_micro_steps
+            share = share * (self.args.world_size if num_items_in_batch is not None else 1)
+            for name, value in terms.items():
+                self._note(f"aux/{name.rpartition('/')[2]}", value.detach() * share)
+
+    @property
+    def current_micro_steps(self) -> int:
+        """Forward passes of the optimiser step under way."""
+        return getattr(self, "current_gradient_accumulation_steps", 1)
+
+    def _note(self, name: str, value: Tensor) -> None:
+        self._terms[name] = self._terms[name] + value if name in self._terms else value
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """One forward and backward pass; on a CPU, where looking costs nothing, the loss is checked at once."""
+        self.tokens_seen += inputs["input_ids"].numel() * self.args.world_size if "input_ids" in inputs else 0
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if loss.device.type == "cpu":
+            self._check_finite(float(loss), "training loss")
+        return loss
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """0: FLOPs are stated once a run, not summed by walking the model in every step."""
+        return 0
+
+    def _check_finite(self, value: float, what: str) -> None:
+        if not math.isfinite(value):
+            raise NonFiniteLossError(
+                f"the {what} is {value} at step {self.state.global_step + 1} of {self.settings.steps}, with a "
+                f"learning rate of {self._rate():.3g}; try a lower learning_rate, more warmup_steps, a max_grad_norm "
+                "above 0, or dtype='float32'"
+            )
+
+    def _rate(self) -> float:
+        return self.settings.learning_rate if self.lr_scheduler is None else self._get_learning_rate()
+
+    # Logs and evaluation
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the terms of the loss and the operators' own measurements to what Trainer logs while training."""
+        if "loss" in logs:
+            self._check_finite(logs["loss"], "training loss")
+            logs.update(self._drain_terms(logs["loss"]))
+        super().log(logs, start_time)
+
+    def _drain_terms(self, loss: float) -> dict[str, float]:
+        steps = max(self.state.global_step - self._last_drain, 1)
+        self._last_drain = self.state.global_step
+        sums = {name: value.float() / steps for name, value in self._terms.items()}
+        self._terms = {}
+        values: dict[str, list[Tensor]] = {}
+        for name, value in operator_metrics(self._plain_model).items():
+            values.setdefault(f"metric/{name.rpartition('/')[2]}", []).append(value.float())
+        found = sums | {name: torch.stack(members).mean() for name, members in values.items()}
+        if not found:
+            return {"cross_entropy": loss}
+        stacked = self.accelerator.reduce(torch.stack([found[name].to(self.args.device) for name in found]), "mean")
+        out = dict(zip(found, stacked.tolist(), strict=True))
+        return {"cross_entropy": loss - sum(v for name, v in out.items() if name.startswith("aux/"))} | out
+
+    @torch.no_grad()
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Mean loss for each target token of the validation data, and its exponential, the perplexity.
+
+        Runs uncompiled: another compilation for evaluation mode would cost more than it brings.
+        """
+        start, model = time.perf_counter(), self._plain_model
+        was_training = model.training
+        model.eval()
+        sums = torch.zeros(2, dtype=torch.float64)
+        with torch.compiler.set_stance("force_eager"), self.autocast_smart_context_manager():
+            for inputs in self.get_eval_dataloader(eval_dataset):
+                inputs = self._prepare_inputs(inputs)
+                output = model(**inputs)
+                loss = output["loss"] if isinstance(output, dict) else output[0]
+                labels = inputs.get("labels")
+                count = 1 if labels is None else (labels[..., 1:] != IGNORED_LABEL).sum()
+                sums += torch.stack([loss.double() * count, torch.as_tensor(count, dtype=torch.float64)]).cpu()
+        model.train(was_training)
+        total, count = self.accelerator.reduce(sums.to(self.args.device), "sum").tolist()
+        value = total / max(count, 1)
+        self._check_finite(value, "validation loss")
+        metrics = {
+            f"{metric_key_prefix}_loss": value,
+            f"{metric_key_prefix}_perplexity": math.exp(min(value, 700.0)),
+            f"{metric_key_prefix}_seconds": time.perf_counter() - start,
+        }
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    # Checkpoints
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._redirect) if self._redirect else super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Written beside its place and renamed when whole: a killed run leaves the checkpoint before it."""
+        for name, parameter in self._plain_model.named_parameters():
+            if not bool(torch.isfinite(parameter).all()):
+                self._check_finite(float("nan"), f"weight {name}")
+        home, name = self._home, f"checkpoint-{self.state.global_step}"
+        self._redirect = home / _PARTIAL
+        try:
+            if self.args.should_save:
+                shutil.rmtree(self._redirect, ignore_errors=True)
+            self._barrier()
+            super()._save_checkpoint(model, trial)
+            self._barrier()
+            if self.args.should_save:
+                _sync_files(self._redirect / name)
+                shutil.rmtree(home / name, ignore_errors=True)
+                (self._redirect / name).rename(home / name)
+                self._redirect.rmdir()
+        finally:
+            self._redirect = None
+        if self.args.should_save:
+            rotate_checkpoints(output_dir=str(home), save_total_limit=1)
+        self._barrier()
+
+    def _barrier(self) -> None:
+        self.accelerator.wait_for_everyone()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """The model alone: Trainer would pickle its arguments beside it."""
+        if self.args.should_save:
+            save_model(self.model, Path(output_dir or self._home))
+
+
+def save_model(model: Any, directory: Path) -> None:
+    """``save_pretrained`` for a Hugging Face model, a safetensors file of the weights for any other module."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if hasattr(model, "save_pretrained"):
+        sync_record(model)
+        model.save_pretrained(directory)
+    else:
+        from safetensors.torch import save_model as save
+
+        save(model, str(directory / "model.safetensors"))
+
+
+def _sync_files(directory: Path) -> None:
+    # Renaming is only all-or-nothing for data that has reached the disk.
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
