@@ -24,6 +24,9 @@ _LAZY = {
     "plan": "relinear.surgery.plan",
     "replace_": "relinear.surgery.plan",
     "summary": "relinear.surgery.summary",
+    "lambada": "relinear.train.evaluate",
+    "lm_eval": "relinear.train.evaluate",
+    "perplexity": "relinear.train.evaluate",
     "tune_allocator": "relinear.core.allocator",
 }
 

@@ -1,0 +1,301 @@
+"""Judging a language model: perplexity of text, LAMBADA's last words, and the tasks of lm-eval."""
+
+# Legend: B batch, T tokens, V vocabulary
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+__all__ = ["Lambada", "Perplexity", "lambada", "lm_eval", "perplexity"]
+
+_IGNORED = -100
+
+
+@dataclasses.dataclass(frozen=True)
+class Perplexity:
+    """Mean loss in nats a token, its exponential, and the number of tokens that were predicted."""
+
+    loss: float
+    perplexity: float
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Lambada:
+    """Share of last words that greedy decoding gets right, exp of their mean loss in nats a word, number of texts."""
+
+    accuracy: float
+    perplexity: float
+    examples: int
+
+
+def perplexity(
+    model: nn.Module,
+    text: str | Iterable[str] | Dataset,
+    tokenizer: Any = None,
+    *,
+    sequence_length: int | None = None,
+    stride: int | None = None,
+    max_tokens: int | None = None,
+    batch_size: int = 4,
+) -> Perplexity:
+    """The perplexity of a causal language model: exp of the mean loss over every predicted token.
+
+    Text is tokenised as one stream (documents joined by the tokenizer's end-of-text token) and read in windows. With
+    the default stride windows do not overlap and the first token of each is not predicted, which is the usual way to
+    state perplexity at a context length; with a smaller stride every token is predicted once, with at least
+    ``sequence_length - stride`` tokens before it. Auxiliary losses are no part of it.
+
+    Args:
+        model: takes ``input_ids`` (B, T) and returns an object with ``logits`` (B, T, V). Its training mode is kept.
+        text: a document, documents, or a dataset of ``{"input_ids": (T,), "labels": (T,)}`` (then the arguments about
+            windows have no meaning and are refused).
+        tokenizer: of the model; needed for text.
+        sequence_length: T of a window; by default the model's longest, at most 1,024.
+        stride: tokens from one window to the next; by default ``sequence_length``.
+        max_tokens: use the first tokens only.
+        batch_size: windows a forward pass.
+
+    Raises:
+        ValueError: if there is nothing to predict, or an argument is missing or does not fit.
+    """
+    _check_positive(batch_size=batch_size, max_tokens=max_tokens)
+    if isinstance(text, Dataset):
+        if (tokenizer, sequence_length, stride) != (None, None, None):
+            raise ValueError("a dataset is tokenised and cut already: give no tokenizer, sequence_length or stride")
+        windows = _dataset_windows(text, max_tokens)
+    else:
+        if tokenizer is None:
+            raise ValueError("perplexity of text needs the model's tokenizer")
+        length = _sequence_length(model, sequence_length)
+        step = length if stride is None else stride
+        if not 1 <= step <= length:
+            raise ValueError(f"stride must be from 1 to sequence_length={length}, got {step}")
+        ids = _token_stream([text] if isinstance(text, str) else text, tokenizer, max_tokens)
+        windows = _text_windows(ids, length, step)
+    total, count = 0.0, 0
+    with _evaluating(model) as device:
+        for batch in _by_length(windows, batch_size):
+            ids = torch.stack([ids for ids, _ in batch]).to(device)
+            labels = torch.stack([labels for _, labels in batch]).to(device)
+            losses = _token_losses(model, ids, labels)
+            total += losses.double().sum().item()
+            count += int((labels[:, 1:] != _IGNORED).sum())
+    if not count:
+        raise ValueError("there is no token to predict: the text has fewer than two tokens")
+    loss = total / count
+    return Perplexity(loss, math.exp(loss) if loss < 700 else math.inf, count)
+
+
+def lambada(
+    model: nn.Module,
+    tokenizer: Any,
+    texts: str | Path | Iterable[str | Mapping[str, Any]],
+    *,
+    max_examples: int | None = None,
+    batch_size: int = 8,
+) -> Lambada:
+    """Predict the last word of passages whose last word needs the whole passage (Paperno et al. 2016), OpenAI's form.
+
+    The last word is what follows the last space; a text counts as right if every token of that word is the most likely
+    one. Contexts that are too long for the model lose their beginning.
+
+    Args:
+        model: as for ``perplexity``.
+        tokenizer: of the model.
+        texts: a file of JSON lines with a ``text``, or the texts, or mappings with a ``text``.
+        max_examples: use the first texts only.
+        batch_size: texts a forward pass; texts of like length go together.
+
+    Raises:
+        ValueError: if there are no texts, or one has fewer than two words.
+    """
+    _check_positive(batch_size=batch_size, max_examples=max_examples)
+    rows = list(_lambada_rows(texts))[:max_examples]
+    if not rows:
+        raise ValueError("LAMBADA needs at least one text")
+    longest = _longest(model)
+    examples = [_split_last_word(tokenizer, row, longest) for row in rows]
+    examples.sort(key=lambda example: len(example[0]))
+    right, total = 0, 0.0
+    with _evaluating(model) as device:
+        for start in range(0, len(examples), batch_size):
+            batch = examples[start : start + batch_size]
+            width = max(len(ids) for ids, _ in batch)
+            # Padded on the right, where no causal model looks; any id will do.
+            ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in batch], device=device)
+            mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in batch], device=device)
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            for row, (tokens, word) in zip(logits, batch, strict=True):
+                scores = row[len(tokens) - word - 1 : len(tokens) - 1].float()
+                target = torch.tensor(tokens[-word:], device=device)
+                right += bool((scores.argmax(-1) == target).all())
+                total += F.cross_entropy(scores, target, reduction="sum").item()
+    return Lambada(right / len(examples), math.exp(min(total / len(examples), 700)), len(examples))
+
+
+def lm_eval(
+    model: nn.Module, tokenizer: Any, tasks: str | Sequence[Any], *, batch_size: int = 8, **settings: Any
+) -> dict[str, dict[str, Any]]:
+    """Run tasks of EleutherAI's evaluation harness on a model with operators in it; metrics by task.
+
+    Args:
+        model: a Hugging Face causal language model.
+        tokenizer: of the model.
+        tasks: names of tasks (``"lambada_openai"``, ``["arc_easy", "piqa"]``), or their settings as mappings.
+        batch_size: requests a forward pass.
+        **settings: further arguments of ``lm_eval.simple_evaluate``: ``limit``, ``num_fewshot``, ``task_manager`` ...
+
+    Raises:
+        ValueError: if lm-eval is not installed, a task is unknown, or its data cannot be had.
+    """
+    _check_positive(batch_size=batch_size)
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as error:
+        raise ValueError("evaluation tasks need the package lm-eval: pip install 'relinear[eval]'") from error
+    names = [tasks] if isinstance(tasks, str) else list(tasks)
+    if not names:
+        raise ValueError("name at least one task")
+    with _evaluating(model):
+        wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        try:
+            found = simple_evaluate(model=wrapped, tasks=names, **settings)
+        except Exception as error:  # registry, network and data errors of many kinds: to a user the task cannot be run
+            stated = ", ".join(map(str, names))
+            raise ValueError(f"lm-eval cannot run {stated}: {str(error).strip().splitlines()[0]}") from error
+    return dict(found["results"])
+
+
+def _check_positive(**values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[torch.device]:
+    """Eval mode without gradients; gives the model's device and puts the modes of all modules back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield next(model.parameters()).device
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _longest(model: Any) -> int | None:
+    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
+
+
+def _sequence_length(model: nn.Module, wanted: int | None) -> int:
+    longest = _longest(model)
+    if wanted is None:
+        return min(1024, longest or 1024)
+    if not isinstance(wanted, int) or wanted < 2:
+        raise ValueError(f"sequence_length must be an integer of at least 2, got {wanted!r}")
+    if longest is not None and wanted > longest:
+        raise ValueError(f"sequence_length={wanted} exceeds the model's max_position_embeddings={longest}")
+    return wanted
+
+
+def _token_stream(texts: Iterable[str], tokenizer: Any, max_tokens: int | None) -> Tensor:
+    ids: list[int] = []
+    separator = tokenizer.eos_token_id
+    for text in texts:
+        if ids and separator is not None:
+            ids.append(separator)
+        ids.extend(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        if max_tokens is not None and len(ids) >= max_tokens:
+            break
+    return torch.tensor(ids[:max_tokens], dtype=torch.long)
+
+
+def _text_windows(ids: Tensor, length: int, stride: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Windows and their labels, masked where an earlier window has predicted the token."""
+    done = 0  # every token before this one has been in a window
+    for start in range(0, len(ids), stride):
+        window = ids[start : start + length]
+        labels = window.clone()
+        labels[: done - start] = _IGNORED
+        if len(window) > 1:
+            yield window, labels
+        done = start + len(window)
+        if done >= len(ids):
+            return
+
+
+def _dataset_windows(dataset: Any, max_tokens: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+    used = 0
+    for index in range(len(dataset)):
+        item = dataset[index]
+        ids, labels = torch.as_tensor(item["input_ids"]), torch.as_tensor(item["labels"])
+        if max_tokens is not None:
+            ids, labels = ids[: max_tokens - used], labels[: max_tokens - used]
+        if len(ids) > 1:
+            yield ids, labels
+        used += len(ids)
+        if max_tokens is not None and used >= max_tokens:
+            return
+
+
+def _by_length(windows: Iterable[tuple[Tensor, Tensor]], size: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    batch: list[tuple[Tensor, Tensor]] = []
+    for window in windows:
+        if batch and (len(batch) == size or len(batch[0][0]) != len(window[0])):
+            yield batch
+            batch = []
+        batch.append(window)
+    if batch:
+        yield batch
+
+
+def _token_losses(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+    """Loss (B, T - 1) of every label but the first, zero where it is masked."""
+    logits = model(input_ids=ids, use_cache=False).logits
+    # Row by row, in float32: at once, a vocabulary of 50,000 would take gigabytes more.
+    rows = zip(logits[:, :-1], labels[:, 1:], strict=True)
+    return torch.stack([F.cross_entropy(row.float(), label, reduction="none") for row, label in rows])
+
+
+def _lambada_rows(texts: str | Path | Iterable[Any]) -> Iterator[str]:
+    if isinstance(texts, str | Path):
+        path = Path(texts)
+        if not path.is_file():
+            raise ValueError(f"no LAMBADA file at {path}; it is a file of JSON lines with a 'text' each")
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    yield str(json.loads(line)["text"])
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(f"{path}, line {number}: expected a JSON object with a 'text'") from error
+        return
+    for row in texts:
+        yield row["text"] if isinstance(row, Mapping) else row
+
+
+def _split_last_word(tokenizer: Any, text: str, longest: int | None) -> tuple[list[int], int]:
+    """Token ids of the text, cut to the model's length from the left, and how many of them are the last word."""
+    context, _, word = text.rpartition(" ")
+    if not context.strip() or not word:
+        raise ValueError(f"a LAMBADA text needs a context and a last word, got {text[:80]!r}")
+    ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    given = len(tokenizer(context, add_special_tokens=False, verbose=False)["input_ids"])
+    tokens = len(ids) - given
+    if tokens < 1 or (longest is not None and tokens >= longest):
+        raise ValueError(f"the last word {word!r} takes {tokens} tokens, which the model cannot predict in one pass")
+    return ids[-longest:] if longest else ids, tokens
