@@ -1,5 +1,7 @@
 """Every operator; importing a file here registers its kind."""
 
 from relinear.operators.low_rank import LowRank
+from relinear.operators.path_transponder import PathTransponder
+from relinear.operators.transponder import Transponder
 
-__all__ = ["LowRank"]
+__all__ = ["LowRank", "PathTransponder", "Transponder"]

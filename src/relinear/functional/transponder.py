@@ -1,0 +1,72 @@
+"""Contextual modulators: the reference form of the gates that scale a projection's output ("From Transformer to
+Transponder", Eq. 4 and 5)."""
+
+# Legend: I in_features, O out_features, R rank
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["modulate", "modulate_static", "modulator_gate"]
+
+Alpha = Tensor | float
+
+
+def modulator_gate(x: Tensor, down: Tensor, up: Tensor, alpha: Alpha = 1.0) -> Tensor:
+    """2 sigmoid(alpha B phi(A x)) with phi = sigmoid: values in (0, 2), and exactly 1 where B is 0.
+
+    Args:
+        x: (..., I), what the modulated projection reads.
+        down: A (R, I).
+        up: B, (O, R) for a channel gate, (1, R) for a scalar gate.
+        alpha: curvature of the outer sigmoid, a positive number or a tensor of one element.
+
+    Returns:
+        (..., O) or (..., 1), in float32 (float64 for float64 inputs).
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    hidden = torch.sigmoid(torch.nn.functional.linear(x, down).to(wide))
+    return 2 * torch.sigmoid(alpha * torch.nn.functional.linear(hidden, up.to(wide)))
+
+
+def modulate(
+    z: Tensor,
+    x: Tensor,
+    down: Tensor,
+    channel: Tensor | None,
+    scalar: Tensor | None,
+    channel_alpha: Alpha = 1.0,
+    scalar_alpha: Alpha = 1.0,
+) -> Tensor:
+    """z times its channel gate times its scalar gate, both computed from x through one shared A.
+
+    Args:
+        z: (..., O), the projection's output.
+        x: (..., I), the projection's input.
+        down: A (R, I), shared by both gates.
+        channel: B of the channel gate (O, R), or None to leave it out.
+        scalar: B of the scalar gate (1, R), or None to leave it out.
+        channel_alpha, scalar_alpha: positive, one element each.
+
+    Returns:
+        (..., O) in z's dtype; the product is taken in float32, so that gates of exactly 1 return z bit for bit.
+    """
+    out = z
+    if channel is not None:
+        out = out * modulator_gate(x, down, channel, channel_alpha)
+    if scalar is not None:
+        out = out * modulator_gate(x, down, scalar, scalar_alpha)
+    return out.to(z.dtype)
+
+
+def modulate_static(z: Tensor, gate_logits: Tensor, alpha: Alpha = 1.0) -> Tensor:
+    """z times 2 sigmoid(alpha beta): the control without context (Table 4), beta = beta_1 beta_2.
+
+    Args:
+        z: (..., O).
+        gate_logits: beta, (O,) or (1,).
+        alpha: positive, one element.
+    """
+    wide = torch.promote_types(z.dtype, torch.float32)
+    return (z * (2 * torch.sigmoid(alpha * gate_logits.to(wide)))).to(z.dtype)

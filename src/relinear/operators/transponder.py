@@ -1,0 +1,253 @@
+"""Transponder: contextual modulators on a projection ("From Transformer to Transponder: introducing contextual
+modulation training for residual learning in LLMs")."""
+
+# Legend: I in_features, O out_features, R rank
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from relinear.core.config import check_at_least, check_choice, check_type, register
+from relinear.core.operator import NotLinearError
+from relinear.core.wrapper import Wrapper, WrapperConfig
+from relinear.functional.transponder import modulate_static, modulator_gate
+from relinear.kernels.transponder import modulate
+
+__all__ = ["Modulator", "ModulatorSettings", "StaticModulator", "Transponder", "TransponderLinear", "build_modulator"]
+
+
+class _Alphas(nn.Module):
+    """What both modulators share: curvatures alpha = exp(log_alpha), so that alpha > 0 holds throughout training."""
+
+    #: marks a module that the analyses read gates from
+    is_modulator = True
+
+    def _add_alpha(self, name: str, learnable: bool, kw: dict) -> None:
+        self.register_parameter(name, nn.Parameter(torch.empty(1, **kw)) if learnable else None)
+
+    def _alpha(self, name: str) -> Tensor | float:
+        log_alpha = getattr(self, name)
+        return 1.0 if log_alpha is None else torch.exp(log_alpha.to(torch.promote_types(log_alpha.dtype, torch.float32)))
+
+    def alphas(self) -> dict[str, float]:
+        """The curvature of every gate, by name of the gate ("channel", "scalar" or "static"); 1 where it is fixed."""
+        names = [name for name in ("channel", "scalar", "static") if f"{name}_log_alpha" in self._parameters]
+        return {name: float(self._alpha(f"{name}_log_alpha")) for name in names}
+
+
+class Modulator(_Alphas):
+    """Gates in (0, 2) that read the layer's input: z -> z * channel gate * scalar gate (Eq. 4, 5, 9, 10).
+
+    Parameters: ``down`` A (R, I), shared by both gates; ``channel_up`` (O, R) and ``scalar_up`` (1, R), the two B;
+    ``channel_log_alpha`` and ``scalar_log_alpha`` (1,). No biases: the paper's "zero biases" and its parameter counts
+    both say that there are none. ``forward(x, z)`` takes the input (..., I) and the output (..., O) of the layer.
+    """
+
+    def __init__(self, settings: ModulatorSettings, in_features: int, out_features: int, device=None, dtype=None):
+        super().__init__()
+        kw = {"device": device, "dtype": dtype}
+        self.down = nn.Parameter(torch.empty(settings.rank, in_features, **kw))
+        for name, wanted, size in (("channel", settings.channel, out_features), ("scalar", settings.scalar, 1)):
+            self.register_parameter(f"{name}_up", nn.Parameter(torch.empty(size, settings.rank, **kw)) if wanted else None)
+            if wanted:
+                self._add_alpha(f"{name}_log_alpha", settings.learnable_alpha, kw)
+            else:
+                self.register_parameter(f"{name}_log_alpha", None)
+        self.reset_parameters(identity=settings.init == "identity")
+
+    @torch.no_grad()
+    def reset_parameters(self, identity: bool = False) -> None:
+        """Kaiming uniform A and B with the gain of ``nn.Linear`` (bound 1 / sqrt(fan-in)); B = 0 for the identity.
+
+        The paper names the scheme and not its gain; this one keeps the gates of a fresh modulator within about 0.3
+        of 1.
+        """
+        nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
+        for up in (self.channel_up, self.scalar_up):
+            if up is not None:
+                nn.init.zeros_(up) if identity else nn.init.kaiming_uniform_(up, a=math.sqrt(5))
+        for log_alpha in (self.channel_log_alpha, self.scalar_log_alpha):
+            if log_alpha is not None:
+                nn.init.zeros_(log_alpha)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        alphas = self._alpha("channel_log_alpha"), self._alpha("scalar_log_alpha")
+        return modulate(z, x, self.down, self.channel_up, self.scalar_up, *alphas)
+
+    def gates(self, x: Tensor) -> dict[str, Tensor]:
+        """The gates for the input x (..., I): "channel" (..., O) and "scalar" (..., 1), in float32 at least."""
+        return {
+            name: modulator_gate(x, self.down, up, self._alpha(f"{name}_log_alpha"))
+            for name, up in (("channel", self.channel_up), ("scalar", self.scalar_up))
+            if up is not None
+        }
+
+    def is_neutral(self) -> bool:
+        """Whether every gate is exactly 1 whatever the input."""
+        return all(up is None or not bool(up.any()) for up in (self.channel_up, self.scalar_up))
+
+    def static_gate(self) -> Tensor | None:
+        """The gate as a vector (O,) or (1,) if it does not depend on the input, else None."""
+        return torch.ones_like(self.down[0, :1]) if self.is_neutral() else None
+
+    def flops_per_token(self) -> int:
+        """Two thin products; a gate costs about eight operations an entry (sigmoid, scale, product)."""
+        rank, in_features = self.down.shape
+        ups = sum(up.shape[0] for up in (self.channel_up, self.scalar_up) if up is not None)
+        width = self.channel_up.shape[0] if self.channel_up is not None else 0
+        return 2 * rank * (in_features + ups) + 8 * (rank + ups) + 2 * width
+
+
+class StaticModulator(_Alphas):
+    """The control without context (Table 4): gate = 2 sigmoid(alpha beta_1 beta_2), the same for every token.
+
+    Parameters: ``channel_beta`` beta_2 (O,), ``scalar_beta`` beta_1 (1,), ``static_log_alpha`` (1,). The paper leaves the
+    initial values open: the gate starts at exactly 1, with one factor at 0 and the other at 1 so that both can learn.
+    """
+
+    def __init__(self, settings: ModulatorSettings, in_features: int, out_features: int, device=None, dtype=None):
+        super().__init__()
+        kw = {"device": device, "dtype": dtype}
+        self.register_parameter("channel_beta", nn.Parameter(torch.empty(out_features, **kw)) if settings.channel else None)
+        self.register_parameter("scalar_beta", nn.Parameter(torch.empty(1, **kw)) if settings.scalar else None)
+        self._add_alpha("static_log_alpha", settings.learnable_alpha, kw)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, identity: bool = True) -> None:
+        if self.channel_beta is not None:
+            nn.init.zeros_(self.channel_beta)
+        if self.scalar_beta is not None:
+            nn.init.constant_(self.scalar_beta, 0.0 if self.channel_beta is None else 1.0)
+        if self.static_log_alpha is not None:
+            nn.init.zeros_(self.static_log_alpha)
+
+    def _beta(self) -> Tensor:
+        if self.channel_beta is None or self.scalar_beta is None:
+            return self.scalar_beta if self.channel_beta is None else self.channel_beta
+        return self.scalar_beta * self.channel_beta
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return modulate_static(z, self._beta(), self._alpha("static_log_alpha"))
+
+    def gates(self, x: Tensor) -> dict[str, Tensor]:
+        """The gate, "channel" (..., O) or "scalar" (..., 1), expanded over the tokens of x (..., I)."""
+        gate = self.static_gate()
+        return {"scalar" if self.channel_beta is None else "channel": gate.expand(*x.shape[:-1], -1)}
+
+    def static_gate(self) -> Tensor:
+        """The gate as a vector (O,) or (1,)."""
+        one = torch.ones(1, device=self._beta().device, dtype=torch.promote_types(self._beta().dtype, torch.float32))
+        return modulate_static(one, self._beta(), self._alpha("static_log_alpha"))
+
+    def flops_per_token(self) -> int:
+        """One product an entry: the gate itself is the same for all tokens."""
+        return 0 if self.channel_beta is None else self.channel_beta.numel()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModulatorSettings:
+    """What a modulator looks like, wherever it is put.
+
+    Args:
+        rank: R, the hidden width of the bottleneck (Table 6; the paper's default is 8).
+        channel: a gate for every output channel and token.
+        scalar: one gate for every token.
+        contextual: gates read the input; False replaces them by learnt constants beta_1 beta_2 (Table 4).
+        learnable_alpha: the curvature alpha is learnt (one a gate); False keeps it at 1 (Table 4).
+        init: "kaiming" for training from scratch, or "identity": all gates are exactly 1 at first, so that a pretrained
+            model computes the same bits as before.
+    """
+
+    rank: int = 8
+    channel: bool = True
+    scalar: bool = True
+    contextual: bool = True
+    learnable_alpha: bool = True
+    init: str = "kaiming"
+
+    def __post_init__(self) -> None:
+        check_at_least("rank", self.rank, 1)
+        for name in ("channel", "scalar", "contextual", "learnable_alpha"):
+            check_type(name, getattr(self, name), bool)
+        check_choice("init", self.init, ("kaiming", "identity"))
+        if not self.channel and not self.scalar:
+            raise ValueError("a modulator needs channel=True, scalar=True or both")
+
+
+def build_modulator(
+    settings: ModulatorSettings, in_features: int, out_features: int, device=None, dtype=None
+) -> Modulator | StaticModulator:
+    """The modulator of these settings for a layer (in_features -> out_features)."""
+    cls = Modulator if settings.contextual else StaticModulator
+    return cls(settings, in_features, out_features, device=device, dtype=dtype)
+
+
+class TransponderLinear(Wrapper):
+    """y = base(x) * channel gate(x) * scalar gate(x); the gates are the submodule ``modulator``.
+
+    The gates scale the whole output of the projection, its bias included (Eq. 6). ``modules_to_save=["modulator"]`` is
+    what PEFT needs to train and save them.
+    """
+
+    def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None, inner=None):
+        super().__init__(config, in_features, out_features, bias=bias, device=device, dtype=dtype, inner=inner)
+        self.modulator = build_modulator(config, in_features, out_features, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Initialise the modulator anew; the wrapped layer is left as it is."""
+        self.modulator.reset_parameters(identity=self.config.init == "identity")
+
+    def neutralize(self) -> None:
+        """Set every gate to exactly 1."""
+        self.modulator.reset_parameters(identity=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.modulator(x, self.base(x))
+
+    def _static_gate(self) -> Tensor:
+        gate = self.modulator.static_gate()
+        if gate is None:
+            raise NotLinearError(
+                "transponder: the gates depend on the input, so the layer is no linear map and cannot be folded; only "
+                "contextual=False, or gates that are still the identity, can"
+            )
+        return gate
+
+    def to_dense(self) -> Tensor:
+        """The gated matrix, where the gates are the same for all tokens (no context, or still the identity)."""
+        weight, _ = self.base_dense()
+        return (self._static_gate()[:, None] * weight).to(weight.dtype)
+
+    def dense_bias(self) -> Tensor | None:
+        _, bias = self.base_dense()
+        return None if bias is None else (self._static_gate() * bias).to(bias.dtype)
+
+    def flops_per_token(self) -> int:
+        return self.base_flops_per_token() + self.modulator.flops_per_token()
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transponder(ModulatorSettings, WrapperConfig):
+    """Contextual modulators on the projection that is there, or on another operator.
+
+    Modulator-layer-channel-scalar, the paper's default, is ``Transponder()``; its other projection-level variants are
+    ``channel=False`` and ``scalar=False``; the path-level ones are ``PathTransponder``.
+
+    Args:
+        rank, channel, scalar, contextual, learnable_alpha, init: see ``ModulatorSettings``.
+        base: operator inside, ``Transponder(base=HDPL(...))``; None keeps the layer that is there.
+    """
+
+    kind: ClassVar[str] = "transponder"
+    module_class = TransponderLinear
+
+    def __post_init__(self) -> None:
+        ModulatorSettings.__post_init__(self)
+        WrapperConfig.__post_init__(self)
