@@ -91,13 +91,22 @@ def sub_blocks(model: nn.Module, layers: Iterable[int] | None = None) -> list[Su
     return [block for i in indices for block in _of_layer(i, stack[i])]
 
 
+def _plain_residual(layer: nn.Module) -> bool:
+    """Whether a sub-block's output is added to the stream as it is: not scaled, dropped out, or in parallel."""
+    return (
+        getattr(layer, "residual_multiplier", 1) == 1
+        and not getattr(layer, "use_parallel_residual", False)
+        and not any(isinstance(child, nn.Dropout) and child.p > 0 for child in layer.children())
+    )
+
+
 def _of_layer(index: int, layer: nn.Module) -> list[SubBlock]:
     children = {name for name, _ in layer.named_children()}
     for anatomy in _ANATOMIES:
         names = {name for pair in anatomy for name in pair}
         # further norms mean that a sub-block's output is normalised, or the residual is a different one
         extra = {name for name in children - names if "norm" in name or "attention" in name or name.startswith("ln")}
-        if names <= children and not extra and getattr(layer, "residual_multiplier", 1) == 1:
+        if names <= children and not extra and _plain_residual(layer):
             norms, modules = zip(*anatomy, strict=True)
             return [
                 SubBlock(index, role, layer, norm, getattr(layer, module))  # type: ignore[arg-type]

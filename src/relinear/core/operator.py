@@ -21,6 +21,7 @@ __all__ = [
     "ParamRole",
     "dense_bias",
     "dense_weight",
+    "is_conv1d",
     "is_linear",
     "linear_features",
 ]
@@ -96,7 +97,7 @@ class OperatorConfig(Config):
         operator = self.build(in_features, out_features, has_bias, device=reference.device, dtype=reference.dtype)
         if init == "from_weight":
             operator.from_linear(source)
-        operator.replaces_conv1d = _is_conv1d(source) or getattr(source, "replaces_conv1d", False)
+        operator.replaces_conv1d = is_conv1d(source) or getattr(source, "replaces_conv1d", False)
         return operator.train(source.training).requires_grad_(reference.requires_grad)
 
     def resized(self, in_features: int, out_features: int, scale: float) -> OperatorConfig | None:
@@ -182,19 +183,19 @@ class Operator(nn.Module):
         return f"{self.in_features}, {self.out_features}, {self.config}, bias={self.bias is not None}"
 
 
-def _is_conv1d(module: Any) -> bool:
-    # GPT-2's transposed linear; compared by name so that the contract does not import transformers.
+def is_conv1d(module: Any) -> bool:
+    """Whether ``module`` is GPT-2's transposed linear; by name, so that the contract does not import transformers."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
 def is_linear(module: Any) -> bool:
     """Whether ``module`` can be replaced: exactly nn.Linear, GPT-2's Conv1D, or an operator (subclasses are not)."""
-    return type(module) is nn.Linear or _is_conv1d(module) or isinstance(module, Operator)
+    return type(module) is nn.Linear or is_conv1d(module) or isinstance(module, Operator)
 
 
 def linear_features(module: Any) -> tuple[int, int]:
     """(in_features, out_features) of an nn.Linear, a Conv1D or an operator."""
-    if _is_conv1d(module):
+    if is_conv1d(module):
         return int(module.weight.shape[0]), int(module.weight.shape[1])
     return int(module.in_features), int(module.out_features)
 
@@ -203,7 +204,7 @@ def dense_weight(module: Any) -> Tensor:
     """The (out_features, in_features) matrix of an nn.Linear, a Conv1D or an operator that has one."""
     if isinstance(module, Operator):
         return module.to_dense()
-    if _is_conv1d(module):
+    if is_conv1d(module):
         return module.weight.T
     if isinstance(module, nn.Linear):
         return module.weight

@@ -17,6 +17,7 @@ from relinear.core.operator import (
     ParamRole,
     dense_bias,
     dense_weight,
+    is_conv1d,
     linear_features,
 )
 
@@ -58,11 +59,12 @@ class WrapperConfig(OperatorConfig):
         )
         if init == "from_weight":
             wrapper.neutralize()
-        training, requires_grad = source.training, reference.requires_grad
         for name, child in wrapper.named_children():
             if name != "base":
-                child.requires_grad_(requires_grad)
-        return wrapper.train(training)
+                child.requires_grad_(reference.requires_grad).train(source.training)
+        wrapper.training = source.training
+        wrapper.replaces_conv1d = is_conv1d(source) or getattr(source, "replaces_conv1d", False)
+        return wrapper
 
     def resized(self, in_features: int, out_features: int, scale: float) -> OperatorConfig | None:
         base = None if self.base is None else self.base.resized(in_features, out_features, scale)
@@ -93,6 +95,21 @@ class Wrapper(Operator):
     def bias(self) -> nn.Parameter | None:  # type: ignore[override]
         """The bias of the wrapped layer."""
         return self.base.bias  # type: ignore[return-value]
+
+    @property
+    def _aux_losses(self) -> dict[str, Tensor]:  # type: ignore[override]
+        return self.base._aux_losses if isinstance(self.base, Operator) else {}
+
+    @_aux_losses.setter
+    def _aux_losses(self, value: dict[str, Tensor]) -> None:
+        if isinstance(self._modules.get("base"), Operator):
+            self.base._aux_losses = value  # type: ignore[assignment]
+
+    def aux_losses(self) -> dict[str, Tensor]:
+        return self.base.aux_losses() if isinstance(self.base, Operator) else {}
+
+    def metrics(self) -> dict[str, Tensor]:
+        return self.base.metrics() if isinstance(self.base, Operator) else {}
 
     def neutralize(self) -> None:
         """Set the wrapper's own parameters so that it passes the wrapped layer's output on unchanged.

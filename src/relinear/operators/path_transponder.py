@@ -16,15 +16,15 @@ from relinear.operators.transponder import ModulatorSettings, build_modulator
 
 __all__ = ["PathTransponder"]
 
-_NAME = "modulator"
+_NAME = "relinear_modulator"
 
 
 def modulate_output(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of a sub-block: scale what it returns (a tensor, or a tuple that starts with one)."""
     x = args[0] if args else kwargs["hidden_states"]
     if isinstance(output, tuple):
-        return (module.modulator(x, output[0]), *output[1:])  # type: ignore[operator]
-    return module.modulator(x, output)  # type: ignore[operator]
+        return (module.relinear_modulator(x, output[0]), *output[1:])  # type: ignore[operator]
+    return module.relinear_modulator(x, output)  # type: ignore[operator]
 
 
 @register
@@ -33,8 +33,8 @@ class PathTransponder(ModulatorSettings, AttachmentConfig):
     """Y_l = Y_{l-1} + F(Y_{l-1}) * G(Y_{l-1}): one modulator for every self-attention and MLP of the decoder.
 
     The gate reads what the sub-block reads (the normalised stream, as the projection-level modulators do). Each
-    modulator is the submodule ``modulator`` of its sub-block, so that PEFT's ``modules_to_save=["modulator"]`` finds it.
-    Modulator-path-scalar is ``PathTransponder(channel=False)``, Modulator-path-channel ``PathTransponder(scalar=False)``.
+    modulator is the submodule ``relinear_modulator`` of its sub-block, which PEFT's ``modules_to_save=["modulator"]``
+    finds too. Table 1's Modulator-path-scalar is ``channel=False``, Modulator-path-channel ``scalar=False``.
 
     Args:
         attention, mlp: which sub-blocks are modulated.
@@ -56,11 +56,8 @@ class PathTransponder(ModulatorSettings, AttachmentConfig):
             object.__setattr__(self, "layers", tuple(self.layers))
 
     def _targets(self, model: nn.Module) -> list[nn.Module]:
-        chosen = []
-        for block in sub_blocks(model, self.layers):
-            if block.role == "attention" and self.attention or block.role == "mlp" and self.mlp:
-                chosen.append(block.module)
-        return chosen
+        wanted = {"attention": self.attention, "mlp": self.mlp}
+        return [block.module for block in sub_blocks(model, self.layers) if wanted[block.role]]
 
     def check(self, model: nn.Module) -> None:
         for module in self._targets(model):

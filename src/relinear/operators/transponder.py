@@ -32,7 +32,9 @@ class _Alphas(nn.Module):
 
     def _alpha(self, name: str) -> Tensor | float:
         log_alpha = getattr(self, name)
-        return 1.0 if log_alpha is None else torch.exp(log_alpha.to(torch.promote_types(log_alpha.dtype, torch.float32)))
+        return (
+            1.0 if log_alpha is None else torch.exp(log_alpha.to(torch.promote_types(log_alpha.dtype, torch.float32)))
+        )
 
     def alphas(self) -> dict[str, float]:
         """The curvature of every gate, by name of the gate ("channel", "scalar" or "static"); 1 where it is fixed."""
@@ -48,12 +50,19 @@ class Modulator(_Alphas):
     both say that there are none. ``forward(x, z)`` takes the input (..., I) and the output (..., O) of the layer.
     """
 
+    channel_up: nn.Parameter | None
+    scalar_up: nn.Parameter | None
+    channel_log_alpha: nn.Parameter | None
+    scalar_log_alpha: nn.Parameter | None
+
     def __init__(self, settings: ModulatorSettings, in_features: int, out_features: int, device=None, dtype=None):
         super().__init__()
         kw = {"device": device, "dtype": dtype}
         self.down = nn.Parameter(torch.empty(settings.rank, in_features, **kw))
         for name, wanted, size in (("channel", settings.channel, out_features), ("scalar", settings.scalar, 1)):
-            self.register_parameter(f"{name}_up", nn.Parameter(torch.empty(size, settings.rank, **kw)) if wanted else None)
+            self.register_parameter(
+                f"{name}_up", nn.Parameter(torch.empty(size, settings.rank, **kw)) if wanted else None
+            )
             if wanted:
                 self._add_alpha(f"{name}_log_alpha", settings.learnable_alpha, kw)
             else:
@@ -106,14 +115,20 @@ class Modulator(_Alphas):
 class StaticModulator(_Alphas):
     """The control without context (Table 4): gate = 2 sigmoid(alpha beta_1 beta_2), the same for every token.
 
-    Parameters: ``channel_beta`` beta_2 (O,), ``scalar_beta`` beta_1 (1,), ``static_log_alpha`` (1,). The paper leaves the
-    initial values open: the gate starts at exactly 1, with one factor at 0 and the other at 1 so that both can learn.
+    Parameters: ``channel_beta`` beta_2 (O,), ``scalar_beta`` beta_1 (1,), ``static_log_alpha`` (1,). The paper leaves
+    the initial values open: the gate starts at exactly 1, one factor at 0 and the other at 1, so that both can learn.
     """
+
+    channel_beta: nn.Parameter | None
+    scalar_beta: nn.Parameter | None
+    static_log_alpha: nn.Parameter | None
 
     def __init__(self, settings: ModulatorSettings, in_features: int, out_features: int, device=None, dtype=None):
         super().__init__()
         kw = {"device": device, "dtype": dtype}
-        self.register_parameter("channel_beta", nn.Parameter(torch.empty(out_features, **kw)) if settings.channel else None)
+        self.register_parameter(
+            "channel_beta", nn.Parameter(torch.empty(out_features, **kw)) if settings.channel else None
+        )
         self.register_parameter("scalar_beta", nn.Parameter(torch.empty(1, **kw)) if settings.scalar else None)
         self._add_alpha("static_log_alpha", settings.learnable_alpha, kw)
         self.reset_parameters()

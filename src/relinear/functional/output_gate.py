@@ -1,0 +1,26 @@
+"""A full-width sigmoid gate on a projection's output: the reference form."""
+
+# Legend: I in_features, O out_features
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["output_gate"]
+
+
+def output_gate(z: Tensor, x: Tensor, gate: Tensor) -> Tensor:
+    """z * sigmoid(W_g x), the gate of Qiu et al. (2025, Eq. 5) on any projection.
+
+    Args:
+        z: (..., O), the projection's output.
+        x: (..., I), its input.
+        gate: W_g (O, I).
+
+    Returns:
+        (..., O) in z's dtype; the sigmoid and the product are taken in float32.
+    """
+    wide = torch.promote_types(z.dtype, torch.float32)
+    logits = torch.nn.functional.linear(x, gate)
+    return (z * torch.sigmoid(logits.to(wide))).to(z.dtype)

@@ -1,0 +1,70 @@
+"""A full-width gate on a projection: put on every one, it is the ALL-Gate baseline of the Transponder paper."""
+
+# Legend: I in_features, O out_features
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from relinear.core.config import register
+from relinear.core.wrapper import Wrapper, WrapperConfig
+from relinear.functional.output_gate import output_gate
+
+__all__ = ["OutputGate", "OutputGateLinear"]
+
+
+class _Gate(nn.Module):
+    """W_g of one projection: ``weight`` (O, I). A module of its own, so that PEFT's ``modules_to_save`` can name it."""
+
+    def __init__(self, in_features: int, out_features: int, device=None, dtype=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Normal with standard deviation 0.02, as the projections of a Llama: gates near 1/2."""
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return output_gate(z, x, self.weight)
+
+
+class OutputGateLinear(Wrapper):
+    """y = base(x) * sigmoid(W_g x); the gate is the submodule ``gate``."""
+
+    def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None, inner=None):
+        super().__init__(config, in_features, out_features, bias=bias, device=device, dtype=dtype, inner=inner)
+        self.gate = _Gate(in_features, out_features, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Initialise the gate anew; the wrapped layer is left as it is."""
+        self.gate.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate(x, self.base(x))
+
+    def flops_per_token(self) -> int:
+        return self.base_flops_per_token() + 2 * self.in_features * self.out_features + 5 * self.out_features
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputGate(WrapperConfig):
+    """The gate of "Gated attention for large language models" (Qiu et al., 2025) on a projection.
+
+    y = base(x) * sigmoid(W_g x) with a W_g as large as the projection. Put on "all-linear" it is the ALL-Gate baseline
+    of the Transponder paper. It starts near y = base(x) / 2 and cannot start as the identity: a sigmoid is 1 nowhere.
+    The gate on the attention's output, before the output projection, is ``SDPAGate``.
+
+    Args:
+        base: operator inside; None keeps the layer that is there.
+    """
+
+    kind: ClassVar[str] = "output_gate"
+    module_class = OutputGateLinear
+    fits_weight: ClassVar[bool] = False

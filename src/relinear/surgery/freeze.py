@@ -1,0 +1,50 @@
+"""Training a part of a model: everything else is frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from relinear.core.config import nearest
+from relinear.surgery.select import matches
+
+__all__ = ["train_only_"]
+
+
+def train_only_(model: nn.Module, patterns: str | Iterable[str]) -> int:
+    """Freeze every parameter of ``model`` but those of the modules that ``patterns`` name.
+
+    ``train_only_(model, "modulator")`` after ``replace_(model, {"all-linear": Transponder(init="identity")})`` is a
+    parameter-efficient fine-tune that trains the modulators alone.
+
+    Args:
+        model: any module.
+        patterns: names of modules or of parameters, as in ``replace_``: a plain one is an exact name or a dotted suffix
+            ("modulator", "relinear_residual", "lm_head"), anything else a regular expression matched in full.
+
+    Returns:
+        Number of parameters that stay trainable.
+
+    Raises:
+        ValueError: if a pattern names nothing that has parameters; nothing has changed then.
+    """
+    wanted = [patterns] if isinstance(patterns, str) else list(patterns)
+    chosen: set[int] = set()
+    for pattern in wanted:
+        hits = [module for name, module in model.named_modules() if name and matches(pattern, name)]
+        found = {id(p) for module in hits for p in module.parameters()}
+        found |= {id(p) for name, p in model.named_parameters() if matches(pattern, name)}
+        if not found:
+            known = [
+                name for name, module in model.named_modules() if name and next(module.parameters(), None) is not None
+            ]
+            parts = {name.rpartition(".")[2] for name in known if not name.rpartition(".")[2].isdigit()}
+            raise ValueError(f"pattern {pattern!r} names no parameters; {nearest(pattern, sorted(parts))}")
+        chosen |= found
+    if not chosen:
+        raise ValueError("train_only_ needs at least one pattern")
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.requires_grad_(id(parameter) in chosen)
+    return sum(p.numel() for p in parameters if p.requires_grad)

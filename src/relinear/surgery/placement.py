@@ -1,0 +1,48 @@
+"""Named placements of an operator in a decoder: the rows of Table 5 of the Transponder paper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relinear.core.config import nearest
+from relinear.core.operator import OperatorConfig
+
+__all__ = ["placement", "placement_names"]
+
+# Llama's names first, then GPT-2's, whose fused c_attn holds q, k and v.
+_ATTENTION = r".*\.(self_attn\.[qkvo]_proj|attn\.c_attn|attn\.c_proj)"
+_MLP = r".*\.mlp\.\w+"
+_PLACEMENTS: dict[str, tuple[str, int | None]] = {
+    "all": ("all-linear", None),
+    "attention": (_ATTENTION, None),
+    "mlp": (_MLP, None),
+    "first": ("all-linear", 0),
+    "last": ("all-linear", -1),
+    "qk": (r".*\.self_attn\.[qk]_proj", None),
+    "without_up_gate": (r".*\.(self_attn\.[qkvo]_proj|mlp\.down_proj)", None),
+}
+
+
+def placement_names() -> tuple[str, ...]:
+    """Every name that ``placement`` takes."""
+    return tuple(_PLACEMENTS)
+
+
+def placement(name: str, operator: OperatorConfig) -> dict[str, Any]:
+    """Arguments of ``replace_`` that put ``operator`` where a row of Table 5 says.
+
+    ``relinear.replace_(model, **relinear.placement("attention", relinear.Transponder()))``
+
+    Args:
+        name: "all" (every projection of the decoder), "attention" (q, k, v, o), "mlp" (gate, up, down), "first" and
+            "last" (all projections of the first or last decoder layer alone), "qk", "without_up_gate" (all but the
+            MLP's up and gate projections). The last two need Llama's names: GPT-2 has neither.
+        operator: settings of the operator.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    if name not in _PLACEMENTS:
+        raise ValueError(f"unknown placement {name!r}; {nearest(str(name), _PLACEMENTS)}")
+    pattern, layer = _PLACEMENTS[name]
+    return {"mapping": {pattern: operator}, "layers": layer}
