@@ -143,9 +143,8 @@ class StaticModulator(_Alphas):
             nn.init.zeros_(self.static_log_alpha)
 
     def _beta(self) -> Tensor:
-        if self.channel_beta is None or self.scalar_beta is None:
-            return self.scalar_beta if self.channel_beta is None else self.channel_beta
-        return self.scalar_beta * self.channel_beta
+        factors = [beta for beta in (self.scalar_beta, self.channel_beta) if beta is not None]
+        return factors[0] if len(factors) == 1 else factors[0] * factors[1]
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         return modulate_static(z, self._beta(), self._alpha("static_log_alpha"))
