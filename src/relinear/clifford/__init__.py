@@ -1,0 +1,44 @@
+"""Clifford algebra Cl(n, 0), n = 1 to 12: products, exponentials and decompositions, batched and differentiable.
+
+Multivectors are (..., 2^n) blade coordinates in the order of the ``clifford`` package, bivectors (..., n(n-1)/2).
+"""
+
+from relinear.clifford.blades import bivector_dimension, embed_bivector, multivector_dimension, take_bivector
+from relinear.clifford.decomposition import bivector_from_matrix, bivector_to_matrix, decompose, log
+from relinear.clifford.matrices import from_matrix, to_matrix
+from relinear.clifford.products import exp, geometric_product, reverse, sandwich
+from relinear.clifford.spin import (
+    SpinShape,
+    from_spin,
+    left_factor,
+    left_multiplication,
+    right_factor,
+    right_multiplication,
+    spin_shape,
+    to_spin,
+)
+
+__all__ = [
+    "SpinShape",
+    "bivector_dimension",
+    "bivector_from_matrix",
+    "bivector_to_matrix",
+    "decompose",
+    "embed_bivector",
+    "exp",
+    "from_matrix",
+    "from_spin",
+    "geometric_product",
+    "left_factor",
+    "left_multiplication",
+    "log",
+    "multivector_dimension",
+    "reverse",
+    "right_factor",
+    "right_multiplication",
+    "sandwich",
+    "spin_shape",
+    "take_bivector",
+    "to_matrix",
+    "to_spin",
+]

@@ -1,0 +1,111 @@
+"""Blades of Cl(n): their order, their grades, and tables of n that every other file here indexes with.
+
+A multivector is a tensor (..., 2^n) of blade coordinates, ordered by grade and then lexicographically, as in the
+``clifford`` package: 1, e1, ..., en, e12, e13, ..., e12...n. A bivector is (..., n(n-1)/2) in the same order.
+"""
+
+# Legend: n dimensions, V = 2^n blades, P = n(n-1)/2 planes
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = [
+    "MAX_DIMENSION",
+    "bivector_dimension",
+    "bivector_slice",
+    "blade_masks",
+    "compute_dtype",
+    "device_table",
+    "embed_bivector",
+    "grades",
+    "multivector_dimension",
+    "take_bivector",
+]
+
+MAX_DIMENSION = 12
+
+
+@functools.cache
+def blade_masks(n: int) -> tuple[int, ...]:
+    """Bit masks of the V blades in order; bit i stands for the basis vector e_{i+1}."""
+    return tuple(
+        sum(1 << i for i in chosen) for grade in range(n + 1) for chosen in itertools.combinations(range(n), grade)
+    )
+
+
+def grades(n: int) -> np.ndarray:
+    """Grade of each blade, (V,)."""
+    return np.array([mask.bit_count() for mask in blade_masks(n)])
+
+
+def multivector_dimension(x: Tensor) -> int:
+    """n of a multivector (..., 2^n). Raises ValueError for any other last size, or n outside 1..12."""
+    size = x.shape[-1] if x.ndim else 0
+    n = size.bit_length() - 1
+    if size != 1 << max(n, 0) or not 1 <= n <= MAX_DIMENSION:
+        raise ValueError(
+            f"a multivector has 2^n coordinates in its last dimension, n from 1 to {MAX_DIMENSION}; got shape "
+            f"{tuple(x.shape)}"
+        )
+    return n
+
+
+def bivector_dimension(beta: Tensor) -> int:
+    """n of a bivector (..., n(n-1)/2); no coordinates at all means n = 1. Raises ValueError for any other size."""
+    size = beta.shape[-1] if beta.ndim else -1
+    n = (1 + math.isqrt(max(1 + 8 * size, 0))) // 2
+    if size < 0 or n * (n - 1) // 2 != size or n > MAX_DIMENSION:
+        raise ValueError(
+            f"a bivector has n(n-1)/2 coordinates in its last dimension, n from 1 to {MAX_DIMENSION}; got shape "
+            f"{tuple(beta.shape)}"
+        )
+    return n
+
+
+def bivector_slice(n: int) -> slice:
+    """Where the bivector coordinates lie among the 2^n."""
+    return slice(1 + n, 1 + n + n * (n - 1) // 2)
+
+
+def embed_bivector(beta: Tensor) -> Tensor:
+    """The bivector (..., P) as a multivector (..., V)."""
+    n = bivector_dimension(beta)
+    where = bivector_slice(n)
+    return torch.nn.functional.pad(beta, (where.start, 2**n - where.stop))
+
+
+def take_bivector(x: Tensor) -> Tensor:
+    """The grade-2 part (..., P) of a multivector (..., V)."""
+    return x[..., bivector_slice(multivector_dimension(x))]
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which to compute: half precision goes up to single, integers to torch's default."""
+    if dtype in (torch.float16, torch.bfloat16):
+        return torch.float32
+    if dtype == torch.complex32:
+        return torch.complex64
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.get_default_dtype()
+    return dtype
+
+
+@functools.cache
+def _on_device(table: Callable[[int], np.ndarray], n: int, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    # from_numpy ignores torch's default device, so that a table first asked for under "meta" still holds numbers.
+    # Outside inference mode, or the cached tensor could not be saved for backward.
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.from_numpy(np.ascontiguousarray(table(n))).to(device=device, dtype=dtype)
+
+
+def device_table(table: Callable[[int], np.ndarray], n: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``table(n)`` as a constant tensor on the device of ``like``, made once per device and dtype."""
+    return _on_device(table, n, like.device, dtype)

@@ -1,0 +1,311 @@
+"""Invariant decomposition of bivectors and the logarithm of rotors.
+
+A bivector B of Cl(n, 0) is the antisymmetric matrix K with K_ij = beta_ij; in a suitable orthonormal basis it is
+block-diagonal, sum_j sigma_j (p_j q_j^T - q_j p_j^T), and its simple parts are b_j = sigma_j p_j q_j: they commute, and
+exp(B) is the product of the exp(b_j). A rotor exp(B) turns vectors by the matrix exp(2 K).
+"""
+
+# Legend: n dimensions, V = 2^n blades, P planes, J = floor(n/2) simple parts
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from relinear.clifford.blades import (
+    bivector_dimension,
+    compute_dtype,
+    device_table,
+    embed_bivector,
+    grades,
+    multivector_dimension,
+)
+from relinear.clifford.matrices import to_matrix, vector_matrices
+from relinear.clifford.products import exp, geometric_product, reverse
+
+__all__ = ["bivector_from_matrix", "bivector_to_matrix", "decompose", "log"]
+
+
+def _pairs(n: int) -> np.ndarray:
+    return np.array([[i, j] for i in range(n) for j in range(i + 1, n)], dtype=np.int64).reshape(-1, 2).T
+
+
+def bivector_to_matrix(beta: Tensor) -> Tensor:
+    """The antisymmetric matrix (..., n, n) with K_ij = beta_ij for i < j, of a bivector (..., P)."""
+    n = bivector_dimension(beta)
+    rows, columns = device_table(_pairs, n, beta)
+    upper = beta.new_zeros(*beta.shape[:-1], n * n).index_copy(-1, rows * n + columns, beta).unflatten(-1, (n, n))
+    return upper - upper.mT
+
+
+def bivector_from_matrix(matrix: Tensor) -> Tensor:
+    """The bivector (..., P) of the antisymmetric part of a matrix (..., n, n)."""
+    rows, columns = device_table(_pairs, matrix.shape[-1], matrix)
+    antisymmetric = (matrix - matrix.mT) / 2
+    return antisymmetric[..., rows, columns]
+
+
+def _plane_basis(columns: Tensor) -> Tensor:
+    # Householder QR gives an orthonormal basis even where columns vanish or repeat; what it invents then lies in the
+    # complement of the planes before it, which is where the planes that are still missing lie.
+    return torch.linalg.qr(columns).Q
+
+
+def _spectral_basis(basis: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvectors U (..., n, n) and eigenvalues (..., n) of the Hermitian matrix i K, planes first.
+
+    Columns are (p_j - i q_j)/sqrt(2) for the J planes, then their conjugates, then the vector left over (odd n).
+    """
+    count = angles.shape[-1]
+    p, q = basis[..., 0 : 2 * count : 2], basis[..., 1 : 2 * count : 2]
+    u = torch.complex(p, -q) / math.sqrt(2)
+    rest = basis[..., 2 * count :].to(u.dtype)
+    return torch.cat((u, u.conj(), rest), dim=-1), torch.cat((angles, -angles, angles.new_zeros(rest[..., 0, :].shape)), -1)
+
+
+class _Decompose(torch.autograd.Function):
+    """K (..., n, n) -> the matrices of its simple parts (..., J, n, n), by norm, descending.
+
+    b_j is a spectral function of the Hermitian matrix i K, equal to the eigenvalue on its own plane and to 0 elsewhere.
+    Its derivative between eigenvectors of planes j and k has the weight lambda_j / (lambda_j - lambda_k). Written for
+    all planes together, sum_j G_j b_j has the derivative
+
+        (G_j + G_k)/2 + (G_j - G_k)/2 (lambda_j + lambda_k) / (lambda_j - lambda_k),
+
+    in which the second term, infinite at a repeated plane, vanishes for whatever depends on the sum alone, such as the
+    exponential. At an exact repeat, where the single parts are undefined, it is left out.
+    """
+
+    @staticmethod
+    def forward(ctx, matrix: Tensor) -> Tensor:
+        n = matrix.shape[-1]
+        count = n // 2
+        vectors = torch.linalg.eigh(1j * matrix).eigenvectors[..., n - count :].flip(-1)
+        columns = torch.stack((vectors.real, vectors.imag), dim=-1).flatten(-2)
+        rest = matrix.new_zeros(*matrix.shape[:-1], n - 2 * count)
+        basis = _plane_basis(torch.cat((columns, rest), dim=-1))
+        p, q = basis[..., 0 : 2 * count : 2], basis[..., 1 : 2 * count : 2]
+        angles = (p * (matrix @ q)).sum(-2)
+        ctx.save_for_backward(basis, angles)
+        plane = torch.einsum("...ij,...kj->...jik", p, q)
+        return angles[..., None, None] * (plane - plane.mT)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> Tensor:
+        basis, angles = ctx.saved_tensors
+        count = angles.shape[-1]
+        u, eigenvalues = _spectral_basis(basis, angles)
+        antisymmetric = (grad - grad.mT) / 2
+        local = u.mH.unsqueeze(-3) @ antisymmetric.to(u.dtype) @ u.unsqueeze(-3)
+        n = u.shape[-1]
+        owner = torch.arange(n, device=grad.device) % max(count, 1)
+        index = owner.view(n, 1).expand(n, n).expand(*local.shape[:-3], 1, n, n)
+        by_row = local.gather(-3, index).squeeze(-3)
+        by_column = local.gather(-3, index.mT).squeeze(-3)
+        row, column = eigenvalues.unsqueeze(-1), eigenvalues.unsqueeze(-2)
+        gap = row - column
+        scale = angles.abs().amax(-1)[..., None, None].clamp_min(torch.finfo(angles.dtype).tiny)
+        repeated = gap.abs() <= 8 * torch.finfo(angles.dtype).eps * scale
+        ratio = torch.where(repeated, 0.0, (row + column) / torch.where(repeated, 1.0, gap))
+        same = owner.view(n, 1) == owner.view(1, n)
+        combined = (by_row + by_column) / 2 + torch.where(same, 0.0, (by_row - by_column) / 2 * ratio)
+        if n > 2 * count:  # the vector left over belongs to no plane: the weight is lambda_j / (lambda_j - 0) = 1
+            combined = torch.cat((combined[..., :-1, :], by_column[..., -1:, :]), dim=-2)
+            combined = torch.cat((combined[..., :, :-1], by_row[..., :, -1:]), dim=-1)
+            keep = torch.ones(n, n, dtype=torch.bool, device=grad.device)
+            keep[-1, -1] = False
+            combined = combined * keep
+        result = (u @ combined @ u.mH).real
+        return (result - result.mT) / 2
+
+
+def _decompose_complex(matrix: Tensor) -> Tensor:
+    # P_j = v_j w_j^T (right and left eigenvectors); the eigenvalue -lambda has the projection P^T, for K^T = -K.
+    count = matrix.shape[-1] // 2
+    eigenvalues, vectors = torch.linalg.eig(matrix)
+    inverse = torch.linalg.inv(vectors)
+    # one of each pair +-lambda: those on one side of a line that no special eigenvalue lies on
+    half = (eigenvalues.detach() * complex(math.cos(0.3), -math.sin(0.3))).imag.argsort(dim=-1, descending=True)
+    half = half[..., :count]
+    order = eigenvalues.detach().abs().gather(-1, half).argsort(dim=-1, descending=True)
+    chosen = half.gather(-1, order)
+    take = chosen.unsqueeze(-1).expand(*chosen.shape, matrix.shape[-1])
+    right, left = vectors.mT.gather(-2, take), inverse.gather(-2, take)
+    projection = right.unsqueeze(-1) * left.unsqueeze(-2)
+    return eigenvalues.gather(-1, chosen)[..., None, None] * (projection - projection.mT)
+
+
+def _power_step(matrix: Tensor, vector: Tensor) -> Tensor:
+    """One step of Algorithm 2: v <- B _| (B _| v), normalised; it turns v towards the largest plane."""
+    vector = matrix @ (matrix @ vector)
+    return vector / vector.norm(dim=-2, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
+
+
+def _power_iteration(matrix: Tensor, iterations: int, tolerance: float) -> Tensor:
+    """Algorithm 1: take off the largest simple part, found by Algorithm 2, and go on with what is left."""
+    n = matrix.shape[-1]
+    start = torch.cos(torch.arange(1, n + 1, device=matrix.device, dtype=matrix.dtype) ** 2)
+    parts = []
+    for _ in range(n // 2):
+        vector = (start / start.norm()).unsqueeze(-1).expand(*matrix.shape[:-1], 1)
+        with torch.no_grad():
+            for _ in range(iterations):
+                before, vector = vector, _power_step(matrix, vector)
+                if torch.minimum((vector - before).norm(dim=-2), (vector + before).norm(dim=-2)).max() < tolerance:
+                    break
+        q = _power_step(matrix, vector)  # the one step that is differentiated
+        image = matrix @ q
+        part = image @ q.mT - q @ image.mT
+        parts.append(part)
+        matrix = matrix - part
+    return torch.stack(parts, dim=-3)
+
+
+def decompose(
+    beta: Tensor, *, method: str = "spectral", iterations: int = 1000, tolerance: float = 1e-12
+) -> Tensor:
+    """Split a bivector into J = floor(n/2) commuting simple bivectors (the invariant decomposition).
+
+    Args:
+        beta: (..., P).
+        method: "spectral" (default), by eigenvectors, exact in value and gradient to rounding also where planes nearly
+            repeat; or "power_iteration", Algorithms 1 and 2 of arXiv 2507.11688: the plane is found without gradient,
+            then one iteration is differentiated. Its gradient is biased, because it leaves out how the planes turn
+            with beta (by how much is stated in the documentation); it is there for reproduction.
+        iterations, tolerance: of the power iteration; it stops when a step moves the unit vector by less.
+
+    Returns:
+        (..., J, P), by norm, descending; they sum to ``beta``. Where two norms are equal the single parts are not
+        unique: any valid split is returned, and the gradient is that of functions of the sum (such as the exponential
+        of the sum). The spectral method is differentiable once.
+
+        A complex bivector is split by its eigenvalues, which must be distinct: a complex bivector with repeated
+        eigenvalues need not have a decomposition at all.
+
+    Raises:
+        ValueError: on a size that is no n(n-1)/2, an unknown method, or power iteration of a complex bivector.
+    """
+    n = bivector_dimension(beta)
+    if method not in ("spectral", "power_iteration"):
+        raise ValueError(f"method must be 'spectral' or 'power_iteration', got {method!r}")
+    if beta.is_complex() and method == "power_iteration":
+        raise ValueError("power iteration needs a real bivector; use method='spectral' for a complex one")
+    if n == 1:
+        return beta.new_zeros(*beta.shape[:-1], 0, 0)
+    matrix = bivector_to_matrix(beta.to(compute_dtype(beta.dtype)))
+    if method == "power_iteration":
+        parts = _power_iteration(matrix, iterations, tolerance)
+    elif beta.is_complex():
+        parts = _decompose_complex(matrix)
+    else:
+        parts = _Decompose.apply(matrix)
+    return bivector_from_matrix(parts).to(beta.dtype)
+
+
+def _rotation(rotor: Tensor) -> Tensor:
+    """O (..., n, n) with r e_j r~ = sum_i O_ij e_i, of an even multivector."""
+    n = multivector_dimension(rotor)
+    forward, backward = (to_matrix(x)[..., 0, :, :].unsqueeze(-3) for x in (rotor, reverse(rotor)))
+    vectors = device_table(vector_matrices, n, rotor, forward.dtype)
+    turned = forward @ vectors @ backward
+    return torch.einsum("ikl,...jkl->...ij", vectors.conj(), turned).real / vectors.shape[-1]
+
+
+class _Log(torch.autograd.Function):
+    """rotor (..., V) -> K (..., n, n) with exp of its bivector equal to the rotor, on the manifold of rotors.
+
+    d exp(B) = exp(B) Psi(dB), Psi = (1 - exp(-ad_B)) / ad_B, so that dB = Psi^-1 of the bivector part of r~ dr. In the
+    eigenbasis of i K, ad_B is multiplication by differences of eigenvalues.
+    """
+
+    @staticmethod
+    def forward(ctx, rotor: Tensor) -> Tensor:
+        n = multivector_dimension(rotor)
+        rotation = _rotation(rotor)
+        eigenvalues, vectors = torch.linalg.eig(rotation)
+        # Largest angle first; a conjugate pair is adjacent and stays so. Real eigenvalues, -1 first and +1 last, are
+        # paired among themselves.
+        order = eigenvalues.angle().abs().argsort(dim=-1, descending=True, stable=True)
+        eigenvalues = eigenvalues.gather(-1, order)
+        vectors = vectors.gather(-1, order.unsqueeze(-2).expand_as(vectors))
+        basis = _plane_basis(torch.where((eigenvalues.imag < 0).unsqueeze(-2), vectors.imag, vectors.real))
+        count = n // 2
+        p, q = basis[..., 0 : 2 * count : 2], basis[..., 1 : 2 * count : 2]
+        turned_p, turned_q = rotation @ p, rotation @ q
+        sine = ((p * turned_q).sum(-2) - (q * turned_p).sum(-2)) / 2
+        cosine = ((p * turned_p).sum(-2) + (q * turned_q).sum(-2)) / 2
+        angles = torch.atan2(sine, cosine) / 2
+        plane = torch.einsum("...ij,...kj->...jik", p, q)
+        plane = plane - plane.mT
+        if count:
+            # exp and -exp turn vectors alike: where the sign is wrong, the largest plane goes the other way round
+            found = exp(bivector_from_matrix((angles[..., None, None] * plane).sum(-3)))
+            wrong = (found * rotor).sum(-1) < 0
+            shift = math.pi * (1 - 2 * (angles[..., 0] > 0).to(angles.dtype))
+            first = torch.where(wrong, angles[..., 0] + shift, angles[..., 0])
+            angles = torch.cat((first.unsqueeze(-1), angles[..., 1:]), dim=-1)
+        ctx.save_for_backward(rotor, basis, angles)
+        return (angles[..., None, None] * plane).sum(-3)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> Tensor:
+        rotor, basis, angles = ctx.saved_tensors
+        u, eigenvalues = _spectral_basis(basis, angles)
+        # exp(2 K) turns vectors: ad_B on matrices is the commutator with 2 K = -2 i (i K)
+        z = -2j * (eigenvalues.unsqueeze(-1) - eigenvalues.unsqueeze(-2))
+        small = z.abs() < 1e-4
+        safe = torch.where(small, 1.0 + 0j, z)
+        inverse = torch.where(small, 1 + z / 2 + z * z / 12, safe / (1 - torch.exp(-safe)))
+        antisymmetric = (grad - grad.mT) / 2
+        local = u.mH @ antisymmetric.to(u.dtype) @ u
+        pulled = (u @ (local * inverse.conj()) @ u.mH).real
+        # K_ij = beta_ij and K_ji = -beta_ij each carry half of the gradient of beta_ij
+        bivector = 2 * bivector_from_matrix(pulled)
+        # the transpose of dr -> <r~ dr>_2
+        return geometric_product(rotor, embed_bivector(bivector))
+
+
+def _is_even(n: int) -> np.ndarray:
+    return 1 - grades(n) % 2
+
+
+def log(rotor: Tensor) -> Tensor:
+    """The bivector of a rotor: exp(log(r)) = r.
+
+    Every simple part has a norm of at most pi/2, but for the largest one where r is minus such an exponential (up to
+    pi there). The gradient is that on the manifold of rotors; differentiable once, and not differentiable where the
+    logarithm jumps (a vector is turned by half a turn in two planes, or r = -1).
+
+    Args:
+        rotor: (..., V), real, even, r r~ = 1.
+
+    Returns:
+        (..., P).
+
+    Raises:
+        ValueError: if the rotor is complex, not even or not normalised, or is -1 in Cl(1).
+    """
+    n = multivector_dimension(rotor)
+    if rotor.is_complex():
+        raise ValueError(
+            "log needs a real rotor: a complex one may have no bivector logarithm (its rotation need not be diagonalisable)"
+        )
+    exact = rotor.to(compute_dtype(rotor.dtype))
+    even = exact * device_table(_is_even, n, rotor, exact.dtype)
+    worst = torch.maximum((exact - even).norm(dim=-1), (even.norm(dim=-1) - 1).abs()).detach().flatten().tolist()
+    if not all(error < torch.finfo(exact.dtype).eps ** 0.25 for error in worst):
+        raise ValueError(
+            "log needs rotors (even, r r~ = 1); the worst one here has an odd part or an error of its norm of "
+            f"{max(worst):.3g}; exp of a bivector gives rotors"
+        )
+    if n == 1:
+        if bool((exact[..., 0] < 0).any()):
+            raise ValueError("-1 has no logarithm in Cl(1), which has no bivectors")
+        return rotor[..., :0]
+    return bivector_from_matrix(_Log.apply(even)).to(rotor.dtype)

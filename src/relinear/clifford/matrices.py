@@ -1,0 +1,120 @@
+"""The complex matrix representation of Cl(n, 0): geometric products become products of small matrices.
+
+Jordan-Wigner: with m = floor(n/2) bits, e_{2j-1} = Z^(j-1) X and e_{2j} = Z^(j-1) i X Z; for odd n the last vector is Z
+on every bit, and a second block, in which all vectors change sign, makes the representation faithful.
+"""
+
+# Legend: n dimensions, V = 2^n blades, P planes, m = floor(n/2), K = 2^m, S blocks (1 for even n, 2 for odd n)
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from relinear.clifford.blades import (
+    bivector_slice,
+    blade_masks,
+    compute_dtype,
+    device_table,
+    grades,
+    multivector_dimension,
+)
+from relinear.clifford.strings import string_signs, strings_from_matrix, strings_to_matrix
+
+__all__ = ["bivector_matrices", "from_matrix", "to_matrix", "vector_matrices"]
+
+
+@functools.cache
+def _strings(n: int) -> tuple[np.ndarray, np.ndarray]:
+    """For every blade: flat index a * K + b of its string and its phase (a power of i, as a complex number)."""
+    m = n // 2
+    generators = []
+    for i in range(n):
+        bit = 1 << (i // 2)
+        below = bit - 1
+        generators.append(((bit, below | (bit if i % 2 else 0), i % 2) if i < 2 * m else (0, 2**m - 1, 0)))
+    index, phase = [], []
+    for mask in blade_masks(n):
+        a = b = power = 0
+        for i in range(n):
+            if mask >> i & 1:
+                next_a, next_b, next_power = generators[i]
+                power += next_power + 2 * ((b & next_a).bit_count() % 2)
+                a, b = a ^ next_a, b ^ next_b
+        index.append(a * 2**m + b)
+        phase.append(1j ** (power % 4))
+    return np.array(index), np.round(np.array(phase))
+
+
+def _parity_order(n: int) -> np.ndarray:
+    """Blade of every string: (V,) for even n; for odd n first the even blade of every string, then the odd one."""
+    index, _ = _strings(n)
+    return np.argsort(index + (grades(n) % 2) * 4**n * (n % 2), kind="stable")
+
+
+def _ordered_phases(n: int) -> np.ndarray:
+    return _strings(n)[1][_parity_order(n)]
+
+
+def _inverse_order(n: int) -> np.ndarray:
+    return np.argsort(_parity_order(n))
+
+
+def _complex(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(compute_dtype(dtype), torch.complex64)
+
+
+def to_matrix(x: Tensor) -> Tensor:
+    """The faithful complex representation of a multivector: an algebra morphism.
+
+    Args:
+        x: (..., V) in blade coordinates, any real or complex dtype.
+
+    Returns:
+        (..., S, K, K), complex; S = 1 for even n and 2 for odd n. The scalar 1 gives the identity.
+    """
+    n = multivector_dimension(x)
+    size = 2 ** (n // 2)
+    dtype = _complex(x.dtype)
+    ordered = x.to(dtype).index_select(-1, device_table(_parity_order, n, x))
+    coefficients = (ordered * device_table(_ordered_phases, n, x, dtype)).unflatten(-1, (-1, size, size))
+    if n % 2:
+        even, odd = coefficients.unbind(-3)
+        coefficients = torch.stack((even + odd, even - odd), dim=-3)
+    return strings_to_matrix(coefficients)
+
+
+def from_matrix(matrix: Tensor) -> Tensor:
+    """The complex blade coordinates (..., V) of matrices (..., S, K, K): inverse of ``to_matrix``."""
+    blocks, size = matrix.shape[-3], matrix.shape[-1]
+    n = 2 * (size.bit_length() - 1) + (blocks == 2)
+    coefficients = strings_from_matrix(matrix)
+    if n % 2:
+        plus, minus = coefficients.unbind(-3)
+        coefficients = torch.stack((plus + minus, plus - minus), dim=-3) / 2
+    ordered = coefficients.flatten(-3) * device_table(_ordered_phases, n, matrix, matrix.dtype).conj()
+    return ordered.index_select(-1, device_table(_inverse_order, n, matrix))
+
+
+def _dense_blades(n: int, where: slice) -> np.ndarray:
+    m = n // 2
+    index, phase = _strings(n)
+    columns = np.arange(2**m)
+    dense = np.zeros((where.stop - where.start, 2**m, 2**m), dtype=complex)
+    for row, (string, factor) in enumerate(zip(index[where], phase[where])):
+        a, b = divmod(int(string), 2**m)
+        dense[row, columns ^ a, columns] = factor * string_signs(b, 2**m)
+    return dense
+
+
+def bivector_matrices(n: int) -> np.ndarray:
+    """The matrices of the P basis bivectors, (P, K, K); the same in both blocks."""
+    return _dense_blades(n, bivector_slice(n))
+
+
+def vector_matrices(n: int) -> np.ndarray:
+    """The matrices of e1 ... en in the first block, (n, K, K)."""
+    return _dense_blades(n, slice(1, 1 + n))

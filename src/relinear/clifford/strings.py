@@ -1,0 +1,56 @@
+"""Sums of strings X^a Z^b: between coefficients and matrices, by a Walsh-Hadamard transform and a XOR skew.
+
+X^a Z^b |l> = (-1)^(b.l) |l ^ a>, with a, b, l bit vectors of m bits; so M[l ^ a, l] = sum_b (-1)^(b.l) c[a, b].
+A product of strings is a string: X^a Z^b X^a' Z^b' = (-1)^(b.a') X^(a^a') Z^(b^b').
+"""
+
+# Legend: m bits, K = 2^m; a, b, l, r run over K
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from relinear.clifford.blades import device_table
+
+__all__ = ["hadamard", "string_signs", "strings_from_matrix", "strings_to_matrix"]
+
+
+def string_signs(b: int, columns: int) -> np.ndarray:
+    """(-1)^(b.l) for every column l: the entries of Z^b."""
+    return np.array([1 - 2 * ((b & column).bit_count() % 2) for column in range(columns)])
+
+
+def hadamard(m: int) -> np.ndarray:
+    """The unnormalised Walsh-Hadamard matrix (K, K): (-1)^(b.l)."""
+    return np.stack([string_signs(b, 2**m) for b in range(2**m)])
+
+
+def _skew(m: int) -> np.ndarray:
+    # (r, l) -> flat index of (a, l) with a = r ^ l; its own inverse
+    bits = np.arange(2**m)
+    return ((bits[:, None] ^ bits[None, :]) * 2**m + bits[None, :]).reshape(-1)
+
+
+def strings_to_matrix(coefficients: Tensor) -> Tensor:
+    """The matrix sum_ab c[a, b] X^a Z^b.
+
+    Args:
+        coefficients: (..., K, K), over a and b.
+
+    Returns:
+        (..., K, K), over rows r and columns l.
+    """
+    size = coefficients.shape[-1]
+    m = size.bit_length() - 1
+    walsh = device_table(hadamard, m, coefficients, coefficients.dtype)
+    spectrum = (coefficients @ walsh).flatten(-2)
+    return spectrum.index_select(-1, device_table(_skew, m, coefficients)).unflatten(-1, (size, size))
+
+
+def strings_from_matrix(matrix: Tensor) -> Tensor:
+    """The coefficients (..., K, K), over a and b, of a matrix (..., K, K): inverse of ``strings_to_matrix``."""
+    size = matrix.shape[-1]
+    m = size.bit_length() - 1
+    spectrum = matrix.flatten(-2).index_select(-1, device_table(_skew, m, matrix)).unflatten(-1, (size, size))
+    return spectrum @ (device_table(hadamard, m, matrix, matrix.dtype) / size)
