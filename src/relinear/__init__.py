@@ -16,6 +16,10 @@ _LAZY = {
     "clifford": "relinear.clifford",
     "from_preset": "relinear.models",
     "preset_names": "relinear.models",
+    "CGTForCausalLM": "relinear.models.cgt",
+    "CGTForRegression": "relinear.models.cgt",
+    "CGTConfig": "relinear.models.cgt_config",
+    "specialize": "relinear.models.specialize",
     "aux_losses": "relinear.core.aux",
     "from_pretrained": "relinear.surgery.checkpoint",
     "save_pretrained": "relinear.surgery.checkpoint",
@@ -38,8 +42,9 @@ __all__ = ["__version__", *_LAZY]
 # `relinear --help` has no use for torch and the operators, and waits for neither; every other use has.
 if os.path.basename(sys.argv[0]) != "relinear" or not {"-h", "--help", "--version"}.intersection(sys.argv):
     from relinear import operators as _operators
-    from relinear.models import head_bias as _head_bias  # noqa: F401  registers its kind, for checkpoints that name it
-    from relinear.surgery import checkpoint as _checkpoint  # noqa: F401  (registers with transformers)
+    from relinear.models import cgt_config as _cgt_config  # noqa: F401  registers its configuration with transformers
+    from relinear.models import head_bias as _head_bias  # noqa: F401  registers its kind, for checkpoints
+    from relinear.surgery import checkpoint as _checkpoint  # noqa: F401  registers with transformers
 
     for _name in _operators.__all__:
         globals()[_name] = getattr(_operators, _name)

@@ -152,6 +152,23 @@ class Operator(nn.Module):
             "fit it on data"
         )
 
+    def source_weight(self, linear: nn.Module) -> Tensor:
+        """The matrix that ``from_linear`` is to fit, checked: of this shape, and no bias that would be lost."""
+        sizes = linear_features(linear)
+        if sizes != (self.in_features, self.out_features):
+            own = (self.in_features, self.out_features)
+            raise ValueError(f"cannot fit a layer of (in, out) sizes {sizes} by an operator of sizes {own}")
+        if self.bias is None and dense_bias(linear) is not None:
+            raise ValueError("the layer to fit has a bias and this operator has none; build it with bias=True")
+        return dense_weight(linear).detach()
+
+    @torch.no_grad()
+    def copy_bias_(self, linear: nn.Module) -> None:
+        """Take over the bias of ``linear`` (zero where it has none), if this operator has one."""
+        if self.bias is not None:
+            bias = dense_bias(linear)
+            self.bias.copy_(bias) if bias is not None else self.bias.zero_()
+
     def aux_losses(self) -> dict[str, Tensor]:
         """Weighted auxiliary losses (scalars, token means) of the last training forward, by name; {} in eval."""
         return self._aux_losses if self.training else {}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import check_at_least, register
-from relinear.core.operator import Operator, OperatorConfig, dense_bias, dense_weight
+from relinear.core.operator import Operator, OperatorConfig
 from relinear.functional.low_rank import low_rank, low_rank_factors
 
 __all__ = ["LowRank", "LowRankLinear"]
@@ -47,12 +47,10 @@ class LowRankLinear(Operator):
     @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:
         """Truncated SVD of the weight: the best fit of this rank in the Frobenius norm."""
-        down, up = low_rank_factors(dense_weight(linear), self.config.rank)
+        down, up = low_rank_factors(self.source_weight(linear), self.config.rank)
         self.down.copy_(down)
         self.up.copy_(up)
-        if self.bias is not None:
-            bias = dense_bias(linear)
-            self.bias.copy_(bias) if bias is not None else self.bias.zero_()
+        self.copy_bias_(linear)
         return self
 
     def flops_per_token(self) -> int:

@@ -1,0 +1,35 @@
+"""Products by block-diagonal matrices: the part that several operators share."""
+
+# Legend: I in, O out, K blocks
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["block_diagonal", "block_diagonal_of", "block_diagonal_to_dense"]
+
+
+def block_diagonal(x: Tensor, blocks: Tensor) -> Tensor:
+    """y = diag(W_1, ..., W_K) x over contiguous groups of coordinates.
+
+    Args:
+        x: (..., I).
+        blocks: (K, O/K, I/K).
+
+    Returns:
+        (..., O).
+    """
+    grouped = x.unflatten(-1, (blocks.shape[0], blocks.shape[2]))
+    return torch.einsum("...ki,koi->...ko", grouped, blocks).flatten(-2)
+
+
+def block_diagonal_to_dense(blocks: Tensor) -> Tensor:
+    """The (O, I) matrix with ``blocks`` (K, O/K, I/K) on its diagonal."""
+    return torch.block_diag(*blocks.unbind())
+
+
+def block_diagonal_of(weight: Tensor, blocks: int) -> Tensor:
+    """The K diagonal blocks (K, O/K, I/K) of ``weight`` (O, I); its closest block-diagonal matrix."""
+    rows, columns = weight.shape[0] // blocks, weight.shape[1] // blocks
+    return weight.reshape(blocks, rows, blocks, columns).diagonal(dim1=0, dim2=2).permute(2, 0, 1)

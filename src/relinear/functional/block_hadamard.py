@@ -1,0 +1,113 @@
+"""Block-Hadamard products: a fast Walsh-Hadamard transform, then a block-diagonal product, repeated."""
+
+# Legend: I in, O out, N padded width of one stage, P the largest power of two that divides N, Q = N / P, K blocks
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from relinear.functional.block_diagonal import block_diagonal, block_diagonal_to_dense
+
+__all__ = ["block_hadamard", "block_hadamard_dense", "block_hadamard_fit", "block_hadamard_sizes", "hadamard"]
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """The orthonormal Walsh-Hadamard transform H_P (x) I_Q along the last dimension; symmetric, its own inverse.
+
+    P is the largest power of two that divides the size N = P Q of the last dimension: on a power of two this is the
+    transform in natural (Sylvester) order, on an odd size it is the identity. Takes log2(P) additions a coordinate.
+
+    Args:
+        x: (..., N).
+    """
+    size = x.shape[-1]
+    power = size & -size
+    y = x.reshape(*x.shape[:-1], power, size // power)
+    span = 1
+    while span < power:
+        y = y.unflatten(-2, (power // (2 * span), 2, span))
+        low, high = y.unbind(-3)
+        y = torch.stack((low + high, low - high), dim=-3).flatten(-4, -2)
+        span *= 2
+    return y.flatten(-2) / math.sqrt(power)
+
+
+def block_hadamard_sizes(in_features: int, out_features: int, blocks: int, depth: int) -> list[tuple[int, int]]:
+    """(input, output) width of each stage, padded so that each transform reaches across all blocks.
+
+    A transform of N = P Q coordinates mixes coordinates Q apart, so every block of N/K coordinates sees every input
+    exactly when P >= K: N is the next multiple of lcm(K, the next power of two of K), which is no padding at all for
+    the usual widths. Between stages the width is that of the narrower side.
+    """
+    unit = math.lcm(blocks, 1 << (blocks - 1).bit_length())
+
+    def padded(size: int) -> int:
+        return -(-size // unit) * unit
+
+    inner = padded(min(in_features, out_features))
+    widths = [padded(in_features), *[inner] * (depth - 1), padded(out_features)]
+    return list(itertools.pairwise(widths))
+
+
+def block_hadamard(x: Tensor, blocks: Sequence[Tensor], out_features: int, bias: Tensor | None = None) -> Tensor:
+    """y = B_L H ... B_1 H x + bias, the input padded with zeros, the output cut to ``out_features``.
+
+    Args:
+        x: (..., I).
+        blocks: one (K, N_out/K, N_in/K) a stage, of the sizes of ``block_hadamard_sizes``.
+        out_features: O.
+        bias: (O,) or None.
+    """
+    y = torch.nn.functional.pad(x, (0, blocks[0].shape[0] * blocks[0].shape[2] - x.shape[-1]))
+    for stage in blocks:
+        y = block_diagonal(hadamard(y), stage)
+    y = y[..., :out_features]
+    return y if bias is None else y + bias
+
+
+def block_hadamard_dense(blocks: Sequence[Tensor], in_features: int) -> Tensor:
+    """The (N_out, I) matrix of the stages, padded output rows included."""
+    # H is symmetric, so that B H is the transform of B's rows.
+    dense = hadamard(block_diagonal_to_dense(blocks[0]))[:, :in_features]
+    for stage in blocks[1:]:
+        dense = hadamard(block_diagonal_to_dense(stage)) @ dense
+    return dense
+
+
+def block_hadamard_fit(weight: Tensor, blocks: Sequence[Tensor], sweeps: int = 8) -> list[Tensor]:
+    """Least-squares stages for ``weight``: in closed form at depth 1, by alternating closed forms beyond.
+
+    At depth 1 and without padding H is orthogonal and the fit is the diagonal blocks of W H^T; with padding the k-th
+    block solves min |W_k - B_k H_k|, H_k its rows of the first I columns of H. At depth L > 1 the last stage (given the
+    others) and the first (given the others, inputs padded) are such problems too: they are solved in turn, ``sweeps``
+    times, the stages between them staying as they are.
+
+    Args:
+        weight: (O, I).
+        blocks: one (K, N_out/K, N_in/K) a stage: the sizes, and where depth > 1 the starting point.
+
+    Returns:
+        the stages, in float64.
+    """
+    stages = [stage.detach().double() for stage in blocks]
+    count, rows, columns = stages[-1].shape
+    inner = stages[0].shape[0] * stages[0].shape[2]
+    target = torch.nn.functional.pad(weight.double(), (0, 0, 0, count * rows - weight.shape[0]))
+    rotated = hadamard(torch.nn.functional.pad(target, (0, inner - weight.shape[1])))
+    for _ in range(sweeps if len(stages) > 1 else 1):
+        before = torch.eye(inner, dtype=torch.float64, device=weight.device)[:, : weight.shape[1]]
+        if len(stages) > 1:
+            after = hadamard(block_diagonal_to_dense(stages[-1]))
+            for stage in stages[-2:0:-1]:
+                after = hadamard(after @ block_diagonal_to_dense(stage))
+            parts = after.unflatten(1, stages[0].shape[:2]).permute(1, 0, 2)
+            stages[0] = torch.linalg.pinv(parts) @ rotated.unflatten(1, (count, -1)).permute(1, 0, 2)
+            before = block_hadamard_dense(stages[:-1], weight.shape[1])
+        basis = hadamard(before.T).T.unflatten(0, (count, columns))
+        stages[-1] = target.unflatten(0, (count, rows)) @ torch.linalg.pinv(basis)
+    return stages

@@ -1,0 +1,73 @@
+"""The generated operator T of the Contextually Guided Transformer: the reference form, which builds the weights."""
+
+# Legend: D width of x, E width of y, M templates, R rank, T tokens, B batch
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["generated_map", "mixing", "modulate", "moving_average"]
+
+
+def mixing(y: Tensor, weight: Tensor, bias: Tensor, kind: str) -> Tensor:
+    """sigma(y) = h(S [y, 1]), the share of each template (CGT, Section 3.1).
+
+    Args:
+        y: (..., E), the context.
+        weight, bias: (M, E) and (M,), the two parts of S.
+        kind: ``tanh`` or ``softmax``, the non-linearity h.
+    """
+    scores = torch.nn.functional.linear(y, weight, bias)
+    return torch.tanh(scores) if kind == "tanh" else torch.softmax(scores, -1)
+
+
+def modulate(x: Tensor, sigma: Tensor, left: Tensor, right: Tensor, right_bias: Tensor) -> Tensor:
+    """T(x; y) = x + L(y) R(y)^T [x, 1], with L(y) and R(y) written out for every token (CGT, Section 3.1).
+
+    Args:
+        x: (..., D).
+        sigma: (..., M), template shares; broadcasts against x, so that one context may serve a whole sequence.
+        left, right: (M, R, D), the templates L^m and R^m, transposed.
+        right_bias: (M, R), the row of R^m that the constant 1 meets.
+    """
+    generated_left = torch.einsum("...m,mrd->...rd", sigma, left)
+    generated_right = torch.einsum("...m,mrd->...rd", sigma, right)
+    generated_bias = torch.einsum("...m,mr->...r", sigma, right_bias)
+    inner = (generated_right * x.unsqueeze(-2)).sum(-1) + generated_bias
+    return x + (generated_left * inner.unsqueeze(-1)).sum(-2)
+
+
+def generated_map(sigma: Tensor, left: Tensor, right: Tensor, right_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The matrix A (D, D) and shift t (D,) of T(x) = A x + t for one context; arguments as in ``modulate``, sigma (M,).
+
+    They are what is folded into the projection that follows when the context is frozen.
+    """
+    generated_left = torch.einsum("m,mrd->dr", sigma, left)
+    generated_right = torch.einsum("m,mrd->rd", sigma, right)
+    eye = torch.eye(left.shape[-1], dtype=left.dtype, device=left.device)
+    return eye + generated_left @ generated_right, generated_left @ (sigma @ right_bias)
+
+
+def moving_average(y: Tensor, initial: Tensor, rate: float, mask: Tensor | None = None) -> Tensor:
+    """used_i = (1 - rate) used_{i-1} + rate y_i with used_0 = initial (CGT, caption of Figure 14), all i at once.
+
+    Args:
+        y: (B, T, E), the contexts computed for the tokens.
+        initial: (B, E), the average before the first token.
+        rate: gamma in [0, 1]; 0 keeps ``initial``, 1 gives ``y``.
+        mask: (B, T), nonzero at real tokens; padding leaves the average as it is. None means no padding.
+
+    Returns:
+        (B, T, E), the average that each token uses; computed in float32 at least.
+    """
+    dtype = torch.promote_types(y.dtype, torch.float32)
+    real = torch.ones(y.shape[:2], dtype=dtype, device=y.device) if mask is None else (mask != 0).to(dtype)
+    seen = real.cumsum(-1)
+    age = seen.unsqueeze(-1) - seen.unsqueeze(-2)
+    keep = torch.as_tensor(1.0 - rate, dtype=dtype, device=y.device)
+    weights = rate * keep ** age.clamp(min=0) * real.unsqueeze(-2)
+    causal = torch.ones(y.shape[1], y.shape[1], dtype=torch.bool, device=y.device).tril()
+    weights = torch.where(causal, weights, 0.0)
+    average = keep ** seen.unsqueeze(-1) * initial.to(dtype).unsqueeze(-2) + weights @ y.to(dtype)
+    return average.to(y.dtype)

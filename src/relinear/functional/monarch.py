@@ -1,0 +1,62 @@
+"""Monarch products (Dao et al. 2022, arXiv 2204.00595): two block-diagonal products with fixed permutations."""
+
+# Legend: I in, O out, K blocks, P = ceil(I / K), S = ceil(O / K), R rank of a sub-block
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from relinear.functional.block_diagonal import block_diagonal
+
+__all__ = ["monarch", "monarch_dense", "monarch_factors"]
+
+
+def monarch(x: Tensor, right: Tensor, left: Tensor, out_features: int, bias: Tensor | None = None) -> Tensor:
+    """y = P L P^T R x + bias (Definition 3.1, for any sizes), P the permutation that swaps block and position.
+
+    Output s K + l and input k P + p meet in sub-block (l, k), of rank R: sum_r L[l, s, k R + r] R[k, l R + r, p].
+    The input is padded with zeros to K P, the output cut to ``out_features``.
+
+    Args:
+        x: (..., I).
+        right: (K, K R, P), the first factor.
+        left: (K, S, K R), the second.
+        out_features: O.
+        bias: (O,) or None.
+    """
+    blocks, inner, width = right.shape
+    hidden = block_diagonal(torch.nn.functional.pad(x, (0, blocks * width - x.shape[-1])), right)
+    hidden = hidden.unflatten(-1, (blocks, blocks, inner // blocks)).transpose(-3, -2).flatten(-3)
+    y = block_diagonal(hidden, left).unflatten(-1, (blocks, -1)).transpose(-1, -2).flatten(-2)[..., :out_features]
+    return y if bias is None else y + bias
+
+
+def monarch_dense(right: Tensor, left: Tensor, in_features: int, out_features: int) -> Tensor:
+    """The (O, I) matrix of the product, sub-block by sub-block."""
+    blocks = right.shape[0]
+    subs = torch.einsum("lskr,klrp->slkp", left.unflatten(2, (blocks, -1)), right.unflatten(1, (blocks, -1)))
+    return subs.flatten(2).flatten(0, 1)[:out_features, :in_features]
+
+
+def monarch_factors(weight: Tensor, blocks: int, rank: int) -> tuple[Tensor, Tensor]:
+    """The closest Monarch matrix to ``weight`` in the Frobenius norm (Theorem 1): one truncated SVD a sub-block.
+
+    Args:
+        weight: (O, I).
+        blocks: K.
+        rank: R; 1 is the paper's theorem, min(P, S) loses nothing.
+
+    Returns:
+        right (K, K R, P) and left (K, S, K R), in float64.
+    """
+    out_features, in_features = weight.shape
+    width, rows = -(-in_features // blocks), -(-out_features // blocks)
+    padding = (0, blocks * width - in_features, 0, blocks * rows - out_features)
+    padded = torch.nn.functional.pad(weight.detach().double(), padding)
+    subs = padded.view(rows, blocks, blocks, width).permute(1, 2, 0, 3)
+    u, s, vh = torch.linalg.svd(subs, full_matrices=False)
+    root = s[..., :rank].sqrt()
+    left = (u[..., :rank] * root[..., None, :]).permute(0, 2, 1, 3).flatten(2)
+    right = (root[..., None] * vh[..., :rank, :]).transpose(0, 1).flatten(1, 2)
+    return right, left

@@ -1,0 +1,411 @@
+"""The Contextually Guided Transformer: a GPT-2 that turns what it has read into weights of its upper layers."""
+
+# Legend: B batch, T tokens, D width of x, E width of y, V vocabulary, F features
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, initialization
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import ModelOutput
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2PreTrainedModel
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from relinear.functional.cgt import moving_average
+from relinear.models.cgt_config import CGTConfig
+from relinear.models.cgt_layers import CGTBlock, Modulator
+
+__all__ = ["CGTForCausalLM", "CGTForRegression", "CGTModel", "CGTOutput"]
+
+
+@dataclasses.dataclass
+class CGTOutput(ModelOutput):
+    """What a CGT returns; fields that were not asked for are None.
+
+    Args:
+        loss: scalar, where labels or targets were given.
+        logits: (B, T, V), or the predictions (B, T, F) of a regression model.
+        last_hidden_state: (B, T, D), of the bare model.
+        past_key_values: the cache, with entries for the x layers, then for the y layers.
+        context: (B, T, E), y as computed for each token (its mean in the VAE form); None where it was given instead.
+        context_log_variance: (B, T, E), of the VAE form.
+        hidden_states, attentions: as in GPT-2, of the x stream.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    last_hidden_state: Tensor | None = None
+    past_key_values: Cache | None = None
+    context: Tensor | None = None
+    context_log_variance: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+class CGTPreTrainedModel(GPT2PreTrainedModel):
+    """Initialisation and the shared declarations of the CGT classes."""
+
+    config: CGTConfig
+    config_class = CGTConfig
+    _no_split_modules = ["CGTBlock"]  # noqa: RUF012  a list, as transformers expects it
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": OutputRecorder(CGTBlock, index=0),
+        "attentions": OutputRecorder(GPT2Attention, layer_name=".attn", index=1),
+    }
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        # Shares of order one, an inner product of order one, and a small change of x: every factor of the product gets
+        # a gradient from the first step on, which GPT-2's 0.02 on all three would deny it.
+        super()._init_weights(module)
+        if isinstance(module, Modulator):
+            initialization.normal_(module.mix.weight, std=module.mix.in_features**-0.5)
+            initialization.normal_(module.left, std=self.config.initializer_range)
+            initialization.normal_(module.right, std=module.right.shape[-1] ** -0.5)
+            initialization.zeros_(module.right_bias)
+        if isinstance(module, CGTModel) and module.context_log_variance is not None:
+            initialization.zeros_(module.context_log_variance.weight)
+
+
+class CGTModel(CGTPreTrainedModel):
+    """The two streams, the context between them, and the modulated layers (CGT, Section 3.1 and Appendix B.1).
+
+    Below layer l the x stream depends on x alone; y sees both. From layer l on only x is processed, and every attention
+    and every MLP reads T(LN(x); y). The names of the x stream's parameters are those of ``GPT2Model``.
+    """
+
+    def __init__(self, config: CGTConfig):
+        super().__init__(config)
+        tokens = config.input_features is None
+        self.wte: Any = nn.Embedding(config.vocab_size, config.n_embd) if tokens else None
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.context_wte: Any = nn.Embedding(config.vocab_size, config.context_size) if tokens else None
+        self.context_wpe = nn.Embedding(config.n_positions, config.context_size)
+        self.drop = nn.Dropout(config.embd_pdrop)
+        self.h = nn.ModuleList([CGTBlock(config, layer) for layer in range(config.n_layer)])
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        normed = config.context_norm
+        self.context_ln = nn.LayerNorm(config.context_size, eps=config.layer_norm_epsilon) if normed else None
+        variational = config.variational
+        self.context_log_variance = nn.Linear(config.context_size, config.context_size) if variational else None
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.wte
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.wte = value
+
+    def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None, position_ids: Tensor) -> tuple:
+        """(x, y) before the first layer; of embeddings of width D (no token part in y) or D + E."""
+        sizes = (self.config.n_embd, self.config.context_size)
+        if inputs_embeds is None:
+            x, y = self.wte(input_ids), self.context_wte(input_ids)
+        elif inputs_embeds.shape[-1] == sum(sizes):
+            x, y = inputs_embeds.split(sizes, -1)
+        elif inputs_embeds.shape[-1] == sizes[0]:
+            x, y = inputs_embeds, 0.0
+        else:
+            raise ValueError(
+                f"inputs_embeds must have {sizes[0]} features (x alone) or {sum(sizes)} (x and y), "
+                f"got shape {tuple(inputs_embeds.shape)}"
+            )
+        y = self.context_wpe(position_ids) + y
+        return self.drop(x + self.wpe(position_ids)), self.drop(y.expand(*x.shape[:2], -1))
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        frozen_context: Tensor | None = None,
+        context_rate: float = 0.0,
+        context_only: bool = False,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> CGTOutput:
+        """As ``CGTForCausalLM.forward``; with ``context_only`` nothing above layer l is computed."""
+        kwargs = {key: value for key, value in kwargs.items() if not key.startswith("output_")}
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds, not both and not neither")
+        shape = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:2]
+        self._check_context(frozen_context, context_rate, shape)
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if position_ids is None:
+            position_ids = (torch.arange(shape[1], device=self.device) + seen).unsqueeze(0)
+        computes = frozen_context is None or context_rate > 0
+        if past_key_values is not None:
+            self._extend_cache(past_key_values, seen, computes, context_rate)
+
+        x, y = self.embed(input_ids, inputs_embeds, position_ids)
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=x,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        shared = {"attention_mask": mask, "position_ids": position_ids, "past_key_values": past_key_values, **kwargs}
+        split = self.config.context_layer
+        y = y if computes else None
+        for block in self.h[:split]:
+            x, y = block(x, y, **shared)
+
+        log_variance = None
+        if y is not None:
+            y = y if self.context_ln is None else self.context_ln(y)
+            if self.context_log_variance is not None:
+                log_variance = self.context_log_variance(y)
+        computed = y
+        used = self._used_context(y, log_variance, frozen_context, context_rate, attention_mask, past_key_values)
+        if not context_only:
+            for block in self.h[split:]:
+                x, _ = block(x, used, **shared)
+            x = self.ln_f(x)
+        return CGTOutput(
+            last_hidden_state=x,
+            past_key_values=past_key_values if use_cache else None,
+            context=computed,
+            context_log_variance=log_variance,
+        )
+
+    def _check_context(self, frozen: Tensor | None, rate: float, shape: torch.Size) -> None:
+        size = self.config.context_size
+        if not 0.0 <= rate <= 1.0:
+            raise ValueError(f"context_rate must lie in [0, 1], got {rate!r}")
+        if frozen is None:
+            if rate > 0:
+                raise ValueError("context_rate updates a given context: pass the one to start from as frozen_context")
+            return
+        allowed = [(shape[0], size)] + ([] if rate > 0 else [(*shape, size)])
+        if tuple(frozen.shape) not in allowed:
+            raise ValueError(
+                f"frozen_context must have shape {' or '.join(map(str, allowed))}, got {tuple(frozen.shape)}; "
+                f"repeat one context for a batch with .expand({shape[0]}, -1)"
+            )
+
+    def _extend_cache(self, cache: Cache, seen: int, computes: bool, rate: float) -> None:
+        """Give the cache entries for the y layers, and one for the moving average of the context, where they lack."""
+        if rate > 0 and cache.is_compileable:
+            raise ValueError("a moving average of the context needs a cache that grows: use the default (dynamic) one")
+        # Caches without layers make them as they are filled.
+        wanted = self.config.n_layer + self.config.context_layer + int(rate > 0)
+        if cache.layer_class_to_replicate is None:
+            while len(cache.layers) < wanted:
+                like = cache.layers[0]
+                sizes = {"max_cache_len": like.max_cache_len} if hasattr(like, "max_cache_len") else {}
+                cache.layers.append(type(like)(**sizes))
+        context_layers = cache.layers[self.config.n_layer : wanted]
+        if computes and any(int(layer.get_seq_length()) != int(seen) for layer in context_layers):
+            raise ValueError(
+                "this cache was filled with a frozen context, so the y stream has no memory of it; go on with "
+                "frozen_context, or start again without a cache"
+            )
+
+    def _used_context(
+        self,
+        computed: Tensor | None,
+        log_variance: Tensor | None,
+        frozen: Tensor | None,
+        rate: float,
+        attention_mask: Tensor | None,
+        cache: Cache | None,
+    ) -> Tensor | None:
+        """The context that the upper layers read: the frozen, the averaged, the drawn or the computed one."""
+        if frozen is not None and rate == 0:
+            frozen = frozen.to(self.wpe.weight.dtype)
+            return frozen.unsqueeze(1) if frozen.ndim == 2 else frozen
+        if frozen is None:
+            if computed is None or log_variance is None or not self.training:
+                return computed
+            return computed + torch.exp(0.5 * log_variance) * torch.randn_like(computed)
+        assert computed is not None
+        length = computed.shape[1]
+        mask = attention_mask[:, -length:] if attention_mask is not None and attention_mask.ndim == 2 else None
+        slot = self.config.n_layer + self.config.context_layer
+        layers = [] if cache is None else cache.layers
+        if len(layers) > slot and layers[slot].get_seq_length():
+            frozen = layers[slot].keys[:, 0, -1]
+        used = moving_average(computed, frozen.to(computed.dtype), rate, mask)
+        if cache is not None:
+            # One head whose keys are the averages: beams reorder it and crop shortens it like any other entry.
+            cache.update(used.unsqueeze(1), used.new_zeros(used.shape[0], 1, length, 1), slot)
+        return used
+
+
+class _CGTWithHead(CGTPreTrainedModel):
+    """What the language model and the regression model share."""
+
+    transformer: CGTModel
+
+    @torch.no_grad()
+    def context(self, *args: Tensor, **kwargs: Any) -> Tensor:
+        """y at layer l for every token, (B, T, E), computed in evaluation mode without anything above layer l.
+
+        Takes the inputs of ``forward``. ``model.context(ids)[:, -1]`` is what to freeze after reading ``ids``.
+        """
+        training = self.training
+        self.eval()
+        try:
+            y = self._bare(*args, context_only=True, use_cache=False, **kwargs).context
+        finally:
+            self.train(training)
+        assert y is not None
+        return y
+
+    def _bare(self, *args: Any, **kwargs: Any) -> CGTOutput:
+        return self.transformer(*args, **kwargs)
+
+    def modulators(self) -> list[Modulator]:
+        """The generated operators T^kappa, kappa = 1 .. 2 (L - l), in the order in which they are applied."""
+        return [module for module in self.modules() if isinstance(module, Modulator)]
+
+
+class CGTForCausalLM(_CGTWithHead, GenerationMixin):
+    """A CGT with a language-model head on the x stream, tied to its token embedding as in GPT-2."""
+
+    _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012
+
+    def __init__(self, config: CGTConfig):
+        super().__init__(config)
+        if config.input_features is not None:
+            raise ValueError("a language model reads tokens: leave input_features None, or use CGTForRegression")
+        self.transformer = CGTModel(config)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        frozen_context: Tensor | None = None,
+        context_rate: float = 0.0,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CGTOutput:
+        """Next-token logits, with the context computed for each token, frozen, or a moving average.
+
+        Args:
+            input_ids: (B, T).
+            past_key_values, attention_mask, use_cache, logits_to_keep: as in GPT-2.
+            position_ids: (B, T) or (1, T); by default they go on from the cache, from 0 without one.
+            inputs_embeds: (B, T, D + E), both streams, or (B, T, D), x alone.
+            frozen_context: (B, E), the y that modulates every token, in place of the computed one; the y stream is then
+                not computed. Or (B, T, E), one for each token.
+            context_rate: gamma of the moving average used_i = (1 - gamma) used_{i-1} + gamma y_i, which starts from
+                ``frozen_context``; 0 keeps it frozen.
+            labels: (B, T), shifted inside, -100 ignored; ``num_items_in_batch`` is honoured as in every HF model.
+
+        Raises:
+            ValueError: if a shape does not fit, or a cache that has no memory of y is to be used with a computed y.
+        """
+        outputs = self.transformer(
+            input_ids,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            frozen_context=frozen_context,
+            context_rate=context_rate,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        return _with_head(outputs, loss, logits)
+
+
+class CGTForRegression(_CGTWithHead):
+    """A CGT that reads vectors and predicts vectors, for in-context regression (CGT, Section 4.1).
+
+    The paper pads a vector with zeros to the width of the embedding, which is a fixed linear map; here that map is
+    learnt (one for both streams), and so is the read-out.
+    """
+
+    def __init__(self, config: CGTConfig):
+        super().__init__(config)
+        if config.input_features is None or config.output_features is None:
+            raise ValueError(
+                f"CGTForRegression needs input_features and output_features, got {config.input_features!r} and "
+                f"{config.output_features!r}"
+            )
+        self.transformer = CGTModel(config)
+        self.vector_in = nn.Linear(config.input_features, config.n_embd + config.context_size)
+        self.head = nn.Linear(config.n_embd, config.output_features)
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, CGTForRegression):
+            initialization.normal_(module.vector_in.weight, std=module.vector_in.in_features**-0.5)
+
+    def _bare(self, vectors: Tensor, **kwargs: Any) -> CGTOutput:
+        if vectors.ndim != 3 or vectors.shape[-1] != self.config.input_features:
+            raise ValueError(f"vectors must be (B, T, {self.config.input_features}), got {tuple(vectors.shape)}")
+        return self.transformer(inputs_embeds=self.vector_in(vectors), **kwargs)
+
+    @can_return_tuple
+    def forward(
+        self,
+        vectors: Tensor,
+        targets: Tensor | None = None,
+        target_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> CGTOutput:
+        """Predictions (in ``logits``) for every position and their mean squared error.
+
+        Args:
+            vectors: (B, T, input_features).
+            targets: (B, T, output_features), for each position what it should predict.
+            target_mask: (B, T), nonzero where the prediction counts; None counts all.
+            kwargs: ``attention_mask``, ``position_ids``, ``frozen_context``, ``context_rate``, ``past_key_values``,
+                ``use_cache`` as in ``CGTForCausalLM``.
+        """
+        outputs = self._bare(vectors, **kwargs)
+        predictions = self.head(outputs.last_hidden_state)
+        loss = None
+        if targets is not None:
+            errors = (predictions - targets).square().mean(-1)
+            weights = torch.ones_like(errors) if target_mask is None else (target_mask != 0).to(errors.dtype)
+            loss = (errors * weights).sum() / weights.sum().clamp(min=1)
+        return _with_head(outputs, loss, predictions)
+
+
+def _with_head(outputs: CGTOutput, loss: Tensor | None, logits: Tensor) -> CGTOutput:
+    return CGTOutput(
+        loss=loss,
+        logits=logits,
+        past_key_values=outputs.past_key_values,
+        context=outputs.context,
+        context_log_variance=outputs.context_log_variance,
+        hidden_states=outputs.hidden_states,
+        attentions=outputs.attentions,
+    )
+
+
+AutoModel.register(CGTConfig, CGTModel)
+AutoModelForCausalLM.register(CGTConfig, CGTForCausalLM)

@@ -1,0 +1,83 @@
+"""Settings of the Contextually Guided Transformer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, GPT2Config
+
+from relinear.core.config import check_at_least, check_choice, check_type
+
+__all__ = ["CGTConfig"]
+
+
+class CGTConfig(GPT2Config):
+    """A GPT-2 of width ``n_embd`` (the x stream) whose upper layers are modulated by a context (the y stream).
+
+    Everything of ``transformers.GPT2Config`` is kept and describes the x stream, so that a specialised model is a GPT-2
+    with these very settings; dropout is 0 by default, as in the paper.
+
+    Args:
+        context_layer: l, the number of layers that carry both streams; the n_layer - l layers above are modulated. At
+            least 0 (the context is then the embedding of the token), below n_layer.
+        context_size: dim y.
+        context_heads: attention heads of the y stream; must divide ``context_size``.
+        context_inner: width of the y stream's MLP (default 4 dim y).
+        rank: r of the generated change of weights.
+        templates: M, the number of template pairs per generated operator.
+        mixing: ``tanh`` or ``softmax``, the non-linearity that makes template shares from the context.
+        context_norm: whether y passes a LayerNorm when it is read at layer l. The paper does not say; a pre-LN stream
+            grows with depth, and every pre-LN model normalises where it is read out, so this is on by default.
+        variational: the VAE form (Appendix A.1): y is drawn around its mean in training and is its mean in evaluation.
+        input_features, output_features: for ``CGTForRegression``: sizes of the vectors that take the place of tokens
+            and of the predictions. None for language models.
+
+    Raises:
+        ValueError: if a size is not positive, does not divide, or the layer lies outside the model.
+    """
+
+    model_type = "relinear_cgt"
+
+    resid_pdrop: float | int = 0.0
+    embd_pdrop: float | int = 0.0
+    attn_pdrop: float | int = 0.0
+    context_layer: int = 8
+    context_size: int = 128
+    context_heads: int = 8
+    context_inner: int | None = None
+    rank: int = 4
+    templates: int = 16
+    mixing: str = "tanh"
+    context_norm: bool = True
+    variational: bool = False
+    input_features: int | None = None
+    output_features: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        for name in ("n_layer", "n_embd", "n_head", "context_size", "context_heads", "rank", "templates"):
+            check_at_least(name, getattr(self, name), 1)
+        for name in ("context_inner", "input_features", "output_features"):
+            check_type(name, getattr(self, name), int, type(None))
+            if getattr(self, name) is not None:
+                check_at_least(name, getattr(self, name), 1)
+        check_choice("mixing", self.mixing, ("tanh", "softmax"))
+        check_at_least("context_layer", self.context_layer, 0)
+        if self.context_layer >= self.n_layer:
+            raise ValueError(
+                f"context_layer={self.context_layer} leaves no layer to modulate in a model of n_layer={self.n_layer}; "
+                f"choose at most {self.n_layer - 1}"
+            )
+        for heads, size in (("n_head", "n_embd"), ("context_heads", "context_size")):
+            if getattr(self, size) % getattr(self, heads):
+                raise ValueError(
+                    f"{heads}={getattr(self, heads)} does not divide {size}={getattr(self, size)}; "
+                    "every head takes an equal part of the stream"
+                )
+        if self.add_cross_attention:
+            raise ValueError("a CGT has no cross-attention; leave add_cross_attention at False")
+        super().__post_init__(**kwargs)
+        # The Auto classes find the model once its configuration exists; only then is GPT-2's code loaded.
+        import relinear.models.cgt  # noqa: F401
+
+
+AutoConfig.register(CGTConfig.model_type, CGTConfig)

@@ -1,0 +1,139 @@
+"""The layers of the Contextually Guided Transformer: GPT-2's own, with a second stream or with generated operators."""
+
+# Legend: B batch, T tokens, D width of x, E width of y, M templates, R rank
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention, GPT2Block
+from transformers.pytorch_utils import Conv1D
+
+from relinear.functional.cgt import generated_map, mixing
+from relinear.kernels.cgt import modulate
+from relinear.models.cgt_config import CGTConfig
+
+__all__ = ["CGTBlock", "ContextStream", "Modulator"]
+
+
+class Modulator(nn.Module):
+    """One generated operator T(x; y) = x + L(y) R(y)^T [x, 1] (CGT, Section 3.1), for x that is already normalised."""
+
+    def __init__(self, config: CGTConfig):
+        super().__init__()
+        self.mixing = config.mixing
+        shape = (config.templates, config.rank, config.n_embd)
+        self.mix = nn.Linear(config.context_size, config.templates)
+        self.left = nn.Parameter(torch.empty(shape))
+        self.right = nn.Parameter(torch.empty(shape))
+        self.right_bias = nn.Parameter(torch.empty(shape[:2]))
+
+    def shares(self, y: Tensor) -> Tensor:
+        """sigma(y): (..., E) -> (..., M)."""
+        return mixing(y, self.mix.weight, self.mix.bias, self.mixing)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """T(x; y) for x (B, T, D) and y (B, T, E) or, one context a sequence, (B, 1, E)."""
+        return modulate(x, self.shares(y), self.left, self.right, self.right_bias)
+
+    @torch.no_grad()
+    def affine(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The matrix (D, D) and shift (D,) of T at the context y (E,), in float64 where the device has it."""
+        dtype = torch.float32 if y.device.type == "mps" else torch.float64
+        shares = mixing(y.to(dtype), self.mix.weight.to(dtype), self.mix.bias.to(dtype), self.mixing)
+        return generated_map(shares, self.left.to(dtype), self.right.to(dtype), self.right_bias.to(dtype))
+
+
+class ContextAttention(GPT2Attention):
+    """Self-attention whose queries, keys and values come from [x, y] and whose output goes to y alone."""
+
+    def __init__(self, config: CGTConfig, layer_idx: int):
+        super().__init__(config, layer_idx=layer_idx)
+        self.embed_dim = self.split_size = config.context_size
+        self.num_heads = config.context_heads
+        self.head_dim = self.embed_dim // self.num_heads
+        self.scaling = self.head_dim**-0.5 if config.scale_attn_weights else 1.0
+        if config.scale_attn_by_inverse_layer_idx:
+            self.scaling /= layer_idx - config.n_layer + 1
+        self.c_attn = Conv1D(3 * self.embed_dim, config.n_embd + self.embed_dim)
+        self.c_proj = Conv1D(self.embed_dim, self.embed_dim)
+
+
+class ContextMLP(GPT2MLP):
+    """The MLP of the y stream: reads [x, y], writes y."""
+
+    def __init__(self, config: CGTConfig):
+        inner = config.context_inner or 4 * config.context_size
+        super().__init__(inner, config)
+        self.c_fc = Conv1D(inner, config.n_embd + config.context_size)
+        self.c_proj = Conv1D(config.context_size, inner)
+
+
+class ContextStream(nn.Module):
+    """The y half of a two-stream layer: normalisations, heads and MLP of its own.
+
+    Its cache entry comes after those of all x layers, at ``n_layer + layer_idx``.
+    """
+
+    def __init__(self, config: CGTConfig, layer_idx: int):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.context_size, eps=config.layer_norm_epsilon)
+        self.attn = ContextAttention(config, config.n_layer + layer_idx)
+        self.ln_2 = nn.LayerNorm(config.context_size, eps=config.layer_norm_epsilon)
+        self.mlp = ContextMLP(config)
+
+    def attend(self, x: Tensor, y: Tensor, **kwargs: Any) -> Tensor:
+        """y after its attention, given the normalised x (B, T, D) and the stream y (B, T, E)."""
+        return y + self.attn(torch.cat([x, self.ln_1(y)], -1), **kwargs)[0]
+
+    def feed(self, x: Tensor, y: Tensor) -> Tensor:
+        """y after its MLP, given the normalised x (B, T, D) and the stream y (B, T, E)."""
+        return y + self.mlp(torch.cat([x, self.ln_2(y)], -1))
+
+
+class CGTBlock(GPT2Block):
+    """A GPT-2 block for x that also carries y (below layer l) or is modulated by it (from layer l on).
+
+    The parameters of the x stream have the names they have in GPT-2.
+    """
+
+    def __init__(self, config: CGTConfig, layer_idx: int):
+        super().__init__(config, layer_idx=layer_idx)
+        two_streams = layer_idx < config.context_layer
+        self.context = ContextStream(config, layer_idx) if two_streams else None
+        self.modulate_attn = None if two_streams else Modulator(config)
+        self.modulate_mlp = None if two_streams else Modulator(config)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        context: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(x, y) after the block.
+
+        Args:
+            hidden_states: x, (B, T, D).
+            context: below l the y stream (B, T, E), or None to leave it out; from l on the context that modulates,
+                (B, T, E) or (B, 1, E), returned as it came.
+            past_key_values, attention_mask, kwargs: as in GPT-2.
+        """
+        kwargs |= {"past_key_values": past_key_values, "attention_mask": attention_mask}
+        x, y = hidden_states, context
+        normal = self.ln_1(x)
+        if self.modulate_attn is not None:
+            normal = self.modulate_attn(normal, y)
+        elif y is not None:
+            y = self.context.attend(normal, y, **kwargs)
+        x = x + self.attn(normal, **kwargs)[0]
+        normal = self.ln_2(x)
+        if self.modulate_mlp is not None:
+            normal = self.modulate_mlp(normal, y)
+        elif y is not None:
+            y = self.context.feed(normal, y)
+        return x + self.mlp(normal), y

@@ -1,0 +1,105 @@
+"""Turning a CGT that has read a prefix into a stock GPT-2."""
+
+# Legend: T tokens of the prefix, D width of x, E width of y, K outputs of a projection
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import GPT2LMHeadModel
+
+    from relinear.models.cgt import CGTForCausalLM
+    from relinear.models.cgt_layers import Modulator
+
+__all__ = ["specialize"]
+
+
+@torch.no_grad()
+def specialize(
+    model: CGTForCausalLM,
+    prefix_ids: Tensor | None = None,
+    *,
+    context: Tensor | None = None,
+    first_position: int = 0,
+) -> GPT2LMHeadModel:
+    """Read ``prefix_ids`` once, freeze y at its end, fold every T(.; y), and return what is left: a plain GPT-2.
+
+    T follows a normalisation and precedes a projection W, b, so it goes into the latter: W A and W t + b for
+    T(x) = A x + t. The result has the x stream's width and nothing of the y stream; its logits are those of
+    ``model(ids, frozen_context=y)``. It is independent of ``model`` (no shared storage) and needs no relinear.
+
+    Args:
+        model: a ``CGTForCausalLM``.
+        prefix_ids: (T,) or (1, T), the tokens to read. Give these or ``context``.
+        context: (E,) or (1, E), a y to use as it is.
+        first_position: the position that the first token after the prefix takes. 0 (the auxiliary loss's default)
+            starts again; the length of the prefix goes on counting, which leaves that many positions fewer.
+
+    Raises:
+        ValueError: if the model is no CGT language model, the prefix is empty or a batch, both or neither of the two
+            sources are given, or no position is left.
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from relinear.models.cgt import CGTForCausalLM
+
+    if not isinstance(model, CGTForCausalLM):
+        raise ValueError(f"specialize takes a CGTForCausalLM, got {type(model).__name__}")
+    config = model.config
+    if not 0 <= first_position < config.n_positions:
+        raise ValueError(f"first_position={first_position} must lie in [0, n_positions={config.n_positions})")
+    y = _context(model, prefix_ids, context)
+
+    kept = set(GPT2Config().to_dict()) - {"model_type", "architectures", "transformers_version"}
+    settings = {key: value for key, value in config.to_dict().items() if key in kept}
+    settings |= {"n_positions": config.n_positions - first_position, "dtype": model.dtype}
+    stock: Any = GPT2LMHeadModel(GPT2Config(**settings))
+    stock.to(device=model.device, dtype=model.dtype)
+
+    state = {name: value for name, value in model.state_dict().items() if _is_stock(name)}
+    state["transformer.wpe.weight"] = state["transformer.wpe.weight"][first_position:]
+    blocks: Any = model.transformer.h
+    for index, block in enumerate(blocks):
+        if block.modulate_attn is not None:
+            _fold(block.modulate_attn, y, state, f"transformer.h.{index}.attn.c_attn")
+            _fold(block.modulate_mlp, y, state, f"transformer.h.{index}.mlp.c_fc")
+    stock.load_state_dict(state, strict=True)
+    stock.generation_config = copy.deepcopy(model.generation_config)
+    return stock.eval()
+
+
+def _context(model: CGTForCausalLM, prefix_ids: Tensor | None, context: Tensor | None) -> Tensor:
+    if (prefix_ids is None) == (context is None):
+        raise ValueError("give either prefix_ids or context, not both and not neither")
+    if context is not None:
+        y = context.reshape(-1).to(model.device)
+        if y.shape != (model.config.context_size,):
+            raise ValueError(f"context must have {model.config.context_size} values, got {tuple(context.shape)}")
+        return y
+    ids = prefix_ids.reshape(1, -1) if prefix_ids.ndim == 1 else prefix_ids
+    if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] == 0:
+        raise ValueError(f"prefix_ids must be (T,) or (1, T) with at least one token, got {tuple(prefix_ids.shape)}")
+    if ids.shape[1] > model.config.n_positions:
+        raise ValueError(
+            f"the prefix has {ids.shape[1]} tokens, the model reads at most n_positions={model.config.n_positions}"
+        )
+    return model.context(ids.to(model.device))[0, -1]
+
+
+def _is_stock(name: str) -> bool:
+    """Whether a parameter belongs to the x stream, whose names are GPT-2's."""
+    return "context" not in name and "modulate_" not in name
+
+
+def _fold(modulator: Modulator, y: Tensor, state: dict[str, Tensor], name: str) -> None:
+    """Put T(.; y) into the Conv1D ``name``: its weight (D, K) becomes A^T W, its bias W^T t + b."""
+    matrix, shift = modulator.affine(y)
+    weight = state[f"{name}.weight"]
+    wide = weight.to(matrix.dtype)
+    state[f"{name}.weight"] = (matrix.T @ wide).to(weight.dtype)
+    state[f"{name}.bias"] = (shift @ wide + state[f"{name}.bias"].to(matrix.dtype)).to(weight.dtype)

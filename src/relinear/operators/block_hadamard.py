@@ -1,0 +1,105 @@
+"""Block-Hadamard layers: fixed orthogonal mixing by Hadamard transforms, learnt block-diagonal products."""
+
+# Legend: I in_features, O out_features, K blocks, N padded width of a stage
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from relinear.core.config import check_at_least, register
+from relinear.core.operator import Operator, OperatorConfig
+from relinear.functional.block_hadamard import (
+    block_hadamard,
+    block_hadamard_dense,
+    block_hadamard_fit,
+    block_hadamard_sizes,
+)
+
+__all__ = ["BlockHadamard", "BlockHadamardLinear"]
+
+
+class BlockHadamardLinear(Operator):
+    """y = B_L H ... B_1 H x + bias; parameters ``blocks.0`` ... (K, N_out/K, N_in/K), optional ``bias`` (O,)."""
+
+    config: BlockHadamard
+
+    def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
+        super().__init__(config, in_features, out_features)
+        kw = {"device": device, "dtype": dtype}
+        k = config.blocks
+        sizes = block_hadamard_sizes(in_features, out_features, k, config.depth)
+        self.blocks = nn.ParameterList(
+            nn.Parameter(torch.empty(k, n_out // k, n_in // k, **kw)) for n_in, n_out in sizes
+        )
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Blocks with variance 1 / fan-in: unit-variance inputs give unit-variance outputs; zero bias."""
+        for index, stage in enumerate(self.blocks):
+            # The transform spreads the energy of the real inputs over the padded width of the first stage.
+            padding = 1.0 if index else stage.shape[0] * stage.shape[2] / self.in_features
+            nn.init.normal_(stage, std=math.sqrt(padding / stage.shape[2]))
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return block_hadamard(x, list(self.blocks), self.out_features, self.bias)
+
+    def to_dense(self) -> Tensor:
+        return block_hadamard_dense(list(self.blocks), self.in_features)[: self.out_features]
+
+    @torch.no_grad()
+    def from_linear(self, linear: nn.Module) -> Self:
+        """The least-squares fit of the weight (see ``block_hadamard_fit``): closed form at depth 1."""
+        for stage, fitted in zip(self.blocks, block_hadamard_fit(self.source_weight(linear), list(self.blocks))):
+            stage.copy_(fitted)
+        self.copy_bias_(linear)
+        return self
+
+    def flops_per_token(self) -> int:
+        total = 0
+        for stage in self.blocks:
+            width = stage.shape[0] * stage.shape[2]
+            total += width * ((width & -width).bit_length() - 1) + 2 * stage.numel()
+        return total
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockHadamard(OperatorConfig):
+    """Hadamard transforms alternated with block-diagonal products.
+
+    Sizes that the transform or the blocks do not divide are padded with zeros inside (see
+    ``functional.block_hadamard.block_hadamard_sizes``).
+
+    Args:
+        blocks: K, the blocks of each product, at most min(in_features, out_features); parameters fall as 1 / K.
+        depth: L, how often transform and product are repeated.
+    """
+
+    kind: ClassVar[str] = "block_hadamard"
+    module_class = BlockHadamardLinear
+
+    blocks: int = 8
+    depth: int = 1
+
+    def __post_init__(self) -> None:
+        check_at_least("blocks", self.blocks, 1)
+        check_at_least("depth", self.depth, 1)
+
+    def check_shape(self, in_features: int, out_features: int) -> None:
+        if self.blocks > min(in_features, out_features):
+            raise ValueError(
+                f"blocks={self.blocks} exceeds min(in_features={in_features}, out_features={out_features}); "
+                f"choose at most {min(in_features, out_features)}"
+            )
+
+    def resized(self, in_features: int, out_features: int, scale: float) -> BlockHadamard:
+        blocks = max(1, min(round(self.blocks / scale), in_features, out_features))
+        return self.replace(blocks=blocks)

@@ -1,0 +1,107 @@
+"""Monarch layers (Dao et al. 2022): two block-diagonal products in which every block meets every block."""
+
+# Legend: I in_features, O out_features, K blocks, P = ceil(I / K), S = ceil(O / K), R rank of a sub-block
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from relinear.core.config import check_at_least, register
+from relinear.core.operator import Operator, OperatorConfig
+from relinear.functional.monarch import monarch, monarch_dense, monarch_factors
+
+__all__ = ["Monarch", "MonarchLinear"]
+
+
+class MonarchLinear(Operator):
+    """y = P L P^T R x + bias; parameters ``right`` (K, K R, P), ``left`` (K, S, K R), optional ``bias`` (O,)."""
+
+    config: Monarch
+
+    def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
+        super().__init__(config, in_features, out_features)
+        kw = {"device": device, "dtype": dtype}
+        k, inner = config.blocks, config.blocks * config.rank_for(in_features, out_features)
+        self.right = nn.Parameter(torch.empty(k, inner, -(-in_features // k), **kw))
+        self.left = nn.Parameter(torch.empty(k, -(-out_features // k), inner, **kw))
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Both factors with variance 1 / fan-in: unit-variance inputs give unit-variance outputs; zero bias."""
+        for factor in (self.right, self.left):
+            nn.init.normal_(factor, std=1 / math.sqrt(factor.shape[2]))
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return monarch(x, self.right, self.left, self.out_features, self.bias)
+
+    def to_dense(self) -> Tensor:
+        return monarch_dense(self.right, self.left, self.in_features, self.out_features)
+
+    @torch.no_grad()
+    def from_linear(self, linear: nn.Module) -> Self:
+        """The closest Monarch matrix in the Frobenius norm: a truncated SVD of every sub-block."""
+        rank = self.right.shape[1] // self.config.blocks
+        right, left = monarch_factors(self.source_weight(linear), self.config.blocks, rank)
+        self.right.copy_(right)
+        self.left.copy_(left)
+        self.copy_bias_(linear)
+        return self
+
+    def flops_per_token(self) -> int:
+        return 2 * (self.right.numel() + self.left.numel())
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Monarch(OperatorConfig):
+    """Two block-diagonal factors with fixed permutations; R K (I + O) parameters.
+
+    Sizes that ``blocks`` does not divide are padded with zeros inside, as the authors do.
+
+    Args:
+        blocks: K, the blocks of each factor, at most min(in_features, out_features).
+        rank: R, the rank at which a block of one factor meets a block of the other. None takes the authors' inner
+            width min(I, O), that is R = min(I, O) / K^2, at least 1. The paper's matrices of size K^2 have R = 1.
+    """
+
+    kind: ClassVar[str] = "monarch"
+    module_class = MonarchLinear
+
+    blocks: int = 8
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least("blocks", self.blocks, 1)
+        if self.rank is not None:
+            check_at_least("rank", self.rank, 1)
+
+    def rank_for(self, in_features: int, out_features: int) -> int:
+        """R in a layer of this size."""
+        return self.rank or max(1, min(in_features, out_features) // self.blocks**2)
+
+    def check_shape(self, in_features: int, out_features: int) -> None:
+        smaller = min(in_features, out_features)
+        if self.blocks > smaller:
+            raise ValueError(
+                f"blocks={self.blocks} exceeds min(in_features={in_features}, out_features={out_features}); "
+                f"choose at most {smaller}"
+            )
+        largest = -(-smaller // self.blocks)
+        if self.rank_for(in_features, out_features) > largest:
+            raise ValueError(
+                f"rank={self.rank} exceeds the size of a sub-block, {largest}, with blocks={self.blocks}, "
+                f"in_features={in_features}, out_features={out_features}; choose a rank of at most {largest}"
+            )
+
+    def resized(self, in_features: int, out_features: int, scale: float) -> Monarch:
+        largest = -(-min(in_features, out_features) // self.blocks)
+        rank = round(self.rank_for(in_features, out_features) * scale)
+        return self.replace(rank=max(1, min(rank, largest)))

@@ -1,0 +1,74 @@
+"""The table of operator variants that the conformance suite runs on: one row a variant, one twin a fast kernel.
+
+Adding an operator is one row here. Nothing in the suite knows an operator by name: what differs is a field of the row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import torch
+
+import relinear
+from relinear.core.operator import OperatorConfig
+
+SQUARE, WIDE, NARROW, ODD = (16, 16), (16, 24), (24, 16), (15, 9)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One variant of one operator.
+
+    Args:
+        config: the variant.
+        shapes: (in, out) sizes it is built in; the costly tests use the first only.
+        variant: what tells the row from others of its kind, in the test's name.
+        linear: whether it has ``to_dense`` (in eval, and given the context where it is conditioned).
+        context_dim: width of the context that it reads, None where it is not conditioned.
+        exact: settings of the same kind at which a fitted weight is reproduced exactly (in eval).
+        exact_tolerance: relative error allowed there, in float64.
+        bf16_tolerance: relative error (Frobenius) of outputs and gradients in bfloat16 against float32.
+    """
+
+    config: OperatorConfig
+    shapes: tuple[tuple[int, int], ...] = (SQUARE, WIDE, NARROW)
+    variant: str = ""
+    linear: bool = True
+    context_dim: int | None = None
+    exact: OperatorConfig | None = None
+    exact_tolerance: float = 1e-10
+    bf16_tolerance: float = 2e-2
+
+    @property
+    def name(self) -> str:
+        return f"{self.config.kind}-{self.variant}" if self.variant else self.config.kind
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Twin:
+    """A kernel and the reference of the same signature that it must agree with.
+
+    Args:
+        kind: stem of both files.
+        reference, fast: the two functions; either returns a tensor or a tuple of tensors and None.
+        arguments: yields positional argument tuples (tensors, None and plain values) for a dtype.
+        tolerance: relative error allowed in float64, of outputs and of every gradient.
+    """
+
+    kind: str
+    reference: Callable
+    fast: Callable
+    arguments: Callable[[torch.dtype], Iterator[tuple]]
+    tolerance: float = 1e-11
+
+
+CASES: list[Case] = [
+    Case(config=relinear.LowRank(rank=5), exact=relinear.LowRank(rank=16)),
+    Case(config=relinear.BlockHadamard(blocks=4), exact=relinear.BlockHadamard(blocks=1)),
+    Case(config=relinear.BlockHadamard(blocks=3, depth=2), variant="deep", shapes=(ODD, WIDE), bf16_tolerance=3e-2),
+    Case(config=relinear.Monarch(blocks=4), exact=relinear.Monarch(blocks=4, rank=4)),
+    Case(config=relinear.Monarch(blocks=4, rank=2), variant="padded", shapes=(ODD, (9, 15))),
+]
+
+TWINS: list[Twin] = []

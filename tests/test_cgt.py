@@ -1,0 +1,294 @@
+"""The Contextually Guided Transformer: one-way flow, causality, caches, checkpoints, losses."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import relinear
+from relinear.functional import cgt as reference
+from relinear.kernels import cgt as fast
+
+
+def make_cgt(**overrides):
+    """A four-layer CGT of width 24 with a context of 12 from layer 2 on, in eval mode, no parameter at a zero."""
+    settings = {
+        "vocab_size": 50,
+        "n_positions": 64,
+        "n_embd": 24,
+        "n_layer": 4,
+        "n_head": 3,
+        "context_layer": 2,
+        "context_size": 12,
+        "context_heads": 2,
+        "rank": 2,
+        "templates": 5,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    model = relinear.CGTForCausalLM(relinear.CGTConfig(**(settings | overrides)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(1)
+    return make_cgt()
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(0, 50, (2, 11))
+
+
+@pytest.mark.parametrize("kind", ["tanh", "softmax"])
+def test_fast_contraction_equals_reference(kind):
+    m, r, d, e = 5, 3, 7, 4
+    left, right = torch.randn(2, m, r, d, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(m, r, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(m, e, dtype=torch.float64), torch.randn(m, dtype=torch.float64)
+    x = torch.randn(2, 6, d, dtype=torch.float64, requires_grad=True)
+    for shape in [(2, 6, e), (2, 1, e), (e,)]:
+        sigma = reference.mixing(torch.randn(shape, dtype=torch.float64), *weights, kind).requires_grad_()
+        inputs = (x, sigma, left, right, bias)
+        a, b = reference.modulate(*inputs), fast.modulate(*inputs)
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        cotangent = torch.randn_like(a)
+        for one, other in zip(torch.autograd.grad(a, inputs, cotangent), torch.autograd.grad(b, inputs, cotangent)):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    matrix, shift = reference.generated_map(sigma, left, right, bias)
+    torch.testing.assert_close(x @ matrix.T + shift, a)
+
+
+def test_modulation_is_the_papers_formula():
+    """Loops over the indices of Section 3.1, with the templates as (dim x) x r and (dim x + 1) x r."""
+    m, r, d = 3, 2, 4
+    left, right, bias = torch.randn(m, r, d), torch.randn(m, r, d), torch.randn(m, r)
+    sigma, x = torch.randn(m), torch.randn(d)
+    big_l = sum(sigma[k] * left[k].T for k in range(m))
+    big_r = sum(sigma[k] * torch.cat([right[k].T, bias[k][None]]) for k in range(m))
+    extended = torch.cat([x, torch.ones(1)])
+    expected = [
+        x[i] + sum(big_l[i, k] * big_r[j, k] * extended[j] for j in range(d + 1) for k in range(r)) for i in range(d)
+    ]
+    torch.testing.assert_close(reference.modulate(x, sigma, left, right, bias), torch.stack(expected))
+
+
+def test_moving_average_against_a_loop():
+    y, start = torch.randn(2, 9, 3), torch.randn(2, 3)
+    mask = torch.ones(2, 9)
+    mask[1, :4] = 0
+    used = reference.moving_average(y, start, 0.3, mask)
+    for b in range(2):
+        state = start[b]
+        for t in range(9):
+            state = 0.7 * state + 0.3 * y[b, t] if mask[b, t] else state
+            torch.testing.assert_close(used[b, t], state, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(reference.moving_average(y, start, 0.0), start[:, None].expand_as(y))
+    torch.testing.assert_close(reference.moving_average(y, start, 1.0), y)
+
+
+def test_x_does_not_depend_on_y_below_the_context_layer(model, ids):
+    """Changing every parameter of the y stream changes y but not one bit of x up to layer l."""
+    other = copy.deepcopy(model)
+    for name, parameter in other.named_parameters():
+        if "context" in name:
+            nn.init.normal_(parameter)
+    with torch.no_grad():
+        a = model(ids, output_hidden_states=True)
+        b = other(ids, output_hidden_states=True)
+    split = model.config.context_layer
+    assert len(a.hidden_states) == model.config.n_layer + 1
+    for layer in range(split + 1):
+        assert torch.equal(a.hidden_states[layer], b.hidden_states[layer])
+    assert not torch.allclose(a.context, b.context)
+    assert not torch.allclose(a.hidden_states[split + 1], b.hidden_states[split + 1], atol=1e-3)
+
+
+def test_y_reads_x(model, ids):
+    """The other direction is open: x's first-layer MLP reaches the context."""
+    other = copy.deepcopy(model)
+    nn.init.normal_(other.transformer.h[0].mlp.c_fc.weight)
+    assert not torch.allclose(model.context(ids), other.context(ids))
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "average"])
+def test_causality(model, ids, mode):
+    changed = ids.clone()
+    changed[:, 6:] = (changed[:, 6:] + 1) % 50
+    kwargs = {"frozen_context": torch.randn(2, 12), "context_rate": 0.2} if mode == "average" else {}
+    with torch.no_grad():
+        a, b = model(ids, **kwargs), model(changed, **kwargs)
+    torch.testing.assert_close(a.logits[:, :6], b.logits[:, :6])
+    torch.testing.assert_close(a.context[:, :6], b.context[:, :6])
+    assert not torch.allclose(a.logits[:, 6:], b.logits[:, 6:], atol=1e-3)
+
+
+def test_frozen_context_reaches_only_the_upper_layers_and_skips_the_y_stream(model, ids):
+    y = model.context(ids)
+    with torch.no_grad():
+        dynamic = model(ids)
+        given = model(ids, frozen_context=y)
+        frozen = model(ids, frozen_context=y[:, -1])
+    torch.testing.assert_close(dynamic.logits, given.logits)
+    torch.testing.assert_close(dynamic.logits[:, -1], frozen.logits[:, -1], atol=1.0, rtol=1.0)
+    assert not torch.allclose(dynamic.logits, frozen.logits, atol=1e-3)
+    assert frozen.context is None
+    torch.testing.assert_close(dynamic.context, y)
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "frozen", "average"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generate_with_cache_equals_without(model, ids, mode, beams):
+    kwargs = {"max_new_tokens": 6, "num_beams": beams, "do_sample": False, "pad_token_id": 0}
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    if mode != "dynamic":
+        kwargs["frozen_context"] = torch.randn(2, 12)
+    if mode == "average":
+        kwargs["context_rate"] = 0.3
+    cached = model.generate(ids, attention_mask=mask, use_cache=True, **kwargs)
+    plain = model.generate(ids, attention_mask=mask, use_cache=False, **kwargs)
+    assert torch.equal(cached, plain)
+    if beams == 1:
+        alone = {key: value[1:] if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
+        assert torch.equal(model.generate(ids[1:, 4:], **alone)[0], plain[1, 4:])
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "average"])
+def test_cache_in_chunks_gives_the_same_logits(model, ids, mode):
+    kwargs = {"frozen_context": torch.randn(2, 12), "context_rate": 0.3} if mode == "average" else {}
+    with torch.no_grad():
+        whole = model(ids, **kwargs).logits
+        first = model(ids[:, :4], use_cache=True, **kwargs)
+        second = model(ids[:, 4:9], past_key_values=first.past_key_values, use_cache=True, **kwargs)
+        third = model(ids[:, 9:], past_key_values=second.past_key_values, use_cache=True, **kwargs)
+    torch.testing.assert_close(torch.cat([first.logits, second.logits, third.logits], 1), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_static_cache(model, ids):
+    kwargs = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    static = model.generate(ids, cache_implementation="static", disable_compile=True, **kwargs)
+    assert torch.equal(static, model.generate(ids, use_cache=False, **kwargs))
+
+
+def test_cache_without_y_is_refused_for_a_dynamic_context(model, ids):
+    with torch.no_grad():
+        cache = model(ids, frozen_context=torch.randn(2, 12), use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="no memory"):
+            model(ids[:, :1], past_key_values=cache, use_cache=True)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"mixing": "softmax", "context_norm": False},
+        {"context_layer": 0},
+        {"context_layer": 3, "variational": True, "tie_word_embeddings": False},
+    ],
+)
+def test_save_and_load(tmp_path, ids, overrides):
+    model = make_cgt(**overrides)
+    model.save_pretrained(tmp_path)
+    torch.manual_seed(99)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(loaded) is relinear.CGTForCausalLM
+    assert type(AutoConfig.from_pretrained(tmp_path)) is relinear.CGTConfig
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(ids):
+    model = make_cgt().train()
+    other = copy.deepcopy(model)
+    other.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for one in (model, other):
+        (one(ids, labels=ids).loss + one(ids.flip(1), labels=ids, frozen_context=torch.ones(2, 12)).loss).backward()
+    for (name, a), b in zip(model.named_parameters(), other.parameters()):
+        assert a.grad is not None, name
+        torch.testing.assert_close(a.grad, b.grad, msg=name)
+
+
+def test_loss_counts_items_in_batch(model, ids):
+    with torch.no_grad():
+        mean = model(ids, labels=ids).loss
+        share = model(ids, labels=ids, num_items_in_batch=torch.tensor(40)).loss
+    torch.testing.assert_close(share, mean * 20 / 40)
+
+
+def test_every_parameter_learns_from_the_first_step():
+    torch.manual_seed(0)
+    model = relinear.CGTForCausalLM(make_cgt().config)
+    ids = torch.randint(0, 50, (2, 9))
+    model(ids, labels=ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 1e-9, name
+
+
+def test_variational_form_draws_in_training_only(ids):
+    model = make_cgt(variational=True)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, model(ids).logits)
+        model.train()
+        assert not torch.allclose(model(ids).logits, model(ids).logits)
+        assert model(ids).context_log_variance.shape == (2, 11, 12)
+
+
+def test_compiles_without_graph_breaks(ids):
+    model = make_cgt()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
+def test_regression_reads_vectors():
+    settings = relinear.CGTConfig(
+        n_embd=16,
+        n_head=2,
+        n_layer=3,
+        n_positions=32,
+        context_layer=2,
+        context_size=8,
+        context_heads=2,
+        templates=3,
+        rank=2,
+        input_features=5,
+        output_features=1,
+    )
+    model = relinear.CGTForRegression(settings)
+    vectors, targets = torch.randn(2, 10, 5), torch.randn(2, 10, 1)
+    mask = torch.arange(10) % 2 == 0
+    output = model(vectors, targets, mask.expand(2, 10))
+    assert output.logits.shape == (2, 10, 1)
+    torch.testing.assert_close(output.loss, (output.logits - targets)[:, mask].square().mean())
+    assert model.context(vectors).shape == (2, 10, 8)
+    output.loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("bad", "word"),
+    [
+        ({"context_layer": 4}, "context_layer"),
+        ({"context_heads": 5}, "context_heads"),
+        ({"mixing": "relu"}, "mixing"),
+        ({"rank": 0}, "rank"),
+    ],
+)
+def test_bad_settings_are_refused(bad, word):
+    with pytest.raises(ValueError, match=word):
+        make_cgt(**bad)
+
+
+def test_bad_contexts_are_refused(model, ids):
+    with pytest.raises(ValueError, match="frozen_context"):
+        model(ids, frozen_context=torch.randn(12))
+    with pytest.raises(ValueError, match="context_rate"):
+        model(ids, context_rate=0.1)

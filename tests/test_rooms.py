@@ -1,0 +1,79 @@
+"""The layout of the package: which room may import which, one file an operator, and a light ``import relinear``."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import relinear
+from relinear.core.operator import OperatorConfig
+
+SOURCE = Path(relinear.__file__).parent
+
+#: room -> the rooms it may import beside itself
+MAY_IMPORT = {
+    "core": set(),
+    "clifford": set(),
+    "functional": {"clifford"},
+    "kernels": {"functional"},
+    "operators": {"core", "functional", "clifford", "kernels"},
+    "residual": {"core"},
+    "surgery": {"core"},
+    "models": {"core", "functional", "kernels"},
+    "data": set(),
+    "distill": {"core", "surgery", "data"},
+    "train": {"core", "surgery", "models", "data"},
+    "analysis": {"core", "surgery", "data", "models"},
+}
+MAY_IMPORT["bench"] = {*MAY_IMPORT, "bench"}
+MAY_IMPORT["cli"] = {*MAY_IMPORT, "cli"}
+
+#: what a plain `import relinear` must leave alone: heavy, optional, or both
+HEAVY = ["matplotlib", "triton", "datasets", "sklearn", "optuna", "peft"]
+
+
+def rooms_imported(path: Path) -> set[str]:
+    """Rooms of relinear that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide the room"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        found |= {f"{name}.".split(".")[1] for name in names if name.split(".")[0] == "relinear"}
+    return found - {"__version__"}
+
+
+def test_every_folder_is_a_known_room() -> None:
+    assert {path.parent.name for path in SOURCE.glob("*/__init__.py")} <= set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("room", sorted(MAY_IMPORT))
+def test_room_imports_only_what_it_may(room: str) -> None:
+    for path in sorted((SOURCE / room).rglob("*.py")):
+        extra = rooms_imported(path) - MAY_IMPORT[room] - {room}
+        assert not extra, f"{path.relative_to(SOURCE)} imports {sorted(extra)}"
+
+
+def test_a_wrong_import_is_seen(tmp_path) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text(
+        "def f():\n    from relinear.cli import main\n    import relinear.data.x\n    from relinear import train\n"
+    )
+    assert rooms_imported(file) == {"cli", "data", "train"}
+
+
+def test_an_operator_has_the_name_of_its_files() -> None:
+    for kind, config in OperatorConfig.kinds().items():
+        assert config.__module__ == f"relinear.operators.{kind}"
+        assert (SOURCE / "functional" / f"{kind}.py").is_file()
+
+
+def test_import_is_light() -> None:
+    code = f"import sys, relinear; sys.exit(' '.join(m for m in {HEAVY} if m in sys.modules) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"import relinear imported {done.stderr}"
