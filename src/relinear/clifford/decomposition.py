@@ -64,7 +64,9 @@ def _spectral_basis(basis: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
     p, q = basis[..., 0 : 2 * count : 2], basis[..., 1 : 2 * count : 2]
     u = torch.complex(p, -q) / math.sqrt(2)
     rest = basis[..., 2 * count :].to(u.dtype)
-    return torch.cat((u, u.conj(), rest), dim=-1), torch.cat((angles, -angles, angles.new_zeros(rest[..., 0, :].shape)), -1)
+    return torch.cat((u, u.conj(), rest), dim=-1), torch.cat(
+        (angles, -angles, angles.new_zeros(rest[..., 0, :].shape)), -1
+    )
 
 
 class _Decompose(torch.autograd.Function):
@@ -166,9 +168,7 @@ def _power_iteration(matrix: Tensor, iterations: int, tolerance: float) -> Tenso
     return torch.stack(parts, dim=-3)
 
 
-def decompose(
-    beta: Tensor, *, method: str = "spectral", iterations: int = 1000, tolerance: float = 1e-12
-) -> Tensor:
+def decompose(beta: Tensor, *, method: str = "spectral", iterations: int = 1000, tolerance: float = 1e-12) -> Tensor:
     """Split a bivector into J = floor(n/2) commuting simple bivectors (the invariant decomposition).
 
     Args:
@@ -294,7 +294,7 @@ def log(rotor: Tensor) -> Tensor:
     n = multivector_dimension(rotor)
     if rotor.is_complex():
         raise ValueError(
-            "log needs a real rotor: a complex one may have no bivector logarithm (its rotation need not be diagonalisable)"
+            "log needs a real rotor: a complex one may have no logarithm (its rotation may not be diagonalisable)"
         )
     exact = rotor.to(compute_dtype(rotor.dtype))
     even = exact * device_table(_is_even, n, rotor, exact.dtype)

@@ -35,7 +35,7 @@ def _strings(n: int) -> tuple[np.ndarray, np.ndarray]:
     for i in range(n):
         bit = 1 << (i // 2)
         below = bit - 1
-        generators.append(((bit, below | (bit if i % 2 else 0), i % 2) if i < 2 * m else (0, 2**m - 1, 0)))
+        generators.append((bit, below | (bit if i % 2 else 0), i % 2) if i < 2 * m else (0, 2**m - 1, 0))
     index, phase = [], []
     for mask in blade_masks(n):
         a = b = power = 0
