@@ -4,10 +4,13 @@ Everything a user needs is an attribute of this package. Heavy rooms are importe
 ``import relinear`` stays light.
 """
 
-import os
-import sys
 from importlib import import_module
 from typing import Any
+
+from relinear import operators as _operators
+from relinear.models import cgt_config as _cgt_config  # noqa: F401  registers the configuration with transformers
+from relinear.models import head_bias as _head_bias  # noqa: F401  registers its kind, for checkpoints that name it
+from relinear.surgery import checkpoint as _checkpoint  # noqa: F401  registers the loader with transformers
 
 __version__ = "0.1.0"
 
@@ -37,7 +40,8 @@ _LAZY = {
     "tune_allocator": "relinear.core.allocator",
 }
 
-__all__ = ["__version__", *_LAZY]
+for _name in _operators.__all__:
+    globals()[_name] = getattr(_operators, _name)
 
 # `relinear --help` has no use for torch and the operators, and waits for neither; every other use has.
 if os.path.basename(sys.argv[0]) != "relinear" or not {"-h", "--help", "--version"}.intersection(sys.argv):
@@ -49,6 +53,7 @@ if os.path.basename(sys.argv[0]) != "relinear" or not {"-h", "--help", "--versio
     for _name in _operators.__all__:
         globals()[_name] = getattr(_operators, _name)
     __all__ += _operators.__all__
+__all__ = ["__version__", *_operators.__all__, *_LAZY]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Every operator; importing a file here registers its kind."""
+"""Every operator; importing a file here registers its kind, and makes its config ``relinear.NAME``."""
 
 from relinear.operators.block_hadamard import BlockHadamard
 from relinear.operators.low_rank import LowRank
@@ -8,3 +8,13 @@ from relinear.operators.path_transponder import PathTransponder
 from relinear.operators.transponder import Transponder
 
 __all__ = ["BlockHadamard", "LowRank", "Monarch", "OutputGate", "PathTransponder", "Transponder"]
+from relinear.operators.block_hadamard import BlockHadamard as BlockHadamard
+from relinear.operators.low_rank import LowRank as LowRank
+from relinear.operators.monarch import Monarch as Monarch
+from relinear.operators.output_gate import OutputGate as OutputGate
+from relinear.operators.path_transponder import PathTransponder as PathTransponder
+from relinear.operators.transponder import Transponder as Transponder
+
+__all__ = sorted(
+    name for name, value in globals().items() if isinstance(value, type) and value.__module__.startswith(__name__)
+)
