@@ -43,16 +43,6 @@ _LAZY = {
 for _name in _operators.__all__:
     globals()[_name] = getattr(_operators, _name)
 
-# `relinear --help` has no use for torch and the operators, and waits for neither; every other use has.
-if os.path.basename(sys.argv[0]) != "relinear" or not {"-h", "--help", "--version"}.intersection(sys.argv):
-    from relinear import operators as _operators
-    from relinear.models import cgt_config as _cgt_config  # noqa: F401  registers its configuration with transformers
-    from relinear.models import head_bias as _head_bias  # noqa: F401  registers its kind, for checkpoints
-    from relinear.surgery import checkpoint as _checkpoint  # noqa: F401  registers with transformers
-
-    for _name in _operators.__all__:
-        globals()[_name] = getattr(_operators, _name)
-    __all__ += _operators.__all__
 __all__ = ["__version__", *_operators.__all__, *_LAZY]
 
 

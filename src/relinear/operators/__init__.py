@@ -1,13 +1,5 @@
 """Every operator; importing a file here registers its kind, and makes its config ``relinear.NAME``."""
 
-from relinear.operators.block_hadamard import BlockHadamard
-from relinear.operators.low_rank import LowRank
-from relinear.operators.monarch import Monarch
-from relinear.operators.output_gate import OutputGate
-from relinear.operators.path_transponder import PathTransponder
-from relinear.operators.transponder import Transponder
-
-__all__ = ["BlockHadamard", "LowRank", "Monarch", "OutputGate", "PathTransponder", "Transponder"]
 from relinear.operators.block_hadamard import BlockHadamard as BlockHadamard
 from relinear.operators.low_rank import LowRank as LowRank
 from relinear.operators.monarch import Monarch as Monarch
