@@ -11,6 +11,11 @@ from collections.abc import Callable, Iterator
 import torch
 
 import relinear
+import relinear.functional.ccl
+import relinear.functional.context_manager
+import relinear.kernels.ccl
+import relinear.kernels.context_manager
+from relinear import functional, kernels
 from relinear.core.operator import OperatorConfig
 
 SQUARE, WIDE, NARROW, ODD = (16, 16), (16, 24), (24, 16), (15, 9)
@@ -63,7 +68,55 @@ class Twin:
     tolerance: float = 1e-11
 
 
+def _ccl_arguments(dtype: torch.dtype) -> Iterator[tuple]:
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    shared = (draw(2, 5, 7), draw(2, 5, 4), draw(3, 7), draw(6, 3))
+    norm, inner, outer = (draw(3), draw(3)), (draw(3, 4), draw(3)), (draw(6, 4), draw(6))
+    yield (*shared, draw(6), *norm, *inner, *outer, True)
+    yield (*shared, draw(6), None, None, *inner, *outer, False)
+    yield (*shared, None, *norm, None, None, *outer, False)
+    yield (*shared, draw(6), *norm, *inner, None, None, True)
+    yield (draw(5, 7), None, draw(3, 7), draw(6, 3), draw(6), *norm)
+
+
+def _recurrence_arguments(dtype: torch.dtype) -> Iterator[tuple]:
+    generator = torch.Generator().manual_seed(3)
+    for tokens in (1, 2, 7, 16):
+        value = torch.randn(2, tokens, 3, generator=generator, dtype=dtype)
+        state = torch.randn(2, 3, generator=generator, dtype=dtype)
+        yield torch.tensor([0.0, 0.9, 1.0], dtype=dtype), value, state
+        yield torch.rand(2, tokens, 3, generator=generator, dtype=dtype), value, state
+
+
 CASES: list[Case] = [
+    Case(config=relinear.CCL(rank=5, context_dim=6), linear=False, context_dim=6),
+    Case(
+        config=relinear.CCL(rank=5, context_dim=6, norm=False, gate_depth=2, gate_width=7),
+        variant="plain",
+        context_dim=6,
+        exact=relinear.CCL(rank=16, context_dim=6, norm=False),
+    ),
+    Case(
+        config=relinear.CCL(rank=20, context_dim=6, norm=False, basis_gate=False, gate_bias=False, gate_depth=0),
+        variant="output_gate",
+        context_dim=6,
+        exact=relinear.CCL(rank=20, context_dim=6, norm=False, basis_gate=False, gate_bias=False),
+    ),
+    Case(
+        config=relinear.CCL(rank=5, context_dim=6, norm=False, output_gate=False),
+        variant="basis_gate",
+        context_dim=6,
+        exact=relinear.CCL(rank=16, context_dim=6, norm=False, output_gate=False),
+    ),
+    Case(
+        config=relinear.CCL(rank=5, norm=False, basis_gate=False, output_gate=False),
+        variant="static",
+        exact=relinear.CCL(rank=16, norm=False, basis_gate=False, output_gate=False),
+    ),
     Case(config=relinear.LowRank(rank=5), exact=relinear.LowRank(rank=16)),
     Case(config=relinear.BlockHadamard(blocks=4), exact=relinear.BlockHadamard(blocks=1)),
     Case(config=relinear.BlockHadamard(blocks=3, depth=2), variant="deep", shapes=(ODD, WIDE), bf16_tolerance=3e-2),
@@ -71,4 +124,12 @@ CASES: list[Case] = [
     Case(config=relinear.Monarch(blocks=4, rank=2), variant="padded", shapes=(ODD, (9, 15))),
 ]
 
-TWINS: list[Twin] = []
+TWINS: list[Twin] = [
+    Twin(kind="ccl", reference=functional.ccl.ccl, fast=kernels.ccl.ccl, arguments=_ccl_arguments),
+    Twin(
+        kind="context_manager",
+        reference=functional.context_manager.linear_recurrence,
+        fast=kernels.context_manager.linear_recurrence,
+        arguments=_recurrence_arguments,
+    ),
+]

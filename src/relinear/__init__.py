@@ -24,6 +24,7 @@ _LAZY = {
     "CGTConfig": "relinear.models.cgt_config",
     "specialize": "relinear.models.specialize",
     "aux_losses": "relinear.core.aux",
+    "context": "relinear.core.context",
     "from_pretrained": "relinear.surgery.checkpoint",
     "save_pretrained": "relinear.surgery.checkpoint",
     "fold_": "relinear.surgery.fold",

@@ -56,6 +56,8 @@ class OperatorConfig(Config):
     conditioned: ClassVar[bool] = False
     #: ``from_linear`` can fit a given weight
     fits_weight: ClassVar[bool] = True
+    #: what to do where it cannot
+    fit_hint: ClassVar[str] = "use init='fresh', or relinear.distill_ to fit it on data"
 
     def check_shape(self, in_features: int, out_features: int) -> None:
         """Raise ValueError, naming what would work, if a layer of this size cannot be built."""
@@ -147,10 +149,7 @@ class Operator(nn.Module):
         Raises:
             ValueError: if this operator cannot be fitted in closed form, or the shapes differ.
         """
-        raise ValueError(
-            f"{self.config.kind} has no closed-form fit of a given weight; use init='fresh', or relinear.distill_ to "
-            "fit it on data"
-        )
+        raise ValueError(f"{self.config.kind} has no closed-form fit of a given weight; {self.config.fit_hint}")
 
     def source_weight(self, linear: nn.Module) -> Tensor:
         """The matrix that ``from_linear`` is to fit, checked: of this shape, and no bias that would be lost."""

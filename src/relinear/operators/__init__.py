@@ -10,3 +10,14 @@ from relinear.operators.transponder import Transponder as Transponder
 __all__ = sorted(
     name for name, value in globals().items() if isinstance(value, type) and value.__module__.startswith(__name__)
 )
+from relinear.operators.block_hadamard import BlockHadamard
+from relinear.operators.ccl import CCL
+from relinear.operators.context_manager import ContextManager
+from relinear.operators.low_rank import LowRank
+from relinear.operators.monarch import Monarch
+from relinear.operators.output_gate import OutputGate
+from relinear.operators.path_transponder import PathTransponder
+from relinear.operators.transponder import Transponder
+
+__all__ = ["BlockHadamard", "LowRank", "Monarch", "OutputGate", "PathTransponder", "Transponder"]
+__all__ = ["CCL", "BlockHadamard", "ContextManager", "LowRank", "Monarch"]

@@ -10,6 +10,7 @@ from torch import nn
 
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import check_choice
+from relinear.core.context import check_conditioned
 from relinear.core.operator import Init, OperatorConfig, linear_features
 from relinear.core.record import METHOD, sync_record
 from relinear.surgery.select import Target, is_tied, select_targets
@@ -169,10 +170,10 @@ def _check_target(model: nn.Module, target: Target, config: OperatorConfig, init
             raise ValueError(f"{target.name}.{name} is {parameter.dtype}; only floating-point layers can be replaced")
     if init == "from_weight" and not config.fits_weight:
         raise ValueError(
-            f"{config.kind} cannot be fitted to a weight in closed form ({target.name}); use init='fresh', or "
-            "relinear.distill_ to fit it on data"
+            f"{config.kind} cannot be fitted to a weight in closed form ({target.name}); {config.fit_hint}"
         )
     try:
         config.check_shape(*linear_features(target.module))
     except ValueError as error:
         raise ValueError(f"{target.name}: {error}") from error
+    check_conditioned(model, target.name, config)

@@ -1,0 +1,29 @@
+"""The memory of a context manager: a first-order linear recurrence over the tokens, the reference form."""
+
+# Legend: B batch, T tokens, D channels
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["linear_recurrence"]
+
+
+def linear_recurrence(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
+    """s_t = decay_t * s_(t-1) + value_t, with s_(-1) = state, token by token.
+
+    Args:
+        decay: (B, T, D), or (D,) where it is the same at every token; in [0, 1].
+        value: (B, T, D).
+        state: (B, D), the state before the first token.
+
+    Returns:
+        (B, T, D), every s_t; the last one is the state to go on with.
+    """
+    decay = decay.expand_as(value)
+    states = []
+    for t in range(value.shape[1]):
+        state = decay[:, t] * state + value[:, t]
+        states.append(state)
+    return torch.stack(states, dim=1)

@@ -1,0 +1,227 @@
+"""Context-conditioned linear layers: a low-rank map whose basis and outputs are gated by a shared causal context."""
+
+# Legend: T tokens, I in_features, O out_features, R rank, C context_dim, G gate width
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from relinear.core.config import check_at_least, check_type, register
+from relinear.core.context import current_context
+from relinear.core.operator import NotLinearError, Operator, OperatorConfig
+from relinear.functional.ccl import ccl_dense, gate
+from relinear.functional.low_rank import low_rank_factors
+from relinear.kernels.ccl import ccl
+
+__all__ = ["CCL", "CCLLinear"]
+
+_OPEN = 2.0  # gate logit that from_linear starts at: sigmoid 0.88, open and yet far from saturated
+
+
+class CCLLinear(Operator):
+    """y = ((LayerNorm(x W_basis) * g_basis) W_mix + b) * g_out, the gates sigmoids of a network of the context.
+
+    Parameters: ``basis`` (R, I), ``mix`` (O, R), optional ``bias`` (O,), ``norm`` (gain and offset of R), ``trunk``
+    (the gate network's hidden layers), ``basis_gate`` (R, G) and ``output_gate`` (O, G) with biases, its last layer.
+    Needs a context (``relinear.ContextManager`` or ``relinear.context``) unless both gates are off.
+    """
+
+    config: CCL
+
+    def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
+        super().__init__(config, in_features, out_features)
+        kw = {"device": device, "dtype": dtype}
+        rank, sizes = config.rank, config.gate_sizes()
+        self.basis = nn.Parameter(torch.empty(rank, in_features, **kw))
+        self.mix = nn.Parameter(torch.empty(out_features, rank, **kw))
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
+        self.norm = nn.LayerNorm(rank, **kw) if config.norm else None
+        layers = itertools.pairwise(sizes) if config.conditioned else ()
+        self.trunk = nn.ModuleList([nn.Linear(a, b, **kw) for a, b in layers])
+        self.basis_gate = nn.Linear(sizes[-1], rank, **kw) if config.basis_gate else None
+        self.output_gate = nn.Linear(sizes[-1], out_features, **kw) if config.output_gate else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Factors as in LowRank, zero bias, unit norm; gate network as nn.Linear with its last biases at zero.
+
+        The gates then start near one half: the output at about half (one gate) or a quarter (two) of unit variance.
+        """
+        nn.init.normal_(self.basis, std=1 / math.sqrt(self.in_features))
+        nn.init.normal_(self.mix, std=1 / math.sqrt(self.config.rank))
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+        if self.norm is not None:
+            self.norm.reset_parameters()
+        for layer in self.trunk:
+            layer.reset_parameters()
+        for last in (self.basis_gate, self.output_gate):
+            if last is not None:
+                last.reset_parameters()
+                nn.init.zeros_(last.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = None
+        if self.config.conditioned:
+            features = self._features(current_context(x, self.config.context_dim, "ccl"))
+        parts = (*_affine(self.norm), *_affine(self.basis_gate), *_affine(self.output_gate), self.config.gate_bias)
+        return ccl(x, features, self.basis, self.mix, self.bias, *parts)
+
+    def _features(self, context: Tensor) -> Tensor:
+        features = context.to(self.basis.dtype)
+        for layer in self.trunk:
+            features = F.gelu(layer(features))
+        return features
+
+    def gates(self, context: Tensor | None = None) -> dict[str, Tensor]:
+        """The gates for a context (..., C): {"basis": (..., R), "output": (..., O)}, without those that are off.
+
+        Args:
+            context: by default that of the forward pass or ``relinear.context`` block which is running.
+        """
+        if not self.config.conditioned:
+            return {}
+        if context is None:
+            context = current_context(None, self.config.context_dim, "ccl")
+        features = self._features(context)
+        parts = {"basis": self.basis_gate, "output": self.output_gate}
+        return {name: gate(features, *_affine(last)) for name, last in parts.items() if last is not None}
+
+    def effective_weight(self, context: Tensor | None = None) -> Tensor:
+        """W_eff of Eq. 5 as (..., O, I), one matrix a token; the LayerNorm is left out, as in the paper."""
+        gates = self.gates(context)
+        return ccl_dense(self.basis, self.mix, gates.get("basis"), gates.get("output"))
+
+    def to_dense(self) -> Tensor:
+        """The exact matrix of every token of the current context, (..., O, I); one matrix (O, I) without gates.
+
+        Raises:
+            NotLinearError: with the LayerNorm, which makes the map non-linear (``effective_weight`` leaves it out).
+        """
+        if self.norm is not None:
+            raise NotLinearError(
+                "ccl with norm=True is not linear in its input (the LayerNorm divides by the token's own spread); use "
+                "CCL(norm=False), or effective_weight() for the paper's W_eff, which leaves the LayerNorm out"
+            )
+        return self.effective_weight()
+
+    def dense_bias(self) -> Tensor | None:
+        gates = self.gates()
+        if self.bias is None or "output" not in gates or not self.config.gate_bias:
+            return self.bias
+        return self.bias * gates["output"]
+
+    @torch.no_grad()
+    def from_linear(self, linear: nn.Module) -> Self:
+        """Truncated SVD of the weight with open gates: exactly the best fit of this rank, whatever the context.
+
+        The gates start constant at 0.88 (zero weights, open biases) and the factors make up for it; training lets the
+        context move them.
+
+        Raises:
+            ValueError: with the LayerNorm, under which no given weight is reproduced.
+        """
+        if self.norm is not None:
+            raise ValueError(f"ccl cannot take over a weight; {self.config.fit_hint}")
+        fitted = min(self.config.rank, self.in_features, self.out_features)
+        down, up = low_rank_factors(self.source_weight(linear), fitted)
+        opening = 1 / (1 + math.exp(-_OPEN))
+        inner = opening if self.basis_gate is not None else 1.0
+        outer = opening if self.output_gate is not None else 1.0
+        self.mix.zero_()  # a rank above the layer's own leaves basis rows that nothing reads yet
+        self.basis[:fitted].copy_(down)
+        self.mix[:, :fitted].copy_(up / (inner * outer))
+        for last in (self.basis_gate, self.output_gate):
+            if last is not None:
+                last.weight.zero_()
+                last.bias.fill_(_OPEN)
+        self.copy_bias_(linear)
+        if self.bias is not None and self.config.gate_bias:
+            self.bias.div_(outer)
+        return self
+
+    def flops_per_token(self) -> int:
+        rank, out = self.config.rank, self.out_features
+        hidden = sum(a * b for a, b in itertools.pairwise(self.config.gate_sizes())) if self.config.conditioned else 0
+        gates = (rank if self.basis_gate is not None else 0) + (out if self.output_gate is not None else 0)
+        network = 2 * (hidden + self.config.gate_sizes()[-1] * gates)
+        return 2 * rank * (self.in_features + out) + network + gates
+
+
+def _affine(layer: Any) -> tuple[Any, Any]:
+    return (None, None) if layer is None else (layer.weight, layer.bias)
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CCL(OperatorConfig):
+    """A context-conditioned linear layer (CCL, Eq. 1 to 4): low-rank, its basis and outputs gated by the context.
+
+    Args:
+        rank: R, width of the basis (d_basis in the paper); may exceed the layer's own sizes.
+        context_dim: C, width of the context that it reads: ``ContextManager(dim=)``.
+        basis_gate: gate the basis (Eq. 2, 3).
+        output_gate: gate the outputs (Eq. 4).
+        gate_bias: let the output gate scale the bias too (Eq. 4); False is the paper's Figure 3.
+        gate_depth: hidden layers of the gate network, with GELU; 0 reads the gates off the context by one matrix.
+        gate_width: G, their width; None means context_dim.
+        norm: LayerNorm with gain and offset after the basis (Eq. 1). ``from_linear`` and ``to_dense`` need False.
+
+    Both gates off is the paper's "Static Linear": a low-rank layer that needs no context. With one hidden layer of the
+    context's width in every gate network and the manager's default MLP, replacing the MLPs of the paper's Base-64 gives
+    10.29 M parameters, the paper's CCL-64.
+    """
+
+    kind: ClassVar[str] = "ccl"
+    module_class = CCLLinear
+
+    rank: int = 64
+    context_dim: int = 64
+    basis_gate: bool = True
+    output_gate: bool = True
+    gate_bias: bool = True
+    gate_depth: int = 1
+    gate_width: int | None = None
+    norm: bool = True
+
+    def __post_init__(self) -> None:
+        check_at_least("rank", self.rank, 1)
+        check_at_least("context_dim", self.context_dim, 1)
+        for name in ("basis_gate", "output_gate", "gate_bias", "norm"):
+            check_type(name, getattr(self, name), bool)
+        check_at_least("gate_depth", self.gate_depth, 0)
+        check_type("gate_width", self.gate_width, int, type(None))
+        if self.gate_width is not None:
+            check_at_least("gate_width", self.gate_width, 1)
+
+    @property
+    def conditioned(self) -> bool:  # type: ignore[override]
+        """Whether any gate reads the context."""
+        return self.basis_gate or self.output_gate
+
+    @property
+    def fits_weight(self) -> bool:  # type: ignore[override]
+        """Whether a given weight can be taken over: not through a LayerNorm."""
+        return not self.norm
+
+    @property
+    def fit_hint(self) -> str:  # type: ignore[override]
+        """What to do where it cannot."""
+        return (
+            "the LayerNorm between basis and gate rescales every token: use norm=False, which starts as the best "
+            "low-rank fit, or init='fresh', or relinear.distill_ to fit it on data"
+        )
+
+    def gate_sizes(self) -> tuple[int, ...]:
+        """Widths of the gate network from the context to its last hidden layer."""
+        return (self.context_dim, *[self.gate_width or self.context_dim] * self.gate_depth)
+
+    def resized(self, in_features: int, out_features: int, scale: float) -> CCL:
+        return self.replace(rank=max(1, round(self.rank * scale)))

@@ -1,0 +1,316 @@
+"""The context manager: one causal context vector a token, computed once a forward pass for all conditioned layers."""
+
+# Legend: B batch, T tokens, C dim (context width), H width of the model's embeddings, S cached and new tokens together
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, LinearAttentionLayer
+
+from relinear.core.attachment import AttachmentConfig
+from relinear.core.config import check_at_least, check_choice, check_type, register
+from relinear.core.context import ContextOwner, check_carries_context, conditioned_operators
+from relinear.kernels.context_manager import linear_recurrence
+
+__all__ = ["ContextManager", "ContextState", "SharedContext"]
+
+
+class ContextState(LinearAttentionLayer):
+    """The manager's recurrent state as one more layer of the model's cache, of constant size.
+
+    Beam search reorders it with the keys and values. It cannot be rolled back, which ``crop`` says.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: Tensor | None = None
+
+    def set(self, state: Tensor) -> None:
+        """Keep ``state`` (B, C) for the next call."""
+        self.state = state
+
+    def reset(self) -> None:
+        """Forget the sequence: the next call starts from zero."""
+        self.state = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Follow the beams."""
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows of the batch."""
+        self._select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of the batch."""
+        if self.state is not None:
+            self.state = self.state.repeat_interleave(repeats, dim=0)
+
+    def _select(self, rows: Tensor) -> None:
+        if self.state is not None:
+            self.state = self.state.index_select(0, rows.to(self.state.device))
+
+    @property
+    def is_croppable(self) -> bool:
+        """False: a recurrent state cannot be rolled back."""
+        return False
+
+    def activate_past_recording(self) -> None:
+        """Refuse: whoever asks for it is going to crop."""
+        self.crop(0)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse: assisted decoding (and whatever else crops a cache) would go on from a state of rejected tokens."""
+        raise ValueError(
+            "assisted (speculative) decoding takes tokens back, and the state of a context manager with memory cannot "
+            "be taken back; generate without assistant_model and prompt_lookup_num_tokens, or use mixer='token'"
+        )
+
+
+class _Average(nn.Module):
+    """Exponential moving averages, one learnt time constant a channel, measured in tokens."""
+
+    def __init__(self, config: ContextManager, **kw: Any) -> None:
+        super().__init__()
+        self.timescales = config.timescales
+        self.log_timescale = nn.Parameter(torch.empty(config.dim, **kw))
+
+    def reset_parameters(self) -> None:
+        channels = self.log_timescale.numel()
+        values = [math.log(self.timescales[i % len(self.timescales)]) for i in range(channels)]
+        with torch.no_grad():
+            self.log_timescale.copy_(torch.tensor(values))
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """(decay (C,), value (B, T, C)) of the recurrence, in float32."""
+        rate = torch.exp(-self.log_timescale.float())
+        return torch.exp(-rate), -torch.expm1(-rate) * features.float()
+
+    def flops_per_token(self) -> int:
+        return 3 * self.log_timescale.numel()
+
+
+class _GatedUnit(nn.Module):
+    """A minimal gated recurrent unit (Feng et al. 2024): its gate sees the token, not the state, hence the scan."""
+
+    def __init__(self, config: ContextManager, **kw: Any) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.dim, config.dim, **kw)
+        self.candidate = nn.Linear(config.dim, config.dim, **kw)
+
+    def reset_parameters(self) -> None:
+        self.gate.reset_parameters()
+        self.candidate.reset_parameters()
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """(decay (B, T, C), value (B, T, C)) of the recurrence, in float32."""
+        gate = torch.sigmoid(self.gate(features).float())
+        return 1 - gate, gate * torch.tanh(self.candidate(features).float())
+
+    def flops_per_token(self) -> int:
+        return 4 * self.gate.in_features**2 + 4 * self.gate.in_features
+
+
+_MEMORIES: dict[str, type[_Average | _GatedUnit]] = {"ema": _Average, "gru": _GatedUnit}
+
+
+class SharedContext(ContextOwner):
+    """The module that ``ContextManager`` attaches: features of the token, memory of those before it, a small MLP.
+
+    c_t = MLP(LayerNorm([e_t, s_t])), e_t the token's features, s_t the memory's state after token t; without s_t for
+    mixer="token". The state is kept in float32.
+    """
+
+    def __init__(self, config: ContextManager, vocabulary: int, hidden: int, **kw: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.context_dim = dim = config.dim
+        self.embedding = nn.Embedding(vocabulary, dim, **kw) if config.source == "tokens" else None
+        self.projection = nn.Linear(hidden, dim, bias=False, **kw) if config.source == "embeddings" else None
+        self.memory = _MEMORIES[config.mixer](config, **kw) if config.mixer in _MEMORIES else None
+        width = dim if self.memory is None else 2 * dim
+        self.norm = nn.LayerNorm(width, **kw)
+        self.hidden = nn.Linear(width, dim, **kw)
+        self.output = nn.Linear(dim, dim, **kw)
+        if self.memory is not None:
+            self.memory.reset_parameters()  # the other parts are torch's and have initialised themselves
+
+    def flops_per_token(self) -> int:
+        """Floating-point operations for one token (a multiply-add counts as two, a table look-up as none)."""
+        linear = [m for m in (self.projection, self.hidden, self.output) if m is not None]
+        flops = sum(2 * m.in_features * m.out_features for m in linear)
+        return flops + (0 if self.memory is None else self.memory.flops_per_token())
+
+    def forward(
+        self, source: Tensor, valid: Tensor | None = None, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The context and the state to go on with.
+
+        Args:
+            source: token ids (B, T), or embeddings (B, T, H), as ``config.source`` says.
+            valid: (B, T) False at padding, which must not enter the memory; None if there is none.
+            state: (B, C) after the tokens before; None at the start.
+
+        Returns:
+            context (B, T, C) and state (B, C) in float32, None without a memory.
+        """
+        table = self.projection if self.embedding is None else self.embedding
+        assert table is not None
+        features = table(source)
+        if self.memory is not None:
+            decay, value = self.memory(features)
+            if valid is not None:
+                decay = torch.where(valid[..., None], decay, 1.0)
+                value = torch.where(valid[..., None], value, 0.0)
+            start = value.new_zeros(value.shape[0], value.shape[2]) if state is None else state
+            states = linear_recurrence(decay, value, start)
+            features = torch.cat([features, states.to(features.dtype)], dim=-1)
+            state = states[:, -1]
+        return self.output(F.gelu(self.hidden(self.norm(features)))), state
+
+    def contexts(self, base: Any, inputs: dict[str, Any]) -> Tensor:
+        """The context of the base model's arguments; the state goes into, and comes from, its cache."""
+        source = self._source(base, inputs)
+        if self.memory is None:
+            return self(source)[0]
+        cache = _cache(base, inputs)
+        layer = None if cache is None else _state_layer(cache, base)
+        valid = _valid_tokens(inputs.get("attention_mask"), source.shape[1], cache)
+        context, state = self(source, valid, None if layer is None else layer.state)
+        if layer is not None and state is not None:
+            layer.set(state)
+        return context
+
+    def _source(self, base: Any, inputs: dict[str, Any]) -> Tensor:
+        tokens, embeddings = inputs.get("input_ids"), inputs.get("inputs_embeds")
+        if self.embedding is None:
+            return base.get_input_embeddings()(tokens) if embeddings is None else embeddings
+        if tokens is None:
+            raise ValueError(
+                "ContextManager(source='tokens') needs input_ids and got inputs_embeds; use source='embeddings'"
+            )
+        known = base.get_input_embeddings().num_embeddings
+        if known > self.embedding.num_embeddings:
+            raise ValueError(
+                f"the model's vocabulary has grown to {known}, the context manager knows "
+                f"{self.embedding.num_embeddings} tokens; resize the embeddings before attaching it"
+            )
+        return tokens
+
+    def extra_repr(self) -> str:
+        return str(self.config)
+
+
+def _cache(base: Any, inputs: dict[str, Any]) -> Any:
+    """The cache of this call; made here, where the model would make it, because the state must find a place in it."""
+    if base.training and getattr(base, "gradient_checkpointing", False):
+        return None  # the model drops its cache as well
+    cache = inputs.get("past_key_values")
+    use_cache = inputs.get("use_cache")
+    if cache is None and (base.config.use_cache if use_cache is None else use_cache):
+        cache = inputs["past_key_values"] = DynamicCache(config=base.config)
+    return cache
+
+
+def _state_layer(cache: Any, base: Any) -> ContextState:
+    for layer in cache.layers:
+        if isinstance(layer, ContextState):
+            return layer
+    # Layers that a cache makes on demand are found by index: the state comes after all of them.
+    while cache.layer_class_to_replicate is not None and len(cache.layers) < base.config.num_hidden_layers:
+        cache.layers.append(cache.layer_class_to_replicate())
+    length = cache.get_seq_length()
+    if isinstance(length, int) and length > 0:
+        raise ValueError(
+            f"the cache holds {length} tokens that the context manager has not seen; fill it with this model from the "
+            "first token on"
+        )
+    layer = ContextState()
+    cache.layers.append(layer)
+    return layer
+
+
+def _valid_tokens(mask: Any, tokens: int, cache: Any) -> Tensor | None:
+    """(B, T) bool from whatever attention mask the model was called with: (B, S), (B, 1, T, S), or several by kind."""
+    if isinstance(mask, dict):
+        mask = next((m for m in mask.values() if m is not None), None)
+    if mask is None:
+        return None
+    if mask.ndim == 2:
+        return mask[:, -tokens:] != 0
+    if mask.ndim == 4:
+        # A token that may not attend to itself is padding. Additive masks have 0 where attention is allowed.
+        past = 0 if cache is None else cache.get_seq_length()
+        at = torch.arange(tokens, device=mask.device)
+        own = mask[:, 0, at, at + past]
+        return own if mask.dtype == torch.bool else own == 0
+    raise ValueError(
+        f"the context manager cannot tell padding from an attention mask of shape {tuple(mask.shape)}; give one of "
+        "shape (batch, tokens)"
+    )
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContextManager(AttachmentConfig):
+    """One causal context a token, shared by all conditioned layers of a model: ``relinear.attach_(model, this)``.
+
+    The paper (CCL, Section 3.1) leaves the manager open; its parameter count implies a token embedding of its own.
+    c_t depends on tokens 0..t only, by construction.
+
+    Args:
+        dim: C, the width of the context; the ``context_dim`` of the layers that read it.
+        source: "tokens": an embedding of its own; "embeddings": a projection of the model's input embeddings (works
+            with ``inputs_embeds``, costs H * C parameters in place of vocabulary * C).
+        mixer: "token": the current token alone, no state; "ema": beside it moving averages over the past at several
+            learnt time scales; "gru": beside it a minimal gated recurrent unit. Both memories are computed in parallel
+            over a sequence, and as a recurrence with a state of constant size (in the model's cache) when decoding.
+        timescales: tokens, where the time constants of "ema" start, dealt to the channels in turn.
+
+    With a memory: padding (attention_mask 0) does not enter the state; documents packed into one row share it;
+    assisted decoding is refused.
+    """
+
+    kind: ClassVar[str] = "context_manager"
+
+    dim: int = 64
+    source: str = "tokens"
+    mixer: str = "token"
+    timescales: tuple[float, ...] = (2.0, 8.0, 32.0, 128.0)
+
+    def __post_init__(self) -> None:
+        check_at_least("dim", self.dim, 1)
+        check_choice("source", self.source, ("tokens", "embeddings"))
+        check_choice("mixer", self.mixer, ("token", *_MEMORIES))
+        check_type("timescales", self.timescales, tuple)
+        if not self.timescales:
+            raise ValueError("timescales must name at least one time constant")
+        for value in self.timescales:
+            check_type("timescales", value, float)
+            if not 0 < value < math.inf:
+                raise ValueError(f"timescales must be positive and finite, got {value!r}")
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ValueError if the context cannot be right in ``model``, or a layer in it expects another width."""
+        check_carries_context(model)
+        for name, operator in conditioned_operators(model).items():
+            if operator.config.context_dim != self.dim:
+                raise ValueError(
+                    f"{name} was built for context_dim={operator.config.context_dim}, the manager has dim={self.dim}; "
+                    "make them equal"
+                )
+
+    def attach(self, model: nn.Module) -> None:
+        """Register ``relinear_context`` on the base model, on the embedding's device and in its dtype."""
+        base = check_carries_context(model)
+        table = base.get_input_embeddings()
+        owner = SharedContext(
+            self, table.num_embeddings, table.embedding_dim, device=table.weight.device, dtype=table.weight.dtype
+        )
+        owner.train(model.training).install(base)
