@@ -19,5 +19,13 @@ from relinear.operators.output_gate import OutputGate
 from relinear.operators.path_transponder import PathTransponder
 from relinear.operators.transponder import Transponder
 
-__all__ = ["BlockHadamard", "LowRank", "Monarch", "OutputGate", "PathTransponder", "Transponder"]
-__all__ = ["CCL", "BlockHadamard", "ContextManager", "LowRank", "Monarch"]
+__all__ = [
+    "CCL",
+    "BlockHadamard",
+    "ContextManager",
+    "LowRank",
+    "Monarch",
+    "OutputGate",
+    "PathTransponder",
+    "Transponder",
+]
