@@ -1,10 +1,14 @@
 """Settings that users write: what is accepted, and what the errors say."""
 
+import json
+
 import pytest
 
+from relinear import LowRank
 from relinear.core.allocator import tune_allocator
 from relinear.core.config import parse_setting
 from relinear.core.settings import Settings
+from relinear.train import TrainSettings
 
 
 class Inner(Settings):
@@ -59,3 +63,31 @@ def test_updated_checks_again():
 
 def test_tune_allocator_is_idempotent():
     assert tune_allocator() == tune_allocator()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"step": 3}, "unknown setting 'step'; did you mean 'steps'"),
+        ({"steps": 0}, r"steps: .*greater than 0.*\(got 0\)"),
+        ({"learning_rate": float("nan")}, "learning_rate: .*finite"),
+        ({"betas": [0.9, 1.5]}, r"betas must lie in \[0, 1\)"),
+        ({"steps": 5, "warmup_steps": 5}, "warmup_steps=5 must be below steps=5"),
+        ({"schedule": "linear"}, "schedule: .*'onecycle', 'cosine', 'noam' or 'constant'"),
+        ({"operators": {"q_proj": "low_rnk:rank=3"}}, "unknown operator kind 'low_rnk'; did you mean 'low_rank'"),
+        ({"operators": {"q_proj": {"kind": "low_rank", "rnk": 3}}}, "unknown setting 'rnk'; did you mean 'rank'"),
+        ({"operators": "low_rank"}, "expected a mapping"),
+        ({"attachments": "context"}, "expected a list"),
+        ({"data": {"data": "stdlib", "tokeniser": "bytes"}}, "tokeniser"),
+    ],
+)
+def test_train_settings_refuse(values, message):
+    with pytest.raises(ValueError, match=message):
+        TrainSettings.load(values)
+
+
+def test_train_settings_survive_json():
+    settings = TrainSettings.load({"operators": {"q_proj": "low_rank:rank=3", "o_proj": None}, "layers": [0, 2]})
+    assert settings.operators["q_proj"] == {"kind": "low_rank", "rank": 3}
+    assert TrainSettings.load(json.loads(json.dumps(settings.model_dump(mode="json")))) == settings
+    assert settings.mapping == {"q_proj": LowRank(rank=3), "o_proj": None}

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
+from transformers.utils import logging
 
 from relinear.core.machine import PeakMemory
 from relinear.surgery.summary import summary
@@ -78,7 +79,8 @@ def _datasets(data: Any) -> tuple[Dataset, Dataset | None]:
 def _prepared(model: Any, settings: FitSettings) -> Iterator[None]:
     """The model as training wants it, and afterwards as it was: threads, precision, checkpointing, compilation."""
     threads, use_cache = torch.get_num_threads(), getattr(getattr(model, "config", None), "use_cache", None)
-    was_training = model.training
+    was_training, bars = model.training, logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # of writing shards: a run shows its own progress
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     if settings.dtype == "pure_bfloat16":
@@ -100,6 +102,8 @@ def _prepared(model: Any, settings: FitSettings) -> Iterator[None]:
             model.config.use_cache = use_cache  # Trainer turns it off, which would make generation slow
         torch.set_num_threads(threads)
         model.train(was_training)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _checkpointing(model: Any, on: bool) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import AutoConfig, TrainerCallback
 
 from relinear.core.config import nearest
 from relinear.core.files import write_json
@@ -58,20 +58,28 @@ def _stock_model(settings: TrainSettings, vocab_size: int | None) -> Any:
     if name in preset_names():
         sizes = {} if vocab_size is None else {"vocab_size": vocab_size}
         return from_preset(name, **sizes | settings.model_overrides)
+    model = checkpoint_room.from_pretrained(name)
+    return model if settings.dtype == "pure_bfloat16" else model.float()
+
+
+def _check_model(settings: TrainSettings) -> None:
+    """Find out what is wrong with the choice of the model before data are read: this takes a moment, they may not."""
+    name = settings.model
+    if name in preset_names():
+        with torch.device("meta"):
+            build_model(settings)
+        return
     if settings.model_overrides:
         raise ValueError(
-            f"model_overrides change the config of a preset ({', '.join(preset_names())}); {name!r} is none"
+            f"model_overrides change the config of a preset, and {name!r} is none; {nearest(name, preset_names())}"
         )
     try:
-        model = checkpoint_room.from_pretrained(name)
+        AutoConfig.from_pretrained(name)
     except OSError as error:
-        if Path(name).exists():
-            raise
         raise ValueError(
-            f"model {name!r} is neither a preset ({nearest(name, preset_names())}), nor a directory, nor a model that "
-            f"can be had from the Hub: {str(error).splitlines()[0]}"
+            f"model {name!r} is neither a preset ({nearest(name, preset_names())}), nor a directory with a model, nor a "
+            f"model that can be had from the Hub: {str(error).splitlines()[0]}"
         ) from error
-    return model if settings.dtype == "pure_bfloat16" else model.float()
 
 
 def _check_fit(model: Any, settings: TrainSettings, vocab_size: int | None) -> None:
@@ -156,9 +164,7 @@ def train(
         done = read_result(out_dir)
         if done is not None:
             return done
-    with torch.device("meta"):
-        if settings.model in preset_names():
-            build_model(settings)  # what cannot be built is found out before the data is read
+    _check_model(settings)
     data = prepare_data(settings.data)
     model = build_model(settings, data.vocab_size)
     if not resume and first:

@@ -11,12 +11,15 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from pickle import UnpicklingError  # raised by torch.load(weights_only=True) for what it refuses
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
@@ -142,6 +145,9 @@ class RelinearTrainer(Trainer):
             callbacks=list(callbacks),
         )
         self.remove_callback(PrinterCallback)
+        # Trainer counts the targets of a step by the config's loss_type, which some models (GPT-2) leave open; the loss
+        # they then fall back on shifts the labels all the same, and would come out smaller by 1 / T.
+        self._loss_shifts_labels |= getattr(model, "loss_function", None) is ForCausalLMLoss
         self.settings = settings
         self.compute_dtype = training_dtype(settings, self.args.device)
         self.tokens_seen = 0
@@ -320,6 +326,27 @@ class RelinearTrainer(Trainer):
             rotate_checkpoints(output_dir=str(home), save_total_limit=1)
         self._barrier()
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with _damage(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with _damage(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with _damage(checkpoint):
+            super()._load_rng_state(checkpoint)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Trainer only warns of weights that the checkpoint lacks; to continue with fresh ones would be another run."""
+        tied = set(getattr(self._plain_model, "all_tied_weights_keys", {}))
+        missing, unknown = sorted(set(load_result.missing_keys) - tied), sorted(load_result.unexpected_keys)
+        if missing or unknown:
+            raise ValueError(f"the checkpoint does not fit the model: missing {missing}, unknown {unknown}")
+        if load_result.missing_keys:
+            self._plain_model.tie_weights()
+
     def _barrier(self) -> None:
         self.accelerator.wait_for_everyone()
 
@@ -327,6 +354,18 @@ class RelinearTrainer(Trainer):
         """The model alone: Trainer would pickle its arguments beside it."""
         if self.args.should_save:
             save_model(self.model, Path(output_dir or self._home))
+
+
+@contextlib.contextmanager
+def _damage(checkpoint: str | None) -> Iterator[None]:
+    """Turn what the readers of safetensors and of torch's archives raise on damaged files into one ValueError."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError, UnpicklingError, EOFError) as error:
+        raise ValueError(
+            f"{checkpoint} is damaged or cut off, or of another model ({str(error).splitlines()[0]}); remove it to "
+            "start over"
+        ) from error
 
 
 def save_model(model: Any, directory: Path) -> None:

@@ -1,0 +1,99 @@
+"""The gradient of an optimiser step does not depend on how the step is divided or recomputed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from relinear import aux_losses
+from relinear.train import FitSettings, fit
+from train_helpers import TARGETS, Gradients, Tokens, probe_model
+
+SETTINGS = FitSettings(
+    steps=1, batch_size=32, warmup_steps=0, dtype="float32", max_grad_norm=0, threads=1, device="cpu", log_every=1
+)
+
+
+def assert_same(found, expected, name):
+    # Hugging Face computes the cross entropy in float32, whatever the model's dtype.
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7, msg=lambda text: f"{name}: {text}")
+
+
+def gradient(kind, **changes):
+    model, seen = probe_model(kind), Gradients()
+    result = fit(model, Tokens(), SETTINGS.updated(**changes), callbacks=[seen])
+    return seen.found, result
+
+
+def by_hand(kind):
+    """One big batch through plain autograd: cross entropy and auxiliary terms written out."""
+    model = probe_model(kind).train()
+    from relinear.train.trainer import SteadySampler
+
+    data = Tokens()
+    ids = torch.stack([data[i]["input_ids"] for i in SteadySampler(len(data), 32, 0)])
+    logits = model(input_ids=ids).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    loss = loss + sum(aux_losses(model).values())
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}, loss.item()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_division_of_a_step_changes_nothing(kind):
+    expected, loss = by_hand(kind)
+    variants = {
+        "plain": {},
+        "accumulated": {"batch_size": 8, "accumulation": 4},
+        "checkpointed": {"gradient_checkpointing": True},
+        "both": {"batch_size": 8, "accumulation": 4, "gradient_checkpointing": True},
+    }
+    for name, changes in variants.items():
+        found, result = gradient(kind, **changes)
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same(found[key], value, f"{name}, {key}")
+        row = result.curve[0]
+        assert row["loss"] == pytest.approx(loss, rel=1e-6)
+        assert row["cross_entropy"] + row["aux/energy"] == pytest.approx(loss, rel=1e-6)
+        assert row["aux/energy"] > 0
+        assert row["metric/energy"] > 0
+
+
+def test_auxiliary_loss_has_a_gradient_of_its_own():
+    """The test above would pass for a loss without the auxiliary term in both places; this one would not."""
+    with_aux, _ = gradient("llama")
+    model = probe_model("llama").train()
+    for module in model.modules():
+        if hasattr(module, "aux_losses"):
+            module.aux_losses = dict
+    seen = Gradients()
+    fit(model, Tokens(), SETTINGS, callbacks=[seen])
+    name = f"model.layers.0.mlp.{TARGETS['llama']}.up"
+    assert (with_aux[name] - seen.found[name]).abs().max() > 1e-4
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_gradient_of_one(tmp_path):
+    expected, _ = gradient("llama")
+    environment = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    script = Path(__file__).with_name("train_ranks.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    for changes in ({"batch_size": 16}, {"batch_size": 4, "accumulation": 4}):
+        settings = SETTINGS.updated(**changes).model_dump(mode="json")
+        done = subprocess.run(
+            [*command, str(tmp_path), json.dumps(settings)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr
+        found = torch.load(tmp_path / "gradients.pt", weights_only=True)
+        for key, value in expected.items():
+            assert_same(found[key], value, key)

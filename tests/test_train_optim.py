@@ -1,0 +1,95 @@
+"""Parameter groups and schedules, held against formulas and against what was asked for."""
+
+import math
+
+import pytest
+import torch
+
+from conftest import make_tiny_gpt2, make_tiny_llama
+from relinear import LowRank, replace_
+from relinear.core.operator import ParamRole
+from relinear.train import FitSettings
+from relinear.train.optim import build_optimizer, build_schedule, parameter_groups, parameter_roles
+
+SETTINGS = FitSettings(steps=100, learning_rate=1e-2, warmup_steps=10, weight_decay=0.3)
+
+
+def by_name(model, settings=SETTINGS):
+    names = {p: name for name, p in model.named_parameters()}
+    return {names[p]: group for group in parameter_groups(model, settings) for p in group["params"]}
+
+
+@pytest.mark.parametrize("make", [make_tiny_llama, make_tiny_gpt2])
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_parameter_is_in_one_group_and_only_matrices_decay(make, tied):
+    model = make(tied=tied)
+    replace_(model, {"up_proj|c_fc|.*up_proj|.*c_fc": LowRank(rank=4)})
+    groups = by_name(model)
+    assert sorted(groups) == sorted(name for name, _ in model.named_parameters())
+    for name, group in groups.items():
+        embeds = any(part in name for part in ("embed_tokens", "wte", "wpe"))
+        decays = not embeds and dict(model.named_parameters())[name].ndim > 1
+        assert group["weight_decay"] == (0.3 if decays else 0.0), name
+    assert sum(len(group["params"]) for group in parameter_groups(model, SETTINGS)) == len(list(model.parameters()))
+
+
+def test_fan_in_is_that_of_the_product():
+    model = make_tiny_gpt2()
+    roles = parameter_roles(model)
+    assert roles["transformer.h.0.mlp.c_fc.weight"].fan_in == 32  # Conv1D stores (in, out)
+    assert roles["transformer.h.0.mlp.c_proj.weight"].fan_in == 128
+    assert roles["transformer.wte.weight"].fan_in is None
+    groups = by_name(model, SETTINGS.updated(fan_in_base=64))
+    assert groups["transformer.h.0.mlp.c_fc.weight"]["lr"] == pytest.approx(2e-2)
+    assert groups["transformer.h.0.mlp.c_proj.weight"]["lr"] == pytest.approx(0.5e-2)
+    assert groups["transformer.ln_f.weight"]["lr"] == pytest.approx(1e-2)
+
+
+def test_roles_of_operators_win():
+    model = make_tiny_llama()
+    replace_(model, {"q_proj": LowRank(rank=4)})
+    operator = model.model.layers[0].self_attn.q_proj
+    operator.param_roles = lambda: {"down": ParamRole(32, 3.0, False), "up": ParamRole(4)}
+    groups = by_name(model)
+    assert groups["model.layers.0.self_attn.q_proj.down"]["lr"] == pytest.approx(3e-2)
+    assert groups["model.layers.0.self_attn.q_proj.down"]["weight_decay"] == 0
+    assert groups["model.layers.0.self_attn.q_proj.up"]["lr"] == pytest.approx(1e-2)
+
+
+def test_frozen_parameters_are_left_out():
+    model = make_tiny_llama().requires_grad_(False)
+    with pytest.raises(ValueError, match="no trainable parameters"):
+        parameter_groups(model, SETTINGS)
+    model.lm_head.requires_grad_(True)
+    assert list(by_name(model)) == ["lm_head.weight"]
+
+
+def rates(settings):
+    model = torch.nn.Linear(4, 4)
+    optimizer = build_optimizer(model, settings)
+    schedule = build_schedule(optimizer, settings)
+    out = []
+    for _ in range(settings.steps):
+        out.append(max(group["lr"] for group in optimizer.param_groups))
+        optimizer.step()
+        schedule.step()
+    return out
+
+
+def test_schedules():
+    peak, warmup, steps = 1e-2, 10, 100
+    cosine = rates(SETTINGS.updated(schedule="cosine", min_lr_ratio=0.2))
+    for step, rate in enumerate(cosine):
+        falling = 0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+        assert rate == pytest.approx(peak * (step / warmup if step < warmup else falling))
+    noam = rates(SETTINGS.updated(schedule="noam"))
+    for step, rate in enumerate(noam):
+        assert rate == pytest.approx(peak * min(step / warmup, math.sqrt(warmup / step)) if step else 0)
+    assert rates(SETTINGS.updated(schedule="constant")) == pytest.approx(
+        [peak * min(1, s / warmup) for s in range(steps)]
+    )
+    onecycle = rates(SETTINGS.updated(schedule="onecycle"))
+    assert onecycle[0] == pytest.approx(peak / 25)
+    assert max(onecycle) == pytest.approx(peak, rel=1e-3)
+    assert onecycle[-1] == pytest.approx(peak / 25 / 1e4)
+    assert onecycle.index(max(onecycle)) in (warmup - 1, warmup)

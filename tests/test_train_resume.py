@@ -1,0 +1,183 @@
+"""A run that was killed and started again ends exactly where the run that was not would have ended."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from relinear.train import FitSettings, TrainSettings, fit, read_metrics, read_result, train
+from train_helpers import Tokens, probe_model
+
+FIT = FitSettings(
+    steps=9,
+    batch_size=4,
+    accumulation=2,
+    eval_every=4,
+    log_every=2,
+    save_every=3,
+    warmup_steps=2,
+    threads=1,
+    device="cpu",
+)
+
+
+DATA = (Tokens(samples=24), Tokens(samples=8, seed=1))  # three steps go through the data once
+
+
+class Interrupt(Exception):
+    pass
+
+
+def stop_at(step):
+    def on_progress(progress):
+        if progress.step == step and progress.phase == "train":
+            raise Interrupt
+
+    return on_progress
+
+
+def dropout_model():
+    """With dropout, so that the state of the random generator matters."""
+    model = probe_model("gpt2", torch.float32)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
+    return model
+
+
+def comparable(rows):
+    timing = {"tokens_per_second", "seconds"}
+    return [{key: value for key, value in row.items() if key not in timing} for row in rows]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam"])
+@pytest.mark.parametrize("schedule", ["cosine", "onecycle"])
+def test_resumed_run_is_the_same_run(tmp_path, optimizer, schedule):
+    settings = FIT.updated(optimizer=optimizer, schedule=schedule)
+    whole = dropout_model()
+    expected = fit(whole, DATA, settings, out_dir=tmp_path / "whole")
+    folder = tmp_path / "parts"
+    for step in (5, 8):
+        with pytest.raises(Interrupt):
+            fit(dropout_model(), DATA, settings, out_dir=folder, on_progress=stop_at(step))
+    (folder / "checkpoints" / ".partial" / "checkpoint-8").mkdir(parents=True)  # as if killed while writing
+    resumed = dropout_model()
+    torch.manual_seed(123)
+    seen = []
+    result = fit(resumed, DATA, settings, out_dir=folder, on_progress=lambda p: seen.append(p.step))
+    assert min(seen) == 6  # it did not begin anew
+    assert result.validation_loss == expected.validation_loss
+    assert comparable(result.curve) == comparable(expected.curve)
+    assert comparable(read_metrics(folder / "metrics.jsonl")) == comparable(expected.curve)
+    for (name, one), other in zip(whole.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_checkpoints_hold_no_pickled_objects(tmp_path):
+    with pytest.raises(Interrupt):
+        fit(dropout_model(), DATA, FIT, out_dir=tmp_path, on_progress=stop_at(5))
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    names = {path.name for path in checkpoint.iterdir()}
+    assert checkpoint.name == "checkpoint-3"
+    assert "training_args.bin" not in names
+    for name in ("optimizer.pt", "scheduler.pt"):
+        torch.load(checkpoint / name, weights_only=True)
+    assert not any("_orig_mod" in key for key in load_file(checkpoint / "model.safetensors"))
+
+
+def test_damaged_checkpoint_is_refused(tmp_path):
+    with pytest.raises(Interrupt):
+        fit(dropout_model(), DATA, FIT, out_dir=tmp_path, on_progress=stop_at(5))
+    weights = tmp_path / "checkpoints" / "checkpoint-3" / "model.safetensors"
+    from safetensors.torch import save_file
+
+    state = load_file(weights)
+    name = next(iter(state))
+    taken = state.pop(name)
+    save_file(state, weights, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="missing"):
+        fit(dropout_model(), DATA, FIT, out_dir=tmp_path)
+    optimizer = tmp_path / "checkpoints" / "checkpoint-3" / "optimizer.pt"
+    content = optimizer.read_bytes()
+    optimizer.write_bytes(content[:500])
+    save_file(state | {name: taken}, weights, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="damaged or cut off"):
+        fit(dropout_model(), DATA, FIT, out_dir=tmp_path)
+    optimizer.write_bytes(content)
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(ValueError, match="damaged or cut off"):
+        fit(dropout_model(), DATA, FIT, out_dir=tmp_path)
+
+
+RUN = {
+    "model": "tiny",
+    "model_overrides": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+    "operators": {"up_proj": "low_rank:rank=4"},
+    "steps": 12,
+    "batch_size": 2,
+    "save_every": 5,
+    "eval_every": 5,
+    "log_every": 2,
+    "threads": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(20):
+        (folder / f"{number}.txt").write_text(f"The {number}th text says {number * 7} times: hello, world. " * 30)
+    return folder
+
+
+def run_settings(corpus, **changes):
+    data = {"data": str(corpus), "sequence_length": 32, "max_validation_tokens": 256}
+    return TrainSettings.load(RUN | {"data": data} | changes)
+
+
+KILLED = """
+import json, os, signal, sys
+from relinear.train import train
+def on_progress(progress):
+    if progress.phase == "train" and progress.step == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+train(json.loads(sys.argv[1]), sys.argv[2], on_progress=on_progress)
+"""
+
+
+def test_killed_run_continues_to_the_same_result(tmp_path, corpus):
+    settings = run_settings(corpus)
+    expected = train(settings, tmp_path / "whole")
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
+    command = [sys.executable, "-c", KILLED, json.dumps(settings.model_dump(mode="json")), str(tmp_path / "killed")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert json.loads((tmp_path / "killed" / "run.json").read_text())["status"] == "running"
+    assert read_result(tmp_path / "killed") is None
+    seen = []
+    result = train(settings, tmp_path / "killed", on_progress=lambda p: seen.append(p.step))
+    assert min(seen) == 5
+    assert result.validation_loss == expected.validation_loss
+    assert comparable(result.curve) == comparable(expected.curve)
+    weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "killed")]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    assert not (tmp_path / "killed" / "checkpoints").exists()
+
+
+def test_finished_run_returns_its_result_and_refuses_other_settings(tmp_path, corpus):
+    settings = run_settings(corpus, steps=3, save_every=0)
+    first = train(settings, tmp_path)
+    assert train(settings, tmp_path, on_progress=pytest.fail) == first
+    assert train(settings.updated(threads=None), tmp_path) == first
+    with pytest.raises(ValueError, match=r"other settings \(learning_rate 0.001 -> 0.002\)"):
+        train(settings.updated(learning_rate=0.002), tmp_path)
+    again = train(settings.updated(learning_rate=0.002), tmp_path, resume=False)
+    assert again.validation_loss != first.validation_loss
+    assert sorted(path.name for path in Path(tmp_path).iterdir()) == ["metrics.jsonl", "model", "run.json"]

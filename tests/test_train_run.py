@@ -1,0 +1,124 @@
+"""What a run refuses, what it leaves behind, and how it ends when the loss does."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from conftest import make_tiny_llama
+from relinear import LowRank, from_pretrained, replace_
+from relinear.train import FitSettings, NonFiniteLossError, fit, read_metrics, train
+from relinear.train.trainer import SteadySampler
+from test_train_resume import RUN, corpus, run_settings  # noqa: F401  (corpus is a fixture)
+from train_helpers import Tokens
+
+FIT = FitSettings(steps=4, batch_size=4, warmup_steps=0, threads=1, device="cpu", log_every=2)
+
+
+class Poisoned(torch.nn.Module):
+    """A model whose loss is NaN from the third training step on."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.calls = 0
+
+    def forward(self, input_ids, labels):
+        self.calls += self.training
+        return {"loss": self.weight.sum() * (math.nan if self.calls > 2 else 1.0)}
+
+
+def test_nan_stops_the_run_and_says_what_to_try(tmp_path):
+    model = Poisoned()
+    with pytest.raises(NonFiniteLossError, match=r"training loss is nan at step 3 of 4.*learning_rate") as error:
+        fit(model, Tokens(), FIT.updated(save_every=1), out_dir=tmp_path)
+    assert isinstance(error.value, ValueError)
+    assert torch.isfinite(model.weight).all()
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-2"]
+
+
+def test_nan_in_a_whole_run(tmp_path, corpus):  # noqa: F811
+    settings = run_settings(corpus, learning_rate=1e30, schedule="constant", warmup_steps=0, max_grad_norm=0.0)
+    with pytest.raises(NonFiniteLossError):
+        train(settings, tmp_path / "run")
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["status"] == "failed"
+    assert "learning_rate" in record["error"]
+    assert not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "tinny"}, "model_overrides.*did you mean 'tiny'"),
+        ({"model": "./no/such", "model_overrides": {}}, "neither a preset"),
+        ({"operators": {"q_prj": "low_rank"}}, "q_proj"),
+        ({"operators": {"q_proj": "low_rank:rank=500"}}, "rank=500"),
+        ({"model_overrides": {"hidden": 3}}, "hidden"),
+        ({"model_overrides": {"max_position_embeddings": 16}}, "data.sequence_length=32.*16 positions"),
+        ({"data": {"data": "/does/not/exist"}}, "/does/not/exist"),
+    ],
+)
+def test_wrong_settings_leave_nothing_behind(tmp_path, corpus, changes, message):  # noqa: F811
+    with pytest.raises(ValueError, match=message):
+        train(run_settings(corpus, **changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_model_of_a_run_is_trained_on(tmp_path, corpus):  # noqa: F811
+    first = train(run_settings(corpus, steps=30, learning_rate=1e-2), tmp_path / "one")
+    assert first.perplexity < 0.7 * first.initial_perplexity
+    model = from_pretrained(tmp_path / "one" / "model")
+    assert type(model.model.layers[0].mlp.up_proj).__name__ == "LowRankLinear"
+    assert model.config.use_cache
+    further = run_settings(corpus, model=str(tmp_path / "one" / "model"), model_overrides={}, operators={}, steps=2)
+    second = train(further, tmp_path / "two")
+    assert second.initial_perplexity == pytest.approx(first.perplexity, rel=1e-3)
+    with pytest.raises(ValueError, match="model_overrides change the config of a preset"):
+        train(further.updated(model_overrides={"hidden_size": 8}), tmp_path / "three")
+
+
+def test_vocabulary_must_hold_the_tokenizer(tmp_path, corpus):  # noqa: F811
+    overrides = RUN["model_overrides"] | {"vocab_size": 100}
+    with pytest.raises(ValueError, match="embeds 100"):
+        train(run_settings(corpus, model_overrides=overrides), tmp_path / "run")
+
+
+def test_fit_leaves_the_model_as_it_was_but_trained():
+    model = make_tiny_llama()
+    replace_(model, {"q_proj": LowRank(rank=4)})
+    threads, rows = torch.get_num_threads(), []
+    before = model.state_dict()["lm_head.weight"].clone()
+    result = fit(model, Tokens(), FIT, on_progress=rows.append)
+    assert torch.get_num_threads() == threads
+    assert model.config.use_cache
+    assert not model.training
+    assert not torch.equal(before, model.state_dict()["lm_head.weight"])
+    assert result.out_dir is None
+    assert result.validation_loss is None
+    assert [row.phase for row in rows] == ["prepare", "train", "train", "train", "train", "done"]
+    assert result.peak_memory_bytes > 1 << 20
+    assert result.flops_per_token > 0
+
+
+def test_fit_refuses():
+    model = make_tiny_llama()
+    with pytest.raises(ValueError, match="data must be"):
+        fit(model, 3, FIT)
+    with pytest.raises(ValueError, match="no samples"):
+        fit(model, [], FIT)
+    with pytest.raises(ValueError, match="no validation data"):
+        fit(model, Tokens(), FIT.updated(eval_every=1))
+    with pytest.raises(ValueError, match="no gradient checkpointing"):
+        fit(Poisoned(), Tokens(), FIT.updated(gradient_checkpointing=True))
+
+
+def test_orders_cover_the_data_and_depend_on_the_seed():
+    orders = list(SteadySampler(10, 25, seed=1))
+    assert len(orders) == 25
+    assert sorted(orders[:10]) == sorted(orders[10:20]) == list(range(10))
+    assert orders[:10] != orders[10:20]
+    assert orders == list(SteadySampler(10, 25, seed=1))
+    assert orders != list(SteadySampler(10, 25, seed=2))

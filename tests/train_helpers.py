@@ -1,0 +1,71 @@
+"""What the tests of training share: a data set, a probe operator with an auxiliary loss, runs of a tiny model."""
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from torch.utils.data import Dataset
+from transformers import TrainerCallback
+
+from conftest import make_tiny_gpt2, make_tiny_llama
+from relinear import replace_
+from relinear.core.config import register
+from relinear.core.operator import OperatorConfig
+from relinear.operators.low_rank import LowRankLinear
+
+MODELS = {"llama": make_tiny_llama, "gpt2": make_tiny_gpt2}
+TARGETS = {"llama": "up_proj", "gpt2": "c_fc"}
+
+
+class Tokens(Dataset):
+    """Random sequences that repeat every four tokens, so that a model can learn them."""
+
+    def __init__(self, samples=64, length=12, vocabulary=96, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        pattern = torch.randint(vocabulary, (samples, 4), generator=generator)
+        self.ids = pattern.repeat(1, length // 4)
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.ids[index], "labels": self.ids[index].clone()}
+
+
+class ProbeLinear(LowRankLinear):
+    """A low-rank layer with an auxiliary loss that is a mean over tokens, as HDPL's KL is, without the noise."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        self._aux_losses = {"energy": 0.1 * y.square().mean()} if self.training else {}
+        self._energy = y.detach().square().mean()
+        return y
+
+    def metrics(self):
+        return {"energy": self._energy}
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Probe(OperatorConfig):
+    kind: ClassVar[str] = "train_probe"
+    module_class = ProbeLinear
+    rank: int = 4
+
+
+def probe_model(kind="llama", dtype=torch.float64):
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    replace_(model, {TARGETS[kind]: Probe()})
+    return model.to(dtype)
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradient of the first optimiser step, as the optimiser sees it."""
+
+    def __init__(self):
+        self.found = {}
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if not self.found:
+            self.found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
