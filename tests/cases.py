@@ -120,6 +120,9 @@ CASES: list[Case] = [
     Case(config=relinear.LowRank(rank=5), exact=relinear.LowRank(rank=16)),
     Case(config=relinear.BlockHadamard(blocks=4), exact=relinear.BlockHadamard(blocks=1)),
     Case(config=relinear.BlockHadamard(blocks=3, depth=2), variant="deep", shapes=(ODD, WIDE), bf16_tolerance=3e-2),
+    Case(config=relinear.HDPL(rank=6, blocks=4, beta=0.5), linear=False, exact=relinear.HDPL(rank=32, blocks=4)),
+    Case(config=relinear.HDPL(rank=5, blocks=2, bound="free_bits"), variant="free_bits", linear=False),
+    Case(config=relinear.HDPL(rank=4, blocks=3, bound="geometric_jsd"), variant="jsd", shapes=(ODD,), linear=False),
     Case(config=relinear.Monarch(blocks=4), exact=relinear.Monarch(blocks=4, rank=4)),
     Case(config=relinear.Monarch(blocks=4, rank=2), variant="padded", shapes=(ODD, (9, 15))),
 ]

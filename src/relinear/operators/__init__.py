@@ -1,6 +1,7 @@
 """Every operator; importing a file here registers its kind, and makes its config ``relinear.NAME``."""
 
 from relinear.operators.block_hadamard import BlockHadamard as BlockHadamard
+from relinear.operators.hdpl import HDPL as HDPL
 from relinear.operators.low_rank import LowRank as LowRank
 from relinear.operators.monarch import Monarch as Monarch
 from relinear.operators.output_gate import OutputGate as OutputGate

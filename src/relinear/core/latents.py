@@ -1,0 +1,384 @@
+"""Latent variables of operators: read them, intervene on them, align their moments between models.
+
+An operator that has a latent derives from ``LatentOperator`` and hands every latent it computes to its tap, where one
+is set; everything here works for any such operator.
+"""
+
+# Legend: R latent size
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from relinear.core.config import nearest
+from relinear.core.operator import Operator
+
+__all__ = [
+    "Add",
+    "Clamp",
+    "Edit",
+    "Inject",
+    "Latent",
+    "LatentOperator",
+    "LatentTap",
+    "Latents",
+    "Replace",
+    "intervene",
+    "latent_operators",
+    "latents",
+    "moment_alignment",
+    "observe",
+]
+
+
+class Latent(NamedTuple):
+    """A Gaussian latent of one forward: z as it was used, mean mu and sigma of its posterior; all (..., R)."""
+
+    z: Tensor
+    mu: Tensor
+    sigma: Tensor
+
+
+Observer = Callable[[Latent], None]
+
+
+class LatentTap:
+    """What stands between an operator's encoder and decoder while someone reads or edits its latent."""
+
+    def __init__(self) -> None:
+        self.edits: list[Edit] = []
+        self.observers: list[Observer] = []
+
+    def __call__(self, latent: Latent) -> Tensor:
+        """The latent to decode: edited in the order of the edits, then shown to the observers."""
+        for edit in self.edits:
+            latent = latent._replace(z=edit.apply(latent))
+        # A checkpointed forward that is run again for the backward is not a new observation.
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+            for observer in self.observers:
+                observer(latent)
+        return latent.z
+
+
+class LatentOperator(Operator):
+    """An operator with a latent. Its forward calls ``self._latent_tap`` where it is not None and decodes the result."""
+
+    _transient = (*Operator._transient, "_latent_tap")
+    _latent_tap: LatentTap | None = None
+
+    @property
+    def latent_size(self) -> int:
+        """R, the number of latent dimensions."""
+        raise TypeError(f"{type(self).__name__} does not say how large its latent is")
+
+
+def latent_operators(model: nn.Module) -> dict[str, LatentOperator]:
+    """Every operator of ``model`` that has a latent, by name (each once, also where it is aliased).
+
+    Raises:
+        ValueError: if there is none.
+    """
+    found = {
+        name.replace("_orig_mod.", "").removesuffix("_orig_mod"): module
+        for name, module in model.named_modules()
+        if isinstance(module, LatentOperator)
+    }
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no operator with a latent; replace some layers by relinear.HDPL")
+    return found
+
+
+@contextlib.contextmanager
+def _tapped(operators: Mapping[str, LatentOperator], edits=(), observers=()) -> Iterator[None]:
+    """Add edits and observers, by operator name, for the length of a block; nests."""
+    added = []
+    for name, operator in operators.items():
+        outer = operator._latent_tap or LatentTap()
+        # A changed tap is a new object, so that a compiled forward sees the change.
+        tap = LatentTap()
+        tap.edits = [*outer.edits, *dict(edits).get(name, ())]
+        tap.observers = [*outer.observers, *dict(observers).get(name, ())]
+        added.append((operator, operator._latent_tap))
+        operator._latent_tap = tap
+    try:
+        yield
+    finally:
+        for operator, previous in added:
+            operator._latent_tap = previous
+
+
+class Latents(dict[str, Latent]):
+    """Latents of the last forward by operator name; filled by the forwards within the block."""
+
+    def __missing__(self, name: str) -> Latent:
+        hint = nearest(name, self) if self else "no forward has run within the block"
+        raise KeyError(f"no latent {name!r}; {hint}")
+
+
+@contextlib.contextmanager
+def latents(model: nn.Module) -> Iterator[Latents]:
+    """Read latents: ``with relinear.latents(model) as z: model(ids)`` then ``z["...q_proj"].mu``.
+
+    Holds z, mu and sigma of the last forward of every operator that has a latent, with their graph, also after the
+    block. Costs the variance encoder in eval, where it is not needed otherwise. Under non-reentrant gradient
+    checkpointing the latents are those of the forward itself, never of its recomputation; under ``torch.compile``
+    entering and leaving the block recompiles.
+
+    Raises:
+        ValueError: if no operator of ``model`` has a latent.
+    """
+    operators = latent_operators(model)
+    record = Latents()
+    with _tapped(operators, observers={name: [_Keep(record, name)] for name in operators}):
+        yield record
+
+
+@contextlib.contextmanager
+def observe(model: nn.Module, observer: Callable[[str, Latent], None]) -> Iterator[None]:
+    """Call ``observer(name, latent)`` for every latent that a forward within the block computes."""
+    operators = latent_operators(model)
+    with _tapped(operators, observers={name: [lambda l, name=name: observer(name, l)] for name in operators}):
+        yield
+
+
+@dataclasses.dataclass(frozen=True)
+class _Keep:
+    record: Latents
+    name: str
+
+    def __call__(self, latent: Latent) -> None:
+        self.record[self.name] = latent
+
+
+# Interventions
+
+Values = float | Sequence[float] | Tensor
+
+
+class Edit:
+    """A change of a latent. Subclasses say what is checked beforehand and what happens to z."""
+
+    def check(self, name: str, size: int) -> None:
+        """Raise ValueError if this cannot be applied to the latent of ``size`` dimensions of operator ``name``."""
+
+    def apply(self, latent: Latent) -> Tensor:
+        """The new z (..., R)."""
+        raise TypeError(f"{type(self).__name__} does not say what it does")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _OnDims(Edit):
+    """An edit of some dimensions by values that are given beforehand."""
+
+    def values(self) -> dict[str, Values | None]:
+        """The values by field name."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("dims", "scale")}
+
+    def check(self, name: str, size: int) -> None:
+        dims = getattr(self, "dims", None)
+        if dims is not None:
+            wrong = [d for d in dims if not isinstance(d, int) or not -size <= d < size]
+            if wrong or not dims:
+                raise ValueError(f"{name}: dims={tuple(dims)} must be indices into a latent of size {size}")
+        width = size if dims is None else len(dims)
+        for field, value in self.values().items():
+            shape = () if value is None else torch.as_tensor(value).shape
+            if shape and shape[-1] not in (1, width):
+                raise ValueError(
+                    f"{name}: {type(self).__name__}({field}=...) has shape {tuple(shape)}; its last dimension must be "
+                    f"{width} (or 1, or a number)"
+                )
+
+    def apply(self, latent: Latent) -> Tensor:
+        dims = getattr(self, "dims", None)
+        if dims is None:
+            return self.change(latent.z)
+        z = latent.z.clone()
+        z[..., list(dims)] = self.change(latent.z[..., list(dims)])
+        return z
+
+    def change(self, z: Tensor) -> Tensor:
+        """The new values of the chosen dimensions z (..., R or len(dims))."""
+        raise TypeError(f"{type(self).__name__} does not say what it does")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Clamp(_OnDims):
+    """Keep z within bounds. minimum, maximum: numbers or (R,); dims: the latent dimensions it applies to, or all."""
+
+    minimum: Values | None = None
+    maximum: Values | None = None
+    dims: Sequence[int] | None = None
+
+    def check(self, name: str, size: int) -> None:
+        if self.minimum is None and self.maximum is None:
+            raise ValueError(f"{name}: Clamp needs a minimum, a maximum or both")
+        super().check(name, size)
+
+    def change(self, z: Tensor) -> Tensor:
+        if self.minimum is not None:
+            z = torch.maximum(z, _like(self.minimum, z))
+        return z if self.maximum is None else torch.minimum(z, _like(self.maximum, z))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Add(_OnDims):
+    """z + scale * direction. direction: a number, (R,) or anything that broadcasts to z (..., R)."""
+
+    direction: Values
+    scale: float = 1.0
+    dims: Sequence[int] | None = None
+
+    def change(self, z: Tensor) -> Tensor:
+        return z + self.scale * _fitting(self.direction, z)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Replace(_OnDims):
+    """Set z, or some dimensions of it, to given values: a number, (R,) or anything that broadcasts to z (..., R)."""
+
+    value: Values
+    dims: Sequence[int] | None = None
+
+    def change(self, z: Tensor) -> Tensor:
+        return _fitting(self.value, z).expand_as(z)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inject(Edit):
+    """Take z from outside, with its graph: what a hypernetwork would do.
+
+    Args:
+        source: a tensor that broadcasts to z (..., R), or a function of the ``Latent`` (z, mu, sigma) that returns one;
+            gradients flow into it.
+    """
+
+    source: Tensor | Callable[[Latent], Tensor]
+
+    def check(self, name: str, size: int) -> None:
+        if isinstance(self.source, Tensor):
+            if self.source.ndim == 0 or self.source.shape[-1] != size:
+                raise ValueError(
+                    f"{name}: Inject got shape {tuple(self.source.shape)}; its last dimension must be {size}"
+                )
+        elif not callable(self.source):
+            raise ValueError(f"{name}: Inject takes a tensor or a function of the latent, got {self.source!r}")
+
+    def apply(self, latent: Latent) -> Tensor:
+        value = self.source if isinstance(self.source, Tensor) else self.source(latent)
+        return _fitting(value, latent.z).expand_as(latent.z)
+
+
+def _like(value: Values, z: Tensor) -> Tensor:
+    return torch.as_tensor(value, dtype=z.dtype, device=z.device)
+
+
+def _fitting(value: Values, z: Tensor) -> Tensor:
+    value = _like(value, z)
+    extra = value.ndim > z.ndim
+    if extra or any(v not in (1, s) for v, s in zip(reversed(value.shape), reversed(z.shape))):
+        raise ValueError(f"values of shape {tuple(value.shape)} do not broadcast to a latent of shape {tuple(z.shape)}")
+    return value
+
+
+@contextlib.contextmanager
+def intervene(model: nn.Module, edits: Mapping[str, Edit | Sequence[Edit]]) -> Iterator[None]:
+    """Change latents of every forward within the block: ``with relinear.intervene(model, {"q_proj": Clamp(-1, 1)}):``.
+
+    Args:
+        model: any model with operators that have a latent, compiled or not.
+        edits: operator name -> an edit (``Clamp``, ``Add``, ``Replace``, ``Inject``) or a sequence of them, applied in
+            order. A name is exact or a dotted suffix ("q_proj" means that of every layer); an operator that several
+            names reach takes the edits of all, in their order. Blocks nest, the outer edits come first.
+
+    Raises:
+        ValueError: before anything has changed, on a name that is no operator with a latent (naming the nearest ones),
+            on values of a wrong shape, and in training under gradient checkpointing, where a backward after the block
+            would recompute the forward without the edits.
+    """
+    operators = latent_operators(model)
+    if model.training and getattr(model, "is_gradient_checkpointing", False):
+        raise ValueError(
+            "cannot intervene in training under gradient checkpointing: a backward after the block would recompute "
+            "without the edits; call model.gradient_checkpointing_disable(), or model.eval()"
+        )
+    chosen: dict[str, list[Edit]] = {}
+    for pattern, given in edits.items():
+        names = [name for name in operators if name == pattern or name.endswith(f".{pattern}")]
+        if not names:
+            raise ValueError(f"no operator with a latent is named {pattern!r}; {nearest(pattern, operators)}")
+        for edit in [given] if isinstance(given, Edit) else list(given):
+            if not isinstance(edit, Edit):
+                raise ValueError(f"{pattern}: expected Clamp, Add, Replace or Inject, got {edit!r}")
+            for name in names:
+                edit.check(name, operators[name].latent_size)
+                chosen.setdefault(name, []).append(edit)
+    with _tapped({name: operators[name] for name in chosen}, edits=chosen):
+        yield
+
+
+# Moments
+
+
+def moments(latent: Latent) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation (R,) of the aggregated posterior: the mixture of N(mu, sigma^2) over all tokens."""
+    mu = latent.mu.flatten(0, -2).to(torch.promote_types(latent.mu.dtype, torch.float32))
+    variance = latent.sigma.flatten(0, -2).to(mu.dtype).square().mean(0) + mu.var(0, correction=0)
+    return mu.mean(0), variance.sqrt()
+
+
+def moment_alignment(
+    a: nn.Module | Mapping[str, Latent], b: nn.Module | Mapping[str, Latent], *, names: Mapping[str, str] | None = None
+) -> Tensor:
+    """How far the latents of two models lie apart: squared Wasserstein-2 distance of their moments, a scalar loss.
+
+    Each latent's aggregated posterior over all tokens of the last forward is taken as a diagonal Gaussian; the distance
+    is |m_a - m_b|^2 + |s_a - s_b|^2, averaged over latent dimensions and operators. Differentiable in both models
+    (detach one side's latents, or run it under ``no_grad``, to align the other to it).
+
+    Args:
+        a, b: models within ``relinear.latents`` blocks that have run a forward, or what those blocks returned.
+        names: operator name in ``a`` -> name in ``b``; by default equal names.
+
+    Raises:
+        ValueError: if no forward was recorded, the names do not match, or two latents differ in size.
+    """
+    first, second = _recorded(a), _recorded(b)
+    if names is None:
+        if first.keys() != second.keys():
+            differing = sorted(first.keys() ^ second.keys())
+            raise ValueError(f"the latents have different names ({', '.join(differing[:4])} ...); pass names={{a: b}}")
+        names = {name: name for name in first}
+    if not names:
+        raise ValueError("names is empty: there is nothing to align")
+    distances = []
+    for ours, theirs in names.items():
+        for name, record in ((ours, first), (theirs, second)):
+            if name not in record:
+                raise ValueError(f"no latent {name!r} was recorded; {nearest(name, record)}")
+        (mean_a, std_a), (mean_b, std_b) = moments(first[ours]), moments(second[theirs])
+        if mean_a.shape != mean_b.shape:
+            raise ValueError(f"{ours} has {len(mean_a)} latent dimensions and {theirs} has {len(mean_b)}")
+        distances.append(((mean_a - mean_b).square() + (std_a - std_b).square()).mean())
+    return torch.stack(distances).mean()
+
+
+def _recorded(source: nn.Module | Mapping[str, Latent]) -> Mapping[str, Latent]:
+    if not isinstance(source, nn.Module):
+        record: Mapping[str, Latent] = source
+    else:
+        record = {}
+        for operator in latent_operators(source).values():
+            observers = operator._latent_tap.observers if operator._latent_tap else []
+            for observer in observers:
+                if isinstance(observer, _Keep) and observer.name in observer.record:
+                    record = observer.record
+    if not record:
+        raise ValueError("no latents were recorded: run the model within `with relinear.latents(model):` first")
+    return record

@@ -1,0 +1,170 @@
+"""The Hybrid Dual-Path Linear map (Khasia 2026, arXiv 2602.07070) and the divergences that regularise its latent."""
+
+# Legend: I in, O out, K blocks, R latent size
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu, softplus
+
+from relinear.functional.block_diagonal import block_diagonal, block_diagonal_of, block_diagonal_to_dense
+from relinear.functional.low_rank import low_rank_factors
+
+__all__ = [
+    "HDPLOutput",
+    "bounded_kl",
+    "free_bits_kl",
+    "gaussian_kl",
+    "geometric_jsd",
+    "hdpl",
+    "hdpl_decode",
+    "hdpl_fit",
+    "hdpl_sample",
+]
+
+
+class HDPLOutput(NamedTuple):
+    """What ``hdpl`` returns: y (..., O), z and mu (..., R), logvar (..., R) or None where nothing was sampled."""
+
+    y: Tensor
+    z: Tensor
+    mu: Tensor
+    logvar: Tensor | None
+
+
+def hdpl(
+    x: Tensor,
+    blocks: Tensor,
+    mu_weight: Tensor,
+    mu_bias: Tensor,
+    logvar_weight: Tensor,
+    logvar_bias: Tensor,
+    decoder: Tensor,
+    bias: Tensor | None = None,
+    noise: Tensor | None = None,
+) -> HDPLOutput:
+    """y = diag(W_1 .. W_K) x + D silu(z) + bias, with z ~ N(mu(x), sigma(x)^2), or z = mu(x) without noise (Eq. 1-7).
+
+    Args:
+        x: (..., I).
+        blocks: (K, O/K, I/K).
+        mu_weight, mu_bias: (R, I) and (R,), the encoder of the mean.
+        logvar_weight, logvar_bias: (R, I) and (R,), the encoder of log sigma^2; unused without noise.
+        decoder: D (O, R).
+        bias: (O,) or None.
+        noise: standard normal (..., R), or None for the deterministic form.
+    """
+    mu = linear(x, mu_weight, mu_bias)
+    if noise is None:
+        return HDPLOutput(hdpl_decode(x, mu, blocks, decoder, bias), mu, mu, None)
+    logvar = linear(x, logvar_weight, logvar_bias)
+    z = hdpl_sample(mu, logvar, noise)
+    return HDPLOutput(hdpl_decode(x, z, blocks, decoder, bias), z, mu, logvar)
+
+
+def hdpl_sample(mu: Tensor, logvar: Tensor, noise: Tensor) -> Tensor:
+    """z = mu + exp(logvar / 2) * noise (Eq. 6), in at least float32, returned in mu's dtype; all (..., R)."""
+    return (_upcast(mu) + torch.exp(0.5 * _upcast(logvar)) * noise).to(mu.dtype)
+
+
+def hdpl_decode(x: Tensor, z: Tensor, blocks: Tensor, decoder: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The detail path of x (..., I) plus the context path of a given latent z (..., R); see ``hdpl``."""
+    return block_diagonal(x, blocks) + linear(silu(z), decoder, bias)
+
+
+def gaussian_kl(mu: Tensor, logvar: Tensor) -> Tensor:
+    """KL(N(mu, sigma^2) || N(0, 1)) of each dimension, in nats (a summand of Eq. 8); (..., R), at least float32."""
+    mu, logvar = _upcast(mu), _upcast(logvar)
+    return 0.5 * (mu.square() + torch.expm1(logvar) - logvar)
+
+
+def bounded_kl(kl: Tensor, bound: float = math.log(2)) -> tuple[Tensor, Tensor]:
+    """The paper's regulariser (Eq. 9): KL summed over dimensions, clamped at ln 2. Clamped tokens have no gradient.
+
+    Args:
+        kl: (..., R), of ``gaussian_kl``.
+        bound: in nats.
+
+    Returns:
+        the loss of each token (...,), and whether it is clamped (...,).
+    """
+    total = kl.sum(-1)
+    return total.clamp(max=bound), total.detach() >= bound
+
+
+def free_bits_kl(kl: Tensor, free: float) -> tuple[Tensor, Tensor]:
+    """KL with free bits in each dimension (Kingma et al. 2016, arXiv 1606.04934): sum_j max(free, KL_j).
+
+    Taken for each token rather than for a mean over the batch, so that accumulated batches give the gradient of one
+    large batch. Opposite to the paper's bound, the gradient vanishes below the threshold rather than above it.
+
+    Args:
+        kl: (..., R), of ``gaussian_kl``.
+        free: nats that a dimension may use at no cost.
+
+    Returns:
+        the loss of each token (...,), and the share of its dimensions without gradient (...,).
+    """
+    return kl.clamp(min=free).sum(-1), (kl.detach() <= free).to(kl.dtype).mean(-1)
+
+
+def geometric_jsd(mu: Tensor, logvar: Tensor) -> Tensor:
+    """Geometric Jensen-Shannon divergence between N(mu, sigma^2) and N(0, 1), in nats, summed over dimensions.
+
+    JS_G(p, q) = (KL(p || g) + KL(q || g)) / 2 with g the normalised geometric mean sqrt(p q) (Nielsen 2019,
+    arXiv 1904.04017; Deasy et al. 2020, arXiv 2006.10599). For Gaussians g is the Gaussian with the mean precision:
+    with v = sigma^2, l = log v, g = N(mu / (1 + v), 2 v / (1 + v)), and a dimension's divergence comes to
+
+        (sinh(l / 2)^2 - log cosh(l / 2)) / 2 + mu^2 cosh(l) / (4 (1 + v)),
+
+    which has a gradient everywhere and, unlike the plain Jensen-Shannon divergence, no upper bound.
+
+    Args:
+        mu, logvar: (..., R).
+
+    Returns:
+        (...,) in float32 or better.
+    """
+    mu, logvar = _upcast(mu), _upcast(logvar)
+    half = 0.5 * logvar
+    # In forms that do not overflow before v does: log cosh a = |a| + log((1 + exp(-2 |a|)) / 2), and
+    # cosh(l) / (1 + v) = (v + 1/v) / (2 (1 + v)).
+    log_cosh = half.abs() + softplus(-2 * half.abs()) - math.log(2)
+    shape = 0.5 * (torch.sinh(half).square() - log_cosh)
+    mean = mu.square() * (torch.sigmoid(logvar) + torch.exp(-logvar) * torch.sigmoid(-logvar)) / 8
+    return (shape + mean).sum(-1)
+
+
+def hdpl_fit(weight: Tensor, blocks: int, rank: int, sweeps: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+    """Least-squares blocks and low-rank part of a weight: diag(B_1 .. B_K) + up down, by alternation from the SVD.
+
+    Starts from the diagonal blocks of the weight and the truncated SVD of the rest, then solves for blocks, ``up`` and
+    ``down`` in turn; the error never rises.
+
+    Args:
+        weight: (O, I).
+        blocks: K.
+        rank: of the low-rank part, at most min(O, I); may be 0.
+
+    Returns:
+        blocks (K, O/K, I/K), down (rank, I) with orthonormal rows, up (O, rank); in float64.
+    """
+    weight = weight.detach().double()
+    local = block_diagonal_of(weight, blocks)
+    down, up = low_rank_factors(weight - block_diagonal_to_dense(local), rank)
+    for _ in range(sweeps if rank else 0):
+        local = block_diagonal_of(weight - up @ down, blocks)
+        rest = weight - block_diagonal_to_dense(local)
+        up, _ = torch.linalg.qr(rest @ down.T)
+        down = up.T @ rest
+    local = block_diagonal_of(weight - up @ down, blocks)
+    u, s, down = torch.linalg.svd(down, full_matrices=False)
+    return local, down, up @ (u * s)
+
+
+def _upcast(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,193 @@
+"""HDPL layers (Khasia 2026): a block-diagonal detail path plus a low-rank variational context path."""
+
+# Legend: I in_features, O out_features, K blocks, R latent size (rank)
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from relinear.core.config import check_at_least, check_choice, check_divides, register
+from relinear.core.latents import Latent, LatentOperator
+from relinear.core.operator import OperatorConfig
+from relinear.functional.hdpl import (
+    bounded_kl,
+    free_bits_kl,
+    gaussian_kl,
+    geometric_jsd,
+    hdpl,
+    hdpl_decode,
+    hdpl_fit,
+    hdpl_sample,
+)
+
+__all__ = ["HDPL", "HDPLLinear"]
+
+#: log sigma^2 after ``from_linear``: noise of 2 % of a latent of unit variance
+_FITTED_LOGVAR = -8.0
+
+
+class HDPLLinear(LatentOperator):
+    """y = diag(W_1 .. W_K) x + D silu(z) + bias with z ~ N(mu(x), sigma(x)^2) in training and z = mu(x) in eval.
+
+    Parameters: ``blocks`` (K, O/K, I/K), ``mu.weight`` (R, I), ``mu.bias`` (R,), ``logvar.weight`` (R, I),
+    ``logvar.bias`` (R,), ``decoder.weight`` (O, R), optional ``bias`` (O,).
+    """
+
+    config: HDPL
+    _transient = (*LatentOperator._transient, "_metrics")
+
+    def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
+        super().__init__(config, in_features, out_features)
+        kw = {"device": device, "dtype": dtype}
+        k = config.blocks
+        self.blocks = nn.Parameter(torch.empty(k, out_features // k, in_features // k, **kw))
+        self.mu = nn.Linear(in_features, config.rank, **kw)
+        self.logvar = nn.Linear(in_features, config.rank, **kw)
+        self.decoder = nn.Linear(config.rank, out_features, bias=False, **kw)
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
+        self._metrics: dict[str, Tensor] = {}
+        self.reset_parameters()
+
+    @property
+    def latent_size(self) -> int:
+        return self.config.rank
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The authors' initialisation.
+
+        In a square layer every block starts as the identity plus noise of 0.01; other blocks, the encoder of mu and the
+        decoder are orthogonal; the encoder of the variance starts at zero (sigma = 1), as do all biases.
+        """
+        if self.in_features == self.out_features:
+            nn.init.normal_(self.blocks, std=0.01)
+            self.blocks.diagonal(dim1=1, dim2=2).add_(1)
+        else:
+            for block in self.blocks:
+                _orthogonal_(block)
+        _orthogonal_(self.mu.weight)
+        _orthogonal_(self.decoder.weight)
+        for zero in (self.mu.bias, self.logvar.weight, self.logvar.bias, self.bias):
+            if zero is not None:
+                nn.init.zeros_(zero)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = None
+        if self.training:
+            # One draw for all tokens and dimensions, in at least float32, where the generator is fastest.
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            noise = torch.randn(*x.shape[:-1], self.config.rank, device=x.device, dtype=dtype)
+        tap = self._latent_tap
+        if tap is None or (self.training and not tap.edits):
+            weights = (self.mu.weight, self.mu.bias, self.logvar.weight, self.logvar.bias, self.decoder.weight)
+            y, z, mu, logvar = hdpl(x, self.blocks, *weights, self.bias, noise)
+            if tap is not None and logvar is not None:
+                tap(Latent(z, mu, torch.exp(0.5 * logvar)))
+        else:
+            mu, logvar = self.mu(x), self.logvar(x)
+            z = mu if noise is None else hdpl_sample(mu, logvar, noise)
+            z = tap(Latent(z, mu, torch.exp(0.5 * logvar)))
+            y = hdpl_decode(x, z, self.blocks, self.decoder.weight, self.bias)
+        if noise is not None and logvar is not None:
+            self._regularise(mu, logvar)
+        return y
+
+    def _regularise(self, mu: Tensor, logvar: Tensor) -> None:
+        config = self.config
+        if config.bound == "geometric_jsd":
+            divergence = loss = geometric_jsd(mu, logvar)
+            clamped = torch.zeros_like(loss)
+        else:
+            kl = gaussian_kl(mu, logvar)
+            divergence = kl.sum(-1)
+            loss, clamped = bounded_kl(kl) if config.bound == "clamp" else free_bits_kl(kl, config.free_nats_per_dim)
+        self._aux_losses = {"latent": config.beta * loss.mean()}
+        self._metrics = {"clamped": clamped.to(loss.dtype).mean().detach(), "divergence": divergence.mean().detach()}
+
+    def metrics(self) -> dict[str, Tensor]:
+        """``clamped``: share of tokens (of token dimensions with free bits) whose regulariser has no gradient;
+        ``divergence``: nats a token between posterior and prior, before any bound."""
+        return self._metrics
+
+    @torch.no_grad()
+    def from_linear(self, linear: nn.Module) -> Self:
+        """Block-diagonal part plus a low-rank part of rank R // 2, which the context path holds exactly in eval.
+
+        The identity silu(z) - silu(-z) = z makes two latent dimensions with opposite encoders and opposite decoders one
+        exactly linear dimension, at any scale of the input. Blocks and low-rank part are fitted together
+        (``functional.hdpl.hdpl_fit``). Dimensions left over keep a fresh encoder and a zero decoder. The variance
+        encoder is set to log sigma^2 = -8, so that noise in training stays near 2 % of a latent of unit variance.
+        """
+        weight = self.source_weight(linear)
+        pairs = min(self.config.rank // 2, *weight.shape)
+        blocks, down, up = hdpl_fit(weight, self.config.blocks, pairs)
+        self.blocks.copy_(blocks)
+        self.mu.weight[: 2 * pairs].copy_(torch.cat([down, -down]))
+        self.decoder.weight.copy_(nn.functional.pad(torch.cat([up, -up], 1), (0, self.config.rank - 2 * pairs)))
+        self.mu.bias.zero_()
+        self.logvar.weight.zero_()
+        self.logvar.bias.fill_(_FITTED_LOGVAR)
+        self.copy_bias_(linear)
+        return self
+
+    def flops_per_token(self) -> int:
+        """Of a training forward; eval saves the variance encoder's 2 R I."""
+        return 2 * sum(p.numel() for p in (self.blocks, self.mu.weight, self.logvar.weight, self.decoder.weight))
+
+
+def _orthogonal_(matrix: Tensor) -> None:
+    # QR exists in float32 only, and not at all for a tensor without data.
+    if not matrix.is_meta:
+        matrix.copy_(nn.init.orthogonal_(torch.empty_like(matrix, dtype=torch.float32)))
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HDPL(OperatorConfig):
+    """A block-diagonal detail path plus a variational bottleneck (Eq. 1-9).
+
+    Args:
+        rank: R, latent dimensions of the context path.
+        blocks: K, blocks of the detail path; must divide in_features and out_features.
+        beta: weight of the regulariser, a mean over tokens.
+        bound: how the divergence from the standard normal prior is bounded. "clamp" is the paper's: the KL of a token
+            clamped at ln 2, which has no gradient for a clamped token (nearly all of them at the usual sizes; see the
+            metric ``clamped``). "free_bits": each dimension's KL above ``free_nats``. "geometric_jsd": the closed form
+            of the divergence that the paper's is a proxy of. The last two do regularise.
+        free_nats: free nats of a latent dimension with "free_bits"; None shares the paper's ln 2 out over R dimensions.
+    """
+
+    kind: ClassVar[str] = "hdpl"
+    module_class = HDPLLinear
+
+    rank: int = 128
+    blocks: int = 8
+    beta: float = 0.001
+    bound: str = "clamp"
+    free_nats: float | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least("rank", self.rank, 1)
+        check_at_least("blocks", self.blocks, 1)
+        check_at_least("beta", self.beta, 0, integer=False)
+        check_choice("bound", self.bound, ("clamp", "free_bits", "geometric_jsd"))
+        if self.free_nats is not None:
+            check_at_least("free_nats", self.free_nats, 0, integer=False)
+            if self.bound != "free_bits":
+                raise ValueError(f"free_nats={self.free_nats} has a meaning with bound='free_bits' only")
+
+    @property
+    def free_nats_per_dim(self) -> float:
+        """The threshold of "free_bits" in nats a dimension."""
+        return math.log(2) / self.rank if self.free_nats is None else self.free_nats
+
+    def check_shape(self, in_features: int, out_features: int) -> None:
+        check_divides("blocks", self.blocks, in_features=in_features, out_features=out_features)
+
+    def resized(self, in_features: int, out_features: int, scale: float) -> HDPL:
+        return self.replace(rank=max(1, round(self.rank * scale)))
