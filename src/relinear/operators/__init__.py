@@ -2,6 +2,8 @@
 
 from relinear.operators.block_hadamard import BlockHadamard as BlockHadamard
 from relinear.operators.hdpl import HDPL as HDPL
+from relinear.operators.ccl import CCL as CCL
+from relinear.operators.context_manager import ContextManager as ContextManager
 from relinear.operators.low_rank import LowRank as LowRank
 from relinear.operators.monarch import Monarch as Monarch
 from relinear.operators.output_gate import OutputGate as OutputGate
@@ -11,22 +13,3 @@ from relinear.operators.transponder import Transponder as Transponder
 __all__ = sorted(
     name for name, value in globals().items() if isinstance(value, type) and value.__module__.startswith(__name__)
 )
-from relinear.operators.block_hadamard import BlockHadamard
-from relinear.operators.ccl import CCL
-from relinear.operators.context_manager import ContextManager
-from relinear.operators.low_rank import LowRank
-from relinear.operators.monarch import Monarch
-from relinear.operators.output_gate import OutputGate
-from relinear.operators.path_transponder import PathTransponder
-from relinear.operators.transponder import Transponder
-
-__all__ = [
-    "CCL",
-    "BlockHadamard",
-    "ContextManager",
-    "LowRank",
-    "Monarch",
-    "OutputGate",
-    "PathTransponder",
-    "Transponder",
-]
