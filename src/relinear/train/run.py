@@ -77,8 +77,8 @@ def _check_model(settings: TrainSettings) -> None:
         AutoConfig.from_pretrained(name)
     except OSError as error:
         raise ValueError(
-            f"model {name!r} is neither a preset ({nearest(name, preset_names())}), nor a directory with a model, nor a "
-            f"model that can be had from the Hub: {str(error).splitlines()[0]}"
+            f"model {name!r} is neither a preset ({nearest(name, preset_names())}), nor a directory with a model, nor "
+            f"a model that can be had from the Hub: {str(error).splitlines()[0]}"
         ) from error
 
 
