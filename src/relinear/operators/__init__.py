@@ -1,6 +1,8 @@
 """Every operator; importing a file here registers its kind, and makes its config ``relinear.NAME``."""
 
 from relinear.operators.block_hadamard import BlockHadamard as BlockHadamard
+from relinear.operators.ccl import CCL as CCL
+from relinear.operators.context_manager import ContextManager as ContextManager
 from relinear.operators.hdpl import HDPL as HDPL
 from relinear.operators.ccl import CCL as CCL
 from relinear.operators.context_manager import ContextManager as ContextManager
