@@ -4,8 +4,6 @@ from relinear.operators.block_hadamard import BlockHadamard as BlockHadamard
 from relinear.operators.ccl import CCL as CCL
 from relinear.operators.context_manager import ContextManager as ContextManager
 from relinear.operators.hdpl import HDPL as HDPL
-from relinear.operators.ccl import CCL as CCL
-from relinear.operators.context_manager import ContextManager as ContextManager
 from relinear.operators.low_rank import LowRank as LowRank
 from relinear.operators.monarch import Monarch as Monarch
 from relinear.operators.output_gate import OutputGate as OutputGate
