@@ -1,0 +1,173 @@
+"""What keeps a context slow, spread out and informative: the regularisers of the CGT paper, one function an equation.
+
+Sums over positions and samples that the paper writes with a proportionality sign are averages here, so that a weight
+means the same for every length and batch size.
+"""
+
+# Legend: B batch, T positions, E width of y
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from relinear.core.config import check_choice
+
+__all__ = [
+    "continuity",
+    "decorrelation",
+    "estimation_kernel",
+    "exponential_kernel",
+    "gaussian_process_kl",
+    "gaussian_process_matching",
+    "kernel_profile",
+    "moment_matching",
+    "profile",
+    "rbf_kernel",
+]
+
+
+def _directions(y: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(y, dim=-1)
+
+
+def _weights(weights: Tensor | None, length: int, like: Tensor) -> Tensor:
+    """zeta with mean one over the positions; constant for None."""
+    if weights is None:
+        return like.new_ones(length)
+    if weights.shape != (length,):
+        raise ValueError(f"a weight profile of {length} values is needed, got shape {tuple(weights.shape)}")
+    return (weights / weights.mean()).to(like)
+
+
+def continuity(y: Tensor, weights: Tensor | None = None) -> Tensor:
+    """R_C: mean over s >= 2 of zeta(s) ||n_s - n_{s-1}||^2 with n = y / ||y|| (CGT, Section 3.4).
+
+    Args:
+        y: (B, T, E) with T >= 2.
+        weights: zeta(s) for all T positions (the first is not used), scaled to mean one over those used; None for 1.
+    """
+    n = _directions(y)
+    steps = (n[:, 1:] - n[:, :-1]).square().sum(-1)
+    return (steps * _weights(None if weights is None else weights[1:], steps.shape[1], y)).mean()
+
+
+def decorrelation(y: Tensor, weights: Tensor | None = None) -> Tensor:
+    """R_D: mean over s and over pairs of different samples of zeta(s) (n_s^a . n_s^b)^2 (CGT, Section 3.4).
+
+    The diagonal pairs of the paper's sum are zero by normalisation. 0 for a batch of one.
+
+    Args:
+        y: (B, T, E).
+        weights: zeta(s), (T,), scaled to mean one; None for 1.
+    """
+    batch = y.shape[0]
+    if batch < 2:
+        return y.new_zeros(())
+    n = _directions(y).transpose(0, 1)
+    products = (n @ n.mT).square().sum((-1, -2)) - n.square().sum(-1).square().sum(-1)
+    return (products * _weights(weights, y.shape[1], y)).mean() / (batch * (batch - 1))
+
+
+def profile(kind: str, length: int) -> Tensor:
+    """zeta(s), s = 1 .. length, with mean one: ``constant``, ``linear`` (s), ``quadratic`` (s^2) or ``second_half``."""
+    check_choice("profile", kind, ("constant", "linear", "quadratic", "second_half"))
+    s = torch.arange(1, length + 1, dtype=torch.float32)
+    shapes = {"constant": s**0, "linear": s, "quadratic": s**2, "second_half": (s > length / 2).float()}
+    return shapes[kind] / shapes[kind].mean()
+
+
+def kernel_profile(kernel: Tensor) -> Tensor:
+    """zeta(s) = -kappa_2(s) with kappa_2(s) = sum_t K^-1[s, t] (s - t)^2 (CGT, Appendix A.3), scaled to mean one.
+
+    Args:
+        kernel: (T, T), the prior covariance of y.
+    """
+    inverse = torch.linalg.inv(kernel.double())
+    s = torch.arange(len(kernel), dtype=torch.float64, device=kernel.device)
+    kappa = -(inverse * (s[:, None] - s).square()).sum(-1)
+    return (kappa / kappa.mean()).float()
+
+
+def _distances(length: int) -> Tensor:
+    s = torch.arange(length, dtype=torch.float64)
+    return (s[:, None] - s).abs()
+
+
+def rbf_kernel(length: int, scale: float = 0.1, nu: float = 0.03) -> Tensor:
+    """nu I + (1 - nu) exp(-|s - t|^2 / 2 lambda^2), (T, T), lambda a share ``scale`` of the length (Appendix B.2.3)."""
+    smooth = torch.exp(-_distances(length).square() / (2 * (scale * length) ** 2))
+    return nu * torch.eye(length, dtype=torch.float64) + (1 - nu) * smooth
+
+
+def exponential_kernel(length: int, scale: float = 0.1) -> Tensor:
+    """exp(-|s - t| / lambda), (T, T), lambda a share ``scale`` of the length (Appendix A.1)."""
+    return torch.exp(-_distances(length) / (scale * length))
+
+
+def estimation_kernel(length: int, noise: float = 1.0) -> Tensor:
+    """1 + eps^2 min(s, t) / (s t) = 1 + eps^2 / max(s, t), (T, T): estimating a mean from s samples (Eq. 1).
+
+    Its smallest eigenvalues fall as eps^2 / T^2, so that it is inverted in float64 only.
+    """
+    s = torch.arange(1, length + 1, dtype=torch.float64)
+    return 1 + noise**2 / torch.maximum(s[:, None], s)
+
+
+def gaussian_process_kl(mean: Tensor, log_variance: Tensor, kernel: Tensor, *, constants: bool = False) -> Tensor:
+    """The KL terms of the VAE loss (CGT, Eq. 2 and 7) for beta_y = 1, averaged over samples, positions and components.
+
+    1/2 sum_is [-log sigma + K^-1_ss sigma] + 1/2 sum_ist K^-1_st mu_is mu_it, where sigma is the **variance** of q:
+    that reading makes it the divergence between q = N(mu, diag sigma) and the Gaussian process N(0, K), up to constants
+    (Eq. 6 writes sigma^2 for the same thing).
+
+    Args:
+        mean, log_variance: (B, T, E).
+        kernel: (T, T).
+        constants: add log det K - T, which makes the value the divergence itself.
+    """
+    length = mean.shape[1]
+    if kernel.shape != (length, length):
+        raise ValueError(f"the kernel must be {length} by {length} for {length} positions, got {tuple(kernel.shape)}")
+    wide = kernel.double()
+    inverse = torch.linalg.inv(wide).to(mean)
+    quadratic = torch.einsum("bse,st,bte->", mean, inverse, mean) / mean.shape[0]
+    diagonal = (inverse.diagonal()[:, None] * log_variance.exp() - log_variance).sum((-1, -2)).mean()
+    total = quadratic + diagonal
+    if constants:
+        total = total + mean.shape[2] * (torch.logdet(wide) - length).to(mean)
+    return 0.5 * total / (length * mean.shape[2])
+
+
+def gaussian_process_matching(y: Tensor, kernel: Tensor, positions: Tensor | None = None) -> Tensor:
+    """R_P: 1/N sum_s ||mu_s||^2 + 1/N^2 sum_stij (<dy_si dy_tj> - K_st delta_ij)^2 (CGT, Appendix A.2).
+
+    Averages <.> run over the batch; dy is y minus its batch mean mu.
+
+    Args:
+        y: (B, T, E).
+        kernel: (T, T).
+        positions: indices of a subset of positions to estimate on, to save time; None takes all T.
+    """
+    if positions is not None:
+        y, kernel = y[:, positions], kernel[positions][:, positions]
+    batch, length, width = y.shape
+    mean = y.mean(0)
+    deviation = (y - mean).reshape(batch, length * width)
+    covariance = (deviation.T @ deviation / batch).view(length, width, length, width)
+    eye = torch.eye(width, dtype=y.dtype, device=y.device)
+    wanted = kernel.to(y)[:, None, :, None] * eye[None, :, None, :]
+    return mean.square().sum() / length + (covariance - wanted).square().sum() / length**2
+
+
+def moment_matching(y: Tensor) -> Tensor:
+    """R'_D: mean over s of ||<y_s>||^2 + sum_ij (<dy_si dy_sj> - delta_ij)^2 (CGT, Appendix A.2, simplified form).
+
+    Args:
+        y: (B, T, E); <.> is the mean over the batch and dy = y - <y>.
+    """
+    mean = y.mean(0)
+    deviation = (y - mean).transpose(0, 1)
+    covariance = deviation.mT @ deviation / y.shape[0]
+    eye = torch.eye(y.shape[-1], dtype=y.dtype, device=y.device)
+    return mean.square().sum(-1).mean() + (covariance - eye).square().sum((-1, -2)).mean()

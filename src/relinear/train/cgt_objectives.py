@@ -1,0 +1,242 @@
+"""What a Contextually Guided Transformer is trained on: the auxiliary loss, the regularisers, and their sum."""
+
+# Legend: B batch, T tokens, E width of y, H tokens of the rest
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from relinear.core.aux import share_of_batch
+from relinear.core.config import check_at_least, check_choice
+from relinear.models import cgt_losses
+
+__all__ = ["CGTObjective", "GuidedTraining", "auxiliary_loss", "draw_splits", "rest_of"]
+
+#: what marks a position that does not count, by the name of a batch's entry
+_PADDING = {"labels": -100, "target_mask": 0}
+
+
+def draw_splits(
+    batch: int,
+    length: int,
+    *,
+    horizon: int | None = None,
+    allowed: tuple[int, ...] | None = None,
+    shared: bool = False,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Where the prefix of each sequence ends: (B,) numbers of tokens in it, uniform over what is possible.
+
+    The prefix has at least one token and the rest at least two, so that something is predicted; with a horizon, the
+    rest has all of its horizon + 1 tokens (CGT, Section 3.2).
+
+    Args:
+        batch, length: B and T.
+        horizon: Delta, or None for the whole rest.
+        allowed: draw from these only (the ends of examples, say); None for every position.
+        shared: one split for the whole batch, which wastes no computation on padding.
+        device: of the result.
+
+    Raises:
+        ValueError: if no split is possible.
+    """
+    last = length - 2 if horizon is None else length - 1 - horizon
+    possible = [s for s in (range(1, last + 1) if allowed is None else allowed) if 1 <= s <= last]
+    if not possible:
+        raise ValueError(
+            f"no split leaves a prefix and a rest: length={length}, horizon={horizon}, allowed={allowed}; splits must "
+            f"lie in 1 .. {last}"
+        )
+    drawn = torch.randint(len(possible), (1 if shared else batch,), device=device)
+    return torch.tensor(possible, device=device)[drawn].expand(batch)
+
+
+def rest_of(
+    batch: Mapping[str, Tensor], splits: Tensor, horizon: int | None = None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """What follows each prefix, aligned to the left and padded with positions that do not count.
+
+    Args:
+        batch: entries of shape (B, T, ...); with ``labels`` or ``target_mask`` among them, which mark the padding.
+        splits: (B,), tokens in each prefix.
+        horizon: Delta; the rest is cut after Delta + 1 tokens.
+
+    Returns:
+        The entries with H positions each, and the original position of every one of them, (B, H).
+    """
+    length = next(iter(batch.values())).shape[1]
+    count = length - int(splits.min())
+    count = count if horizon is None else min(count, horizon + 1)
+    source = splits[:, None] + torch.arange(count, device=splits.device)
+    inside = source < length
+    index = source.clamp(max=length - 1)
+    rows = torch.arange(len(splits), device=splits.device)[:, None]
+    rest = {name: value[rows, index] for name, value in batch.items()}
+    for name, padding in _PADDING.items():
+        if name in rest:
+            rest[name] = torch.where(inside, rest[name], torch.as_tensor(padding, dtype=rest[name].dtype))
+    return rest, source
+
+
+def auxiliary_loss(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    context: Tensor,
+    splits: Tensor,
+    *,
+    horizon: int | None = None,
+    positions: Literal["restart", "continue"] = "restart",
+    **kwargs: Any,
+) -> Tensor:
+    """L_aux: the loss on the rest of each sequence, with y frozen at the end of its prefix (CGT, Section 3.2).
+
+    Attention there does not see the prefix: y is all that is left of it, and gradients reach the prefix through y.
+
+    Args:
+        model: a ``CGTForCausalLM`` or ``CGTForRegression``.
+        batch: its inputs, each (B, T, ...), with labels or targets.
+        context: (B, T, E), y as computed for the whole sequences.
+        splits: (B,), from ``draw_splits``.
+        horizon: Delta, or None for the whole rest.
+        positions: whether the rest counts its positions from 0, as a specialised model does by default, or goes on.
+        kwargs: for the model (``num_items_in_batch``).
+    """
+    rest, source = rest_of(batch, splits, horizon)
+    rows = torch.arange(len(splits), device=splits.device)
+    frozen = context[rows, splits - 1]
+    if positions == "continue":
+        kwargs["position_ids"] = source.clamp(max=next(iter(batch.values())).shape[1] - 1)
+    return model(**rest, frozen_context=frozen, use_cache=False, **kwargs).loss
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CGTObjective:
+    """L' = eta L_ce + (1 - eta) L_aux + w_C R_C + w_D R_D (CGT, Eq. 3), with the alternatives of Appendix A.
+
+    Args:
+        eta: share of the ordinary loss; 1 leaves the auxiliary loss out (and does not compute it).
+        horizon, splits, shared_split, positions: of the auxiliary loss, see ``draw_splits`` and ``auxiliary_loss``.
+        continuity: w_C.
+        decorrelation: w_D; the paper takes half of w_C.
+        profile: zeta_C = zeta_D: ``constant``, ``linear``, ``quadratic``, ``second_half``, or ``kernel``, which derives
+            it from the prior's kernel (Appendix A.3).
+        kl: beta_y of the VAE form; needs a model with ``variational=True``.
+        matching: weight of R_P, the Gaussian-process matching regulariser, estimated on ``matching_positions`` random
+            positions.
+        moments: weight of R'_D, its simplified form.
+        kernel: the prior, ``rbf`` (nu I + (1 - nu) RBF), ``exponential`` or ``estimation`` (Eq. 1).
+        kernel_scale: lambda as a share of the length (rbf, exponential), or eps (estimation).
+        kernel_nu: nu of rbf.
+    """
+
+    eta: float = 0.5
+    horizon: int | None = None
+    splits: tuple[int, ...] | None = None
+    shared_split: bool = False
+    positions: Literal["restart", "continue"] = "restart"
+    continuity: float = 0.0
+    decorrelation: float = 0.0
+    profile: str = "constant"
+    kl: float = 0.0
+    matching: float = 0.0
+    matching_positions: int = 16
+    moments: float = 0.0
+    kernel: Literal["rbf", "exponential", "estimation"] = "rbf"
+    kernel_scale: float = 0.1
+    kernel_nu: float = 0.03
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.eta <= 1:
+            raise ValueError(f"eta must lie in [0, 1], got {self.eta!r}")
+        for name in ("continuity", "decorrelation", "kl", "matching", "moments"):
+            check_at_least(name, getattr(self, name), 0, integer=False)
+        check_at_least("matching_positions", self.matching_positions, 2)
+        if self.horizon is not None:
+            check_at_least("horizon", self.horizon, 1)
+        check_choice("positions", self.positions, ("restart", "continue"))
+        check_choice("profile", self.profile, ("constant", "linear", "quadratic", "second_half", "kernel"))
+        check_choice("kernel", self.kernel, ("rbf", "exponential", "estimation"))
+
+    def prior(self, length: int) -> Tensor:
+        """The (T, T) covariance of the prior, in float64."""
+        if self.kernel == "rbf":
+            return cgt_losses.rbf_kernel(length, self.kernel_scale, self.kernel_nu)
+        if self.kernel == "exponential":
+            return cgt_losses.exponential_kernel(length, self.kernel_scale)
+        return cgt_losses.estimation_kernel(length, self.kernel_scale)
+
+    def regularizers(self, context: Tensor, log_variance: Tensor | None) -> dict[str, Tensor]:
+        """The weighted regularisers of y (B, T, E) that are switched on, by name."""
+        length = context.shape[1]
+        terms: dict[str, Tensor] = {}
+        if self.continuity or self.decorrelation:
+            shape = self.profile
+            weights = (
+                cgt_losses.kernel_profile(self.prior(length))
+                if shape == "kernel"
+                else cgt_losses.profile(shape, length)
+            ).to(context.device)
+            if self.continuity:
+                terms["continuity"] = self.continuity * cgt_losses.continuity(context, weights)
+            if self.decorrelation:
+                terms["decorrelation"] = self.decorrelation * cgt_losses.decorrelation(context, weights)
+        if self.kl or self.matching:
+            prior = self.prior(length).to(context.device)
+            if self.kl:
+                if log_variance is None:
+                    raise ValueError("kl needs the variance of y: build the model with variational=True")
+                terms["kl"] = self.kl * cgt_losses.gaussian_process_kl(context, log_variance, prior)
+            if self.matching:
+                chosen = torch.randperm(length, device=context.device)[: self.matching_positions].sort().values
+                terms["matching"] = self.matching * cgt_losses.gaussian_process_matching(context, prior, chosen)
+        if self.moments:
+            terms["moments"] = self.moments * cgt_losses.moment_matching(context)
+        return terms
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Any]:
+        """(loss, its weighted terms by name, the model's output on the whole sequences) for one batch."""
+        output = model(**batch, use_cache=False)
+        terms = {"ce": self.eta * output.loss}
+        if self.eta < 1:
+            size, length = output.context.shape[:2]
+            splits = draw_splits(
+                size,
+                length,
+                horizon=self.horizon,
+                allowed=self.splits,
+                shared=self.shared_split,
+                device=output.context.device,
+            )
+            aux = auxiliary_loss(model, batch, output.context, splits, horizon=self.horizon, positions=self.positions)
+            terms["aux"] = (1 - self.eta) * aux
+        terms |= self.regularizers(output.context, output.context_log_variance)
+        return torch.stack(list(terms.values())).sum(), terms, output
+
+
+class GuidedTraining(nn.Module):
+    """A CGT together with its objective, as a module that returns a loss: what ``relinear.train.fit`` takes.
+
+    In training mode the loss is the objective's, in evaluation the model's own. ``terms`` holds the weighted terms of
+    the last training loss, detached.
+    """
+
+    def __init__(self, model: nn.Module, objective: CGTObjective):
+        super().__init__()
+        self.model = model
+        self.objective = objective
+        self.terms: dict[str, Tensor] = {}
+
+    def forward(self, num_items_in_batch: Tensor | None = None, **batch: Tensor) -> dict[str, Any]:
+        """``{"loss", "logits"}`` for a batch; weighted for accumulation when ``num_items_in_batch`` is given."""
+        if not self.training:
+            output = self.model(**batch, use_cache=False)
+            return {"loss": output.loss, "logits": output.logits}
+        loss, terms, output = self.objective(self.model, batch)
+        self.terms = {name: term.detach() for name, term in terms.items()}
+        share = share_of_batch({"num_items_in_batch": num_items_in_batch, "labels": batch.get("labels")})
+        return {"loss": loss * share, "logits": output.logits}

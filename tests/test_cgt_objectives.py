@@ -1,0 +1,231 @@
+"""Every term of the CGT paper's losses against a loop over its indices, or against torch.distributions."""
+
+import pytest
+import torch
+
+from relinear.models import cgt_losses as losses
+from relinear.train.cgt_objectives import CGTObjective, GuidedTraining, auxiliary_loss, draw_splits, rest_of
+from test_cgt import make_cgt
+
+B, T, E = 4, 6, 3
+
+
+@pytest.fixture
+def y():
+    return torch.randn(B, T, E)
+
+
+def unit(y):
+    return y / y.norm(dim=-1, keepdim=True)
+
+
+def test_continuity(y):
+    zeta, n = torch.rand(T) + 0.1, unit(y)
+    scaled = zeta[1:] / zeta[1:].mean()
+    total = sum(scaled[s - 1] * (n[b, s] - n[b, s - 1]).pow(2).sum() for b in range(B) for s in range(1, T))
+    torch.testing.assert_close(losses.continuity(y, zeta), total / (B * (T - 1)))
+    assert losses.continuity(y[:, :1].expand(-1, T, -1)) < 1e-12
+
+
+def test_decorrelation(y):
+    zeta, n = torch.rand(T) + 0.1, unit(y)
+    total = 0.0
+    for s in range(T):
+        for a in range(B):
+            for b in range(B):
+                total += zeta[s] / zeta.mean() * ((n[a, s] @ n[b, s]) - float(a == b)) ** 2
+    torch.testing.assert_close(losses.decorrelation(y, zeta), total / (T * B * (B - 1)))
+    assert losses.decorrelation(torch.eye(E)[:, None].expand(-1, T, -1)) < 1e-12
+    assert losses.decorrelation(y[:1]) == 0
+
+
+@pytest.mark.parametrize(
+    "kernel", [losses.rbf_kernel(T, 0.3, 0.1), losses.exponential_kernel(T, 0.4), losses.estimation_kernel(T, 0.7)]
+)
+def test_kl_is_the_divergence_from_the_process(y, kernel):
+    log_variance = torch.randn(B, T, E) * 0.3
+    value = losses.gaussian_process_kl(y, log_variance, kernel, constants=True)
+    prior = torch.distributions.MultivariateNormal(torch.zeros(T), kernel.float())
+    total = sum(
+        torch.distributions.kl_divergence(
+            torch.distributions.MultivariateNormal(y[b, :, i], torch.diag(log_variance[b, :, i].exp())), prior
+        )
+        for b in range(B)
+        for i in range(E)
+    )
+    torch.testing.assert_close(value, total / (B * T * E), rtol=1e-3, atol=1e-3)
+
+
+def test_kl_is_equation_two(y):
+    log_variance, kernel = torch.randn(B, T, E) * 0.3, losses.exponential_kernel(T, 0.5)
+    inverse, sigma = torch.linalg.inv(kernel).float(), log_variance.exp()
+    total = 0.0
+    for b in range(B):
+        for i in range(E):
+            for s in range(T):
+                total += 0.5 * (-sigma[b, s, i].log() + inverse[s, s] * sigma[b, s, i])
+                total += sum(0.5 * inverse[s, t] * y[b, s, i] * y[b, t, i] for t in range(T))
+    torch.testing.assert_close(losses.gaussian_process_kl(y, log_variance, kernel), total / (B * T * E))
+
+
+def test_kernels_are_the_papers():
+    for s in range(1, T + 1):
+        for t in range(1, T + 1):
+            rbf = 0.9 * torch.exp(torch.tensor(-((s - t) ** 2) / (2 * (0.3 * T) ** 2))) + 0.1 * float(s == t)
+            assert losses.rbf_kernel(T, 0.3, 0.1)[s - 1, t - 1] == pytest.approx(rbf.item())
+            assert losses.exponential_kernel(T, 0.3)[s - 1, t - 1] == pytest.approx(
+                2.718281828 ** (-abs(s - t) / (0.3 * T))
+            )
+            assert losses.estimation_kernel(T, 0.5)[s - 1, t - 1] == pytest.approx(1 + 0.25 * min(s, t) / (s * t))
+
+
+def test_estimation_kernel_is_the_covariance_of_running_means():
+    rho = torch.randn(200_000, 1) + 0.8 * torch.randn(200_000, T)
+    estimates = rho.cumsum(1) / torch.arange(1, T + 1)
+    torch.testing.assert_close(torch.cov(estimates.T), losses.estimation_kernel(T, 0.8).float(), atol=0.02, rtol=0.02)
+
+
+def test_kernel_profile():
+    """Uniform away from the ends for a stationary kernel, growing for estimation (Appendix A.3)."""
+    zeta = losses.kernel_profile(losses.exponential_kernel(20, 0.2))
+    torch.testing.assert_close(zeta[1:-1], zeta[1].expand(18), rtol=1e-4, atol=1e-4)
+    growing = losses.kernel_profile(losses.estimation_kernel(20, 1.0))
+    assert (growing[1:-1].diff() > 0).all()
+    inverse = torch.linalg.inv(losses.estimation_kernel(5, 1.0))
+    slow = torch.tensor([-sum(inverse[s, t] * (s - t) ** 2 for t in range(5)) for s in range(5)])
+    torch.testing.assert_close(losses.kernel_profile(losses.estimation_kernel(5, 1.0)), (slow / slow.mean()).float())
+
+
+def test_gaussian_process_matching(y):
+    kernel = losses.rbf_kernel(T, 0.3)
+    mean = y.mean(0)
+    total = sum(mean[s].pow(2).sum() for s in range(T)) / T
+    for s in range(T):
+        for t in range(T):
+            for i in range(E):
+                for j in range(E):
+                    moment = ((y[:, s, i] - mean[s, i]) * (y[:, t, j] - mean[t, j])).mean()
+                    total = total + (moment - kernel[s, t].float() * float(i == j)) ** 2 / T**2
+    torch.testing.assert_close(losses.gaussian_process_matching(y, kernel), total)
+    some = torch.tensor([0, 2, 5])
+    torch.testing.assert_close(
+        losses.gaussian_process_matching(y, kernel, some),
+        losses.gaussian_process_matching(y[:, some], kernel[some][:, some]),
+    )
+
+
+def test_moment_matching(y):
+    total = 0.0
+    for s in range(T):
+        mean = y[:, s].mean(0)
+        deviation = y[:, s] - mean
+        total += mean.pow(2).sum()
+        for i in range(E):
+            for j in range(E):
+                total += ((deviation[:, i] * deviation[:, j]).mean() - float(i == j)) ** 2
+    torch.testing.assert_close(losses.moment_matching(y), total / T)
+
+
+def test_profiles():
+    for kind in ("constant", "linear", "quadratic", "second_half"):
+        assert losses.profile(kind, 8).mean() == pytest.approx(1.0)
+    torch.testing.assert_close(losses.profile("quadratic", 3), torch.tensor([1.0, 4.0, 9.0]) * 3 / 14)
+    with pytest.raises(ValueError, match="profile"):
+        losses.profile("cubic", 3)
+
+
+def test_splits_leave_a_prefix_and_a_rest():
+    drawn = torch.cat([draw_splits(64, 7) for _ in range(20)])
+    assert set(drawn.tolist()) == set(range(1, 6))
+    drawn = torch.cat([draw_splits(64, 7, horizon=3) for _ in range(20)])
+    assert set(drawn.tolist()) == {1, 2, 3}
+    assert set(draw_splits(64, 7, allowed=(2, 4, 6)).tolist()) == {2, 4}
+    assert len(set(draw_splits(64, 7, shared=True).tolist())) == 1
+    with pytest.raises(ValueError, match="horizon=9"):
+        draw_splits(2, 7, horizon=9)
+
+
+@pytest.mark.parametrize("horizon", [None, 3])
+@pytest.mark.parametrize("positions", ["restart", "continue"])
+def test_auxiliary_loss_against_one_sequence_at_a_time(horizon, positions):
+    model = make_cgt()
+    ids = torch.randint(0, 50, (3, 9))
+    splits = torch.tensor([2, 5, 4])
+    context = model.context(ids)
+    with torch.no_grad():
+        loss = auxiliary_loss(
+            model, {"input_ids": ids, "labels": ids}, context, splits, horizon=horizon, positions=positions
+        )
+        total, count = 0.0, 0
+        for row, split in zip(ids, splits.tolist()):
+            rest = row[None, split : None if horizon is None else split + horizon + 1]
+            y = model.context(row[None, :split])[:, -1]
+            start = split if positions == "continue" else 0
+            where = torch.arange(start, start + rest.shape[1])[None]
+            logits = model(rest, frozen_context=y, position_ids=where).logits[0, :-1]
+            total += torch.nn.functional.cross_entropy(logits, rest[0, 1:], reduction="sum")
+            count += rest.shape[1] - 1
+    torch.testing.assert_close(loss, total / count, rtol=1e-4, atol=1e-4)
+
+
+def test_rest_pads_with_positions_that_do_not_count():
+    batch = {"vectors": torch.randn(2, 5, 3), "target_mask": torch.ones(2, 5, dtype=torch.bool)}
+    rest, source = rest_of(batch, torch.tensor([1, 3]))
+    assert rest["target_mask"].tolist() == [[True] * 4, [True, True, False, False]]
+    assert source.tolist() == [[1, 2, 3, 4], [3, 4, 5, 6]]
+    torch.testing.assert_close(rest["vectors"][1, :2], batch["vectors"][1, 3:])
+
+
+def test_objective_is_equation_three():
+    torch.manual_seed(5)
+    model = make_cgt().train()
+    ids = torch.randint(0, 50, (4, 9))
+    batch = {"input_ids": ids, "labels": ids}
+    objective = CGTObjective(eta=0.3, splits=(4,), continuity=0.08, decorrelation=0.04, moments=0.01, matching=0.02)
+    loss, terms, output = objective(model, batch)
+    assert set(terms) == {"ce", "aux", "continuity", "decorrelation", "moments", "matching"}
+    plain = model(ids, labels=ids)
+    aux = auxiliary_loss(model, batch, plain.context, torch.full((4,), 4))
+    expected = 0.3 * plain.loss + 0.7 * aux + 0.08 * losses.continuity(plain.context)
+    expected = expected + 0.04 * losses.decorrelation(plain.context) + 0.01 * losses.moment_matching(plain.context)
+    torch.testing.assert_close(loss, expected + terms["matching"])
+    loss.backward()
+    # The prefix learns from the rest through y alone.
+    assert model.transformer.context_wte.weight.grad.abs().sum() > 0
+    assert output.logits.shape == (4, 9, 50)
+
+
+def test_gradient_reaches_the_prefix_through_y_only():
+    model = make_cgt()
+    ids = torch.randint(0, 50, (2, 9))
+    context = model(ids).context
+    splits = torch.tensor([3, 3])
+    loss = auxiliary_loss(model, {"input_ids": ids, "labels": ids}, context, splits)
+    (grad,) = torch.autograd.grad(loss, context)
+    assert grad[:, 2].abs().sum() > 0
+    assert grad[:, :2].abs().sum() == 0
+    assert grad[:, 3:].abs().sum() == 0
+
+
+def test_variational_objective():
+    model = make_cgt(variational=True, context_norm=False).train()
+    ids = torch.randint(0, 50, (4, 9))
+    for kernel in ("rbf", "exponential", "estimation"):
+        _, terms, _ = CGTObjective(kl=0.1, kernel=kernel)(model, {"input_ids": ids, "labels": ids})
+        assert torch.isfinite(terms["kl"])
+    with pytest.raises(ValueError, match="variational"):
+        CGTObjective(kl=0.1)(make_cgt().train(), {"input_ids": ids, "labels": ids})
+    with pytest.raises(ValueError, match="eta"):
+        CGTObjective(eta=1.5)
+
+
+def test_accumulated_micro_batches_give_the_gradient_of_one_batch():
+    model = make_cgt().train()
+    guided = GuidedTraining(model, CGTObjective(splits=(4,), continuity=0.1)).train()
+    ids = torch.randint(0, 50, (4, 9))
+    guided(input_ids=ids, labels=ids)["loss"].backward()
+    whole = model.transformer.wpe.weight.grad.clone()
+    model.zero_grad()
+    for half in ids.split(2):
+        guided(input_ids=half, labels=half, num_items_in_batch=torch.tensor(32))["loss"].backward()
+    torch.testing.assert_close(model.transformer.wpe.weight.grad, whole)
