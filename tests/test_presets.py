@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GPT2LMHeadModel, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 
 import relinear
 from relinear.models import HeadBias, from_preset, preset_config, preset_names
@@ -103,6 +103,29 @@ def test_head_bias_refuses_what_it_cannot_do(tiny_gpt2):
         HeadBias().apply_(tiny_gpt2)
     with pytest.raises(ValueError, match="output head"):
         HeadBias().apply_(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("load", [AutoModelForCausalLM.from_pretrained, relinear.from_pretrained])
+def test_a_preset_with_operators_comes_back_with_its_head_bias(tmp_path, load):
+    model = from_preset("gpt2-ccl-64", vocab_size=97, n_layer=2).eval()
+    relinear.replace_(model, {"c_fc": relinear.LowRank(rank=4)})
+    with torch.no_grad():
+        model.lm_head.bias.normal_()
+    model.save_pretrained(tmp_path)
+    torch.manual_seed(1)
+    loaded = load(tmp_path).eval()
+    ids = torch.arange(60)[None]
+    assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert torch.equal(loaded.lm_head.bias, model.lm_head.bias)
+
+
+@pytest.mark.parametrize("load", [AutoModelForCausalLM.from_pretrained, relinear.from_pretrained])
+def test_a_preset_without_operators_comes_back_with_its_head_bias(tmp_path, load):
+    model = from_preset("gpt2-ccl-64", vocab_size=97, n_layer=1).eval()
+    with torch.no_grad():
+        model.lm_head.bias.normal_()
+    relinear.save_pretrained(model, tmp_path)
+    assert torch.equal(load(tmp_path).lm_head.bias, model.lm_head.bias)
 
 
 def test_public_names():

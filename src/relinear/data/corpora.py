@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from relinear.data.cache import cache_folder
+from relinear.data.hub import hub_sources
 from relinear.data.settings import DataSettings
-from relinear.data.sources import Source, hub_sources, local_sources, stdlib_source
+from relinear.data.sources import Source, local_sources, stdlib_source
 
 __all__ = ["SPLITS", "Corpus", "iter_texts", "open_corpus"]
 
@@ -37,7 +38,7 @@ def open_corpus(settings: DataSettings) -> Corpus:
         return Corpus(settings, hub_sources(settings.data, settings.text_column, settings.max_documents, cache))
     siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, [*siblings, "stdlib"], n=1)
-    hint = f"; did you mean {str(path.with_name(close[0])) if close[0] in siblings else close[0]!r}?" if close else ""
+    hint = f"; did you mean {str(path.with_name(close[0])) if close[0] in siblings else close[0]!r}?" if close else "."
     raise ValueError(
         f"no data at {settings.data!r}{hint} Give 'stdlib', an existing file or folder, or a Hugging Face Hub name "
         "(owner/name or owner/name:config)"

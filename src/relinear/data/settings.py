@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
+from relinear.core.settings import Settings
 from relinear.data.tokenizers import check_tokenizer_name
 
 __all__ = ["DataSettings"]
 
 
-class DataSettings(BaseModel):
+class DataSettings(Settings):
     """Which text, cut and tokenised how. Unknown keys and values out of range are errors.
 
     Args:
@@ -28,8 +29,6 @@ class DataSettings(BaseModel):
         cache_dir: folder of tokenised data; by default ``$RELINEAR_CACHE``, else ``~/.cache/relinear``.
         seed: decides which documents are held out.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     data: str = Field(default="stdlib", min_length=1)
     text_column: str | None = None

@@ -1,4 +1,4 @@
-"""Where documents come from: the standard library, local files, the Hub. Each source yields whole documents."""
+"""Where documents come from on this machine: the standard library and local files. Sources yield whole documents."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from relinear.core.config import nearest
-from relinear.data.cache import cached
 
-__all__ = ["Source", "hub_sources", "local_sources", "stdlib_source"]
+__all__ = ["SPLIT_NAMES", "Source", "choose_column", "files_source", "local_sources", "stdlib_source"]
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
-_SPLIT_NAMES = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation"} | {
+#: what files and Hub splits are called, and what that is to us
+SPLIT_NAMES = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation"} | {
     "dev": "validation",
     "test": "test",
 }
-_SPLIT_PATTERN = re.compile(rf"({'|'.join(_SPLIT_NAMES)})(?:[-_.].*)?")
+_SPLIT_PATTERN = re.compile(rf"({'|'.join(SPLIT_NAMES)})(?:[-_.].*)?")
 # Tests are half of the library and say little that the library does not; the codec tables and their like are near
 # copies of each other, which would let a model recite the validation split.
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
@@ -76,7 +76,7 @@ def local_sources(path: Path, text_column: str | None) -> dict[str, Source]:
     if path.is_file():
         if path.suffix.lower() not in SUFFIXES:
             raise ValueError(f"{path}: cannot read {path.suffix or 'this kind of file'}; known: {', '.join(SUFFIXES)}")
-        return {"all": _files_source([path], text_column)}
+        return {"all": files_source([path], text_column)}
     files = [
         file
         for file in sorted(path.rglob("*"), key=lambda file: file.relative_to(path).as_posix())
@@ -89,14 +89,16 @@ def local_sources(path: Path, text_column: str | None) -> dict[str, Source]:
     by_split: dict[str, list[Path]] = {}
     for file in files:
         match = _SPLIT_PATTERN.fullmatch(file.relative_to(path).parts[0].lower())
-        by_split.setdefault(_SPLIT_NAMES[match[1]] if match else "", []).append(file)
+        by_split.setdefault(SPLIT_NAMES[match[1]] if match else "", []).append(file)
     if "train" in by_split or "" not in by_split:
         by_split.pop("", None)
-        return {split: _files_source(by_split[split], text_column) for split in by_split}
-    return {"all": _files_source(files, text_column)}
+        return {split: files_source(by_split[split], text_column) for split in by_split}
+    return {"all": files_source(files, text_column)}
 
 
-def _files_source(files: Sequence[Path], text_column: str | None) -> Source:
+def files_source(files: Sequence[Path], text_column: str | None) -> Source:
+    """The documents of files of any known kind, one after another."""
+
     def documents() -> Iterator[str]:
         for path in files:
             yield from _READERS[path.suffix.lower()](path, text_column)
@@ -126,7 +128,7 @@ def _read_jsonl(path: Path, text_column: str | None) -> Iterator[str]:
                     raise ValueError(f"{path}, line {number}: expected an object, got {type(row).__name__}")
                 if column is None:
                     strings = [key for key, value in row.items() if isinstance(value, str)]
-                    column = _choose_column(str(path), text_column, list(row), strings)
+                    column = choose_column(str(path), text_column, list(row), strings)
                 if column not in row:
                     raise ValueError(f"{path}, line {number}: no column {column!r}; it has {', '.join(row)}")
                 text = row[column]
@@ -150,7 +152,7 @@ def _read_parquet(path: Path, text_column: str | None) -> Iterator[str]:
         strings = [
             field.name for field in schema if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)
         ]
-        column = _choose_column(str(path), text_column, schema.names, strings)
+        column = choose_column(str(path), text_column, schema.names, strings)
         try:
             for batch in file.iter_batches(batch_size=64, columns=[column]):
                 for text in batch.column(0):
@@ -162,7 +164,7 @@ def _read_parquet(path: Path, text_column: str | None) -> Iterator[str]:
 _READERS = {".txt": _read_text, ".md": _read_text, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
 
 
-def _choose_column(where: str, wanted: str | None, columns: Sequence[str], strings: Sequence[str]) -> str:
+def choose_column(where: str, wanted: str | None, columns: Sequence[str], strings: Sequence[str]) -> str:
     """The text column: the one asked for, else ``text``, else the only one of strings. Raises ValueError."""
     if wanted is not None:
         if wanted not in columns:
@@ -182,68 +184,3 @@ def _choose_column(where: str, wanted: str | None, columns: Sequence[str], strin
         f"{where}: no column 'text'; choose one with text_column (--text-column); columns of text: "
         f"{', '.join(strings) or 'none'}; all columns: {', '.join(columns) or 'none'}"
     )
-
-
-def hub_sources(name: str, text_column: str | None, max_documents: int | None, cache: Path) -> dict[str, Source]:
-    """The sources of a Hub data set ``owner/name`` or ``owner/name:config`` by split.
-
-    With ``max_documents`` the data set is streamed, not downloaded, and what was read is kept in the cache, so that it
-    is read once and is there without a network afterwards.
-
-    Raises:
-        ValueError: if the data set, its config or its text column cannot be had; says what was tried.
-    """
-    if max_documents is None:
-        parts, columns = _open_hub(name, text_column, streaming=False)
-        return {split: _hub_source(name, part, columns[split]) for split, part in parts.items()}
-
-    def keep(folder: Path) -> dict[str, Any]:
-        parts, columns = _open_hub(name, text_column, streaming=True)
-        for split, part in parts.items():
-            with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as file:
-                for row in part.take(max_documents):
-                    file.write(json.dumps({"text": row[columns[split]] or ""}) + "\n")
-        return {"splits": list(parts)}
-
-    folder, kept = cached(cache, "hub", [name, text_column, max_documents], keep)
-    return {split: _files_source([folder / f"{split}.jsonl"], "text") for split in kept["splits"]}
-
-
-def _open_hub(name: str, text_column: str | None, *, streaming: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    import datasets
-
-    repository, _, config = name.partition(":")
-    try:
-        loaded = datasets.load_dataset(repository, config or None, streaming=streaming)
-    except Exception as error:  # network, hub, config and file errors of many kinds: to a user it cannot be had
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise ValueError(
-            f"{name!r} is no local file or folder, and as a Hugging Face Hub data set it cannot be had: {reason}. "
-            "Give an existing path, 'stdlib', or a Hub name (owner/name or owner/name:config) with the Hub in reach"
-        ) from error
-    parts = {_SPLIT_NAMES[split]: part for split, part in loaded.items() if split in _SPLIT_NAMES}
-    if not parts:
-        raise ValueError(f"{name!r} has no split named train, validation or test; it has {', '.join(map(str, loaded))}")
-    return parts, {split: _hub_column(f"{name} ({split})", part, text_column) for split, part in parts.items()}
-
-
-def _hub_column(where: str, part: Any, text_column: str | None) -> str:
-    features = part.features
-    if features is None:  # a stream may not know its columns before the first row
-        row: dict[str, Any] = next(iter(part), {})
-        columns, strings = list(row), [key for key, value in row.items() if isinstance(value, str)]
-    else:
-        columns = list(features)
-        strings = [
-            key for key, feature in features.items() if getattr(feature, "dtype", "") in ("string", "large_string")
-        ]
-    return _choose_column(where, text_column, columns, strings)
-
-
-def _hub_source(name: str, part: Any, column: str) -> Source:
-    def documents() -> Iterator[str]:
-        for batch in part.select_columns([column]).iter(batch_size=256):
-            for text in batch[column]:
-                yield text or ""
-
-    return Source(documents, ["hub", name, column, part._fingerprint])

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from relinear.data.hub import hub_in_reach
 
 __all__ = [
     "byte_tokenizer",
@@ -105,10 +108,12 @@ def load_tokenizer(name: str) -> Any:
         return byte_tokenizer()
     from transformers import AutoTokenizer
 
+    local = Path(name).expanduser().is_dir()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        # Without a Hub, what was fetched before still serves.
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not local and not hub_in_reach())
     except Exception as error:  # hub, file and parse errors of many kinds: to a user there is no such tokenizer
-        reason = str(error).strip().split("\n")[0]
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise ValueError(
             f"cannot load the tokenizer {name!r}: it must be 'bytes', 'bpe:N', a folder that a tokenizer was saved "
             f"to, or a name of the Hugging Face Hub that can be reached ({reason})"
