@@ -97,6 +97,13 @@ def test_head_bias_starts_at_zero_and_is_added_to_the_logits(tiny_model):
     torch.testing.assert_close(tiny_model(input_ids=ids).logits, before + torch.arange(96.0))
 
 
+def test_head_bias_grows_with_the_vocabulary():
+    model = from_preset("gpt2-ccl-64", vocab_size=97, n_layer=1)
+    model.resize_token_embeddings(103)
+    assert model.lm_head.bias.shape == (103,)
+    assert model(input_ids=torch.tensor([[102]])).logits.shape == (1, 1, 103)
+
+
 def test_head_bias_refuses_what_it_cannot_do(tiny_gpt2):
     HeadBias().apply_(tiny_gpt2)
     with pytest.raises(ValueError, match="bias already"):
@@ -124,7 +131,7 @@ def test_a_preset_without_operators_comes_back_with_its_head_bias(tmp_path, load
     model = from_preset("gpt2-ccl-64", vocab_size=97, n_layer=1).eval()
     with torch.no_grad():
         model.lm_head.bias.normal_()
-    relinear.save_pretrained(model, tmp_path)
+    model.save_pretrained(tmp_path)
     assert torch.equal(load(tmp_path).lm_head.bias, model.lm_head.bias)
 
 
