@@ -17,6 +17,9 @@ import relinear.kernels.ccl
 import relinear.kernels.context_manager
 from relinear import functional, kernels
 from relinear.core.operator import OperatorConfig
+from relinear.functional import block_hadamard as functional_block_hadamard
+from relinear.functional.block_hadamard import block_hadamard_sizes
+from relinear.kernels import block_hadamard as kernels_block_hadamard
 
 SQUARE, WIDE, NARROW, ODD = (16, 16), (16, 24), (24, 16), (15, 9)
 
@@ -134,5 +137,26 @@ TWINS: list[Twin] = [
         reference=functional.context_manager.linear_recurrence,
         fast=kernels.context_manager.linear_recurrence,
         arguments=_recurrence_arguments,
+
+def block_hadamard_arguments(dtype: torch.dtype) -> Iterator[tuple]:
+    """Widths of one, two and three small transforms, odd factors, padding, two stages, with and without bias."""
+    for in_features, out_features, blocks, depth in (
+        (16, 16, 4, 1),
+        (96, 40, 4, 1),
+        (200, 130, 3, 2),
+        (8192, 16, 2, 1),
+    ):
+        widths = block_hadamard_sizes(in_features, out_features, blocks, depth)
+        stages = [torch.randn(blocks, o // blocks, i // blocks, dtype=dtype) for i, o in widths]
+        bias = torch.randn(out_features, dtype=dtype) if depth == 1 else None
+        yield torch.randn(3, in_features, dtype=dtype), stages, out_features, bias
+
+
+TWINS: list[Twin] = [
+    Twin(
+        kind="block_hadamard",
+        reference=functional_block_hadamard.block_hadamard,
+        fast=kernels_block_hadamard.block_hadamard,
+        arguments=block_hadamard_arguments,
     ),
 ]

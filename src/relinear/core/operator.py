@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "OperatorConfig",
     "ParamRole",
     "dense_bias",
+    "dense_in_float32",
     "dense_weight",
     "is_conv1d",
     "is_linear",
@@ -115,7 +117,7 @@ class Operator(nn.Module):
     """
 
     #: attributes of the last forward (tensors with a graph): dropped on deepcopy and pickling
-    _transient: tuple[str, ...] = ("_aux_losses",)
+    _transient: tuple[str, ...] = ("_aux_losses", "_dense_cache")
     bias: nn.Parameter | None
     #: whether folding gives GPT-2's transposed Conv1D rather than nn.Linear
     replaces_conv1d: bool = False
@@ -167,6 +169,11 @@ class Operator(nn.Module):
         if self.bias is not None:
             bias = dense_bias(linear)
             self.bias.copy_(bias) if bias is not None else self.bias.zero_()
+
+    def train(self, mode: bool = True) -> Self:
+        """As ``nn.Module.train``; also forgets what inference has cached of the parameters."""
+        self.__dict__.pop("_dense_cache", None)
+        return super().train(mode)
 
     def aux_losses(self) -> dict[str, Tensor]:
         """Weighted auxiliary losses (scalars, token means) of the last training forward, by name; {} in eval."""
@@ -225,6 +232,16 @@ def dense_weight(module: Any) -> Tensor:
     if isinstance(module, nn.Linear):
         return module.weight
     raise ValueError(f"expected nn.Linear, Conv1D or a relinear operator, got {type(module).__name__}")
+
+
+@torch.no_grad()
+def dense_in_float32(operator: Operator) -> tuple[Tensor, Tensor | None]:
+    """``to_dense()`` and ``dense_bias()``, multiplied out in float32 at least and cast back to the operator's dtype."""
+    dtype = next(operator.parameters()).dtype
+    # A copy, so that the operator stays as it is.
+    wide = operator if dtype in (torch.float32, torch.float64) else deepcopy(operator).float()
+    weight, bias = wide.to_dense().to(dtype), wide.dense_bias()
+    return weight, None if bias is None else bias.to(dtype)
 
 
 def dense_bias(module: Any) -> Tensor | None:

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import check_at_least, register
+from relinear.core.dense_cache import dense_inference
 from relinear.core.operator import Operator, OperatorConfig
 from relinear.functional.block_hadamard import (
-    block_hadamard,
     block_hadamard_dense,
     block_hadamard_fit,
     block_hadamard_sizes,
 )
+from relinear.kernels.block_hadamard import block_hadamard
+from relinear.kernels.choice import prefers_dense
 
 __all__ = ["BlockHadamard", "BlockHadamardLinear"]
 
@@ -49,7 +51,8 @@ class BlockHadamardLinear(Operator):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return block_hadamard(x, list(self.blocks), self.out_features, self.bias)
+        dense = dense_inference(self, x, prefers_dense)
+        return block_hadamard(x, list(self.blocks), self.out_features, self.bias) if dense is None else dense
 
     def to_dense(self) -> Tensor:
         return block_hadamard_dense(list(self.blocks), self.in_features)[: self.out_features]

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import check_at_least, register
+from relinear.core.dense_cache import dense_inference
 from relinear.core.operator import Operator, OperatorConfig
 from relinear.functional.low_rank import low_rank, low_rank_factors
+from relinear.kernels.choice import prefers_dense
 
 __all__ = ["LowRank", "LowRankLinear"]
 
@@ -39,7 +41,8 @@ class LowRankLinear(Operator):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return low_rank(x, self.down, self.up, self.bias)
+        dense = dense_inference(self, x, prefers_dense)
+        return low_rank(x, self.down, self.up, self.bias) if dense is None else dense
 
     def to_dense(self) -> Tensor:
         return self.up @ self.down

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import check_at_least, register
+from relinear.core.dense_cache import dense_inference
 from relinear.core.operator import Operator, OperatorConfig
 from relinear.functional.monarch import monarch, monarch_dense, monarch_factors
+from relinear.kernels.choice import prefers_dense
 
 __all__ = ["Monarch", "MonarchLinear"]
 
@@ -40,7 +42,8 @@ class MonarchLinear(Operator):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return monarch(x, self.right, self.left, self.out_features, self.bias)
+        dense = dense_inference(self, x, prefers_dense)
+        return monarch(x, self.right, self.left, self.out_features, self.bias) if dense is None else dense
 
     def to_dense(self) -> Tensor:
         return monarch_dense(self.right, self.left, self.in_features, self.out_features)

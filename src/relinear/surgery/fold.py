@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from relinear.core.aux import named_operators
-from relinear.core.operator import NotLinearError, Operator
+from relinear.core.operator import NotLinearError, Operator, dense_in_float32
 from relinear.core.record import sync_record
 
 __all__ = ["FoldReport", "fold_"]
@@ -81,9 +80,7 @@ def _to_linear(operator: Operator) -> nn.Module:
     reference = next(operator.parameters())
     trainable = reference.requires_grad
     dtype = reference.dtype
-    # A copy, so that a half-precision operator is multiplied out in float32 and stays as it is if that fails.
-    wide = operator if dtype in (torch.float32, torch.float64) else _widened(operator)
-    weight, bias = wide.to_dense(), wide.dense_bias()
+    weight, bias = dense_in_float32(operator)
     if weight.ndim != 2:
         raise NotLinearError(f"{operator.config.kind} has one matrix per token")
     if bias is not None and operator.bias is None:
@@ -102,10 +99,6 @@ def _to_linear(operator: Operator) -> nn.Module:
     if linear.bias is not None:
         linear.bias.zero_() if bias is None else linear.bias.copy_(bias)
     return linear.train(operator.training).requires_grad_(trainable)
-
-
-def _widened(operator: Operator) -> Operator:
-    return deepcopy(operator).float()
 
 
 def _logits(model: Any, inputs: Tensor | dict[str, Tensor] | None) -> Tensor | None:

@@ -1,0 +1,148 @@
+"""Whole models on the clock: a training step and decoding, with and without each operator."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from relinear.bench.timing import Timing, interleave
+from relinear.core.operator import OperatorConfig
+from relinear.models import from_preset
+from relinear.surgery.plan import replace_
+
+__all__ = ["ModelMeasurement", "bench_models"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelMeasurement:
+    """One variant of a model: tokens a second and how often as fast as the stock model (above 1 is faster)."""
+
+    variant: str
+    preset: str
+    passed: str
+    sequence_length: int
+    batch_size: int
+    dtype: str
+    compiled: bool
+    parameters: int
+    tokens_per_second: float
+    speedup: float
+    speedup_low: float
+    speedup_high: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """The measurement as JSON values."""
+        return dataclasses.asdict(self)
+
+
+def _training_step(
+    model: Any, ids: torch.Tensor, autocast: torch.dtype | None, compiled: bool, learning_rate: float
+) -> Callable[[], object]:
+    """Forward, backward and an AdamW step, as a training loop does them."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
+    run = torch.compile(model, dynamic=False) if compiled else model
+    kind = ids.device.type
+
+    def step() -> object:
+        with torch.autocast(kind, autocast, enabled=autocast is not None):
+            loss = run(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    return step
+
+
+def _decoding(model: Any, ids: torch.Tensor, new_tokens: int) -> Callable[[], object]:
+    model.eval()
+    model.generation_config.eos_token_id = None
+
+    def decode() -> object:
+        with torch.no_grad():
+            return model.generate(ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False)
+
+    return decode
+
+
+def bench_models(
+    preset: str,
+    variants: Mapping[str, Mapping[str, OperatorConfig]],
+    *,
+    passed: str = "step",
+    sequence_length: int = 512,
+    batch_size: int = 1,
+    dtype: torch.dtype = torch.float32,
+    compiled: bool = False,
+    prepare: Callable[[nn.Module], None] | None = None,
+    new_tokens: int = 32,
+    rounds: int = 7,
+    learning_rate: float = 1e-4,
+    overrides: Mapping[str, Any] | None = None,
+) -> list[ModelMeasurement]:
+    """Compare the stock model of a preset with variants of it, taking turns in this process.
+
+    Args:
+        preset: name of a stock model (``relinear.preset_names()``).
+        variants: name -> what ``replace_`` puts into the model.
+        passed: "step" (training: forward, backward, AdamW) or "decode" (greedy, with the cache).
+        sequence_length: tokens a sequence (of the prompt, for "decode").
+        batch_size: sequences at once.
+        dtype: float32, or bfloat16 by autocast for "step" and as weights for "decode".
+        compiled: run the training step through ``torch.compile``.
+        prepare: called on each variant after the surgery (to attach a context manager, say).
+        new_tokens: tokens to generate for "decode".
+        rounds: how often each takes its turn.
+        learning_rate: of the AdamW steps; small, so that the work stays the same.
+        overrides: fields of the preset's config to change.
+
+    Raises:
+        ValueError: for an unknown preset or ``passed``, or a mapping that does not fit.
+    """
+    if passed not in ("step", "decode"):
+        raise ValueError(f"passed must be 'step' or 'decode', got {passed!r}")
+    calls: dict[str, Callable[[], object]] = {}
+    parameters: dict[str, int] = {}
+    for name, mapping in {"dense": {}, **variants}.items():
+        torch.manual_seed(0)
+        model = from_preset(preset, **(overrides or {}))
+        if mapping:
+            replace_(model, mapping)
+        if prepare is not None and mapping:
+            prepare(model)
+        ids = torch.randint(model.config.vocab_size, (batch_size, sequence_length))
+        parameters[name] = sum(p.numel() for p in model.parameters())
+        if passed == "step":
+            calls[name] = _training_step(model, ids, None if dtype == torch.float32 else dtype, compiled, learning_rate)
+        else:
+            calls[name] = _decoding(model.to(dtype), ids, new_tokens)
+    timings = interleave(calls, "dense", rounds=rounds, min_seconds=0.0, warmup=2)
+    tokens = batch_size * (sequence_length if passed == "step" else new_tokens)
+    return [
+        ModelMeasurement(
+            variant=name,
+            preset=preset,
+            passed=passed,
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            dtype=str(dtype).removeprefix("torch."),
+            compiled=compiled,
+            parameters=parameters[name],
+            **_speed(timings[name], tokens),
+        )
+        for name in calls
+    ]
+
+
+def _speed(timing: Timing, tokens: int) -> dict[str, float]:
+    return {
+        "tokens_per_second": tokens / timing.seconds,
+        "speedup": 1 / timing.ratio,
+        "speedup_low": 1 / timing.ratio_high,
+        "speedup_high": 1 / timing.ratio_low,
+    }

@@ -1,0 +1,215 @@
+"""Single layers on the clock: operators and peers against dense nn.Linear of the same shape."""
+
+# Legend: I in_features, O out_features, N tokens
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relinear.bench.peers import PEERS
+from relinear.bench.roofline import Roofline
+from relinear.bench.timing import Timing, interleave, peak_memory
+from relinear.core.operator import Operator, OperatorConfig
+
+__all__ = ["DENSE", "MODES", "PASSES", "TOLERANCES", "Case", "Measurement", "bench_case", "cases"]
+
+DENSE = "dense"
+PASSES = ("forward", "step")
+MODES = ("eager", "compiled")
+#: largest relative error, in the Frobenius norm, of a contender against its own float64 copy
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One cell of the table: all but the contender. ``passed``: "forward" (inference) or "step" (with backward)."""
+
+    in_features: int
+    out_features: int
+    tokens: int
+    dtype: torch.dtype
+    mode: str
+    passed: str
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.in_features} -> {self.out_features}, {self.tokens} tokens, {dtype}, {self.mode}, {self.passed}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One contender in one case. ``error`` is set, and nothing timed, where it failed the correctness gate."""
+
+    contender: str
+    case: Case
+    timing: Timing | None
+    peak_bytes: int | None
+    memory_ratio: float | None
+    flops: int | None
+    parameters: int
+    share_of_floor: float | None
+    relative_error: float | None
+    error: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The measurement as flat JSON values."""
+        flat = dataclasses.asdict(self)
+        case, timing = flat.pop("case"), flat.pop("timing") or {}
+        return case | {"dtype": str(self.case.dtype).removeprefix("torch.")} | timing | flat
+
+
+def cases(
+    shapes: Iterable[tuple[int, int]],
+    tokens: Iterable[int],
+    dtypes: Iterable[torch.dtype],
+    modes: Iterable[str] = MODES,
+    passes: Iterable[str] = PASSES,
+) -> list[Case]:
+    """Every combination, as cases."""
+    return [
+        Case(i, o, n, dtype, mode, passed)
+        for (i, o), dtype, mode, passed, n in itertools.product(shapes, dtypes, modes, passes, tokens)
+    ]
+
+
+def _build(
+    case: Case, operators: Sequence[tuple[str, OperatorConfig]], peers: Iterable[str]
+) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+    i, o = case.in_features, case.out_features
+    yield DENSE, lambda: nn.Linear(i, o, bias=False)
+    for name, config in operators:
+        yield name, lambda config=config: config.build(i, o, bias=False)  # type: ignore[misc]
+    for name in peers:
+        yield name, lambda name=name: PEERS[name][1](i, o)  # type: ignore[misc]
+
+
+def _context_values(modules: Iterable[nn.Module], tokens: int) -> Tensor | None:
+    """A random context of the width that conditioned contenders ask for; None where there are none."""
+    configs: list[Any] = [m.config for m in modules if isinstance(m, Operator) and m.config.conditioned]
+    widths = {config.context_dim for config in configs}
+    assert len(widths) <= 1, "conditioned contenders share one context"
+    return torch.randn(tokens, widths.pop()) if widths else None
+
+
+def _given(values: Tensor | None, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+    if values is None:
+        return contextlib.nullcontext()
+    from relinear.core.context import context
+
+    return context(values.to(dtype))
+
+
+@torch.no_grad()
+def _relative_error(module: nn.Module, case: Case) -> float:
+    """Error of the inference forward against a float64 copy: the gate that a contender passes before it is timed."""
+    module.eval()
+    x = torch.randn(min(case.tokens, 64), case.in_features).to(case.dtype)
+    values = _context_values([module], x.shape[0])
+    with _given(values, case.dtype):
+        got = module(x).double()
+    with _given(values, torch.float64):
+        want = deepcopy(module).double()(x.double())
+    return float((got - want).norm() / want.norm().clamp_min(1e-30))
+
+
+def _call(module: nn.Module, case: Case) -> Callable[[], object]:
+    """The work of one contender: inference forward, or forward and backward to the input and every parameter."""
+    x = torch.randn(case.tokens, case.in_features).to(case.dtype)
+    run = torch.compile(module, dynamic=False) if case.mode == "compiled" else module
+    if case.passed == "forward":
+        module.eval()
+
+        def forward() -> object:
+            with torch.no_grad():
+                return run(x)
+
+        return forward
+    module.train()
+    x.requires_grad_(True)
+    upstream = torch.randn(case.tokens, case.out_features).to(case.dtype)
+    leaves = [x, *(p for p in module.parameters() if p.requires_grad)]
+
+    def step() -> object:
+        run(x).backward(upstream)
+        for leaf in leaves:
+            leaf.grad = None
+        return None
+
+    return step
+
+
+def _bytes_at_least(module: nn.Module, case: Case) -> int:
+    """Parameters, inputs and outputs once each: what any implementation has to move."""
+    size = torch.empty(0, dtype=case.dtype).element_size()
+    weights = sum(p.numel() for p in module.parameters())
+    return size * (weights + case.tokens * (case.in_features + case.out_features))
+
+
+def bench_case(
+    case: Case,
+    operators: Sequence[tuple[str, OperatorConfig]],
+    *,
+    peers: Iterable[str] = (),
+    roofline: Roofline | None = None,
+    rounds: int = 15,
+    memory: bool = True,
+) -> list[Measurement]:
+    """Measure dense, the operators and the peers in one case, taking turns in this process.
+
+    A contender that cannot be built at this size, or whose output is off, is reported with ``error`` and not timed.
+    """
+    torch._dynamo.reset()
+    modules: dict[str, nn.Module] = {}
+    errors: dict[str, float] = {}
+    failed: list[Measurement] = []
+    for name, build in _build(case, operators, peers):
+        torch.manual_seed(0)
+        try:
+            module = build().to(case.dtype)
+            errors[name] = _relative_error(module, case)
+            if not errors[name] <= TOLERANCES[case.dtype]:
+                raise ValueError(f"relative error {errors[name]:.2g} exceeds {TOLERANCES[case.dtype]:.2g}")
+        except (ValueError, ImportError) as error:
+            failed.append(Measurement(name, case, None, None, None, None, 0, None, errors.get(name), str(error)))
+            continue
+        modules[name] = module
+    torch.manual_seed(2)
+    calls = {name: _call(module, case) for name, module in modules.items()}
+    with _given(_context_values(modules.values(), case.tokens), case.dtype):
+        timings = interleave(calls, DENSE, rounds=rounds)
+        peaks = {name: peak_memory(call) for name, call in calls.items()} if memory and case.passed == "step" else {}
+    measured = []
+    for name, module in modules.items():
+        flops = _flops(module, case)
+        floor = None
+        if roofline is not None and flops is not None:
+            passes = 3 if case.passed == "step" else 1  # backward: one product for the input, one for the weights
+            floor = roofline.floor_seconds(passes * flops, passes * _bytes_at_least(module, case))
+        measured.append(
+            Measurement(
+                name,
+                case,
+                timings[name],
+                peaks.get(name),
+                peaks[name] / peaks[DENSE] if peaks else None,
+                flops,
+                sum(p.numel() for p in module.parameters()),
+                None if floor is None else floor / timings[name].seconds,
+                errors[name],
+            )
+        )
+    return measured + failed
+
+
+def _flops(module: nn.Module, case: Case) -> int | None:
+    if isinstance(module, Operator):
+        return case.tokens * module.flops_per_token()
+    return 2 * case.tokens * case.in_features * case.out_features if type(module) is nn.Linear else None

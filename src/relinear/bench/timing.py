@@ -1,0 +1,108 @@
+"""Timing that survives a busy machine: contenders take turns in one process, and ratios are taken round by round."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+__all__ = ["Timing", "interleave", "peak_memory"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Times of one contender: the median over rounds in seconds, the median of its ratio to the baseline in the same
+    round, and the quartiles of that ratio.
+    """
+
+    seconds: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    rounds: int
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _time(call: Callable[[], object], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    _synchronize()
+    return (time.perf_counter() - start) / repeats
+
+
+def interleave(
+    contenders: Mapping[str, Callable[[], object]],
+    baseline: str,
+    *,
+    rounds: int = 15,
+    min_seconds: float = 0.02,
+    warmup: int = 2,
+) -> dict[str, Timing]:
+    """Time every contender once a round, round after round, in the order given.
+
+    Args:
+        contenders: name -> a call without arguments that does the work once.
+        baseline: the name that ratios refer to.
+        rounds: how many rounds.
+        min_seconds: a contender repeats within a round until about this much time has passed, so that short calls are
+            not measured by one tick of the clock.
+        warmup: untimed calls of each before the first round (compilation, caches, the allocator).
+
+    Raises:
+        ValueError: if ``baseline`` is not a contender.
+    """
+    if baseline not in contenders:
+        raise ValueError(f"the baseline {baseline!r} is not among the contenders {', '.join(contenders)}")
+    repeats = {}
+    for name, call in contenders.items():
+        for _ in range(max(1, warmup)):
+            call()
+        repeats[name] = max(1, min(1000, round(min_seconds / max(_time(call, 1), 1e-7))))
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for name, call in contenders.items():
+                times[name].append(_time(call, repeats[name]))
+    finally:
+        if enabled:
+            gc.enable()
+    result = {}
+    for name, values in times.items():
+        ratios = [value / reference for value, reference in zip(values, times[baseline], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4) if rounds > 1 else ratios * 3
+        result[name] = Timing(statistics.median(values), middle, low, high, rounds)
+    return result
+
+
+def peak_memory(call: Callable[[], object], device: torch.device | str = "cpu") -> int:
+    """The most bytes of tensors alive at once during ``call`` beyond those alive before it.
+
+    On a CPU this replays the allocations that torch's profiler saw, so it counts tensors and no library's scratch
+    space, and does not depend on what the process did before.
+    """
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    alive = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return peak

@@ -1,0 +1,56 @@
+"""Block-Hadamard products, the fast form: the transform as a few small matrix products.
+
+H_P = H_A (x) H_B, so the transform of P = A B coordinates is two products with Hadamard matrices of about sqrt(P)
+rows. That is more arithmetic than the log2(P) butterflies, but it runs at the rate of a matrix product instead of at
+that of memory.
+"""
+
+# Legend: N width, P the largest power of two that divides N, Q = N / P, S size of one small transform
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from relinear.functional.block_diagonal import block_diagonal
+from relinear.functional.block_hadamard import hadamard as butterflies
+
+__all__ = ["block_hadamard", "hadamard"]
+
+LARGEST_FACTOR = 64  # beyond it the product costs more than another pass over memory
+
+
+def _factors(power: int) -> list[int]:
+    """``power`` as a product of powers of two, as few as possible and as equal as possible."""
+    bits = power.bit_length() - 1
+    most = LARGEST_FACTOR.bit_length() - 1
+    count = max(1, -(-bits // most))
+    return [1 << (bits // count + (index < bits % count)) for index in range(count)]
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """``functional.block_hadamard.hadamard``: H_P (x) I_Q along the last dimension."""
+    size = x.shape[-1]
+    power = size & -size
+    left, right = 1, size
+    y = x
+    for factor in _factors(power):
+        right //= factor
+        matrix = butterflies(torch.eye(factor, dtype=x.dtype, device=x.device))
+        if right == 1:
+            y = y.reshape(*x.shape[:-1], left, factor) @ matrix
+        else:
+            y = matrix @ y.reshape(*x.shape[:-1], left, factor, right)
+        left *= factor
+    return y.reshape(x.shape)
+
+
+def block_hadamard(x: Tensor, blocks: Sequence[Tensor], out_features: int, bias: Tensor | None = None) -> Tensor:
+    """``functional.block_hadamard.block_hadamard`` with the fast transform."""
+    y = torch.nn.functional.pad(x, (0, blocks[0].shape[0] * blocks[0].shape[2] - x.shape[-1]))
+    for stage in blocks:
+        y = block_diagonal(hadamard(y), stage)
+    y = y[..., :out_features]
+    return y if bias is None else y + bias
