@@ -7,6 +7,7 @@ from typing import Any
 
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import nearest
+from relinear.core.record import sync_record
 from relinear.models.head_bias import HeadBias
 
 __all__ = ["from_preset", "preset_config", "preset_names"]
@@ -136,4 +137,5 @@ def from_preset(name: str, **overrides: Any) -> Any:
         raise ValueError(f"preset {name!r} cannot be built with {stated}: {error}") from error
     for attachment in _preset(name).attachments:
         attachment.apply_(model)
+        sync_record(model)
     return model
