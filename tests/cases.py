@@ -95,6 +95,20 @@ def _recurrence_arguments(dtype: torch.dtype) -> Iterator[tuple]:
         yield torch.rand(2, tokens, 3, generator=generator, dtype=dtype), value, state
 
 
+def block_hadamard_arguments(dtype: torch.dtype) -> Iterator[tuple]:
+    """Widths of one, two and three small transforms, odd factors, padding, two stages, with and without bias."""
+    for in_features, out_features, blocks, depth in (
+        (16, 16, 4, 1),
+        (96, 40, 4, 1),
+        (200, 130, 3, 2),
+        (8192, 16, 2, 1),
+    ):
+        widths = block_hadamard_sizes(in_features, out_features, blocks, depth)
+        stages = [torch.randn(blocks, o // blocks, i // blocks, dtype=dtype) for i, o in widths]
+        bias = torch.randn(out_features, dtype=dtype) if depth == 1 else None
+        yield torch.randn(3, in_features, dtype=dtype), stages, out_features, bias
+
+
 CASES: list[Case] = [
     Case(config=relinear.CCL(rank=5, context_dim=6), linear=False, context_dim=6),
     Case(
@@ -137,22 +151,7 @@ TWINS: list[Twin] = [
         reference=functional.context_manager.linear_recurrence,
         fast=kernels.context_manager.linear_recurrence,
         arguments=_recurrence_arguments,
-
-def block_hadamard_arguments(dtype: torch.dtype) -> Iterator[tuple]:
-    """Widths of one, two and three small transforms, odd factors, padding, two stages, with and without bias."""
-    for in_features, out_features, blocks, depth in (
-        (16, 16, 4, 1),
-        (96, 40, 4, 1),
-        (200, 130, 3, 2),
-        (8192, 16, 2, 1),
-    ):
-        widths = block_hadamard_sizes(in_features, out_features, blocks, depth)
-        stages = [torch.randn(blocks, o // blocks, i // blocks, dtype=dtype) for i, o in widths]
-        bias = torch.randn(out_features, dtype=dtype) if depth == 1 else None
-        yield torch.randn(3, in_features, dtype=dtype), stages, out_features, bias
-
-
-TWINS: list[Twin] = [
+    ),
     Twin(
         kind="block_hadamard",
         reference=functional_block_hadamard.block_hadamard,
