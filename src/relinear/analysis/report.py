@@ -82,7 +82,13 @@ def render(results: Mapping[str, Any], figures: list[dict[str, str]]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "plus_minus": plus_minus, "gib": gib, "settings": _settings}
+    environment.filters |= {
+        "number": number,
+        "plus_minus": plus_minus,
+        "gib": gib,
+        "settings": _settings,
+        "plain": _plain,
+    }
     return environment.get_template(REPORT).render(
         results=results, entries=results["entries"], figures=figures, colours=colours(results["entries"])
     )
@@ -109,6 +115,13 @@ def gib(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
+
+
+def _plain(value: Any, name: str) -> str:
+    """A fact about the machine in words."""
+    if name.endswith("bytes"):
+        return gib(value)
+    return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
 
 
 def _settings(value: Any) -> str:

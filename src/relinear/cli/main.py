@@ -17,7 +17,10 @@ from relinear.cli.errors import USER_ERROR, exit_code
 __all__ = ["COMMANDS", "app", "main", "run"]
 
 #: Commands in the order of ``relinear --help``; NAME is the function ``command`` of relinear/cli/NAME.py.
-COMMANDS = ("inspect",)
+COMMANDS = (
+    "compare",
+    "inspect",
+)
 
 app = typer.Typer(
     name="relinear",

@@ -86,3 +86,41 @@ def load_model(name: str, overrides: dict[str, Any] | None = None, *, meta: bool
         return relinear.from_pretrained(Path(name).expanduser() if Path(name).expanduser().exists() else name).eval()
     with torch.device("meta" if meta else "cpu"):
         return relinear.from_preset(name, **(overrides or {})).eval()
+
+
+def set_if_given(values: dict[str, Any]) -> dict[str, Any]:
+    """The options that the user gave: those that are not None."""
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def parse_seeds(text: str | None) -> list[int] | None:
+    """``"0,1,2"`` as a list of integers; None for none. Raises ValueError if a part is no integer."""
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--seeds {text!r}: write them as 0,1,2") from None
+
+
+def named_entries(settings: list[str]) -> dict[str, str]:
+    """Entries named by the kind of their operator; by the whole setting where a kind comes several times.
+
+    Raises:
+        ValueError: if the same setting is given twice.
+    """
+    kinds = [setting.partition(":")[0].strip() for setting in settings]
+    entries: dict[str, str] = {}
+    for kind, setting in zip(kinds, settings, strict=True):
+        name = kind if kinds.count(kind) == 1 else "-".join(part for part in _words(setting) if part)
+        if name in entries:
+            raise ValueError(f"the entry {setting!r} is given twice")
+        entries[name] = setting
+    return entries
+
+
+def _words(setting: str) -> list[str]:
+    """The parts of a setting with nothing in them that a folder's name should not have."""
+    import re
+
+    return re.split(r"[^A-Za-z0-9_.=+]+", setting)

@@ -105,6 +105,13 @@ class Monarch(OperatorConfig):
             )
 
     def resized(self, in_features: int, out_features: int, scale: float) -> Monarch:
-        largest = -(-min(in_features, out_features) // self.blocks)
-        rank = round(self.rank_for(in_features, out_features) * scale)
-        return self.replace(rank=max(1, min(rank, largest)))
+        # The size is K R (I + O). Steps of R alone are coarse, so K gives way a little where that comes nearer.
+        wanted = self.blocks * self.rank_for(in_features, out_features) * scale
+        smaller = min(in_features, out_features)
+
+        def fitted(blocks: int) -> tuple[int, int]:
+            return blocks, max(1, min(round(wanted / blocks), -(-smaller // blocks)))
+
+        candidates = [fitted(k) for k in range(max(1, self.blocks // 2), min(2 * self.blocks, smaller) + 1)]
+        blocks, rank = min(candidates, key=lambda kr: (abs(kr[0] * kr[1] - wanted), abs(kr[0] - self.blocks)))
+        return self.replace(blocks=blocks, rank=rank)

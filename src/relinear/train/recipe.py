@@ -11,7 +11,7 @@ import yaml
 
 from relinear.core.config import nearest
 
-__all__ = ["apply_overrides", "find_recipe", "parse_overrides", "read_yaml"]
+__all__ = ["apply_overrides", "find_recipe", "parse_overrides", "read_recipe", "read_yaml"]
 
 
 class _Loader(yaml.SafeLoader):
@@ -129,3 +129,14 @@ def find_recipe(name: str | Path) -> Path:
     known = sorted({file.stem for folder in folders if folder.is_dir() for file in folder.glob("*.yaml")})
     hint = nearest(path.stem, known) if known else "give the path of a YAML file"
     raise FileNotFoundError(f"no recipe {str(name)!r}; {hint}")
+
+
+def read_recipe(name: str | Path) -> dict[str, Any]:
+    """The values of a recipe by file or by name; its name is the file's unless it says otherwise.
+
+    Raises:
+        FileNotFoundError: if there is none (names the nearest).
+        ValueError: if it is no YAML mapping.
+    """
+    path = find_recipe(name)
+    return {"name": path.stem} | read_yaml(path)

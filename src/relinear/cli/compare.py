@@ -1,0 +1,77 @@
+"""``relinear compare``: operators side by side on one budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["command"]
+
+
+def command(
+    recipe: Annotated[str | None, typer.Option(help="A YAML file, or the name of one in recipes/.")] = None,
+    operators: Annotated[
+        list[str] | None,
+        typer.Option("--operator", "-o", metavar="KIND:KEY=VALUE", help="An entry, or `dense`; repeat it."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Directory of the comparison.")] = Path("runs/compare"),
+    data: Annotated[str | None, typer.Option(help="`stdlib`, a file or folder, or a Hub name.")] = None,
+    text_column: Annotated[str | None, typer.Option(help="Column of jsonl, parquet and Hub data.")] = None,
+    model: Annotated[str | None, typer.Option(help="Preset, or directory of a model.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Budget in optimiser steps.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Budget in training tokens.")] = None,
+    match: Annotated[str | None, typer.Option(help="`width`, `parameters` or `flops`.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Seeds, such as 0,1,2.")] = None,
+    tune: Annotated[bool, typer.Option("--tune", help="Give each entry its own learning rate.")] = False,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; one makes runs repeat to the last bit.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any setting of the recipe, as train.steps=99."),
+    ] = None,
+) -> None:
+    """Train operators side by side on one corpus and budget; ends with a table and report.html.
+
+    Killed and started again with the same arguments, it goes on where it was.
+
+    **Example:** `relinear compare --recipe quick --out runs/demo`
+
+    **Example:** `relinear compare -o dense -o low_rank:rank=16 -o hdpl:rank=16,blocks=4 --match parameters --steps 300`
+    """
+    from relinear.cli.errors import resumable
+    from relinear.cli.options import named_entries, parse_seeds, prepare_process, set_if_given
+    from relinear.cli.progress import watch_comparison
+    from relinear.cli.table import print_results
+    from relinear.train.recipe import apply_overrides, parse_overrides, read_recipe
+
+    changes: dict[str, Any] = set_if_given(
+        {
+            "entries": named_entries(operators) if operators else None,
+            "train.data.data": data,
+            "train.data.text_column": text_column,
+            "train.model": model,
+            "train.steps": steps,
+            "tokens": tokens,
+            "match.by": match,
+            "seeds": parse_seeds(seeds),
+            "tune": True if tune else None,
+            "train.threads": threads,
+        }
+    )
+    if recipe is None and not operators:
+        raise ValueError("nothing to compare: give --recipe, or --operator at least once; see relinear compare --help")
+    values = {} if recipe is None else read_recipe(recipe)
+    values = apply_overrides(values, changes | parse_overrides(overrides or []))
+
+    from relinear.analysis.report import write_report
+    from relinear.train.compare import compare
+    from relinear.train.compare_settings import CompareSettings
+
+    settings = CompareSettings.load(values, recipe or "settings")
+    prepare_process()
+    with resumable("start the same command again"), watch_comparison() as on_event:
+        results = compare(settings, out, on_event=on_event)
+    report = write_report(out)
+    print_results(results)
+    print(f"\nreport: {report.resolve()}")

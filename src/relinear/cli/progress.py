@@ -1,0 +1,100 @@
+"""Live progress on stderr: bars on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+__all__ = ["watch_comparison", "watch_training"]
+
+#: seconds between two lines where there is no terminal
+_QUIET = 20.0
+
+
+class _Lines:
+    """Progress for logs: a line when something new starts, and every so often."""
+
+    def __init__(self) -> None:
+        self._last = ("", 0.0)
+
+    def show(self, title: str, done: int, total: int, detail: str) -> None:
+        now, title = time.monotonic(), title.partition(" (")[0]
+        if title != self._last[0] or (total and done == total) or now - self._last[1] > _QUIET:
+            self._last = (title, now)
+            counted = f" {done:,}/{total:,}" if total else f" {done:,}" if done else ""
+            print(f"{title}{counted}{'  ' + detail if detail else ''}", file=sys.stderr, flush=True)
+
+
+class _Bars:
+    """Progress for terminals: one bar for the work at hand, one for all runs."""
+
+    def __init__(self, progress: Any) -> None:
+        self._progress = progress
+        self._current = progress.add_task("", total=None, detail="")
+        self._all: Any = None
+        self._title = ""
+
+    def show(self, title: str, done: int, total: int, detail: str) -> None:
+        if title.partition(" (")[0] != self._title:
+            self._title = title.partition(" (")[0]
+            self._progress.reset(self._current, total=total or None)
+        self._progress.update(self._current, description=title, completed=done, total=total or None, detail=detail)
+
+    def show_all(self, done: int, total: int) -> None:
+        if total > 1 and self._all is None:
+            self._all = self._progress.add_task("all runs", total=total, detail="")
+        if self._all is not None:
+            self._progress.update(self._all, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def _view() -> Iterator[Any]:
+    if not sys.stderr.isatty():
+        yield _Lines()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=28),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[detail]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        yield _Bars(progress)
+
+
+def _detail(values: Mapping[str, Any]) -> str:
+    names = {"loss": "loss {:.3f}", "validation_loss": "validation {:.3f}", "tokens_per_second": "{:,.0f} tok/s"}
+    return "  ".join(text.format(values[key]) for key, text in names.items() if values.get(key) is not None)
+
+
+@contextlib.contextmanager
+def watch_comparison() -> Iterator[Callable[[Any], None]]:
+    """A callback for ``compare(on_event=...)`` that shows what is going on while the block runs."""
+    with _view() as view:
+
+        def on_event(event: Any) -> None:
+            if isinstance(view, _Bars):
+                view.show_all(event.run, event.runs)
+            view.show(event.what, event.done, event.total, _detail(event.detail))
+
+        yield on_event
+
+
+@contextlib.contextmanager
+def watch_training(title: str) -> Iterator[Callable[[Any], None]]:
+    """A callback for ``train(on_progress=...)``, likewise."""
+    with _view() as view:
+
+        def on_progress(progress: Any) -> None:
+            phase = {"evaluate": " (evaluating)", "prepare": " (preparing)"}.get(progress.phase, "")
+            values = {key: getattr(progress, key) for key in ("loss", "validation_loss", "tokens_per_second")}
+            view.show(title + phase, progress.step, progress.steps, _detail(values))
+
+        yield on_progress

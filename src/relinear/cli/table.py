@@ -1,0 +1,61 @@
+"""The table at the end of a comparison."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["print_results"]
+
+
+def print_results(results: Mapping[str, Any]) -> None:
+    """Print results.json as a table with its notes on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from relinear.analysis.report import gib, number, plus_minus
+
+    entries = results["entries"]
+    several = len(entries[0]["runs"]) > 1
+    table = Table(title=results["name"], title_justify="left", title_style="bold", header_style="bold", box=_box())
+    table.add_column("entry", no_wrap=True)
+    table.add_column("validation loss", justify="right")
+    table.add_column("perplexity", justify="right")
+    table.add_column("at step 0", justify="right")
+    table.add_column("parameters", justify="right")
+    table.add_column("FLOPs / token", justify="right")
+    table.add_column("training", justify="right")
+    table.add_column("inference", justify="right")
+    table.add_column("peak memory", justify="right")
+    table.add_column("learning rate", justify="right")
+    best = min(entry["validation_loss"]["mean"] for entry in entries)
+    for entry in entries:
+        speed = entry["speed"]
+        ratios = [f"{speed[f'{what}_ratio']:.2f}x" if speed else "–" for what in ("train", "inference")]
+        edge = " *" if entry["tuning"] and entry["tuning"]["edge"] else ""
+        table.add_row(
+            entry["name"],
+            plus_minus(entry["validation_loss"]),
+            plus_minus(entry["perplexity"], 2),
+            f"{entry['initial_perplexity']['mean']:.1f}",
+            number(entry["parameters"]),
+            number(entry["flops_per_token"]),
+            *ratios,
+            gib(entry["peak_memory_bytes"]),
+            number(entry["learning_rate"]) + edge,
+            style="bold" if entry["validation_loss"]["mean"] == best and several else None,
+        )
+    # A pipe or a log has no width: rich would take 80 columns and fold the table.
+    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 132))
+    console = Console(width=width, highlight=False)
+    console.print(table)
+    for text in (results["budget"], results["match"]["text"], *results["notes"]):
+        console.print(text, style="dim")
+
+
+def _box() -> Any:
+    from rich import box
+
+    return box.SIMPLE_HEAD

@@ -1,0 +1,245 @@
+"""What a comparison is asked to do: entries, one budget, how sizes are matched, seeds, tuning."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from relinear.core.config import nearest, parse_setting
+from relinear.core.settings import Settings
+from relinear.train.recipe import apply_overrides
+from relinear.train.settings import TrainSettings
+
+__all__ = ["CompareSettings", "Entry", "Match", "Speed", "Tune"]
+
+DENSE = "dense"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+=-]*")
+
+
+class Entry(Settings):
+    """One row of the comparison: what is put into the model, and what else is different for it.
+
+    A text such as ``hdpl:rank=16``, a mapping with ``kind``, or ``dense`` stands for an entry with this operator.
+
+    Attributes:
+        operator: the setting that goes to ``target``; None (``dense``) replaces nothing.
+        target: patterns that take ``operator``; by default the recipe's ``target``.
+        operators: further pattern -> setting, looked at before ``target``; None leaves a layer alone.
+        attachments: settings of model-level parts.
+        learning_rate: in place of the recipe's; it is then not tuned.
+        resize: what is changed to match the budget: "operator" (its rank, blocks, ...; the default where there is an
+            operator), "width" (of the whole model), or "fixed" (nothing; the default for dense).
+        set: other training settings in which this entry differs, by dotted name.
+    """
+
+    operator: dict[str, Any] | None = None
+    target: tuple[str, ...] | None = None
+    operators: dict[str, dict[str, Any] | None] = Field(default_factory=dict)
+    attachments: tuple[dict[str, Any], ...] = ()
+    learning_rate: PositiveFloat | None = None
+    resize: Literal["operator", "width", "fixed"] | None = None
+    set: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        if value is None or isinstance(value, str):
+            return {"operator": value}
+        if isinstance(value, Mapping) and "kind" in value:
+            return {"operator": dict(value)}
+        return value
+
+    @field_validator("operator", mode="before")
+    @classmethod
+    def _operator_text(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return None if value.strip() in (DENSE, "none") else parse_setting(value)
+        return value
+
+    @field_validator("operators", mode="before")
+    @classmethod
+    def _operators_text(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {k: cls._operator_text(v) for k, v in value.items()}
+        return value
+
+    @field_validator("target", mode="before")
+    @classmethod
+    def _one_pattern(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @property
+    def dense(self) -> bool:
+        """Whether nothing of relinear is in it."""
+        return not self.operator and not any(self.operators.values()) and not self.attachments
+
+    @property
+    def how(self) -> str:
+        """``resize`` with its default filled in."""
+        return self.resize or ("operator" if self.operator or any(self.operators.values()) else "fixed")
+
+
+class Match(Settings):
+    """At which equal size entries are compared.
+
+    Attributes:
+        by: "width" keeps every setting as written (all models then have the same width); "parameters" and "flops"
+            (forward FLOPs a token) resize the entries.
+        to: the entry whose size is the target, or a number; by default the first entry with operators.
+        tolerance: largest relative deviation from the target; beyond it the comparison is refused.
+    """
+
+    by: Literal["width", "parameters", "flops"] = "width"
+    to: str | PositiveInt | None = None
+    tolerance: PositiveFloat = 0.02
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"by": value} if isinstance(value, str) else value
+
+
+class Tune(Settings):
+    """How each entry gets a learning rate of its own: short runs over a grid, on one seed.
+
+    Attributes:
+        learning_rates: the grid.
+        fraction: of the steps that a short run takes.
+        seed: of the short runs; not one of the final seeds, so that none is favoured.
+        extensions: how often the grid grows by one value where the best is at its edge.
+    """
+
+    learning_rates: tuple[PositiveFloat, ...] = Field(default=(5e-4, 1e-3, 2e-3, 4e-3), min_length=2)
+    fraction: float = Field(default=0.25, gt=0, le=1)
+    seed: NonNegativeInt = 1000
+    extensions: NonNegativeInt = 2
+
+    @field_validator("learning_rates")
+    @classmethod
+    def _ascending(cls, rates: tuple[float, ...]) -> tuple[float, ...]:
+        if len(set(rates)) != len(rates):
+            raise ValueError(f"learning rates come twice: {rates}")
+        return tuple(sorted(rates))
+
+
+class Speed(Settings):
+    """How throughput is measured: all models in one process in turn, after training.
+
+    Attributes:
+        seconds: about how long all of it may take; 0 leaves it out.
+        rounds: at most so many rounds through all models.
+    """
+
+    seconds: NonNegativeFloat = 30
+    rounds: PositiveInt = 25
+
+
+class CompareSettings(Settings):
+    """A whole comparison.
+
+    Attributes:
+        name, description: for the report.
+        entries: name -> entry.
+        target: patterns that an entry's ``operator`` goes to.
+        train: what all entries share (see ``TrainSettings``).
+        tokens: budget in training tokens, in place of ``train.steps``.
+        match: how sizes are made equal.
+        seeds: a run of every entry for each.
+        tune: None trains all at ``train.learning_rate`` (or the entry's own); ``true`` takes the defaults.
+        speed: how throughput is measured.
+    """
+
+    name: str = "comparison"
+    description: str = ""
+    entries: dict[str, Entry]
+    target: tuple[str, ...] = ("all-linear",)
+    train: TrainSettings = TrainSettings()
+    tokens: PositiveInt | None = None
+    match: Match = Match()
+    seeds: tuple[NonNegativeInt, ...] = Field(default=(0,), min_length=1)
+    tune: Tune | None = None
+    speed: Speed = Speed()
+
+    @field_validator("entries", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and value:
+            for name in value:
+                if not _NAME.fullmatch(str(name)):
+                    raise ValueError(f"entry name {name!r}: use letters, digits and _ . + = - (it becomes a folder)")
+            return value
+        raise ValueError("expected a mapping of name -> operator setting with at least one entry")
+
+    @field_validator("target", mode="before")
+    @classmethod
+    def _one_pattern(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("seeds", mode="before")
+    @classmethod
+    def _one_seed(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @field_validator("seeds")
+    @classmethod
+    def _different(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(seeds)) != len(seeds):
+            raise ValueError(f"seeds come twice: {list(seeds)}")
+        return seeds
+
+    @field_validator("tune", mode="before")
+    @classmethod
+    def _default_grid(cls, value: Any) -> Any:
+        return {True: Tune(), False: None}.get(value, value) if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CompareSettings:
+        if isinstance(self.match.to, str) and self.match.to not in self.entries:
+            raise ValueError(f"match.to names no entry: {self.match.to!r}; {nearest(self.match.to, self.entries)}")
+        if self.train.operators or self.train.attachments:
+            raise ValueError("train.operators and train.attachments belong to the entries of a comparison")
+        if self.tokens is not None and "steps" in self.train.model_fields_set:
+            raise ValueError("give the budget as tokens or as train.steps, not both")
+        for name in self.entries:
+            self.settings_of(name)
+        return self
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps of every final run."""
+        if self.tokens is None:
+            return self.train.steps
+        t = self.train
+        return max(1, math.ceil(self.tokens / (t.batch_size * t.accumulation * t.data.sequence_length)))
+
+    def settings_of(self, name: str) -> TrainSettings:
+        """The training settings of an entry, at the size that it is written with, for the first seed.
+
+        Raises:
+            ValueError: if the entry's operators or settings are wrong; the message names the entry.
+        """
+        entry = self.entries[name]
+        operators = dict(entry.operators)
+        if entry.operator is not None:
+            for pattern in entry.target or self.target:
+                operators.setdefault(pattern, entry.operator)
+        changes = {"operators": operators, "attachments": list(entry.attachments), "seed": self.seeds[0]}
+        if self.tokens is not None:
+            changes["steps"] = self.steps
+        if entry.learning_rate is not None:
+            changes["learning_rate"] = entry.learning_rate
+        # Only what was written: a default of the model's fields must stay a default.
+        written = self.train.model_dump(exclude_unset=True)
+        return TrainSettings.load(apply_overrides(written | changes, entry.set), f"entries.{name}")

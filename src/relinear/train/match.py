@@ -1,0 +1,181 @@
+"""Matching sizes: which rank, blocks or model width gives a model the parameters or FLOPs that are wanted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from relinear.core.operator import OperatorConfig
+from relinear.models import preset_config, preset_names
+from relinear.surgery.plan import plan
+from relinear.surgery.summary import summary
+from relinear.train.run import build_model
+from relinear.train.settings import TrainSettings
+
+__all__ = ["Size", "matched", "measure_size", "skeleton"]
+
+# A size may grow or shrink by this factor in the search.
+_LARGEST_FACTOR = 4096.0
+_WIDTH_FACTOR = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Parameters and forward FLOPs a token of a whole model."""
+
+    parameters: int
+    flops: int
+
+    def of(self, by: str) -> int:
+        """The one that is matched."""
+        return self.parameters if by == "parameters" else self.flops
+
+
+def skeleton(settings: TrainSettings, vocab_size: int) -> Any:
+    """The model of ``settings`` with its operators; a preset on the meta device: every size, no weights.
+
+    Raises:
+        ValueError: if the model is unknown or cannot take the operators.
+    """
+    if settings.model not in preset_names():
+        return build_model(settings, vocab_size)
+    with torch.device("meta"):
+        return build_model(settings, vocab_size)
+
+
+def measure_size(settings: TrainSettings, vocab_size: int) -> Size:
+    """Parameters and FLOPs a token of the model of ``settings``; builds it without weights."""
+    table = summary(skeleton(settings, vocab_size))
+    return Size(table.parameters, table.flops_per_token)
+
+
+def matched(
+    settings: TrainSettings, vocab_size: int, *, by: str, target: int, how: str, tolerance: float, name: str
+) -> tuple[TrainSettings, Size]:
+    """``settings`` resized so that the model comes as near to ``target`` as it can.
+
+    Args:
+        settings: as written.
+        vocab_size: of the tokenizer.
+        by: "parameters" or "flops".
+        target: how many of them.
+        how: "operator" scales the operators through ``OperatorConfig.resized``, "width" the model.
+        tolerance: largest relative deviation allowed.
+        name: of the entry, for messages.
+
+    Raises:
+        ValueError: if no size comes within ``tolerance``; says how near it came and what else could be changed.
+    """
+    search = _operator_sizes if how == "operator" else _widths
+    tried: dict[str, tuple[TrainSettings, Size]] = {}
+
+    def measure(candidate: TrainSettings) -> float:
+        key = json.dumps([candidate.operators, candidate.model_overrides], sort_keys=True)
+        if key not in tried:
+            tried[key] = (candidate, measure_size(candidate, vocab_size))
+        return tried[key][1].of(by)
+
+    search(settings, vocab_size, measure, target, name)
+    best, size = min(tried.values(), key=lambda found: abs(found[1].of(by) - target))
+    deviation = size.of(by) / target - 1
+    if abs(deviation) > tolerance:
+        other = f"match.to: {name} (its size as the target)" + ", resize: width" * (how == "operator")
+        raise ValueError(
+            f"{name}: no {'operator size' if how == 'operator' else 'model width'} gives {target:,} {by} within "
+            f"{tolerance:.1%}; the nearest has {size.of(by):,} ({deviation:+.1%}). Try {other}, resize: fixed, or a "
+            "larger match.tolerance"
+        )
+    return best, size
+
+
+def _operator_sizes(
+    settings: TrainSettings, vocab_size: int, measure: Callable[[TrainSettings], float], target: int, name: str
+) -> None:
+    """Bisect over the scale of all operators; their sizes grow with it, in steps."""
+    replacements = plan(
+        skeleton(settings.updated(operators={}), vocab_size),
+        settings.mapping,
+        layers=settings.layers,
+        exclude=settings.exclude or None,
+    ).replacements
+    shapes: dict[str, list[tuple[int, int]]] = {}
+    for replacement in replacements:
+        shape = (replacement.in_features, replacement.out_features)
+        seen = shapes.setdefault(replacement.target.pattern, [])
+        if shape not in seen:
+            seen.append(shape)
+
+    def at(scale: float) -> float:
+        operators: dict[str, Any] = dict(settings.operators)
+        for pattern, found in shapes.items():
+            operators[pattern] = _resized(settings.mapping[pattern], found, scale, name).to_dict()  # type: ignore[arg-type]
+        return measure(settings.updated(operators=operators))
+
+    low = high = 1.0
+    while at(low) > target and low > 1 / _LARGEST_FACTOR:
+        low /= 2
+    while at(high) < target and high < _LARGEST_FACTOR:
+        high *= 2
+    for _ in range(24):  # beyond this, no rank below a million differs
+        middle = math.sqrt(low * high)
+        if at(middle) < target:
+            low = middle
+        else:
+            high = middle
+
+
+def _resized(config: OperatorConfig, shapes: list[tuple[int, int]], scale: float, name: str) -> OperatorConfig:
+    """The setting at ``scale`` times its size that every layer of the pattern can take."""
+    reasons = []
+    for shape in shapes:
+        candidate = config.resized(*shape, scale)
+        if candidate is None:
+            raise ValueError(f"{name}: {config.kind} has no size that could be changed; use resize: width or fixed")
+        try:
+            for other in shapes:
+                candidate.check_shape(*other)
+            return candidate
+        except ValueError as error:
+            reasons.append(str(error))
+    raise ValueError(f"{name}: {config.kind} has no one size for all its layers: {reasons[-1]}")
+
+
+def _widths(
+    settings: TrainSettings, vocab_size: int, measure: Callable[[TrainSettings], float], target: int, name: str
+) -> None:
+    """Try widths with the number of heads kept: coarsely over the whole range, then finely around the target."""
+    if settings.model not in preset_names():
+        raise ValueError(f"{name}: the width of {settings.model!r} cannot be changed, only that of presets")
+    config = preset_config(settings.model, **settings.model_overrides)
+    heads, width = config.num_attention_heads, config.hidden_size
+    head = width // heads
+
+    def sizes(candidates: Iterator[int]) -> list[tuple[int, float]]:
+        found = []
+        for size in candidates:
+            try:
+                found.append((size, measure(_at_width(settings, config, heads * size))))
+            except ValueError:  # an operator in the model may not take this width
+                continue
+        return found
+
+    smallest, largest = max(2, head // _WIDTH_FACTOR), head * _WIDTH_FACTOR
+    coarse = sorted({2 * round(smallest * (largest / smallest) ** (i / 24) / 2) for i in range(25)})
+    found = sizes(iter(coarse))
+    below = max((size for size, value in found if value <= target), default=smallest)
+    above = min((size for size, value in found if value >= target), default=largest)
+    sizes(iter(range(below, above + 1, 2 * max(1, (above - below) // 64))))
+
+
+def _at_width(settings: TrainSettings, config: Any, width: int) -> TrainSettings:
+    overrides = dict(settings.model_overrides) | {"hidden_size": width}
+    overrides.pop("n_embd", None)
+    inner = "n_inner" if hasattr(config, "n_inner") else "intermediate_size"
+    if getattr(config, inner) is not None:
+        overrides[inner] = max(8, 8 * round(getattr(config, inner) * width / config.hidden_size / 8))
+    return settings.updated(model_overrides=overrides)

@@ -1,0 +1,119 @@
+"""Throughput of several models as ratios: measured in one process, one after another within every round."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from relinear.train.optim import build_optimizer
+from relinear.train.run import build_model
+from relinear.train.settings import TrainSettings
+from relinear.train.trainer import training_dtype
+
+__all__ = ["measure_speed"]
+
+
+class _Subject:
+    """A model with a training step and an inference pass to be timed, on random tokens of the training's shape."""
+
+    def __init__(self, settings: TrainSettings, vocab_size: int) -> None:
+        cuda = settings.device != "cpu" and torch.cuda.is_available()
+        self.device = torch.device("cuda" if cuda else "cpu")
+        self.model = build_model(settings, vocab_size).to(self.device)
+        if settings.dtype == "pure_bfloat16":
+            self.model.to(torch.bfloat16)
+        if settings.compile:
+            self.model.compile()
+        self.model.config.use_cache = False
+        self.optimizer = build_optimizer(self.model, settings)
+        self.dtype = training_dtype(settings, self.device)
+        self.autocast = self.dtype != torch.float32 and settings.dtype != "pure_bfloat16"
+        shape = (settings.batch_size, settings.data.sequence_length)
+        self.ids = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(self.device)
+        self.seconds: dict[str, list[float]] = {"train": [], "inference": []}
+
+    def train(self) -> None:
+        self.model.train()
+        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.autocast):
+            loss = self.model(input_ids=self.ids, labels=self.ids).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def inference(self) -> None:
+        self.model.eval()
+        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.autocast):
+            self.model(input_ids=self.ids)
+
+    def time(self, what: str) -> float:
+        work = getattr(self, what)
+        self._wait()
+        start = time.perf_counter()
+        work()
+        self._wait()
+        return time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def measure_speed(
+    settings: Mapping[str, Any],
+    reference: str,
+    vocab_size: int,
+    seconds: float,
+    rounds: int,
+    on_progress: Callable[[dict[str, Any]], None] = lambda progress: None,
+) -> dict[str, dict[str, Any]]:
+    """Tokens per second of training steps and of inference passes (whole sequences), and their ratios.
+
+    Every round times every model once, so that what slows the machine slows all of them; a ratio is the median over
+    rounds of (time of the reference / time of the model) in the same round.
+
+    Args:
+        settings: name -> TrainSettings (or a mapping of them); they give batch size, precision and threads.
+        reference: the name that ratios refer to.
+        vocab_size: of the tokenizer.
+        seconds: about how long to measure, warm-up included; at least three rounds are made.
+        rounds: at most so many.
+        on_progress: called with ``{"step", "steps"}`` after every round.
+
+    Returns:
+        name -> train_ratio, inference_ratio, train_tokens_per_second, inference_tokens_per_second, rounds, reference.
+    """
+    loaded = {name: TrainSettings.load(value) for name, value in settings.items()}
+    threads, base = torch.get_num_threads(), loaded[reference]
+    if base.threads is not None:
+        torch.set_num_threads(base.threads)
+    try:
+        subjects = {name: _Subject(value, vocab_size) for name, value in loaded.items()}
+        start = time.perf_counter()
+        for _ in range(2):  # first touches of memory, compilation
+            for subject in subjects.values():
+                subject.train()
+                subject.inference()
+        warm = time.perf_counter() - start
+        count = max(3, min(rounds, int(2 * (seconds - warm) / warm)))
+        for done in range(count):
+            for subject in subjects.values():
+                for what, times in subject.seconds.items():
+                    times.append(subject.time(what))
+            on_progress({"step": done + 1, "steps": count})
+    finally:
+        torch.set_num_threads(threads)
+    return {name: _figures(subject, subjects[reference], reference) for name, subject in subjects.items()}
+
+
+def _figures(subject: _Subject, reference: _Subject, name: str) -> dict[str, Any]:
+    figures: dict[str, Any] = {"reference": name, "rounds": len(subject.seconds["train"])}
+    for what, times in subject.seconds.items():
+        ratios = [base / own for base, own in zip(reference.seconds[what], times, strict=True)]
+        figures[f"{what}_ratio"] = statistics.median(ratios)
+        figures[f"{what}_tokens_per_second"] = subject.ids.numel() / statistics.median(times)
+    return figures
