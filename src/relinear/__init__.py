@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 # Public name -> the module that has it, imported on first use. One line a name, sorted by module.
 _LAZY = {
+    "check_causality": "relinear.analysis.causality",
     "clifford": "relinear.clifford",
     "from_preset": "relinear.models",
     "preset_names": "relinear.models",

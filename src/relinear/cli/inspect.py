@@ -19,9 +19,14 @@ def command(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the preset's config.")
     ] = None,
+    causality: Annotated[
+        bool, typer.Option("--causality", help="Also run the model and check that no output sees a later token.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")] = False,
 ) -> None:
-    """Tabulate layers, operators, parameters and FLOPs a token; nothing is computed or written.
+    """Tabulate layers, operators, parameters and FLOPs a token; nothing is written.
+
+    With --causality the exit code is 2 if an output depends on a later token, and the message says where.
 
     **Example:** `relinear inspect hdpl-67m --replace "q_proj=hdpl:rank=128,blocks=8"`
     """
@@ -32,10 +37,14 @@ def command(
     from relinear.core.operator import OperatorConfig
     from relinear.train.recipe import parse_overrides
 
-    loaded = load_model(model, parse_overrides(overrides or []), meta=True)
+    loaded = load_model(model, parse_overrides(overrides or []), meta=not causality)
     if replace:
         mapping = {p: s and OperatorConfig.from_dict(s) for p, s in parse_operators(replace).items()}
         table = relinear.replace_(loaded, mapping, layers=parse_layers(layers))
     else:
         table = relinear.summary(loaded)
-    print(json.dumps(table.to_dict(), indent=2) if as_json else table)
+    report = relinear.check_causality(loaded) if causality else None
+    if as_json:
+        print(json.dumps(table.to_dict() | ({} if report is None else {"causality": report.to_dict()}), indent=2))
+    else:
+        print(table if report is None else f"{table}\n{report}")

@@ -1,0 +1,175 @@
+"""Does any output of a language model depend on a later token? Found out by changing later tokens."""
+
+# Legend: T tokens
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relinear.surgery.select import layer_index
+
+__all__ = ["CausalityError", "CausalityReport", "check_causality"]
+
+
+@dataclasses.dataclass(frozen=True)
+class CausalityReport:
+    """What ``check_causality`` saw.
+
+    tokens: length of the sequence; every suffix of it was changed. modules: how many modules' outputs were compared.
+    module: name of the first module, in order of execution, whose output saw the future, None if none did.
+    layer: index of its decoder layer (None outside of them). position: the first token of its output that changed.
+    source: the first token whose change it saw. difference: the largest change there, relative to the output's maximum.
+    """
+
+    tokens: int
+    modules: int
+    module: str | None = None
+    layer: int | None = None
+    position: int | None = None
+    source: int | None = None
+    difference: float = 0.0
+
+    @property
+    def causal(self) -> bool:
+        """Whether nothing saw the future."""
+        return self.module is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return {"causal": self.causal} | dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        if self.causal:
+            return (
+                f"causal: every suffix of {self.tokens} tokens changed, no earlier output of {self.modules} modules did"
+            )
+        where = f"{self.module!r}" + ("" if self.layer is None else f" (layer {self.layer})")
+        return (
+            f"not causal: the output of {where} at token {self.position} depends on token {self.source} or later "
+            f"(relative change {self.difference:.2g})"
+        )
+
+
+class CausalityError(ValueError):
+    """Raised where an output sees the future; ``report`` says which and from where."""
+
+    def __init__(self, report: CausalityReport) -> None:
+        super().__init__(str(report))
+        self.report = report
+
+
+@torch.no_grad()
+def check_causality(
+    model: nn.Module,
+    inputs: Tensor | None = None,
+    *,
+    tokens: int = 16,
+    tolerance: float = 1e-6,
+    seed: int = 0,
+    raises: bool = True,
+) -> CausalityReport:
+    """Change every suffix of a sequence and compare what every module put out for the tokens before it.
+
+    The model runs in eval mode on one sequence, tokens + 1 times; its mode is restored.
+
+    Args:
+        model: a language model called with ``input_ids``.
+        inputs: (1, T) token ids to start from; ``tokens`` pseudo-random ones by default.
+        tokens: T, at least 2, where ``inputs`` is not given (fewer if the model has fewer positions).
+        tolerance: change allowed, relative to the largest output of the module.
+        seed: of the tokens.
+        raises: False returns the report of a leak in place of raising.
+
+    Raises:
+        CausalityError: naming the first module, layer and position that leak.
+        ValueError: if the inputs do not fit, or two equal calls differ (nothing can be said then).
+    """
+    vocabulary = _vocabulary(model)
+    generator = torch.Generator().manual_seed(seed)
+    if inputs is None:
+        limit = getattr(getattr(model, "config", None), "max_position_embeddings", None) or tokens
+        inputs = torch.randint(vocabulary, (1, min(tokens, limit)), generator=generator)
+    if inputs.ndim != 2 or inputs.shape[0] != 1 or inputs.shape[1] < 2:
+        raise ValueError(f"inputs must be token ids of shape (1, T) with T >= 2, got {tuple(inputs.shape)}")
+    inputs = inputs.to(next(model.parameters()).device)
+    shift = torch.randint(1, vocabulary, inputs.shape, generator=generator).to(inputs.device)
+    other = (inputs + shift) % vocabulary  # differs from the inputs everywhere
+    length, training = inputs.shape[1], model.training
+    model.eval()
+    try:
+        expected = _outputs(model, inputs)
+        again = _outputs(model, inputs)
+        unstable = next((n for n in expected if _change(expected[n], again[n]).max() > tolerance), None)
+        if unstable is not None:
+            raise ValueError(f"{unstable!r} gives different outputs for equal inputs in eval mode: nothing to compare")
+        order = {name: rank for rank, name in enumerate(expected)}
+        first: tuple[int, int, int, float] | None = None  # rank of the module, position, source, difference
+        for source in range(1, length):
+            changed = _outputs(model, torch.cat([inputs[:, :source], other[:, source:]], dim=1))
+            for name, value in expected.items():
+                change = _change(value, changed[name])[:source]
+                if change.max() > tolerance:
+                    position = int((change > tolerance).nonzero()[0])
+                    found = (order[name], position, source, float(change.max()))
+                    first = found if first is None else min(first, found)
+                    break
+    finally:
+        model.train(training)
+    if first is None:
+        return CausalityReport(length, len(expected))
+    name = list(expected)[first[0]]
+    report = CausalityReport(length, len(expected), name, layer_index(model, name), *first[1:])
+    if raises:
+        raise CausalityError(report)
+    return report
+
+
+def _vocabulary(model: Any) -> int:
+    getter = getattr(model, "get_input_embeddings", None)
+    table = getter() if callable(getter) else next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    if table is None:
+        raise ValueError(f"{type(model).__name__} has no token embedding; check_causality needs a language model")
+    return int(table.num_embeddings)
+
+
+def _outputs(model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
+    """Output of every module by name, in order of execution, as (T, ...), where it has one row a token."""
+    length = inputs.shape[1]
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            value = _first_tensor(output)
+            if value is None or name in found:
+                return
+            if value.ndim > 1 and tuple(value.shape[:2]) == (1, length):
+                value = value[0]
+            if value.ndim and value.shape[0] == length and value.is_floating_point():
+                found[name] = value.reshape(length, -1).clone()
+
+        return hook
+
+    handles = [module.register_forward_hook(keep(name)) for name, module in model.named_modules()]
+    try:
+        model(input_ids=inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _first_tensor(output: Any) -> Tensor | None:
+    if isinstance(output, Tensor):
+        return output
+    values = output.values() if hasattr(output, "values") else output if isinstance(output, list | tuple) else ()
+    return next((v for v in values if isinstance(v, Tensor)), None)
+
+
+def _change(before: Tensor, after: Tensor) -> Tensor:
+    """(T,): the largest change of every token, relative to the largest value."""
+    scale = before.abs().max().clamp_min(torch.finfo(before.dtype).tiny)
+    return ((after - before).abs().amax(dim=1) / scale).float()
