@@ -17,7 +17,7 @@ from torch import Tensor
 from relinear.functional.block_diagonal import block_diagonal
 from relinear.functional.block_hadamard import hadamard as butterflies
 
-__all__ = ["block_hadamard", "hadamard"]
+__all__ = ["block_hadamard", "hadamard", "hadamard_flops"]
 
 LARGEST_FACTOR = 64  # beyond it the product costs more than another pass over memory
 
@@ -45,6 +45,11 @@ def hadamard(x: Tensor) -> Tensor:
             y = matrix @ y.reshape(*x.shape[:-1], left, factor, right)
         left *= factor
     return y.reshape(x.shape)
+
+
+def hadamard_flops(size: int) -> int:
+    """FLOPs that ``hadamard`` takes for one vector of ``size`` coordinates."""
+    return 2 * size * sum(_factors(size & -size))
 
 
 def block_hadamard(x: Tensor, blocks: Sequence[Tensor], out_features: int, bias: Tensor | None = None) -> Tensor:

@@ -19,7 +19,7 @@ from relinear.functional.block_hadamard import (
     block_hadamard_fit,
     block_hadamard_sizes,
 )
-from relinear.kernels.block_hadamard import block_hadamard
+from relinear.kernels.block_hadamard import block_hadamard, hadamard_flops
 from relinear.kernels.choice import prefers_dense
 
 __all__ = ["BlockHadamard", "BlockHadamardLinear"]
@@ -66,11 +66,8 @@ class BlockHadamardLinear(Operator):
         return self
 
     def flops_per_token(self) -> int:
-        total = 0
-        for stage in self.blocks:
-            width = stage.shape[0] * stage.shape[2]
-            total += width * ((width & -width).bit_length() - 1) + 2 * stage.numel()
-        return total
+        """Of the form that runs, which takes the transform as products of small matrices, not as butterflies."""
+        return sum(hadamard_flops(stage.shape[0] * stage.shape[2]) + 2 * stage.numel() for stage in self.blocks)
 
 
 @register
