@@ -418,6 +418,6 @@ def test_conversion_keeps_dtype_mode_and_requires_grad(case: Case, kind: str) ->
 
 
 def test_every_operator_has_a_row() -> None:
-    kinds = set(OperatorConfig.kinds())
+    kinds = {kind for kind, config in OperatorConfig.kinds().items() if config.__module__.startswith("relinear.")}
     assert kinds == {case.config.kind for case in CASES}
     assert len({case.name for case in CASES}) == len(CASES)

@@ -68,7 +68,9 @@ def test_a_wrong_import_is_seen(tmp_path) -> None:
 
 
 def test_an_operator_has_the_name_of_its_files() -> None:
-    for kind, config in OperatorConfig.kinds().items():
+    own = {kind: c for kind, c in OperatorConfig.kinds().items() if c.__module__.startswith("relinear.")}
+    assert own
+    for kind, config in own.items():
         assert config.__module__ == f"relinear.operators.{kind}"
         assert (SOURCE / "functional" / f"{kind}.py").is_file()
 
