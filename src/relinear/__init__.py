@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from relinear import operators as _operators
+from relinear import residual as _residual
 from relinear.models import cgt_config as _cgt_config  # noqa: F401  registers the configuration with transformers
 from relinear.models import head_bias as _head_bias  # noqa: F401  registers its kind, for checkpoints that name it
 from relinear.surgery import checkpoint as _checkpoint  # noqa: F401  registers the loader with transformers
@@ -42,10 +43,11 @@ _LAZY = {
     "tune_allocator": "relinear.core.allocator",
 }
 
-for _name in _operators.__all__:
-    globals()[_name] = getattr(_operators, _name)
+for _room in (_operators, _residual):
+    for _name in _room.__all__:
+        globals()[_name] = getattr(_room, _name)
 
-__all__ = ["__version__", *_operators.__all__, *_LAZY]
+__all__ = ["__version__", *_operators.__all__, *_residual.__all__, *_LAZY]
 
 
 def __getattr__(name: str) -> Any:

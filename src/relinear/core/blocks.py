@@ -43,35 +43,36 @@ _ANATOMIES = (
 )
 
 
+def _decoder_and_layers(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
+    config = getattr(model, "config", None)
+    if config is None:
+        raise ValueError(f"{type(model).__name__} has no config; expected a Hugging Face decoder")
+    count = config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
+    found = [
+        (module, child)
+        for module in model.modules()
+        for child in module.children()
+        if isinstance(child, nn.ModuleList) and len(child) == count and count
+    ]
+    if len(found) != 1:
+        raise ValueError(
+            f"{type(model).__name__}: found {len(found)} lists of {count} layers, expected the one of the decoder"
+        )
+    return found[0]
+
+
 def decoder(model: nn.Module) -> nn.Module:
     """The module that owns the decoder layers (``LlamaModel``, ``GPT2Model``): what returns the last hidden state.
 
     Raises:
         ValueError: if no list of as many layers as the config names is found, or several are.
     """
-    config = getattr(model, "config", None)
-    if config is None:
-        raise ValueError(f"{type(model).__name__} has no config; expected a Hugging Face decoder")
-    count = config.get_text_config().num_hidden_layers
-    owners = [
-        module
-        for module in model.modules()
-        if any(isinstance(child, nn.ModuleList) and len(child) == count and count for child in module.children())
-    ]
-    if len(owners) != 1:
-        raise ValueError(
-            f"{type(model).__name__}: found {len(owners)} lists of {count} layers, expected the one of the decoder"
-        )
-    return owners[0]
+    return _decoder_and_layers(model)[0]
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The decoder's list of layers. Raises ValueError as ``decoder`` does."""
-    count = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
-    lists = [c for c in decoder(model).children() if isinstance(c, nn.ModuleList) and len(c) == count]
-    if len(lists) != 1:
-        raise ValueError(f"{type(model).__name__}: found {len(lists)} lists of {count} layers, expected one")
-    return lists[0]
+    return _decoder_and_layers(model)[1]
 
 
 def sub_blocks(model: nn.Module, layers: Iterable[int] | None = None) -> list[SubBlock]:

@@ -26,6 +26,7 @@ __all__ = [
     "is_conv1d",
     "is_linear",
     "linear_features",
+    "swap_hooks",
 ]
 
 Init = Literal["fresh", "from_weight"]
@@ -247,3 +248,23 @@ def dense_in_float32(operator: Operator) -> tuple[Tensor, Tensor | None]:
 def dense_bias(module: Any) -> Tensor | None:
     """The bias that goes with ``dense_weight``, or None."""
     return module.dense_bias() if isinstance(module, Operator) else module.bias
+
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def swap_hooks(source: nn.Module, target: nn.Module) -> None:
+    """Exchange the hooks of a layer and of what takes its place, so that hooks stay where they were registered.
+
+    Handles given out for them stay valid.
+    """
+    for name in _HOOKS:
+        source.__dict__[name], target.__dict__[name] = target.__dict__[name], source.__dict__[name]

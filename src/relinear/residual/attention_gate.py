@@ -1,0 +1,122 @@
+"""Gates on the attention's output (Qiu et al., "Gated attention for large language models: non-linearity, sparsity, and
+attention-sink-free", 2025)."""
+
+# Legend: B batch, T tokens, D width of the residual stream, H heads, C channels a head
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from relinear.core.attachment import AttachmentConfig
+from relinear.core.blocks import SubBlock, sub_blocks
+from relinear.core.config import check_choice, register
+from relinear.core.operator import is_linear, linear_features
+from relinear.residual.junction import reference_parameter
+
+__all__ = ["SDPAGate"]
+
+_GATE = "relinear_gate"
+_OUTPUT_PROJECTIONS = ("o_proj", "c_proj")
+
+
+class _Gate(nn.Module):
+    """W_theta: ``weight`` (H, D) for a gate a head, (H C, D) for a gate a channel; y is (..., H C)."""
+
+    def __init__(self, width: int, gates: int, channels: int, kw: dict[str, Any]):
+        super().__init__()
+        self.channels = channels
+        self.weight = nn.Parameter(torch.empty(gates, width, **kw))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        wide = torch.promote_types(y.dtype, torch.float32)
+        gate = torch.sigmoid(torch.nn.functional.linear(x, self.weight).to(wide))
+        grouped = y.unflatten(-1, (self.weight.shape[0], -1))
+        return (grouped * gate.unsqueeze(-1)).to(y.dtype).flatten(-2)
+
+    def flops_per_token(self) -> int:
+        """The product with W_theta, the sigmoid and the gating."""
+        gates, width = self.weight.shape
+        return 2 * gates * width + 5 * gates + self.channels
+
+
+class _Gating:
+    """Hooks of one attention: its input is remembered until its output projection is reached."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        self.attention = attention
+        self.x: Tensor | None = None
+
+    def enter(self, attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the attention: remember what it reads."""
+        self.x = args[0] if args else kwargs["hidden_states"]
+
+    def gate(self, projection: nn.Module, args: tuple) -> tuple[Tensor]:
+        """Forward pre-hook of the output projection: gate what it reads, the heads' outputs side by side."""
+        x, self.x = self.x, None
+        assert x is not None, "the attention has not run"
+        return (self.attention.relinear_gate(x, args[0]),)  # type: ignore[operator]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A forward that failed half-way may have left a tensor with a graph, which cannot be copied.
+        return self.__dict__ | {"x": None}
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SDPAGate(AttachmentConfig):
+    """Y' = Y * sigmoid(X W_theta), Y being what the attention returns and X what its block reads (Eq. 5).
+
+    The paper's best position, G1: after scaled dot-product attention, before the output projection. It goes with any
+    residual method and any operator. It starts near Y / 2, so a pretrained model's outputs change. The gate on every
+    projection, ALL-Gate in the Transponder paper, is the operator ``OutputGate`` on "all-linear".
+
+    Args:
+        per: "head" (one gate a head and token) or "channel" (one a channel of each head, the paper's elementwise form).
+    """
+
+    kind: ClassVar[str] = "sdpa_gate"
+
+    per: str = "head"
+
+    def __post_init__(self) -> None:
+        check_choice("per", self.per, ("head", "channel"))
+
+    def check(self, model: nn.Module) -> None:
+        for block in _attentions(model):
+            _output_projection(block)
+            if hasattr(block.module, _GATE):
+                raise ValueError("the attention already has a gate; start from a model without one")
+
+    def attach(self, model: nn.Module) -> None:
+        config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        for block in _attentions(model):
+            projection = _output_projection(block)
+            channels, width = linear_features(projection)[0], config.hidden_size
+            gates = config.num_attention_heads if self.per == "head" else channels
+            reference = reference_parameter(block.module)
+            kw = {"device": reference.device, "dtype": reference.dtype}
+            gate = _Gate(width, gates, channels, kw).train(block.module.training)
+            block.module.add_module(_GATE, gate.requires_grad_(reference.requires_grad))
+            gating = _Gating(block.module)
+            block.module.register_forward_pre_hook(gating.enter, with_kwargs=True)
+            projection.register_forward_pre_hook(gating.gate)
+
+
+def _attentions(model: nn.Module) -> list[SubBlock]:
+    return [block for block in sub_blocks(model) if block.role == "attention"]
+
+
+def _output_projection(block: SubBlock) -> nn.Module:
+    for name in _OUTPUT_PROJECTIONS:
+        module = getattr(block.module, name, None)
+        if isinstance(module, nn.Module) and is_linear(module):
+            return module
+    raise ValueError(
+        f"layer {block.layer}: {type(block.module).__name__} has no linear output projection named "
+        f"{' or '.join(_OUTPUT_PROJECTIONS)}"
+    )

@@ -1,0 +1,245 @@
+"""LAuReL, learned augmented residual layers (Menghani, Kumar and Kumar, "LAuReL: learned augmented residual layer",
+ICML 2025): x_{i+1} = alpha f(x_i) + g(x_i, x_{i-1}, ..., x_0), Eq. 2.
+
+Each residual connection of a decoder layer, of its attention and of its MLP, is one LAuReL layer. All three forms start
+as the plain x_{i+1} = f(x_i) + x_i, so that a pretrained model's outputs do not change at first.
+"""
+
+# Legend: B batch, T tokens, D width of the residual stream, R rank, K streams that a layer sees
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from relinear.core.blocks import SubBlock, decoder, sub_blocks
+from relinear.core.config import check_at_least, check_choice, check_type, register
+from relinear.residual.junction import SITE, Junction, ResidualConfig, reference_parameter
+
+__all__ = ["LaurelLR", "LaurelPA", "LaurelRW"]
+
+_STREAMS = "relinear_streams"  # keyword argument by which the layers of one forward share their streams
+
+
+class _Weights(nn.Module):
+    """alpha and beta from two logits: 2 softmax(logits) or 2 sigmoid(logits), both exactly 1 at first."""
+
+    def __init__(self, normalize: str, kw: dict[str, Any]):
+        super().__init__()
+        self.normalize = normalize
+        self.logits = nn.Parameter(torch.zeros(2, **kw))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        if self.normalize == "softmax":
+            alpha, beta = 2 * torch.softmax(self.logits, 0)
+        else:
+            alpha, beta = 2 * torch.sigmoid(self.logits)
+        return alpha, beta
+
+
+class _LowRank(nn.Module):
+    """B A x with ``down`` A (R, D) and ``up`` B (D, R).
+
+    A starts with orthogonal columns, A^T[i, j] = 1 / sqrt(R D) where i mod R = j, B at zero (Section 3.3).
+    """
+
+    def __init__(self, width: int, rank: int, kw: dict[str, Any]):
+        super().__init__()
+        start = torch.zeros(rank, width)
+        start[torch.arange(width) % rank, torch.arange(width)] = 1 / math.sqrt(rank * width)
+        self.down = nn.Parameter(start.to(**kw))
+        self.up = nn.Parameter(torch.zeros(width, rank, **kw))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(torch.nn.functional.linear(x, self.down), self.up)
+
+
+class _Weighted(nn.Module):
+    """Returns alpha y + (beta - 1) x + beta B A x; the low-rank part only where there is a rank."""
+
+    def __init__(self, width: int, normalize: str | None, rank: int | None, kw: dict[str, Any]):
+        super().__init__()
+        self.weights = None if normalize is None else _Weights(normalize, kw)
+        self.low_rank = None if rank is None else _LowRank(width, rank, kw)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        extra = None if self.low_rank is None else self.low_rank(x)
+        if self.weights is None:
+            return y + extra
+        alpha, beta = self.weights()
+        out = alpha * y + (beta - 1) * x
+        return out if extra is None else out + beta * extra
+
+
+def _kw(block: SubBlock) -> dict[str, Any]:
+    reference = reference_parameter(block.module)
+    return {"device": reference.device, "dtype": reference.dtype}
+
+
+def _width(block: SubBlock) -> int:
+    weight = getattr(block.norm, "weight", None)
+    assert weight is not None, "a stock norm has a weight"
+    return int(weight.numel())
+
+
+def _check_rank(rank: int, model: nn.Module) -> None:
+    width = _width(sub_blocks(model)[0])
+    if rank > width:
+        raise ValueError(f"rank={rank} exceeds the width {width} of the stream; choose at most {width}")
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaurelRW(ResidualConfig):
+    """x_{i+1} = alpha f(x_i) + beta x_i with learnt alpha and beta (Section 2.1).
+
+    The paper keeps both bounded "using a normalization function such as softmax or sigmoid". Here that function is
+    doubled, alpha, beta = 2 softmax(a, b), so that a = b = 0 is the plain residual connection.
+
+    Args:
+        normalize: "softmax" (alpha + beta = 2) or "sigmoid" (each in (0, 2)).
+    """
+
+    kind: ClassVar[str] = "laurel_rw"
+
+    normalize: str = "softmax"
+
+    def __post_init__(self) -> None:
+        check_choice("normalize", self.normalize, ("softmax", "sigmoid"))
+
+    def site(self, block: SubBlock, index: int, count: int) -> nn.Module:
+        return _Weighted(_width(block), self.normalize, None, _kw(block))
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaurelLR(ResidualConfig):
+    """x_{i+1} = f(x_i) + B A x_i + x_i with learnt thin matrices (Section 2.2, Eq. 3).
+
+    Args:
+        rank: R; the paper finds 32 to 64 to work well for language models.
+        weights: also learn alpha and beta, x_{i+1} = alpha f(x_i) + beta (B A x_i + x_i) (RW+LR, Eq. 5).
+        normalize: as in ``LaurelRW``, where ``weights`` is set.
+    """
+
+    kind: ClassVar[str] = "laurel_lr"
+
+    rank: int = 32
+    weights: bool = False
+    normalize: str = "softmax"
+
+    def __post_init__(self) -> None:
+        check_at_least("rank", self.rank, 1)
+        check_type("weights", self.weights, bool)
+        check_choice("normalize", self.normalize, ("softmax", "sigmoid"))
+
+    def check(self, model: nn.Module) -> None:
+        super().check(model)
+        _check_rank(self.rank, model)
+
+    def site(self, block: SubBlock, index: int, count: int) -> nn.Module:
+        return _Weighted(_width(block), self.normalize if self.weights else None, self.rank, _kw(block))
+
+
+class _Previous(nn.Module):
+    """Returns y + sum_j gamma_j h(x_{i-j}) for the streams x_i, x_{i-1}, ... that there are.
+
+    gamma (K,) starts at 1 / K beside a low-rank h (whose B starts at zero), and at 0 beside the identity.
+    """
+
+    def __init__(self, width: int, rank: int | None, streams: int, kw: dict[str, Any]):
+        super().__init__()
+        self.low_rank = None if rank is None else _LowRank(width, rank, kw)
+        self.gamma = nn.Parameter(torch.full((streams,), 0.0 if rank is None else 1 / streams, **kw))
+
+    def forward(self, streams: list[Tensor], y: Tensor) -> Tensor:
+        # h is linear, so it is applied once, to the weighted sum.
+        mixed = sum(gamma * x for gamma, x in zip(self.gamma, streams, strict=True))
+        return y + (mixed if self.low_rank is None else self.low_rank(mixed))
+
+
+def share_streams(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of the decoder: a dictionary of this forward's streams, which every layer is handed.
+
+    As a keyword argument it belongs to one forward alone, also when gradient checkpointing runs a layer again after
+    another forward has begun.
+    """
+    return args, kwargs | {_STREAMS: {}}
+
+
+class _PreviousJunction(Junction):
+    """A junction that reads earlier streams. Both of a layer share ``layer``, where the attention's leaves them."""
+
+    def __init__(self, owner: nn.Module, index: int, previous: int, layer: dict[str, Any]) -> None:
+        super().__init__(owner)
+        self.index, self.previous, self.layer = index, previous, layer
+
+    def receive(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Forward pre-hook of the attention: take the streams out of the keyword arguments."""
+        kwargs = dict(kwargs)
+        self.layer[_STREAMS] = kwargs.pop(_STREAMS)
+        return args, kwargs
+
+    def leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        streams = self.layer[_STREAMS]
+        streams[self.index] = self.stream
+        self.stream = None
+        seen = [streams[self.index - j] for j in range(min(self.previous, self.index + 1))]
+        if self.index % 2:  # the layer's last use of them
+            del self.layer[_STREAMS]
+        site = getattr(self.owner, self.name)
+        if isinstance(output, tuple):
+            return (site(seen, output[0]), *output[1:])
+        return site(seen, output)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.layer.pop(_STREAMS, None)
+        return super().__getstate__()
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaurelPA(ResidualConfig):
+    """x_{i+1} = f(x_i) + x_i + sum over j < K of gamma_{i,j} h_i(x_{i-j}) (Section 2.3, Eq. 4).
+
+    x_i is the stream before the i-th residual connection, two a decoder layer; the first few see fewer than K. The
+    streams of all layers are kept until the end of the forward pass, because gradient checkpointing may need them.
+
+    Args:
+        previous: K, streams a connection sees, its own x_i among them; the paper takes 3.
+        rank: R of h_i = B_i A_i; None for h_i = identity.
+    """
+
+    kind: ClassVar[str] = "laurel_pa"
+
+    previous: int = 3
+    rank: int | None = 32
+
+    def __post_init__(self) -> None:
+        check_at_least("previous", self.previous, 1)
+        if self.rank is not None:
+            check_at_least("rank", self.rank, 1)
+
+    def check(self, model: nn.Module) -> None:
+        super().check(model)
+        if self.rank is not None:
+            _check_rank(self.rank, model)
+
+    def attach(self, model: nn.Module) -> None:
+        decoder(model).register_forward_pre_hook(share_streams, with_kwargs=True)
+        layer: dict[str, Any] = {}
+        for index, block in enumerate(sub_blocks(model)):
+            streams = min(self.previous, index + 1)
+            site = _Previous(_width(block), self.rank, streams, _kw(block))
+            reference = reference_parameter(block.module)
+            block.module.add_module(SITE, site.train(block.module.training).requires_grad_(reference.requires_grad))
+            if block.role == "attention":
+                layer = {}
+            junction = _PreviousJunction(block.module, index, self.previous, layer)
+            self.connect(block, junction)
+            if block.role == "attention":
+                block.module.register_forward_pre_hook(junction.receive, with_kwargs=True)

@@ -1,0 +1,138 @@
+"""Residual methods that normalise the sum: Post-LN and DeepNorm."""
+
+# Legend: D width of the residual stream, L decoder layers
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from relinear.core.blocks import SubBlock, decoder, sub_blocks
+from relinear.core.config import check_type, register
+from relinear.core.operator import Operator, is_conv1d
+from relinear.core.wrapper import Wrapper
+from relinear.residual.junction import ResidualConfig
+
+__all__ = ["DeepNorm", "PostLN"]
+
+_FINAL_NORMS = ("norm", "ln_f", "final_layernorm")
+
+
+class _PostNorm(nn.Module):
+    """Holds the sub-block's norm; returns norm(alpha x + y) - x, to which the layer adds x."""
+
+    def __init__(self, norm: nn.Module, alpha: float):
+        super().__init__()
+        self.norm = norm
+        self.alpha = alpha
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.norm(torch.add(y, x, alpha=self.alpha)) - x
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PostLN(ResidualConfig):
+    """x_{l+1} = LN(x_l + F(x_l)), as in the original Transformer (Vaswani et al., 2017).
+
+    The norm before each sub-block is moved behind its addition (it keeps its weights and becomes ``relinear_residual.
+    norm`` of the sub-block), and the norm before the output head is removed, as the last layer ends with one. The
+    arrangement is meant for training from scratch; a pretrained pre-norm model's outputs change.
+
+    Args:
+        final_norm: keep the norm before the output head as well.
+    """
+
+    kind: ClassVar[str] = "post_ln"
+
+    final_norm: bool = False
+
+    def __post_init__(self) -> None:
+        check_type("final_norm", self.final_norm, bool)
+
+    def alpha(self, layers: int) -> float:
+        """Weight of the stream in the sum, for a decoder of this many layers."""
+        return 1.0
+
+    def site(self, block: SubBlock, index: int, count: int) -> nn.Module:
+        norm = block.norm
+        setattr(block.owner, block.norm_name, nn.Identity())
+        return _PostNorm(norm, self.alpha(count // 2))
+
+    def attach(self, model: nn.Module) -> None:
+        super().attach(model)
+        if not self.final_norm:
+            owner = decoder(model)
+            for name in _FINAL_NORMS:
+                if isinstance(getattr(owner, name, None), nn.Module):
+                    setattr(owner, name, nn.Identity())
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepNorm(PostLN):
+    """x_{l+1} = LN(alpha x_l + F(x_l)) (Wang et al., "DeepNet: scaling Transformers to 1,000 layers", 2022, Figure 2).
+
+    For a decoder of L layers alpha = (2 L)^(1/4), and the projections of values, of the attention's output and of the
+    MLP are initialised by Xavier's normal with gain beta = (8 L)^(-1/4), those of queries and keys with gain 1. Biases
+    start at zero.
+
+    Args:
+        final_norm: keep the norm before the output head as well.
+        initialize: draw the projections anew when the method is applied; False leaves the weights as they are. Loading
+            a checkpoint never draws.
+    """
+
+    kind: ClassVar[str] = "deepnorm"
+
+    initialize: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_type("initialize", self.initialize, bool)
+
+    def alpha(self, layers: int) -> float:
+        return float((2 * layers) ** 0.25)
+
+    def beta(self, layers: int) -> float:
+        """Gain of the initialisation, for a decoder of this many layers."""
+        return float((8 * layers) ** -0.25)
+
+    def apply_(self, model: nn.Module) -> None:
+        super().apply_(model)
+        if self.initialize:
+            self.initialize_(model)
+
+    @torch.no_grad()
+    def initialize_(self, model: nn.Module) -> None:
+        """Draw the projections as the paper does. Wrapped layers are drawn; other operators keep their own start."""
+        blocks = sub_blocks(model)
+        beta = self.beta(len(blocks) // 2)
+        kept = set()
+        for block in blocks:
+            for name, module in block.module.named_children():
+                while isinstance(module, Wrapper):
+                    module = module.base
+                if isinstance(module, Operator):
+                    kept.add(type(module.config).__name__)
+                elif isinstance(module, nn.Linear) or is_conv1d(module):
+                    _xavier_(module, name, beta)
+        if kept:
+            warnings.warn(
+                f"DeepNorm's initialisation knows plain projections only; {', '.join(sorted(kept))} keep their own",
+                stacklevel=2,
+            )
+
+
+def _xavier_(module: nn.Module, name: str, beta: float) -> None:
+    weight = module.weight.T if is_conv1d(module) else module.weight  # (out, in), a view
+    parts = weight.chunk(3) if name == "c_attn" else (weight,)  # GPT-2 keeps q, k and v in one matrix
+    gains = (1.0, 1.0, beta) if name == "c_attn" else (1.0 if name in ("q_proj", "k_proj") else beta,)
+    for part, gain in zip(parts, gains, strict=True):
+        nn.init.xavier_normal_(part, gain=gain)
+    if module.bias is not None:
+        nn.init.zeros_(module.bias)  # type: ignore[arg-type]

@@ -1,0 +1,85 @@
+"""Residual methods that scale: ReZero and LayerNorm Scaling."""
+
+# Legend: D width of the residual stream
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from relinear.core.blocks import sub_blocks
+from relinear.core.config import check_type, register
+from relinear.residual.junction import SITE, Junction, ResidualConfig, reference_parameter
+
+__all__ = ["LayerNormScaling", "ReZero"]
+
+
+class _Scale(nn.Module):
+    """alpha (1,), zero at first: returns alpha y."""
+
+    def __init__(self, device=None, dtype=None):
+        super().__init__()
+        self.alpha = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.alpha * y
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReZero(ResidualConfig):
+    """x_{i+1} = x_i + alpha_i F(x_i), alpha_i = 0 at first (Bachlechner et al., "ReZero is all you need", 2021, Eq. 2).
+
+    Every layer starts as the identity, so that the model starts as embedding, final norm and head. As in the paper's
+    Transformer, both sub-blocks of a layer share one alpha, and there is no normalisation inside the layers.
+
+    Args:
+        shared: one alpha a layer (the paper); False gives each sub-block its own.
+        keep_norms: keep the norm before each sub-block, x + alpha F(norm(x)), instead of removing it (the paper).
+    """
+
+    kind: ClassVar[str] = "rezero"
+
+    shared: bool = True
+    keep_norms: bool = False
+
+    def __post_init__(self) -> None:
+        check_type("shared", self.shared, bool)
+        check_type("keep_norms", self.keep_norms, bool)
+
+    def attach(self, model: nn.Module) -> None:
+        for block in sub_blocks(model):
+            owner = block.owner if self.shared else block.module
+            if not hasattr(owner, SITE):
+                reference = reference_parameter(block.module)
+                site = _Scale(reference.device, reference.dtype)
+                owner.add_module(SITE, site.train(owner.training).requires_grad_(reference.requires_grad))
+            if not self.keep_norms:
+                setattr(block.owner, block.norm_name, nn.Identity())
+            self.connect(block, Junction(owner))
+
+
+def scale_output(norm: nn.Module, args: tuple, output: Any) -> Any:
+    """Forward hook of a norm: its output times ``relinear_scale``."""
+    return output * norm.relinear_scale
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerNormScaling(ResidualConfig):
+    """norm(x) / sqrt(l) before both sub-blocks of layer l = 1, 2, ... (Sun et al., "The curse of depth", 2025, Eq. 6).
+
+    Nothing is learnt. The paper trains from scratch with it; a pretrained model's outputs change, as every layer but
+    the first now reads a smaller input.
+    """
+
+    kind: ClassVar[str] = "layernorm_scaling"
+
+    def attach(self, model: nn.Module) -> None:
+        for block in sub_blocks(model):
+            block.norm.relinear_scale = 1 / math.sqrt(block.layer + 1)  # type: ignore[assignment]
+            block.norm.register_forward_hook(scale_output)

@@ -1,0 +1,48 @@
+"""``residual_``: change how a stock decoder's sub-blocks meet the residual stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from relinear.core.attachment import AttachmentConfig
+from relinear.core.config import nearest
+from relinear.core.record import sync_record
+from relinear.residual.attention_gate import SDPAGate
+from relinear.residual.junction import ResidualConfig
+
+__all__ = ["residual_", "residual_methods"]
+
+
+def residual_methods() -> dict[str, type[AttachmentConfig]]:
+    """Every residual method and attention gate by kind."""
+    known: dict[str, Any] = AttachmentConfig.kinds()
+    return {kind: cls for kind, cls in known.items() if issubclass(cls, ResidualConfig | SDPAGate)}
+
+
+def residual_(model: nn.Module, method: str | AttachmentConfig) -> None:
+    """Put a residual method into the decoder layers of a stock model, in place; checkpoints restore it.
+
+    ``relinear.residual_(model, "rezero")`` or ``relinear.residual_(model, relinear.LaurelLR(rank=16))``. It goes with
+    operators put in before or after it.
+
+    Args:
+        model: a Hugging Face decoder with Llama's, Mistral's, Qwen2's, Qwen3's or GPT-2's layers.
+        method: a config, or a kind, with that method's defaults ("rezero", "deepnorm", "layernorm_scaling",
+            "laurel_rw", "laurel_lr", "laurel_pa", "post_ln", "sdpa_gate").
+
+    Raises:
+        ValueError: for an unknown kind, a model with other layers, or one that already has a residual method. Nothing
+            has changed then.
+    """
+    if isinstance(method, str):
+        known = residual_methods()
+        kind = method.replace("-", "_")
+        if kind not in known:
+            raise ValueError(f"unknown residual method {method!r}; {nearest(kind, known)}")
+        method = known[kind]()
+    if not isinstance(method, AttachmentConfig):
+        raise ValueError(f"expected a residual method such as relinear.ReZero() or its kind, got {method!r}")
+    method.apply_(model)
+    sync_record(model)
