@@ -13,8 +13,10 @@ import torch
 import relinear
 import relinear.functional.ccl
 import relinear.functional.context_manager
+import relinear.functional.transponder
 import relinear.kernels.ccl
 import relinear.kernels.context_manager
+import relinear.kernels.transponder
 from relinear import functional, kernels
 from relinear.core.operator import OperatorConfig
 from relinear.functional import block_hadamard as functional_block_hadamard
@@ -109,6 +111,15 @@ def block_hadamard_arguments(dtype: torch.dtype) -> Iterator[tuple]:
         yield torch.randn(3, in_features, dtype=dtype), stages, out_features, bias
 
 
+def transponder_arguments(dtype: torch.dtype) -> Iterator[tuple]:
+    """Both gates, either alone, ranks that are unrolled and one that is not, one token and many."""
+    for rank, tokens, channel, scalar in ((8, (3, 5), 1, 1), (2, (1,), 1, 0), (4, (7,), 0, 1), (32, (2, 3), 1, 1)):
+        z, x, down = torch.randn(*tokens, 10), torch.randn(*tokens, 12), torch.randn(rank, 12)
+        ups = [torch.randn(10, rank) if channel else None, torch.randn(1, rank) if scalar else None]
+        alphas = [torch.tensor([1.3]), torch.tensor([0.7])]
+        yield tuple(None if t is None else t.to(dtype) for t in (z, x, down, *ups, *alphas))
+
+
 CASES: list[Case] = [
     Case(config=relinear.CCL(rank=5, context_dim=6), linear=False, context_dim=6),
     Case(
@@ -142,9 +153,27 @@ CASES: list[Case] = [
     Case(config=relinear.HDPL(rank=4, blocks=3, bound="geometric_jsd"), variant="jsd", shapes=(ODD,), linear=False),
     Case(config=relinear.Monarch(blocks=4), exact=relinear.Monarch(blocks=4, rank=4)),
     Case(config=relinear.Monarch(blocks=4, rank=2), variant="padded", shapes=(ODD, (9, 15))),
+    Case(config=relinear.OutputGate(), linear=False),
+    Case(config=relinear.Transponder(), linear=False, exact=relinear.Transponder()),
+    Case(config=relinear.Transponder(rank=3, channel=False), variant="scalar", linear=False, shapes=(WIDE, ODD)),
+    Case(config=relinear.Transponder(rank=20, scalar=False, learnable_alpha=False), variant="channel", linear=False),
+    Case(config=relinear.Transponder(contextual=False), variant="static", exact=relinear.Transponder(init="identity")),
+    Case(config=relinear.Transponder(base=relinear.HDPL(rank=6, blocks=4)), variant="on_hdpl", linear=False),
+    Case(
+        config=relinear.Transponder(base=relinear.CCL(rank=5, context_dim=6)),
+        variant="on_ccl",
+        linear=False,
+        context_dim=6,
+    ),
 ]
 
 TWINS: list[Twin] = [
+    Twin(
+        kind="transponder",
+        reference=functional.transponder.modulate,
+        fast=kernels.transponder.modulate,
+        arguments=transponder_arguments,
+    ),
     Twin(kind="ccl", reference=functional.ccl.ccl, fast=kernels.ccl.ccl, arguments=_ccl_arguments),
     Twin(
         kind="context_manager",

@@ -35,6 +35,21 @@ class WrapperConfig(OperatorConfig):
 
     base: OperatorConfig | None = None
 
+    @property
+    def conditioned(self) -> bool:  # type: ignore[override]
+        """Whether the wrapped operator reads the context."""
+        return self.base is not None and self.base.conditioned
+
+    @property
+    def context_dim(self) -> int | None:
+        """Width of the context that the wrapped operator reads."""
+        return getattr(self.base, "context_dim", None)
+
+    @property
+    def fits_weight(self) -> bool:  # type: ignore[override]
+        """Whether the wrapped layer can be fitted to a weight."""
+        return self.base is None or self.base.fits_weight
+
     def __post_init__(self) -> None:
         if self.base is not None and not isinstance(self.base, OperatorConfig):
             raise ValueError(f"base must be an operator's settings or None, got {self.base!r}")
@@ -119,20 +134,24 @@ class Wrapper(Operator):
         """
         raise ValueError(f"{self.config.kind} cannot be made neutral; use init='fresh'")
 
+    def reset_parameters(self) -> None:
+        """Initialise everything anew: the wrapped layer (where it can), then what the wrapper adds."""
+        for child in self.children():
+            if callable(getattr(child, "reset_parameters", None)):
+                child.reset_parameters()  # type: ignore[operator]
+
     @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:
         """Fit the wrapped layer to ``linear`` and make the wrapper neutral."""
+        if not self.config.fits_weight:
+            return super().from_linear(linear)
+        weight = self.source_weight(linear)
         self.neutralize()
         if isinstance(self.base, Operator):
             self.base.from_linear(linear)
-            return self
-        weight, bias = dense_weight(linear), dense_bias(linear)
-        target = dense_weight(self.base)  # a view of the stored weight, also where that is transposed
-        if target.shape != weight.shape:
-            raise ValueError(f"cannot fit a layer of shape {tuple(target.shape)} to one of {tuple(weight.shape)}")
-        target.copy_(weight)
-        if self.bias is not None:
-            self.bias.copy_(bias) if bias is not None else self.bias.zero_()
+        else:
+            dense_weight(self.base).copy_(weight)  # a view of the stored weight, also where that is transposed
+            self.copy_bias_(linear)
         return self
 
     def base_dense(self) -> tuple[Tensor, Tensor | None]:

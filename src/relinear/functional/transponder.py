@@ -27,7 +27,8 @@ def modulator_gate(x: Tensor, down: Tensor, up: Tensor, alpha: Alpha = 1.0) -> T
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     hidden = torch.sigmoid(torch.nn.functional.linear(x, down).to(wide))
-    return 2 * torch.sigmoid(alpha * torch.nn.functional.linear(hidden, up.to(wide)))
+    with torch.autocast(x.device.type, enabled=False):  # the gate stays in float32
+        return 2 * torch.sigmoid(alpha * torch.nn.functional.linear(hidden, up.to(wide)))
 
 
 def modulate(

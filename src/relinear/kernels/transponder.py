@@ -133,8 +133,11 @@ def modulate(
     """
     wide = torch.promote_types(z.dtype, torch.float32)
     u = torch.nn.functional.linear(x, down)
-    ups = [
-        None if up is None else alpha * up.to(wide) for up, alpha in ((channel, channel_alpha), (scalar, scalar_alpha))
-    ]
-    out = _Modulate.apply(z.reshape(-1, z.shape[-1]), u.reshape(-1, u.shape[-1]), *ups)
+    # Autocast would take the gates to half precision; it has done its work on z and u.
+    with torch.autocast(z.device.type, enabled=False):
+        ups = [
+            None if up is None else alpha * up.to(wide)
+            for up, alpha in ((channel, channel_alpha), (scalar, scalar_alpha))
+        ]
+        out = _Modulate.apply(z.reshape(-1, z.shape[-1]), u.reshape(-1, u.shape[-1]), *ups)
     return out.reshape(z.shape)

@@ -41,10 +41,6 @@ class OutputGateLinear(Wrapper):
         super().__init__(config, in_features, out_features, bias=bias, device=device, dtype=dtype, inner=inner)
         self.gate = _Gate(in_features, out_features, device=device, dtype=dtype)
 
-    def reset_parameters(self) -> None:
-        """Initialise the gate anew; the wrapped layer is left as it is."""
-        self.gate.reset_parameters()
-
     def forward(self, x: Tensor) -> Tensor:
         return self.gate(x, self.base(x))
 

@@ -67,15 +67,20 @@ class Modulator(_Alphas):
                 self._add_alpha(f"{name}_log_alpha", settings.learnable_alpha, kw)
             else:
                 self.register_parameter(f"{name}_log_alpha", None)
-        self.reset_parameters(identity=settings.init == "identity")
+        self.init = settings.init
+        self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self, identity: bool = False) -> None:
+    def reset_parameters(self, identity: bool | None = None) -> None:
         """Kaiming uniform A and B with the gain of ``nn.Linear`` (bound 1 / sqrt(fan-in)); B = 0 for the identity.
 
         The paper names the scheme and not its gain; this one keeps the gates of a fresh modulator within about 0.3
         of 1.
+
+        Args:
+            identity: start with all gates at 1; as the settings say by default.
         """
+        identity = self.init == "identity" if identity is None else identity
         nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
         for up in (self.channel_up, self.scalar_up):
             if up is not None:
@@ -134,7 +139,8 @@ class StaticModulator(_Alphas):
         self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self, identity: bool = True) -> None:
+    def reset_parameters(self, identity: bool | None = None) -> None:
+        """The gate at exactly 1, which is the only start there is."""
         if self.channel_beta is not None:
             nn.init.zeros_(self.channel_beta)
         if self.scalar_beta is not None:
@@ -212,10 +218,6 @@ class TransponderLinear(Wrapper):
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None, inner=None):
         super().__init__(config, in_features, out_features, bias=bias, device=device, dtype=dtype, inner=inner)
         self.modulator = build_modulator(config, in_features, out_features, device=device, dtype=dtype)
-
-    def reset_parameters(self) -> None:
-        """Initialise the modulator anew; the wrapped layer is left as it is."""
-        self.modulator.reset_parameters(identity=self.config.init == "identity")
 
     def neutralize(self) -> None:
         """Set every gate to exactly 1."""
