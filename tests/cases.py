@@ -20,8 +20,10 @@ import relinear.kernels.transponder
 from relinear import functional, kernels
 from relinear.core.operator import OperatorConfig
 from relinear.functional import block_hadamard as functional_block_hadamard
+from relinear.functional import rotor as functional_rotor
 from relinear.functional.block_hadamard import block_hadamard_sizes
 from relinear.kernels import block_hadamard as kernels_block_hadamard
+from relinear.kernels import rotor as kernels_rotor
 
 SQUARE, WIDE, NARROW, ODD = (16, 16), (16, 24), (24, 16), (15, 9)
 
@@ -120,6 +122,21 @@ def transponder_arguments(dtype: torch.dtype) -> Iterator[tuple]:
         yield tuple(None if t is None else t.to(dtype) for t in (z, x, down, *ups, *alphas))
 
 
+def _sandwich_sums(dtype: torch.dtype) -> Iterator[tuple]:
+    """x (N, I, M), left (W, O, I, L, L), right (W, O, I, R, R): one window and several, more tokens than a chunk."""
+    for tokens, inputs, outputs, terms, size, rows, columns in [
+        (5, 1, 1, 1, 32, 8, 8),
+        (3, 2, 3, 2, 16, 4, 4),
+        (1100, 1, 2, 1, 512, 16, 32),
+        (0, 1, 1, 1, 8, 4, 4),
+    ]:
+        yield (
+            torch.randn(tokens, inputs, size, dtype=dtype),
+            torch.randn(terms, outputs, inputs, rows, rows, dtype=dtype),
+            torch.randn(terms, outputs, inputs, columns, columns, dtype=dtype),
+        )
+
+
 CASES: list[Case] = [
     Case(config=relinear.CCL(rank=5, context_dim=6), linear=False, context_dim=6),
     Case(
@@ -151,6 +168,23 @@ CASES: list[Case] = [
     Case(config=relinear.HDPL(rank=6, blocks=4, beta=0.5), linear=False, exact=relinear.HDPL(rank=32, blocks=4)),
     Case(config=relinear.HDPL(rank=5, blocks=2, bound="free_bits"), variant="free_bits", linear=False),
     Case(config=relinear.HDPL(rank=4, blocks=3, bound="geometric_jsd"), variant="jsd", shapes=(ODD,), linear=False),
+    # The kink of its PReLU makes the network's gradient jump with rounding; the smooth row holds it to more.
+    Case(config=relinear.Rotor(), linear=False, shapes=(SQUARE, (24, 40), ODD), bf16_tolerance=0.25),
+    Case(config=relinear.Rotor(activation="gelu"), variant="smooth", linear=False, bf16_tolerance=4e-2),
+    Case(config=relinear.Rotor(depth=0, scale=True), variant="sum", shapes=((24, 40), SQUARE, (8, 17), (40, 12))),
+    Case(
+        config=relinear.Rotor(depth=0, width=1, rotors="single", basis="blade"),
+        variant="blade",
+        shapes=((9, 35), SQUARE),
+    ),
+    Case(config=relinear.Rotor(depth=1, activation="none", normalize=False), variant="product", shapes=(SQUARE, ODD)),
+    Case(config=relinear.Rotor(depth=0, terms="multivector"), variant="multivector", shapes=((8, 9), (2, 3), SQUARE)),
+    Case(
+        config=relinear.Rotor(depth=0, terms="kronecker"),
+        variant="kronecker",
+        shapes=(SQUARE, (32, 32)),
+        exact=relinear.Rotor(depth=0, terms="kronecker", width=64),
+    ),
     Case(config=relinear.Monarch(blocks=4), exact=relinear.Monarch(blocks=4, rank=4)),
     Case(config=relinear.Monarch(blocks=4, rank=2), variant="padded", shapes=(ODD, (9, 15))),
     Case(config=relinear.OutputGate(), linear=False),
@@ -186,5 +220,11 @@ TWINS: list[Twin] = [
         reference=functional_block_hadamard.block_hadamard,
         fast=kernels_block_hadamard.block_hadamard,
         arguments=block_hadamard_arguments,
+    ),
+    Twin(
+        kind="rotor",
+        reference=functional_rotor.sandwich_sum,
+        fast=kernels_rotor.sandwich_sum,
+        arguments=_sandwich_sums,
     ),
 ]

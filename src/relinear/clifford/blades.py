@@ -9,9 +9,10 @@ A multivector is a tensor (..., 2^n) of blade coordinates, ordered by grade and 
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -99,13 +100,37 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @functools.cache
-def _on_device(table: Callable[[int], np.ndarray], n: int, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+def _on_device(
+    table: Callable[..., np.ndarray], sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype | None
+) -> Tensor:
     # from_numpy ignores torch's default device, so that a table first asked for under "meta" still holds numbers.
     # Outside inference mode, or the cached tensor could not be saved for backward.
     with torch.inference_mode(False), torch.no_grad():
-        return torch.from_numpy(np.ascontiguousarray(table(n))).to(device=device, dtype=dtype)
+        return torch.from_numpy(np.ascontiguousarray(table(*sizes))).to(device=device, dtype=dtype)
 
 
-def device_table(table: Callable[[int], np.ndarray], n: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """``table(n)`` as a constant tensor on the device of ``like``, made once per device and dtype."""
-    return _on_device(table, n, like.device, dtype)
+def _named(module: str, name: str) -> Callable[..., np.ndarray]:
+    return getattr(importlib.import_module(module), name)
+
+
+# An operator of its own, so that a compiler takes the table as it is instead of tracing how it is made. A copy, because
+# a compiler may reuse the memory of what an operator returns.
+@torch.library.custom_op("relinear::constant_table", mutates_args=())
+def _opaque(module: str, name: str, sizes: Sequence[int], device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    return _on_device(_named(module, name), tuple(sizes), device, dtype).clone()
+
+
+@_opaque.register_fake
+def _(module, name, sizes, device, dtype):
+    table = torch.from_numpy(_named(module, name)(*sizes))
+    return torch.empty(table.shape, device=device, dtype=dtype or table.dtype)
+
+
+def device_table(
+    table: Callable[..., np.ndarray], sizes: int | tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
+    """``table(*sizes)`` as a constant on the device of ``like``, made once; ``table`` is at the top of its module."""
+    sizes = (sizes,) if isinstance(sizes, int) else sizes
+    if torch.compiler.is_compiling():
+        return _opaque(table.__module__, table.__name__, sizes, like.device, dtype)
+    return _on_device(table, sizes, like.device, dtype)
