@@ -19,7 +19,11 @@ __all__ = ["COMMANDS", "app", "main", "run"]
 #: Commands in the order of ``relinear --help``; NAME is the function ``command`` of relinear/cli/NAME.py.
 COMMANDS = (
     "compare",
+    "train",
+    "sweep",
+    "eval",
     "inspect",
+    "report",
 )
 
 app = typer.Typer(

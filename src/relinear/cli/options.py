@@ -9,10 +9,14 @@ __all__ = ["is_directory_of_model", "load_model", "parse_layers", "parse_operato
 
 
 def prepare_process() -> None:
-    """Tune the allocator and say so, once a process that is going to compute."""
+    """Ready a process that is going to compute: tune the allocator and say so."""
     import sys
 
+    from transformers.utils.logging import disable_progress_bar
+
     from relinear.core.allocator import tune_allocator
+
+    disable_progress_bar()  # of loading and writing weights: a flicker among our own
 
     thresholds = tune_allocator()
     if thresholds:
@@ -83,9 +87,22 @@ def load_model(name: str, overrides: dict[str, Any] | None = None, *, meta: bool
     if is_directory_of_model(name):
         if overrides:
             raise ValueError(f"{name} is a saved model; only presets ({', '.join(relinear.preset_names())}) take --set")
-        return relinear.from_pretrained(Path(name).expanduser() if Path(name).expanduser().exists() else name).eval()
+        path = Path(name).expanduser()
+        if not path.exists():
+            _check_hub(name)
+        return relinear.from_pretrained(path if path.exists() else name).eval()
     with torch.device("meta" if meta else "cpu"):
         return relinear.from_preset(name, **(overrides or {})).eval()
+
+
+def _check_hub(name: str) -> None:
+    """A name that is no path may be one of the Hub; without a network that would take a minute to find out."""
+    from relinear.data.hub import hub_in_reach
+
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise FileNotFoundError(f"{name}: no such directory")
+    if not hub_in_reach():
+        raise FileNotFoundError(f"{name}: no such directory, and the Hugging Face Hub cannot be reached")
 
 
 def set_if_given(values: dict[str, Any]) -> dict[str, Any]:

@@ -19,11 +19,14 @@ class _Lines:
 
     def __init__(self) -> None:
         self._last = ("", 0.0)
+        self._shown = ("", 0)
 
     def show(self, title: str, done: int, total: int, detail: str) -> None:
         now, title = time.monotonic(), title.partition(" (")[0]
         if title != self._last[0] or (total and done == total) or now - self._last[1] > _QUIET:
-            self._last = (title, now)
+            if (title, done) == self._shown:
+                return
+            self._last, self._shown = (title, now), (title, done)
             counted = f" {done:,}/{total:,}" if total else f" {done:,}" if done else ""
             print(f"{title}{counted}{'  ' + detail if detail else ''}", file=sys.stderr, flush=True)
 
@@ -96,5 +99,21 @@ def watch_training(title: str) -> Iterator[Callable[[Any], None]]:
             phase = {"evaluate": " (evaluating)", "prepare": " (preparing)"}.get(progress.phase, "")
             values = {key: getattr(progress, key) for key in ("loss", "validation_loss", "tokens_per_second")}
             view.show(title + phase, progress.step, progress.steps, _detail(values))
+
+        yield on_progress
+
+
+@contextlib.contextmanager
+def watch_trials(trials: int) -> Iterator[Callable[[int, Mapping[str, Any], Mapping[str, Any]], None]]:
+    """A callback for ``sweep(on_progress=...)``, likewise."""
+    with _view() as view:
+
+        def on_progress(number: int, values: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
+            if isinstance(view, _Bars):
+                view.show_all(number, trials)
+            stated = ", ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
+            view.show(
+                f"trial {number + 1} of {trials}, {stated}", progress["step"], progress["steps"], _detail(progress)
+            )
 
         yield on_progress

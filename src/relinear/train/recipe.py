@@ -11,7 +11,7 @@ import yaml
 
 from relinear.core.config import nearest
 
-__all__ = ["apply_overrides", "find_recipe", "parse_overrides", "read_recipe", "read_yaml"]
+__all__ = ["apply_overrides", "find_recipe", "parse_overrides", "read_recipe", "read_value", "read_yaml"]
 
 
 class _Loader(yaml.SafeLoader):
@@ -77,11 +77,16 @@ def parse_overrides(assignments: Iterable[str]) -> dict[str, Any]:
         key = key.strip()
         if not equals or not key or not all(key.split(".")):
             raise ValueError(f"--set {assignment!r}: write it as key.subkey=value, for instance train.steps=100")
-        try:
-            values[key] = yaml.load(text, Loader=_Loader)  # a SafeLoader
-        except yaml.YAMLError as error:
-            raise ValueError(f"--set {assignment!r}: the value is no valid YAML: {_one_line(error)}") from None
+        values[key] = read_value(text, f"--set {assignment!r}")
     return values
+
+
+def read_value(text: str, where: str) -> Any:
+    """One value in YAML; ``where`` heads the message of the ValueError if it is none."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where}: the value is no valid YAML: {_one_line(error)}") from None
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

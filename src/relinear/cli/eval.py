@@ -1,0 +1,118 @@
+"""``relinear eval``: perplexity and tasks of a trained model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["command"]
+
+
+def command(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="A run of `relinear train`, or a saved model.")],
+    data: Annotated[
+        str | None, typer.Option(help="`stdlib`, a file or folder, or a Hub name; by default the run's.")
+    ] = None,
+    text_column: Annotated[str | None, typer.Option(help="Column of jsonl, parquet and Hub data.")] = None,
+    split: Annotated[str, typer.Option(help="`validation`, `test`, `train`, or `all`.")] = "validation",
+    tasks: Annotated[
+        str, typer.Option(help="`perplexity`, `lambada`, or tasks of lm-eval, with commas.")
+    ] = "perplexity",
+    lambada: Annotated[
+        Path | None, typer.Option(help="File of JSON lines with a `text`, for the task lambada.")
+    ] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="Window of perplexity; by default the run's.")] = None,
+    stride: Annotated[int | None, typer.Option(help="Step of the window; by default its length.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Use the first tokens only.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Use the first examples of each task only.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Sequences in a forward pass.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of lines.")] = False,
+) -> None:
+    """Evaluate a model: perplexity on any text, LAMBADA, and the tasks of lm-eval.
+
+    **Example:** `relinear eval runs/low-rank --data README.md --split all`
+    """
+    import json
+
+    from relinear.cli.options import prepare_process
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise ValueError("--tasks names no task; give perplexity, lambada, or tasks of lm-eval")
+    if "lambada" in names and lambada is None:
+        raise ValueError(
+            "the task lambada needs --lambada FILE (JSON lines with a 'text'); lambada_openai is lm-eval's"
+        )
+    folder, settings = _run_settings(directory)
+    if "perplexity" in names and data is None and settings is None:
+        raise ValueError(f"{directory} is no run of relinear train, so it has no data of its own; give --data")
+    prepare_process()
+    model, tokenizer = _load(folder)
+
+    from relinear.data import DataSettings, iter_texts, prepare_data
+    from relinear.train import evaluate
+
+    results: dict[str, Any] = {}
+    if "perplexity" in names:
+        text: Any
+        if data is None and split == "validation" and sequence_length is None and stride is None:
+            # What the run itself was validated on, in the same blocks.
+            chosen = DataSettings.load(settings or {}, "data")
+            text, given = prepare_data(chosen).validation, {}
+        else:
+            chosen = DataSettings.load({"data": data or (settings or {})["data"], "text_column": text_column}, "data")
+            length = sequence_length or (settings or {}).get("sequence_length")
+            text = iter_texts(chosen, split)
+            given = {"tokenizer": tokenizer, "sequence_length": length, "stride": stride}
+        measured = evaluate.perplexity(model, text, max_tokens=max_tokens, batch_size=batch_size, **given)
+        results["perplexity"] = {
+            "perplexity": measured.perplexity,
+            "loss": measured.loss,
+            "tokens": measured.tokens,
+            "data": chosen.data,
+            "split": split,
+        }
+    if lambada is not None and "lambada" in names:
+        scored = evaluate.lambada(model, tokenizer, lambada, max_examples=limit, batch_size=batch_size)
+        results["lambada"] = {"accuracy": scored.accuracy, "perplexity": scored.perplexity, "examples": scored.examples}
+    others = [name for name in names if name not in ("perplexity", "lambada")]
+    if others:
+        results |= evaluate.lm_eval(model, tokenizer, others, batch_size=batch_size, limit=limit)
+    if as_json:
+        print(json.dumps(results, indent=2, default=str))
+        return
+    for task, figures in results.items():
+        stated = [
+            f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}" for key, value in figures.items()
+        ]
+        print(f"{task}: {', '.join(stated)}")
+
+
+def _run_settings(directory: str) -> tuple[str, dict[str, Any] | None]:
+    """The folder of the model, and the data settings of the run that it comes from (None for a bare model)."""
+    import json
+
+    path = Path(directory)
+    record = path / "run.json"
+    if not record.is_file():
+        return directory, None
+    try:
+        values = json.loads(record.read_text(encoding="utf-8"))
+        settings = values["settings"]["data"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{record} is no record of a training run ({error}); of a comparison, give runs/ENTRY/seed-N in it"
+        ) from error
+    if not (path / "model").is_dir():
+        raise FileNotFoundError(f"{directory} holds no model: the run has not ended, or save_model was false")
+    return str(path / "model"), settings
+
+
+def _load(folder: str) -> tuple[Any, Any]:
+    from relinear.cli.options import load_model
+    from relinear.data.tokenizers import load_tokenizer
+
+    model = load_model(folder)
+    return model, load_tokenizer(folder)

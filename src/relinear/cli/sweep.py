@@ -1,0 +1,66 @@
+"""``relinear sweep``: search settings of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["command"]
+
+
+def command(
+    parameters: Annotated[
+        list[str], typer.Option("--param", "-p", metavar="NAME=LOW..HIGH[:log]", help="What to search; or NAME=A,B,C.")
+    ],
+    recipe: Annotated[str | None, typer.Option(help="A YAML file of training settings.")] = None,
+    out: Annotated[Path, typer.Option(help="Directory of the sweep.")] = Path("runs/sweep"),
+    replace: Annotated[
+        list[str] | None, typer.Option("--replace", "-r", metavar="PATTERN=KIND:KEY=VALUE", help="Put an operator in.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="`stdlib`, a file or folder, or a Hub name.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimiser steps of a trial.")] = None,
+    trials: Annotated[int, typer.Option(help="Trials, those of earlier calls included.")] = 20,
+    seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any training setting: data.seed=1")
+    ] = None,
+) -> None:
+    """Search learning rates or any other settings with optuna; ends with a table, best first.
+
+    Killed and started again with the same arguments, it goes on where it was; a larger --trials adds to it.
+
+    **Example:** `relinear sweep -r low_rank -p learning_rate=1e-4..1e-2:log -p operators.all-linear.rank=8,16`
+    """
+    from relinear.cli.errors import resumable
+    from relinear.cli.options import parse_operators, prepare_process, set_if_given
+    from relinear.cli.progress import watch_trials
+    from relinear.train.recipe import apply_overrides, find_recipe, parse_overrides, read_yaml
+
+    values: dict[str, Any] = {"save_model": False, "model": "tiny"}
+    values |= {} if recipe is None else read_yaml(find_recipe(recipe))
+    changes = {"operators": parse_operators(replace) if replace else None, "data.data": data, "steps": steps}
+    values = apply_overrides(values, set_if_given(changes) | parse_overrides(overrides or []))
+
+    from relinear.train import TrainSettings
+    from relinear.train.sweep import parse_parameter, sweep
+
+    searched = [parse_parameter(text) for text in parameters]
+    settings = TrainSettings.load(values, recipe or "settings")
+    prepare_process()
+    with resumable("start the same command again"), watch_trials(trials) as on_progress:
+        rows = sweep(settings, searched, out, trials=trials, seed=seed, on_progress=on_progress)
+    names = [parameter.name for parameter in searched]
+    print("  ".join(["validation loss", "perplexity", *names, "folder"]))
+    for row in rows:
+        loss = "       diverged" if row["validation_loss"] is None else f"{row['validation_loss']:15.4f}"
+        perplexity = f"{'–':>10}" if row["perplexity"] is None else f"{row['perplexity']:10.3f}"
+        chosen = [f"{_short(row['values'][name]):>{len(name)}}" for name in names]
+        print("  ".join([loss, perplexity, *chosen, row["folder"]]))
+    best = rows[0]["values"]
+    print("\nbest: " + " ".join(f"--set {name}={_short(value)}" for name, value in best.items()))
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

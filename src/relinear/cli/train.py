@@ -1,0 +1,89 @@
+"""``relinear train``: one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["command"]
+
+
+def command(
+    recipe: Annotated[str | None, typer.Option(help="A YAML file of training settings.")] = None,
+    out: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("runs/train"),
+    model: Annotated[str | None, typer.Option(help="Preset, directory of a model, or Hub name.")] = None,
+    replace: Annotated[
+        list[str] | None, typer.Option("--replace", "-r", metavar="PATTERN=KIND:KEY=VALUE", help="Put an operator in.")
+    ] = None,
+    attach: Annotated[
+        list[str] | None, typer.Option("--attach", metavar="KIND:KEY=VALUE", help="Attach a model-level part.")
+    ] = None,
+    layers: Annotated[str | None, typer.Option(help="Decoder layers for --replace, such as 0,4-11.")] = None,
+    data: Annotated[str | None, typer.Option(help="`stdlib`, a file or folder, or a Hub name.")] = None,
+    text_column: Annotated[str | None, typer.Option(help="Column of jsonl, parquet and Hub data.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="`bytes`, `bpe:8000`, or an AutoTokenizer name.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Sequences in a forward pass.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak of the schedule.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the initialisation and the order of data.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; one makes runs repeat to the last bit.")] = None,
+    start_over: Annotated[
+        bool, typer.Option("--start-over", help="Discard what an earlier run left in --out.")
+    ] = False,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any training setting: data.seed=1")
+    ] = None,
+) -> None:
+    """Train one model, with operators in place of its linear layers; leaves metrics, results and the model in --out.
+
+    Killed and started again with the same arguments, it goes on from its last checkpoint.
+
+    **Example:** `relinear train --model tiny -r all-linear=low_rank:rank=16 --steps 200 --out runs/low-rank`
+    """
+    from relinear.cli.errors import resumable
+    from relinear.cli.options import parse_layers, parse_operators, prepare_process, set_if_given
+    from relinear.cli.progress import watch_training
+    from relinear.train.recipe import apply_overrides, find_recipe, parse_overrides, read_yaml
+
+    changes = set_if_given(
+        {
+            "model": model,
+            "operators": parse_operators(replace) if replace else None,
+            "attachments": attach or None,
+            "layers": parse_layers(layers),
+            "data.data": data,
+            "data.text_column": text_column,
+            "data.tokenizer": tokenizer,
+            "steps": steps,
+            "batch_size": batch_size,
+            "learning_rate": learning_rate,
+            "seed": seed,
+            "threads": threads,
+        }
+    )
+    values = {} if recipe is None else read_yaml(find_recipe(recipe))
+    values = apply_overrides(values, changes | parse_overrides(overrides or []))
+
+    from relinear.train import TrainSettings, train
+
+    settings = TrainSettings.load(values, recipe or "settings")
+    prepare_process()
+    with resumable("start the same command again"), watch_training(settings.model) as on_progress:
+        result = train(settings, out, resume=not start_over, on_progress=on_progress)
+    for name, text in (
+        ("validation loss", _number(result.validation_loss, ".4f")),
+        ("perplexity", f"{_number(result.perplexity, '.3f')} (at step 0: {_number(result.initial_perplexity, '.1f')})"),
+        ("parameters", f"{result.parameters:,}"),
+        ("FLOPs per token", f"{result.flops_per_token:,}"),
+        ("tokens per second", _number(result.tokens_per_second, ",.0f")),
+        ("peak memory", f"{result.peak_memory_bytes / 2**20:,.0f} MiB"),
+        *((name, _number(value, ".4g")) for name, value in result.aux.items()),
+        ("directory", str(out.resolve())),
+    ):
+        print(f"{name:<18} {text}")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
