@@ -62,7 +62,9 @@ def command(
             chosen = DataSettings.load(settings or {}, "data")
             text, given = prepare_data(chosen).validation, {}
         else:
-            chosen = DataSettings.load({"data": data or (settings or {})["data"], "text_column": text_column}, "data")
+            # A run's own text is divided as the run divided it: any other way would evaluate on what it trained on.
+            values = dict(settings or {}) if data is None else {"data": data}
+            chosen = DataSettings.load(values | ({"text_column": text_column} if text_column else {}), "data")
             length = sequence_length or (settings or {}).get("sequence_length")
             text = iter_texts(chosen, split)
             given = {"tokenizer": tokenizer, "sequence_length": length, "stride": stride}

@@ -93,7 +93,7 @@ class Corpus:
             raise ValueError(f"{self.settings.data!r} has no {split!r} split; it has {known}")
         if split in ("all", "test"):
             return self._read(split)
-        if split in self._sources and not (split == "train" and "validation" not in self._sources):
+        if split in self._sources and "validation" in self._sources:
             banned = self._banned[split]
             return (text for text in self._read(split) if _digest(text) not in banned)
         return self._divided(split)
@@ -140,6 +140,8 @@ class Corpus:
             key = _digest(text)
             if key not in banned:
                 sizes[key] = sizes.get(key, 0) + len(text)
+        if not sizes:
+            raise ValueError(f"every training document of {self.settings.data!r} also stands in its test split")
         return sizes
 
     @cached_property
@@ -161,7 +163,7 @@ class Corpus:
                 taken += self._sizes[key]
             if taken >= 0.9 * target:
                 break
-        return chosen or {min(order, key=lambda key: self._sizes[key])}
+        return chosen or {min(order, key=self._sizes.__getitem__)}
 
 
 def _encodable(text: str) -> str:
