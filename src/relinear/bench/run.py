@@ -1,0 +1,181 @@
+"""A whole benchmark: every case in one child process a setting of the allocator, then JSON, a table and a plot."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from relinear.bench.operators import DENSE, MODES, PASSES, bench_case, cases
+from relinear.bench.peers import PEERS
+from relinear.bench.roofline import measure_roofline
+from relinear.core.allocator import tune_allocator
+from relinear.core.config import parse_setting
+from relinear.core.files import write_json
+from relinear.core.machine import describe_machine
+from relinear.core.operator import OperatorConfig
+
+__all__ = ["DEFAULT_OPERATORS", "BenchSettings", "run_bench"]
+
+#: every operator at the setting that its figures are quoted for
+DEFAULT_OPERATORS = (
+    "low_rank:rank=64",
+    "block_hadamard:blocks=8",
+    "monarch",
+    "hdpl:rank=128,blocks=8",
+    "ccl:rank=64,context_dim=64",
+    "transponder:rank=8",
+    "rotor:width=1,depth=0",
+)
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class BenchSettings(BaseModel):
+    """What to measure. Shapes are "IN->OUT" or "INxOUT"; operators are settings as in ``hdpl:rank=128,blocks=8``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    operators: tuple[str, ...] = DEFAULT_OPERATORS
+    shapes: tuple[str, ...] = ("2048->2048", "512->2048", "512->1376")
+    tokens: tuple[int, ...] = (1, 64, 4096)
+    dtypes: tuple[str, ...] = ("fp32", "bf16")
+    modes: tuple[str, ...] = MODES
+    passes: tuple[str, ...] = PASSES
+    peers: bool = True
+    untuned: bool = Field(default=True, description="also time eager layers with an untouched allocator")
+    rounds: int = Field(default=11, ge=3)
+    threads: int | None = Field(default=None, ge=1)
+
+    def parsed_shapes(self) -> list[tuple[int, int]]:
+        """The shapes as pairs. Raises ValueError if one has not the form."""
+        pairs = []
+        for shape in self.shapes:
+            parts = shape.replace("->", "x").split("x")
+            if len(parts) != 2 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+                raise ValueError(f"shape {shape!r}: write it as IN->OUT, such as 512->2048")
+            pairs.append((int(parts[0]), int(parts[1])))
+        return pairs
+
+    def parsed_operators(self) -> list[tuple[str, OperatorConfig]]:
+        """The operators as (name, config). Raises ValueError for what is unknown."""
+        return [(text, OperatorConfig.from_dict(parse_setting(text))) for text in self.operators]
+
+    def check(self) -> None:
+        """Raise ValueError if a part does not parse, before anything runs."""
+        self.parsed_shapes()
+        self.parsed_operators()
+        for name, values, known in (
+            ("dtype", self.dtypes, _DTYPES),
+            ("mode", self.modes, MODES),
+            ("pass", self.passes, PASSES),
+        ):
+            for value in values:
+                if value not in known:
+                    raise ValueError(f"unknown {name} {value!r}; choose from {', '.join(known)}")
+
+
+def _measure(settings: BenchSettings, report: Callable[[str], None]) -> dict[str, Any]:
+    """Everything of ``settings`` in this process, as it is."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    # At the default of 8 a module compiled for a ninth shape runs uncompiled, and says so only in the log.
+    torch._dynamo.config.recompile_limit = 64
+    dtypes = [_DTYPES[name] for name in settings.dtypes]
+    roofs = {dtype: measure_roofline(dtype) for dtype in dtypes}
+    operators = settings.parsed_operators()
+    rows: list[dict[str, Any]] = []
+    todo = cases(settings.parsed_shapes(), settings.tokens, dtypes, settings.modes, settings.passes)
+    for number, case in enumerate(todo, 1):
+        report(f"{number}/{len(todo)}  {case}")
+        # Peers are written for eager float32 and bfloat16 alike; compiled they would measure the compiler.
+        peers = PEERS if settings.peers and case.mode == "eager" else ()
+        measured = bench_case(case, operators, peers=peers, roofline=roofs[case.dtype], rounds=settings.rounds)
+        rows += [m.to_dict() for m in measured]
+    return {"roofline": [dataclasses.asdict(roof) for roof in roofs.values()], "rows": rows}
+
+
+def _child(settings: BenchSettings, *, tuned: bool, report: Callable[[str], None]) -> dict[str, Any]:
+    """``_measure`` in a process of its own: thresholds of the allocator cannot be taken back once they are set."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        command = [sys.executable, "-m", "relinear.bench.run", settings.model_dump_json(), str(int(tuned)), str(out)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                report(line.rstrip())
+        if process.returncode:
+            raise RuntimeError(
+                f"the benchmark's process ended with exit code {process.returncode}; see its message above"
+            )
+        return json.loads(out.read_text(encoding="utf-8"))
+
+
+def run_bench(
+    settings: BenchSettings, out_dir: str | Path, *, report: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
+    """Measure, and write ``bench.json`` and ``bench.png`` (and ``.svg``) into ``out_dir``.
+
+    Args:
+        settings: what to measure.
+        out_dir: where to write.
+        report: called with a line of progress before every case.
+
+    Returns:
+        what ``bench.json`` holds: settings, machine, allocator, roofline, and a row for every contender in every case,
+        with ``ratio`` (time to dense in the same round, median) and ``ratio_untuned`` (the same without the allocator's
+        thresholds raised).
+
+    Raises:
+        ValueError: for an unknown operator, shape, dtype, mode or pass; nothing has run then.
+        OSError: if ``out_dir`` cannot be written to.
+    """
+    settings.check()
+    out_dir = Path(out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    tuned = _child(settings, tuned=True, report=report)
+    if settings.untuned and "eager" in settings.modes:
+        plain = _child(settings.model_copy(update={"peers": False, "modes": ("eager",)}), tuned=False, report=report)
+        ratios = {_key(row): row.get("ratio") for row in plain["rows"]}
+        for row in tuned["rows"]:
+            row["ratio_untuned"] = ratios.get(_key(row))
+    result = {"settings": settings.model_dump(), "machine": describe_machine()} | tuned
+    write_json(out_dir / "bench.json", result)
+    from relinear.bench.plots import plot_bench
+
+    plot_bench(result["rows"], out_dir / "bench")
+    return result
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[k] for k in ("contender", "in_features", "out_features", "tokens", "dtype", "mode", "passed"))
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The ratios as a table: a row a contender, shape, dtype and mode; a column a pass and number of tokens."""
+    columns = sorted({(row["passed"], row["tokens"]) for row in rows})
+    lines: dict[tuple[Any, ...], dict[tuple[str, int], str]] = {}
+    for row in rows:
+        if row["contender"] == DENSE:
+            continue
+        key = (f"{row['in_features']} -> {row['out_features']}", row["dtype"], row["mode"], row["contender"])
+        cell = "-" if row.get("ratio") is None else f"{row['ratio']:.2f}"
+        if row.get("ratio_untuned") is not None:
+            cell += f" ({row['ratio_untuned']:.2f})"
+        lines.setdefault(key, {})[(row["passed"], row["tokens"])] = cell
+    header = ["shape", "dtype", "mode", "layer", *(f"{passed}, {tokens} tok" for passed, tokens in columns)]
+    return [header, *([*key, *(cells.get(c, "") for c in columns)] for key, cells in lines.items())]
+
+
+if __name__ == "__main__":
+    _settings, _tuned, _out = sys.argv[1:]
+    _allocator = tune_allocator() if _tuned == "1" else {}
+    _result = _measure(BenchSettings.model_validate_json(_settings), lambda line: print(line, flush=True))
+    write_json(_out, _result | {"allocator": _allocator})
