@@ -13,9 +13,11 @@ import torch
 import relinear
 import relinear.functional.ccl
 import relinear.functional.context_manager
+import relinear.functional.hdpl
 import relinear.functional.transponder
 import relinear.kernels.ccl
 import relinear.kernels.context_manager
+import relinear.kernels.hdpl
 import relinear.kernels.transponder
 from relinear import functional, kernels
 from relinear.core.operator import OperatorConfig
@@ -137,6 +139,18 @@ def _sandwich_sums(dtype: torch.dtype) -> Iterator[tuple]:
         )
 
 
+def _hdpl_arguments(dtype: torch.dtype) -> Iterator[tuple]:
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    for leading, noise, bias in (((2, 5), True, True), ((7,), True, False), ((), True, True), ((3, 2), False, True)):
+        weights = (draw(4, 3, 2), draw(5, 8), draw(5), draw(5, 8), draw(5), draw(12, 5), draw(12) if bias else None)
+        yield (draw(*leading, 8), *weights, draw(*leading, 5) if noise else None)
+    yield (draw(2, 8, 6).transpose(1, 2), *weights, draw(2, 6, 5))
+
+
 CASES: list[Case] = [
     Case(config=relinear.CCL(rank=5, context_dim=6), linear=False, context_dim=6),
     Case(
@@ -208,6 +222,7 @@ TWINS: list[Twin] = [
         fast=kernels.transponder.modulate,
         arguments=transponder_arguments,
     ),
+    Twin(kind="hdpl", reference=functional.hdpl.hdpl, fast=kernels.hdpl.hdpl, arguments=_hdpl_arguments),
     Twin(kind="ccl", reference=functional.ccl.ccl, fast=kernels.ccl.ccl, arguments=_ccl_arguments),
     Twin(
         kind="context_manager",

@@ -19,11 +19,11 @@ from relinear.functional.hdpl import (
     free_bits_kl,
     gaussian_kl,
     geometric_jsd,
-    hdpl,
     hdpl_decode,
     hdpl_fit,
     hdpl_sample,
 )
+from relinear.kernels.hdpl import hdpl
 
 __all__ = ["HDPL", "HDPLLinear"]
 
