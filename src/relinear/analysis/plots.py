@@ -13,12 +13,23 @@ from typing import Any
 
 from relinear.core.files import atomic_path
 
-__all__ = ["colours", "curves", "pareto", "pareto_front", "save_figure", "speeds", "spread_labels", "tuning"]
+__all__ = [
+    "PALETTE",
+    "colours",
+    "curves",
+    "new_figure",
+    "pareto",
+    "pareto_front",
+    "save_figure",
+    "speeds",
+    "spread_labels",
+    "tuning",
+]
 
 Entry = Mapping[str, Any]
 
 # Okabe and Ito's colours, told apart also without colour vision, darkened where they are too light for text.
-_PALETTE = ("#0072B2", "#D55E00", "#009E73", "#B5468B", "#8A6D00", "#2A9DC8", "#6A3D9A", "#7F7F7F")
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#B5468B", "#8A6D00", "#2A9DC8", "#6A3D9A", "#7F7F7F")
 _REFERENCE = "#222222"
 _STYLE: Any = {
     "font.size": 10,
@@ -38,7 +49,8 @@ _STYLE: Any = {
 }
 
 
-def _figure(width: float, height: float, panels: int = 1, **kwargs: Any) -> tuple[Any, list[Any]]:
+def new_figure(width: float, height: float, panels: int = 1, **kwargs: Any) -> tuple[Any, list[Any]]:
+    """A figure of ``width`` by ``height`` inches in the common style, and its panels from left to right."""
     import matplotlib
 
     matplotlib.use("Agg", force=False)
@@ -53,7 +65,7 @@ def _figure(width: float, height: float, panels: int = 1, **kwargs: Any) -> tupl
 def colours(entries: Sequence[Entry]) -> dict[str, str]:
     """Colour by entry name: the dense reference is near black, the others take the palette in order."""
     others = [entry["name"] for entry in entries if not entry.get("dense")]
-    chosen = {name: _PALETTE[i % len(_PALETTE)] for i, name in enumerate(others)}
+    chosen = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(others)}
     return {entry["name"]: chosen.get(entry["name"], _REFERENCE) for entry in entries}
 
 
@@ -78,7 +90,7 @@ def curves(entries: Sequence[Entry]) -> Any:
     series = {name: points for name, points in series.items() if len(points) > 1}
     if not series:
         return None
-    figure, (axes,) = _figure(8.4, 4.6)
+    figure, (axes,) = new_figure(8.4, 4.6)
     last_token = max(points[-1][0] for points in series.values())
     scale, unit = _si(last_token)
     bottom = min(point[2] for points in series.values() for point in points)
@@ -152,7 +164,7 @@ def pareto(entries: Sequence[Entry]) -> Any:
     if not entries:
         return None
     palette = colours(entries)
-    figure, panels = _figure(9.6, 4.2, 2, sharey=True)
+    figure, panels = new_figure(9.6, 4.2, 2, sharey=True)
     for axes, key, name in (
         (panels[0], "parameters", "parameters"),
         (panels[1], "flops_per_token", "forward FLOPs per token"),
@@ -211,7 +223,7 @@ def speeds(entries: Sequence[Entry]) -> Any:
     if not shown:
         return None
     palette = colours(entries)
-    figure, panels = _figure(9.6, 0.9 + 0.42 * len(shown), 2, sharey=True)
+    figure, panels = new_figure(9.6, 0.9 + 0.42 * len(shown), 2, sharey=True)
     reference = shown[0]["speed"].get("reference", "dense")
     for axes, what in zip(panels, ("train", "inference"), strict=True):
         axes.axvline(1, color="#888888", lw=1, zorder=1)
@@ -243,7 +255,7 @@ def tuning(entries: Sequence[Entry]) -> Any:
     if not tuned:
         return None
     palette = colours(entries)
-    figure, (axes,) = _figure(8.4, 4.2)
+    figure, (axes,) = new_figure(8.4, 4.2)
     ends = {}
     for entry in tuned:
         trials = sorted((t["learning_rate"], t["validation_loss"]) for t in entry["tuning"]["trials"])

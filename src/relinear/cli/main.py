@@ -24,6 +24,7 @@ COMMANDS = (
     "sweep",
     "eval",
     "inspect",
+    "specialize",
     "report",
 )
 

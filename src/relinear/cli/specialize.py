@@ -1,0 +1,66 @@
+"""``relinear specialize``: a plain GPT-2 out of a Contextually Guided Transformer and a prefix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["command"]
+
+
+def command(
+    model: Annotated[Path, typer.Argument(help="Directory of a saved CGTForCausalLM.", metavar="DIR")],
+    prefix_file: Annotated[Path, typer.Option("--prefix-file", help="UTF-8 text to specialise to.", metavar="FILE")],
+    out: Annotated[Path, typer.Option("--out", help="Where the GPT-2 and its tokenizer are written.", metavar="DIR")],
+    tokenizer: Annotated[
+        str | None, typer.Option(help="'bytes' or a tokenizer's folder or name; by default the model's own.")
+    ] = None,
+    first_position: Annotated[
+        int, typer.Option(help="Position of the first token after the prefix; -1 goes on counting from the prefix.")
+    ] = 0,
+) -> None:
+    """Read a prefix once and write what the model becomes: a stock GPT-2 that needs neither the prefix nor relinear.
+
+    Prints the largest difference between its logits and those of the model with its context frozen.
+
+    **Example:** `relinear specialize runs/cgt/model --prefix-file prompt.txt --out runs/specialized`
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from relinear.data.tokenizers import load_tokenizer
+    from relinear.models.cgt_config import CGTConfig
+    from relinear.models.specialize import specialize
+
+    if not (model / "config.json").is_file():
+        raise ValueError(f"{model} is no directory of a saved model: it has no config.json")
+    if not isinstance(AutoConfig.from_pretrained(model), CGTConfig):
+        raise ValueError(f"{model} holds no CGT; only a relinear.CGTForCausalLM can be specialised")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists and is not empty; choose another --out")
+    encoder = load_tokenizer(tokenizer or str(model))
+    loaded = AutoModelForCausalLM.from_pretrained(model).eval()
+    ids = torch.tensor(encoder(prefix_file.read_text(encoding="utf-8"))["input_ids"], dtype=torch.long)
+    if not len(ids):
+        raise ValueError(f"{prefix_file} has no text")
+    if int(ids.max()) >= loaded.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer gives id {int(ids.max())}, the model knows {loaded.config.vocab_size} tokens; "
+            "give the model's own with --tokenizer"
+        )
+    start = len(ids) if first_position == -1 else first_position
+    stock = specialize(loaded, ids, first_position=start)
+
+    probe = ids[None, : stock.config.n_positions]
+    with torch.no_grad():
+        frozen = loaded.context(ids[None])[:, -1]
+        where = torch.arange(start, start + probe.shape[1])[None]
+        wanted = loaded(probe, frozen_context=frozen, position_ids=where).logits
+        difference = (stock(probe).logits - wanted).abs().max().item()
+    stock.save_pretrained(out)
+    encoder.save_pretrained(out)
+    before, after = (sum(p.numel() for p in m.parameters()) for m in (loaded, stock))
+    print(f"read {len(ids)} tokens; GPT-2 with {after:,} of {before:,} parameters written to {out}")
+    print(f"largest logit difference from the frozen model: {difference:.1e}")

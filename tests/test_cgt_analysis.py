@@ -1,0 +1,194 @@
+"""The measurements on contexts, each against a value known in advance or computed another way."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import relinear
+from relinear.analysis import cgt_plots, cgt_tasks, cgt_text
+from relinear.data.tasks import ArithmeticTask, RegressionTask
+from test_cgt import make_cgt
+
+
+@pytest.fixture(scope="module")
+def task():
+    return ArithmeticTask(tasks=2, examples=4, digits=1, size=64)
+
+
+class Oracle(nn.Module):
+    """A "model" that knows a fixed batch by heart, and may be told to err in the second half of the examples."""
+
+    def __init__(self, ids, wrong=None):
+        super().__init__()
+        self.ids, self.wrong = ids, wrong
+
+    def forward(self, input_ids):
+        following = torch.cat([self.ids[:, 1:], self.ids[:, :1]], 1)
+        if self.wrong is not None:
+            following = torch.where(self.wrong, (following + 1) % 16, following)
+        return type("Output", (), {"logits": nn.functional.one_hot(following, 16).float()})
+
+
+def test_accuracy_counts_answer_symbols(task):
+    ids = task.batch(range(8))["input_ids"]
+    assert cgt_tasks.answer_accuracy(Oracle(ids), task, 8) == {"dynamic": cgt_tasks.Accuracy(1.0, 1.0)}
+    # One wrong symbol, the sign, in the last answer of every second task: 1 of 4 symbols x 4 answers, 1 of 4 answers.
+    wrong = torch.zeros(task.length, dtype=torch.bool)
+    wrong[task.length - 1 - 4 - 1] = True
+    result = cgt_tasks.answer_accuracy(Oracle(ids, wrong), task, 8)["dynamic"]
+    assert result.symbols == pytest.approx(15 / 16)
+    assert result.answers == pytest.approx(3 / 4)
+    # Errors in the first half do not count.
+    early = torch.arange(task.length) < 10
+    assert cgt_tasks.answer_accuracy(Oracle(ids, early), task, 8)["dynamic"].symbols == 1.0
+
+
+def test_specialised_accuracy_is_the_specialised_models(task):
+    model = make_cgt(vocab_size=16, n_positions=task.length)
+    result = cgt_tasks.answer_accuracy(model, task, 6)["specialized"]
+    right = []
+    for index in range(6):
+        ids = task[index]["input_ids"]
+        for start in (0, 36):
+            stock = relinear.specialize(model, ids[: start + 18])
+            rest = ids[start + 18 : start + 36]
+            with torch.no_grad():
+                guess = stock(rest[None]).logits[0, :-1].argmax(-1)
+            right.append((guess == rest[1:])[task.answer_mask()[1:18]])
+    assert result.symbols == pytest.approx(torch.stack(right).float().mean().item())
+
+
+def test_variation_is_equation_four():
+    y = torch.randn(3, 10, 4)
+    values = []
+    for sample in y:
+        delta = sample[2:] - sample[2:].mean(0)
+        scaled = delta / delta.pow(2).sum(-1).mean().sqrt()
+        values.append(np.mean([(scaled[s] - scaled[s - 1]).norm().item() for s in range(4, 8)]))
+    assert cgt_tasks.context_variation(y, slice(2, 6), slice(6, 10)) == pytest.approx(np.mean(values), rel=1e-5)
+    assert cgt_tasks.context_variation(torch.ones(2, 8, 3), slice(0, 4), slice(4, 8)) == 0
+
+
+def test_probe_finds_what_is_linear_and_only_that():
+    hidden = torch.randn(400, 2)
+    y = hidden @ torch.randn(2, 6) + 0.01 * torch.randn(400, 6)
+    good = cgt_tasks.linear_probe(y, hidden)
+    assert good.error < 0.01
+    assert min(good.r2) > 0.98
+    assert cgt_tasks.linear_probe(torch.randn(400, 6), hidden).error > 0.8
+    constant = cgt_tasks.linear_probe(y, torch.cat([hidden[:, :1], torch.ones(400, 1)], 1))
+    assert constant.truth.shape[1] == 1
+
+
+def test_ridge_is_scikit_learns():
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    task = RegressionTask(inputs=3, outputs=1, pairs=8, noise=0.5, size=4)
+    errors = np.zeros(8)
+    for index in range(4):
+        drawn = task.sample(index)
+        x = np.c_[drawn["x"], np.ones(8)]
+        errors[0] += drawn["clean"][0].item() ** 2 / 4
+        for n in range(1, 8):
+            fit = linear_model.Ridge(alpha=0.25, fit_intercept=False).fit(x[:n], drawn["y"][:n])
+            errors[n] += (fit.predict(x[n : n + 1]) - drawn["clean"][n]).item() ** 2 / 4
+    np.testing.assert_allclose(cgt_tasks.ridge_errors(task, 4), errors, rtol=1e-8)
+
+
+def test_regression_errors_of_frozen_and_dynamic_models():
+    config = relinear.CGTConfig(
+        n_embd=16, n_head=2, n_layer=2, n_positions=16, context_layer=1, context_size=8, context_heads=2, templates=2,
+        input_features=3, output_features=1,
+    )  # fmt: skip
+    model = relinear.CGTForRegression(config).eval()
+    task = RegressionTask(inputs=2, outputs=1, pairs=6, size=5)
+    errors = cgt_tasks.regression_errors(model, task, (2,), 5)
+    assert errors["dynamic"].shape == (6,)
+    assert errors["frozen_2"].shape == (4,)
+    with torch.no_grad():
+        vectors = task.batch(range(5))["vectors"]
+        frozen = model(vectors[:, 4:], frozen_context=model.context(vectors)[:, 3]).logits[:, 0, 0]
+    clean = torch.tensor([task.sample(i)["clean"][2, 0] for i in range(5)]).float()
+    assert errors["frozen_2"][0] == pytest.approx((frozen - clean).square().mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("token", ["=", "|"])
+def test_task_vectors_are_transplanted(task, token, tiny_gpt2):
+    ids = task.batch(range(4))["input_ids"]
+    with torch.no_grad():
+        before = tiny_gpt2(ids).logits
+        results = cgt_tasks.task_vector_accuracy(tiny_gpt2, task, token, 8)
+        assert len(results) == 2
+        assert all(0 <= result.answers <= result.symbols <= 1 for result in results)
+        assert torch.equal(tiny_gpt2(ids).logits, before)
+    with pytest.raises(ValueError, match="token"):
+        cgt_tasks.task_vector_accuracy(tiny_gpt2, task, "*", 8)
+
+
+def test_losses_by_position():
+    model, ids = make_cgt(), torch.randint(0, 50, (3, 20))
+    losses = cgt_text.losses_by_position(model, ids, 8, baseline=model)
+    assert all(values.shape == (11,) for values in losses.values())
+    np.testing.assert_allclose(losses["baseline"], losses["dynamic"])
+    with torch.no_grad():
+        mean = model(ids[:, 8:], labels=ids[:, 8:], frozen_context=model.context(ids[:, :8])[:, -1]).loss
+    assert losses["specialized"].mean() == pytest.approx(mean.item(), rel=1e-5)
+    frozen = cgt_text.losses_by_position(model, ids, 8, rate=0.0)
+    np.testing.assert_allclose(frozen["average"], frozen["specialized"])
+
+
+def test_dot_products_and_spectrum():
+    y = torch.cat([torch.ones(2, 3, 1) * torch.tensor([1.0, 0.0]), torch.ones(2, 4, 1) * torch.tensor([0.0, 2.0])], 1)
+    expected = np.kron(np.eye(2), np.ones((4, 4)))[1:, 1:]
+    np.testing.assert_allclose(cgt_text.dot_products(y), expected)
+    wave = torch.sin(2 * torch.pi * 3 * torch.arange(24) / 24)[None, :, None]
+    spectrum = cgt_text.spectrum(5 + wave)
+    assert spectrum.argmax() == 3
+    assert spectrum[3] == pytest.approx(1.0)
+
+
+def test_clustering_scores():
+    pytest.importorskip("sklearn")
+    centres, labels = np.eye(3).repeat(10, 0), np.arange(3).repeat(10)
+    close = centres + 0.01 * np.random.default_rng(0).standard_normal(centres.shape)
+    good = cgt_text.clustering_scores(close, labels)
+    assert good["silhouette"] > 0.9
+    assert good["neighbours"] == 1.0
+    assert good["chance"] == pytest.approx(9 / 29)
+    assert cgt_text.clustering_scores(close, labels[::-1] * 0 + np.arange(30) % 3)["silhouette"] < 0.1
+    assert cgt_text.embed_2d(close).shape == (30, 2)
+
+
+def test_token_shifts():
+    model, ids = make_cgt(), torch.randint(0, 50, (2, 6))
+    own, other = torch.randn(2, 12)
+    shifts = cgt_text.token_shifts(model, ids, own, other, top=5)
+    with torch.no_grad():
+        rise = sum(
+            sign * model(ids, frozen_context=y.expand(2, -1)).logits for sign, y in ((1, other), (-1, own))
+        ).mean((0, 1))
+    assert shifts[0][0] == int(rise.argmax())
+    assert shifts[0][1] == pytest.approx((rise.max() - rise.mean()).item(), rel=1e-4)
+    assert [value for _, value in shifts] == sorted((value for _, value in shifts), reverse=True)
+
+
+def test_figures(tmp_path):
+    from relinear.analysis.plots import save_figure
+
+    accuracy = {"symbols": 0.9, "answers": 0.5}
+    rows = {"baseline": [{"dynamic": accuracy}], "CGT": [{"dynamic": accuracy, "specialized": accuracy}] * 2}
+    random = np.random.default_rng(0)
+    figures = {
+        "regression": cgt_plots.regression_figure(
+            {"dynamic": np.ones(9), "frozen_4": np.ones(5)}, np.ones(9), noise=0.1
+        ),
+        "accuracy": cgt_plots.accuracy_figure(rows),
+        "probe": cgt_plots.probe_figure(random.random((20, 2)), random.random((20, 2))),
+        "maps": cgt_plots.dot_product_figure({"a": np.eye(5), "b": np.eye(5)}, [2]),
+        "context": cgt_plots.context_figure(random.random((30, 6)), [10]),
+        "position": cgt_plots.position_figure({"dynamic": np.ones(40), "specialized": np.ones(40)}),
+        "clusters": cgt_plots.clusters_figure(random.random((12, 2)), [0, 1, 2] * 4, ["x", "y", "z"], "title"),
+        "spectrum": cgt_plots.spectrum_figure({"a": random.random(9)}),
+    }
+    for name, figure in figures.items():
+        assert all(path.stat().st_size > 1000 for path in save_figure(figure, tmp_path / name))
