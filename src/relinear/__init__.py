@@ -27,6 +27,13 @@ _LAZY = {
     "specialize": "relinear.models.specialize",
     "aux_losses": "relinear.core.aux",
     "context": "relinear.core.context",
+    "Add": "relinear.core.latents",
+    "Clamp": "relinear.core.latents",
+    "Inject": "relinear.core.latents",
+    "Replace": "relinear.core.latents",
+    "intervene": "relinear.core.latents",
+    "latents": "relinear.core.latents",
+    "moment_alignment": "relinear.core.latents",
     "from_pretrained": "relinear.surgery.checkpoint",
     "save_pretrained": "relinear.surgery.checkpoint",
     "fold_": "relinear.surgery.fold",
@@ -40,6 +47,8 @@ _LAZY = {
     "lambada": "relinear.train.evaluate",
     "lm_eval": "relinear.train.evaluate",
     "perplexity": "relinear.train.evaluate",
+    "LatentMoments": "relinear.train.latents",
+    "read_moments": "relinear.train.latents",
     "tune_allocator": "relinear.core.allocator",
 }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,21 +28,30 @@ __all__ = [
     "LatentOperator",
     "LatentTap",
     "Latents",
+    "Moments",
     "Replace",
     "intervene",
     "latent_operators",
     "latents",
     "moment_alignment",
+    "moments",
     "observe",
 ]
 
 
 class Latent(NamedTuple):
-    """A Gaussian latent of one forward: z as it was used, mean mu and sigma of its posterior; all (..., R)."""
+    """A Gaussian latent of one forward: z as it was used, mu, logvar and ``sigma`` of its posterior; all (..., R)."""
 
     z: Tensor
     mu: Tensor
-    sigma: Tensor
+    logvar: Tensor
+
+    @property
+    def sigma(self) -> Tensor:
+        """The posterior's standard deviation, exp(logvar / 2)."""
+        # Computed when asked for: a forward that is read must save the same tensors as one that is not, or a backward
+        # under gradient checkpointing after the end of the block could not match the two.
+        return torch.exp(0.5 * self.logvar)
 
 
 Observer = Callable[[Latent], None]
@@ -326,24 +335,33 @@ def intervene(model: nn.Module, edits: Mapping[str, Edit | Sequence[Edit]]) -> I
 # Moments
 
 
-def moments(latent: Latent) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation (R,) of the aggregated posterior: the mixture of N(mu, sigma^2) over all tokens."""
+class Moments(NamedTuple):
+    """Mean and standard deviation of a latent's dimensions over tokens; both (R,)."""
+
+    mean: Tensor
+    std: Tensor
+
+
+def moments(latent: Latent) -> Moments:
+    """Moments of the aggregated posterior: the mixture of N(mu, sigma^2) over all tokens of ``latent``."""
     mu = latent.mu.flatten(0, -2).to(torch.promote_types(latent.mu.dtype, torch.float32))
     variance = latent.sigma.flatten(0, -2).to(mu.dtype).square().mean(0) + mu.var(0, correction=0)
-    return mu.mean(0), variance.sqrt()
+    return Moments(mu.mean(0), variance.sqrt())
 
 
-def moment_alignment(
-    a: nn.Module | Mapping[str, Latent], b: nn.Module | Mapping[str, Latent], *, names: Mapping[str, str] | None = None
-) -> Tensor:
+Recorded = nn.Module | Mapping[str, Latent] | Mapping[str, Moments]
+
+
+def moment_alignment(a: Recorded, b: Recorded, *, names: Mapping[str, str] | None = None) -> Tensor:
     """How far the latents of two models lie apart: squared Wasserstein-2 distance of their moments, a scalar loss.
 
     Each latent's aggregated posterior over all tokens of the last forward is taken as a diagonal Gaussian; the distance
-    is |m_a - m_b|^2 + |s_a - s_b|^2, averaged over latent dimensions and operators. Differentiable in both models
-    (detach one side's latents, or run it under ``no_grad``, to align the other to it).
+    is |m_a - m_b|^2 + |s_a - s_b|^2, averaged over latent dimensions and operators. Differentiable in both models (run
+    one under ``no_grad`` to align the other to it).
 
     Args:
-        a, b: models within ``relinear.latents`` blocks that have run a forward, or what those blocks returned.
+        a, b: models within ``relinear.latents`` blocks that have run a forward, what those blocks returned, or moments
+            by operator name (``relinear.read_moments``).
         names: operator name in ``a`` -> name in ``b``; by default equal names.
 
     Raises:
@@ -351,9 +369,11 @@ def moment_alignment(
     """
     first, second = _recorded(a), _recorded(b)
     if names is None:
-        if first.keys() != second.keys():
-            differing = sorted(first.keys() ^ second.keys())
-            raise ValueError(f"the latents have different names ({', '.join(differing[:4])} ...); pass names={{a: b}}")
+        differing = sorted(first.keys() ^ second.keys())
+        if differing:
+            raise ValueError(
+                f"the two sides name their latents differently ({differing[0]!r} ...); pass names={{a: b}}"
+            )
         names = {name: name for name in first}
     if not names:
         raise ValueError("names is empty: there is nothing to align")
@@ -362,22 +382,23 @@ def moment_alignment(
         for name, record in ((ours, first), (theirs, second)):
             if name not in record:
                 raise ValueError(f"no latent {name!r} was recorded; {nearest(name, record)}")
-        (mean_a, std_a), (mean_b, std_b) = moments(first[ours]), moments(second[theirs])
+        (mean_a, std_a), (mean_b, std_b) = _moments(first[ours]), _moments(second[theirs])
         if mean_a.shape != mean_b.shape:
             raise ValueError(f"{ours} has {len(mean_a)} latent dimensions and {theirs} has {len(mean_b)}")
-        distances.append(((mean_a - mean_b).square() + (std_a - std_b).square()).mean())
+        distances.append(((mean_a - mean_b.to(mean_a)).square() + (std_a - std_b.to(std_a)).square()).mean())
     return torch.stack(distances).mean()
 
 
-def _recorded(source: nn.Module | Mapping[str, Latent]) -> Mapping[str, Latent]:
-    if not isinstance(source, nn.Module):
-        record: Mapping[str, Latent] = source
-    else:
-        record = {}
+def _moments(value: Latent | Moments) -> Moments:
+    return value if isinstance(value, Moments) else moments(value)
+
+
+def _recorded(source: Recorded) -> Mapping[str, Any]:
+    record: Mapping[str, Any] = {} if isinstance(source, nn.Module) else source
+    if isinstance(source, nn.Module):
         for operator in latent_operators(source).values():
-            observers = operator._latent_tap.observers if operator._latent_tap else []
-            for observer in observers:
-                if isinstance(observer, _Keep) and observer.name in observer.record:
+            for observer in operator._latent_tap.observers if operator._latent_tap else ():
+                if isinstance(observer, _Keep):
                     record = observer.record
     if not record:
         raise ValueError("no latents were recorded: run the model within `with relinear.latents(model):` first")

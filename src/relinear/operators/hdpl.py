@@ -83,15 +83,15 @@ class HDPLLinear(LatentOperator):
             dtype = torch.promote_types(x.dtype, torch.float32)
             noise = torch.randn(*x.shape[:-1], self.config.rank, device=x.device, dtype=dtype)
         tap = self._latent_tap
-        if tap is None or (self.training and not tap.edits):
+        if tap is None or not tap.edits:
             weights = (self.mu.weight, self.mu.bias, self.logvar.weight, self.logvar.bias, self.decoder.weight)
             y, z, mu, logvar = hdpl(x, self.blocks, *weights, self.bias, noise)
-            if tap is not None and logvar is not None:
-                tap(Latent(z, mu, torch.exp(0.5 * logvar)))
+            if tap is not None:
+                tap(Latent(z, mu, self.logvar(x) if logvar is None else logvar))
         else:
             mu, logvar = self.mu(x), self.logvar(x)
             z = mu if noise is None else hdpl_sample(mu, logvar, noise)
-            z = tap(Latent(z, mu, torch.exp(0.5 * logvar)))
+            z = tap(Latent(z, mu, logvar))
             y = hdpl_decode(x, z, self.blocks, self.decoder.weight, self.bias)
         if noise is not None and logvar is not None:
             self._regularise(mu, logvar)
