@@ -1,0 +1,104 @@
+"""The commands on tiny inputs, through the entry function."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+import relinear
+from relinear.cli.main import COMMANDS, main
+from relinear.cli.options import named_entries, parse_layers, parse_operators
+from relinear.train.recipe import apply_overrides, parse_overrides, read_yaml
+
+
+def test_help_of_every_command_shows_an_example(capfd):
+    assert main(["--help"]) == 0
+    listed = capfd.readouterr().out
+    for name in COMMANDS:
+        assert name in listed
+        assert main([name, "--help"]) == 0
+        assert re.search(rf"relinear {name}", capfd.readouterr().out.split("Example:")[1])
+
+
+def test_version(capfd):
+    assert main(["--version"]) == 0
+    assert capfd.readouterr().out.strip() == f"relinear {relinear.__version__}"
+
+
+def test_the_entry_point_is_the_one_of_the_package():
+    code = "import sys; sys.argv = ['relinear', 'inspect', 'no-preset']; from relinear.cli.main import run; run()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: unknown preset")
+
+
+def test_inspect_counts_what_replace_counts(capfd):
+    arguments = ["inspect", "tiny", "-r", "all-linear=low_rank:rank=8", "-r", "lm_head=none", "--json"]
+    assert main(arguments) == 0
+    table = json.loads(capfd.readouterr().out)
+    model = relinear.from_preset("tiny")
+    expected = relinear.replace_(model, {"all-linear": relinear.LowRank(rank=8)})
+    assert table["parameters"] == expected.parameters == sum(p.numel() for p in model.parameters())
+    assert table["flops_per_token"] == expected.flops_per_token
+
+
+def test_train_eval_and_sweep(capfd, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"paragraph {i} says {i * i} and {i % 7}" for i in range(400)))
+    small = ["--set", "data.sequence_length=32", "--set", "data.max_validation_tokens=320", "--set", "threads=1"]
+    small += ["--set", "model_overrides={hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1}"]
+    small += ["--data", str(text), "-r", "q_proj=low_rank:rank=2"]
+    out = tmp_path / "run"
+    assert main(["train", "--steps", "3", "--batch-size", "2", "--out", str(out), *small]) == 0
+    printed = capfd.readouterr().out
+    record = json.loads((out / "run.json").read_text())
+    assert f"{record['result']['perplexity']:.3f}" in printed
+    assert main(["eval", str(out), "--json"]) == 0
+    measured = json.loads(capfd.readouterr().out)["perplexity"]
+    assert measured["perplexity"] == pytest.approx(record["result"]["perplexity"], rel=0.02)  # bf16 against fp32
+    search = ["sweep", "-p", "operators.q_proj.rank=1,2", "-p", "learning_rate=1e-4..1e-2:log", "--steps", "2"]
+    search += ["--set", "batch_size=2", "--out", str(tmp_path / "sweep"), *small]
+    assert main([*search, "--trials", "2"]) == 0
+    first = capfd.readouterr().out.splitlines()
+    assert main([*search, "--trials", "2"]) == 0
+    assert capfd.readouterr().out.splitlines() == first  # nothing left to do
+    rows = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["trials"]
+    assert [row["validation_loss"] for row in rows] == sorted(row["validation_loss"] for row in rows)
+    assert main([*search, "--trials", "2", "--seed", "7"]) == 2  # another search in the same folder
+
+
+def test_operators_from_text():
+    low_rank = {"kind": "low_rank", "rank": 8}
+    assert parse_operators(["low_rank:rank=8"]) == {"all-linear": low_rank}
+    assert parse_operators(["q_proj=low_rank:rank=8", "lm_head=none"]) == {"q_proj": low_rank, "lm_head": None}
+    assert parse_operators([r".*\.(?:q|k)_proj=low_rank:rank=8"]) == {r".*\.(?:q|k)_proj": low_rank}
+    assert parse_operators(["low_rank"]) == {"all-linear": {"kind": "low_rank"}}
+    with pytest.raises(ValueError, match="twice"):
+        parse_operators(["q_proj=low_rank", "q_proj=monarch"])
+
+
+def test_layers_from_text():
+    assert parse_layers("0,4-6,-1") == [0, 4, 5, 6, -1]
+    assert parse_layers(None) is None
+
+
+def test_entries_are_named_by_kind_or_by_setting():
+    assert named_entries(["dense", "low_rank:rank=8"]) == {"dense": "dense", "low_rank": "low_rank:rank=8"}
+    several = named_entries(["low_rank:rank=8", "low_rank:rank=16"])
+    assert list(several) == ["low_rank-rank=8", "low_rank-rank=16"]
+
+
+def test_overrides_are_typed_and_keep_dotted_keys():
+    values = parse_overrides(["train.learning_rate=1e-3", "seeds=[1, 2]", "name=yes please"])
+    assert values == {"train.learning_rate": 0.001, "seeds": [1, 2], "name": "yes please"}
+    changed = apply_overrides({"train": {"steps": 1, "a.b": 2}}, {"train.steps": 5, "train.data.seed": 3, "x.y": 1})
+    assert changed == {"train": {"steps": 5, "a.b": 2, "data": {"seed": 3}}, "x": {"y": 1}}
+    assert apply_overrides({"m": {"a.b": 2}}, {"m.a.b": 3}) == {"m": {"a.b": 3}}
+
+
+def test_yaml_numbers_without_a_point_are_numbers(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("rate: 1e-3\nother: 2E4\ntext: e3\n")
+    assert read_yaml(path) == {"rate": 0.001, "other": 20000.0, "text": "e3"}
