@@ -18,6 +18,7 @@ __all__ = ["COMMANDS", "app", "main", "run"]
 
 #: Commands in the order of ``relinear --help``; NAME is the function ``command`` of relinear/cli/NAME.py.
 COMMANDS = (
+    "analyze",
     "bench",
     "compare",
     "train",

@@ -22,6 +22,7 @@ from relinear.kernels.ccl import ccl
 
 __all__ = ["CCL", "CCLLinear"]
 
+_GELU_GAIN = 1.534  # 1 / sqrt(E[gelu(z)^2]) for a standard normal z: keeps the variance through a hidden layer
 _OPEN = 2.0  # gate logit that from_linear starts at: sigmoid 0.88, open and yet far from saturated
 
 
@@ -50,9 +51,10 @@ class CCLLinear(Operator):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Factors as in LowRank, zero bias, unit norm; gate network as nn.Linear with its last biases at zero.
+        """Factors as in LowRank, zero biases, unit norm; a gate network that keeps its input's variance.
 
-        The gates then start near one half: the output at about half (one gate) or a quarter (two) of unit variance.
+        The gates then start spread around one half (standard deviation 0.2 for a context of unit variance): gates that
+        start all alike learn slowly. The output starts at about half (one gate) or a quarter (two) of unit variance.
         """
         nn.init.normal_(self.basis, std=1 / math.sqrt(self.in_features))
         nn.init.normal_(self.mix, std=1 / math.sqrt(self.config.rank))
@@ -60,12 +62,11 @@ class CCLLinear(Operator):
             nn.init.zeros_(self.bias)
         if self.norm is not None:
             self.norm.reset_parameters()
-        for layer in self.trunk:
-            layer.reset_parameters()
+        for index, layer in enumerate(self.trunk):
+            _keep_variance(layer, _GELU_GAIN if index else 1.0)
         for last in (self.basis_gate, self.output_gate):
             if last is not None:
-                last.reset_parameters()
-                nn.init.zeros_(last.bias)
+                _keep_variance(last, _GELU_GAIN if self.trunk else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         features = None
@@ -93,6 +94,10 @@ class CCLLinear(Operator):
         features = self._features(context)
         parts = {"basis": self.basis_gate, "output": self.output_gate}
         return {name: gate(features, *_affine(last)) for name, last in parts.items() if last is not None}
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """(mix (O, R), basis (R, I)): W_eff is diag(g_out) mix diag(g_basis) basis."""
+        return self.mix, self.basis
 
     def effective_weight(self, context: Tensor | None = None) -> Tensor:
         """W_eff of Eq. 5 as (..., O, I), one matrix a token; the LayerNorm is left out, as in the paper."""
@@ -153,6 +158,11 @@ class CCLLinear(Operator):
         gates = (rank if self.basis_gate is not None else 0) + (out if self.output_gate is not None else 0)
         network = 2 * (hidden + self.config.gate_sizes()[-1] * gates)
         return 2 * rank * (self.in_features + out) + network + gates
+
+
+def _keep_variance(layer: Any, gain: float) -> None:
+    nn.init.normal_(layer.weight, std=gain / math.sqrt(layer.in_features))
+    nn.init.zeros_(layer.bias)
 
 
 def _affine(layer: Any) -> tuple[Any, Any]:

@@ -20,6 +20,8 @@ from relinear.kernels.context_manager import linear_recurrence
 
 __all__ = ["ContextManager", "ContextState", "SharedContext"]
 
+_GELU_GAIN = 1.534  # 1 / sqrt(E[gelu(z)^2]) for a standard normal z
+
 
 class ContextState(LinearAttentionLayer):
     """The manager's recurrent state as one more layer of the model's cache, of constant size.
@@ -138,8 +140,20 @@ class SharedContext(ContextOwner):
         self.norm = nn.LayerNorm(width, **kw)
         self.hidden = nn.Linear(width, dim, **kw)
         self.output = nn.Linear(dim, dim, **kw)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Unit-variance features and an MLP that keeps the variance: the context starts at unit variance."""
+        if self.embedding is not None:
+            self.embedding.reset_parameters()
+        if self.projection is not None:
+            self.projection.reset_parameters()
         if self.memory is not None:
-            self.memory.reset_parameters()  # the other parts are torch's and have initialised themselves
+            self.memory.reset_parameters()
+        self.norm.reset_parameters()
+        for layer, gain in ((self.hidden, 1.0), (self.output, _GELU_GAIN)):
+            nn.init.normal_(layer.weight, std=gain / math.sqrt(layer.in_features))
+            nn.init.zeros_(layer.bias)
 
     def flops_per_token(self) -> int:
         """Floating-point operations for one token (a multiply-add counts as two, a table look-up as none)."""

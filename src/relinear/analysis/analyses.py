@@ -1,0 +1,86 @@
+"""The analyses of ``relinear analyze``: each looks at a model on tokens and gives numbers, figures and a few lines.
+
+An analysis is a module with ``applies(model) -> bool`` and ``run(subject) -> Result``, and one line in ``ANALYSES``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from relinear.core.config import nearest
+from relinear.core.files import write_json
+
+__all__ = ["ANALYSES", "Result", "Subject", "analyze"]
+
+#: name -> module
+ANALYSES = {
+    "effective_rank": "relinear.analysis.analyze_rank",
+    "gates": "relinear.analysis.analyze_gates",
+    "top_tokens": "relinear.analysis.analyze_tokens",
+    "fingerprints": "relinear.analysis.analyze_fingerprints",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What is looked at.
+
+    model: in eval mode. ids: (N, T) token ids of real text. tokenizer: to name tokens; None names them by number.
+    control: a model to set beside it, or None. name, control_name: for legends.
+    """
+
+    model: Any
+    ids: Tensor
+    tokenizer: Any = None
+    control: Any = None
+    name: str = "model"
+    control_name: str = "control"
+
+    def token_text(self, token: int) -> str:
+        """A token as a reader sees it: spaces and line ends made visible."""
+        if self.tokenizer is None:
+            return str(token)
+        text = self.tokenizer.decode([token])
+        return text.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t").replace(" ", "\u2423")
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """numbers: JSON values. figures: stem -> matplotlib Figure. text: what to print, a few lines."""
+
+    numbers: dict[str, Any]
+    figures: dict[str, Any]
+    text: str
+
+
+def analyze(
+    subject: Subject, out: Path, only: Sequence[str] = (), on_start: Callable[[str], None] = lambda name: None
+) -> dict[str, Result]:
+    """Run the analyses that apply to the model, or those in ``only``; write ``NAME.json`` and the figures into ``out``.
+
+    Raises:
+        ValueError: for an unknown name, or if none applies.
+    """
+    from relinear.analysis.plots import save_figure
+
+    for name in only:
+        if name not in ANALYSES:
+            raise ValueError(f"unknown analysis {name!r}; {nearest(name, ANALYSES)}")
+    modules: dict[str, Any] = {name: import_module(ANALYSES[name]) for name in (only or ANALYSES)}
+    chosen = {name: module for name, module in modules.items() if only or module.applies(subject.model)}
+    if not chosen:
+        raise ValueError(f"no analysis applies to this model; there are: {', '.join(ANALYSES)}")
+    results = {}
+    for name, module in chosen.items():
+        on_start(name)
+        results[name] = result = module.run(subject)
+        write_json(out / f"{name}.json", result.numbers)
+        for stem, figure in result.figures.items():
+            save_figure(figure, out / stem)
+    return results

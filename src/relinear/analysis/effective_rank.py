@@ -1,0 +1,143 @@
+"""How many dimensions the operators span that a layer realises along a sequence (CCL, Section 4.4).
+
+Three spaces, because "rank" hides which is meant. With W_t (O, I) the operator of token t:
+
+- operators: the T matrices as vectors of O * I numbers. A static layer realises one matrix: rank 1.
+- outputs: the columns of all W_t side by side, (O, T * I): directions that the layer can write to.
+- inputs: the rows of all W_t on top of each other, (T * O, I): directions that the layer can read. All W_t share one
+  basis, so this rank never exceeds R, however the gates vary.
+
+The effective rank is exp(H(p)), H the entropy in nats of the singular values normalised to sum to one, p = s / sum(s)
+(Roy and Vetterli 2007). Singular values come from Gram matrices, without a single W_t: W_t = diag(outer_t) left
+diag(inner_t) right, and the inner products need only (O, R) numbers a token, in blocks of rows.
+"""
+
+# Legend: T tokens, O out_features, I in_features, R rank
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relinear.analysis.record_gates import record_gates
+from relinear.core.aux import named_operators
+from relinear.core.operator import NotLinearError
+
+__all__ = ["effective_rank", "effective_ranks", "operator_gram", "realised_spectra", "singular_values"]
+
+_BLOCK = 64  # rows of left for which T matrices are held at a time
+
+
+def effective_rank(values: Tensor) -> float:
+    """exp of the entropy (in nats) of singular values normalised to sum to one; 0.0 if all are zero."""
+    total = values.sum()
+    if total <= 0:
+        return 0.0
+    p = values[values > 0] / total
+    return float(torch.exp(-(p * p.log()).sum()))
+
+
+def singular_values(gram: Tensor) -> Tensor:
+    """Singular values, largest first, of a matrix with the Gram matrix ``gram``; what rounding made negative is 0."""
+    return torch.linalg.eigvalsh(gram.double()).clamp_min(0).sqrt().flip(0)
+
+
+def operator_gram(
+    left: Tensor, right: Tensor | None, inner: Tensor | None = None, outer: Tensor | None = None, tokens: int = 1
+) -> Tensor:
+    """<W_s, W_t> (Frobenius) for all pairs of tokens, W_t = diag(outer_t) left diag(inner_t) right.
+
+    Args:
+        left: (O, R).
+        right: (R, I), or None for the identity.
+        inner: (T, R) gates of the basis, None for ones.
+        outer: (T, O) gates of the outputs, None for ones.
+        tokens: T where both gates are None.
+
+    Returns:
+        (T, T) in float64.
+    """
+    gram = None
+    for rows in _realised(left, right, inner, outer, tokens):
+        flat = rows.flatten(1)
+        part = flat @ flat.T
+        gram = part if gram is None else gram + part
+    assert gram is not None
+    return gram
+
+
+def _realised(left: Tensor, right: Tensor | None, inner: Any, outer: Any, tokens: int) -> Any:
+    """Blocks of rows of every W_t in an orthonormal basis of the rows of ``right``: (T, rows, R)."""
+    left = left.double()
+    # right = triangle^T @ orthonormal: the inner products of W_t are those of W_t with the triangle in its place.
+    triangle = None if right is None else torch.linalg.qr(right.double().T, mode="r").R.T
+    for start in range(0, left.shape[0], _BLOCK):
+        rows = left[None, start : start + _BLOCK]
+        if inner is not None:
+            rows = rows * inner.double()[:, None, :]
+        if triangle is not None:
+            rows = rows @ triangle
+        if outer is not None:
+            rows = rows * outer.double()[:, start : start + _BLOCK, None]
+        yield rows.expand(tokens, -1, -1) if rows.shape[0] == 1 else rows
+
+
+def realised_spectra(
+    left: Tensor, right: Tensor | None, inner: Tensor | None = None, outer: Tensor | None = None, tokens: int = 1
+) -> dict[str, Tensor]:
+    """Singular values, largest first, in the three spaces of this file's head; arguments as in ``operator_gram``."""
+    blocks = list(_realised(left, right, inner, outer, tokens))
+    read = sum(torch.einsum("tor,tos->rs", b, b) for b in blocks)
+    # (O, O) in tiles: rows of two blocks meet over all tokens.
+    write = torch.cat([torch.cat([torch.einsum("tor,tpr->op", a, b) for b in blocks], dim=1) for a in blocks], dim=0)
+    gram = operator_gram(left, right, inner, outer, tokens)
+    return {
+        "operators": singular_values(gram),
+        "outputs": singular_values(write),
+        "inputs": singular_values(torch.as_tensor(read)),
+    }
+
+
+@torch.no_grad()
+def effective_ranks(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]]:
+    """Spectra and effective ranks of every operator of ``model`` along one sequence.
+
+    Operators without gates (static low-rank layers, the control) realise the same matrix at every token; operators that
+    are not linear are left out.
+
+    Args:
+        model: a language model with operators.
+        ids: (1, T) token ids.
+
+    Returns:
+        {name: {"tokens", "distinct_tokens", "rank", "effective_rank": {space: number}, "singular_values": {space:
+        list, normalised to a largest one of 1}}}.
+    """
+    if ids.ndim != 2 or ids.shape[0] != 1:
+        raise ValueError(f"effective_ranks looks at one sequence of shape (1, T), got {tuple(ids.shape)}")
+    operators: dict[str, Any] = dict(named_operators(model))
+    conditioned = any(op.config.conditioned for op in operators.values())
+    gates = next(iter(record_gates(model, ids))) if conditioned else {}
+    found = {}
+    for name, operator in operators.items():
+        if callable(getattr(operator, "factors", None)):
+            left, right = operator.factors()
+        else:
+            try:
+                left, right = operator.to_dense(), None
+            except NotLinearError:
+                continue
+        own = gates.get(name, {})
+        spectra = realised_spectra(left, right, own.get("basis"), own.get("output"), ids.shape[1])
+        found[name] = {
+            "tokens": ids.shape[1],
+            "distinct_tokens": len(ids.unique()),
+            "rank": min(left.shape) if right is None else min(*left.shape, *right.shape),
+            "effective_rank": {space: effective_rank(values) for space, values in spectra.items()},
+            "singular_values": {space: (v / v[0].clamp_min(1e-300)).tolist() for space, v in spectra.items()},
+        }
+    if not found:
+        raise ValueError("no operator of this model is a linear map of its input; nothing to rank")
+    return found

@@ -1,0 +1,79 @@
+"""What gated operators do on real tokens: their gates, recorded while the model runs."""
+
+# Legend: N sequences, T tokens, R rank, O out_features, C context_dim
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relinear.core.context import context_owner
+
+__all__ = ["gated_operators", "record_contexts", "record_gates"]
+
+
+def gated_operators(model: nn.Module) -> dict[str, Any]:
+    """Operators of ``model`` that have gates which read the context, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if callable(getattr(module, "gates", None)) and getattr(module.config, "conditioned", False)
+    }
+
+
+@torch.no_grad()
+def record_gates(model: nn.Module, ids: Tensor) -> Iterator[dict[str, dict[str, Tensor]]]:
+    """For every sequence in turn: {operator's name: {"basis": (T, R), "output": (T, O)}}, in float32, in eval mode.
+
+    Args:
+        model: a model with gated operators and its context manager.
+        ids: (N, T) token ids.
+
+    Raises:
+        ValueError: if no operator of the model has gates.
+    """
+    operators = gated_operators(model)
+    if not operators:
+        raise ValueError("no layer of this model has gates; this analysis is for context-conditioned layers (ccl)")
+    seen: dict[str, dict[str, Tensor]] = {}
+
+    def keep(name: str) -> Any:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            seen[name] = {part: gate.flatten(0, -2).float() for part, gate in module.gates().items()}
+
+        return hook
+
+    handles = [module.register_forward_hook(keep(name)) for name, module in operators.items()]
+    training = model.training
+    model.eval()
+    try:
+        for row in ids:
+            seen.clear()
+            model(input_ids=row[None])
+            yield dict(seen)
+    finally:
+        model.train(training)
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def record_contexts(model: nn.Module, ids: Tensor) -> Tensor:
+    """The context vectors (N, T, C) of token ids (N, T).
+
+    Raises:
+        ValueError: if the model has no context manager.
+    """
+    owner = context_owner(model)
+    if owner is None:
+        raise ValueError("this model has no context manager")
+    base: Any = getattr(model, "base_model", model)
+    training = model.training
+    model.eval()
+    try:
+        return owner.contexts(base, {"input_ids": ids, "use_cache": False}).float()
+    finally:
+        model.train(training)

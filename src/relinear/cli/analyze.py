@@ -1,0 +1,59 @@
+"""``relinear analyze``: look into a trained model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["command"]
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="Directory of a saved model.", metavar="MODEL")],
+    data: Annotated[str, typer.Option(help="Text to look at: `stdlib`, a file or folder, or a Hub name.")] = "stdlib",
+    out: Annotated[Path, typer.Option(help="Directory for JSON and figures.")] = Path("runs/analyze"),
+    only: Annotated[str | None, typer.Option(help="Some analyses, such as gates,top_tokens.")] = None,
+    control: Annotated[str | None, typer.Option(help="A second model of the same tokenizer to set beside it.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="By default the one saved with the model.")] = None,
+    text_column: Annotated[str | None, typer.Option(help="Column of jsonl, parquet and Hub data.")] = None,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences to look at.")] = 64,
+    length: Annotated[int, typer.Option(min=2, help="Tokens in each.")] = 64,
+) -> None:
+    """Measure and plot what a model's operators do on real text: the analyses that apply to it.
+
+    **Example:** `relinear analyze runs/ccl/model --control runs/static/model --data books/ --out runs/look`
+    """
+    from transformers import AutoTokenizer
+
+    from relinear.analysis.analyses import Subject, analyze
+    from relinear.analysis.tokens import tokens_of
+    from relinear.cli.options import load_model
+    from relinear.data import DataSettings
+
+    loaded = load_model(model)
+    try:
+        reader = AutoTokenizer.from_pretrained(tokenizer or model)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer in {tokenizer or model!r}; name one with --tokenizer") from error
+    settings = DataSettings(data=data, text_column=text_column)
+    subject = Subject(
+        loaded,
+        tokens_of(settings, reader, sequences, length),
+        reader,
+        None if control is None else load_model(control),
+        _name(model),
+        "control" if control is None else _name(control),
+    )
+    names = [name.strip() for name in only.split(",")] if only else []
+    results = analyze(subject, out, names, on_start=lambda name: print(f"{name} ..."))
+    for name, result in results.items():
+        print(f"\n{name}\n{result.text}")
+    print(f"\nnumbers and figures: {out.resolve()}")
+
+
+def _name(path: str) -> str:
+    """What a reader calls the model: the folders that are not the same for every run are left."""
+    parts = [p for p in Path(path).parts if p not in ("model", "runs", ".", "..", "/") and not p.startswith("seed")]
+    return parts[-1] if parts else path
