@@ -16,7 +16,7 @@ from torch import Tensor
 from relinear.core.config import nearest
 from relinear.core.files import write_json
 
-__all__ = ["ANALYSES", "Result", "Subject", "analyze"]
+__all__ = ["ANALYSES", "Result", "Subject", "analyze", "check_names"]
 
 #: name -> module
 ANALYSES = {
@@ -59,6 +59,13 @@ class Result:
     text: str
 
 
+def check_names(names: Sequence[str]) -> None:
+    """Raise ValueError for a name that is no analysis."""
+    for name in names:
+        if name not in ANALYSES:
+            raise ValueError(f"unknown analysis {name!r}; {nearest(name, ANALYSES)}")
+
+
 def analyze(
     subject: Subject, out: Path, only: Sequence[str] = (), on_start: Callable[[str], None] = lambda name: None
 ) -> dict[str, Result]:
@@ -69,9 +76,7 @@ def analyze(
     """
     from relinear.analysis.plots import save_figure
 
-    for name in only:
-        if name not in ANALYSES:
-            raise ValueError(f"unknown analysis {name!r}; {nearest(name, ANALYSES)}")
+    check_names(only)
     modules: dict[str, Any] = {name: import_module(ANALYSES[name]) for name in (only or ANALYSES)}
     chosen = {name: module for name, module in modules.items() if only or module.applies(subject.model)}
     if not chosen:

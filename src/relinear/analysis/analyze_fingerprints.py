@@ -9,7 +9,7 @@ from torch import nn
 from relinear.analysis.analyses import Result, Subject
 from relinear.analysis.analyze_tokens import _plain
 from relinear.analysis.fingerprints import context_fingerprints
-from relinear.analysis.plots import _figure
+from relinear.analysis.plots import new_figure
 from relinear.core.context import context_owner
 
 __all__ = ["applies", "plot_fingerprints", "run"]
@@ -39,7 +39,7 @@ def plot_fingerprints(contexts: list[list[list[float]]], words: list[list[str]])
 
     table = np.array(contexts)
     limit = float(np.quantile(np.abs(table), 0.99)) or 1.0
-    figure, axes = _figure(0.16 * sum(len(row) for row in words) + 2.5, 4.6, len(words), sharey=True)
+    figure, axes = new_figure(0.16 * sum(len(row) for row in words) + 2.5, 4.6, len(words), sharey=True)
     for index, (axis, values, row) in enumerate(zip(axes, table, words, strict=True)):
         image = axis.imshow(values.T, aspect="auto", cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="nearest")
         axis.set_xticks(range(len(row)), [_plain(word) for word in row], rotation=90, fontsize=6.5)

@@ -8,7 +8,7 @@ from torch import nn
 
 from relinear.analysis.analyses import Result, Subject
 from relinear.analysis.gates import ACTIVE, BINS, gate_statistics
-from relinear.analysis.plots import _figure
+from relinear.analysis.plots import new_figure
 from relinear.analysis.record_gates import gated_operators
 
 __all__ = ["applies", "plot_gates", "run"]
@@ -42,7 +42,7 @@ def plot_gates(statistics: dict[str, dict[str, dict[str, Any]]]) -> Any:
 
     parts = [p for p in ("basis", "output") if any(p in layer for layer in statistics.values())]
     height = 1.4 + 0.3 * len(statistics)
-    figure, axes = _figure(6.6 * len(parts), max(2.8, height), len(parts))
+    figure, axes = new_figure(6.6 * len(parts), max(2.8, height), len(parts))
     for axis, part in zip(axes, parts, strict=True):
         layers = {name: layer[part] for name, layer in statistics.items() if part in layer}
         table = np.array([layer["histogram"] for layer in layers.values()])

@@ -8,7 +8,7 @@ from torch import nn
 
 from relinear.analysis.analyses import Result, Subject
 from relinear.analysis.gates import top_tokens
-from relinear.analysis.plots import _PALETTE, _figure
+from relinear.analysis.plots import PALETTE, new_figure
 from relinear.analysis.record_gates import gated_operators
 
 __all__ = ["applies", "plot_top_tokens", "run"]
@@ -45,9 +45,9 @@ def run(subject: Subject) -> Result:
 
 def plot_top_tokens(gates: list[dict[str, Any]], chosen: list[int], layer: str) -> Any:
     """Purity of the chosen gates beside what chance would give, with their tokens written at the bars."""
-    figure, (axis,) = _figure(9.0, 1.2 + 0.36 * len(chosen))
+    figure, (axis,) = new_figure(9.0, 1.2 + 0.36 * len(chosen))
     rows = range(len(chosen))
-    axis.barh(rows, [gates[k]["purity"] for k in chosen], color=_PALETTE[0], height=0.62, label="purity")
+    axis.barh(rows, [gates[k]["purity"] for k in chosen], color=PALETTE[0], height=0.62, label="purity")
     axis.barh(rows, [gates[k]["base_rate"] for k in chosen], color="#B0B0B0", height=0.62, label="by chance")
     for row, k in enumerate(chosen):
         axis.text(

@@ -27,11 +27,13 @@ def command(
     """
     from transformers import AutoTokenizer
 
-    from relinear.analysis.analyses import Subject, analyze
+    from relinear.analysis.analyses import Subject, analyze, check_names
     from relinear.analysis.tokens import tokens_of
     from relinear.cli.options import load_model
     from relinear.data import DataSettings
 
+    names = [name.strip() for name in only.split(",")] if only else []
+    check_names(names)
     loaded = load_model(model)
     try:
         reader = AutoTokenizer.from_pretrained(tokenizer or model)
@@ -46,7 +48,6 @@ def command(
         _name(model),
         "control" if control is None else _name(control),
     )
-    names = [name.strip() for name in only.split(",")] if only else []
     results = analyze(subject, out, names, on_start=lambda name: print(f"{name} ..."))
     for name, result in results.items():
         print(f"\n{name}\n{result.text}")

@@ -1,0 +1,219 @@
+"""Analyses of conditioned layers: exact against the materialised operators, and right on cases known by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+import relinear
+from conftest import make_tiny_gpt2, make_tiny_llama
+from relinear.analysis.effective_rank import effective_rank, effective_ranks, operator_gram, realised_spectra
+from relinear.analysis.fingerprints import context_fingerprints
+from relinear.analysis.gates import gate_statistics, top_tokens
+from relinear.analysis.record_gates import record_contexts, record_gates
+from relinear.core.context import context_owner
+
+IDS = torch.randint(0, 96, (4, 24), generator=torch.Generator().manual_seed(1))
+
+
+def conditioned(mixer="token", **settings):
+    model = make_tiny_gpt2()
+    relinear.attach_(model, relinear.ContextManager(dim=8, mixer=mixer))
+    relinear.replace_(model, {"mlp.c_fc": relinear.CCL(rank=6, context_dim=8, **settings)})
+    return model
+
+
+# Effective rank
+
+
+def test_effective_rank_of_known_spectra() -> None:
+    assert effective_rank(torch.tensor([3.0, 3.0, 3.0, 3.0])) == pytest.approx(4)
+    assert effective_rank(torch.tensor([5.0, 0.0])) == pytest.approx(1)
+    p = torch.tensor([0.75, 0.25])
+    assert effective_rank(8 * p) == pytest.approx(math.exp(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25))))
+    assert effective_rank(torch.zeros(3)) == 0
+
+
+@pytest.mark.parametrize("gates", ["both", "inner", "outer", "none"])
+@pytest.mark.parametrize("right", [(6, 9), (9, 6), None])
+def test_spectra_equal_those_of_the_materialised_operators(gates: str, right: tuple[int, int] | None) -> None:
+    tokens, rank = 11, 5 if right is None else right[0]
+    left = torch.randn(70, rank)  # more rows than a block holds
+    basis = None if right is None else torch.randn(*right)
+    inner = torch.rand(tokens, rank) if gates in ("both", "inner") else None
+    outer = torch.rand(tokens, 70) if gates in ("both", "outer") else None
+    a = (torch.ones(tokens, rank) if inner is None else inner).double()
+    b = (torch.ones(tokens, 70) if outer is None else outer).double()
+    dense = torch.einsum(
+        "to,or,tr,ri->toi", b, left.double(), a, (torch.eye(rank) if basis is None else basis).double()
+    )
+    assert torch.allclose(operator_gram(left, basis, inner, outer, tokens), dense.flatten(1) @ dense.flatten(1).T)
+    spectra = realised_spectra(left, basis, inner, outer, tokens)
+    stacked = {
+        "operators": dense.flatten(1),
+        "outputs": dense.transpose(0, 1).flatten(1),
+        "inputs": dense.flatten(0, 1),
+    }
+    for space, matrix in stacked.items():
+        expected = torch.linalg.svdvals(matrix)
+        count = min(len(expected), len(spectra[space]))
+        # Singular values from a Gram matrix are exact to the root of its precision.
+        assert torch.allclose(spectra[space][:count], expected[:count], atol=1e-6 * expected[0])
+        assert effective_rank(spectra[space]) == pytest.approx(effective_rank(expected), rel=1e-4)
+
+
+def test_ranks_of_a_model_along_a_sequence() -> None:
+    model = conditioned()
+    found = effective_ranks(model, IDS[:1])
+    name = "transformer.h.1.mlp.c_fc"
+    operator = model.get_submodule(name)
+    with torch.no_grad():
+        dense = operator.effective_weight(record_contexts(model, IDS[:1])[0]).double()
+    assert dense.shape == (24, 128, 32)
+    expected = torch.linalg.svdvals(dense.flatten(1))
+    layer = found[name]
+    assert layer["effective_rank"]["operators"] == pytest.approx(effective_rank(expected), rel=1e-4)
+    values = torch.tensor(layer["singular_values"]["operators"], dtype=torch.float64)
+    assert torch.allclose(values, expected / expected[0], atol=1e-6)
+    assert layer["rank"] == 6
+    assert layer["effective_rank"]["operators"] > 2
+    assert layer["effective_rank"]["inputs"] <= 6 + 1e-6
+    assert layer["effective_rank"]["outputs"] > 6 - 1
+    json.dumps(found, allow_nan=False)
+
+
+def test_the_control_realises_one_operator() -> None:
+    model = make_tiny_llama()
+    relinear.replace_(model, {"mlp.up_proj": relinear.LowRank(rank=5)})
+    for layer in effective_ranks(model, IDS[:1]).values():
+        assert layer["effective_rank"]["operators"] == pytest.approx(1, abs=1e-3)
+        assert layer["rank"] == 32  # of the matrix as such; what it spans is below
+        assert layer["effective_rank"]["outputs"] <= 5 + 1e-3
+    static = conditioned(basis_gate=False, output_gate=False)
+    for layer in effective_ranks(static, IDS[:1]).values():
+        assert layer["effective_rank"]["operators"] == pytest.approx(1, abs=1e-3)
+
+
+# Gates
+
+
+def fix_gates(model, low: float, high: float) -> None:
+    """Every basis gate ``high`` after token ids below 10 and ``low`` after others, through the embedding alone."""
+    owner = context_owner(model)
+
+    def contexts(base, inputs):
+        open_ = (inputs["input_ids"] < 10).float()[..., None]
+        return open_.expand(-1, -1, owner.context_dim)
+
+    owner.contexts = contexts
+    logit = [math.log(p / (1 - p)) for p in (low, high)]
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if name.endswith("basis_gate"):
+                module.weight.fill_((logit[1] - logit[0]) / module.in_features)
+                module.bias.fill_(logit[0])
+
+
+def test_statistics_of_gates_set_by_hand() -> None:
+    model = conditioned(gate_depth=0)
+    fix_gates(model, 0.05, 0.6)
+    share = float((IDS < 10).double().mean())
+    layer = gate_statistics(model, IDS)["transformer.h.0.mlp.c_fc"]["basis"]
+    assert layer["active"] == pytest.approx(share)
+    assert layer["shut"] == pytest.approx(1 - share)
+    assert layer["open"] == pytest.approx(0, abs=1e-9)
+    assert layer["mean"] == pytest.approx(0.05 + 0.55 * share, rel=1e-5)
+    assert layer["variation"] == pytest.approx(0.55 * math.sqrt(share * (1 - share)), rel=1e-4)
+    entropy = [-(g * math.log(g) + (1 - g) * math.log(1 - g)) for g in (0.05, 0.6)]
+    assert layer["entropy"] == pytest.approx((1 - share) * entropy[0] + share * entropy[1], rel=1e-5)
+    assert sum(layer["histogram"]) == pytest.approx(1)
+    assert layer["histogram"][2] + layer["histogram"][1] == pytest.approx(1 - share)
+
+
+def test_top_tokens_of_gates_set_by_hand() -> None:
+    model = conditioned(gate_depth=0)
+    fix_gates(model, 0.05, 0.6)
+    ids = torch.cat([IDS.clamp_min(10), torch.tensor([[3, 4, 5] * 8])])
+    gates = top_tokens(model, ids, count=3, min_occurrences=3, top_share=0.1)["transformer.h.1.mlp.c_fc"]
+    assert len(gates) == 6
+    for gate in gates:
+        assert set(gate["tokens"]) == {3, 4, 5}
+        assert gate["values"] == pytest.approx([0.6] * 3)
+        assert gate["purity"] == 1
+        assert gate["base_rate"] == pytest.approx(24 / 120)
+        assert gate["explained_by_token"] == pytest.approx(1)
+    with pytest.raises(ValueError, match="occur 99 times"):
+        top_tokens(model, ids, min_occurrences=99)
+
+
+def test_memory_is_not_explained_by_the_current_token() -> None:
+    ids = IDS % 6
+    token = top_tokens(conditioned(), ids)["transformer.h.0.mlp.c_fc"]
+    ema = top_tokens(conditioned("ema"), ids)["transformer.h.0.mlp.c_fc"]
+    assert all(gate["explained_by_token"] == pytest.approx(1) for gate in token)
+    assert sum(gate["explained_by_token"] for gate in ema) / len(ema) < 0.99
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_recording_leaves_the_model_as_it_was(checkpointing: bool) -> None:
+    model = conditioned("ema").train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    sequences = list(record_gates(model, IDS))
+    assert model.training
+    assert not any(module._forward_hooks for n, module in model.named_modules() if n.endswith("c_fc"))
+    contexts = record_contexts(model, IDS)
+    operator = model.transformer.h[0].mlp.c_fc
+    for sequence, context in zip(sequences, contexts):
+        expected = operator.gates(context)
+        for part, gates in sequence["transformer.h.0.mlp.c_fc"].items():
+            assert torch.allclose(gates, expected[part], atol=1e-6)
+
+
+def test_fingerprints() -> None:
+    model = conditioned("ema")
+    found = context_fingerprints(model, IDS)
+    assert torch.allclose(torch.tensor(found["contexts"]), record_contexts(model, IDS), atol=1e-6)
+    similarity = torch.tensor(found["similarity"])
+    assert torch.allclose(similarity.diagonal(), torch.ones(4), atol=1e-5)
+    assert found["step"] > 0
+    same = context_fingerprints(conditioned(), torch.full((2, 9), 7))
+    assert same["step"] == 0
+    assert torch.allclose(torch.tensor(same["similarity"]), torch.ones(2, 2), atol=1e-5)
+
+
+@pytest.mark.parametrize("call", [gate_statistics, top_tokens, context_fingerprints, effective_ranks])
+def test_models_without_gates_are_refused(call) -> None:
+    with pytest.raises(ValueError, match=r"no layer|no context manager|no operator"):
+        call(make_tiny_llama(), IDS[:1])
+
+
+# The command
+
+
+def test_analyze_writes_numbers_and_figures(tmp_path, capsys) -> None:
+    from relinear.cli.main import main
+    from relinear.data.tokenizers import load_tokenizer
+
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog, and the cow over the $moon$.\n" * 60)
+    model, control = tmp_path / "model", tmp_path / "control"
+    tokenizer = load_tokenizer("bytes")
+    for path, gates in ((model, True), (control, False)):
+        built = make_tiny_gpt2(vocab_size=300)
+        relinear.attach_(built, relinear.ContextManager(dim=8, mixer="ema"))
+        relinear.replace_(built, {"mlp.c_fc": relinear.CCL(rank=6, context_dim=8, basis_gate=gates, output_gate=gates)})
+        relinear.save_pretrained(built, path, tokenizer=tokenizer)
+    out = tmp_path / "out"
+    arguments = ["analyze", str(model), "--control", str(control), "--data", str(text), "--out", str(out)]
+    assert main([*arguments, "--sequences", "3", "--length", "32"]) == 0
+    printed = capsys.readouterr().out
+    assert "control: over 2 layers" in printed
+    for name in ("effective_rank", "gates", "top_tokens", "fingerprints"):
+        assert json.loads((out / f"{name}.json").read_text())
+        assert (out / f"{name}.png").stat().st_size > 10_000
+    assert main([*arguments, "--only", "gate"]) == 2
+    assert "did you mean 'gates'" in capsys.readouterr().err
