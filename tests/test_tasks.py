@@ -39,6 +39,9 @@ def test_arithmetic_masks():
     assert re.fullmatch(r"([+-]\d{4}){6}", answers)
     assert task.example_of().bincount().tolist() == [24, 24, 24]
     assert task.batch([0, 1, 2])["input_ids"].shape == (3, task.length)
+    only = ArithmeticTask(tasks=2, examples=3, digits=2, size=5, answers_only=True)[0]["labels"]
+    assert torch.equal(only != -100, task.answer_mask())
+    assert torch.equal(only[only != -100], ids[task.answer_mask()])
 
 
 def test_arithmetic_refuses_answers_that_do_not_fit():

@@ -59,6 +59,7 @@ class ArithmeticTask(_Seeded):
         tasks, examples, digits: sizes; the paper uses 4, 4 and 3.
         a_range, b_range: intervals of the coefficients, drawn uniformly; [0, 10) and (-10, 10) in the paper.
         integers: draw whole coefficients (both ends of the intervals included), an easier task.
+        answers_only: labels of everything but the answers are -100, so that no loss is spent on random digits.
         size: number of samples.
         seed, split: decide the samples.
     """
@@ -74,6 +75,7 @@ class ArithmeticTask(_Seeded):
         a_range: tuple[float, float] = (0.0, 10.0),
         b_range: tuple[float, float] = (-10.0, 10.0),
         integers: bool = False,
+        answers_only: bool = False,
         size: int = 1_000_000,
         seed: int = 0,
         split: str = "train",
@@ -88,7 +90,7 @@ class ArithmeticTask(_Seeded):
                 f"coefficients up to {a_range} and {b_range} give answers of more than {digits + 2} digits"
             )
         self.tasks, self.examples, self.digits = tasks, examples, digits
-        self.a_range, self.b_range, self.integers = a_range, b_range, integers
+        self.a_range, self.b_range, self.integers, self.answers_only = a_range, b_range, integers, answers_only
         self.example_length = 3 * digits + 6  # with the separator after it
         self.task_length = examples * self.example_length
         self.length = tasks * self.task_length
@@ -139,7 +141,8 @@ class ArithmeticTask(_Seeded):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         ids = self.encode(self.text(index))
-        return {"input_ids": ids, "labels": ids.clone()}
+        labels = torch.where(self.answer_mask(), ids, -100) if self.answers_only else ids.clone()
+        return {"input_ids": ids, "labels": labels}
 
 
 class RegressionTask(_Seeded):

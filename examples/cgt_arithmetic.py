@@ -1,0 +1,255 @@
+"""Hidden-coefficient arithmetic: the columns of Table 1 of the CGT paper at a size that learns in minutes on a CPU.
+
+    python examples/cgt_arithmetic.py run --column aux --seed 0 --out results/cgt/arithmetic
+    python examples/cgt_arithmetic.py collect --out results/cgt/arithmetic
+
+``run`` trains one model and writes its settings, its curve and its measurements to COLUMN-SEED.json, and the model to
+COLUMN-SEED/ with --save; ``collect`` makes the table and the figures of what is there.
+"""
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+
+import relinear
+from relinear.analysis import cgt_plots, cgt_tasks, cgt_text
+from relinear.analysis.plots import save_figure
+from relinear.core.files import write_json, write_text
+from relinear.core.machine import describe_machine
+from relinear.data.tasks import ArithmeticTask
+from relinear.train import FitSettings, fit
+from relinear.train.cgt_objectives import CGTObjective, GuidedTraining
+
+COLUMNS = {
+    "baseline": None,
+    "baseline-equal": None,
+    "no-aux": {"eta": 1.0},
+    "aux": {"eta": 0.5},
+    "aux+reg": {"eta": 0.5, "continuity": 0.08, "decorrelation": 0.04},
+}
+PAPER = {
+    "baseline": "77.7 %",
+    "no-aux": "79.0 / 15.3 %",
+    "aux": "77.5 / 77.0 %",
+    "aux+reg": "78.6 / 77.5 %",
+}
+
+
+class Accuracies(TrainerCallback):
+    """Measures the model now and then; the curve of the results."""
+
+    def __init__(self, model, task, every):
+        self.model, self.task, self.every, self.rows = model, task, every, []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % self.every == 0:
+            measured = cgt_tasks.answer_accuracy(self.model, self.task, 128)
+            row = {name: dataclasses.asdict(value) for name, value in measured.items()}
+            self.rows.append({"step": state.global_step, **row})
+            print(state.global_step, {k: round(v["symbols"], 3) for k, v in row.items()}, flush=True)
+            self.model.train()
+
+
+def make_task(options, split, size):
+    return ArithmeticTask(
+        tasks=options.tasks,
+        examples=options.examples,
+        digits=options.digits,
+        a_range=tuple(options.a),
+        b_range=tuple(options.b),
+        integers=not options.real,
+        answers_only=True,
+        size=size,
+        seed=options.seed if split == "train" else 0,
+        split=split,
+    )
+
+
+def make_model(options, task, column):
+    shared = {
+        "vocab_size": task.vocab_size,
+        "n_positions": task.length,
+        "n_layer": options.layers,
+        "activation_function": "gelu_pytorch_tanh",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    torch.manual_seed(options.seed)
+    if COLUMNS[column] is None:
+        width, heads = (options.width, options.heads)
+        if column == "baseline-equal":
+            wanted = sum(p.numel() for p in make_model(options, task, "aux").parameters())
+            head = width // heads
+            torch.manual_seed(options.seed)
+            while True:
+                heads += 1
+                wider = GPT2LMHeadModel(GPT2Config(n_embd=heads * head, n_head=heads, **shared))
+                if sum(p.numel() for p in wider.parameters()) >= wanted:
+                    width = heads * head
+                    break
+        off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return GPT2LMHeadModel(GPT2Config(n_embd=width, n_head=heads, **off, **shared))
+    return relinear.CGTForCausalLM(
+        relinear.CGTConfig(
+            n_embd=options.width,
+            n_head=options.heads,
+            context_layer=options.context_layer,
+            context_size=options.context_size,
+            context_heads=options.context_heads,
+            rank=options.rank,
+            templates=options.templates,
+            **shared,
+        )
+    )
+
+
+def run(options):
+    torch.set_num_threads(options.threads)
+    train = make_task(options, "train", options.steps * options.batch_size)
+    test = make_task(options, "test", 512)
+    model = make_model(options, train, options.column)
+    curve = Accuracies(model, make_task(options, "validation", 128), options.every)
+    settings = FitSettings(
+        steps=options.steps,
+        batch_size=options.batch_size,
+        learning_rate=options.learning_rate,
+        weight_decay=0.01,
+        betas=(0.9, 0.98),
+        warmup_steps=min(50, options.steps // 4),
+        min_lr_ratio=0.02,
+        dtype="float32",
+        seed=options.seed,
+        threads=options.threads,
+        save_every=0,
+    )
+    given = COLUMNS[options.column]
+    objective = None
+    if given is not None:
+        ends = tuple(range(train.example_length, train.length, train.example_length))
+        objective = CGTObjective(splits=ends, shared_split=True, **given)
+    began = time.time()
+    result = fit(model if objective is None else GuidedTraining(model, objective), train, settings, callbacks=[curve])
+    report = cgt_tasks.arithmetic_report(model, test, 512)
+    if objective is None:
+        for token in "=|":
+            layers = cgt_tasks.task_vector_accuracy(model, test, token, 256)
+            report[f"task_vectors {token}"] = [dataclasses.asdict(layer) for layer in layers]
+    print(options.column, options.seed, json.dumps(report), flush=True)
+    write_json(
+        options.out / f"{options.column}-{options.seed}.json",
+        {
+            "column": options.column,
+            "seed": options.seed,
+            "report": report,
+            "curve": curve.rows,
+            "losses": result.curve,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "seconds": round(time.time() - began, 1),
+            "task": {k: v for k, v in vars(train).items() if k not in ("size", "seed", "split")},
+            "objective": None if objective is None else dataclasses.asdict(objective),
+            "settings": settings.model_dump(mode="json"),
+            "model": model.config.to_diff_dict(),
+            "machine": describe_machine(),
+        },
+    )
+    if options.save:
+        model.save_pretrained(options.out / f"{options.column}-{options.seed}")
+
+
+def collect(options):
+    runs = [json.loads(path.read_text()) for path in sorted(options.out.glob("*-[0-9].json"))]
+    rows = {column: [r for r in runs if r["column"] == column] for column in COLUMNS}
+    rows = {column: found for column, found in rows.items() if found}
+
+    def cell(found, *keys):
+        values = []
+        for one in found:
+            value = one["report"]
+            for key in keys:
+                value = value.get(key) if isinstance(value, dict) else None
+            if value is None:
+                return "–"
+            values.append(value)
+        spread = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
+        return f"{np.mean(values):.3f}{spread}"
+
+    lines = [
+        "| column | seeds | parameters | symbols, dynamic | symbols, specialised | answers, dynamic | "
+        "answers, specialised | variation (Eq. 4) | probe error | paper, dynamic / specialised |",
+        "|" + " --- |" * 10,
+    ]
+    for column, found in rows.items():
+        cells = [
+            column,
+            str(len(found)),
+            f"{found[0]['parameters']:,}",
+            cell(found, "dynamic", "symbols"),
+            cell(found, "specialized", "symbols"),
+            cell(found, "dynamic", "answers"),
+            cell(found, "specialized", "answers"),
+            cell(found, "variation"),
+            cell(found, "probe_error"),
+            PAPER.get(column, "–"),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    write_text(options.out / "table.md", "\n".join(lines) + "\n")
+    print("\n".join(lines))
+    for measure in ("symbols", "answers"):
+        figure = cgt_plots.accuracy_figure({c: [r["report"] for r in found] for c, found in rows.items()}, measure)
+        save_figure(figure, options.out / f"accuracy-{measure}")
+    saved = {c: options.out / f"{c}-0" for c in ("no-aux", "aux", "aux+reg") if (options.out / f"{c}-0").is_dir()}
+    if not saved:
+        return
+    test = make_task(options, "test", 512)
+    ids = test.batch(range(256))["input_ids"]
+    maps = {}
+    for column, folder in saved.items():
+        model = relinear.CGTForCausalLM.from_pretrained(folder)
+        y = model.context(ids)
+        maps[column] = cgt_text.dot_products(y)
+        if column == "aux+reg":
+            hidden = torch.from_numpy(np.concatenate([test.coefficients(i)[-1:] for i in range(256)]))
+            probe = cgt_tasks.linear_probe(y[:, -1], hidden)
+            save_figure(cgt_plots.probe_figure(probe.predicted, probe.truth), options.out / "probe")
+    joints = range(test.example_length, test.length, test.example_length)
+    save_figure(cgt_plots.dot_product_figure(maps, joints), options.out / "dot-products")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "collect"))
+    parser.add_argument("--column", choices=list(COLUMNS), default="aux")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("results/cgt/arithmetic"))
+    parser.add_argument("--save", action="store_true", help="keep the model")
+    parser.add_argument("--tasks", type=int, default=1)
+    parser.add_argument("--examples", type=int, default=4)
+    parser.add_argument("--digits", type=int, default=1)
+    parser.add_argument("--a", type=float, nargs=2, default=(0, 5), help="interval of a")
+    parser.add_argument("--b", type=float, nargs=2, default=(0, 0), help="interval of b")
+    parser.add_argument("--real", action="store_true", help="real coefficients, as in the paper")
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--width", type=int, default=48)
+    parser.add_argument("--heads", type=int, default=3)
+    parser.add_argument("--context-layer", type=int, default=2)
+    parser.add_argument("--context-size", type=int, default=24)
+    parser.add_argument("--context-heads", type=int, default=3)
+    parser.add_argument("--rank", type=int, default=4)
+    parser.add_argument("--templates", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--every", type=int, default=100, help="steps between measurements")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    run(options) if options.what == "run" else collect(options)
+
+
+if __name__ == "__main__":
+    main()
