@@ -60,15 +60,8 @@ def plot_effective_rank(ranks: dict[str, dict[str, dict[str, Any]]]) -> Any:
                 )
         rank = max(layer["rank"] for layers in ranks.values() for layer in layers.values())
         axis.axvline(rank, color="#888888", ls=":", lw=1)
-        axis.annotate(
-            f"rank of one operator: {rank}",
-            (rank, 1e-6),
-            xytext=(3, 4),
-            textcoords="offset points",
-            fontsize=8,
-            color="#666666",
-            rotation=90,
-            va="bottom",
+        axis.text(
+            rank, 1.9, f" rank of one operator: {rank}", fontsize=8, color="#666666", rotation=90, va="top", ha="left"
         )
         axis.set_yscale("log")
         axis.set_ylim(5e-7, 2)

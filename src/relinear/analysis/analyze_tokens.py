@@ -58,7 +58,7 @@ def plot_top_tokens(gates: list[dict[str, Any]], chosen: list[int], layer: str) 
     axis.set_xlim(0, 1)
     axis.set_xlabel("share of the gate's top positions at which one of its five tokens stands")
     axis.set_title(f"Tokens that open the basis gates of {layer}", loc="left")
-    axis.legend(loc="lower right", fontsize=8.5)
+    axis.legend(loc="lower right", bbox_to_anchor=(1.6, 1.0), ncols=2, fontsize=8.5, frameon=False)
     return figure
 
 

@@ -18,7 +18,7 @@ DOCUMENTS = 8  # so that several are seen
 
 
 def tokens_of(settings: DataSettings, tokenizer: Any, sequences: int, length: int) -> Tensor:
-    """(N, T) token ids from the validation text, taken in turn from its first documents.
+    """(N, T) token ids from the validation text, taken in turn from the middles of its first documents.
 
     Raises:
         ValueError: if the text is shorter.
@@ -30,7 +30,8 @@ def tokens_of(settings: DataSettings, tokenizer: Any, sequences: int, length: in
         rest += tokenizer(text[: 20 * sequences * length], add_special_tokens=False)["input_ids"]
         rows = [rest[i : i + length] for i in range(0, len(rest) - length + 1, length)]
         if rows:
-            groups.append(rows[:sequences])
+            start = max(0, len(rows) - sequences) // 2  # the middle: books begin with title pages
+            groups.append(rows[start : start + sequences])
             rest = []
         if len(groups) >= DOCUMENTS and sum(map(len, groups)) >= sequences:
             break
