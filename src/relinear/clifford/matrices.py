@@ -21,6 +21,7 @@ from relinear.clifford.blades import (
     device_table,
     grades,
     multivector_dimension,
+    take_last,
 )
 from relinear.clifford.strings import string_signs, strings_from_matrix, strings_to_matrix
 
@@ -79,7 +80,7 @@ def to_matrix(x: Tensor) -> Tensor:
     n = multivector_dimension(x)
     size = 2 ** (n // 2)
     dtype = _complex(x.dtype)
-    ordered = x.to(dtype).index_select(-1, device_table(_parity_order, n, x))
+    ordered = take_last(x.to(dtype), device_table(_parity_order, n, x))
     coefficients = (ordered * device_table(_ordered_phases, n, x, dtype)).unflatten(-1, (-1, size, size))
     if n % 2:
         even, odd = coefficients.unbind(-3)
@@ -96,7 +97,7 @@ def from_matrix(matrix: Tensor) -> Tensor:
         plus, minus = coefficients.unbind(-3)
         coefficients = torch.stack((plus + minus, plus - minus), dim=-3) / 2
     ordered = coefficients.flatten(-3) * device_table(_ordered_phases, n, matrix, matrix.dtype).conj()
-    return ordered.index_select(-1, device_table(_inverse_order, n, matrix))
+    return take_last(ordered, device_table(_inverse_order, n, matrix))
 
 
 def _dense_blades(n: int, where: slice) -> np.ndarray:

@@ -33,6 +33,7 @@ from relinear.clifford.blades import (
     compute_dtype,
     device_table,
     multivector_dimension,
+    take_last,
 )
 from relinear.clifford.strings import string_signs, strings_from_matrix, strings_to_matrix
 
@@ -162,7 +163,7 @@ def to_spin(x: Tensor) -> Tensor:
     n = multivector_dimension(x)
     blocks, rows, components, _ = spin_shape(n)
     dtype = compute_dtype(x.dtype)
-    strings = x.to(dtype).index_select(-1, device_table(_order, n, x)) * device_table(_signs, n, x, dtype)
+    strings = take_last(x.to(dtype), device_table(_order, n, x)) * device_table(_signs, n, x, dtype)
     matrix = strings_to_matrix(strings.unflatten(-1, (blocks, components, rows, rows)))
     if blocks == 2:
         even, odd = matrix.unbind(-4)
@@ -181,7 +182,7 @@ def from_spin(x: Tensor) -> Tensor:
         matrix = torch.stack((plus + minus, plus - minus), dim=-4)
     scale = device_table(_signs, n, x, dtype) * rows  # strings_from_matrix has divided by K, the square of the scale
     strings = strings_from_matrix(matrix).flatten(-4) * scale
-    return strings.index_select(-1, device_table(_index, n, x)).to(x.dtype)
+    return take_last(strings, device_table(_index, n, x)).to(x.dtype)
 
 
 def _unit_matrices(components: int) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from relinear.clifford.blades import device_table
+from relinear.clifford.blades import device_table, take_last
 
 __all__ = ["hadamard", "string_signs", "strings_from_matrix", "strings_to_matrix"]
 
@@ -45,12 +45,12 @@ def strings_to_matrix(coefficients: Tensor) -> Tensor:
     m = size.bit_length() - 1
     walsh = device_table(hadamard, m, coefficients, coefficients.dtype)
     spectrum = (coefficients @ walsh).flatten(-2)
-    return spectrum.index_select(-1, device_table(_skew, m, coefficients)).unflatten(-1, (size, size))
+    return take_last(spectrum, device_table(_skew, m, coefficients)).unflatten(-1, (size, size))
 
 
 def strings_from_matrix(matrix: Tensor) -> Tensor:
     """The coefficients (..., K, K), over a and b, of a matrix (..., K, K): inverse of ``strings_to_matrix``."""
     size = matrix.shape[-1]
     m = size.bit_length() - 1
-    spectrum = matrix.flatten(-2).index_select(-1, device_table(_skew, m, matrix)).unflatten(-1, (size, size))
+    spectrum = take_last(matrix.flatten(-2), device_table(_skew, m, matrix)).unflatten(-1, (size, size))
     return spectrum @ (device_table(hadamard, m, matrix, matrix.dtype) / size)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Self, cast
 
 import torch
@@ -19,7 +19,7 @@ from relinear.core.config import check_at_least, check_choice, check_type, regis
 from relinear.core.machine import fast_bfloat16
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, ParamRole
 from relinear.functional.rotor import branch_permutation, nearest_kronecker, rotor_layer, window_count, window_size
-from relinear.kernels.rotor import sandwich_sum
+from relinear.kernels.rotor import CHUNK_NUMBERS, sandwich_sum
 
 __all__ = ["Rotor", "RotorLinear"]
 
@@ -42,11 +42,12 @@ class _Cache:
     def get(self, key, parameters: Sequence[Tensor], compute):
         if any(p.is_inference() for p in parameters):  # they count no versions, so that a change would go unseen
             return compute()
-        current = [(p, p._version) for p in parameters]
-        if len(current) != len(self.sources) or any(
-            p is not q or v != u for (p, v), (q, u) in zip(current, self.sources)
-        ):
-            self.sources, self.values = current, {}
+        for parameter, (source, version) in zip(parameters, self.sources, strict=False):
+            if parameter is not source or parameter._version != version:
+                self.sources = []
+                break
+        if not self.sources:
+            self.sources, self.values = [(p, p._version) for p in parameters], {}
         if key not in self.values:
             self.values[key] = compute()
         return self.values[key]
@@ -147,30 +148,61 @@ class SandwichSum(nn.Module):
         size = self.shape.rows * self.shape.components
         return size, size
 
-    def dense_is_faster(self, x: Tensor) -> bool:
+    def dense_is_faster(self, tokens: int, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether one product with a cached (O, I) matrix beats the factored form in inference.
 
-        Small factors use the processor badly, the more so the faster it multiplies large ones; the limits were measured
-        on a CPU with and without bf16 units (see the documentation).
+        An estimate in microseconds from rates measured on two CPU cores, of which only ratios matter: small factors use
+        a processor badly, and worse the faster it multiplies large ones; a large matrix has to be read for few tokens.
         """
-        dense = 2 * self.in_features * self.out_features
-        quick = x.dtype in (torch.bfloat16, torch.float16) and fast_bfloat16(x.device)
-        return self.flops_per_token() * (4 if quick else 1.5) > dense or (quick and self.window < 1024)
+        quick = dtype in (torch.bfloat16, torch.float16) and fast_bfloat16(device)
+        rate = 2e6 if quick else 4e5
+        size = min(self.factor_sizes)
+        waste = 1 + 400 / size if quick else 1 + 50 / size + 500 / size**2
+        stored = self.in_features * self.out_features * dtype.itemsize
+        dense = max(2 * self.in_features * self.out_features * tokens / rate, stored / 5e4)
+        factored = self.flops_per_token() * waste * tokens / rate + 10 * math.prod(self.counts)
+        if self.config.basis == "blade":
+            factored += 40 + 0.01 * (self.in_features + self.out_features) * tokens
+        return factored > dense
 
     def forward(self, x: Tensor) -> Tensor:
-        parameters = list(self.parameters())
+        parameters = [p for p in self._parameters.values() if p is not None]
         needs_graph = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parameters))
         if needs_graph or torch.compiler.is_compiling():
             left, right = self.factors()
             return self.apply_factors(x, left.to(x.dtype), right.to(x.dtype))
-        if self.dense_is_faster(x):
-            weight = self._cache.get(("dense", x.dtype), parameters, lambda: self.dense().to(x.dtype).contiguous())
-            return torch.nn.functional.linear(x, weight)
+        # tokens up to a power of two, so that one decision serves many sizes of input
+        tokens = (x.numel() // self.in_features).bit_length()
+        run = self._cache.get((tokens, x.dtype), parameters, lambda: self._inference(1 << tokens, x.dtype, x.device))
+        return run(x)
 
-        def compute():
-            return tuple(factor.to(x.dtype).contiguous() for factor in self.factors())
+    def _inference(self, tokens: int, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor]:
+        """The map with everything that depends on parameters computed beforehand, the faster way."""
+        parameters = [p for p in self._parameters.values() if p is not None]
+        if self.dense_is_faster(tokens, dtype, device):
+            weight = self._cache.get(("dense", dtype), parameters, lambda: self.dense().to(dtype).contiguous())
+            return lambda x: torch.nn.functional.linear(x, weight)
 
-        return self.apply_factors(x, *self._cache.get(("factors", x.dtype), parameters, compute))
+        def compute() -> tuple[Tensor, ...]:
+            return tuple(factor.to(dtype).contiguous() for factor in self.factors())
+
+        left, right = self._cache.get(("factors", dtype), parameters, compute)
+        small = tokens * self.window <= CHUNK_NUMBERS
+        one = (
+            math.prod(self.counts) == 1 and left.shape[3] == 1 and self.in_features == self.out_features == self.window
+        )
+        if not (small and one and self.config.basis == "spinor"):
+            return lambda x: self.apply_factors(x, left, right)
+        # for a few tokens the bookkeeping of windows and chunks would take longer than the two products
+        a, b = left[0, 0, 0, 0], right[0, 0, 0, 0]
+        rows, columns = a.shape[0], b.shape[0]
+        middle = self.shape.columns if self.config.terms != "kronecker" else columns
+
+        def direct(x: Tensor) -> Tensor:
+            half = torch.nn.functional.linear(x.reshape(-1, columns), b).view(-1, rows, middle)
+            return torch.matmul(a, half).view(x.shape)
+
+        return direct
 
     def train(self, mode: bool = True) -> Self:
         self._cache = _Cache()
