@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from relinear.core.machine import PeakMemory
@@ -22,7 +23,7 @@ from relinear.train.callbacks import MetricsLog, Progress, Throughput
 from relinear.train.settings import FitSettings
 from relinear.train.trainer import RelinearTrainer, last_checkpoint
 
-__all__ = ["TrainResult", "fit"]
+__all__ = ["TrainResult", "compiled", "fit"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,15 +88,10 @@ def _prepared(model: Any, settings: FitSettings) -> Iterator[None]:
         model.to(torch.bfloat16)
     if settings.gradient_checkpointing:
         _checkpointing(model, True)
-    if settings.compile:
-        # At the default of 8, code that meets its ninth shape or mode silently runs uncompiled.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        model.compile()
     try:
-        yield
+        with compiled(model) if settings.compile else contextlib.nullcontext():
+            yield
     finally:
-        if settings.compile:
-            model._compiled_call_impl = None  # in place of a wrapper: names in checkpoints stay as they are
         if settings.gradient_checkpointing:
             _checkpointing(model, False)
         if use_cache is not None:
@@ -104,6 +100,34 @@ def _prepared(model: Any, settings: FitSettings) -> Iterator[None]:
         model.train(was_training)
         if bars:
             logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def compiled(model: Any) -> Iterator[None]:
+    """Run ``model`` through torch.compile within a ``with`` block: its decoder layers and its loss, else all of it.
+
+    Layers of one kind share one compilation, so this is ready several times sooner than compiling the model as a whole,
+    and as fast in the end; what is left out (embedding, last norm, head) are single operations. Modules are compiled in
+    place, not wrapped: names in checkpoints stay as they are.
+    """
+    # At the default of 8, code that meets its ninth shape or mode silently runs uncompiled.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    modules: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] or [model]
+    own_loss = "_loss_function" in vars(model)
+    loss = model.loss_function if modules != [model] and hasattr(model, "loss_function") else None
+    for module in modules:
+        module.compile()
+    if loss is not None:
+        model.loss_function = torch.compile(loss)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module._compiled_call_impl = None
+        if own_loss and loss is not None:
+            model.loss_function = loss
+        elif loss is not None:
+            del model._loss_function
 
 
 def _checkpointing(model: Any, on: bool) -> None:

@@ -147,7 +147,8 @@ class RelinearTrainer(Trainer):
         self.remove_callback(PrinterCallback)
         # Trainer counts the targets of a step by the config's loss_type, which some models (GPT-2) leave open; the loss
         # they then fall back on shifts the labels all the same, and would come out smaller by 1 / T.
-        self._loss_shifts_labels |= getattr(model, "loss_function", None) is ForCausalLMLoss
+        loss = getattr(model, "loss_function", None)
+        self._loss_shifts_labels |= getattr(loss, "_torchdynamo_orig_callable", loss) is ForCausalLMLoss
         self.settings = settings
         self.compute_dtype = training_dtype(settings, self.args.device)
         self.tokens_seen = 0
