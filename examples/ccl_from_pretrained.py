@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("model", help="directory of a pretrained Llama-like model with its tokenizer")
     parser.add_argument("data", help="text to train and evaluate on")
     parser.add_argument("--rank", type=int, default=256)
+    parser.add_argument("--layers", help="first and last decoder layer, such as 10-19; all by default")
     parser.add_argument("--mixer", default="ema")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=2)
@@ -54,9 +55,12 @@ def main() -> None:
     measure("stock")
     before = model.num_parameters()
     relinear.attach_(model, relinear.ContextManager(dim=64, source="embeddings", mixer=args.mixer))
+    first, _, last = (args.layers or "").partition("-")
+    chosen = range(int(first), int(last or first) + 1) if args.layers else None
     mlp = r".*\.mlp\.(gate|up|down)_proj"
-    relinear.replace_(model, {mlp: relinear.CCL(rank=args.rank, norm=False)}, init="from_weight")
-    trained = relinear.train_only_(model, [mlp, "relinear_context"])
+    relinear.replace_(model, {mlp: relinear.CCL(rank=args.rank, norm=False)}, layers=chosen, init="from_weight")
+    new = [name for name, module in model.named_modules() if type(module).__name__ == "CCLLinear"]
+    trained = relinear.train_only_(model, [*new, "relinear_context"])
     print(f"{before:,} parameters before, {model.num_parameters():,} after, {trained:,} of them new and trained")
     results |= {"parameters_before": before, "parameters": model.num_parameters(), "trained": trained}
     measure("replaced")

@@ -160,6 +160,18 @@ def test_a_cache_serves_several_continuations(manager: str) -> None:
             assert torch.allclose(model(tail, past_key_values=copy.deepcopy(cache)).logits, expected, atol=1e-6)
 
 
+@every_model
+@every_manager
+def test_packed_documents_start_afresh(model_name: str, manager: str) -> None:
+    model = conditioned(model_name, manager).double()
+    documents = [prompts(1, n, seed=n) for n in (5, 1, 7)]
+    positions = torch.cat([torch.arange(d.shape[1])[None] for d in documents], dim=1)
+    with torch.no_grad():
+        packed = model(torch.cat(documents, 1), position_ids=positions, use_cache=False).logits
+        alone = torch.cat([model(d, use_cache=False).logits for d in documents], dim=1)
+    assert torch.allclose(packed, alone, atol=1e-6)
+
+
 # Training
 
 

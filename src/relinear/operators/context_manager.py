@@ -162,7 +162,11 @@ class SharedContext(ContextOwner):
         return flops + (0 if self.memory is None else self.memory.flops_per_token())
 
     def forward(
-        self, source: Tensor, valid: Tensor | None = None, state: Tensor | None = None
+        self,
+        source: Tensor,
+        valid: Tensor | None = None,
+        state: Tensor | None = None,
+        starts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The context and the state to go on with.
 
@@ -170,6 +174,7 @@ class SharedContext(ContextOwner):
             source: token ids (B, T), or embeddings (B, T, H), as ``config.source`` says.
             valid: (B, T) False at padding, which must not enter the memory; None if there is none.
             state: (B, C) after the tokens before; None at the start.
+            starts: (B, T) or (1, T) True where a document begins, which the memory of the one before must not enter.
 
         Returns:
             context (B, T, C) and state (B, C) in float32, None without a memory.
@@ -179,6 +184,8 @@ class SharedContext(ContextOwner):
         features = table(source)
         if self.memory is not None:
             decay, value = self.memory(features)
+            if starts is not None:
+                decay = torch.where(starts[..., None], 0.0, decay).expand_as(value)
             if valid is not None:
                 decay = torch.where(valid[..., None], decay, 1.0)
                 value = torch.where(valid[..., None], value, 0.0)
@@ -196,7 +203,7 @@ class SharedContext(ContextOwner):
         cache = _cache(base, inputs)
         layer = None if cache is None else _state_layer(cache, base)
         valid = _valid_tokens(inputs.get("attention_mask"), source.shape[1], cache)
-        context, state = self(source, valid, None if layer is None else layer.state)
+        context, state = self(source, valid, None if layer is None else layer.state, _starts(inputs))
         if layer is not None and state is not None:
             layer.set(state)
         return context
@@ -250,6 +257,12 @@ def _state_layer(cache: Any, base: Any) -> ContextState:
     return layer
 
 
+def _starts(inputs: dict[str, Any]) -> Tensor | None:
+    """True at tokens of position 0, if positions are given: the first of every document packed into a row."""
+    positions = inputs.get("position_ids")
+    return positions == 0 if isinstance(positions, Tensor) and positions.ndim == 2 else None
+
+
 def _valid_tokens(mask: Any, tokens: int, cache: Any) -> Tensor | None:
     """(B, T) bool from whatever attention mask the model was called with: (B, S), (B, 1, T, S), or several by kind."""
     if isinstance(mask, dict):
@@ -287,8 +300,8 @@ class ContextManager(AttachmentConfig):
             over a sequence, and as a recurrence with a state of constant size (in the model's cache) when decoding.
         timescales: tokens, where the time constants of "ema" start, dealt to the channels in turn.
 
-    With a memory: padding (attention_mask 0) does not enter the state; documents packed into one row share it;
-    assisted decoding is refused.
+    With a memory: padding (attention_mask 0) does not enter the state; of documents packed into one row each starts
+    afresh if ``position_ids`` start from 0 with each, as packing collators give them; assisted decoding is refused.
     """
 
     kind: ClassVar[str] = "context_manager"
