@@ -26,8 +26,8 @@ test: $(STAMP) ## the fast tests
 	$(BIN)/python -m pytest -n 2
 
 check: $(STAMP) ## ruff and mypy
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests examples
 	$(BIN)/mypy
 
 slow: $(STAMP) ## the tests that take minutes
