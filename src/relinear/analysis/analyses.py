@@ -24,6 +24,7 @@ ANALYSES = {
     "gates": "relinear.analysis.analyze_gates",
     "top_tokens": "relinear.analysis.analyze_tokens",
     "fingerprints": "relinear.analysis.analyze_fingerprints",
+    "modulators": "relinear.analysis.analyze_modulators",
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from relinear.analysis.analyses import Result, Subject
-from relinear.analysis.effective_rank import effective_ranks
+from relinear.analysis.effective_rank import effective_ranks, is_ranked
 from relinear.analysis.plots import _REFERENCE, PALETTE, new_figure
 from relinear.core.aux import named_operators
 
@@ -17,8 +17,8 @@ SPACES = {"operators": "the operators as vectors", "outputs": "what they write t
 
 
 def applies(model: nn.Module) -> bool:
-    """Whether the model has operators."""
-    return any(True for _ in named_operators(model))
+    """Whether the model has operators that can be ranked."""
+    return any(is_ranked(operator) for _, operator in named_operators(model))
 
 
 def run(subject: Subject) -> Result:

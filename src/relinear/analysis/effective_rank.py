@@ -25,7 +25,7 @@ from relinear.analysis.record_gates import record_gates
 from relinear.core.aux import named_operators
 from relinear.core.operator import NotLinearError
 
-__all__ = ["effective_rank", "effective_ranks", "operator_gram", "realised_spectra", "singular_values"]
+__all__ = ["effective_rank", "effective_ranks", "is_ranked", "operator_gram", "realised_spectra", "singular_values"]
 
 _BLOCK = 64  # rows of left for which T matrices are held at a time
 
@@ -101,6 +101,17 @@ def realised_spectra(
 
 
 @torch.no_grad()
+def is_ranked(operator: Any) -> bool:
+    """Whether an operator's matrices can be had: from its factors, or as one matrix for all tokens."""
+    if callable(getattr(operator, "factors", None)):
+        return True
+    try:
+        return not operator.config.conditioned and operator.to_dense().ndim == 2
+    except NotLinearError:
+        return False
+
+
+@torch.no_grad()
 def effective_ranks(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]]:
     """Spectra and effective ranks of every operator of ``model`` along one sequence.
 
@@ -122,13 +133,10 @@ def effective_ranks(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]]:
     gates = next(iter(record_gates(model, ids))) if conditioned else {}
     found = {}
     for name, operator in operators.items():
-        if callable(getattr(operator, "factors", None)):
-            left, right = operator.factors()
-        else:
-            try:
-                left, right = operator.to_dense(), None
-            except NotLinearError:
-                continue
+        if not is_ranked(operator):
+            continue
+        has_factors = callable(getattr(operator, "factors", None))
+        left, right = operator.factors() if has_factors else (operator.to_dense(), None)
         own = gates.get(name, {})
         spectra = realised_spectra(left, right, own.get("basis"), own.get("output"), ids.shape[1])
         found[name] = {

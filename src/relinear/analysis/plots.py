@@ -50,16 +50,24 @@ _STYLE: Any = {
 
 
 def new_figure(width: float, height: float, panels: int = 1, **kwargs: Any) -> tuple[Any, list[Any]]:
-    """A figure of ``width`` by ``height`` inches in the common style, and its panels from left to right."""
+    """A figure of ``width`` by ``height`` inches in the common style, and its panels from left to right.
+
+    Args:
+        width, height: in inches.
+        panels: panels beside each other.
+        **kwargs: of ``pyplot.subplots``; ``rows=n`` asks for as many rows as ``n`` panels need, and the panels then
+            come row by row.
+    """
     import matplotlib
 
     matplotlib.use("Agg", force=False)
     from matplotlib import pyplot
 
+    rows = -(-kwargs.pop("rows", panels) // panels)
     with matplotlib.rc_context(_STYLE):
-        figure, axes = pyplot.subplots(1, panels, figsize=(width, height), squeeze=False, **kwargs)
+        figure, axes = pyplot.subplots(rows, panels, figsize=(width, height), squeeze=False, **kwargs)
     pyplot.close(figure)  # drops it from pyplot's list; the figure itself stays usable
-    return figure, list(axes[0])
+    return figure, list(axes.flat)
 
 
 def colours(entries: Sequence[Entry]) -> dict[str, str]:

@@ -93,7 +93,7 @@ class Modulator(_Alphas):
         alphas = self._alpha("channel_log_alpha"), self._alpha("scalar_log_alpha")
         return modulate(z, x, self.down, self.channel_up, self.scalar_up, *alphas)
 
-    def gates(self, x: Tensor) -> dict[str, Tensor]:
+    def gates_of(self, x: Tensor) -> dict[str, Tensor]:
         """The gates for the input x (..., I): "channel" (..., O) and "scalar" (..., 1), in float32 at least."""
         return {
             name: modulator_gate(x, self.down, up, self._alpha(f"{name}_log_alpha"))
@@ -155,7 +155,7 @@ class StaticModulator(_Alphas):
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         return modulate_static(z, self._beta(), self._alpha("static_log_alpha"))
 
-    def gates(self, x: Tensor) -> dict[str, Tensor]:
+    def gates_of(self, x: Tensor) -> dict[str, Tensor]:
         """The gate, "channel" (..., O) or "scalar" (..., 1), expanded over the tokens of x (..., I)."""
         gate = self.static_gate()
         return {"scalar" if self.channel_beta is None else "channel": gate.expand(*x.shape[:-1], -1)}
