@@ -20,6 +20,7 @@ import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear.core.context import context_owner, current_context
 from relinear.functional.context_manager import linear_recurrence
+from relinear.train import TrainSettings, build_model
 
 MANAGER = relinear.ContextManager(dim=8)
 LAYER = relinear.CCL(rank=4, context_dim=8)
@@ -49,6 +50,13 @@ def test_a_missing_manager() -> None:
     relinear.replace_(model, {"mlp.up_proj": LAYER})
     with pytest.raises(ValueError, match=r"ContextManager\(dim=8\)"):
         model(IDS)
+
+
+def test_a_run_without_a_manager_is_refused_before_it_starts() -> None:
+    settings = {"model": "tiny", "operators": {"q_proj": "ccl:rank=8"}}
+    with pytest.raises(ValueError, match=r"kind: context_manager, dim: 64"):
+        build_model(TrainSettings(**settings))
+    build_model(TrainSettings(**settings, attachments=["context_manager:dim=64"]))
 
 
 def test_two_managers() -> None:

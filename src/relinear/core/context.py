@@ -27,6 +27,7 @@ __all__ = [
     "attention_blocks",
     "check_carries_context",
     "check_conditioned",
+    "check_context_is_there",
     "conditioned_operators",
     "context",
     "context_owner",
@@ -132,6 +133,17 @@ def check_conditioned(model: nn.Module, name: str, config: Any) -> None:
     target = model.get_submodule(name)
     if not any(target is module for layer, _ in attention_blocks(base) for module in layer.modules()):
         raise ValueError(f"{name}: {config.kind} outside the decoder layers, where no context reaches it")
+
+
+def check_context_is_there(model: nn.Module) -> None:
+    """Raise ValueError if ``model`` has conditioned operators and no owner: its first forward would fail."""
+    name, operator = next(iter(conditioned_operators(model).items()), (None, None))
+    if operator is not None and context_owner(model) is None:
+        dim = operator.config.context_dim
+        raise ValueError(
+            f"{name} ({operator.config.kind}) needs a context: relinear.attach_(model, relinear.ContextManager("
+            f"dim={dim})), or in a recipe attachments: [{{kind: context_manager, dim: {dim}}}]"
+        )
 
 
 def conditioned_operators(model: nn.Module) -> dict[str, Any]:

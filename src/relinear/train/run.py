@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, TrainerCallback
 
 from relinear.core.config import nearest
+from relinear.core.context import check_context_is_there
 from relinear.core.files import write_json
 from relinear.core.machine import describe_machine
 from relinear.data import prepare_data
@@ -50,6 +51,7 @@ def build_model(settings: TrainSettings, vocab_size: int | None = None) -> Any:
         plan(
             model, settings.mapping, layers=settings.layers, exclude=settings.exclude or None, init=settings.init
         ).apply_()
+    check_context_is_there(model)
     return model
 
 
