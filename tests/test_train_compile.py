@@ -35,6 +35,7 @@ def test_compiled_training_is_the_same(tmp_path, kind, checkpointing):
         rows.append(fit(model, data, settings.updated(compile=compile_), out_dir=folder).curve)
         models.append(model)
     assert torch._dynamo.utils.counters["frames"]["ok"] > 1  # a layer and the loss
+    assert not torch._dynamo.utils.counters["graph_break"]
     for plain, compiled in zip(*rows, strict=True):
         assert plain.keys() == compiled.keys()
         for key in plain.keys() - {"tokens_per_second", "seconds"}:

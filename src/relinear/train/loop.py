@@ -110,8 +110,13 @@ def compiled(model: Any) -> Iterator[None]:
     and as fast in the end; what is left out (embedding, last norm, head) are single operations. Modules are compiled in
     place, not wrapped: names in checkpoints stay as they are.
     """
+    config: Any = torch._dynamo.config
     # At the default of 8, code that meets its ninth shape or mode silently runs uncompiled.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    changes: dict[str, Any] = {"recompile_limit": max(config.recompile_limit, 64)}
+    # What operators note of a forward (auxiliary losses, measurements) is read before the backward, so checkpointing
+    # need not note it again; without this, layers that note anything run uncompiled under checkpointing.
+    if hasattr(config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
+        changes["skip_fwd_side_effects_in_bwd_under_checkpoint"] = True
     modules: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] or [model]
     own_loss = "_loss_function" in vars(model)
     loss = model.loss_function if modules != [model] and hasattr(model, "loss_function") else None
@@ -120,7 +125,8 @@ def compiled(model: Any) -> Iterator[None]:
     if loss is not None:
         model.loss_function = torch.compile(loss)
     try:
-        yield
+        with config.patch(**changes):
+            yield
     finally:
         for module in modules:
             module._compiled_call_impl = None
