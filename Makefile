@@ -23,7 +23,7 @@ demo: $(STAMP) ## compare operators on the standard library's source text; ends 
 	$(BIN)/relinear compare --recipe recipes/quick.yaml --out $(RUN_DIR)/demo
 
 test: $(STAMP) ## the fast tests
-	$(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2  # a process a core, a thread a process
 
 check: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check src tests examples

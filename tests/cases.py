@@ -212,7 +212,7 @@ CASES: list[Case] = [
         variant="on_ccl",
         linear=False,
         context_dim=6,
-        bf16_tolerance=3e-2,  # the rounding of two operators adds up
+        bf16_tolerance=5e-2,  # the rounding of two operators adds up, and the gradient of alpha is one number
     ),
 ]
 
