@@ -39,7 +39,8 @@ MANAGERS = {
     "gru": relinear.ContextManager(dim=DIM, mixer="gru", source="embeddings"),
 }
 every_model = pytest.mark.parametrize(
-    "model_name", ["llama", "gpt2", pytest.param("qwen2", marks=pytest.mark.slow)]  # a third only where there is time
+    "model_name",
+    ["llama", "gpt2", pytest.param("qwen2", marks=pytest.mark.slow)],  # a third only where there is time
 )
 every_manager = pytest.mark.parametrize("manager", list(MANAGERS))
 
