@@ -36,6 +36,8 @@ _LAZY = {
     "moment_alignment": "relinear.core.latents",
     "from_pretrained": "relinear.surgery.checkpoint",
     "save_pretrained": "relinear.surgery.checkpoint",
+    "distill_": "relinear.distill",
+    "DistillSettings": "relinear.distill",
     "fold_": "relinear.surgery.fold",
     "train_only_": "relinear.surgery.freeze",
     "placement": "relinear.surgery.placement",

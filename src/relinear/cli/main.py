@@ -23,6 +23,7 @@ COMMANDS = (
     "compare",
     "train",
     "sweep",
+    "distill",
     "eval",
     "inspect",
     "specialize",

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["watch_comparison", "watch_training"]
+__all__ = ["watch_comparison", "watch_distillation", "watch_training"]
 
 #: seconds between two lines where there is no terminal
 _QUIET = 20.0
@@ -99,6 +99,19 @@ def watch_training(title: str) -> Iterator[Callable[[Any], None]]:
             phase = {"evaluate": " (evaluating)", "prepare": " (preparing)"}.get(progress.phase, "")
             values = {key: getattr(progress, key) for key in ("loss", "validation_loss", "tokens_per_second")}
             view.show(title + phase, progress.step, progress.steps, _detail(values))
+
+        yield on_progress
+
+
+@contextlib.contextmanager
+def watch_distillation() -> Iterator[Callable[[Any], None]]:
+    """A callback for ``distill_(on_progress=...)``, likewise."""
+    with _view() as view:
+
+        def on_progress(progress: Any) -> None:
+            view.show(
+                f"{progress.phase} {progress.name}", progress.done, progress.total, _detail({"loss": progress.loss})
+            )
 
         yield on_progress
 

@@ -1,0 +1,140 @@
+"""One projection of one layer of SmolLM2-135M replaced by each operator: fit errors, perplexities, LAMBADA.
+
+    python results/rotor/smollm2.py --model models/smollm2 --data data --layers 12
+
+Rows go to results/rotor/smollm2.jsonl as they are measured (a row that is there is not measured again), and the table to
+results/rotor/smollm2.md. --data is a folder with books/, wikitext2/, ptb/ and lambada/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import relinear
+from relinear.core.machine import describe_machine
+from relinear.data import DataSettings, iter_texts
+
+HERE = Path(__file__).resolve().parent
+ROTOR = {"learning_rate": 0.05}
+MATRIX = {"learning_rate": 0.002}
+METHODS = {
+    "low rank 1": (relinear.LowRank(rank=1), MATRIX),
+    "low rank 4": (relinear.LowRank(rank=4), MATRIX),
+    "block-Hadamard, 64 blocks": (relinear.BlockHadamard(blocks=64), MATRIX),
+    "rotor, single": (relinear.Rotor(rotors="single", scale=True), ROTOR),
+    "rotor, double": (relinear.Rotor(scale=True), ROTOR),
+    "Lemma-1 terms, depth 0, 3 terms": (relinear.Rotor(depth=0, terms="multivector"), MATRIX),
+    "HDPL, rank 8, 8 blocks": (relinear.HDPL(rank=8, blocks=8), MATRIX),
+}
+
+
+def interleaved(data: Path):
+    """WikiText-2 validation first, then books: so that both are in the tokens that are read."""
+    wiki = iter_texts(DataSettings(data=str(data / "wikitext2")), "validation")
+    books = iter_texts(DataSettings(data=str(data / "books")), "train")
+    head = list(itertools.islice(wiki, 400))
+    for book in itertools.islice(books, 40):
+        yield from head[:100]
+        head = head[100:]
+        yield book[:20000]
+
+
+def evaluate(model, tokenizer, data: Path, tokens: int, examples: int) -> dict:
+    """Log-perplexity of the first tokens of two test sets at context 256, and LAMBADA accuracy."""
+    result = {}
+    for name, folder in (("wikitext2", "wikitext2"), ("ptb", "ptb")):
+        text = iter_texts(DataSettings(data=str(data / folder)), "test")
+        found = relinear.perplexity(model, text, tokenizer, sequence_length=256, max_tokens=tokens, batch_size=8)
+        result[name] = found.loss
+    file = next((data / "lambada").glob("*.jsonl"))
+    result["lambada"] = relinear.lambada(model, tokenizer, file, max_examples=examples, batch_size=16).accuracy
+    return result
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown."""
+    lines = [
+        "| projection | layers | method | seed | parameters | fit error | WikiText-2 | PTB | LAMBADA |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for r in rows:
+        error = "" if r["error"] is None else f"{r['error']:.3f}"
+        figures = f"{r['wikitext2']:.4f} | {r['ptb']:.4f} | {r['lambada']:.3f}"
+        head = f"{r['projection']} | {r['layers']} | {r['method']} | {r['seed']} | {r['parameters']:,}"
+        lines.append(f"| {head} | {error} | {figures} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--layers", default="12", help="such as 12 or 11,12,13: replaced together")
+    parser.add_argument("--projections", default="q_proj,k_proj,v_proj")
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--eval-tokens", type=int, default=16384)
+    parser.add_argument("--lambada", type=int, default=200)
+    parser.add_argument("--dtype", default="bfloat16")
+    options = parser.parse_args()
+    relinear.tune_allocator()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+
+    def load():
+        return AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
+
+    log = HERE / "smollm2.jsonl"
+    rows = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
+    key = ("projection", "layers", "method", "seed")
+    done = {tuple(row[k] for k in key) for row in rows}
+
+    def add(row: dict) -> None:
+        rows.append(row)
+        with log.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        (HERE / "smollm2.md").write_text(table(rows))
+        print(json.dumps(row), flush=True)
+
+    def judged(model) -> dict:
+        return evaluate(model, tokenizer, options.data, options.eval_tokens, options.lambada)
+
+    budget = {name: getattr(options, name) for name in ("tokens", "epochs", "eval_tokens", "lambada", "dtype")}
+    if ("none", "none", "original", 0) not in done:
+        head = {"projection": "none", "layers": "none", "method": "original", "seed": 0}
+        add(head | {"parameters": 0, "error": None} | judged(load()) | budget | {"machine": describe_machine()})
+    layers = [int(part) for part in options.layers.split(",")]
+    combinations = itertools.product(map(int, options.seeds.split(",")), METHODS, options.projections.split(","))
+    for seed, method, projection in combinations:
+        head = {"projection": projection, "layers": options.layers, "method": method, "seed": seed}
+        if tuple(head[k] for k in key) in done:
+            continue
+        config, changes = METHODS[method]
+        started = time.perf_counter()
+        model = load()
+        settings = {"tokens": options.tokens, "epochs": options.epochs, "seed": seed, "validation_tokens": 4096}
+        report = relinear.distill_(
+            model,
+            {projection: config},
+            interleaved(options.data),
+            layers=layers,
+            tokenizer=tokenizer,
+            settings=settings | changes,
+        )
+        fitted = {
+            "parameters": sum(fit.parameters for fit in report.layers),
+            "error": sum(fit.error for fit in report.layers) / len(report.layers),
+            "fit_seconds": time.perf_counter() - started,
+        }
+        add(head | fitted | changes | judged(model) | budget)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""``relinear distill``: fit operators to layers of a pretrained model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["command"]
+
+
+def command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory of a saved model, or a Hub name.")],
+    replace: Annotated[
+        list[str],
+        typer.Option("--replace", "-r", metavar="PATTERN=KIND:KEY=VALUE", help="What becomes which operator."),
+    ],
+    data: Annotated[str, typer.Option(help="Corpus: `stdlib`, a file or folder, or a Hub name.")],
+    out: Annotated[Path, typer.Option(help="Directory of the result.")] = Path("runs/distill"),
+    layers: Annotated[str | None, typer.Option(help="Decoder layers, such as 0,4-11.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave alone.")] = None,
+    text_column: Annotated[str | None, typer.Option(help="Column of jsonl, parquet and Hub data.")] = None,
+    split: Annotated[str, typer.Option(help="Split of the corpus: `train`, `validation`, `test` or `all`.")] = "train",
+    tokens: Annotated[int | None, typer.Option(help="Tokens to fit on.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over them.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Of Adam, falling along a cosine.")] = None,
+    loss: Annotated[str | None, typer.Option(help="`mse`, `cosine`, or `kl` of the final logits.")] = None,
+    retrain: Annotated[
+        str | None, typer.Option(help="Layers to train again behind the replaced ones: `o_proj`.")
+    ] = None,
+    on_disk: Annotated[bool, typer.Option("--on-disk", help="Keep recorded activations in files.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Of fresh parameters and the order of tokens.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    start_over: Annotated[
+        bool, typer.Option("--start-over", help="Discard what an earlier call left in --out.")
+    ] = False,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting of DistillSettings.")
+    ] = None,
+) -> None:
+    """Replace layers of a pretrained model by operators fitted to what the layers do on a corpus.
+
+    Decoder layers are fitted one after another, each with the earlier replacements active. Killed and started again
+    with the same arguments, it goes on from the last layer it finished. The model is saved in DIR/model.
+
+    **Example:** `relinear distill models/smollm2 -r q_proj=rotor --layers 12 --data books --out runs/rotor`
+    """
+    import torch
+
+    from relinear.cli.errors import resumable
+    from relinear.cli.options import load_model, parse_layers, parse_operators, prepare_process, set_if_given
+    from relinear.cli.progress import watch_distillation
+    from relinear.core.operator import OperatorConfig
+    from relinear.data import DataSettings, iter_texts
+    from relinear.data.tokenizers import load_tokenizer
+    from relinear.distill import DistillSettings, distill_
+    from relinear.train.recipe import parse_overrides
+
+    given = {"tokens": tokens, "epochs": epochs, "learning_rate": learning_rate, "loss": loss}
+    given |= {"retrain": retrain, "seed": seed, "on_disk": on_disk or None}
+    settings = DistillSettings.load(set_if_given(given) | parse_overrides(overrides or []), "settings")
+    mapping = {p: OperatorConfig.from_dict(s) if s else None for p, s in parse_operators(replace).items()}
+    text = DataSettings.load({"data": data} | ({"text_column": text_column} if text_column else {}), "data")
+    prepare_process()
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"--threads must be at least 1, got {threads}")
+        torch.set_num_threads(threads)
+    loaded, tokenizer = load_model(model), load_tokenizer(model)
+    with resumable("start the same command again"), watch_distillation() as on_progress:
+        report = distill_(
+            loaded,
+            mapping,
+            iter_texts(text, split),
+            layers=parse_layers(layers),
+            exclude=exclude,
+            tokenizer=tokenizer,
+            settings=settings,
+            out_dir=out,
+            resume=not start_over,
+            on_progress=on_progress,
+        )
+    print(report)
+    print(f"model: {(out / 'model').resolve()}")

@@ -1,0 +1,203 @@
+"""What layers of a model see: blocks of tokens in, recorded activations out, in bounded memory."""
+
+# Legend: N blocks, T tokens a block, M recorded tokens, I in_features, C context_dim
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relinear.core.context import current_context
+from relinear.data.tokenizers import encode_documents
+
+__all__ = ["Recording", "record", "token_blocks"]
+
+
+def _documents(data: Iterable[Any], tokenizer: Any) -> Iterator[list[int]]:
+    items = iter(data)
+    first = next(items, None)
+    if first is None:
+        return
+    chained = itertools.chain([first], items)
+    if isinstance(first, str):
+        if tokenizer is None:
+            raise ValueError("distilling on text needs the model's tokenizer: distill_(..., tokenizer=tokenizer)")
+        for array in encode_documents(tokenizer, chained):
+            yield array.tolist()
+        return
+    for item in chained:
+        ids = item.get("input_ids") if isinstance(item, Mapping) else item
+        if ids is None:
+            raise ValueError(
+                f"data must hold texts, token tensors or mappings with input_ids, got {type(item).__name__}"
+            )
+        yield torch.as_tensor(ids).flatten().tolist()
+
+
+def token_blocks(data: Iterable[Any], tokenizer: Any, sequence_length: int, count: int) -> Tensor:
+    """The first ``count`` blocks (N, T) of a corpus, read no further than needed.
+
+    Args:
+        data: texts (tokenised as one stream), or tensors of token ids, or mappings with ``input_ids``, end to end.
+        tokenizer: of the model, for texts.
+        sequence_length: T.
+        count: N.
+
+    Raises:
+        ValueError: if the corpus is too short, or its items are of another kind.
+    """
+    if isinstance(data, str):
+        data = [data]
+    wanted = count * sequence_length
+    ids: list[int] = []
+    for document in _documents(data, tokenizer):
+        ids += document
+        if len(ids) >= wanted:
+            break
+    if len(ids) < wanted:
+        raise ValueError(
+            f"the corpus has {len(ids):,} tokens; {wanted:,} are to be recorded (tokens plus validation_tokens): give "
+            "more text or lower these"
+        )
+    return torch.tensor(ids[:wanted]).view(count, sequence_length)
+
+
+class _Done(Exception):
+    """Ends a forward pass once every module of interest has been seen."""
+
+
+class Recording:
+    """Inputs of modules, each distinct tensor stored once: ``inputs(name)`` (M, I), ``contexts(name)`` (M, C) or None.
+
+    A context manager: memory-mapped files vanish at its end.
+    """
+
+    def __init__(self, tokens: int, folder: Path | None) -> None:
+        self.tokens, self.folder = tokens, folder
+        self._stores: dict[str, Tensor] = {}
+        self._where: dict[str, str] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Recording:
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(dir=self.folder)))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stores.clear()
+        self._stack.close()
+
+    def write(self, name: str, values: Tensor, start: int, shared: dict[int, str]) -> None:
+        """Store values (..., size) from row ``start`` on; the same memory seen before in this pass is not stored twice.
+
+        Args:
+            shared: address -> name of what this pass has stored.
+        """
+        if start == 0:
+            self._where[name] = shared.setdefault(values.data_ptr(), name)
+        if self._where[name] != name:
+            return
+        rows = values.detach().reshape(-1, values.shape[-1])
+        if name not in self._stores:
+            self._stores[name] = self._allocate(name, rows)
+        self._stores[name][start : start + len(rows)] = rows
+
+    def _allocate(self, name: str, rows: Tensor) -> Tensor:
+        shape = (self.tokens, rows.shape[-1])
+        if self.folder is None:
+            return torch.empty(shape, dtype=rows.dtype, device="cpu")
+        file = str(self.folder / f"{len(self._stores)}.bin")
+        return torch.from_file(file, shared=True, size=math.prod(shape), dtype=rows.dtype).view(shape)
+
+    def values(self, name: str) -> Tensor | None:
+        """What was stored under ``name``."""
+        return self._stores.get(self._where.get(name, name))
+
+    def inputs(self, name: str) -> Tensor:
+        """The inputs (M, I) of the module ``name``."""
+        stored = self.values(name)
+        if stored is None:
+            raise ValueError(
+                f"{name} was never called in a forward pass of the model, so there is nothing to fit it to"
+            )
+        return stored
+
+    def contexts(self, name: str) -> Tensor | None:
+        """The context (M, C) of every input of ``name``, where it was asked for."""
+        return self.values(f"{name} context")
+
+
+@torch.no_grad()
+def record(
+    model: nn.Module,
+    blocks: Tensor,
+    modules: Mapping[str, nn.Module],
+    *,
+    batch: int,
+    outputs: Iterable[str] = (),
+    context_dims: Mapping[str, int] | None = None,
+    folder: Path | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Recording:
+    """Run ``model`` over ``blocks`` and record the inputs of ``modules``; each pass stops after the last of them.
+
+    Args:
+        model: in eval mode; takes ``input_ids``.
+        blocks: (N, T).
+        modules: name -> module.
+        batch: blocks a pass.
+        outputs: names whose outputs are recorded in place of inputs.
+        context_dims: names that read a context, and its width.
+        folder: for memory-mapped files; None keeps everything in memory.
+        on_progress: called with blocks done and in all.
+    """
+    recording = Recording(blocks.numel(), folder).__enter__()
+    outputs, dims = set(outputs), dict(context_dims or {})
+    seen: set[str] = set()
+    shared: dict[int, str] = {}
+    start = 0
+    held: list[Tensor] = []  # keeps addresses from being used again within a pass
+
+    def hook(name: str):
+        def run(module: nn.Module, args: tuple, output: Tensor) -> None:
+            value = output if name in outputs else args[0]
+            held.append(value)
+            recording.write(name, value, start, shared)
+            if name in dims:
+                context = current_context(args[0], dims[name], name).expand(*args[0].shape[:-1], dims[name])
+                held.append(context)
+                recording.write(f"{name} context", context.contiguous(), start, {})
+            seen.add(name)
+            if len(seen) == len(modules):
+                raise _Done
+
+        return run
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
+    device = next(model.parameters()).device
+    try:
+        for first in range(0, len(blocks), batch):
+            seen.clear()
+            shared.clear()
+            held.clear()
+            ids = blocks[first : first + batch].to(device)
+            with contextlib.suppress(_Done):
+                model(input_ids=ids, **({"use_cache": False} if hasattr(model, "generate") else {}))
+            start += ids.numel()
+            on_progress(min(first + batch, len(blocks)), len(blocks))
+    except BaseException:
+        recording.__exit__()
+        raise
+    finally:
+        for handle in handles:
+            handle.remove()
+    return recording

@@ -1,0 +1,75 @@
+"""What a distillation did, layer by layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+__all__ = ["DistillProgress", "DistillReport", "LayerFit"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillProgress:
+    """Where a distillation is: ``phase`` is "record", "fit" or "retrain", ``done`` of ``total`` blocks or steps."""
+
+    phase: str
+    name: str
+    done: int
+    total: int
+    loss: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerFit:
+    """One fitted layer.
+
+    name: of the layer in the model.
+    operator: its setting, as text.
+    parameters, parameters_before: of the operator and of what it replaced.
+    start_error, error: squared error of the output over its square, on the validation tokens, before and after
+        fitting; with the loss "kl" the divergence of the final logits in nats a token.
+    cosine: mean cosine of a token's output with the wanted one (None with the loss "kl").
+    retrained: whether this is a layer that was trained again rather than replaced.
+    """
+
+    name: str
+    operator: str
+    parameters: int
+    parameters_before: int
+    start_error: float
+    error: float
+    cosine: float | None
+    retrained: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillReport:
+    """Every fitted layer in the order of fitting; printing it gives a table."""
+
+    layers: tuple[LayerFit, ...]
+    loss: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        error = "KL (nats)" if self.loss == "kl" else "error"
+        rows = [("layer", "operator", "parameters", "before", f"start {error}", error, "cosine")]
+        for fit in self.layers:
+            cosine = "" if fit.cosine is None else f"{fit.cosine:.4f}"
+            operator = "retrained" if fit.retrained else fit.operator
+            figures = (
+                f"{fit.parameters:,}",
+                f"{fit.parameters_before:,}",
+                f"{fit.start_error:.4f}",
+                f"{fit.error:.4f}",
+            )
+            rows.append((fit.name, operator, *figures, cosine))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = []
+        for row in rows:
+            left = [cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)]
+            right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+            lines.append("  ".join((*left, *right)).rstrip())
+        return "\n".join(lines)

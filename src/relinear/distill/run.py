@@ -1,0 +1,323 @@
+"""Layer by layer: record, fit, replace, go on; killed, it goes on from the last decoder layer that it finished."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from relinear.core.files import atomic_path, write_json
+from relinear.core.operator import Operator, OperatorConfig, is_linear
+from relinear.distill.fit import Pairs, fit
+from relinear.distill.logits import fit_logits
+from relinear.distill.record import record, token_blocks
+from relinear.distill.report import DistillProgress, DistillReport, LayerFit
+from relinear.distill.settings import DistillSettings
+from relinear.surgery.checkpoint import save_pretrained
+from relinear.surgery.plan import Plan, Replacement, plan
+from relinear.surgery.select import layer_index, matches
+
+__all__ = ["distill_"]
+
+OnProgress = Callable[[DistillProgress], None]
+
+
+def _silent(progress: DistillProgress) -> None:
+    return None
+
+
+def distill_(
+    model: nn.Module,
+    mapping: Mapping[str, OperatorConfig | None],
+    data: Iterable[Any],
+    *,
+    layers: Iterable[int] | int | None = None,
+    exclude: str | Iterable[str] | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    tokenizer: Any = None,
+    settings: DistillSettings | Mapping[str, Any] | None = None,
+    out_dir: str | Path | None = None,
+    resume: bool = True,
+    on_progress: OnProgress = _silent,
+) -> DistillReport:
+    """Replace layers of a pretrained model by operators fitted to what the layers do on a corpus, in place.
+
+    Decoder layer by decoder layer: the inputs of its targets are recorded with every earlier replacement active; each
+    operator is fitted to the outputs that its layer gives for them (Adam, cosine schedule); the operators take their
+    places; layers named by ``settings.retrain`` are trained again to give what they gave before.
+
+    Args:
+        model: any Hugging Face decoder (or a module that takes ``input_ids``); it is put into eval mode.
+        mapping, layers, exclude, filter_fn: which layers become what, as in ``replace_``.
+        data: texts (``iter_texts``, a list, a generator), or tensors or mappings of token ids such as
+            ``prepare_data(...).train``. Read no further than ``tokens + validation_tokens``.
+        tokenizer: of the model, needed for texts; saved beside the model.
+        settings: ``DistillSettings`` or a mapping of its fields.
+        out_dir: where state, report and the finished model are kept; None keeps nothing.
+        resume: go on from what an earlier call with the same arguments left in ``out_dir``; the result is bit for bit
+            that of a call that was never interrupted (given the same machine and number of threads). False discards it.
+        on_progress: called with a ``DistillProgress`` every so often.
+
+    Returns:
+        The report; its errors are on tokens that were recorded but not fitted on.
+
+    Raises:
+        ValueError: as ``replace_``; if the corpus is too short; if ``out_dir`` holds another distillation.
+    """
+    settings = DistillSettings.load(settings or {}, "distill settings")
+    whole = plan(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
+    if not whole.replacements:
+        raise ValueError("the mapping leaves every layer alone: there is nothing to distill")
+    length = settings.sequence_length
+    train_blocks = settings.tokens // length
+    held_out = settings.validation_tokens // length
+    blocks = token_blocks(data, tokenizer, length, train_blocks + held_out)
+    run = _Run(model, settings, blocks, train_blocks, None if out_dir is None else Path(out_dir), on_progress)
+    groups = [
+        list(group) for _, group in itertools.groupby(whole.replacements, key=lambda r: layer_index(model, r.name))
+    ]
+    done = run.restore(groups, whole, resume)
+    was_training = model.training
+    model.eval()
+    for number, group in enumerate(groups[len(done) :], start=len(done)):
+        done.append(run.layer(number, group))
+        run.keep(number, group, done)
+    model.train(was_training)
+    report = DistillReport(tuple(fit for fits in done for fit in fits), settings.loss)
+    if run.folder is not None:
+        save_pretrained(model, run.folder / "model")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(run.folder / "model")
+        write_json(run.folder / "report.json", report.to_dict())
+    return report
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@dataclasses.dataclass
+class _Run:
+    model: nn.Module
+    settings: DistillSettings
+    blocks: Tensor
+    train_blocks: int
+    folder: Path | None
+    on_progress: OnProgress
+
+    @property
+    def train_tokens(self) -> int:
+        return self.train_blocks * self.settings.sequence_length
+
+    # State on disk
+
+    def fingerprint(self, whole: Plan) -> str:
+        """Of everything that decides the result."""
+        digest = hashlib.sha256()
+        what = [[r.name, r.config.to_dict()] for r in whole.replacements]
+        digest.update(json.dumps([self.settings.model_dump(mode="json"), what], sort_keys=True).encode())
+        digest.update(self.blocks.numpy().tobytes())
+        for replacement in whole.replacements:
+            for parameter in replacement.target.module.parameters():
+                digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def restore(self, groups: list[list[Replacement]], whole: Plan, resume: bool) -> list[list[LayerFit]]:
+        """Put back what an earlier call finished; must see the model as it was at the start."""
+        if self.folder is None:
+            return []
+        self.mark = self.fingerprint(whole)
+        state = self.folder / "distill.json"
+        if not resume or not state.is_file():
+            write_json(state, {"fingerprint": self.mark, "settings": self.settings.model_dump(mode="json"), "done": []})
+            return []
+        try:
+            values = json.loads(state.read_text(encoding="utf-8"))
+            known, done = values["fingerprint"], [[LayerFit(**fit) for fit in fits] for fits in values["done"]]
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"{state} is not the state of a distillation ({error}); choose another out_dir") from error
+        if known != self.mark:
+            raise ValueError(
+                f"{self.folder} holds a distillation of another model, mapping, corpus or setting; give another "
+                "directory, or resume=False (--start-over) to discard it"
+            )
+        for number, group in enumerate(groups[: len(done)]):
+            Plan(self.model, tuple(group), "fresh").apply_()
+            weights = safetensors.torch.load_file(self._weights(number))
+            for name, module in self._changed(group).items():
+                prefix = f"{name}."
+                module.load_state_dict({k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)})
+        return done
+
+    def _weights(self, number: int) -> Path:
+        assert self.folder is not None
+        return self.folder / "layers" / f"{number:04d}.safetensors"
+
+    def keep(self, number: int, group: list[Replacement], done: list[list[LayerFit]]) -> None:
+        """Write the layer's weights, then that it is done: a kill between the two repeats the layer."""
+        if self.folder is None:
+            return
+        weights = {
+            f"{name}.{key}": value.detach().contiguous()
+            for name, module in self._changed(group).items()
+            for key, value in module.state_dict().items()
+        }
+        with atomic_path(self._weights(number)) as path:
+            safetensors.torch.save_file(weights, path)
+        finished = [[dataclasses.asdict(fit) for fit in fits] for fits in done]
+        values = {"fingerprint": self.mark, "settings": self.settings.model_dump(mode="json"), "done": finished}
+        write_json(self.folder / "distill.json", values)
+
+    def _changed(self, group: list[Replacement]) -> dict[str, nn.Module]:
+        """The operators of a group and the layers that are trained again after it."""
+        return {r.name: self.model.get_submodule(r.name) for r in group} | self._retrained(group)
+
+    def _retrained(self, group: list[Replacement]) -> dict[str, nn.Module]:
+        pattern = self.settings.retrain
+        if pattern is None:
+            return {}
+        index = layer_index(self.model, group[0].name)
+        replaced = {r.name for r in group}
+        found = {
+            name: module
+            for name, module in self.model.named_modules()
+            if is_linear(module)
+            and name not in replaced
+            and matches(pattern, name)
+            and layer_index(self.model, name) == index
+        }
+        if not found:
+            raise ValueError(f"retrain={pattern!r} matches no linear layer beside those replaced near {group[0].name}")
+        return found
+
+    # One decoder layer
+
+    def _told(self, phase: str, name: str) -> Callable[..., None]:
+        def tell(done: int, total: int, loss: float | None = None) -> None:
+            self.on_progress(DistillProgress(phase, name, done, total, loss))
+
+        return tell
+
+    def _record(self, modules: Mapping[str, nn.Module], **kw: Any):
+        folder = None
+        if self.settings.on_disk:
+            folder = (self.folder or Path(".")) / "recorded"
+        name = next(iter(modules)).rpartition(".")[0]
+        told = self._told("record", name)
+        return record(
+            self.model, self.blocks, modules, batch=self.settings.record_batch, folder=folder, on_progress=told, **kw
+        )
+
+    def _fresh(self, replacement: Replacement, number: int, source: nn.Module) -> Operator:
+        """A new operator, the same whenever it is asked for."""
+        config, settings = replacement.config, self.settings
+        key = hashlib.sha256(f"{settings.seed} {number} {replacement.name}".encode()).digest()
+        init: Any = "from_weight" if settings.init == "auto" and config.fits_weight else "fresh"
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int.from_bytes(key[:4], "little"))
+            if init == "from_weight":
+                try:
+                    return config.convert(source, init)
+                except ValueError:  # only some shapes of some operators have a closed form
+                    torch.manual_seed(int.from_bytes(key[:4], "little"))
+            return config.convert(source, "fresh")
+
+    def layer(self, number: int, group: list[Replacement]) -> list[LayerFit]:
+        """Fit and replace the targets of one decoder layer."""
+        retrained = self._retrained(group)
+        wanted = {name: copy.deepcopy(module) for name, module in retrained.items()}
+        before = {}
+        if wanted:
+            with self._record(retrained, outputs=retrained) as recording:
+                before = {name: recording.inputs(name).clone() for name in wanted}
+        fits = self._fit_logits(number, group) if self.settings.loss == "kl" else self._fit_outputs(number, group)
+        return fits + [self._retrain(name, before.pop(name)) for name in wanted]
+
+    def _place(self, group: list[Replacement], operators: Mapping[str, Operator]) -> None:
+        Plan(self.model, tuple(group), "fresh").apply_()
+        for name, operator in operators.items():
+            self.model.get_submodule(name).load_state_dict(operator.state_dict())
+
+    def _fit_outputs(self, number: int, group: list[Replacement]) -> list[LayerFit]:
+        settings, fits, operators = self.settings, [], {}
+        dims = {r.name: r.config.context_dim for r in group if r.config.conditioned}  # type: ignore[attr-defined]
+        with self._record({r.name: r.target.module for r in group}, context_dims=dims) as recording:
+            for replacement in group:
+                source = copy.deepcopy(replacement.target.module)
+                operator = self._fresh(replacement, number, copy.deepcopy(source).float())
+                inputs = recording.inputs(replacement.name)
+                reference = next(source.parameters())
+
+                @torch.no_grad()
+                def outputs(rows, source=source, inputs=inputs, reference=reference) -> Tensor:
+                    return source(inputs[rows].to(reference)).float()
+
+                start, end = fit(
+                    operator,
+                    Pairs(inputs, outputs, recording.contexts(replacement.name)),
+                    train_rows=self.train_tokens,
+                    epochs=settings.epochs,
+                    batch_size=settings.batch_size,
+                    learning_rate=settings.learning_rate,
+                    loss=settings.loss,
+                    seed=settings.seed,
+                    on_progress=self._told("fit", replacement.name),
+                )
+                operators[replacement.name] = operator
+                fits.append(self._described(replacement, operator, start.relative, end.relative, end.cosine))
+        self._place(group, operators)
+        return fits
+
+    def _fit_logits(self, number: int, group: list[Replacement]) -> list[LayerFit]:
+        operators = {r.name: self._fresh(r, number, copy.deepcopy(r.target.module)) for r in group}
+        everywhere = {name: operators[r.name] for r in group for name in (r.name, *r.target.aliases)}
+        start, end = fit_logits(
+            self.model,
+            everywhere,
+            self.blocks,
+            train_blocks=self.train_blocks,
+            epochs=self.settings.epochs,
+            batch=max(1, min(self.settings.record_batch, self.settings.batch_size // self.settings.sequence_length)),
+            learning_rate=self.settings.learning_rate,
+            seed=self.settings.seed,
+            on_progress=self._told("fit", group[0].name.rpartition(".")[0]),
+        )
+        fits = [self._described(r, operators[r.name], start, end, None) for r in group]
+        self._place(group, operators)
+        return fits
+
+    @staticmethod
+    def _described(replacement: Replacement, operator: Operator, start: float, end: float, cosine: float | None):
+        before = _size(replacement.target.module)
+        return LayerFit(replacement.name, str(replacement.config), _size(operator), before, start, end, cosine)
+
+    def _retrain(self, name: str, wanted: Tensor) -> LayerFit:
+        """Train one linear layer, behind the replacements, to give what it gave before them."""
+        module = self.model.get_submodule(name)
+        trained = copy.deepcopy(module).float()
+        with self._record({name: module}) as recording:
+            start, end = fit(
+                trained,
+                Pairs(recording.inputs(name), lambda rows: wanted[rows].float()),
+                train_rows=self.train_tokens,
+                epochs=self.settings.epochs,
+                batch_size=self.settings.batch_size,
+                learning_rate=self.settings.retrain_learning_rate,
+                loss="mse",
+                seed=self.settings.seed,
+                on_progress=self._told("retrain", name),
+            )
+        module.load_state_dict(trained.state_dict())
+        size = _size(module)
+        return LayerFit(
+            name, type(module).__name__, size, size, start.relative, end.relative, end.cosine, retrained=True
+        )

@@ -1,0 +1,57 @@
+"""How a distillation is done."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from relinear.core.settings import Settings
+
+__all__ = ["DistillSettings"]
+
+
+class DistillSettings(Settings):
+    """Settings of ``distill_``. Unknown keys and values out of range are errors.
+
+    Args:
+        tokens: recorded for fitting; with the width of the layer they decide the memory (or disk) that is needed.
+        validation_tokens: recorded after these, for the stated fit error only.
+        sequence_length: tokens a block of the corpus.
+        record_batch: blocks a forward pass while recording, and in the loss "kl".
+        batch_size: tokens an optimiser step.
+        epochs: passes over the recorded tokens.
+        learning_rate: of Adam, falling to 0 along a cosine. The paper's rotors take 0.05, matrices much less.
+        loss: "mse": squared error of the layer's output over its mean square; "cosine": one minus the cosine of
+            each token's output; "kl": of the model's final logits, all layers of a decoder layer fitted together.
+        init: "auto" starts from the closed-form fit of the weight where the operator has one, else fresh; "fresh" draws
+            new parameters always. Where the fit ends worse than it began (on the validation tokens) the start is kept.
+        retrain: pattern of linear layers that are trained again after the replacements of their decoder layer, to give
+            what they gave before ("o_proj"); None for none.
+        retrain_learning_rate: of these.
+        on_disk: keep recorded activations in memory-mapped files rather than in memory.
+        seed: of fresh parameters and the order of tokens.
+    """
+
+    tokens: int = Field(default=65536, ge=2)
+    validation_tokens: int = Field(default=8192, ge=1)
+    sequence_length: int = Field(default=256, ge=2)
+    record_batch: int = Field(default=8, ge=1)
+    batch_size: int = Field(default=256, ge=1)
+    epochs: int = Field(default=1, ge=1)
+    learning_rate: float = Field(default=0.01, gt=0)
+    loss: Literal["mse", "cosine", "kl"] = "mse"
+    init: Literal["auto", "fresh"] = "auto"
+    retrain: str | None = None
+    retrain_learning_rate: float = Field(default=1e-3, gt=0)
+    on_disk: bool = False
+    seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _whole_blocks(self) -> DistillSettings:
+        for name in ("tokens", "validation_tokens"):
+            if getattr(self, name) < self.sequence_length:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is less than one block of sequence_length={self.sequence_length}"
+                )
+        return self

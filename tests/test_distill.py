@@ -1,0 +1,241 @@
+"""relinear.distill_: recording, fitting, resuming, and the command."""
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import relinear
+from conftest import make_tiny_gpt2, make_tiny_llama
+from relinear.distill.record import record, token_blocks
+
+SETTINGS = {"tokens": 2048, "validation_tokens": 512, "sequence_length": 32, "batch_size": 128, "learning_rate": 0.02}
+OPERATORS = [
+    relinear.LowRank(rank=4),
+    relinear.BlockHadamard(blocks=4),
+    relinear.Monarch(blocks=4),
+    relinear.Rotor(scale=True),
+    relinear.Rotor(depth=0, terms="multivector"),
+    relinear.HDPL(rank=8, blocks=4),
+    relinear.Transponder(rank=2),
+]
+
+
+def corpus(vocabulary=96, blocks=90, length=32):
+    """Token blocks with some structure, so that activations are not isotropic."""
+    steps = torch.randint(0, 5, (blocks, length), generator=torch.Generator().manual_seed(1))
+    return steps.cumsum(1) % vocabulary
+
+
+def weights(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("config", OPERATORS, ids=lambda config: config.kind + getattr(config, "terms", ""))
+def test_every_operator_is_fitted_and_put_in_place(config):
+    model = make_tiny_llama()
+    settings = SETTINGS | {"epochs": 6, "learning_rate": 0.05}
+    report = relinear.distill_(model, {"q_proj": config}, corpus(), layers=[1], settings=settings)
+    (fit,) = report.layers
+    assert fit.name == "model.layers.1.self_attn.q_proj"
+    assert fit.error <= fit.start_error
+    # An isotropic random weight is beyond a few hundred parameters, but not the scale of its output.
+    assert fit.error < (0.9 if fit.parameters > 200 else 1.1)
+    assert type(model.model.layers[1].self_attn.q_proj.config) is type(config)
+    assert type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear
+    assert torch.isfinite(model(corpus()[:2]).logits).all()
+    assert "q_proj" in str(report)
+
+
+def test_an_operator_that_can_represent_the_layer_is_exact():
+    model = make_tiny_gpt2()
+    before = model(corpus()[:2]).logits
+    mapping = {"c_fc": relinear.LowRank(rank=32), "c_attn": relinear.LowRank(rank=32)}
+    report = relinear.distill_(model, mapping, corpus(), settings=SETTINGS)
+    assert len(report.layers) == 4
+    assert all(fit.error < 1e-6 for fit in report.layers)
+    torch.testing.assert_close(model(corpus()[:2]).logits, before, atol=1e-3, rtol=1e-3)
+
+
+def test_inputs_are_recorded_with_earlier_replacements_active_and_stored_once():
+    model, blocks = make_tiny_llama(), corpus()[:6]
+    layer = model.model.layers[1].self_attn
+    modules = {name: getattr(layer, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    seen = []
+    handle = layer.k_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, 1)))
+    with record(model, blocks, modules, batch=4) as recording:
+        assert recording.inputs("q_proj") is recording.inputs("v_proj")
+        assert recording.inputs("o_proj") is not recording.inputs("q_proj")
+        first = recording.inputs("k_proj").clone()
+    torch.testing.assert_close(first, torch.cat(seen))
+    handle.remove()
+    relinear.replace_(model, {"v_proj": relinear.LowRank(rank=1)}, layers=0)
+    with record(model, blocks, modules, batch=4) as recording:
+        assert (recording.inputs("k_proj") - first).norm() > 1e-3 * first.norm()
+    deep = {"up": model.model.layers[0].mlp.up_proj}
+    calls = []
+    model.model.layers[1].register_forward_pre_hook(lambda *_: calls.append(1))
+    with record(model, blocks, deep, batch=4):
+        assert not calls  # a pass ends with the last module that is asked for
+
+
+def test_on_disk_gives_the_same_and_leaves_nothing(tmp_path):
+    results = []
+    for on_disk in (False, True):
+        torch.manual_seed(5)
+        model = make_tiny_llama()
+        settings = SETTINGS | {"on_disk": on_disk}
+        relinear.distill_(
+            model,
+            {".*[qv]_proj": relinear.LowRank(rank=2)},
+            corpus(),
+            settings=settings,
+            out_dir=tmp_path / str(on_disk),
+        )
+        results.append(weights(model))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+    assert not list((tmp_path / "True" / "recorded").iterdir())
+
+
+@pytest.mark.parametrize("loss", ["cosine", "kl"])
+def test_other_losses(loss):
+    model = make_tiny_llama()
+    frozen = weights(model)
+    report = relinear.distill_(
+        model, {".*[qk]_proj": relinear.Rotor()}, corpus(), layers=[0], settings=SETTINGS | {"loss": loss}
+    )
+    assert len(report.layers) == 2
+    for fit in report.layers:
+        assert fit.error < fit.start_error
+        assert (fit.cosine is None) == (loss == "kl")
+    kept = weights(model)
+    assert all(torch.equal(kept[name], value) for name, value in frozen.items() if name in kept)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_the_output_projection_is_trained_again():
+    model = make_tiny_llama()
+    before = model.model.layers[0].self_attn.o_proj.weight.detach().clone()
+    settings = SETTINGS | {"retrain": "o_proj", "epochs": 3}
+    report = relinear.distill_(model, {"v_proj": relinear.LowRank(rank=2)}, corpus(), layers=[0], settings=settings)
+    first, second = report.layers
+    assert (first.retrained, second.retrained) == (False, True)
+    assert second.error < second.start_error
+    assert not torch.equal(model.model.layers[0].self_attn.o_proj.weight, before)
+
+
+def test_conditioned_operators_are_fitted_on_their_context():
+    model = make_tiny_llama()
+    relinear.attach_(model, relinear.ContextManager(dim=8))
+    config = relinear.CCL(rank=8, context_dim=8)
+    report = relinear.distill_(model, {"q_proj": config}, corpus(), layers=[1], settings=SETTINGS | {"epochs": 6})
+    assert report.layers[0].error < 1
+    assert torch.isfinite(model(corpus()[:2]).logits).all()
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("retrain", [None, "o_proj"])
+def test_resuming_is_exact(tmp_path, retrain):
+    def run(folder, stop_at=None, resume=True):
+        model = make_tiny_llama()
+        model.load_state_dict(start)
+
+        def watch(progress):
+            if stop_at and progress.phase == stop_at[0] and progress.name.startswith(stop_at[1]):
+                raise Stop
+
+        report = relinear.distill_(
+            model,
+            {".*[qv]_proj": relinear.Rotor(scale=True)},
+            corpus(),
+            settings=SETTINGS | {"retrain": retrain},
+            out_dir=folder,
+            resume=resume,
+            on_progress=watch,
+        )
+        return model, report
+
+    start = weights(make_tiny_llama())
+    whole, wanted = run(tmp_path / "whole")
+    for stop_at in [("fit", "model.layers.1"), ("record", "model.layers.0")]:
+        with pytest.raises(Stop):
+            run(tmp_path / "cut", stop_at, resume=stop_at[0] == "fit")
+        torch.manual_seed(123)
+        resumed, report = run(tmp_path / "cut")
+        assert report == wanted
+        assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(whole).items())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "cut" / "model").eval()
+    torch.testing.assert_close(loaded(corpus()[:2]).logits, whole(corpus()[:2]).logits)
+    with pytest.raises(ValueError, match="another"):
+        relinear.distill_(
+            make_tiny_llama(), {"k_proj": relinear.Rotor()}, corpus(), settings=SETTINGS, out_dir=tmp_path / "cut"
+        )
+
+
+def test_wrong_inputs_change_nothing(tmp_path):
+    model = make_tiny_llama()
+    before = copy.deepcopy(model)
+    rank = relinear.LowRank(rank=2)
+    for mapping, data, settings, match in [
+        ({"q_proj": rank}, corpus(blocks=3), SETTINGS, "the corpus has"),
+        ({"q_proj": rank}, ["text"], SETTINGS, "tokenizer"),
+        ({"nothing": rank}, corpus(), SETTINGS, "nearest"),
+        ({"q_proj": None}, corpus(), SETTINGS, "nothing to distill"),
+        ({"q_proj": rank}, corpus(), SETTINGS | {"token": 1}, "unknown setting"),
+        ({"q_proj": rank}, corpus(), SETTINGS | {"retrain": "nothing"}, "matches no linear layer"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            relinear.distill_(model, mapping, data, settings=settings)
+    for name, value in before.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
+
+
+def test_blocks_from_texts_tensors_and_mappings():
+    from relinear.data.tokenizers import byte_tokenizer
+
+    texts = ["some text, " * 9, "another one. " * 9]
+    blocks = token_blocks(iter(texts), byte_tokenizer(), 16, 5)
+    assert bytes(blocks.flatten().tolist()).decode() == texts[0][:80]
+    assert torch.equal(token_blocks(corpus(), None, 16, 4), corpus()[:2].view(4, 16))
+    assert torch.equal(token_blocks([{"input_ids": ids} for ids in corpus()], None, 32, 2), corpus()[:2])
+
+
+@pytest.mark.slow
+def test_the_command_killed_and_started_again(tmp_path):
+    from relinear.data.tokenizers import byte_tokenizer
+
+    torch.manual_seed(0)
+    model = make_tiny_llama(vocab_size=258, num_hidden_layers=4)
+    model.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    text = tmp_path / "text.txt"
+    text.write_text(Path(__file__).read_text() * 3)
+    environment = os.environ | {"PYTHONPATH": str(Path(relinear.__file__).parents[1])}
+
+    def command(out):
+        arguments = [str(tmp_path / "model"), "-r", "q_proj=rotor", "--data", str(text), "--split", "all"]
+        arguments += ["--tokens", "16384", "--set", "validation_tokens=1024", "--threads", "1", "--out", str(out)]
+        return [sys.executable, "-c", "from relinear.cli.main import run; run()", "distill", *arguments]
+
+    subprocess.run(command(tmp_path / "whole"), env=environment, check=True, capture_output=True)
+    process = subprocess.Popen(command(tmp_path / "cut"), env=environment, stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if "fit model.layers.2" in line:
+            process.send_signal(signal.SIGKILL)
+            break
+    process.wait()
+    assert len(json.loads((tmp_path / "cut" / "distill.json").read_text())["done"]) in (2, 3)
+    assert not (tmp_path / "cut" / "model").exists()
+    subprocess.run(command(tmp_path / "cut"), env=environment, check=True, capture_output=True)
+    for name in ("report.json", "model/model.safetensors"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
