@@ -4,7 +4,7 @@
     python examples/cgt_arithmetic.py collect --out results/cgt/arithmetic
 
 ``run`` trains one model and writes its settings, its curve and its measurements to COLUMN-SEED.json, and the model to
-COLUMN-SEED/ with --save; ``collect`` makes the table and the figures of what is there.
+models/COLUMN-SEED/ with --save; ``collect`` makes the table and the figures of what is there.
 """
 
 import argparse
@@ -32,6 +32,8 @@ COLUMNS = {
     "no-aux": {"eta": 1.0},
     "aux": {"eta": 0.5},
     "aux+reg": {"eta": 0.5, "continuity": 0.08, "decorrelation": 0.04},
+    "vae-0.01": {"eta": 0.5, "kl": 0.01},
+    "vae-0.3": {"eta": 0.5, "kl": 0.3},
 }
 PAPER = {
     "baseline": "77.7 %",
@@ -104,6 +106,8 @@ def make_model(options, task, column):
             context_heads=options.context_heads,
             rank=options.rank,
             templates=options.templates,
+            variational=column.startswith("vae"),
+            context_norm=not column.startswith("vae"),
             **shared,
         )
     )
@@ -159,7 +163,7 @@ def run(options):
         },
     )
     if options.save:
-        model.save_pretrained(options.out / f"{options.column}-{options.seed}")
+        model.save_pretrained(options.out / "models" / f"{options.column}-{options.seed}")
 
 
 def collect(options):
@@ -203,22 +207,25 @@ def collect(options):
     for measure in ("symbols", "answers"):
         figure = cgt_plots.accuracy_figure({c: [r["report"] for r in found] for c, found in rows.items()}, measure)
         save_figure(figure, options.out / f"accuracy-{measure}")
-    saved = {c: options.out / f"{c}-0" for c in ("no-aux", "aux", "aux+reg") if (options.out / f"{c}-0").is_dir()}
+    saved = {c: options.out / "models" / f"{c}-0" for c in COLUMNS}
+    saved = {c: folder for c, folder in saved.items() if folder.is_dir()}
     if not saved:
         return
     test = make_task(options, "test", 512)
     ids = test.batch(range(256))["input_ids"]
-    maps = {}
+    maps, spectra = {}, {}
     for column, folder in saved.items():
         model = relinear.CGTForCausalLM.from_pretrained(folder)
         y = model.context(ids)
         maps[column] = cgt_text.dot_products(y)
+        spectra[column] = cgt_text.spectrum(y)
         if column == "aux+reg":
             hidden = torch.from_numpy(np.concatenate([test.coefficients(i)[-1:] for i in range(256)]))
             probe = cgt_tasks.linear_probe(y[:, -1], hidden)
             save_figure(cgt_plots.probe_figure(probe.predicted, probe.truth), options.out / "probe")
     joints = range(test.example_length, test.length, test.example_length)
     save_figure(cgt_plots.dot_product_figure(maps, joints), options.out / "dot-products")
+    save_figure(cgt_plots.spectrum_figure(spectra), options.out / "spectra")
 
 
 def main():

@@ -63,10 +63,10 @@ def accuracy_figure(rows: Mapping[str, Sequence[Mapping[str, Any]]], measure: st
                 axes.plot([place + offset] * len(values), values, ls="", marker="o", ms=4, color="#222222")
                 axes.text(place + offset, max(values) + 0.02, f"{np.mean(values):.1%}", ha="center", fontsize=9)
     axes.set_xticks(range(len(rows)), list(rows))
-    axes.set_ylim(0, 1.12)
+    axes.set_ylim(0, 1.22)
     axes.set_ylabel("accuracy on the answers' symbols" if measure == "symbols" else "answers right as a whole")
     axes.set_title("Arithmetic: examples in context against y frozen and examples removed", loc="left")
-    axes.legend(frameon=False, ncols=2, loc="upper right")
+    axes.legend(frameon=False, ncols=2, loc="upper left")
     return figure
 
 

@@ -1,0 +1,228 @@
+"""Mixtures of two texts: what y knows about a text, where knowing the first part helps, and whether authors cluster.
+
+    python examples/cgt_text.py run --name aux+reg --books BOOKS --out results/cgt/text
+    python examples/cgt_text.py figures --books BOOKS --out results/cgt/text
+
+BOOKS is a parquet file with the columns ``author`` and ``text``. Of each author with at least --per-author books, the
+last --held-out ones are kept out of training; all measurements are on them.
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import relinear
+from relinear.analysis import cgt_plots, cgt_text
+from relinear.analysis.plots import save_figure
+from relinear.core.files import write_json, write_text
+from relinear.core.machine import describe_machine
+from relinear.data.tasks import TextMixture
+from relinear.data.tokenizers import load_tokenizer, train_bpe, vocabulary_size
+from relinear.train import FitSettings, fit
+from relinear.train.cgt_objectives import CGTObjective, GuidedTraining
+
+OBJECTIVES = {
+    "no-aux": {"eta": 1.0},
+    "aux": {"eta": 0.5},
+    "aux+reg": {"eta": 0.5, "continuity": 0.08, "decorrelation": 0.04},
+}
+
+
+def read_books(options):
+    """(training texts, held-out texts by author), each text the first --characters after its front matter."""
+    from datasets import load_dataset
+
+    books = load_dataset("parquet", data_files=str(options.books), split="train")
+    by_author = collections.defaultdict(list)
+    for author, text in zip(books["author"], books["text"]):
+        if len(text) > 4000 + options.characters:
+            by_author[author].append(text[4000 : 4000 + options.characters])
+    train, held_out = [], {}
+    for author, texts in sorted(by_author.items()):
+        keep = options.held_out if len(texts) >= options.per_author else 0
+        train += texts[: len(texts) - keep]
+        if keep:
+            held_out[author] = texts[len(texts) - keep :]
+    return train, held_out
+
+
+def prepare(options):
+    train, held_out = read_books(options)
+    folder = options.out / "models" / "tokenizer"
+    if not folder.is_dir():
+        train_bpe(train, options.vocabulary, sum(map(len, train))).save_pretrained(folder)
+    tokenizer = load_tokenizer(str(folder))
+
+    def encode(texts):
+        return [np.asarray(ids, dtype=np.int64) for ids in tokenizer(texts)["input_ids"]]
+
+    return tokenizer, encode(train), {author: encode(texts) for author, texts in held_out.items()}
+
+
+def run(options):
+    torch.set_num_threads(options.threads)
+    tokenizer, train, _ = prepare(options)
+    mixture = TextMixture(
+        train,
+        length=options.length,
+        start=2 * options.length // 5,
+        finish=7 * options.length // 10,
+        size=options.steps * options.batch_size,
+        seed=options.seed,
+    )
+    torch.manual_seed(options.seed)
+    config = relinear.CGTConfig(
+        vocab_size=vocabulary_size(tokenizer),
+        n_positions=options.length,
+        n_embd=options.width,
+        n_head=options.heads,
+        n_layer=options.layers,
+        context_layer=options.context_layer,
+        context_size=options.context_size,
+        context_heads=options.context_heads,
+        activation_function="gelu_pytorch_tanh",
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = relinear.CGTForCausalLM(config)
+    objective = CGTObjective(shared_split=True, **OBJECTIVES[options.name])
+    settings = FitSettings(
+        steps=options.steps,
+        batch_size=options.batch_size,
+        learning_rate=options.learning_rate,
+        warmup_steps=min(50, options.steps // 4),
+        weight_decay=0.01,
+        dtype="float32",
+        seed=options.seed,
+        threads=options.threads,
+        log_every=20,
+        save_every=0,
+    )
+    began = time.time()
+    result = fit(GuidedTraining(model, objective), mixture, settings)
+    model.save_pretrained(options.out / "models" / options.name)
+    write_json(
+        options.out / f"{options.name}.json",
+        {
+            "name": options.name,
+            "curve": result.curve,
+            "seconds": round(time.time() - began, 1),
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "training_tokens_available": int(sum(map(len, train))),
+            "objective": dataclasses.asdict(objective),
+            "settings": settings.model_dump(mode="json"),
+            "model": config.to_diff_dict(),
+            "options": {key: str(value) for key, value in vars(options).items()},
+            "machine": describe_machine(),
+        },
+    )
+    print(options.name, result.curve[-1], flush=True)
+
+
+def excerpts(documents, length, count, seed):
+    """``count`` excerpts of ``length`` tokens, (count, length), drawn from the documents in turn."""
+    generator = np.random.default_rng(seed)
+    rows = []
+    for number in range(count):
+        document = documents[number % len(documents)]
+        begin = int(generator.integers(0, len(document) - length + 1))
+        rows.append(torch.from_numpy(document[begin : begin + length]))
+    return torch.stack(rows)
+
+
+def figures(options):
+    torch.set_num_threads(options.threads)
+    tokenizer, _, held_out = prepare(options)
+    authors = list(held_out)
+    documents = [document for texts in held_out.values() for document in texts]
+    names = [name for name in OBJECTIVES if (options.out / "models" / name).is_dir()]
+    models = {name: relinear.CGTForCausalLM.from_pretrained(options.out / "models" / name).eval() for name in names}
+    joined = TextMixture(documents, length=options.length, start=options.length // 2, finish=options.length // 2)
+    text, cut, sources = joined.sample(3)
+    per_author = options.excerpts
+    reading = {a: excerpts(texts, options.length, per_author, 1) for a, texts in held_out.items()}
+    classes = np.repeat(np.arange(len(authors)), per_author)
+    report, maps, spectra = {}, {}, {}
+    for name, model in models.items():
+        ids = excerpts(documents, options.length, options.samples, 0)
+        losses = cgt_text.losses_by_position(model, ids, options.length // 3)
+        vectors = np.concatenate([cgt_text.document_context(model, reading[a]).numpy() for a in authors])
+        y = model.context(text[None])[0].numpy()
+        maps[name] = cgt_text.dot_products(model.context(text[None]))
+        spectra[name] = cgt_text.spectrum(model.context(ids))
+        centres = torch.from_numpy(vectors).view(len(authors), per_author, -1).mean(1)
+        shifts = cgt_text.token_shifts(model, reading[authors[0]][:8], centres[0], centres[-1], 15)
+        report[name] = {
+            "loss": {key: float(values.mean()) for key, values in losses.items()},
+            "first_16": {key: float(values[:16].mean()) for key, values in losses.items()},
+            "clusters": cgt_text.clustering_scores(vectors, classes),
+            "rising_tokens": {
+                "from": authors[0],
+                "to": authors[-1],
+                "tokens": [[tokenizer.decode([token]), round(value, 3)] for token, value in shifts],
+            },
+        }
+        save_figure(cgt_plots.position_figure(losses), options.out / f"{name}-positions")
+        save_figure(cgt_plots.context_figure(y, [cut]), options.out / f"{name}-context")
+        scores = report[name]["clusters"]
+        title = f"{name}: y of held-out excerpts, silhouette {scores['silhouette']:.2f}, nearest neighbour of the same "
+        title += f"author {scores['neighbours']:.0%} (chance {scores['chance']:.0%})"
+        points = cgt_text.embed_2d(vectors)
+        save_figure(cgt_plots.clusters_figure(points, classes, authors, title), options.out / f"{name}-authors")
+    save_figure(cgt_plots.dot_product_figure(maps, [cut]), options.out / "dot-products")
+    save_figure(cgt_plots.spectrum_figure(spectra), options.out / "spectra")
+    write_json(options.out / "report.json", report | {"joined_documents": list(sources), "joined_at": cut})
+    lines = [
+        "| model | dynamic | frozen | moving average | silhouette | nearest neighbour (chance) |",
+        "|" + " --- |" * 6,
+    ]
+    for name in names:
+        loss, scores = report[name]["loss"], report[name]["clusters"]
+        lines.append(
+            f"| {name} | {loss['dynamic']:.3f} | {loss['specialized']:.3f} | {loss['average']:.3f} | "
+            f"{scores['silhouette']:.3f} | {scores['neighbours']:.1%} ({scores['chance']:.1%}) |"
+        )
+    write_text(options.out / "table.md", "\n".join(lines) + "\n")
+    print("\n".join(lines), json.dumps(report, indent=1))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("prepare", "run", "figures"))
+    parser.add_argument("--name", choices=list(OBJECTIVES), default="aux+reg")
+    parser.add_argument("--books", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("results/cgt/text"))
+    parser.add_argument("--characters", type=int, default=40_000, help="of each book")
+    parser.add_argument("--per-author", type=int, default=6)
+    parser.add_argument("--held-out", type=int, default=2)
+    parser.add_argument("--vocabulary", type=int, default=2000)
+    parser.add_argument("--length", type=int, default=160)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--context-layer", type=int, default=4)
+    parser.add_argument("--context-size", type=int, default=48)
+    parser.add_argument("--context-heads", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--samples", type=int, default=160)
+    parser.add_argument("--excerpts", type=int, default=24, help="of each author, for the clusters")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    if options.what == "prepare":
+        _, train, held_out = prepare(options)
+        print(sum(map(len, train)), "training tokens;", {a: len(t) for a, t in held_out.items()}, "held out")
+    else:
+        {"run": run, "figures": figures}[options.what](options)
+
+
+if __name__ == "__main__":
+    main()
