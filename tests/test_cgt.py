@@ -248,6 +248,32 @@ def test_compiles_without_graph_breaks(ids):
         torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
 
 
+def test_resizing_the_vocabulary_resizes_both_streams(tmp_path, ids):
+    model = make_cgt()
+    before = model(ids).logits
+    model.resize_token_embeddings(60)
+    torch.testing.assert_close(model(ids).logits[..., :50], before)
+    longer = torch.full((1, 4), 59)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded(longer).logits, model(longer).logits)
+
+
+def test_bfloat16_and_autocast_are_close(model, ids):
+    with torch.no_grad():
+        wanted = model(ids).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            assert (model(ids).logits - wanted).norm() < 0.05 * wanted.norm()
+        half = copy.deepcopy(model).to(torch.bfloat16)
+        assert half(ids).logits.dtype == torch.bfloat16
+        assert (half(ids, frozen_context=model.context(ids)[:, -1]).logits.float()).isfinite().all()
+        assert (half(ids).logits - wanted).norm() < 0.05 * wanted.norm()
+
+
+def test_check_causality_accepts_it(model):
+    assert relinear.check_causality(model).causal
+
+
 def test_regression_reads_vectors():
     settings = relinear.CGTConfig(
         n_embd=16,

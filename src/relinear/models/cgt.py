@@ -289,6 +289,13 @@ class CGTForCausalLM(_CGTWithHead, GenerationMixin):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.post_init()
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """As in every Hugging Face model, for the token embeddings of both streams."""
+        resized = super().resize_token_embeddings(*args, **kwargs)
+        second = self._get_resized_embeddings(self.transformer.context_wte, resized.num_embeddings)
+        self.transformer.context_wte = second
+        return resized
+
     @can_return_tuple
     def forward(
         self,
