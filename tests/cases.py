@@ -139,6 +139,11 @@ def _sandwich_sums(dtype: torch.dtype) -> Iterator[tuple]:
         )
 
 
+def _token_kl_arguments(dtype: torch.dtype) -> Iterator[tuple]:
+    for leading in ((), (1,), (2, 3)):
+        yield torch.randn(*leading, 5, dtype=dtype), torch.randn(*leading, 5, dtype=dtype)
+
+
 def _hdpl_arguments(dtype: torch.dtype) -> Iterator[tuple]:
     generator = torch.Generator().manual_seed(3)
 
@@ -222,6 +227,12 @@ TWINS: list[Twin] = [
         reference=functional.transponder.modulate,
         fast=kernels.transponder.modulate,
         arguments=transponder_arguments,
+    ),
+    Twin(
+        kind="hdpl-kl",
+        reference=functional.hdpl.token_kl,
+        fast=kernels.hdpl.token_kl,
+        arguments=_token_kl_arguments,
     ),
     Twin(kind="hdpl", reference=functional.hdpl.hdpl, fast=kernels.hdpl.hdpl, arguments=_hdpl_arguments),
     Twin(kind="ccl", reference=functional.ccl.ccl, fast=kernels.ccl.ccl, arguments=_ccl_arguments),

@@ -24,6 +24,7 @@ __all__ = [
     "hdpl_decode",
     "hdpl_fit",
     "hdpl_sample",
+    "token_kl",
 ]
 
 
@@ -68,7 +69,7 @@ def hdpl(
 
 def hdpl_sample(mu: Tensor, logvar: Tensor, noise: Tensor) -> Tensor:
     """z = mu + exp(logvar / 2) * noise (Eq. 6), in at least float32, returned in mu's dtype; all (..., R)."""
-    return (_upcast(mu) + torch.exp(0.5 * _upcast(logvar)) * noise).to(mu.dtype)
+    return torch.addcmul(_upcast(mu), torch.exp(0.5 * _upcast(logvar)), noise).to(mu.dtype)
 
 
 def hdpl_decode(x: Tensor, z: Tensor, blocks: Tensor, decoder: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -82,18 +83,22 @@ def gaussian_kl(mu: Tensor, logvar: Tensor) -> Tensor:
     return 0.5 * (mu.square() + torch.expm1(logvar) - logvar)
 
 
+def token_kl(mu: Tensor, logvar: Tensor) -> Tensor:
+    """The KL of each token in nats, summed over dimensions (Eq. 8): (..., R) to (...,), at least float32."""
+    return gaussian_kl(mu, logvar).sum(-1)
+
+
 def bounded_kl(kl: Tensor, bound: float = math.log(2)) -> tuple[Tensor, Tensor]:
-    """The paper's regulariser (Eq. 9): KL summed over dimensions, clamped at ln 2. Clamped tokens have no gradient.
+    """The paper's regulariser (Eq. 9): the KL of a token, clamped at ln 2. Clamped tokens have no gradient.
 
     Args:
-        kl: (..., R), of ``gaussian_kl``.
+        kl: (...,), of ``token_kl``.
         bound: in nats.
 
     Returns:
         the loss of each token (...,), and whether it is clamped (...,).
     """
-    total = kl.sum(-1)
-    return total.clamp(max=bound), total.detach() >= bound
+    return kl.clamp(max=bound), kl.detach() >= bound
 
 
 def free_bits_kl(kl: Tensor, free: float) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from relinear.functional.hdpl import (
     hdpl_fit,
     hdpl_sample,
 )
-from relinear.kernels.hdpl import hdpl
+from relinear.kernels.hdpl import hdpl, token_kl
 
 __all__ = ["HDPL", "HDPLLinear"]
 
@@ -99,13 +99,16 @@ class HDPLLinear(LatentOperator):
 
     def _regularise(self, mu: Tensor, logvar: Tensor) -> None:
         config = self.config
-        if config.bound == "geometric_jsd":
-            divergence = loss = geometric_jsd(mu, logvar)
-            clamped = torch.zeros_like(loss)
-        else:
+        if config.bound == "clamp":
+            divergence = token_kl(mu, logvar)
+            loss, clamped = bounded_kl(divergence)
+        elif config.bound == "free_bits":
             kl = gaussian_kl(mu, logvar)
             divergence = kl.sum(-1)
-            loss, clamped = bounded_kl(kl) if config.bound == "clamp" else free_bits_kl(kl, config.free_nats_per_dim)
+            loss, clamped = free_bits_kl(kl, config.free_nats_per_dim)
+        else:
+            divergence = loss = geometric_jsd(mu, logvar)
+            clamped = torch.zeros_like(loss)
         self._aux_losses = {"latent": config.beta * loss.mean()}
         self._metrics = {"clamped": clamped.to(loss.dtype).mean().detach(), "divergence": divergence.mean().detach()}
 
