@@ -2,8 +2,8 @@
 
     python results/rotor/smollm2.py --model models/smollm2 --data data --layers 12
 
-Rows go to results/rotor/smollm2.jsonl as they are measured (a row that is there is not measured again), and the table to
-results/rotor/smollm2.md. --data is a folder with books/, wikitext2/, ptb/ and lambada/.
+Rows go to results/rotor/smollm2.jsonl as they are measured (a row that is there is not measured again), and the table
+to results/rotor/smollm2.md. --data is a folder with books/, wikitext2/, ptb/ and lambada/.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ def main() -> None:
     parser.add_argument("--layers", default="12", help="such as 12 or 11,12,13: replaced together")
     parser.add_argument("--projections", default="q_proj,k_proj,v_proj")
     parser.add_argument("--seeds", default="0")
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--eval-tokens", type=int, default=16384)
-    parser.add_argument("--lambada", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--eval-tokens", type=int, default=8192)
+    parser.add_argument("--lambada", type=int, default=100)
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
     relinear.tune_allocator()
