@@ -41,12 +41,12 @@ def run(subject: Subject) -> Result:
     for gate in ("scalar", "channel"):
         rows = [row["gates"][gate] for row in record.statistics.values() if gate in row["gates"]]
         if rows:
-            values = {key: float(np.mean([row[key] for row in rows])) for key in ("mean", "varying")}
+            mean = float(np.mean([row["mean"] for row in rows]))
             least, largest = min(row["least"] for row in rows), max(row["largest"] for row in rows)
-            lines.append(
-                f"{gate} gates of {len(rows)} modules: mean {values['mean']:.2f}, from {least:.2f} to {largest:.2f}; "
-                f"{values['varying']:.0%} of a module's variance varies with the token"
-            )
+            line = f"{gate} gates of {len(rows)} modules: mean {mean:.2f}, from {least:.2f} to {largest:.2f}"
+            if gate == "channel":
+                line += f"; {np.mean([row['varying'] for row in rows]):.0%} of a module's variance is with the token"
+            lines.append(line)
     numbers = {
         "modules": record.statistics,
         "scalar": {name: [round(v, 5) for v in gate.tolist()] for name, gate in record.scalar.items()},
@@ -165,25 +165,31 @@ def _spread(record: GateRecord) -> float:
     return max(float(np.quantile(distances, 0.99)), 0.02)
 
 
+#: kind of gate -> the statistics shown of it, each with its title (all of a scalar gate's variance is the tokens')
+_PANELS = {
+    "scalar": (("total", "standard deviation over tokens"), ("mean", "mean over tokens")),
+    "channel": (("total", "standard deviation"), ("varying", "share of variance with the token")),
+}
+
+
 def plot_variance(record: GateRecord) -> Any:
-    """Standard deviation of the gates by module and layer, and which share of the variance varies with the token."""
-    kinds = [k for k in ("scalar", "channel") if any(k in row["gates"] for row in record.statistics.values())]
+    """How far the gates spread, by module and layer: over tokens, or tokens and channels."""
+    kinds = [k for k in _PANELS if any(k in row["gates"] for row in record.statistics.values())]
     modules = record.modules()
-    figure, panels = new_figure(5.2 * 2, 1.2 + 2.4 * len(kinds), 2, rows=2 * len(kinds))
-    for row, kind in enumerate(kinds):
-        for column, (value, title) in enumerate((("total", "standard deviation"), ("varying", "share with the token"))):
-            axes = panels[2 * row + column]
-            table = record.table(kind, value).numpy()
-            table = np.sqrt(table) if value == "total" else table
-            for place, colour in zip(range(len(modules)), PALETTE):
-                if not np.isnan(table[:, place]).all():
-                    axes.plot(table[:, place], color=colour, lw=1.6, marker="o", ms=3, label=modules[place])
-            axes.set_title(f"{kind} gates: {title}", loc="left")
-            axes.set_ylim(0, 1.05 if value == "varying" else None)
-            axes.set_xticks(range(table.shape[0]) if table.shape[0] < 9 else range(0, table.shape[0], 3))
-            axes.set_xlabel("decoder layer")
-    handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside right center", frameon=False, fontsize=9)
+    figure, panels = new_figure(10.4, 1.2 + 2.4 * len(kinds), 2, rows=2 * len(kinds))
+    lines = {}
+    for axes, (kind, value, title) in zip(panels, [(k, *panel) for k in kinds for panel in _PANELS[k]], strict=True):
+        table = record.table(kind, value).numpy()
+        table = np.sqrt(table) if value == "total" else table
+        for place, module in enumerate(modules):
+            if not np.isnan(table[:, place]).all():
+                colour = PALETTE[place % len(PALETTE)]
+                (lines[module],) = axes.plot(table[:, place], color=colour, lw=1.6, marker="o", ms=3)
+        axes.set_title(f"{kind} gates: {title}", loc="left")
+        axes.set_ylim(0, 1.05 if value == "varying" else None)
+        axes.set_xticks(range(table.shape[0]) if table.shape[0] < 9 else range(0, table.shape[0], 3))
+        axes.set_xlabel("decoder layer")
+    figure.legend(lines.values(), lines, loc="outside right center", frameon=False, fontsize=9)
     return figure
 
 
@@ -207,7 +213,8 @@ def plot_alphas(record: GateRecord) -> Any:
         image = axes.imshow(table, cmap="RdBu_r", vmin=1 - spread, vmax=1 + spread, aspect="auto")
         for (i, j), alpha in np.ndenumerate(table):
             if not np.isnan(alpha) and depth < 25:
-                axes.text(j, i, f"{alpha:.2f}", ha="center", va="center", fontsize=7.5)
+                ink = "white" if abs(alpha - 1) > 0.7 * spread else "black"
+                axes.text(j, i, f"{alpha:.2f}", ha="center", va="center", fontsize=7.5, color=ink)
         axes.set_xticks(range(len(modules)), modules, rotation=40, ha="right", fontsize=8)
         axes.set_yticks(range(depth) if depth < 13 else range(0, depth, 3))
         axes.set_title(f"alpha of the {kind} gates", loc="left")
