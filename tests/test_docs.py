@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [*sorted((ROOT / "docs" / "operators").glob("*.md")), ROOT / "docs" / "latents.md"]
+PAGES = [
+    *sorted((ROOT / "docs" / "operators").glob("*.md")),
+    *(ROOT / "docs" / f"{p}.md" for p in ("latents", "residual")),
+]
 
 
 def blocks(path: Path) -> list[str]:
