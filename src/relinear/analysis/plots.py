@@ -103,7 +103,9 @@ def curves(entries: Sequence[Entry]) -> Any:
     scale, unit = _si(last_token)
     bottom = min(point[2] for points in series.values() for point in points)
     # The first steps span most of the range and show nothing about the operators: leave them above the frame.
-    top = max(next((p[3] for p in points if p[0] >= 0.15 * points[-1][0]), points[0][3]) for points in series.values())
+    # (With a handful of evaluations there would be nothing left to see.)
+    cut = 0.15 if min(len(points) for points in series.values()) > 4 else 0.0
+    top = max(next((p[3] for p in points if p[0] >= cut * points[-1][0]), points[0][3]) for points in series.values())
     margin = 0.05 * (top - bottom) or 0.1
     low, high = bottom - margin, top + margin
     for name, points in series.items():
@@ -221,6 +223,7 @@ def _label_points(axes: Any, names: Sequence[str], xs: Sequence[float], ys: Sequ
                 va="center",
                 fontsize=9,
                 color=palette[names[i]],
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
                 arrowprops={"arrowstyle": "-", "color": palette[names[i]], "lw": 0.5, "alpha": 0.6} if moved else None,
             )
 

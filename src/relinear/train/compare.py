@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from relinear.core.config import Config
 from relinear.core.files import write_json
 from relinear.core.machine import describe_machine
 from relinear.data import prepare_data
@@ -373,8 +374,8 @@ def _entry(
         {key: run[key] for key in (*kept, "peak_memory_bytes", "aux")} | {"curve": _curve(run["curve"])} for run in runs
     ]
     mapping = planned.settings.mapping
-    stated = [f"{pattern}: {config or 'left dense'}" for pattern, config in mapping.items()]
-    stated += [str(config) for config in planned.settings.attached]
+    stated = [f"{pattern}: {_stated(config) if config else 'left dense'}" for pattern, config in mapping.items()]
+    stated += [_stated(config) for config in planned.settings.attached]
     return {
         "name": planned.name,
         "operators": "; ".join(stated) or "dense",
@@ -391,6 +392,12 @@ def _entry(
         "speed": speed,
         "runs": short,
     }
+
+
+def _stated(config: Config) -> str:
+    """A setting with its defaults, which matter to a reader as much as what was changed."""
+    values = {key: value for key, value in config.to_dict().items() if key != "kind" and value is not None}
+    return f"{config.kind}({', '.join(f'{key}={value}' for key, value in values.items())})"
 
 
 def _curve(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
