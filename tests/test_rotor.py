@@ -131,6 +131,10 @@ def test_inference_computes_factors_once_until_a_parameter_changes(dtype, size):
         torch.testing.assert_close(copy.deepcopy(module)(x), changed)
         module.load_state_dict({k: v + 1 for k, v in module.state_dict().items()})
         assert (module(x) - changed).norm() > 0.05 * first.norm()
+        count = len(calls)
+        module.entry.left.data = module.entry.left.data.clone() - 1  # as a move to another device does
+        module(x)
+        assert len(calls) == count + 1
     with torch.inference_mode():
         module(x)
     module(x).sum().backward()  # what inference cached must not leak into a graph

@@ -33,21 +33,21 @@ _ACTIVATIONS = {
 
 
 class _Cache:
-    """Tensors computed from parameters, valid until one of these changes."""
+    """Values computed from parameters, dropped when one of these is replaced, changed in place or moved."""
 
     def __init__(self) -> None:
-        self.sources: list[tuple[Tensor, int]] = []
+        self.sources: list[tuple[Tensor, int, int]] = []
         self.values: dict = {}
 
     def get(self, key, parameters: Sequence[Tensor], compute):
         if any(p.is_inference() for p in parameters):  # they count no versions, so that a change would go unseen
             return compute()
-        for parameter, (source, version) in zip(parameters, self.sources, strict=False):
-            if parameter is not source or parameter._version != version:
+        for parameter, (source, version, address) in zip(parameters, self.sources, strict=False):
+            if parameter is not source or parameter._version != version or parameter.data_ptr() != address:
                 self.sources = []
                 break
         if not self.sources:
-            self.sources, self.values = [(p, p._version) for p in parameters], {}
+            self.sources, self.values = [(p, p._version, p.data_ptr()) for p in parameters], {}
         if key not in self.values:
             self.values[key] = compute()
         return self.values[key]
