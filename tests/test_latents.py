@@ -285,3 +285,15 @@ def test_running_moments_survive_a_resume(tmp_path) -> None:
     (folder / "latent_moments.json").write_text("{}")
     with pytest.raises(ValueError, match="not a file of latent moments"):
         relinear.read_moments(folder)
+
+
+def test_running_moments_of_a_relinear_run(tmp_path) -> None:
+    from relinear.train import FitSettings, fit
+
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 96, (8, 8))]
+    callback = relinear.LatentMoments(every=2)
+    model = make_model()
+    fit(model, data, FitSettings(steps=3, batch_size=2), out_dir=tmp_path / "run", callbacks=[callback])
+    assert set(relinear.read_moments(tmp_path / "run")) == {Q0, Q1}
+    assert callback._sums[Q0]["tokens"] == pytest.approx(2 * 8 * (1 + 0.99))
+    assert all(operator._latent_tap is None for operator in latent_operators(model).values())

@@ -79,7 +79,9 @@ class LatentMoments(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.on_step_end(args, state, control)
         if state.is_world_process_zero:
-            self._write(Path(args.output_dir) / FILE)
+            folder = Path(args.output_dir)
+            # relinear's own runs give transformers a folder of checkpoints below the run's directory.
+            self._write((folder.parent if folder.name == "checkpoints" else folder) / FILE)
 
     def _write(self, path: Path) -> None:
         latents = {
