@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["modulate", "modulate_static", "modulator_gate"]
+__all__ = ["modulate", "modulate_static", "modulated_linear", "modulator_gate"]
 
 Alpha = Tensor | float
 
@@ -59,6 +59,31 @@ def modulate(
     if scalar is not None:
         out = out * modulator_gate(x, down, scalar, scalar_alpha)
     return out.to(z.dtype)
+
+
+def modulated_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    channel: Tensor | None,
+    scalar: Tensor | None,
+    channel_alpha: Alpha = 1.0,
+    scalar_alpha: Alpha = 1.0,
+) -> Tensor:
+    """A linear layer and its gates (Eq. 6): ``modulate`` of z = W x + bias.
+
+    Args:
+        x: (..., I).
+        weight: W (O, I).
+        bias: (O,) or None.
+        down, channel, scalar, channel_alpha, scalar_alpha: as in ``modulate``.
+
+    Returns:
+        (..., O).
+    """
+    z = torch.nn.functional.linear(x, weight, bias)
+    return modulate(z, x, down, channel, scalar, channel_alpha, scalar_alpha)
 
 
 def modulate_static(z: Tensor, gate_logits: Tensor, alpha: Alpha = 1.0) -> Tensor:

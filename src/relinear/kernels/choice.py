@@ -1,10 +1,14 @@
-"""Which form of an operator's arithmetic is the faster one: one small table, measured."""
+"""Which form of an operator's arithmetic is used: dense matrices on a CPU by a table, measured; Triton on GPUs."""
 
 from __future__ import annotations
 
-import torch
+import importlib.util
+import os
 
-__all__ = ["LARGEST_DENSE", "prefers_dense"]
+import torch
+from torch import Tensor
+
+__all__ = ["LARGEST_DENSE", "prefers_dense", "prefers_triton"]
 
 FEW_TOKENS = 8
 
@@ -22,3 +26,31 @@ def prefers_dense(kind: str, in_features: int, out_features: int, dtype: torch.d
     few, many = LARGEST_DENSE.get(kind, {}).get(dtype, (0, 0))
     limit = few if tokens <= FEW_TOKENS else many
     return in_features * out_features <= limit * limit
+
+
+#: the oldest GPU that the Triton kernels are compiled for: its tensor cores take bfloat16 and single precision
+OLDEST_CAPABILITY = (8, 0)
+
+
+#: whether there are Triton kernels to choose: settled once, as a compiler cannot look for packages
+HAS_TRITON = (
+    importlib.util.find_spec("triton") is not None
+    and torch.version.hip is None
+    and os.environ.get("RELINEAR_TRITON", "1") != "0"
+)
+
+
+def prefers_triton(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether an operator on x and its parameters runs as a Triton kernel rather than as torch operations.
+
+    On NVIDIA GPUs alone, and in half precision: that of all tensors, or autocast's. ``RELINEAR_TRITON=0`` in the
+    environment, read at import, turns the kernels off.
+    """
+    if not HAS_TRITON or x.device.type != "cuda" or not x.numel():
+        return False
+    given = [t.dtype for t in (x, *others) if t is not None]
+    if torch.is_autocast_enabled("cuda") and torch.float64 not in given:
+        given = [torch.get_autocast_dtype("cuda")]
+    if given[0] not in (torch.float16, torch.bfloat16) or any(dtype != given[0] for dtype in given):
+        return False
+    return torch.cuda.get_device_capability(x.device) >= OLDEST_CAPABILITY

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["modulate", "modulate_pointwise"]
+from relinear.kernels.choice import prefers_triton
+
+__all__ = ["modulate", "modulate_pointwise", "modulated_linear"]
 
 Alpha = Tensor | float
 
@@ -141,3 +143,22 @@ def modulate(
         ]
         out = _Modulate.apply(z.reshape(-1, z.shape[-1]), u.reshape(-1, u.shape[-1]), *ups)
     return out.reshape(z.shape)
+
+
+def modulated_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    channel: Tensor | None,
+    scalar: Tensor | None,
+    channel_alpha: Alpha = 1.0,
+    scalar_alpha: Alpha = 1.0,
+) -> Tensor:
+    """``functional.transponder.modulated_linear``: on a GPU one kernel, the gates in the product's epilogue."""
+    if prefers_triton(x, weight, bias, down, channel, scalar):
+        from relinear.kernels.triton import transponder
+
+        return transponder.modulated_linear(x, weight, bias, down, channel, scalar, channel_alpha, scalar_alpha)
+    z = torch.nn.functional.linear(x, weight, bias)
+    return modulate(z, x, down, channel, scalar, channel_alpha, scalar_alpha)

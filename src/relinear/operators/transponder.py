@@ -16,7 +16,7 @@ from relinear.core.config import check_at_least, check_choice, check_type, regis
 from relinear.core.operator import NotLinearError
 from relinear.core.wrapper import Wrapper, WrapperConfig
 from relinear.functional.transponder import modulate_static, modulator_gate
-from relinear.kernels.transponder import modulate
+from relinear.kernels.transponder import modulate, modulated_linear
 
 __all__ = ["Modulator", "ModulatorSettings", "StaticModulator", "Transponder", "TransponderLinear", "build_modulator"]
 
@@ -92,6 +92,13 @@ class Modulator(_Alphas):
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         alphas = self._alpha("channel_log_alpha"), self._alpha("scalar_log_alpha")
         return modulate(z, x, self.down, self.channel_up, self.scalar_up, *alphas)
+
+    def after_linear(self, x: Tensor, linear: nn.Module) -> Tensor:
+        """``forward(x, linear(x))`` for an ``nn.Linear``, in one kernel where there is one."""
+        alphas = self._alpha("channel_log_alpha"), self._alpha("scalar_log_alpha")
+        weight, bias = linear._parameters["weight"], linear._parameters["bias"]
+        assert weight is not None
+        return modulated_linear(x, weight, bias, self.down, self.channel_up, self.scalar_up, *alphas)
 
     def gates_of(self, x: Tensor) -> dict[str, Tensor]:
         """The gates for the input x (..., I): "channel" (..., O) and "scalar" (..., 1), in float32 at least."""
@@ -224,6 +231,9 @@ class TransponderLinear(Wrapper):
         self.modulator.reset_parameters(identity=True)
 
     def forward(self, x: Tensor) -> Tensor:
+        plain = type(self.base) is nn.Linear and isinstance(self.modulator, Modulator)
+        if plain and not _has_hooks(self.base) and not _has_hooks(self.modulator):
+            return self.modulator.after_linear(x, self.base)
         return self.modulator(x, self.base(x))
 
     def _static_gate(self) -> Tensor:
@@ -246,6 +256,11 @@ class TransponderLinear(Wrapper):
 
     def flops_per_token(self) -> int:
         return self.base_flops_per_token() + self.modulator.flops_per_token()
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(bool(given) for given in hooks)
 
 
 @register

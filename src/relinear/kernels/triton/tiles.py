@@ -1,0 +1,87 @@
+"""What the kernels share: a tile of a matrix product, and the sizes of tiles (untuned)."""
+
+# Legend: N rows, K summed dimension
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["COLUMNS", "STEP", "add_product", "cdiv", "depth", "empty", "lowered", "pad", "precision", "rows", "warps"]
+
+#: columns of an output tile, and numbers of the summed dimension that are loaded at a time
+COLUMNS, STEP = 128, 32
+
+cdiv = triton.cdiv
+
+
+def rows(tokens: int) -> int:
+    """Rows of an output tile."""
+    return 16 if tokens <= 16 else 64 if tokens <= 2048 else 128
+
+
+def warps(tile_rows: int) -> int:
+    """Warps for a tile of so many rows and ``COLUMNS`` columns."""
+    return 8 if tile_rows > 16 else 4
+
+
+def depth(dtype: torch.dtype) -> int:
+    """Stages of the loads' pipeline: as many as fit into 99 KB of shared memory."""
+    return 2 if dtype == torch.float32 else 3
+
+
+def pad(size: int) -> int:
+    """The power of two, at least 16, that a dimension inside a tile is padded to; a product takes no smaller one."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How products of single-precision numbers are taken: as torch takes its own."""
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for a result; a tensor without numbers stands for a result that nobody asked for."""
+    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+
+
+def lowered(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """The tensors as autocast would hand them to a matrix product; unchanged without autocast."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return x, *others
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(None if t is None else t.to(dtype) for t in (x, *others))
+
+
+@triton.jit
+def add_product(
+    total,
+    a,
+    a_row,
+    row,
+    row_ok,
+    b,
+    b_column,
+    b_step,
+    column,
+    column_ok,
+    size,
+    STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """total[n, c] + sum_k a[row_n, k] b[column_c, k]: ``a`` has rows of stride ``a_row`` and adjacent columns, ``b``
+    the strides ``b_column`` and ``b_step`` for its column and for k."""
+    for start in range(0, size, STEP):
+        k = start + tl.arange(0, STEP)
+        k_ok = k < size
+        left = tl.load(a + row[:, None] * a_row + k[None, :], mask=row_ok[:, None] & k_ok[None, :], other=0.0)
+        right = tl.load(
+            b + column[None, :] * b_column + k[:, None] * b_step, mask=column_ok[None, :] & k_ok[:, None], other=0.0
+        )
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+    return total

@@ -1,0 +1,69 @@
+"""The table of Triton kernels: what each must equal, and the shapes it is held to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import relinear
+from relinear import kernels
+from relinear.functional import transponder as reference_transponder
+from relinear.kernels.triton import transponder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One kernel.
+
+    Args:
+        name: kind of its operator.
+        reference, fast: functions of the same signature.
+        small: argument lists for the interpreter: a tuple is a shape of normal numbers (the last, the fan-in, scales
+            a matrix), anything else is passed on.
+        large: an argument list for the compiler, with as many tokens as give the largest tiles.
+    """
+
+    name: str
+    reference: Callable
+    fast: Callable
+    small: tuple[tuple, ...]
+    large: tuple
+
+
+def draw(shapes: tuple, dtype: torch.dtype) -> list:
+    """The arguments of a row."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tensor(shape: tuple[int, ...]) -> Tensor:
+        fan_in = 1 if len(shape) < 2 else shape[-1]
+        return (torch.randn(shape, generator=generator) / fan_in**0.5).to(dtype)
+
+    return [tensor(shape) if isinstance(shape, tuple) else shape for shape in shapes]
+
+
+def _modulated(tokens, i, o, rank, bias=True, channel=True, scalar=True) -> tuple:
+    leading = tokens if isinstance(tokens, tuple) else (tokens,)
+    gates = ((o, rank) if channel else None, (1, rank) if scalar else None, (1,), (1,))
+    return ((*leading, i), (o, i), (o,) if bias else None, (rank, i), *gates)
+
+
+CASES = [
+    Case(
+        name="transponder",
+        reference=reference_transponder.modulated_linear,
+        fast=transponder.modulated_linear,
+        small=(
+            _modulated(1, 8, 3, 2),
+            _modulated((2, 35), 100, 130, 8),
+            _modulated(33, 40, 20, 20, bias=False, scalar=False),
+            _modulated(5, 16, 16, 4, channel=False),
+        ),
+        large=_modulated(4096, 128, 256, 8),
+    ),
+]
+
+#: a layer, the module of its Triton kernel, the module that chooses, and the function of both
+LAYERS = {"transponder": (relinear.Transponder(), transponder, kernels.transponder, "modulated_linear")}

@@ -1,0 +1,81 @@
+"""Triton kernels in Triton's interpreter on the CPU, run by ``test_triton.py`` with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import Tensor
+
+from triton_cases import CASES, LAYERS, Case, draw
+
+#: relative error against the reference in float64, of results and of gradients, some of which are sums that cancel
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3}
+
+
+def run(function, given: list, dtype: torch.dtype) -> list[Tensor | None]:
+    """Results, then the gradients of a random combination of them."""
+    given = [a.to(dtype).clone().requires_grad_() if isinstance(a, Tensor) else a for a in given]
+    results = function(*given)
+    results = [r for r in (results if isinstance(results, tuple) else (results,)) if r is not None]
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(r.shape, generator=generator).half().to(dtype) for r in results]
+    leaves = [a for a in given if isinstance(a, Tensor)]
+    gradients = torch.autograd.grad(results, leaves, upstream, allow_unused=True)
+    return [*(r.detach() for r in results), *gradients]
+
+
+@pytest.fixture
+def _poisoned():
+    """Uninitialised memory is NaN, so that an element which a kernel forgets cannot pass."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_kernel_equals_its_reference(case: Case, dtype: torch.dtype) -> None:
+    assert list(inspect.signature(case.fast).parameters) == list(inspect.signature(case.reference).parameters)
+    for shapes in case.small:
+        given = draw(shapes, dtype)
+        actual, expected = run(case.fast, given, dtype), run(case.reference, given, torch.float64)
+        assert len(actual) == len(expected)
+        for ours, theirs in zip(actual, expected):
+            assert (ours is None) == (theirs is None)
+            if theirs is None:
+                continue
+            assert ours.shape == theirs.shape
+            assert ours.dtype == dtype
+            error = (ours.double() - theirs).norm() / theirs.norm().clamp_min(1e-3)
+            assert error <= TOLERANCES[dtype], f"{shapes}: {error:.2g}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_kernel_compiles_as_a_whole(case: Case) -> None:
+    given = draw(case.small[0], torch.float32)
+    compiled = torch.compile(case.fast, fullgraph=True, backend="aot_eager", dynamic=False)
+    for actual, expected in zip(run(compiled, given, torch.float32), run(case.fast, given, torch.float32)):
+        assert (actual is None) == (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_uses_its_kernel(name: str, monkeypatch) -> None:
+    """A layer gives the same with the kernel as without it, and does launch it where the choice is for it."""
+    config, twin, module, function = LAYERS[name]
+    layer = config.build(32, 48, bias=True)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(2, 5, 32)
+    expected = run(layer, [x], torch.float32)
+    calls = []
+    kernel = getattr(twin, function)
+    monkeypatch.setattr(twin, function, lambda *given: (calls.append(function), kernel(*given))[1])
+    monkeypatch.setattr(module, "prefers_triton", lambda *given: True)
+    actual = run(layer, [x], torch.float32)
+    assert calls == [function]
+    torch.testing.assert_close(actual, expected)
