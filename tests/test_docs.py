@@ -1,4 +1,4 @@
-"""The examples of the docs run, and CONTRIBUTING's operator passes the suite."""
+"""The examples of the docs run, every operator has its page, and CONTRIBUTING's operator passes the suite."""
 
 import os
 import re
@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from cases import CASES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -28,6 +30,11 @@ def test_examples_run(page: Path, tmp_path, monkeypatch) -> None:
     namespace: dict = {}
     for example in examples:
         exec(compile(example, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("kind", sorted({case.config.kind for case in CASES}))
+def test_every_operator_has_a_page(kind: str) -> None:
+    assert (ROOT / "docs" / "operators" / f"{kind}.md").is_file()
 
 
 @pytest.mark.slow
