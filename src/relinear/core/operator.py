@@ -241,7 +241,7 @@ def dense_in_float32(operator: Operator) -> tuple[Tensor, Tensor | None]:
     dtype = next(operator.parameters()).dtype
     # A copy, so that the operator stays as it is.
     wide = operator if dtype in (torch.float32, torch.float64) else deepcopy(operator).float()
-    weight, bias = wide.to_dense().to(dtype), wide.dense_bias()
+    weight, bias = wide.to_dense().to(dtype).contiguous(), wide.dense_bias()
     return weight, None if bias is None else bias.to(dtype)
 
 
