@@ -38,6 +38,7 @@ def main():
     parser.add_argument("--context-heads", type=int, default=4)
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--templates", type=int, default=8)
+    parser.add_argument("--initializer-range", type=float, default=0.1, help="GPT-2's 0.02 is for width 768")
     parser.add_argument("--eta", type=float, default=0.5)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch-size", type=int, default=64)
@@ -62,6 +63,7 @@ def main():
         context_heads=options.context_heads,
         rank=options.rank,
         templates=options.templates,
+        initializer_range=options.initializer_range,
         input_features=train.features,
         output_features=train.outputs,
         activation_function="gelu_pytorch_tanh",

@@ -349,7 +349,8 @@ class CGTForRegression(_CGTWithHead):
     """A CGT that reads vectors and predicts vectors, for in-context regression (CGT, Section 4.1).
 
     The paper pads a vector with zeros to the width of the embedding, which is a fixed linear map; here that map is
-    learnt (one for both streams), and so is the read-out.
+    learnt (one for both streams), and so is the read-out. It starts at the scale of the position embeddings, as GPT-2's
+    token embedding does: were it larger, positions, which tell which x belongs to which y, would hardly be seen.
     """
 
     def __init__(self, config: CGTConfig):
@@ -363,12 +364,6 @@ class CGTForRegression(_CGTWithHead):
         self.vector_in = nn.Linear(config.input_features, config.n_embd + config.context_size)
         self.head = nn.Linear(config.n_embd, config.output_features)
         self.post_init()
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, CGTForRegression):
-            initialization.normal_(module.vector_in.weight, std=module.vector_in.in_features**-0.5)
 
     def _bare(self, vectors: Tensor, **kwargs: Any) -> CGTOutput:
         if vectors.ndim != 3 or vectors.shape[-1] != self.config.input_features:
