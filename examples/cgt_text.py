@@ -86,6 +86,7 @@ def run(options):
         context_layer=options.context_layer,
         context_size=options.context_size,
         context_heads=options.context_heads,
+        initializer_range=options.initializer_range,
         activation_function="gelu_pytorch_tanh",
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -209,6 +210,7 @@ def main():
     parser.add_argument("--context-layer", type=int, default=4)
     parser.add_argument("--context-size", type=int, default=48)
     parser.add_argument("--context-heads", type=int, default=3)
+    parser.add_argument("--initializer-range", type=float, default=0.02)
     parser.add_argument("--steps", type=int, default=700)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
