@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ClassVar, Self, cast
 
 import torch
@@ -33,24 +33,32 @@ _ACTIVATIONS = {
 
 
 class _Cache:
-    """Values computed from parameters, dropped when one of these is replaced, changed in place or moved."""
+    """Values computed from a module's own parameters, dropped when one of these is replaced, changed or moved."""
 
-    def __init__(self) -> None:
-        self.sources: list[tuple[Tensor, int, int]] = []
+    def __init__(self, parameters: dict[str, nn.Parameter | None]) -> None:
+        self.parameters = parameters
+        self.sources: list[tuple[str, Tensor, int, int]] = []
         self.values: dict = {}
 
-    def get(self, key, parameters: Sequence[Tensor], compute):
-        if any(p.is_inference() for p in parameters):  # they count no versions, so that a change would go unseen
-            return compute()
-        for parameter, (source, version, address) in zip(parameters, self.sources, strict=False):
-            if parameter is not source or parameter._version != version or parameter.data_ptr() != address:
-                self.sources = []
-                break
-        if not self.sources:
-            self.sources, self.values = [(p, p._version, p.data_ptr()) for p in parameters], {}
-        if key not in self.values:
-            self.values[key] = compute()
-        return self.values[key]
+    def get(self, key):
+        """The value of ``key``, or None where there is none that is still good."""
+        for name, parameter, version, address in self.sources:
+            if (
+                self.parameters[name] is not parameter
+                or parameter._version != version
+                or parameter.data_ptr() != address
+            ):
+                self.sources, self.values = [], {}
+                return None
+        return self.values.get(key)
+
+    def put(self, key, value):
+        """Keep ``value``, where changes of the parameters can be seen at all (inference tensors count no versions)."""
+        present = [(name, p) for name, p in self.parameters.items() if p is not None]
+        if not any(p.is_inference() for _, p in present):
+            self.sources = [(name, p, p._version, p.data_ptr()) for name, p in present]
+            self.values[key] = value
+        return value
 
 
 class SandwichSum(nn.Module):
@@ -81,7 +89,7 @@ class SandwichSum(nn.Module):
         single = config.terms == "rotor" and config.rotors == "single"
         self.register_parameter("right", None if single else nn.Parameter(torch.empty(*counts, *right, **kw)))
         self.register_parameter("scale", nn.Parameter(torch.empty(counts, **kw)) if config.scale else None)
-        self._cache = _Cache()
+        self._cache = _Cache(self._parameters)
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -166,27 +174,31 @@ class SandwichSum(nn.Module):
         return factored > dense
 
     def forward(self, x: Tensor) -> Tensor:
-        parameters = [p for p in self._parameters.values() if p is not None]
-        needs_graph = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parameters))
-        if needs_graph or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (
+            torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
+        ):
             left, right = self.factors()
             return self.apply_factors(x, left.to(x.dtype), right.to(x.dtype))
         # tokens up to a power of two, so that one decision serves many sizes of input
-        tokens = (x.numel() // self.in_features).bit_length()
-        run = self._cache.get((tokens, x.dtype), parameters, lambda: self._inference(1 << tokens, x.dtype, x.device))
+        key = (x.numel() // self.in_features).bit_length(), x.dtype
+        run = self._cache.get(key)
+        if run is None:
+            run = self._cache.put(key, self._inference(1 << key[0], x.dtype, x.device))
         return run(x)
 
+    @torch.no_grad()
     def _inference(self, tokens: int, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor]:
         """The map with everything that depends on parameters computed beforehand, the faster way."""
-        parameters = [p for p in self._parameters.values() if p is not None]
         if self.dense_is_faster(tokens, dtype, device):
-            weight = self._cache.get(("dense", dtype), parameters, lambda: self.dense().to(dtype).contiguous())
+            weight = self._cache.get(("dense", dtype))
+            if weight is None:
+                weight = self._cache.put(("dense", dtype), self.dense().to(dtype).contiguous())
             return lambda x: torch.nn.functional.linear(x, weight)
-
-        def compute() -> tuple[Tensor, ...]:
-            return tuple(factor.to(dtype).contiguous() for factor in self.factors())
-
-        left, right = self._cache.get(("factors", dtype), parameters, compute)
+        factors = self._cache.get(("factors", dtype))
+        if factors is None:
+            computed = tuple(factor.to(dtype).contiguous() for factor in self.factors())
+            factors = self._cache.put(("factors", dtype), computed)
+        left, right = factors
         small = tokens * self.window <= CHUNK_NUMBERS
         one = (
             math.prod(self.counts) == 1 and left.shape[3] == 1 and self.in_features == self.out_features == self.window
@@ -205,11 +217,15 @@ class SandwichSum(nn.Module):
         return direct
 
     def train(self, mode: bool = True) -> Self:
-        self._cache = _Cache()
+        self._cache = _Cache(self._parameters)
         return super().train(mode)
 
     def __getstate__(self):
-        return self.__dict__ | {"_cache": _Cache()}
+        return {key: value for key, value in self.__dict__.items() if key != "_cache"}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._cache = _Cache(self._parameters)
 
 
 class _Branches(nn.Module):
@@ -294,8 +310,8 @@ class RotorLinear(Operator):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        for stage in self._stages():
-            x = stage(x)
+        for stage in (self.entry,) if self.exit is None else self._stages():
+            x = stage.forward(x)  # a call of the module would take longer than a small product
         return x if self.bias is None else x + self.bias.to(x.dtype)
 
     def to_dense(self) -> Tensor:
