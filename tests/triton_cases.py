@@ -10,8 +10,9 @@ from torch import Tensor
 
 import relinear
 from relinear import kernels
+from relinear.functional import hdpl as reference_hdpl
 from relinear.functional import transponder as reference_transponder
-from relinear.kernels.triton import transponder
+from relinear.kernels.triton import hdpl, transponder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,13 @@ def _modulated(tokens, i, o, rank, bias=True, channel=True, scalar=True) -> tupl
     return ((*leading, i), (o, i), (o,) if bias else None, (rank, i), *gates)
 
 
+def _hdpl(tokens, i, o, blocks, rank, bias=True, noise=True) -> tuple:
+    leading = tokens if isinstance(tokens, tuple) else (tokens,)
+    encoders = ((rank, i), (rank,), (rank, i), (rank,))
+    last = ((o, rank), (o,) if bias else None, (*leading, rank) if noise else None)
+    return ((*leading, i), (blocks, o // blocks, i // blocks), *encoders, *last)
+
+
 CASES = [
     Case(
         name="transponder",
@@ -63,7 +71,22 @@ CASES = [
         ),
         large=_modulated(4096, 128, 256, 8),
     ),
+    Case(
+        name="hdpl",
+        reference=reference_hdpl.hdpl,
+        fast=hdpl.hdpl,
+        small=(
+            _hdpl(1, 8, 12, 4, 3),
+            _hdpl((2, 35), 74, 274, 2, 70),
+            _hdpl(5, 33, 39, 3, 9, bias=False),
+            _hdpl((3, 6), 20, 10, 2, 5, noise=False),
+        ),
+        large=_hdpl(4096, 128, 256, 2, 64),
+    ),
 ]
 
 #: a layer, the module of its Triton kernel, the module that chooses, and the function of both
-LAYERS = {"transponder": (relinear.Transponder(), transponder, kernels.transponder, "modulated_linear")}
+LAYERS = {
+    "transponder": (relinear.Transponder(), transponder, kernels.transponder, "modulated_linear"),
+    "hdpl": (relinear.HDPL(rank=6, blocks=4), hdpl, kernels.hdpl, "hdpl"),
+}

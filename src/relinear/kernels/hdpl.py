@@ -14,6 +14,7 @@ from torch.nn.functional import silu
 from relinear.functional import hdpl as reference
 from relinear.functional.hdpl import HDPLOutput, hdpl_sample
 from relinear.kernels.block_diagonal import add_block_diagonal_, block_gradient
+from relinear.kernels.choice import prefers_triton
 
 __all__ = ["hdpl", "token_kl"]
 
@@ -35,6 +36,10 @@ def hdpl(
     layout; here each block multiplies a strided view and accumulates into the output. Compilers make in-place products
     into copies again, so under ``torch.compile`` it is the reference that runs.
     """
+    if prefers_triton(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias):
+        from relinear.kernels.triton import hdpl as fused
+
+        return fused.hdpl(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise)
     if torch.compiler.is_compiling():
         return reference.hdpl(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise)
     leading, kind = x.shape[:-1], x.device.type

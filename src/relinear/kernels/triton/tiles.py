@@ -11,7 +11,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["COLUMNS", "STEP", "add_product", "cdiv", "depth", "empty", "lowered", "pad", "precision", "rows", "warps"]
+__all__ = [
+    "COLUMNS",
+    "STEP",
+    "add_product",
+    "cdiv",
+    "depth",
+    "empty",
+    "lowered",
+    "meta",
+    "pad",
+    "precision",
+    "rows",
+    "warps",
+]
 
 #: columns of an output tile, and numbers of the summed dimension that are loaded at a time
 COLUMNS, STEP = 128, 32
@@ -42,6 +55,13 @@ def pad(size: int) -> int:
 def precision(dtype: torch.dtype) -> str:
     """How products of single-precision numbers are taken: as torch takes its own."""
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def meta(tokens: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The compile-time arguments that every product's kernel takes."""
+    tile_rows = rows(tokens)
+    sizes = {"ROWS": tile_rows, "COLUMNS": COLUMNS, "STEP": STEP, "PRECISION": precision(dtype)}
+    return sizes | {"num_warps": warps(tile_rows), "num_stages": depth(dtype)}
 
 
 def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -217,8 +217,8 @@ def _forward(
     out_features, rank = weight.shape[0], down.shape[0]
     y = tiles.empty(x, tokens, out_features)
     z, u = (tiles.empty(x, tokens, size) if keep else tiles.empty(x, 0) for size in (out_features, rank))
-    tile_rows = tiles.rows(tokens)
-    _forward_kernel[(tiles.cdiv(tokens, tile_rows), tiles.cdiv(out_features, tiles.COLUMNS))](
+    meta = tiles.meta(tokens, x.dtype)
+    _forward_kernel[(tiles.cdiv(tokens, meta["ROWS"]), tiles.cdiv(out_features, meta["COLUMNS"]))](
         x,
         weight,
         bias,
@@ -237,12 +237,7 @@ def _forward(
         CHANNEL=channel is not None,
         SCALAR=scalar is not None,
         KEEP=keep,
-        ROWS=tile_rows,
-        COLUMNS=tiles.COLUMNS,
-        STEP=tiles.STEP,
-        PRECISION=tiles.precision(x.dtype),
-        num_warps=tiles.warps(tile_rows),
-        num_stages=tiles.depth(x.dtype),
+        **meta,
     )
     return y, z, u
 
