@@ -59,10 +59,7 @@ def plot_effective_rank(ranks: dict[str, dict[str, dict[str, Any]]]) -> Any:
                     label=_label(name, layers, space) if index == 0 else None,
                 )
         rank = max(layer["rank"] for layers in ranks.values() for layer in layers.values())
-        axis.axvline(rank, color="#888888", ls=":", lw=1)
-        axis.text(
-            rank, 1.9, f" rank of one operator: {rank}", fontsize=8, color="#666666", rotation=90, va="top", ha="left"
-        )
+        axis.axvline(rank, color="#888888", ls=":", lw=1, label=f"rank of one operator: {rank}")
         axis.set_yscale("log")
         axis.set_ylim(5e-7, 2)
         axis.set_xlim(0, max(longest, rank) * 1.08)

@@ -46,7 +46,7 @@ def command(
         reader,
         None if control is None else load_model(control),
         _name(model),
-        "control" if control is None else _name(control),
+        "control" if control is None or _name(control) == _name(model) else _name(control),
     )
     results = analyze(subject, out, names, on_start=lambda name: print(f"{name} ..."))
     for name, result in results.items():
