@@ -115,7 +115,9 @@ def plot_surfaces(record: GateRecord) -> Any:
     for axes, name in zip(panels, names):
         gate = record.channel[name].numpy()
         x, y = np.meshgrid(np.arange(gate.shape[1]), np.arange(gate.shape[0]))
-        axes.plot_surface(x, y, gate, cmap="RdBu_r", vmin=1 - spread, vmax=1 + spread, lw=0, rcount=48, ccount=96)
+        axes.plot_surface(
+            x, y, gate, cmap="RdBu_r", vmin=1 - spread, vmax=1 + spread, lw=0, rcount=48, ccount=96, rasterized=True
+        )
         axes.set_zlim(1 - spread, 1 + spread)
         axes.set_title(f"layer {record.statistics[name]['layer']}", fontsize=10)
         axes.set_xlabel("channel", fontsize=8)
