@@ -10,9 +10,11 @@ from torch import Tensor
 
 import relinear
 from relinear import kernels
+from relinear.functional import ccl as reference_ccl
+from relinear.functional import cgt as reference_cgt
 from relinear.functional import hdpl as reference_hdpl
 from relinear.functional import transponder as reference_transponder
-from relinear.kernels.triton import hdpl, transponder
+from relinear.kernels.triton import ccl, cgt, hdpl, transponder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,20 @@ def _hdpl(tokens, i, o, blocks, rank, bias=True, noise=True) -> tuple:
     return ((*leading, i), (blocks, o // blocks, i // blocks), *encoders, *last)
 
 
+def _ccl(tokens, i, o, rank, width, norm=True, inner=True, outer=True, bias=True, gate_bias=True) -> tuple:
+    leading = tokens if isinstance(tokens, tuple) else (tokens,)
+    normed = ((rank,), (rank,)) if norm else (None, None)
+    basis_gate = ((rank, width), (rank,)) if inner else (None, None)
+    output_gate = ((o, width), (o,)) if outer else (None, None)
+    first = ((*leading, i), (*leading, width) if inner or outer else None, (rank, i), (o, rank), (o,) if bias else None)
+    return (*first, *normed, *basis_gate, *output_gate, gate_bias)
+
+
+def _cgt(tokens, shares, width, templates, rank) -> tuple:
+    side = (templates, rank, width)
+    return ((*tokens, width), (*shares, templates), side, side, (templates, rank))
+
+
 CASES = [
     Case(
         name="transponder",
@@ -83,10 +99,35 @@ CASES = [
         ),
         large=_hdpl(4096, 128, 256, 2, 64),
     ),
+    Case(
+        name="ccl",
+        reference=reference_ccl.ccl,
+        fast=ccl.ccl,
+        small=(
+            _ccl(1, 8, 3, 5, 4),
+            _ccl((2, 35), 70, 130, 40, 33, norm=False, gate_bias=False),
+            _ccl(5, 16, 9, 6, 3, bias=False, inner=False, gate_bias=False),
+            _ccl((3, 6), 10, 12, 20, 7, outer=False),
+            _ccl(7, 10, 12, 4, 7, inner=False, outer=False, norm=False),
+        ),
+        large=_ccl(4096, 128, 256, 128, 64, norm=False),
+    ),
+    Case(
+        name="cgt",
+        reference=reference_cgt.modulate,
+        fast=cgt.modulate,
+        small=(
+            _cgt((1,), (1,), 5, 3, 2),
+            _cgt((2, 35), (2, 1), 70, 16, 4),
+            _cgt((3, 6), (3, 6), 24, 5, 7),
+        ),
+        large=_cgt((4096,), (4096,), 128, 16, 8),
+    ),
 ]
 
 #: a layer, the module of its Triton kernel, the module that chooses, and the function of both
 LAYERS = {
     "transponder": (relinear.Transponder(), transponder, kernels.transponder, "modulated_linear"),
+    "ccl": (relinear.CCL(rank=6, context_dim=5), ccl, kernels.ccl, "ccl"),
     "hdpl": (relinear.HDPL(rank=6, blocks=4), hdpl, kernels.hdpl, "hdpl"),
 }

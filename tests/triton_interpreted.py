@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 
 import pytest
 import torch
 from torch import Tensor
 
+import relinear
+from relinear.kernels import cgt as kernels_cgt
 from triton_cases import CASES, LAYERS, Case, draw
+
+CASES_BY_NAME = {case.name: case for case in CASES}
 
 #: relative error against the reference in float64, of results and of gradients, some of which are sums that cancel
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3}
@@ -71,13 +76,28 @@ def test_layer_uses_its_kernel(name: str, monkeypatch) -> None:
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     x = torch.randn(2, 5, 32)
-    torch.manual_seed(0)
-    expected = run(layer, [x], torch.float32)
+    width = getattr(config, "context_dim", None)
+    given = relinear.context(torch.randn(2, 5, width)) if width else contextlib.nullcontext()
+
+    def outcome():
+        torch.manual_seed(0)
+        with given:
+            return run(layer, [x], torch.float32)
+
+    expected = outcome()
     calls = []
     kernel = getattr(twin, function)
     monkeypatch.setattr(twin, function, lambda *given: (calls.append(function), kernel(*given))[1])
     monkeypatch.setattr(module, "prefers_triton", lambda *given: True)
-    torch.manual_seed(0)
-    actual = run(layer, [x], torch.float32)
+    actual = outcome()
     assert calls == [function]
     torch.testing.assert_close(actual, expected)
+
+
+def test_modulator_of_the_cgt_uses_its_kernel(monkeypatch) -> None:
+    given = draw(CASES_BY_NAME["cgt"].small[1], torch.float32)
+    expected = run(kernels_cgt.modulate, given, torch.float32)
+    monkeypatch.setattr(kernels_cgt, "prefers_triton", lambda *given: True)
+    actual = run(kernels_cgt.modulate, given, torch.float32)
+    assert not all(torch.equal(a, e) for a, e in zip(actual, expected))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

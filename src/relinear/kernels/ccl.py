@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from relinear.kernels.choice import prefers_triton
+
 __all__ = ["ccl"]
 
 
@@ -31,6 +33,12 @@ def ccl(
     The gate network's last layer is two products, one a gate, so that no gate is a strided slice; the bias rides in the
     product before it; sigmoids are in place, and so are the products with the gates where no graph is kept.
     """
+    gates = basis_gate, basis_gate_bias, output_gate, output_gate_bias
+    if prefers_triton(x, features, basis, mix, bias, norm_gain, norm_offset, *gates):
+        from relinear.kernels.triton import ccl as fused
+
+        norm = norm_gain, norm_offset
+        return fused.ccl(x, features, basis, mix, bias, *norm, *gates, gate_bias, eps)
     h = F.linear(x, basis)
     if norm_gain is not None:
         h = F.layer_norm(h, h.shape[-1:], norm_gain, norm_offset, eps)

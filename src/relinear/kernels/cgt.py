@@ -7,7 +7,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from relinear.kernels.choice import prefers_triton
+
 __all__ = ["modulate"]
+
+#: columns M R that the Triton kernel can hold in one tile
+LARGEST_ON_CHIP = 128
 
 
 def modulate(x: Tensor, sigma: Tensor, left: Tensor, right: Tensor, right_bias: Tensor) -> Tensor:
@@ -19,6 +24,10 @@ def modulate(x: Tensor, sigma: Tensor, left: Tensor, right: Tensor, right_bias: 
     """
     templates, rank, width = left.shape
     columns = templates * rank
+    if columns <= LARGEST_ON_CHIP and prefers_triton(x, sigma, left, right, right_bias):
+        from relinear.kernels.triton import cgt as fused
+
+        return fused.modulate(x, sigma, left, right, right_bias)
     shares = sigma.repeat_interleave(rank, -1)
     mixer = torch.eye(rank, dtype=x.dtype, device=x.device).repeat(templates, templates)
     inner = torch.nn.functional.linear(x, right.reshape(columns, width), right_bias.reshape(columns))
