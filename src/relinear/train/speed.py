@@ -46,7 +46,8 @@ class _Subject:
 
     @torch.no_grad()
     def inference(self) -> None:
-        self.model.eval()
+        if self.model.training:  # eval() also makes operators forget what they have prepared
+            self.model.eval()
         with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.autocast):
             self.model(input_ids=self.ids)
 
