@@ -43,7 +43,7 @@ def main() -> None:
                 {
                     "model": "tiny",
                     "data": {"data": "stdlib", "sequence_length": 128, "max_validation_tokens": 16384},
-                    "operators": None if config is None else {".*[qkv]_proj": config.to_dict()},
+                    "operators": {} if config is None else {".*[qkv]_proj": config.to_dict()},
                     "steps": options.steps,
                     "batch_size": 8,
                     "learning_rate": 0.003,

@@ -9,6 +9,7 @@ to results/rotor/smollm2.md. --data is a folder with books/, wikitext2/, ptb/ an
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import json
 import time
@@ -26,10 +27,10 @@ ROTOR = {"learning_rate": 0.05}
 MATRIX = {"learning_rate": 0.002}
 METHODS = {
     "low rank 1": (relinear.LowRank(rank=1), MATRIX),
-    "low rank 4": (relinear.LowRank(rank=4), MATRIX),
-    "block-Hadamard, 64 blocks": (relinear.BlockHadamard(blocks=64), MATRIX),
-    "rotor, single": (relinear.Rotor(rotors="single", scale=True), ROTOR),
     "rotor, double": (relinear.Rotor(scale=True), ROTOR),
+    "block-Hadamard, 64 blocks": (relinear.BlockHadamard(blocks=64), MATRIX),
+    "low rank 4": (relinear.LowRank(rank=4), MATRIX),
+    "rotor, single": (relinear.Rotor(rotors="single", scale=True), ROTOR),
     "Lemma-1 terms, depth 0, 3 terms": (relinear.Rotor(depth=0, terms="multivector"), MATRIX),
     "HDPL, rank 8, 8 blocks": (relinear.HDPL(rank=8, blocks=8), MATRIX),
 }
@@ -79,17 +80,16 @@ def main() -> None:
     parser.add_argument("--layers", default="12", help="such as 12 or 11,12,13: replaced together")
     parser.add_argument("--projections", default="q_proj,k_proj,v_proj")
     parser.add_argument("--seeds", default="0")
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--eval-tokens", type=int, default=8192)
-    parser.add_argument("--lambada", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--eval-tokens", type=int, default=4096)
+    parser.add_argument("--lambada", type=int, default=40)
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
     relinear.tune_allocator()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
 
-    def load():
-        return AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
+    original = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
 
     log = HERE / "smollm2.jsonl"
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
@@ -106,10 +106,11 @@ def main() -> None:
     def judged(model) -> dict:
         return evaluate(model, tokenizer, options.data, options.eval_tokens, options.lambada)
 
-    budget = {name: getattr(options, name) for name in ("tokens", "epochs", "eval_tokens", "lambada", "dtype")}
+    budget = {name: getattr(options, name) for name in ("tokens", "epochs", "eval_tokens", "dtype")}
+    budget["lambada_examples"] = options.lambada
     if ("none", "none", "original", 0) not in done:
         head = {"projection": "none", "layers": "none", "method": "original", "seed": 0}
-        add(head | {"parameters": 0, "error": None} | judged(load()) | budget | {"machine": describe_machine()})
+        add(head | {"parameters": 0, "error": None} | judged(original) | budget | {"machine": describe_machine()})
     layers = [int(part) for part in options.layers.split(",")]
     combinations = itertools.product(map(int, options.seeds.split(",")), METHODS, options.projections.split(","))
     for seed, method, projection in combinations:
@@ -118,8 +119,8 @@ def main() -> None:
             continue
         config, changes = METHODS[method]
         started = time.perf_counter()
-        model = load()
-        settings = {"tokens": options.tokens, "epochs": options.epochs, "seed": seed, "validation_tokens": 4096}
+        model = copy.deepcopy(original)
+        settings = {"tokens": options.tokens, "epochs": options.epochs, "seed": seed, "validation_tokens": 2048}
         report = relinear.distill_(
             model,
             {projection: config},
