@@ -7,12 +7,12 @@ more than the FLOPs saved; in inference the weights do not change, so there the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from relinear.core.operator import Operator, dense_in_float32
+from relinear.core.parameter_cache import ParameterCache
 
 __all__ = ["dense_inference"]
 
@@ -39,17 +39,8 @@ def dense_inference(
     if not prefers(kind, size, operator.out_features, x.dtype, x.numel() // size):
         return None
     cache = operator.__dict__.get(_CACHE)
-    if cache is None or any(d.get(n) is not p or p.data_ptr() != a or p._version != v for d, n, p, a, v in cache[0]):
-        cache = operator.__dict__[_CACHE] = _build(operator)
-    return nn.functional.linear(x, cache[1], cache[2])
-
-
-@torch.no_grad()
-def _build(operator: Operator) -> tuple[Any, ...]:
-    watched = [
-        (module._parameters, name, parameter, parameter.data_ptr(), parameter._version)
-        for module in operator.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None
-    ]
-    return (watched, *dense_in_float32(operator))
+    if cache is None:
+        cache = operator.__dict__[_CACHE] = ParameterCache([m._parameters for m in operator.modules()])
+    dense = cache.get("dense")
+    weight, bias = cache.put("dense", dense_in_float32(operator)) if dense is None else dense
+    return nn.functional.linear(x, weight, bias)

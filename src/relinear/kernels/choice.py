@@ -13,11 +13,12 @@ __all__ = ["LARGEST_DENSE", "prefers_dense", "prefers_triton"]
 FEW_TOKENS = 8
 
 #: kind -> dtype -> (largest square layer, in features, that is faster dense for few tokens, the same for many tokens).
-#: Measured with `relinear bench` on two AVX-512/AMX cores; kinds and dtypes without an entry are never made dense.
+#: Measured by results/speed/dense_or_structured.py on two AVX-512/AMX cores, at rank 64 and the default blocks; kinds
+#: and dtypes without an entry are never made dense.
 LARGEST_DENSE: dict[str, dict[torch.dtype, tuple[int, int]]] = {
-    "low_rank": {torch.float32: (512, 128), torch.bfloat16: (512, 256)},
-    "block_hadamard": {torch.float32: (2048, 768), torch.bfloat16: (2048, 2048)},
-    "monarch": {torch.float32: (2048, 512), torch.bfloat16: (2048, 2048)},
+    "low_rank": {torch.float32: (512, 0), torch.bfloat16: (512, 256)},
+    "block_hadamard": {torch.float32: (1024, 256), torch.bfloat16: (2048, 512)},
+    "monarch": {torch.float32: (1024, 256), torch.bfloat16: (1024, 512)},
 }
 
 

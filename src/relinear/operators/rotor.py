@@ -18,6 +18,7 @@ from relinear.clifford.blades import device_table
 from relinear.core.config import check_at_least, check_choice, check_type, register
 from relinear.core.machine import fast_bfloat16
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, ParamRole
+from relinear.core.parameter_cache import ParameterCache
 from relinear.functional.rotor import branch_permutation, nearest_kronecker, rotor_layer, window_count, window_size
 from relinear.kernels.rotor import CHUNK_NUMBERS, sandwich_sum
 
@@ -30,35 +31,6 @@ _ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
     "none": None,
 }
-
-
-class _Cache:
-    """Values computed from a module's own parameters, dropped when one of these is replaced, changed or moved."""
-
-    def __init__(self, parameters: dict[str, nn.Parameter | None]) -> None:
-        self.parameters = parameters
-        self.sources: list[tuple[str, Tensor, int, int]] = []
-        self.values: dict = {}
-
-    def get(self, key):
-        """The value of ``key``, or None where there is none that is still good."""
-        for name, parameter, version, address in self.sources:
-            if (
-                self.parameters[name] is not parameter
-                or parameter._version != version
-                or parameter.data_ptr() != address
-            ):
-                self.sources, self.values = [], {}
-                return None
-        return self.values.get(key)
-
-    def put(self, key, value):
-        """Keep ``value``, where changes of the parameters can be seen at all (inference tensors count no versions)."""
-        present = [(name, p) for name, p in self.parameters.items() if p is not None]
-        if not any(p.is_inference() for _, p in present):
-            self.sources = [(name, p, p._version, p.data_ptr()) for name, p in present]
-            self.values[key] = value
-        return value
 
 
 class SandwichSum(nn.Module):
@@ -89,7 +61,7 @@ class SandwichSum(nn.Module):
         single = config.terms == "rotor" and config.rotors == "single"
         self.register_parameter("right", None if single else nn.Parameter(torch.empty(*counts, *right, **kw)))
         self.register_parameter("scale", nn.Parameter(torch.empty(counts, **kw)) if config.scale else None)
-        self._cache = _Cache(self._parameters)
+        self._cache = ParameterCache([self._parameters])
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -217,7 +189,7 @@ class SandwichSum(nn.Module):
         return direct
 
     def train(self, mode: bool = True) -> Self:
-        self._cache = _Cache(self._parameters)
+        self._cache = ParameterCache([self._parameters])
         return super().train(mode)
 
     def __getstate__(self):
@@ -225,7 +197,7 @@ class SandwichSum(nn.Module):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        self._cache = _Cache(self._parameters)
+        self._cache = ParameterCache([self._parameters])
 
 
 class _Branches(nn.Module):
