@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -107,7 +108,9 @@ def _child(settings: BenchSettings, *, tuned: bool, report: Callable[[str], None
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         command = [sys.executable, "-m", "relinear.bench.run", settings.model_dump_json(), str(int(tuned)), str(out)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        # the profiler behind peak memory tells of every start and stop unless it is asked not to
+        environment = {"KINETO_LOG_LEVEL": "99", **os.environ}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
             assert process.stdout is not None
             for line in process.stdout:
                 report(line.rstrip())

@@ -14,11 +14,11 @@ FEW_TOKENS = 8
 
 #: kind -> dtype -> (largest square layer, in features, that is faster dense for few tokens, the same for many tokens).
 #: Measured by results/speed/dense_or_structured.py on two AVX-512/AMX cores, at rank 64 and the default blocks; kinds
-#: and dtypes without an entry are never made dense.
+#: and dtypes without an entry are never made dense. Layers that are not square lose more, hence 1024 in bfloat16.
 LARGEST_DENSE: dict[str, dict[torch.dtype, tuple[int, int]]] = {
     "low_rank": {torch.float32: (512, 0), torch.bfloat16: (512, 256)},
-    "block_hadamard": {torch.float32: (1024, 256), torch.bfloat16: (2048, 512)},
-    "monarch": {torch.float32: (1024, 256), torch.bfloat16: (1024, 512)},
+    "block_hadamard": {torch.float32: (1024, 256), torch.bfloat16: (2048, 1024)},
+    "monarch": {torch.float32: (1024, 256), torch.bfloat16: (1024, 1024)},
 }
 
 
