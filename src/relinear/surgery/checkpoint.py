@@ -24,9 +24,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.aux import named_operators
 from relinear.core.config import nearest
-from relinear.core.operator import OperatorConfig, is_linear, swap_hooks
+from relinear.core.operator import OperatorConfig, is_linear
 from relinear.core.record import FORMAT_VERSION, METHOD, sync_record
 from relinear.surgery.select import OWN_PREFIX
+from relinear.surgery.swap import swap_module
 
 __all__ = ["RelinearConfig", "RelinearQuantizer", "from_pretrained", "rebuild_", "save_pretrained"]
 
@@ -146,10 +147,7 @@ def rebuild_(model: nn.Module, settings: RelinearConfig) -> None:
     for name, config in named.items():
         source = model.get_submodule(name)
         operator = config.convert(source)
-        swap_hooks(source, operator)
-        for alias in [alias for alias, module in modules if module is source]:
-            parent, _, child = alias.rpartition(".")
-            setattr(model.get_submodule(parent), child, operator)
+        swap_module(model, [alias for alias, module in modules if module is source], source, operator)
     sync_record(model)
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.aux import named_operators
-from relinear.core.operator import NotLinearError, Operator, dense_in_float32, swap_hooks
+from relinear.core.operator import NotLinearError, Operator, dense_in_float32
 from relinear.core.record import sync_record
+from relinear.surgery.swap import swap_module
 
 __all__ = ["FoldReport", "fold_"]
 
@@ -62,10 +63,7 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
     aliases = list(model.named_modules(remove_duplicate=False))
     for name, linear in plain.items():
         operator = found[name]
-        swap_hooks(operator, linear)
-        for alias in (alias for alias, module in aliases if module is operator):
-            parent, _, child = alias.rpartition(".")
-            setattr(model.get_submodule(parent), child, linear)
+        swap_module(model, [alias for alias, module in aliases if module is operator], operator, linear)
     sync_record(model)
     after = _logits(model, inputs)
     difference = None if before is None or after is None else float((before - after).abs().max())

@@ -11,10 +11,11 @@ from torch import nn
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import check_choice
 from relinear.core.context import check_conditioned
-from relinear.core.operator import Init, OperatorConfig, linear_features, swap_hooks
+from relinear.core.operator import Init, OperatorConfig, linear_features
 from relinear.core.record import METHOD, sync_record
 from relinear.surgery.select import Target, is_tied, select_targets
 from relinear.surgery.summary import Summary, module_flops, module_parameters, summary
+from relinear.surgery.swap import swap_module
 
 __all__ = ["Plan", "Replacement", "attach_", "plan", "replace_"]
 
@@ -60,10 +61,8 @@ class Plan:
         }
         operators = [r.config.convert(r.target.module, self.init) for r in self.replacements]
         for replacement, operator in zip(self.replacements, operators, strict=True):
-            swap_hooks(replacement.target.module, operator)
-            for name in (replacement.name, *replacement.target.aliases):
-                parent, _, child = name.rpartition(".")
-                setattr(self.model.get_submodule(parent), child, operator)
+            target = replacement.target
+            swap_module(self.model, (target.name, *target.aliases), target.module, operator)
         sync_record(self.model)
         return summary(self.model, before=before)
 
