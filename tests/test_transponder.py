@@ -1,6 +1,7 @@
 """Modulators: the formula, the fast form, bit-for-bit identity, the paper's overheads, and PEFT beside them."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear.core.operator import NotLinearError
 from relinear.functional import transponder as reference
 from relinear.kernels import transponder as fast
+from relinear.kernels.chunks import row_chunks
 
 I, O, R = 12, 10, 8
 IDS = torch.randint(0, 96, (2, 17), generator=torch.Generator().manual_seed(3))
@@ -39,9 +41,13 @@ def test_reference_against_the_equations():
 
 @pytest.mark.parametrize("rank", [1, 8, 32])
 @pytest.mark.parametrize("left_out", [None, "channel", "scalar"])
-@pytest.mark.parametrize("unrolled", [False, True])
-def test_fast_form_is_the_reference_in_float64(rank, left_out, unrolled, monkeypatch):
-    monkeypatch.setattr(fast, "_call", lambda f, *args, rank: f(*args, unrolled))
+@pytest.mark.parametrize("form", ["whole", "chunked", "unrolled"])
+def test_fast_form_is_the_reference_in_float64(rank, left_out, form, monkeypatch):
+    monkeypatch.setattr(
+        fast, "row_chunks", functools.partial(row_chunks, numbers=4 * O if form == "chunked" else 2**19)
+    )
+    monkeypatch.setattr(fast, "fuses_pointwise", lambda x: form == "unrolled")
+    monkeypatch.setattr(fast, "compiled", lambda function: function)
     values = []
     for modulate in (reference.modulate, fast.modulate):
         t = {k: v.requires_grad_() for k, v in tensors(rank).items()}
