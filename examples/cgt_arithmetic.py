@@ -207,8 +207,9 @@ def collect(options):
     for measure in ("symbols", "answers"):
         figure = cgt_plots.accuracy_figure({c: [r["report"] for r in found] for c, found in rows.items()}, measure)
         save_figure(figure, options.out / f"accuracy-{measure}")
-    saved = {c: options.out / "models" / f"{c}-0" for c in COLUMNS}
-    saved = {c: folder for c, folder in saved.items() if folder.is_dir()}
+    # one kept model of each column that has a context
+    kept = {c: sorted((options.out / "models").glob(f"{c}-[0-9]")) for c, given in COLUMNS.items() if given is not None}
+    saved = {c: folders[0] for c, folders in kept.items() if folders}
     if not saved:
         return
     test = make_task(options, "test", 512)

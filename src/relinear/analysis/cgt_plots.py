@@ -52,18 +52,20 @@ def accuracy_figure(rows: Mapping[str, Sequence[Mapping[str, Any]]], measure: st
         rows: for each column the reports (``arithmetic_report``) of its seeds.
         measure: ``symbols`` or ``answers``.
     """
-    figure, (axes,) = new_figure(8.4, 4.2)
+    figure, (axes,) = new_figure(max(8.4, 1.6 * len(rows)), 4.2)
+    named = set()
     for place, reports in enumerate(rows.values()):
         for offset, mode, colour in ((-0.18, "dynamic", PALETTE[0]), (0.18, "specialized", PALETTE[1])):
             values = [report[mode][measure] for report in reports if mode in report]
             if values:
-                axes.bar(
-                    place + offset, np.mean(values), 0.32, color=colour, alpha=0.8, label=mode if place == 1 else None
-                )
+                label = None if mode in named else mode
+                named.add(mode)
+                axes.bar(place + offset, np.mean(values), 0.32, color=colour, alpha=0.8, label=label)
                 axes.plot([place + offset] * len(values), values, ls="", marker="o", ms=4, color="#222222")
                 axes.text(place + offset, max(values) + 0.02, f"{np.mean(values):.1%}", ha="center", fontsize=9)
     axes.set_xticks(range(len(rows)), list(rows))
     axes.set_ylim(0, 1.22)
+    axes.set_yticks(np.linspace(0, 1, 6))
     axes.set_ylabel("accuracy on the answers' symbols" if measure == "symbols" else "answers right as a whole")
     axes.set_title("Arithmetic: examples in context against y frozen and examples removed", loc="left")
     axes.legend(frameon=False, ncols=2, loc="upper left")
@@ -166,6 +168,7 @@ def spectrum_figure(spectra: Mapping[str, np.ndarray]) -> Any:
     for (name, values), colour in zip(spectra.items(), PALETTE):
         axes.plot(range(1, len(values)), values[1:], lw=1.6, color=colour, label=name)
     axes.set_yscale("log")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("harmonic k")
     axes.set_ylabel("share of power")
     axes.set_title("Spectrum of the context along the sequence", loc="left")
