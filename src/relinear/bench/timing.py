@@ -44,7 +44,7 @@ def interleave(
     baseline: str,
     *,
     rounds: int = 15,
-    min_seconds: float = 0.02,
+    min_seconds: float = 0.1,
     warmup: int = 2,
 ) -> dict[str, Timing]:
     """Time every contender once a round, round after round, in the order given.

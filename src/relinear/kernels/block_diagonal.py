@@ -7,21 +7,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["add_block_diagonal_", "block_gradient"]
+__all__ = ["block_diagonal_product", "block_gradient"]
+
+#: up to so many tokens one batched product takes less time than the calls of one product a block
+FEW_TOKENS = 16
 
 
-def add_block_diagonal_(out: Tensor, x: Tensor, blocks: Tensor) -> Tensor:
-    """out += diag(W_1 .. W_K) x, in place and without a graph.
+def block_diagonal_product(x: Tensor, blocks: Tensor, bias: Tensor | None = None) -> Tensor:
+    """diag(W_1 .. W_K) x + bias without a graph: (N, O).
 
     Args:
-        out: (N, O).
         x: (N, I).
         blocks: (K, O/K, I/K).
+        bias: (O,) or None.
     """
-    outs, inputs = _groups(out, blocks.shape[0]), _groups(x, blocks.shape[0])
-    for part, given, block in zip(outs, inputs, blocks.unbind()):
-        part.addmm_(given, block.T)
-    return out
+    count, outs, ins = blocks.shape
+    if x.shape[0] <= FEW_TOKENS:
+        y = torch.bmm(x.view(-1, count, ins).transpose(0, 1), blocks.mT).transpose(0, 1).reshape(-1, count * outs)
+        return y if bias is None else y.add_(bias)
+    y = x.new_empty(x.shape[0], count * outs)
+    biases = [None] * count if bias is None else bias.view(count, outs).unbind()
+    for part, given, block, offset in zip(_groups(y, count), _groups(x, count), blocks.unbind(), biases):
+        if offset is None:
+            torch.mm(given, block.T, out=part)
+        else:
+            torch.addmm(offset, given, block.T, out=part)
+    return y
 
 
 def block_gradient(gradient: Tensor, x: Tensor, count: int) -> Tensor:

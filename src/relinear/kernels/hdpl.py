@@ -1,4 +1,4 @@
-"""HDPL without transposes: the detail path is added block by block onto the context path's output, in place."""
+"""HDPL without transposes: the detail path is written block by block, the context path's product added in place."""
 
 # Legend: N tokens, I in, O out, K blocks, R latent size
 
@@ -13,7 +13,7 @@ from torch.nn.functional import silu
 
 from relinear.functional import hdpl as reference
 from relinear.functional.hdpl import HDPLOutput, hdpl_sample
-from relinear.kernels.block_diagonal import add_block_diagonal_, block_gradient
+from relinear.kernels.block_diagonal import block_diagonal_product, block_gradient
 from relinear.kernels.choice import prefers_triton
 
 __all__ = ["hdpl", "token_kl"]
@@ -33,8 +33,8 @@ def hdpl(
     """``functional.hdpl.hdpl`` with a backward of its own (first order only).
 
     The reference turns the block-diagonal product into a batched one, which copies input and output into another
-    layout; here each block multiplies a strided view and accumulates into the output. Compilers make in-place products
-    into copies again, so under ``torch.compile`` it is the reference that runs.
+    layout; here each block multiplies a strided view and writes to one. Compilers make in-place products into copies
+    again, so under ``torch.compile`` it is the reference that runs.
     """
     if prefers_triton(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias):
         from relinear.kernels.triton import hdpl as fused
@@ -49,7 +49,8 @@ def hdpl(
         dtype = torch.get_autocast_dtype(kind)
         tensors = tuple(None if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
     with torch.autocast(kind, enabled=False):
-        results = _HDPL.apply(*tensors, None if noise is None else noise.reshape(-1, noise.shape[-1]))
+        run = _HDPL.apply if torch.is_grad_enabled() else _HDPL.forward
+        results = run(*tensors, None if noise is None else noise.reshape(-1, noise.shape[-1]))
     y, z, *posterior = (result.view(*leading, result.shape[-1]) for result in results)
     return HDPLOutput(y, z, *posterior) if posterior else HDPLOutput(y, z, z, None)
 
@@ -66,8 +67,7 @@ class _HDPL(torch.autograd.Function):
             weight, offset = torch.cat([mu_weight, logvar_weight]), torch.cat([mu_bias, logvar_bias])
             mu, logvar = torch.addmm(offset, x, weight.T).chunk(2, dim=1)
             z = hdpl_sample(mu, logvar, noise)
-        y = silu(z) @ decoder.T if bias is None else torch.addmm(bias, silu(z), decoder.T)
-        add_block_diagonal_(y, x, blocks)
+        y = block_diagonal_product(x, blocks, bias).addmm_(silu(z), decoder.T)
         return (y, mu) if noise is None else (y, z, mu, logvar)
 
     @staticmethod
@@ -97,8 +97,10 @@ class _HDPL(torch.autograd.Function):
         gradient = torch.cat([g for g, _, _ in parts], 1) if parts else x.new_zeros(len(x), 0)
         weight = torch.cat([w for _, w, _ in parts]) if parts else x.new_zeros(0, x.shape[1])
         if need[0]:
-            grad_x = gradient @ weight
-            grads[0] = grad_x if grad_y is None else add_block_diagonal_(grad_x, grad_y, blocks.transpose(1, 2))
+            if grad_y is None:
+                grads[0] = gradient @ weight
+            else:
+                grads[0] = block_diagonal_product(grad_y, blocks.mT).addmm_(gradient, weight)
         if any(need[2:6]):
             sizes = [len(w) for _, w, _ in parts]
             pairs = zip((gradient.T @ x).split(sizes), gradient.sum(0).split(sizes), strict=True)

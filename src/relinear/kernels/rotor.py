@@ -38,16 +38,30 @@ def _rows(x: Tensor, columns: int) -> Tensor:
     return x.reshape(-1, columns)
 
 
+def _repeated(matrix: Tensor, count: int) -> Tensor:
+    """``matrix`` once a token, for batched products: (count, K, K)."""
+    repeated = matrix.expand(count, *matrix.shape)
+    # in half precision a CPU copies an expanded operand at every product, so that it is copied once here
+    return repeated.contiguous() if matrix.device.type == "cpu" and matrix.dtype.itemsize == 2 else repeated
+
+
+def _largest(chunks: list[slice]) -> int:
+    return max((chunk.stop - chunk.start for chunk in chunks), default=0)
+
+
 def _forward(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     rows, columns, size = left.shape[-1], right.shape[-1], x.shape[-1]
     y = x.new_empty(x.shape[0], left.shape[1], size)
-    for chunk in _chunks(x):
+    chunks = _chunks(x)
+    factors = {at: _repeated(left[at], _largest(chunks)) for at in _terms(left)}
+    for chunk in chunks:
         count = chunk.stop - chunk.start
         half = x.new_empty(count * size // columns, columns)
         written = set()
-        for w, o, i in _terms(left):
-            torch.mm(_rows(x[chunk, i], columns), right[w, o, i].mT, out=half)
-            factor, middle = left[w, o, i].expand(count, rows, rows), half.view(count, rows, -1)
+        for at in _terms(left):
+            _, o, i = at
+            torch.mm(_rows(x[chunk, i], columns), right[at].mT, out=half)
+            factor, middle = factors[at][:count], half.view(count, rows, -1)
             target = y[chunk, o].view(count, rows, -1)
             if o in written:
                 target.baddbmm_(factor, middle)
@@ -62,21 +76,33 @@ def _forward(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
 def _backward(grad: Tensor, x: Tensor, left: Tensor, right: Tensor, to_x: bool) -> tuple:
     rows, columns, size = left.shape[-1], right.shape[-1], x.shape[-1]
     wide = torch.promote_types(left.dtype, torch.float32)
-    grad_x = torch.zeros_like(x) if to_x else None
+    grad_x = torch.empty_like(x) if to_x else None
     grad_left, grad_right = torch.zeros_like(left, dtype=wide), torch.zeros_like(right, dtype=wide)
-    for chunk in _chunks(x):
+    chunks = _chunks(x)
+    factors = {at: _repeated(left[at].mT, _largest(chunks)) for at in _terms(left)}
+    for chunk in chunks:
         count = chunk.stop - chunk.start
-        for w, o, i in _terms(left):
-            a, b = left[w, o, i], right[w, o, i]
+        written = set()
+        for at in _terms(left):
+            _, o, i = at
+            b = right[at]
             source = _rows(x[chunk, i], columns)
             half = (source @ b.mT).view(count, rows, -1)
             out = grad[chunk, o].reshape(count, rows, -1)
             # token by token, then the sum: on a CPU faster than transposed copies and one long product
-            grad_left[w, o, i] += torch.bmm(out, half.mT).sum(0)
-            grad_half = torch.bmm(a.mT.expand(count, rows, rows), out).view(-1, columns)
-            grad_right[w, o, i] += grad_half.mT @ source
-            if to_x:
-                grad_x[chunk, i] += (grad_half @ b).view(count, size)
+            grad_left[at] += torch.bmm(out, half.mT).sum(0)
+            grad_half = torch.bmm(factors[at][:count], out).view(-1, columns)
+            grad_right[at] += grad_half.mT @ source
+            if grad_x is None:
+                continue
+            target = grad_x[chunk, i]
+            if i in written:
+                target += (grad_half @ b).view(count, size)
+            elif target.is_contiguous():
+                torch.mm(grad_half, b, out=target.view(-1, columns))
+            else:
+                target.copy_((grad_half @ b).view(count, size))
+            written.add(i)
     return grad_x, grad_left.to(left.dtype), grad_right.to(right.dtype)
 
 

@@ -52,15 +52,19 @@ def _unrolled_backward(z: Tensor, grad: Tensor, hidden: Tensor, up: Tensor, twic
     return _gated_backward(z, grad, torch.sigmoid(_logits(hidden, up)), twice)
 
 
-def _forward(z: Tensor, hidden: Tensor, channel: Tensor | None, twice: Tensor) -> Tensor:
-    """The gated output; twice (N, 1) is 2 times the scalar gate."""
+def _unrolled_(z: Tensor, hidden: Tensor, up: Tensor, twice: Tensor) -> Tensor:
+    return z.copy_(_unrolled(z, hidden, up, twice))
+
+
+def _forward(z: Tensor, hidden: Tensor, channel: Tensor | None, twice: Tensor, in_place: bool) -> Tensor:
+    """The gated output; twice (N, 1) is 2 times the scalar gate. ``in_place``: z is not needed any more."""
     if channel is None:
         return (z * (0.5 * twice)).to(z.dtype)
     if torch.compiler.is_compiling():
         return _gated(z, torch.sigmoid(hidden @ channel.T), twice)
     if channel.shape[1] <= UNROLLED_RANK and fuses_pointwise(z):
-        return compiled(_unrolled)(z, hidden, channel.T.contiguous(), twice)
-    out = torch.empty_like(z)
+        return compiled(_unrolled_ if in_place else _unrolled)(z, hidden, channel.T.contiguous(), twice)
+    out = z if in_place else torch.empty_like(z)
     for rows in row_chunks(z):
         gate = (hidden[rows] @ channel.T).sigmoid_().mul_(twice[rows])
         torch.mul(gate, z[rows], out=out[rows])
@@ -104,33 +108,62 @@ def _twice(hidden: Tensor, scalar: Tensor | None) -> Tensor:
     return (hidden @ scalar.T).sigmoid_().mul_(4)
 
 
+def _gradients(grad: Tensor, z: Tensor, u: Tensor, channel: Tensor | None, scalar: Tensor | None) -> tuple:
+    """Gradients of z (N, O), of u (N, R) and of both products with B."""
+    hidden = torch.sigmoid(u.to(torch.promote_types(u.dtype, torch.float32)))
+    twice = _twice(hidden, scalar)
+    to_z, to_hidden, to_channel, total = _backward(grad, z, hidden, channel, twice)
+    to_scalar = None
+    if scalar is not None:
+        logits = total * (1 - twice / 4)
+        to_hidden = logits * scalar if to_hidden is None else to_hidden.addmm_(logits, scalar)
+        to_scalar = logits.T @ hidden
+    assert to_hidden is not None
+    return to_z, (to_hidden * hidden * (1 - hidden)).to(u.dtype), to_channel, to_scalar
+
+
 class _Modulate(torch.autograd.Function):
     """z (N, O) times the gates of u (N, R); channel (O, R) and scalar (1, R) hold alpha B. Saves its inputs alone."""
 
     @staticmethod
     def forward(ctx, z, u, channel, scalar):
         ctx.save_for_backward(z, u, channel, scalar)
-        return _modulated(z, u, channel, scalar)
+        return _modulated(z, u, channel, scalar, in_place=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        z, u, channel, scalar = ctx.saved_tensors
-        hidden = torch.sigmoid(u.to(torch.promote_types(u.dtype, torch.float32)))
-        twice = _twice(hidden, scalar)
-        to_z, to_hidden, to_channel, total = _backward(grad, z, hidden, channel, twice)
-        to_scalar = None
-        if scalar is not None:
-            logits = total * (1 - twice / 4)
-            to_hidden = logits * scalar if to_hidden is None else to_hidden.addmm_(logits, scalar)
-            to_scalar = logits.T @ hidden
-        assert to_hidden is not None
-        return to_z, (to_hidden * hidden * (1 - hidden)).to(u.dtype), to_channel, to_scalar
+        return _gradients(grad, *ctx.saved_tensors)
 
 
-def _modulated(z: Tensor, u: Tensor, channel: Tensor | None, scalar: Tensor | None) -> Tensor:
+class _ModulatedLinear(torch.autograd.Function):
+    """The same with z = weight x + bias and u = down x inside, so that both gradients of x are summed in a product."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, down, channel, scalar):
+        z, u = torch.nn.functional.linear(x, weight, bias), x @ down.T
+        ctx.save_for_backward(x, weight, down, z, u, channel, scalar)
+        return _modulated(z, u, channel, scalar, in_place=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight, down, *rest = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        to_z, to_u, to_channel, to_scalar = _gradients(grad, *rest)
+        return (
+            (to_z @ weight).addmm_(to_u, down) if need[0] else None,
+            to_z.T @ x if need[1] else None,
+            to_z.sum(0) if need[2] else None,
+            to_u.T @ x if need[3] else None,
+            to_channel,
+            to_scalar,
+        )
+
+
+def _modulated(z: Tensor, u: Tensor, channel: Tensor | None, scalar: Tensor | None, in_place: bool) -> Tensor:
     hidden = torch.sigmoid(u.to(torch.promote_types(u.dtype, torch.float32)))
-    return _forward(z, hidden, channel, _twice(hidden, scalar))
+    return _forward(z, hidden, channel, _twice(hidden, scalar), in_place)
 
 
 def modulate(
@@ -146,17 +179,17 @@ def modulate(
 
     The logits are alpha (B phi) there and (alpha B) phi here; otherwise both compute the same, with gates in float32.
     """
-    wide = torch.promote_types(z.dtype, torch.float32)
     u = torch.nn.functional.linear(x, down)
     # Autocast would take the gates to half precision; it has done its work on z and u.
     with torch.autocast(z.device.type, enabled=False):
-        ups = [
-            None if up is None else alpha * up.to(wide)
-            for up, alpha in ((channel, channel_alpha), (scalar, scalar_alpha))
-        ]
-        run = _Modulate.apply if torch.is_grad_enabled() else _modulated
-        out = run(z.reshape(-1, z.shape[-1]), u.reshape(-1, u.shape[-1]), *ups)
-    return out.reshape(z.shape)
+        ups = _ups(z.dtype, (channel, channel_alpha), (scalar, scalar_alpha))
+        z_rows, u_rows = z.reshape(-1, z.shape[-1]), u.reshape(-1, u.shape[-1])
+        return _Modulate.apply(z_rows, u_rows, *ups).view(z.shape)
+
+
+def _ups(dtype: torch.dtype, *given: tuple[Tensor | None, Alpha]) -> list[Tensor | None]:
+    wide = torch.promote_types(dtype, torch.float32)
+    return [None if up is None else alpha * up.to(wide) for up, alpha in given]
 
 
 def modulated_linear(
@@ -174,5 +207,15 @@ def modulated_linear(
         from relinear.kernels.triton import transponder
 
         return transponder.modulated_linear(x, weight, bias, down, channel, scalar, channel_alpha, scalar_alpha)
-    z = torch.nn.functional.linear(x, weight, bias)
-    return modulate(z, x, down, channel, scalar, channel_alpha, scalar_alpha)
+    kind = x.device.type
+    shape, tensors = x.shape[:-1], (x.reshape(-1, x.shape[-1]), weight, bias, down)
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        tensors = tuple(None if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+    with torch.autocast(kind, enabled=False):
+        rows, weight, bias, down = tensors
+        ups = _ups(rows.dtype, (channel, channel_alpha), (scalar, scalar_alpha))
+        if torch.is_grad_enabled():
+            return _ModulatedLinear.apply(rows, weight, bias, down, *ups).view(*shape, weight.shape[0])
+        z = torch.nn.functional.linear(rows, weight, bias)
+        return _modulated(z, rows @ down.T, *ups, in_place=True).view(*shape, weight.shape[0])
