@@ -60,8 +60,8 @@ def ccl(
 
 
 def _gated(value: Tensor, features: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """value * sigmoid(weight features + bias), differentiable once, but for the plain form: that is for compilers, which
-    fuse it with its surroundings, and for a context that several sequences share."""
+    """value * sigmoid(weight features + bias), differentiable once, but for the plain form: that is for compilers,
+    which fuse it with its surroundings, and for a context that several sequences share."""
     assert features is not None
     if torch.compiler.is_compiling() or value.shape[:-1] != features.shape[:-1] or bias is None:
         return value * torch.sigmoid(F.linear(features, weight, bias))
@@ -83,7 +83,7 @@ def _in_portions(h: Tensor, features: Tensor | None, mix: Tensor) -> bool:
 
 
 def _gated_portions(h, mix, bias, features, weight, gate_bias) -> Tensor:
-    """(mix h + bias) * sigmoid(weight features + gate_bias), so many tokens at a time that both products stay in cache."""
+    """(mix h + bias) * sigmoid(weight features + gate_bias), for few enough tokens at a time to stay in cache."""
     rows, given = h.reshape(-1, h.shape[-1]), features.reshape(-1, features.shape[-1])
     y = h.new_empty(rows.shape[0], mix.shape[0])
     for part in row_chunks(y, PORTION):

@@ -49,7 +49,7 @@ def hdpl(
         dtype = torch.get_autocast_dtype(kind)
         tensors = tuple(None if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
     with torch.autocast(kind, enabled=False):
-        run = _HDPL.apply if torch.is_grad_enabled() else _HDPL.forward
+        run: Any = _HDPL.apply if torch.is_grad_enabled() else _HDPL.forward
         results = run(*tensors, None if noise is None else noise.reshape(-1, noise.shape[-1]))
     y, z, *posterior = (result.view(*leading, result.shape[-1]) for result in results)
     return HDPLOutput(y, z, *posterior) if posterior else HDPLOutput(y, z, z, None)

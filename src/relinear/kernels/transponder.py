@@ -5,6 +5,8 @@ and u = A x kept for the backward pass, and the gates recomputed there."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -208,7 +210,7 @@ def modulated_linear(
 
         return transponder.modulated_linear(x, weight, bias, down, channel, scalar, channel_alpha, scalar_alpha)
     kind = x.device.type
-    shape, tensors = x.shape[:-1], (x.reshape(-1, x.shape[-1]), weight, bias, down)
+    tensors: tuple[Any, ...] = (x.reshape(-1, x.shape[-1]), weight, bias, down)
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         tensors = tuple(None if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
@@ -216,6 +218,6 @@ def modulated_linear(
         rows, weight, bias, down = tensors
         ups = _ups(rows.dtype, (channel, channel_alpha), (scalar, scalar_alpha))
         if torch.is_grad_enabled():
-            return _ModulatedLinear.apply(rows, weight, bias, down, *ups).view(*shape, weight.shape[0])
+            return _ModulatedLinear.apply(rows, weight, bias, down, *ups).view(*x.shape[:-1], weight.shape[0])
         z = torch.nn.functional.linear(rows, weight, bias)
-        return _modulated(z, rows @ down.T, *ups, in_place=True).view(*shape, weight.shape[0])
+        return _modulated(z, rows @ down.T, ups[0], ups[1], in_place=True).view(*x.shape[:-1], weight.shape[0])

@@ -139,8 +139,10 @@ class SandwichSum(nn.Module):
         size = min(self.factor_sizes)
         waste = 1 + 400 / size if quick else 1 + 50 / size + 500 / size**2
         stored = self.in_features * self.out_features * dtype.itemsize
-        dense = max(2 * self.in_features * self.out_features * tokens / rate, stored / 5e4)
-        factored = self.flops_per_token() * waste * tokens / rate + 10 * math.prod(self.counts)
+        read = stored / (2.8e4 if quick else 9e4 if stored < 1 << 23 else 5e4)
+        dense = max(2 * self.in_features * self.out_features * tokens / rate, read)
+        calls = 20 + 26 * (math.prod(self.counts) - 1)
+        factored = self.flops_per_token() * waste * tokens / rate + calls
         if self.config.basis == "blade":
             factored += 40 + 0.01 * (self.in_features + self.out_features) * tokens
         return factored > dense
