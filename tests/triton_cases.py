@@ -13,8 +13,9 @@ from relinear import kernels
 from relinear.functional import ccl as reference_ccl
 from relinear.functional import cgt as reference_cgt
 from relinear.functional import hdpl as reference_hdpl
+from relinear.functional import rotor as reference_rotor
 from relinear.functional import transponder as reference_transponder
-from relinear.kernels.triton import ccl, cgt, hdpl, transponder
+from relinear.kernels.triton import ccl, cgt, hdpl, rotor, transponder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,14 +27,14 @@ class Case:
         reference, fast: functions of the same signature.
         small: argument lists for the interpreter: a tuple is a shape of normal numbers (the last, the fan-in, scales
             a matrix), anything else is passed on.
-        large: an argument list for the compiler, with as many tokens as give the largest tiles.
+        large: argument lists for the compiler, with as many tokens as give the largest tiles.
     """
 
     name: str
     reference: Callable
     fast: Callable
     small: tuple[tuple, ...]
-    large: tuple
+    large: tuple[tuple, ...]
 
 
 def draw(shapes: tuple, dtype: torch.dtype) -> list:
@@ -74,6 +75,11 @@ def _cgt(tokens, shares, width, templates, rank) -> tuple:
     return ((*tokens, width), (*shares, templates), side, side, (templates, rank))
 
 
+def _rotor(tokens, n, left, right, blocks=1, terms=1, outputs=1, inputs=1, basis="blade") -> tuple:
+    pairs = (terms, outputs, inputs, blocks)
+    return ((tokens, inputs, 2**n), (*pairs, left, left), (*pairs, right, right), basis)
+
+
 CASES = [
     Case(
         name="transponder",
@@ -85,7 +91,7 @@ CASES = [
             _modulated(33, 40, 20, 20, bias=False, scalar=False),
             _modulated(5, 16, 16, 4, channel=False),
         ),
-        large=_modulated(4096, 128, 256, 8),
+        large=(_modulated(4096, 128, 256, 8),),
     ),
     Case(
         name="hdpl",
@@ -97,7 +103,7 @@ CASES = [
             _hdpl(5, 33, 39, 3, 9, bias=False),
             _hdpl((3, 6), 20, 10, 2, 5, noise=False),
         ),
-        large=_hdpl(4096, 128, 256, 2, 64),
+        large=(_hdpl(4096, 128, 256, 2, 64),),
     ),
     Case(
         name="ccl",
@@ -110,7 +116,7 @@ CASES = [
             _ccl((3, 6), 10, 12, 20, 7, outer=False),
             _ccl(7, 10, 12, 4, 7, inner=False, outer=False, norm=False),
         ),
-        large=_ccl(4096, 128, 256, 128, 64, norm=False),
+        large=(_ccl(4096, 128, 256, 128, 64, norm=False),),
     ),
     Case(
         name="cgt",
@@ -121,7 +127,33 @@ CASES = [
             _cgt((2, 35), (2, 1), 70, 16, 4),
             _cgt((3, 6), (3, 6), 24, 5, 7),
         ),
-        large=_cgt((4096,), (4096,), 128, 16, 8),
+        large=(_cgt((4096,), (4096,), 128, 16, 8),),
+    ),
+    Case(
+        name="rotor",
+        reference=reference_rotor.sandwich_windows,
+        fast=rotor.sandwich_windows,
+        # n modulo 8 settles blocks and components of the spin representation: a row for each
+        small=(
+            _rotor(1, 3, 4, 4),
+            _rotor(131, 1, 1, 1, blocks=2),
+            _rotor(65, 2, 2, 2, terms=2, basis="spinor"),
+            _rotor(17, 4, 8, 8, outputs=3),
+            _rotor(35, 5, 4, 8, inputs=2),
+            _rotor(70, 6, 8, 8, inputs=2, outputs=2, basis="spinor"),
+            _rotor(35, 7, 8, 8, terms=2, outputs=2, inputs=3),
+            _rotor(9, 8, 16, 16),
+            _rotor(11, 9, 16, 16, blocks=2, terms=2, inputs=2),
+            _rotor(3, 9, 16, 32, basis="spinor"),
+            _rotor(5, 10, 32, 32),
+            _rotor(3, 11, 64, 64, terms=2),
+            _rotor(2, 12, 128, 128),
+        ),
+        large=(
+            _rotor(4096, 11, 64, 64, terms=2, outputs=2, inputs=2),
+            _rotor(4096, 9, 16, 16, blocks=2),
+            _rotor(4096, 12, 64, 64, basis="spinor"),
+        ),
     ),
 ]
 
@@ -130,4 +162,5 @@ LAYERS = {
     "transponder": (relinear.Transponder(), transponder, kernels.transponder, "modulated_linear"),
     "ccl": (relinear.CCL(rank=6, context_dim=5), ccl, kernels.ccl, "ccl"),
     "hdpl": (relinear.HDPL(rank=6, blocks=4), hdpl, kernels.hdpl, "hdpl"),
+    "rotor": (relinear.Rotor(depth=0, width=2, basis="blade"), rotor, kernels.rotor, "sandwich_windows"),
 }

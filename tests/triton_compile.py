@@ -56,8 +56,8 @@ def main(capability: int, dtype: torch.dtype, names: list[str]) -> None:
 
     JITFunction.run = record
     for case in CASES:
-        if case.name in names or not names:
-            given = draw(case.large, dtype)
+        for shapes in case.large if case.name in names or not names else ():
+            given = draw(shapes, dtype)
             results = case.fast(*(t.requires_grad_() if isinstance(t, Tensor) else t for t in given))
             results = results if isinstance(results, tuple) else (results,)
             sum(r.sum() for r in results if r is not None).backward()

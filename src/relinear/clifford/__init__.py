@@ -15,6 +15,7 @@ from relinear.clifford.spin import (
     right_factor,
     right_multiplication,
     spin_shape,
+    string_tables,
     to_spin,
 )
 
@@ -38,6 +39,7 @@ __all__ = [
     "right_multiplication",
     "sandwich",
     "spin_shape",
+    "string_tables",
     "take_bivector",
     "to_matrix",
     "to_spin",

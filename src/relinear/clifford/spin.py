@@ -35,7 +35,7 @@ from relinear.clifford.blades import (
     multivector_dimension,
     take_last,
 )
-from relinear.clifford.strings import string_signs, strings_from_matrix, strings_to_matrix
+from relinear.clifford.strings import hadamard, string_signs, strings_from_matrix, strings_to_matrix
 
 __all__ = [
     "SpinShape",
@@ -45,6 +45,7 @@ __all__ = [
     "right_factor",
     "right_multiplication",
     "spin_shape",
+    "string_tables",
     "to_spin",
 ]
 
@@ -149,6 +150,17 @@ def _signs(n: int) -> np.ndarray:
     """The sign of every string in (S, F, a, b), scaled so that the whole map is orthogonal."""
     blocks, rows, _, _ = spin_shape(n)
     return np.array([e.sign for e in _elements(n)])[_order(n)] / np.sqrt(blocks * rows)
+
+
+def string_tables(n: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``to_spin`` is made of, for kernels that apply it themselves, on the device of ``like``.
+
+    Returns:
+        The blade of every string in (S, F, a, b), int32 (V,), its sign and scale (V,), and the Walsh-Hadamard matrix
+        (K, K), both in single precision.
+    """
+    walsh = device_table(hadamard, spin_shape(n).rows.bit_length() - 1, like, torch.float32)
+    return device_table(_order, n, like, torch.int32), device_table(_signs, n, like, torch.float32), walsh
 
 
 def to_spin(x: Tensor) -> Tensor:

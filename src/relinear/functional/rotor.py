@@ -11,6 +11,8 @@ have the same form.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,6 +24,10 @@ __all__ = [
     "nearest_kronecker",
     "rotor_layer",
     "sandwich_sum",
+    "sandwich_windows",
+    "shared_coordinates",
+    "spin_tables",
+    "through_blocks",
     "to_windows",
     "window_count",
     "window_size",
@@ -81,25 +87,22 @@ def sandwich_sum(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return torch.einsum("nwoilc,woikl->nokc", half, left).flatten(-2)
 
 
-def rotor_layer(
-    x: Tensor, left: Tensor, right: Tensor, out_features: int, window: int, basis: str = "spinor", product=sandwich_sum
-) -> Tensor:
-    """A layer of sandwiches: windows of the input, ``sandwich_sum``, mean over the windows of the output.
+def shared_coordinates(window: int, left: Tensor, right: Tensor) -> int:
+    """M: how many coordinates of a window share a pair of factors (..., S, L, L) and (..., S, R, R)."""
+    if left.shape[-1] * right.shape[-1] < window:  # two blocks with the same factors
+        return window // clifford.spin_shape(window.bit_length() - 1).blocks
+    return window // left.shape[-3]
 
-    Args:
-        x: (..., in_features).
-        left, right: (W, O, I, S, L, L) and (W, O, I, S, R, R); S = 1 where all blocks of a window share their factors.
-        out_features: size of the result.
-        window: V.
-        basis: "blade": coordinates are those of blades, so that rotors act as in the paper; "spinor": they are
-            coordinates of the spin representation, the same family of maps conjugated by a fixed orthogonal one.
-        product: ``sandwich_sum`` or a fast twin of it.
 
-    Returns:
-        (..., out_features).
-    """
-    leading, blocks = x.shape[:-1], left.shape[3]
-    x = to_windows(x.reshape(-1, x.shape[-1]), window)
+def spin_tables(x: Tensor) -> tuple[clifford.SpinShape, Tensor, Tensor, Tensor]:
+    """``clifford.spin_shape`` and ``clifford.string_tables`` of windows x (..., V)."""
+    n = x.shape[-1].bit_length() - 1
+    return clifford.spin_shape(n), *clifford.string_tables(n, x)
+
+
+def through_blocks(x: Tensor, left: Tensor, right: Tensor, basis: str, product: Callable[..., Tensor]) -> Tensor:
+    """``sandwich_windows`` by any form of ``sandwich_sum``."""
+    blocks = left.shape[3]
     if basis == "blade":
         x = clifford.to_spin(x)
     if blocks > 1:
@@ -107,15 +110,53 @@ def rotor_layer(
         pairs = zip(parts, left.unbind(3), right.unbind(3))
         y = torch.stack([product(part, a, b) for part, a, b in pairs], dim=-2).flatten(-2)
     else:
-        shared = 1
-        if left.shape[-1] * right.shape[-1] < window:  # two blocks with the same factors are tokens of their own
-            shared = clifford.spin_shape(window.bit_length() - 1).blocks
+        # two blocks with the same factors are tokens of their own
+        shared = x.shape[-1] // shared_coordinates(x.shape[-1], left, right)
         tokens = x.unflatten(-1, (shared, -1)).transpose(1, 2).flatten(0, 1)
         y = product(tokens, left.squeeze(3), right.squeeze(3))
         y = y.unflatten(0, (-1, shared)).transpose(1, 2).flatten(-2)
-    if basis == "blade":
-        y = clifford.from_spin(y)
-    return from_windows(y, out_features).reshape(*leading, out_features)
+    return clifford.from_spin(y) if basis == "blade" else y
+
+
+def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spinor") -> Tensor:
+    """``sandwich_sum`` of whole windows, of one block or two, in either basis.
+
+    Args:
+        x: (N, I, V).
+        left, right: (W, O, I, S, L, L) and (W, O, I, S, R, R); S = 1 where all blocks of a window share their factors.
+        basis: "blade": coordinates are those of blades, so that rotors act as in the paper; "spinor": they are
+            coordinates of the spin representation, the same family of maps conjugated by a fixed orthogonal one.
+
+    Returns:
+        (N, O, V).
+    """
+    return through_blocks(x, left, right, basis, sandwich_sum)
+
+
+def rotor_layer(
+    x: Tensor,
+    left: Tensor,
+    right: Tensor,
+    out_features: int,
+    window: int,
+    basis: str = "spinor",
+    product: Callable[..., Tensor] = sandwich_windows,
+) -> Tensor:
+    """A layer of sandwiches: windows of the input, ``sandwich_windows``, mean over the windows of the output.
+
+    Args:
+        x: (..., in_features).
+        left, right, basis: as for ``sandwich_windows``.
+        out_features: size of the result.
+        window: V.
+        product: ``sandwich_windows`` or a fast twin of it.
+
+    Returns:
+        (..., out_features).
+    """
+    windows = to_windows(x.reshape(-1, x.shape[-1]), window)
+    y = product(windows, left, right, basis)
+    return from_windows(y, out_features).reshape(*x.shape[:-1], out_features)
 
 
 def nearest_kronecker(weight: Tensor, rows: int, columns: int, terms: int) -> tuple[Tensor, Tensor]:

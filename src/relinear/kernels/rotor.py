@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from relinear.functional import rotor as reference
+from relinear.kernels.choice import prefers_triton
 
-__all__ = ["sandwich_sum"]
+__all__ = ["sandwich_sum", "sandwich_windows"]
 
 #: numbers that an intermediate holds on a CPU: about a megabyte in single precision, what a core's cache takes
 CHUNK_NUMBERS = 1 << 18
@@ -129,3 +130,12 @@ def sandwich_sum(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     if torch.is_grad_enabled() and (x.requires_grad or left.requires_grad or right.requires_grad):
         return _SandwichSum.apply(x, left, right)
     return _forward(x, left, right)
+
+
+def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spinor") -> Tensor:
+    """``functional.rotor.sandwich_windows`` (same arguments and result), differentiable once."""
+    if prefers_triton(x, left, right):
+        from relinear.kernels.triton import rotor as fused
+
+        return fused.sandwich_windows(x, left, right, basis)
+    return reference.through_blocks(x, left, right, basis, sandwich_sum)

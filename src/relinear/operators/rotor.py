@@ -20,7 +20,7 @@ from relinear.core.machine import fast_bfloat16
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, ParamRole
 from relinear.core.parameter_cache import ParameterCache
 from relinear.functional.rotor import branch_permutation, nearest_kronecker, rotor_layer, window_count, window_size
-from relinear.kernels.rotor import CHUNK_NUMBERS, sandwich_sum
+from relinear.kernels.rotor import CHUNK_NUMBERS, sandwich_windows
 
 __all__ = ["Rotor", "RotorLinear"]
 
@@ -105,7 +105,7 @@ class SandwichSum(nn.Module):
 
     def apply_factors(self, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """The map itself, with factors in the dtype of ``x``."""
-        return rotor_layer(x, left, right, self.out_features, self.window, self.config.basis, sandwich_sum)
+        return rotor_layer(x, left, right, self.out_features, self.window, self.config.basis, sandwich_windows)
 
     def dense(self) -> Tensor:
         """The (O, I) matrix in at least single precision."""
