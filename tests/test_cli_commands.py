@@ -102,3 +102,29 @@ def test_yaml_numbers_without_a_point_are_numbers(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("rate: 1e-3\nother: 2E4\ntext: e3\n")
     assert read_yaml(path) == {"rate": 0.001, "other": 20000.0, "text": "e3"}
+
+
+def test_bench_of_whole_models(capfd, tmp_path):
+    arguments = ["bench", "--model", "tiny", "-o", "ccl:rank=4", "-o", ".*q_proj=hdpl:rank=4,blocks=4", "--rounds", "2"]
+    assert main([*arguments, "--sequence-length", "8", "--passes", "step", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "models.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == ["dense", "ccl:rank=4", ".*q_proj=hdpl:rank=4,blocks=4"]
+    assert rows[0]["speedup"] == 1
+    assert all(row["tokens_per_second"] > 0 for row in rows)
+    assert "decode" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "tny", "-o", "transponder"], "unknown preset 'tny'"),
+        (["--model", "tiny"], "at least one --operator"),
+        (["--model", "tiny", "-o", "transponder", "--shapes", "2x2"], "--shapes is about single layers"),
+        (["--model", "tiny", "-o", "transponder", "--passes", "forward"], "unknown pass 'forward'"),
+        (["--model", "tiny", "-o", "nothing=transponder"], "nothing"),
+    ],
+)
+def test_bench_of_whole_models_refuses(arguments, said, capfd, tmp_path):
+    assert main(["bench", *arguments, "--out", str(tmp_path / "out")]) == 2
+    assert said in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()

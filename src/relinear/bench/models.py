@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from relinear.bench.timing import Timing, interleave
+from relinear.core.files import write_json
+from relinear.core.machine import describe_machine
 from relinear.core.operator import OperatorConfig
-from relinear.models import from_preset
+from relinear.models import from_preset, preset_names
 from relinear.surgery.plan import replace_
 
-__all__ = ["ModelMeasurement", "bench_models"]
+__all__ = ["MODEL_PASSES", "ModelMeasurement", "bench_models", "run_model_bench"]
+
+MODEL_PASSES = ("step", "decode")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,15 +110,15 @@ def bench_models(
     Raises:
         ValueError: for an unknown preset or ``passed``, or a mapping that does not fit.
     """
-    if passed not in ("step", "decode"):
-        raise ValueError(f"passed must be 'step' or 'decode', got {passed!r}")
+    if passed not in MODEL_PASSES:
+        raise ValueError(f"passed must be one of {', '.join(MODEL_PASSES)}, got {passed!r}")
     calls: dict[str, Callable[[], object]] = {}
     parameters: dict[str, int] = {}
     for name, mapping in {"dense": {}, **variants}.items():
         torch.manual_seed(0)
         model = from_preset(preset, **(overrides or {}))
         if mapping:
-            replace_(model, mapping)
+            replace_(model, mapping, init="fresh")
         if prepare is not None and mapping:
             prepare(model)
         ids = torch.randint(model.config.vocab_size, (batch_size, sequence_length))
@@ -146,3 +152,78 @@ def _speed(timing: Timing, tokens: int) -> dict[str, float]:
         "speedup_low": 1 / timing.ratio_high,
         "speedup_high": 1 / timing.ratio_low,
     }
+
+
+def run_model_bench(
+    preset: str,
+    variants: Mapping[str, Mapping[str, OperatorConfig]],
+    out_dir: str | Path,
+    *,
+    passes: Sequence[str] = MODEL_PASSES,
+    modes: Sequence[str] = ("eager",),
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+    sequence_length: int = 512,
+    batch_size: int = 1,
+    rounds: int = 7,
+    allocator: Mapping[str, int] | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """``bench_models`` in every combination, written to ``models.json`` in ``out_dir``. Decoding is eager only.
+
+    Operators that read a context get a context manager of the width that they ask for.
+
+    Args:
+        preset, variants, sequence_length, batch_size, rounds: see ``bench_models``.
+        out_dir: where to write.
+        passes: of "step" and "decode".
+        modes: of "eager" and "compiled".
+        dtypes: of the computation.
+        allocator: the allocator's settings, to be stated in the file.
+        report: called with a line of progress before every case.
+
+    Returns:
+        what the file holds: machine, allocator, and a row a variant and case.
+
+    Raises:
+        ValueError: for an unknown preset or pass, or a mapping that does not fit; nothing has run then.
+    """
+    if preset not in preset_names():
+        raise ValueError(f"unknown preset {preset!r}; choose from {', '.join(preset_names())}")
+    unknown = [passed for passed in passes if passed not in MODEL_PASSES]
+    if unknown:
+        raise ValueError(f"unknown pass {unknown[0]!r} of a model; choose from {', '.join(MODEL_PASSES)}")
+    for mapping in variants.values():
+        with torch.device("meta"):
+            replace_(from_preset(preset), mapping, init="fresh")
+    rows: list[dict[str, Any]] = []
+    for dtype, mode, passed in itertools.product(dtypes, modes, passes):
+        if passed == "decode" and mode == "compiled":
+            continue
+        report(f"{preset}, {str(dtype).removeprefix('torch.')}, {mode}, {passed}")
+        measured = bench_models(
+            preset,
+            variants,
+            passed=passed,
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            dtype=dtype,
+            compiled=mode == "compiled",
+            prepare=_attach_contexts,
+            rounds=rounds,
+        )
+        rows += [m.to_dict() for m in measured]
+    result = {"machine": describe_machine(), "allocator": dict(allocator or {}), "rounds": rounds, "rows": rows}
+    out_dir = Path(out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    write_json(out_dir / "models.json", result)
+    return result
+
+
+def _attach_contexts(model: nn.Module) -> None:
+    from relinear.core.operator import Operator
+    from relinear.operators.context_manager import ContextManager
+    from relinear.surgery.plan import attach_
+
+    widths = {m.config.context_dim for m in model.modules() if isinstance(m, Operator) and m.config.conditioned}  # type: ignore[attr-defined]
+    for width in widths:
+        attach_(model, ContextManager(dim=width))

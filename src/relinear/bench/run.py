@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from relinear.core.files import write_json
 from relinear.core.machine import describe_machine
 from relinear.core.operator import OperatorConfig
 
-__all__ = ["DEFAULT_OPERATORS", "BenchSettings", "run_bench"]
+__all__ = ["DEFAULT_OPERATORS", "DTYPES", "BenchSettings", "check_names", "run_bench"]
 
 #: every operator at the setting that its figures are quoted for
 DEFAULT_OPERATORS = (
@@ -36,7 +36,14 @@ DEFAULT_OPERATORS = (
     "transponder:rank=8",
     "rotor:width=1,depth=0",
 )
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def check_names(what: str, values: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ValueError for a value that is not known."""
+    for value in values:
+        if value not in known:
+            raise ValueError(f"unknown {what} {value!r}; choose from {', '.join(known)}")
 
 
 class BenchSettings(BaseModel):
@@ -73,14 +80,9 @@ class BenchSettings(BaseModel):
         """Raise ValueError if a part does not parse, before anything runs."""
         self.parsed_shapes()
         self.parsed_operators()
-        for name, values, known in (
-            ("dtype", self.dtypes, _DTYPES),
-            ("mode", self.modes, MODES),
-            ("pass", self.passes, PASSES),
-        ):
-            for value in values:
-                if value not in known:
-                    raise ValueError(f"unknown {name} {value!r}; choose from {', '.join(known)}")
+        check_names("dtype", self.dtypes, DTYPES)
+        check_names("mode", self.modes, MODES)
+        check_names("pass", self.passes, PASSES)
 
 
 def _measure(settings: BenchSettings, report: Callable[[str], None]) -> dict[str, Any]:
@@ -89,7 +91,7 @@ def _measure(settings: BenchSettings, report: Callable[[str], None]) -> dict[str
         torch.set_num_threads(settings.threads)
     # At the default of 8 a module compiled for a ninth shape runs uncompiled, and says so only in the log.
     torch._dynamo.config.recompile_limit = 64
-    dtypes = [_DTYPES[name] for name in settings.dtypes]
+    dtypes = [DTYPES[name] for name in settings.dtypes]
     roofs = {dtype: measure_roofline(dtype) for dtype in dtypes}
     operators = settings.parsed_operators()
     rows: list[dict[str, Any]] = []

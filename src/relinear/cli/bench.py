@@ -15,21 +15,31 @@ def command(
     operators: Annotated[
         list[str] | None, typer.Option("--operator", "-o", metavar="KIND:KEY=VALUE", help="May be repeated.")
     ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="A preset: time whole models in place of single layers.")
+    ] = None,
     shapes: Annotated[str | None, typer.Option(help="Such as 2048->2048,512->2048.")] = None,
     tokens: Annotated[str | None, typer.Option(help="Such as 1,64,4096.")] = None,
     dtypes: Annotated[str | None, typer.Option(help="fp32, bf16 or both.")] = None,
     modes: Annotated[str | None, typer.Option(help="eager, compiled or both.")] = None,
-    passes: Annotated[str | None, typer.Option(help="forward, step or both.")] = None,
+    passes: Annotated[str | None, typer.Option(help="forward, step or both; of a model step, decode.")] = None,
+    sequence_length: Annotated[int, typer.Option(min=2, help="Of --model.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Of --model.")] = 1,
     peers: Annotated[bool, typer.Option(help="Also time named peers (PEFT's adapters, published forms).")] = True,
     untuned: Annotated[bool, typer.Option(help="Also time without the allocator's thresholds raised.")] = True,
     rounds: Annotated[int | None, typer.Option(help="How often each contender takes its turn.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of torch; all cores by default.")] = None,
 ) -> None:
-    """Time layers against dense nn.Linear, taking turns in one process; figures are ratios of time, below 1 is faster.
+    """Time layers against dense nn.Linear in one process; figures are ratios of time, below 1 is faster.
 
     A contender whose output is off is reported and not timed. In brackets: without the allocator's thresholds raised.
 
+    With --model, training steps and decoding of a stock model, with and without each --operator, which may say where
+    it goes: PATTERN=KIND:KEY=VALUE.
+
     **Example:** `relinear bench --operator hdpl:rank=128 --shapes 2048x2048 --tokens 1,4096 --dtypes fp32`
+
+    **Example:** `relinear bench --model llama-60m --operator transponder --passes step`
     """
     from relinear.bench.run import BenchSettings, run_bench, table
     from relinear.cli.options import set_if_given
@@ -37,6 +47,10 @@ def command(
     def split(text: str | None) -> tuple[str, ...] | None:
         return None if text is None else tuple(part.strip() for part in text.split(","))
 
+    if model is not None:
+        _whole_models(model, operators, out, {"shapes": shapes, "tokens": tokens}, split(dtypes), split(modes),
+                      split(passes), sequence_length, batch_size, rounds, threads)  # fmt: skip
+        return
     settings = BenchSettings.model_validate(
         set_if_given(
             {
@@ -74,3 +88,55 @@ def command(
     )
     print(f"machine: {roofs}; allocator: {result['allocator'] or 'untouched'}")
     print(f"written: {out / 'bench.json'}, {out / 'bench.png'}")
+
+
+def _whole_models(
+    preset, operators, out, of_layers, dtypes, modes, passes, sequence_length, batch_size, rounds, threads
+):
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from relinear.bench.models import MODEL_PASSES, run_model_bench
+    from relinear.bench.operators import MODES
+    from relinear.bench.run import DTYPES, check_names
+    from relinear.cli.options import parse_operators
+    from relinear.core.allocator import tune_allocator
+    from relinear.core.operator import OperatorConfig
+
+    given = [f"--{name}" for name, value in of_layers.items() if value is not None]
+    if given:
+        raise ValueError(f"{given[0]} is about single layers; with --model use --sequence-length and --batch-size")
+    if not operators:
+        raise ValueError("--model needs at least one --operator to compare with the stock model")
+    variants = {
+        text: {p: OperatorConfig.from_dict(s) for p, s in parse_operators([text]).items() if s} for text in operators
+    }
+    dtypes, modes, passes = dtypes or ("fp32",), modes or ("eager",), passes or MODEL_PASSES
+    check_names("dtype", dtypes, DTYPES)
+    check_names("mode", modes, MODES)
+    if threads:
+        torch.set_num_threads(threads)
+    console = Console(stderr=True)
+    with console.status("preparing") as status:
+        result = run_model_bench(
+            preset,
+            variants,
+            out,
+            passes=passes,
+            modes=modes,
+            dtypes=[DTYPES[name] for name in dtypes],
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            rounds=rounds or 7,
+            allocator=tune_allocator(),
+            report=status.update,
+        )
+    shown = Table("variant", "parameters", "dtype", "mode", "pass", "tokens / s", "speed", box=None)
+    for row in result["rows"]:
+        mode = "compiled" if row["compiled"] else "eager"
+        cells = f"{row['parameters']:,}", row["dtype"], mode, row["passed"], f"{row['tokens_per_second']:,.0f}"
+        shown.add_row(row["variant"], *cells, f"{row['speedup']:.2f}")
+    Console(width=max(Console().width, 110)).print(shown)
+    print(f"speed is relative to the stock model, above 1 is faster; allocator: {result['allocator'] or 'untouched'}")
+    print(f"written: {out / 'models.json'}")
