@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--data", default="stdlib")
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--batch", type=int, default=8, help="sequences a step: Trainer's default")
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--contender", type=int, help="run this one alone and print its tokens a second")
