@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,8 +17,10 @@ from relinear.kernels.pointwise import compiled, fuses_pointwise
 
 __all__ = ["ccl"]
 
-#: outputs computed at a time in inference: four megabytes in single precision
-PORTION = 1 << 20
+#: outputs computed at a time
+FORWARD_PORTION = 1 << 20
+#: size of the outputs whose gradients are computed at a time
+BACKWARD_BYTES = 1 << 23
 
 
 def ccl(
@@ -37,7 +41,8 @@ def ccl(
     """``functional.ccl.ccl`` in the input's dtype.
 
     The gate network's last layer is two products, one a gate, so that no gate is a strided slice; the bias rides in the
-    product before it; sigmoid and product with the gate are one pass over memory where they can be.
+    product before it; sigmoid and product with the output gate are one pass over memory where they can be, and
+    neither gates nor ungated outputs are kept for the backward pass.
     """
     gates = basis_gate, basis_gate_bias, output_gate, output_gate_bias
     if prefers_triton(x, features, basis, mix, bias, norm_gain, norm_offset, *gates):
@@ -49,84 +54,89 @@ def ccl(
     if norm_gain is not None:
         h = F.layer_norm(h, h.shape[-1:], norm_gain, norm_offset, eps)
     if basis_gate is not None:
-        h = _gated(h, features, basis_gate, basis_gate_bias)
+        assert features is not None
+        h = h * F.linear(features, basis_gate, basis_gate_bias).sigmoid_()
     if output_gate is None:
         return F.linear(h, mix, bias)
-    if bias is None or gate_bias:
-        if not torch.is_grad_enabled() and _in_portions(h, features, mix):
-            return _gated_portions(h, mix, bias, features, output_gate, output_gate_bias)
-        return _gated(F.linear(h, mix, bias), features, output_gate, output_gate_bias)
-    return _gated(F.linear(h, mix), features, output_gate, output_gate_bias) + bias
-
-
-def _gated(value: Tensor, features: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """value * sigmoid(weight features + bias), differentiable once, but for the plain form: that is for compilers,
-    which fuse it with its surroundings, and for a context that several sequences share."""
     assert features is not None
-    if torch.compiler.is_compiling() or value.shape[:-1] != features.shape[:-1] or bias is None:
-        return value * torch.sigmoid(F.linear(features, weight, bias))
-    logits = F.linear(features, weight)  # without the bias, which would take a pass of its own over the logits
-    return _Gate.apply(value, logits, bias) if torch.is_grad_enabled() else _product(value, logits, bias)
+    assert output_gate_bias is not None
+    gated_bias = bias if gate_bias else None
+    if torch.compiler.is_compiling() or h.shape[:-1] != features.shape[:-1]:
+        # a compiler fuses this with its surroundings; a context that several sequences share is broadcast
+        y = F.linear(h, mix, gated_bias) * F.linear(features, output_gate, output_gate_bias).sigmoid()
+    else:
+        y = _gated_linear(h, mix, gated_bias, features, output_gate, output_gate_bias)
+    return y if gate_bias or bias is None else y + bias
 
 
-def _in_portions(h: Tensor, features: Tensor | None, mix: Tensor) -> bool:
-    """Whether inference is faster with outputs and logits in cache: in single precision, where a product takes long
-    enough to be worth a call."""
-    assert features is not None
-    return (
-        h.dtype == torch.float32
-        and h.shape[:-1] == features.shape[:-1]
-        and h.numel() // h.shape[-1] * mix.shape[0] >= 2 * PORTION
-        and not torch.is_autocast_enabled(h.device.type)
-        and fuses_pointwise(h.new_empty(1).expand(PORTION))
-    )
-
-
-def _gated_portions(h, mix, bias, features, weight, gate_bias) -> Tensor:
-    """(mix h + bias) * sigmoid(weight features + gate_bias), for few enough tokens at a time to stay in cache."""
+def _gated_linear(h, mix, bias, features, weight, gate_bias) -> Tensor:
+    kind = h.device.type
     rows, given = h.reshape(-1, h.shape[-1]), features.reshape(-1, features.shape[-1])
-    y = h.new_empty(rows.shape[0], mix.shape[0])
-    for part in row_chunks(y, PORTION):
-        compiled(_gate_product_into)(y[part], F.linear(rows[part], mix, bias), F.linear(given[part], weight), gate_bias)
-    return y.view(*h.shape[:-1], -1)
-
-
-def _gate_product_into(out: Tensor, value: Tensor, logits: Tensor, bias: Tensor) -> Tensor:
-    return out.copy_(_gate_product(value, logits, bias))
-
-
-def _product(value: Tensor, logits: Tensor, bias: Tensor) -> Tensor:
-    if fuses_pointwise(value):
-        return compiled(_gate_product)(value, logits, bias.to(logits.dtype))
-    return (logits + bias.to(logits.dtype)).sigmoid_().mul_(value)
+    tensors: tuple[Any, ...] = (rows, mix, bias, given, weight, gate_bias)
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        tensors = tuple(None if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+    with torch.autocast(kind, enabled=False):
+        run: Any = _GatedLinear.apply if torch.is_grad_enabled() else _forward
+        return run(*tensors).view(*h.shape[:-1], mix.shape[0])
 
 
 def _gate_product(value: Tensor, logits: Tensor, bias: Tensor) -> Tensor:
     return value * torch.sigmoid(logits + bias)
 
 
-def _gate_gradients(grad: Tensor, value: Tensor, logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def _gate_into(out: Tensor, value: Tensor, logits: Tensor, bias: Tensor) -> Tensor:
+    return out.copy_(_gate_product(value, logits, bias))
+
+
+def _gate_gradients(grad: Tensor, y: Tensor, logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of value and of logits of y = value * sigmoid(logits + bias), which need y and not value."""
     gates = torch.sigmoid(logits + bias)
-    to_value = grad * gates
-    return to_value, to_value * value * (1 - gates)
+    return grad * gates, grad * y * (1 - gates)
 
 
-class _Gate(torch.autograd.Function):
-    """value * sigmoid(logits + bias) with value and logits (..., K), bias (K,): keeps its inputs alone, and no gate."""
+def _forward(h, mix, bias, features, weight, gate_bias) -> Tensor:
+    """(mix h + bias) * sigmoid(weight features + gate_bias), few enough tokens at a time to stay in cache."""
+    y = h.new_empty(h.shape[0], mix.shape[0])
+    if h.itemsize == 2 and fuses_pointwise(y):  # in half precision the products are over before a portion pays
+        return compiled(_gate_product)(F.linear(h, mix, bias), F.linear(features, weight), gate_bias)
+    for rows in row_chunks(y, FORWARD_PORTION):
+        value, logits = F.linear(h[rows], mix, bias), F.linear(features[rows], weight)
+        if fuses_pointwise(value):
+            compiled(_gate_into)(y[rows], value, logits, gate_bias)
+        else:
+            torch.mul(value, logits.add_(gate_bias).sigmoid_(), out=y[rows])
+    return y
+
+
+class _GatedLinear(torch.autograd.Function):
+    """``_forward``, differentiable once; keeps its inputs and its output, and computes the gates again."""
 
     @staticmethod
-    def forward(ctx, value, logits, bias):
-        ctx.save_for_backward(value, logits, bias)
-        return _product(value, logits, bias)
+    def forward(ctx, h, mix, bias, features, weight, gate_bias):
+        y = _forward(h, mix, bias, features, weight, gate_bias)
+        ctx.save_for_backward(h, mix, features, weight, gate_bias, y)
+        ctx.has_bias = bias is not None
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        value, logits, bias = ctx.saved_tensors
-        if fuses_pointwise(value):
-            to_value, to_logits = compiled(_gate_gradients)(grad, value, logits, bias.to(logits.dtype))
-        else:
-            gates = (logits + bias.to(logits.dtype)).sigmoid_()
-            to_value = grad * gates
-            to_logits = gates.neg_().add_(1).mul_(to_value).mul_(value)
-        return to_value, to_logits, to_logits.flatten(0, -2).sum(0).to(bias.dtype)
+        h, mix, features, weight, gate_bias, y = ctx.saved_tensors
+        wide = torch.promote_types(h.dtype, torch.float32)
+        to_h, to_features = torch.empty_like(h), torch.empty_like(features)
+        to_mix, to_weight = torch.zeros_like(mix, dtype=wide), torch.zeros_like(weight, dtype=wide)
+        to_bias, to_gate_bias = torch.zeros_like(gate_bias, dtype=wide), torch.zeros_like(gate_bias, dtype=wide)
+        for rows in row_chunks(y, BACKWARD_BYTES // y.itemsize):
+            given = grad[rows], y[rows], F.linear(features[rows], weight), gate_bias
+            run = compiled(_gate_gradients) if fuses_pointwise(given[2]) else _gate_gradients
+            to_value, to_logits = run(*given)
+            torch.mm(to_value, mix, out=to_h[rows])
+            torch.mm(to_logits, weight, out=to_features[rows])
+            to_mix += to_value.T @ h[rows]
+            to_weight += to_logits.T @ features[rows]
+            if ctx.has_bias:
+                to_bias += to_value.sum(0)
+            to_gate_bias += to_logits.sum(0)
+        grads = to_h, to_mix.to(mix.dtype), to_bias.to(mix.dtype) if ctx.has_bias else None
+        return *grads, to_features, to_weight.to(weight.dtype), to_gate_bias.to(gate_bias.dtype)

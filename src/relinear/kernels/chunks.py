@@ -11,7 +11,7 @@ CHUNK_NUMBERS = 1 << 19
 
 
 def row_chunks(x: Tensor, numbers: int = CHUNK_NUMBERS) -> list[slice]:
-    """Slices over the rows of x (N, M), of about ``numbers`` entries each; one slice off the CPU."""
-    rows, columns = x.shape[0], x[0].numel() if x.shape[0] else 1
+    """Slices over the rows of x (N, M), of about ``numbers`` entries each; one slice off the CPU, and of no rows."""
+    rows, columns = x.shape
     step = max(1, numbers // max(1, columns)) if x.device.type == "cpu" else max(1, rows)
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    return [slice(start, min(start + step, rows)) for start in range(0, max(1, rows), step)]

@@ -1,10 +1,12 @@
-"""Contextual modulators, the fast form: the same gates as ``functional.transponder``, with alpha folded into B, only z
-and u = A x kept for the backward pass, and the gates recomputed there."""
+"""Contextual modulators, the fast form: the gates of ``functional.transponder`` with alpha folded into B. Only the
+output and u = A x are kept for the backward pass, and the gates are computed there again: since the output y is z
+times its gates, the gradients need grad * y and grad * gates, and never z itself."""
 
 # Legend: N tokens (all leading dimensions), I in_features, O out_features, R rank
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ Alpha = Tensor | float
 
 #: up to this rank the product with B is unrolled into the pointwise kernel; beyond it a matrix product is cheaper
 UNROLLED_RANK = 16
+#: size of the outputs whose gradients are computed at a time
+PORTION_BYTES = 1 << 23
 
 
 def _logits(hidden: Tensor, up: Tensor) -> Tensor:
@@ -36,26 +40,26 @@ def _gated(z: Tensor, half: Tensor, twice: Tensor) -> Tensor:
     return (z * (half * twice)).to(z.dtype)
 
 
-def _gated_backward(z: Tensor, grad: Tensor, half: Tensor, twice: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of z and of the channel gate's logits (N, O), both in z's dtype, and the sum (N, 1) of grad z gates.
+def _gated_backward(y: Tensor, grad: Tensor, half: Tensor, twice: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of z and of the channel gate's logits (N, O), both in y's dtype, and the sum (N, 1) of grad y.
 
     A gate g = 2 sigmoid(l) has dg/dl = g (1 - g / 2).
     """
-    to_z = grad * (half * twice)
-    product = to_z * z
-    return to_z.to(z.dtype), (product * (1 - half)).to(z.dtype), product.sum(-1, keepdim=True)
+    product = grad.to(half.dtype) * y
+    to_z, to_logits = grad * (half * twice), product * (1 - half)
+    return to_z.to(y.dtype), to_logits.to(y.dtype), product.sum(-1, keepdim=True)
 
 
 def _unrolled(z: Tensor, hidden: Tensor, up: Tensor, twice: Tensor) -> Tensor:
     return _gated(z, torch.sigmoid(_logits(hidden, up)), twice)
 
 
-def _unrolled_backward(z: Tensor, grad: Tensor, hidden: Tensor, up: Tensor, twice: Tensor) -> tuple[Tensor, ...]:
-    return _gated_backward(z, grad, torch.sigmoid(_logits(hidden, up)), twice)
-
-
 def _unrolled_(z: Tensor, hidden: Tensor, up: Tensor, twice: Tensor) -> Tensor:
     return z.copy_(_unrolled(z, hidden, up, twice))
+
+
+def _unrolled_backward(y: Tensor, grad: Tensor, hidden: Tensor, up: Tensor, twice: Tensor) -> tuple[Tensor, ...]:
+    return _gated_backward(y, grad, torch.sigmoid(_logits(hidden, up)), twice)
 
 
 def _forward(z: Tensor, hidden: Tensor, channel: Tensor | None, twice: Tensor, in_place: bool) -> Tensor:
@@ -74,33 +78,18 @@ def _forward(z: Tensor, hidden: Tensor, channel: Tensor | None, twice: Tensor, i
 
 
 def _backward(
-    grad: Tensor, z: Tensor, hidden: Tensor, channel: Tensor | None, twice: Tensor
+    grad: Tensor, y: Tensor, hidden: Tensor, channel: Tensor | None, twice: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Gradients of z (N, O), of phi through the channel gate (N, R), of B (O, R); the sum (N, 1) of z grad gates."""
+    """Gradients of z (N, O), of phi through the channel gate (N, R), of B (O, R); the sum (N, 1) of grad y."""
     if channel is None:
-        to_z = grad * (0.5 * twice)
-        return to_z.to(z.dtype), None, None, (to_z * z).sum(-1, keepdim=True)
-    fused = channel.shape[1] <= UNROLLED_RANK and fuses_pointwise(z)
-    if fused or torch.compiler.is_compiling():
-        if fused:
-            to_z, to_logits, total = compiled(_unrolled_backward)(z, grad, hidden, channel.T.contiguous(), twice)
-        else:
-            to_z, to_logits, total = _gated_backward(z, grad, torch.sigmoid(hidden @ channel.T), twice)
-        # one product a gradient, in the dtype of z: its sums are exact enough, and the matrix is read once
-        to_hidden = (to_logits @ channel.to(to_logits.dtype)).to(hidden.dtype)
-        return to_z, to_hidden, (to_logits.T @ hidden.to(to_logits.dtype)).to(channel.dtype), total
-    to_z, to_hidden, to_channel = torch.empty_like(z), torch.empty_like(hidden), torch.zeros_like(channel)
-    total = torch.empty_like(twice)
-    for rows in row_chunks(z):
-        half = (hidden[rows] @ channel.T).sigmoid_()
-        product = (half * twice[rows]).mul_(grad[rows])
-        to_z[rows] = product
-        product.mul_(z[rows])
-        torch.sum(product, -1, keepdim=True, out=total[rows])
-        product.addcmul_(product, half, value=-1)
-        torch.mm(product, channel, out=to_hidden[rows])
-        to_channel.addmm_(product.T, hidden[rows])
-    return to_z, to_hidden, to_channel, total
+        return (grad * (0.5 * twice)).to(y.dtype), None, None, (grad.to(twice.dtype) * y).sum(-1, keepdim=True)
+    if channel.shape[1] <= UNROLLED_RANK and fuses_pointwise(y):
+        to_z, to_logits, total = compiled(_unrolled_backward)(y, grad, hidden, channel.T.contiguous(), twice)
+    else:
+        to_z, to_logits, total = _gated_backward(y, grad, torch.sigmoid(hidden @ channel.T), twice)
+    # one product a gradient, in the dtype of y: its sums are exact enough, and the matrix is read once
+    to_hidden = (to_logits @ channel.to(to_logits.dtype)).to(hidden.dtype)
+    return to_z, to_hidden, (to_logits.T @ hidden.to(to_logits.dtype)).to(channel.dtype), total
 
 
 def _twice(hidden: Tensor, scalar: Tensor | None) -> Tensor:
@@ -110,53 +99,92 @@ def _twice(hidden: Tensor, scalar: Tensor | None) -> Tensor:
     return (hidden @ scalar.T).sigmoid_().mul_(4)
 
 
-def _gradients(grad: Tensor, z: Tensor, u: Tensor, channel: Tensor | None, scalar: Tensor | None) -> tuple:
-    """Gradients of z (N, O), of u (N, R) and of both products with B."""
+def _gradients(
+    receive: Callable[[slice, Tensor], None],
+    grad: Tensor,
+    y: Tensor,
+    u: Tensor,
+    channel: Tensor | None,
+    scalar: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of u (N, R) and of both products with B; that of z goes to ``receive``, some rows at a time."""
     hidden = torch.sigmoid(u.to(torch.promote_types(u.dtype, torch.float32)))
     twice = _twice(hidden, scalar)
-    to_z, to_hidden, to_channel, total = _backward(grad, z, hidden, channel, twice)
+    whole = torch.compiler.is_compiling()
+    to_hidden, total = torch.zeros_like(hidden), torch.zeros_like(twice)
+    to_channel = None if channel is None else torch.zeros_like(channel)
     to_scalar = None
+    for rows in [slice(None)] if whole else row_chunks(y, PORTION_BYTES // y.itemsize):
+        to_z, part_hidden, part_channel, total[rows] = _backward(
+            grad[rows], y[rows], hidden[rows], channel, twice[rows]
+        )
+        receive(rows, to_z)
+        if part_hidden is not None and part_channel is not None and to_channel is not None:
+            to_hidden[rows] = part_hidden
+            to_channel += part_channel
     if scalar is not None:
         logits = total * (1 - twice / 4)
-        to_hidden = logits * scalar if to_hidden is None else to_hidden.addmm_(logits, scalar)
+        to_hidden.addmm_(logits, scalar)
         to_scalar = logits.T @ hidden
-    assert to_hidden is not None
-    return to_z, (to_hidden * hidden * (1 - hidden)).to(u.dtype), to_channel, to_scalar
+    return (to_hidden * hidden * (1 - hidden)).to(u.dtype), to_channel, to_scalar
 
 
 class _Modulate(torch.autograd.Function):
-    """z (N, O) times the gates of u (N, R); channel (O, R) and scalar (1, R) hold alpha B. Saves its inputs alone."""
+    """z (N, O) times the gates of u (N, R); channel (O, R) and scalar (1, R) hold alpha B."""
 
     @staticmethod
     def forward(ctx, z, u, channel, scalar):
-        ctx.save_for_backward(z, u, channel, scalar)
-        return _modulated(z, u, channel, scalar, in_place=False)
+        y = _modulated(z, u, channel, scalar, in_place=False)
+        ctx.save_for_backward(y, u, channel, scalar)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return _gradients(grad, *ctx.saved_tensors)
+        to_z: list[Tensor] = []
+        rest = _gradients(lambda rows, part: to_z.append(part), grad, *ctx.saved_tensors)
+        return torch.cat(to_z), *rest
 
 
 class _ModulatedLinear(torch.autograd.Function):
-    """The same with z = weight x + bias and u = down x inside, so that both gradients of x are summed in a product."""
+    """The same with z = weight x + bias and u = down x inside: z is overwritten, and its gradient never held whole."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, down, channel, scalar):
-        z, u = torch.nn.functional.linear(x, weight, bias), x @ down.T
-        ctx.save_for_backward(x, weight, down, z, u, channel, scalar)
-        return _modulated(z, u, channel, scalar, in_place=False)
+        u = torch.nn.functional.linear(x, down)
+        y = _modulated(torch.nn.functional.linear(x, weight, bias), u, channel, scalar, in_place=True)
+        ctx.save_for_backward(x, weight, down, y, u, channel, scalar)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         x, weight, down, *rest = ctx.saved_tensors
         need = ctx.needs_input_grad
-        to_z, to_u, to_channel, to_scalar = _gradients(grad, *rest)
+        to_x: list[Tensor] = []
+        to_weight: list[Tensor] = []
+        to_bias: list[Tensor] = []
+
+        def receive(rows: slice, to_z: Tensor) -> None:
+            if need[0] and to_z.shape[0] == x.shape[0]:
+                to_x.append(to_z @ weight)
+            elif need[0]:
+                if not to_x:
+                    to_x.append(torch.empty_like(x))
+                torch.mm(to_z, weight, out=to_x[0][rows])
+            if need[1]:
+                if to_weight:
+                    to_weight[0].addmm_(to_z.T, x[rows])
+                else:
+                    to_weight.append(to_z.T @ x[rows])
+            if need[2]:
+                to_bias.append(to_z.sum(0))
+
+        to_u, to_channel, to_scalar = _gradients(receive, grad, *rest)
         return (
-            (to_z @ weight).addmm_(to_u, down) if need[0] else None,
-            to_z.T @ x if need[1] else None,
-            to_z.sum(0) if need[2] else None,
+            to_x[0].addmm_(to_u, down) if need[0] else None,
+            to_weight[0] if need[1] else None,
+            sum(to_bias) if need[2] else None,
             to_u.T @ x if need[3] else None,
             to_channel,
             to_scalar,
@@ -219,5 +247,5 @@ def modulated_linear(
         ups = _ups(rows.dtype, (channel, channel_alpha), (scalar, scalar_alpha))
         if torch.is_grad_enabled():
             return _ModulatedLinear.apply(rows, weight, bias, down, *ups).view(*x.shape[:-1], weight.shape[0])
-        z = torch.nn.functional.linear(rows, weight, bias)
-        return _modulated(z, rows @ down.T, ups[0], ups[1], in_place=True).view(*x.shape[:-1], weight.shape[0])
+        z, u = torch.nn.functional.linear(rows, weight, bias), torch.nn.functional.linear(rows, down)
+        return _modulated(z, u, ups[0], ups[1], in_place=True).view(*x.shape[:-1], weight.shape[0])
