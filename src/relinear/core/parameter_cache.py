@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
-__all__ = ["ParameterCache"]
+__all__ = ["CachingModule", "ParameterCache"]
 
 
 class ParameterCache:
@@ -40,3 +40,22 @@ class ParameterCache:
             self.sources = [(slot, name, p, p._version, p.data_ptr()) for slot, name, p in present]
             self.values[key] = value
         return value
+
+
+class CachingModule(nn.Module):
+    """A module that keeps what it computes from its own parameters in ``_cache``; copies start with an empty one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cache = ParameterCache([self._parameters])
+
+    def train(self, mode: bool = True) -> Self:
+        self._cache = ParameterCache([self._parameters])
+        return super().train(mode)
+
+    def __getstate__(self):
+        return {key: value for key, value in self.__dict__.items() if key != "_cache"}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._cache = ParameterCache([self._parameters])

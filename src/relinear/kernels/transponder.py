@@ -69,6 +69,7 @@ def _forward(z: Tensor, hidden: Tensor, channel: Tensor | None, twice: Tensor, i
     if torch.compiler.is_compiling():
         return _gated(z, torch.sigmoid(hidden @ channel.T), twice)
     if channel.shape[1] <= UNROLLED_RANK and fuses_pointwise(z):
+        in_place &= z.itemsize > 2  # writing to the input is faster in single precision alone
         return compiled(_unrolled_ if in_place else _unrolled)(z, hidden, channel.T.contiguous(), twice)
     out = z if in_place else torch.empty_like(z)
     for rows in row_chunks(z):
@@ -219,7 +220,8 @@ def modulate(
 
 def _ups(dtype: torch.dtype, *given: tuple[Tensor | None, Alpha]) -> list[Tensor | None]:
     wide = torch.promote_types(dtype, torch.float32)
-    return [None if up is None else alpha * up.to(wide) for up, alpha in given]
+    folded = [(None if up is None else up.to(wide), alpha) for up, alpha in given]
+    return [up if up is None or (isinstance(alpha, float) and alpha == 1) else alpha * up for up, alpha in folded]
 
 
 def modulated_linear(

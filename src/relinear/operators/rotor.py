@@ -18,7 +18,7 @@ from relinear.clifford.blades import device_table
 from relinear.core.config import check_at_least, check_choice, check_type, register
 from relinear.core.machine import fast_bfloat16
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, ParamRole
-from relinear.core.parameter_cache import ParameterCache
+from relinear.core.parameter_cache import CachingModule
 from relinear.functional.rotor import branch_permutation, nearest_kronecker, rotor_layer, window_count, window_size
 from relinear.kernels.rotor import CHUNK_NUMBERS, sandwich_windows
 
@@ -33,7 +33,7 @@ _ACTIVATIONS = {
 }
 
 
-class SandwichSum(nn.Module):
+class SandwichSum(CachingModule):
     """y = sum_w a_w x b_w over every pair of an input and an output window; no bias.
 
     Parameters: ``left`` and ``right`` (W, o, i, P) bivectors of the rotors (``left`` alone where they are single), or
@@ -61,7 +61,6 @@ class SandwichSum(nn.Module):
         single = config.terms == "rotor" and config.rotors == "single"
         self.register_parameter("right", None if single else nn.Parameter(torch.empty(*counts, *right, **kw)))
         self.register_parameter("scale", nn.Parameter(torch.empty(counts, **kw)) if config.scale else None)
-        self._cache = ParameterCache([self._parameters])
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -189,17 +188,6 @@ class SandwichSum(nn.Module):
             return torch.matmul(a, half).view(x.shape)
 
         return direct
-
-    def train(self, mode: bool = True) -> Self:
-        self._cache = ParameterCache([self._parameters])
-        return super().train(mode)
-
-    def __getstate__(self):
-        return {key: value for key, value in self.__dict__.items() if key != "_cache"}
-
-    def __setstate__(self, state):
-        super().__setstate__(state)
-        self._cache = ParameterCache([self._parameters])
 
 
 class _Branches(nn.Module):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from relinear.core.config import check_at_least, check_choice, check_type, register
 from relinear.core.operator import NotLinearError
+from relinear.core.parameter_cache import CachingModule
 from relinear.core.wrapper import Wrapper, WrapperConfig
 from relinear.functional.transponder import modulate_static, modulator_gate
 from relinear.kernels.transponder import modulate, modulated_linear
@@ -42,7 +43,7 @@ class _Alphas(nn.Module):
         return {name: float(self._alpha(f"{name}_log_alpha")) for name in names}
 
 
-class Modulator(_Alphas):
+class Modulator(CachingModule, _Alphas):
     """Gates in (0, 2) that read the layer's input: z -> z * channel gate * scalar gate (Eq. 4, 5, 9, 10).
 
     Parameters: ``down`` A (R, I), shared by both gates; ``channel_up`` (O, R) and ``scalar_up`` (1, R), the two B;
@@ -95,10 +96,23 @@ class Modulator(_Alphas):
 
     def after_linear(self, x: Tensor, linear: nn.Module) -> Tensor:
         """``forward(x, linear(x))`` for an ``nn.Linear``, in one kernel where there is one."""
-        alphas = self._alpha("channel_log_alpha"), self._alpha("scalar_log_alpha")
         weight, bias = linear._parameters["weight"], linear._parameters["bias"]
         assert weight is not None
+        if x.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return modulated_linear(x, weight, bias, self.down, *self._folded())
+        alphas = self._alpha("channel_log_alpha"), self._alpha("scalar_log_alpha")
         return modulated_linear(x, weight, bias, self.down, self.channel_up, self.scalar_up, *alphas)
+
+    def _folded(self) -> tuple[Tensor | None, Tensor | None]:
+        """Both B with their alphas inside, in float32 at least: for one token casts would cost more than gates."""
+        folded = self._cache.get("folded")
+        if folded is None:
+            ups = self.channel_up, self.scalar_up
+            alphas = self._alpha("channel_log_alpha"), self._alpha("scalar_log_alpha")
+            wide = torch.promote_types(self.down.dtype, torch.float32)
+            folded = tuple(up if up is None else alpha * up.to(wide) for up, alpha in zip(ups, alphas, strict=True))
+            self._cache.put("folded", folded)
+        return folded
 
     def gates_of(self, x: Tensor) -> dict[str, Tensor]:
         """The gates for the input x (..., I): "channel" (..., O) and "scalar" (..., 1), in float32 at least."""
