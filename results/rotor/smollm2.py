@@ -1,9 +1,12 @@
 """One projection of one layer of SmolLM2-135M replaced by each operator: fit errors, perplexities, LAMBADA.
 
+    python results/rotor/smollm2.py --model models/smollm2 --data data --tune
     python results/rotor/smollm2.py --model models/smollm2 --data data --layers 12
 
-Rows go to results/rotor/smollm2.jsonl as they are measured (a row that is there is not measured again), and the table
-to results/rotor/smollm2.md. --data is a folder with books/, wikitext2/, ptb/ and lambada/.
+The first finds every method's learning rate: the one of the least fit error on q of layer 12, with a seed of its own.
+Rows go to results/rotor/smollm2.jsonl as they are measured (a row that is there is not measured again), and the table to
+results/rotor/smollm2.md; those of --tune to results/rotor/smollm2_rates.jsonl. --data is a folder with books/,
+wikitext2/, ptb/ and lambada/.
 """
 
 from __future__ import annotations
@@ -23,16 +26,16 @@ from relinear.core.machine import describe_machine
 from relinear.data import DataSettings, iter_texts
 
 HERE = Path(__file__).resolve().parent
-ROTOR = {"learning_rate": 0.05}
-MATRIX = {"learning_rate": 0.002}
+RATES = (0.01, 0.03, 0.1, 0.3)
+TUNING_SEED = 1000
 METHODS = {
-    "low rank 1": (relinear.LowRank(rank=1), MATRIX),
-    "rotor, double": (relinear.Rotor(scale=True), ROTOR),
-    "block-Hadamard, 64 blocks": (relinear.BlockHadamard(blocks=64), MATRIX),
-    "low rank 4": (relinear.LowRank(rank=4), MATRIX),
-    "rotor, single": (relinear.Rotor(rotors="single", scale=True), ROTOR),
-    "Lemma-1 terms, depth 0, 3 terms": (relinear.Rotor(depth=0, terms="multivector"), MATRIX),
-    "HDPL, rank 8, 8 blocks": (relinear.HDPL(rank=8, blocks=8), MATRIX),
+    "low rank 1": relinear.LowRank(rank=1),
+    "rotor, double": relinear.Rotor(scale=True),
+    "block-Hadamard, 64 blocks": relinear.BlockHadamard(blocks=64),
+    "low rank 4": relinear.LowRank(rank=4),
+    "rotor, single": relinear.Rotor(rotors="single", scale=True),
+    "Lemma-1 terms, depth 0, 3 terms": relinear.Rotor(depth=0, terms="multivector"),
+    "HDPL, rank 8, 8 blocks": relinear.HDPL(rank=8, blocks=8),
 }
 
 
@@ -57,6 +60,28 @@ def evaluate(model, tokenizer, data: Path, tokens: int, examples: int) -> dict:
     file = next((data / "lambada").glob("*.jsonl"))
     result["lambada"] = relinear.lambada(model, tokenizer, file, max_examples=examples, batch_size=16).accuracy
     return result
+
+
+def read_rows(file: Path) -> list[dict]:
+    """Lines of JSON; none where there is no file."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def append_row(file: Path, row: dict) -> None:
+    """One more line, also on the screen."""
+    with file.open("a") as lines:
+        lines.write(json.dumps(row) + "\n")
+    print(json.dumps(row), flush=True)
+
+
+def tune(fit) -> None:
+    """The fit error of every method at every rate, on q of layer 12."""
+    file = HERE / "smollm2_rates.jsonl"
+    done = {(row["method"], row["learning_rate"]) for row in read_rows(file)}
+    for method, rate in itertools.product(METHODS, RATES):
+        if (method, rate) not in done:
+            _, report = fit(method, "q_proj", [12], TUNING_SEED, rate)
+            append_row(file, {"method": method, "learning_rate": rate, "error": report.layers[0].error})
 
 
 def table(rows: list[dict]) -> str:
@@ -85,23 +110,45 @@ def main() -> None:
     parser.add_argument("--eval-tokens", type=int, default=4096)
     parser.add_argument("--lambada", type=int, default=40)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--tune", action="store_true", help="find the learning rates, and nothing else")
     options = parser.parse_args()
     relinear.tune_allocator()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
 
     original = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
 
+    texts = list(itertools.islice(interleaved(options.data), 12))  # more than enough for the tokens that are recorded
+
+    def fit(method: str, projection: str, layers: list[int], seed: int, rate: float):
+        model = copy.deepcopy(original)
+        settings = {"tokens": options.tokens, "epochs": options.epochs, "seed": seed, "validation_tokens": 2048}
+        report = relinear.distill_(
+            model,
+            {projection: METHODS[method]},
+            texts,
+            layers=layers,
+            tokenizer=tokenizer,
+            settings=settings | {"learning_rate": rate},
+        )
+        return model, report
+
+    if options.tune:
+        tune(fit)
+        return
+    errors = {(row["error"], row["method"], row["learning_rate"]) for row in read_rows(HERE / "smollm2_rates.jsonl")}
+    rates = {method: rate for _, method, rate in sorted(errors, reverse=True)}
+    missing = [method for method in METHODS if method not in rates]
+    if missing:
+        parser.error(f"no learning rate for {', '.join(missing)}: run with --tune first")
     log = HERE / "smollm2.jsonl"
-    rows = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
+    rows = read_rows(log)
     key = ("projection", "layers", "method", "seed")
     done = {tuple(row[k] for k in key) for row in rows}
 
     def add(row: dict) -> None:
         rows.append(row)
-        with log.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append_row(log, row)
         (HERE / "smollm2.md").write_text(table(rows))
-        print(json.dumps(row), flush=True)
 
     def judged(model) -> dict:
         return evaluate(model, tokenizer, options.data, options.eval_tokens, options.lambada)
@@ -117,24 +164,15 @@ def main() -> None:
         head = {"projection": projection, "layers": options.layers, "method": method, "seed": seed}
         if tuple(head[k] for k in key) in done:
             continue
-        config, changes = METHODS[method]
         started = time.perf_counter()
-        model = copy.deepcopy(original)
-        settings = {"tokens": options.tokens, "epochs": options.epochs, "seed": seed, "validation_tokens": 2048}
-        report = relinear.distill_(
-            model,
-            {projection: config},
-            interleaved(options.data),
-            layers=layers,
-            tokenizer=tokenizer,
-            settings=settings | changes,
-        )
+        model, report = fit(method, projection, layers, seed, rates[method])
         fitted = {
             "parameters": sum(fit.parameters for fit in report.layers),
             "error": sum(fit.error for fit in report.layers) / len(report.layers),
             "fit_seconds": time.perf_counter() - started,
+            "learning_rate": rates[method],
         }
-        add(head | fitted | changes | judged(model) | budget)
+        add(head | fitted | judged(model) | budget)
 
 
 if __name__ == "__main__":
