@@ -364,7 +364,7 @@ class Rotor(OperatorConfig):
     normalize: bool = True
     permute: bool = True
     scale: bool = False
-    init_std: float = 0.3
+    init_std: float = 0.02
     lr_multiplier: float = 1.0
     seed: int = 0
 
