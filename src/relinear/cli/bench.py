@@ -100,18 +100,15 @@ def _whole_models(
     from relinear.bench.models import MODEL_PASSES, run_model_bench
     from relinear.bench.operators import MODES
     from relinear.bench.run import DTYPES, check_names
-    from relinear.cli.options import parse_operators
+    from relinear.cli.options import operator_mapping
     from relinear.core.allocator import tune_allocator
-    from relinear.core.operator import OperatorConfig
 
     given = [f"--{name}" for name, value in of_layers.items() if value is not None]
     if given:
         raise ValueError(f"{given[0]} is about single layers; with --model use --sequence-length and --batch-size")
     if not operators:
         raise ValueError("--model needs at least one --operator to compare with the stock model")
-    variants = {
-        text: {p: OperatorConfig.from_dict(s) for p, s in parse_operators([text]).items() if s} for text in operators
-    }
+    variants = {text: operator_mapping([text]) for text in operators}
     dtypes, modes, passes = dtypes or ("fp32",), modes or ("eager",), passes or MODEL_PASSES
     check_names("dtype", dtypes, DTYPES)
     check_names("mode", modes, MODES)

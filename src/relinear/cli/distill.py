@@ -49,9 +49,8 @@ def command(
     import torch
 
     from relinear.cli.errors import resumable
-    from relinear.cli.options import load_model, parse_layers, parse_operators, prepare_process, set_if_given
+    from relinear.cli.options import load_model, operator_mapping, parse_layers, prepare_process, set_if_given
     from relinear.cli.progress import watch_distillation
-    from relinear.core.operator import OperatorConfig
     from relinear.data import DataSettings, iter_texts
     from relinear.data.tokenizers import load_tokenizer
     from relinear.distill import DistillSettings, distill_
@@ -60,7 +59,7 @@ def command(
     given = {"tokens": tokens, "epochs": epochs, "learning_rate": learning_rate, "loss": loss}
     given |= {"retrain": retrain, "seed": seed, "on_disk": on_disk or None}
     settings = DistillSettings.load(set_if_given(given) | parse_overrides(overrides or []), "settings")
-    mapping = {p: OperatorConfig.from_dict(s) if s else None for p, s in parse_operators(replace).items()}
+    mapping = operator_mapping(replace)
     text = DataSettings.load({"data": data} | ({"text_column": text_column} if text_column else {}), "data")
     prepare_process()
     if threads is not None:

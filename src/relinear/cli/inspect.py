@@ -33,14 +33,12 @@ def command(
     import json
 
     import relinear
-    from relinear.cli.options import load_model, parse_layers, parse_operators
-    from relinear.core.operator import OperatorConfig
+    from relinear.cli.options import load_model, operator_mapping, parse_layers
     from relinear.train.recipe import parse_overrides
 
     loaded = load_model(model, parse_overrides(overrides or []), meta=not causality)
     if replace:
-        mapping = {p: s and OperatorConfig.from_dict(s) for p, s in parse_operators(replace).items()}
-        table = relinear.replace_(loaded, mapping, layers=parse_layers(layers))
+        table = relinear.replace_(loaded, operator_mapping(replace), layers=parse_layers(layers))
     else:
         table = relinear.summary(loaded)
     report = relinear.check_causality(loaded) if causality else None

@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-__all__ = ["is_directory_of_model", "load_model", "parse_layers", "parse_operators", "prepare_process"]
+__all__ = [
+    "is_directory_of_model",
+    "load_model",
+    "operator_mapping",
+    "parse_layers",
+    "parse_operators",
+    "prepare_process",
+]
 
 
 def prepare_process() -> None:
@@ -44,6 +51,13 @@ def parse_operators(texts: list[str]) -> dict[str, dict[str, Any] | None]:
             raise ValueError(f"pattern {pattern!r} is given twice")
         mapping[pattern] = None if setting.strip().lower() in ("none", "dense") else parse_setting(setting)
     return mapping
+
+
+def operator_mapping(texts: list[str]) -> dict[str, Any]:
+    """The same texts as the mapping that ``replace_`` takes. Raises ValueError for unknown operators too."""
+    from relinear.core.operator import OperatorConfig
+
+    return {p: None if s is None else OperatorConfig.from_dict(s) for p, s in parse_operators(texts).items()}
 
 
 def parse_layers(text: str | None) -> list[int] | None:

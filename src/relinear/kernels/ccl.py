@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from relinear.kernels.autocast import lowered
 from relinear.kernels.choice import prefers_triton
 from relinear.kernels.chunks import row_chunks
 from relinear.kernels.pointwise import compiled, fuses_pointwise
@@ -70,13 +71,9 @@ def ccl(
 
 
 def _gated_linear(h, mix, bias, features, weight, gate_bias) -> Tensor:
-    kind = h.device.type
     rows, given = h.reshape(-1, h.shape[-1]), features.reshape(-1, features.shape[-1])
-    tensors: tuple[Any, ...] = (rows, mix, bias, given, weight, gate_bias)
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        tensors = tuple(None if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
-    with torch.autocast(kind, enabled=False):
+    tensors = lowered(rows, mix, bias, given, weight, gate_bias)
+    with torch.autocast(h.device.type, enabled=False):
         run: Any = _GatedLinear.apply if torch.is_grad_enabled() else _forward
         return run(*tensors).view(*h.shape[:-1], mix.shape[0])
 

@@ -13,6 +13,7 @@ from torch.nn.functional import silu
 
 from relinear.functional import hdpl as reference
 from relinear.functional.hdpl import HDPLOutput, hdpl_sample
+from relinear.kernels.autocast import lowered
 from relinear.kernels.block_diagonal import block_diagonal_product, block_gradient
 from relinear.kernels.choice import prefers_triton
 
@@ -43,11 +44,8 @@ def hdpl(
     if torch.compiler.is_compiling():
         return reference.hdpl(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise)
     leading, kind = x.shape[:-1], x.device.type
-    tensors: tuple[Tensor | None, ...]
-    tensors = (x.reshape(-1, x.shape[-1]), blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias)
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        tensors = tuple(None if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+    weights = blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias
+    tensors = lowered(x.reshape(-1, x.shape[-1]), *weights)
     with torch.autocast(kind, enabled=False):
         run: Any = _HDPL.apply if torch.is_grad_enabled() else _HDPL.forward
         results = run(*tensors, None if noise is None else noise.reshape(-1, noise.shape[-1]))

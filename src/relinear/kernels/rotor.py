@@ -16,16 +16,12 @@ from torch.autograd.function import once_differentiable
 
 from relinear.functional import rotor as reference
 from relinear.kernels.choice import prefers_triton
+from relinear.kernels.chunks import row_chunks
 
 __all__ = ["sandwich_sum", "sandwich_windows"]
 
 #: numbers that an intermediate holds on a CPU: about a megabyte in single precision, what a core's cache takes
 CHUNK_NUMBERS = 1 << 18
-
-
-def _chunks(x: Tensor) -> list[slice]:
-    step = max(1, CHUNK_NUMBERS // x.shape[-1]) if x.device.type == "cpu" else max(1, x.shape[0])
-    return [slice(start, min(start + step, x.shape[0])) for start in range(0, x.shape[0], step)]
 
 
 def _terms(left: Tensor):
@@ -46,15 +42,11 @@ def _repeated(matrix: Tensor, count: int) -> Tensor:
     return repeated.contiguous() if matrix.device.type == "cpu" and matrix.dtype.itemsize == 2 else repeated
 
 
-def _largest(chunks: list[slice]) -> int:
-    return max((chunk.stop - chunk.start for chunk in chunks), default=0)
-
-
 def _forward(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     rows, columns, size = left.shape[-1], right.shape[-1], x.shape[-1]
     y = x.new_empty(x.shape[0], left.shape[1], size)
-    chunks = _chunks(x)
-    factors = {at: _repeated(left[at], _largest(chunks)) for at in _terms(left)}
+    chunks = row_chunks(x[:, 0], CHUNK_NUMBERS)
+    factors = {at: _repeated(left[at], chunks[0].stop) for at in _terms(left)}
     for chunk in chunks:
         count = chunk.stop - chunk.start
         half = x.new_empty(count * size // columns, columns)
@@ -62,8 +54,8 @@ def _forward(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
         for at in _terms(left):
             _, o, i = at
             torch.mm(_rows(x[chunk, i], columns), right[at].mT, out=half)
-            factor, middle = factors[at][:count], half.view(count, rows, -1)
-            target = y[chunk, o].view(count, rows, -1)
+            factor, middle = factors[at][:count], half.view(count, rows, size // rows)
+            target = y[chunk, o].view(count, rows, size // rows)
             if o in written:
                 target.baddbmm_(factor, middle)
             elif target.is_contiguous():
@@ -79,8 +71,8 @@ def _backward(grad: Tensor, x: Tensor, left: Tensor, right: Tensor, to_x: bool) 
     wide = torch.promote_types(left.dtype, torch.float32)
     grad_x = torch.empty_like(x) if to_x else None
     grad_left, grad_right = torch.zeros_like(left, dtype=wide), torch.zeros_like(right, dtype=wide)
-    chunks = _chunks(x)
-    factors = {at: _repeated(left[at].mT, _largest(chunks)) for at in _terms(left)}
+    chunks = row_chunks(x[:, 0], CHUNK_NUMBERS)
+    factors = {at: _repeated(left[at].mT, chunks[0].stop) for at in _terms(left)}
     for chunk in chunks:
         count = chunk.stop - chunk.start
         written = set()
@@ -88,8 +80,8 @@ def _backward(grad: Tensor, x: Tensor, left: Tensor, right: Tensor, to_x: bool) 
             _, o, i = at
             b = right[at]
             source = _rows(x[chunk, i], columns)
-            half = (source @ b.mT).view(count, rows, -1)
-            out = grad[chunk, o].reshape(count, rows, -1)
+            half = (source @ b.mT).view(count, rows, size // rows)
+            out = grad[chunk, o].reshape(count, rows, size // rows)
             # token by token, then the sum: on a CPU faster than transposed copies and one long product
             grad_left[at] += torch.bmm(out, half.mT).sum(0)
             grad_half = torch.bmm(factors[at][:count], out).view(-1, columns)

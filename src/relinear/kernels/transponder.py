@@ -7,12 +7,12 @@ times its gates, the gradients need grad * y and grad * gates, and never z itsel
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from relinear.kernels.autocast import lowered
 from relinear.kernels.choice import prefers_triton
 from relinear.kernels.chunks import row_chunks
 from relinear.kernels.pointwise import compiled, fuses_pointwise
@@ -239,13 +239,8 @@ def modulated_linear(
         from relinear.kernels.triton import transponder
 
         return transponder.modulated_linear(x, weight, bias, down, channel, scalar, channel_alpha, scalar_alpha)
-    kind = x.device.type
-    tensors: tuple[Any, ...] = (x.reshape(-1, x.shape[-1]), weight, bias, down)
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        tensors = tuple(None if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
-    with torch.autocast(kind, enabled=False):
-        rows, weight, bias, down = tensors
+    rows, weight, bias, down = lowered(x.reshape(-1, x.shape[-1]), weight, bias, down)
+    with torch.autocast(x.device.type, enabled=False):
         ups = _ups(rows.dtype, (channel, channel_alpha), (scalar, scalar_alpha))
         if torch.is_grad_enabled():
             return _ModulatedLinear.apply(rows, weight, bias, down, *ups).view(*x.shape[:-1], weight.shape[0])

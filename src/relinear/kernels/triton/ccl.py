@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from relinear.kernels.autocast import lowered
 from relinear.kernels.triton import tiles
 from relinear.kernels.triton.tiles import add_product
 
@@ -225,7 +226,7 @@ def ccl(
     """
     leading = x.shape[:-1]
     parts = basis_gate, basis_gate_bias, output_gate, output_gate_bias
-    given = tiles.lowered(x, features, basis, mix, bias, norm_gain, norm_offset, *parts)
+    given = lowered(x, features, basis, mix, bias, norm_gain, norm_offset, *parts)
     given = tuple(None if t is None else t.contiguous() for t in given)
     x, features, basis, mix, bias, norm_gain, norm_offset, *gates = given
     with torch.autocast(x.device.type, enabled=False):

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from relinear.kernels.autocast import lowered
 from relinear.kernels.triton import tiles
 from relinear.kernels.triton.tiles import add_product
 
@@ -193,7 +194,7 @@ _forward.register_autograd(_differentiate, setup_context=_setup)
 def modulate(x: Tensor, sigma: Tensor, left: Tensor, right: Tensor, right_bias: Tensor) -> Tensor:
     """``functional.cgt.modulate`` (same arguments and result), differentiable once; for small M R (``kernels.cgt``)."""
     leading = x.shape[:-1]
-    x, sigma, left, right, right_bias = tiles.lowered(x, sigma, left, right, right_bias)
+    x, sigma, left, right, right_bias = lowered(x, sigma, left, right, right_bias)
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     shares = sigma.expand(*leading, sigma.shape[-1]).reshape(len(flat), -1).contiguous()
     given = flat, shares, left.contiguous(), right.contiguous(), right_bias.contiguous()

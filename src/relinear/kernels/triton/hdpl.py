@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from relinear.functional.hdpl import HDPLOutput
+from relinear.kernels.autocast import lowered
 from relinear.kernels.block_diagonal import block_gradient
 from relinear.kernels.triton import tiles
 from relinear.kernels.triton.tiles import add_product
@@ -359,7 +360,7 @@ def hdpl(
 ) -> HDPLOutput:
     """``functional.hdpl.hdpl`` (same arguments and result), differentiable once."""
     leading = x.shape[:-1]
-    weights = tiles.lowered(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias)
+    weights = lowered(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias)
     given = [None if t is None else t.contiguous() for t in weights]
     given[0] = given[0].reshape(-1, x.shape[-1])
     flat_noise = None if noise is None else noise.reshape(-1, noise.shape[-1]).contiguous()

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from relinear.functional import rotor as reference
+from relinear.kernels.autocast import lowered
 from relinear.kernels.triton import tiles
 
 __all__ = ["sandwich_windows"]
@@ -359,5 +360,5 @@ _forward.register_autograd(_differentiate, setup_context=_setup)
 
 def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spinor") -> Tensor:
     """``functional.rotor.sandwich_windows`` (same arguments and result), differentiable once."""
-    x, left, right = (t.contiguous() for t in tiles.lowered(x, left, right))
+    x, left, right = (t.contiguous() for t in lowered(x, left, right))
     return _forward(x, left, right, basis == "blade")

@@ -18,7 +18,6 @@ __all__ = [
     "cdiv",
     "depth",
     "empty",
-    "lowered",
     "meta",
     "pad",
     "precision",
@@ -67,15 +66,6 @@ def meta(tokens: int, dtype: torch.dtype) -> dict[str, Any]:
 def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     """Memory for a result; a tensor without numbers stands for a result that nobody asked for."""
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
-
-
-def lowered(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """The tensors as autocast would hand them to a matrix product; unchanged without autocast."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
-        return x, *others
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(None if t is None else t.to(dtype) for t in (x, *others))
 
 
 @triton.jit

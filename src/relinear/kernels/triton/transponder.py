@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from relinear.kernels.autocast import lowered
 from relinear.kernels.triton import tiles
 
 __all__ = ["modulated_linear"]
@@ -337,7 +338,7 @@ def modulated_linear(
     scalar_alpha: Tensor | float = 1.0,
 ) -> Tensor:
     """``functional.transponder.modulated_linear`` (same arguments and result), differentiable once."""
-    x, weight, bias, down = tiles.lowered(x, weight, bias, down)
+    x, weight, bias, down = lowered(x, weight, bias, down)
     ups = [
         None if up is None else (alpha * up.float()).contiguous()
         for up, alpha in ((channel, channel_alpha), (scalar, scalar_alpha))
