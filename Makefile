@@ -26,8 +26,8 @@ test: $(STAMP) ## the fast tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2  # a process a core, a thread a process
 
 check: $(STAMP) ## ruff and mypy
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples results
+	$(BIN)/ruff format --check src tests examples results
 	$(BIN)/mypy
 
 slow: $(STAMP) ## the tests that take minutes

@@ -22,9 +22,11 @@ import relinear.kernels.transponder
 from relinear import functional, kernels
 from relinear.core.operator import OperatorConfig
 from relinear.functional import block_hadamard as functional_block_hadamard
+from relinear.functional import monarch as functional_monarch
 from relinear.functional import rotor as functional_rotor
 from relinear.functional.block_hadamard import block_hadamard_sizes
 from relinear.kernels import block_hadamard as kernels_block_hadamard
+from relinear.kernels import monarch as kernels_monarch
 from relinear.kernels import rotor as kernels_rotor
 
 SQUARE, WIDE, NARROW, ODD = (16, 16), (16, 24), (24, 16), (15, 9)
@@ -103,16 +105,26 @@ def _recurrence_arguments(dtype: torch.dtype) -> Iterator[tuple]:
 
 def block_hadamard_arguments(dtype: torch.dtype) -> Iterator[tuple]:
     """Widths of one, two and three small transforms, odd factors, padding, two stages, with and without bias."""
-    for in_features, out_features, blocks, depth in (
-        (16, 16, 4, 1),
-        (96, 40, 4, 1),
-        (200, 130, 3, 2),
-        (8192, 16, 2, 1),
+    for rows, in_features, out_features, blocks, depth in (
+        (3, 16, 16, 4, 1),
+        (3, 96, 40, 4, 1),
+        (3, 200, 130, 3, 2),
+        (3, 8192, 16, 2, 1),
+        (600, 1800, 16, 4, 2),  # several portions
     ):
         widths = block_hadamard_sizes(in_features, out_features, blocks, depth)
         stages = [torch.randn(blocks, o // blocks, i // blocks, dtype=dtype) for i, o in widths]
         bias = torch.randn(out_features, dtype=dtype) if depth == 1 else None
-        yield torch.randn(3, in_features, dtype=dtype), stages, out_features, bias
+        yield torch.randn(rows, in_features, dtype=dtype), stages, out_features, bias
+
+
+def _monarch_arguments(dtype: torch.dtype) -> Iterator[tuple]:
+    """Few rows, and so many that they are taken in portions; sizes that are no multiple of the blocks."""
+    for leading, in_features, out_features, blocks, rank in (((2, 3), 10, 14, 4, 2), ((3, 200), 1801, 16, 4, 1)):
+        right = torch.randn(blocks, blocks * rank, -(-in_features // blocks), dtype=dtype)
+        left = torch.randn(blocks, -(-out_features // blocks), blocks * rank, dtype=dtype)
+        bias = torch.randn(out_features, dtype=dtype) if rank == 1 else None
+        yield torch.randn(*leading, in_features, dtype=dtype), right, left, out_features, bias
 
 
 def transponder_arguments(dtype: torch.dtype) -> Iterator[tuple]:
@@ -247,6 +259,12 @@ TWINS: list[Twin] = [
         reference=functional_block_hadamard.block_hadamard,
         fast=kernels_block_hadamard.block_hadamard,
         arguments=block_hadamard_arguments,
+    ),
+    Twin(
+        kind="monarch",
+        reference=functional_monarch.monarch,
+        fast=kernels_monarch.monarch,
+        arguments=_monarch_arguments,
     ),
     Twin(
         kind="rotor",

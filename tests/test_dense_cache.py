@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import relinear
+from relinear.core import dense_cache
 from relinear.kernels.choice import LARGEST_DENSE, prefers_dense
 
 X = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
@@ -81,3 +82,19 @@ def test_the_table_keeps_large_layers_structured():
         for dtype in by_dtype:
             assert not prefers_dense(kind, 8192, 8192, dtype, 4096)
     assert not prefers_dense("unknown", 8, 8, torch.float32, 1)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_single_tokens_in_half_precision_are_matrix_vector_products(bias, monkeypatch):
+    monkeypatch.setattr(dense_cache, "VECTOR_ENTRIES", 1)
+    operator = relinear.LowRank(rank=4).build(12, 20, bias=bias, dtype=torch.bfloat16).eval()
+    vectors = []
+    monkeypatch.setattr(torch, "mv", lambda *a, mv=torch.mv: vectors.append(1) or mv(*a))
+    monkeypatch.setattr(torch, "addmv", lambda *a, addmv=torch.addmv: vectors.append(1) or addmv(*a))
+    for shape in ((12,), (1, 1, 12), (2, 12)):
+        x = torch.randn(*shape, dtype=torch.bfloat16)
+        with torch.no_grad():
+            y = operator(x)
+        assert y.shape == (*shape[:-1], 20)
+        torch.testing.assert_close(y, operator(x).detach(), atol=3e-2, rtol=3e-2)
+    assert len(vectors) == 2

@@ -1,13 +1,16 @@
-"""Compiled pointwise chains: chosen for large tensors alone, equal to the eager form, and never in the way."""
+"""Compiled pointwise chains and gates in products: for large tensors alone, equal to the eager form, never in the way."""
 
+import copy
 import warnings
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from relinear.kernels import pointwise, transponder
+import relinear
+from relinear.kernels import epilogue, pointwise, transponder
 from relinear.kernels.chunks import row_chunks
+from relinear.kernels.weight_gradient import weight_gradient
 
 
 @pytest.fixture
@@ -17,9 +20,9 @@ def any_size(monkeypatch):
 
 def test_rows_are_covered_once():
     x = torch.zeros(10, 3)
-    covered = torch.cat([torch.arange(10)[rows] for rows in row_chunks(x, 9)])
+    covered = torch.cat([torch.arange(10)[rows] for rows in row_chunks(x, 36)])
     assert covered.tolist() == list(range(10))
-    assert len(row_chunks(x, 9)) == 4
+    assert len(row_chunks(x, 36)) == 4
     assert row_chunks(x[:0]) == [slice(0, 0)]
 
 
@@ -66,3 +69,50 @@ def test_compiled_gates_are_the_eager_ones(dtype, any_size, monkeypatch):
         results.append([y, *torch.autograd.grad(y.square().sum(), given)])
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=2e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("inputs", "outputs"), [(24, 40), (6, 40)], ids=["wide", "narrow"])
+def test_gradients_of_weights_in_bfloat16(inputs, outputs, any_size):
+    grad, x = torch.randn(37, outputs).bfloat16(), torch.randn(37, inputs).bfloat16()
+    exact = grad.double().T @ x.double()
+    total = torch.ones(outputs, inputs).bfloat16()
+    for mine, theirs in ((weight_gradient(grad, x), exact), (weight_gradient(grad, x, total), exact + 1)):
+        assert (mine.double() - theirs).norm() < 1e-2 * theirs.norm()
+
+
+@pytest.mark.skipif(not epilogue._has_bfloat16(), reason="oneDNN has no bfloat16 on this processor")
+@pytest.mark.parametrize("bias", [True, False])
+def test_gates_in_the_epilogues_of_products(bias):
+    x, weight, factor = torch.randn(300, 16), torch.randn(256, 16) / 4, torch.randn(300, 256)
+    offset = torch.randn(256)
+    x, weight, factor, offset = (t.bfloat16() for t in (x, weight, factor, offset))
+    assert epilogue.gates_in_products(x, factor.numel())
+    assert not epilogue.gates_in_products(x.float(), factor.numel())
+    product = x.double() @ weight.double().T
+    pairs = [
+        (epilogue.linear_sigmoid(x, weight, offset), torch.sigmoid(product + offset.double())),
+        (
+            epilogue.linear_product(x, weight, offset if bias else None, factor),
+            (product + offset.double() * bias) * factor.double(),
+        ),
+    ]
+    for mine, exact in pairs:
+        assert (mine.double() - exact).norm() < 1e-2 * exact.norm()
+
+
+def test_ccl_in_bfloat16_with_gates_in_products(monkeypatch):
+    """Outputs and gradients of the path that only large layers take, against the reference in double precision."""
+    monkeypatch.setattr(epilogue, "MIN_ENTRIES", 1)
+    operator = relinear.CCL(rank=8, context_dim=6).build(24, 40)
+    x, values = torch.randn(37, 24), torch.randn(37, 6)
+    results = []
+    for dtype in (torch.float64, torch.bfloat16):
+        module = copy.deepcopy(operator).to(dtype)
+        given = x.to(dtype).requires_grad_()
+        with relinear.context(values.to(dtype)):
+            y = module(given)
+        y.square().mean().backward()
+        results.append([y, given.grad, *(p.grad for p in module.parameters())])
+    for exact, mine in zip(*results, strict=True):
+        assert (mine.double() - exact).norm() < 5e-2 * exact.norm() + 1e-6

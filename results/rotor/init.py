@@ -28,6 +28,7 @@ CASES = {
 
 
 def main() -> None:
+    """Train and append one row a start and seed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", default="0")

@@ -4,7 +4,7 @@
     python results/rotor/smollm2.py --model models/smollm2 --data data --layers 12
 
 The first finds every method's learning rate: the one of the least fit error on q of layer 12, with a seed of its own.
-Rows go to results/rotor/smollm2.jsonl as they are measured (a row that is there is not measured again), and the table to
+Rows go to results/rotor/smollm2.jsonl as they are measured (a row that is there is not measured again), the table to
 results/rotor/smollm2.md; those of --tune to results/rotor/smollm2_rates.jsonl. --data is a folder with books/,
 wikitext2/, ptb/ and lambada/.
 """
@@ -99,6 +99,7 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> None:
+    """Measure what the options ask for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", type=Path, required=True)

@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -74,6 +75,7 @@ def training(add, seconds: float) -> None:
 
 
 def main() -> None:
+    """Measure what the options ask for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each comparison")
     parser.add_argument("--widths", default="64,128,256,512,1024,2048,4096")
@@ -107,7 +109,7 @@ def main() -> None:
                         exact = ours.to_dense().double() @ x[:4].double().T
                         error = (ours(x[:4]).double().T - exact).norm() / exact.norm()
                         assert error < (1e-5 if dtype == torch.float32 else 2e-2), (width, basis, float(error))
-                        times = ratio(lambda: dense(x), lambda: ours(x), options.seconds)
+                        times = ratio(partial(dense, x), partial(ours, x), options.seconds)
                     add(what="inference", width=width, tokens=tokens, dtype=str(dtype).removeprefix("torch."),
                         basis=basis, **times)  # fmt: skip
 

@@ -20,6 +20,7 @@ CONFIGS = {
 
 
 def main() -> None:
+    """Print one line a dtype, number of tokens and size."""
     choice.LARGEST_DENSE.clear()  # the structured forms, whatever the table says
     relinear.tune_allocator()
     machine = describe_machine()

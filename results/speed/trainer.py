@@ -1,4 +1,4 @@
-"""Training throughput of one stock model on the same text: transformers' Trainer at its defaults, relinear, a bare loop.
+"""Training throughput of one stock model on one text: transformers' Trainer at its defaults, relinear, a bare loop.
 
     python results/speed/trainer.py
 
@@ -30,11 +30,13 @@ SKIPPED = 4
 
 
 def model_of(options: argparse.Namespace, vocabulary: int) -> torch.nn.Module:
+    """The same model for every contender."""
     torch.manual_seed(0)
     return relinear.from_preset(options.model, vocab_size=vocabulary)
 
 
 def data_settings(options: argparse.Namespace) -> DataSettings:
+    """The same text for every contender."""
     return DataSettings(
         data=options.data, tokenizer="bpe:4000", sequence_length=options.length, max_validation_tokens=4096
     )
@@ -122,6 +124,7 @@ def bare_loop(options: argparse.Namespace) -> float:
 
 
 def main() -> None:
+    """Measure every contender in turn and write the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-60m")
     parser.add_argument("--data", default="stdlib")

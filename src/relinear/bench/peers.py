@@ -8,6 +8,7 @@ as its authors published it, not as one would write it for speed.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -90,10 +91,20 @@ def _oft(in_features: int, out_features: int) -> nn.Module:
     return _adapted(OFTConfig(r=0, oft_block_size=32, target_modules=["proj"]), in_features, out_features)
 
 
+def _boft(in_features: int, out_features: int) -> nn.Module:
+    from peft import BOFTConfig
+
+    config = BOFTConfig(boft_block_size=32, target_modules=["proj"])  # more than one factor needs PEFT's CUDA code
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of that code missing
+        return _adapted(config, in_features, out_features)
+
+
 #: name -> (the operator kind it does the same job as, builder)
 PEERS: dict[str, tuple[str, Builder]] = {
     "peft LoRA r=8": ("transponder", _lora),
     "peft OFT b=32": ("rotor", _oft),
+    "peft BOFT b=32": ("rotor", _boft),
     "HDPL as grouped Conv1d": ("hdpl", Conv1dHDPL),
     "Monarch as two products": ("monarch", TwoProducts),
     "rotor as dense sandwich": ("rotor", DenseSandwich),

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import linear
 
 from relinear.core.operator import Operator, dense_in_float32
 from relinear.core.parameter_cache import ParameterCache
 
 __all__ = ["dense_inference"]
 
-_CACHE = "_dense_cache"
+#: from this many entries of a bfloat16 matrix on torch's matrix-vector product beats its matrix product of one row
+VECTOR_ENTRIES = 512 * 512
 
 
 def dense_inference(
@@ -33,14 +35,34 @@ def dense_inference(
         x: (..., in_features).
         prefers: says for a kind, in_features, out_features, dtype and number of tokens whether dense is faster.
     """
-    if operator.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or x.device.type != "cpu":
+    if operator.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not x.is_cpu:
         return None
-    kind, size = operator.config.kind, operator.in_features
-    if not prefers(kind, size, operator.out_features, x.dtype, x.numel() // size):
-        return None
-    cache = operator.__dict__.get(_CACHE)
+    cache = operator._dense_cache
     if cache is None:
-        cache = operator.__dict__[_CACHE] = ParameterCache([m._parameters for m in operator.modules()])
+        cache = operator._dense_cache = ParameterCache([m._parameters for m in operator.modules()])
+    # sizes up to a power of two, so that one decision serves many; a single token has a power of its own
+    key = x.numel().bit_length(), x.dtype
+    run = cache.get(key)
+    if run is None:
+        run = cache.put(key, _form(operator, cache, x, prefers))
+    return run(x)
+
+
+def _form(operator: Operator, cache: ParameterCache, x: Tensor, prefers) -> Callable[[Tensor], Tensor | None]:
+    """How inputs of the size and dtype of x are multiplied."""
+    inputs, outputs = operator.in_features, operator.out_features
+    tokens = ((1 << x.numel().bit_length()) - 1) // inputs
+    if not prefers(operator.config.kind, inputs, outputs, x.dtype, tokens):
+        return lambda x: None
     dense = cache.get("dense")
     weight, bias = cache.put("dense", dense_in_float32(operator)) if dense is None else dense
-    return nn.functional.linear(x, weight, bias)
+    halved = x.dtype == weight.dtype == torch.bfloat16
+    if not (halved and tokens == 1 and weight.numel() >= VECTOR_ENTRIES):
+        return lambda x: linear(x, weight, bias)
+
+    def single(x: Tensor) -> Tensor:
+        row = x.reshape(inputs)
+        y = torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
+        return y.view(*x.shape[:-1], outputs)
+
+    return single

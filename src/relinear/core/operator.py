@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import Config
+from relinear.core.parameter_cache import ParameterCache
 
 __all__ = [
     "Init",
@@ -129,6 +130,7 @@ class Operator(nn.Module):
         self.in_features = in_features
         self.out_features = out_features
         self._aux_losses: dict[str, Tensor] = {}
+        self._dense_cache: ParameterCache | None = None
 
     def reset_parameters(self) -> None:
         """Initialise every parameter from torch's global generator (in place, safe on meta)."""
@@ -173,7 +175,7 @@ class Operator(nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         """As ``nn.Module.train``; also forgets what inference has cached of the parameters."""
-        self.__dict__.pop("_dense_cache", None)
+        self._dense_cache = None
         return super().train(mode)
 
     def aux_losses(self) -> dict[str, Tensor]:

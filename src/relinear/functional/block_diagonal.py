@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["block_diagonal", "block_diagonal_of", "block_diagonal_to_dense"]
+__all__ = ["block_diagonal", "block_diagonal_of", "block_diagonal_to_dense", "zero_padded"]
 
 
 def block_diagonal(x: Tensor, blocks: Tensor) -> Tensor:
@@ -33,3 +33,8 @@ def block_diagonal_of(weight: Tensor, blocks: int) -> Tensor:
     """The K diagonal blocks (K, O/K, I/K) of ``weight`` (O, I); its closest block-diagonal matrix."""
     rows, columns = weight.shape[0] // blocks, weight.shape[1] // blocks
     return weight.reshape(blocks, rows, blocks, columns).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+
+
+def zero_padded(x: Tensor, size: int) -> Tensor:
+    """x (..., I) with zeros behind, up to ``size`` coordinates; x itself where it has as many."""
+    return x if x.shape[-1] == size else torch.nn.functional.pad(x, (0, size - x.shape[-1]))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from relinear.functional.block_diagonal import block_diagonal, block_diagonal_to_dense
+from relinear.functional.block_diagonal import block_diagonal, block_diagonal_to_dense, zero_padded
 
 __all__ = ["block_hadamard", "block_hadamard_dense", "block_hadamard_fit", "block_hadamard_sizes", "hadamard"]
 
@@ -63,7 +63,7 @@ def block_hadamard(x: Tensor, blocks: Sequence[Tensor], out_features: int, bias:
         out_features: O.
         bias: (O,) or None.
     """
-    y = torch.nn.functional.pad(x, (0, blocks[0].shape[0] * blocks[0].shape[2] - x.shape[-1]))
+    y = zero_padded(x, blocks[0].shape[0] * blocks[0].shape[2])
     for stage in blocks:
         y = block_diagonal(hadamard(y), stage)
     y = y[..., :out_features]
@@ -98,7 +98,7 @@ def block_hadamard_fit(weight: Tensor, blocks: Sequence[Tensor], sweeps: int = 8
     count, rows, columns = stages[-1].shape
     inner = stages[0].shape[0] * stages[0].shape[2]
     target = torch.nn.functional.pad(weight.double(), (0, 0, 0, count * rows - weight.shape[0]))
-    rotated = hadamard(torch.nn.functional.pad(target, (0, inner - weight.shape[1])))
+    rotated = hadamard(zero_padded(target, inner))
     for _ in range(sweeps if len(stages) > 1 else 1):
         before = torch.eye(inner, dtype=torch.float64, device=weight.device)[:, : weight.shape[1]]
         if len(stages) > 1:

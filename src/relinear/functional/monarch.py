@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from relinear.functional.block_diagonal import block_diagonal
+from relinear.functional.block_diagonal import block_diagonal, zero_padded
 
 __all__ = ["monarch", "monarch_dense", "monarch_factors"]
 
@@ -26,7 +26,7 @@ def monarch(x: Tensor, right: Tensor, left: Tensor, out_features: int, bias: Ten
         bias: (O,) or None.
     """
     blocks, inner, width = right.shape
-    hidden = block_diagonal(torch.nn.functional.pad(x, (0, blocks * width - x.shape[-1])), right)
+    hidden = block_diagonal(zero_padded(x, blocks * width), right)
     hidden = hidden.unflatten(-1, (blocks, blocks, inner // blocks)).transpose(-3, -2).flatten(-3)
     y = block_diagonal(hidden, left).unflatten(-1, (blocks, -1)).transpose(-1, -2).flatten(-2)[..., :out_features]
     return y if bias is None else y + bias

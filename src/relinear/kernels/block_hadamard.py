@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from relinear.functional.block_diagonal import block_diagonal
+from relinear.functional.block_diagonal import block_diagonal, zero_padded
 from relinear.functional.block_hadamard import hadamard as butterflies
+from relinear.kernels.by_rows import by_rows
 
 __all__ = ["block_hadamard", "hadamard", "hadamard_flops"]
 
@@ -53,9 +54,13 @@ def hadamard_flops(size: int) -> int:
 
 
 def block_hadamard(x: Tensor, blocks: Sequence[Tensor], out_features: int, bias: Tensor | None = None) -> Tensor:
-    """``functional.block_hadamard.block_hadamard`` with the fast transform."""
-    y = torch.nn.functional.pad(x, (0, blocks[0].shape[0] * blocks[0].shape[2] - x.shape[-1]))
-    for stage in blocks:
-        y = block_diagonal(hadamard(y), stage)
-    y = y[..., :out_features]
-    return y if bias is None else y + bias
+    """``functional.block_hadamard.block_hadamard`` with the fast transform, large inputs in portions of rows."""
+
+    def product(x: Tensor, bias: Tensor | None, *blocks: Tensor) -> Tensor:
+        y = zero_padded(x, blocks[0].shape[0] * blocks[0].shape[2])
+        for stage in blocks:
+            y = block_diagonal(hadamard(y), stage)
+        y = y[..., :out_features]
+        return y if bias is None else y + bias
+
+    return by_rows(product, x, out_features, bias, *blocks)

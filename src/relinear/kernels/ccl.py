@@ -14,12 +14,14 @@ from torch.autograd.function import once_differentiable
 from relinear.kernels.autocast import lowered
 from relinear.kernels.choice import prefers_triton
 from relinear.kernels.chunks import row_chunks
+from relinear.kernels.epilogue import gates_in_products, linear_product, linear_sigmoid
 from relinear.kernels.pointwise import compiled, fuses_pointwise
+from relinear.kernels.weight_gradient import weight_gradient
 
 __all__ = ["ccl"]
 
-#: outputs computed at a time
-FORWARD_PORTION = 1 << 20
+#: size of the outputs computed at a time
+FORWARD_BYTES = 1 << 22
 #: size of the outputs whose gradients are computed at a time
 BACKWARD_BYTES = 1 << 23
 
@@ -78,32 +80,46 @@ def _gated_linear(h, mix, bias, features, weight, gate_bias) -> Tensor:
         return run(*tensors).view(*h.shape[:-1], mix.shape[0])
 
 
-def _gate_product(value: Tensor, logits: Tensor, bias: Tensor) -> Tensor:
-    return value * torch.sigmoid(logits + bias)
-
-
 def _gate_into(out: Tensor, value: Tensor, logits: Tensor, bias: Tensor) -> Tensor:
-    return out.copy_(_gate_product(value, logits, bias))
+    return out.copy_(value * torch.sigmoid(logits + bias))
 
 
-def _gate_gradients(grad: Tensor, y: Tensor, logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of value and of logits of y = value * sigmoid(logits + bias), which need y and not value."""
+def _gate_gradients(grad: Tensor, y: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of value and of logits of y = value * sigmoid(logits), which need y and not value; over ``gates``."""
+    to_value, to_logits = grad * gates, grad * y * (1 - gates)
+    return to_value, gates.copy_(to_logits)
+
+
+def _gate_gradients_of_logits(grad: Tensor, y: Tensor, logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The same from logits and their bias, over ``logits``."""
     gates = torch.sigmoid(logits + bias)
-    return grad * gates, grad * y * (1 - gates)
+    to_value, to_logits = grad * gates, grad * y * (1 - gates)
+    return to_value, logits.copy_(to_logits)
 
 
 def _forward(h, mix, bias, features, weight, gate_bias) -> Tensor:
     """(mix h + bias) * sigmoid(weight features + gate_bias), few enough tokens at a time to stay in cache."""
+    if gates_in_products(h, h.shape[0] * mix.shape[0]):
+        return linear_product(h, mix, bias, linear_sigmoid(features, weight, gate_bias))
     y = h.new_empty(h.shape[0], mix.shape[0])
-    if h.itemsize == 2 and fuses_pointwise(y):  # in half precision the products are over before a portion pays
-        return compiled(_gate_product)(F.linear(h, mix, bias), F.linear(features, weight), gate_bias)
-    for rows in row_chunks(y, FORWARD_PORTION):
+    for rows in row_chunks(y, FORWARD_BYTES):
         value, logits = F.linear(h[rows], mix, bias), F.linear(features[rows], weight)
         if fuses_pointwise(value):
             compiled(_gate_into)(y[rows], value, logits, gate_bias)
         else:
             torch.mul(value, logits.add_(gate_bias).sigmoid_(), out=y[rows])
     return y
+
+
+def _portion_gradients(grad: Tensor, y: Tensor, features: Tensor, weight: Tensor, gate_bias: Tensor):
+    """Gradients (n, O) of value and of logits for some rows."""
+    if gates_in_products(features, y.numel()):
+        gates = linear_sigmoid(features, weight, gate_bias)
+        return (compiled(_gate_gradients) if fuses_pointwise(y) else _gate_gradients)(grad, y, gates)
+    logits = F.linear(features, weight)
+    if fuses_pointwise(y):
+        return compiled(_gate_gradients_of_logits)(grad, y, logits, gate_bias)
+    return _gate_gradients_of_logits(grad, y, logits, gate_bias)
 
 
 class _GatedLinear(torch.autograd.Function):
@@ -124,16 +140,18 @@ class _GatedLinear(torch.autograd.Function):
         to_h, to_features = torch.empty_like(h), torch.empty_like(features)
         to_mix, to_weight = torch.zeros_like(mix, dtype=wide), torch.zeros_like(weight, dtype=wide)
         to_bias, to_gate_bias = torch.zeros_like(gate_bias, dtype=wide), torch.zeros_like(gate_bias, dtype=wide)
-        for rows in row_chunks(y, BACKWARD_BYTES // y.itemsize):
-            given = grad[rows], y[rows], F.linear(features[rows], weight), gate_bias
-            run = compiled(_gate_gradients) if fuses_pointwise(given[2]) else _gate_gradients
-            to_value, to_logits = run(*given)
+
+        def add(rows: slice) -> None:  # a function, so that nothing of one portion is alive during the next
+            to_value, to_logits = _portion_gradients(grad[rows], y[rows], features[rows], weight, gate_bias)
             torch.mm(to_value, mix, out=to_h[rows])
             torch.mm(to_logits, weight, out=to_features[rows])
-            to_mix += to_value.T @ h[rows]
-            to_weight += to_logits.T @ features[rows]
+            to_mix.add_(weight_gradient(to_value, h[rows]))
+            to_weight.add_(weight_gradient(to_logits, features[rows]))
             if ctx.has_bias:
-                to_bias += to_value.sum(0)
-            to_gate_bias += to_logits.sum(0)
+                to_bias.add_(to_value.sum(0))
+            to_gate_bias.add_(to_logits.sum(0))
+
+        for rows in row_chunks(y, BACKWARD_BYTES):
+            add(rows)
         grads = to_h, to_mix.to(mix.dtype), to_bias.to(mix.dtype) if ctx.has_bias else None
         return *grads, to_features, to_weight.to(weight.dtype), to_gate_bias.to(gate_bias.dtype)

@@ -8,7 +8,7 @@ import os
 import torch
 from torch import Tensor
 
-__all__ = ["LARGEST_DENSE", "prefers_dense", "prefers_triton"]
+__all__ = ["LARGEST_DENSE", "dense_cost", "factored_cost", "prefers_dense", "prefers_triton"]
 
 FEW_TOKENS = 8
 
@@ -27,6 +27,51 @@ def prefers_dense(kind: str, in_features: int, out_features: int, dtype: torch.d
     few, many = LARGEST_DENSE.get(kind, {}).get(dtype, (0, 0))
     limit = few if tokens <= FEW_TOKENS else many
     return in_features * out_features <= limit * limit
+
+
+def _rate(dtype: torch.dtype) -> tuple[bool, float]:
+    """Whether the processor multiplies this dtype on tiles, and its rate in FLOPs a microsecond."""
+    tiled = dtype in (torch.bfloat16, torch.float16)
+    return tiled, 2e6 if tiled else 4e5
+
+
+def dense_cost(in_features: int, out_features: int, tokens: int, dtype: torch.dtype) -> float:
+    """Of a dense product on a CPU, in microseconds: an estimate from rates measured on two AVX-512/AMX cores.
+
+    Only the ratio to ``factored_cost`` matters. A large matrix has to be read for few tokens.
+    """
+    tiled, rate = _rate(dtype)
+    stored = in_features * out_features * dtype.itemsize
+    single = tokens == 1 and stored >= 1 << 19
+    read = stored / ((4e4 if single else 2.8e4) if tiled else 9e4 if stored < 1 << 23 else 5e4)
+    return max(2 * in_features * out_features * tokens / rate, read)
+
+
+def factored_cost(
+    in_features: int,
+    out_features: int,
+    factor: int,
+    pairs: int,
+    flops: int,
+    blade: bool,
+    tokens: int,
+    dtype: torch.dtype,
+) -> float:
+    """Of a sum of sandwiches, as ``dense_cost``.
+
+    Small factors use a processor badly, and worse the faster it multiplies large ones.
+
+    Args:
+        factor: the smaller size of the factors.
+        pairs: sandwiches.
+        flops: of a token.
+        blade: whether the basis is changed before and after.
+    """
+    tiled, rate = _rate(dtype)
+    waste = 1 + 400 / factor if tiled else 1 + 50 / factor + 500 / factor**2
+    calls = 20 + 26 * (pairs - 1)
+    basis = 40 + 0.01 * (in_features + out_features) * tokens if blade else 0
+    return flops * waste * tokens / rate + calls + basis
 
 
 #: the oldest GPU that the Triton kernels are compiled for: its tensor cores take bfloat16 and single precision

@@ -16,6 +16,7 @@ from relinear.functional.hdpl import HDPLOutput, hdpl_sample
 from relinear.kernels.autocast import lowered
 from relinear.kernels.block_diagonal import block_diagonal_product, block_gradient
 from relinear.kernels.choice import prefers_triton
+from relinear.kernels.weight_gradient import weight_gradient
 
 __all__ = ["hdpl", "token_kl"]
 
@@ -72,17 +73,19 @@ class _HDPL(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         x, blocks, mu_weight, _, logvar_weight, _, decoder, _, noise = inputs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, blocks, mu_weight, logvar_weight, decoder, noise, output[1], *output[3:])
+        latents = output[1:] if noise is None else output[2:]  # mu, and the logarithm of the variance with noise
+        ctx.save_for_backward(x, blocks, mu_weight, logvar_weight, decoder, noise, *latents)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y, grad_z, grad_mu=None, grad_logvar=None):  # type: ignore[override]
-        x, blocks, mu_weight, logvar_weight, decoder, noise, z, *logvar = ctx.saved_tensors
+        x, blocks, mu_weight, logvar_weight, decoder, noise, mu, *logvar = ctx.saved_tensors
         need = ctx.needs_input_grad
         grads: list[Tensor | None] = [None] * 9
+        z = mu if noise is None else hdpl_sample(mu, logvar[0], noise)
         if grad_y is not None:
             grads[1] = block_gradient(grad_y, x, blocks.shape[0]) if need[1] else None
-            grads[6] = grad_y.T @ silu(z) if need[6] else None
+            grads[6] = weight_gradient(grad_y, silu(z)) if need[6] else None
             grads[7] = grad_y.sum(0) if need[7] else None
             grad_z = _sum(torch.ops.aten.silu_backward(grad_y @ decoder, z), grad_z)
         grad_mu = _sum(grad_mu, grad_z)
@@ -90,21 +93,22 @@ class _HDPL(torch.autograd.Function):
             grad_noise = logvar[0].to(noise.dtype).mul(0.5).exp_().mul_(grad_z)
             grads[8] = grad_noise.clone() if need[8] else None
             grad_logvar = _sum(grad_noise.mul_(noise).mul_(0.5).to(z.dtype), grad_logvar)
-        parts = [(grad_mu, mu_weight, 2), (grad_logvar, logvar_weight, 4)]
-        parts = [part for part in parts if part[0] is not None]
-        gradient = torch.cat([g for g, _, _ in parts], 1) if parts else x.new_zeros(len(x), 0)
-        weight = torch.cat([w for _, w, _ in parts]) if parts else x.new_zeros(0, x.shape[1])
-        if need[0]:
-            if grad_y is None:
-                grads[0] = gradient @ weight
-            else:
-                grads[0] = block_diagonal_product(grad_y, blocks.mT).addmm_(gradient, weight)
+            del grad_noise
+        of_latents = [(grad_mu, mu_weight, 2), (grad_logvar, logvar_weight, 4)]
+        parts = [(w, first) for g, w, first in of_latents if g is not None]
+        gradient = torch.cat([g for g, _, _ in of_latents if g is not None] or [x.new_zeros(len(x), 0)], 1)
+        del z, grad_z, grad_mu, grad_logvar, of_latents  # the gradient of x is large: nothing else may be alive then
+        sizes = [len(w) for w, _ in parts]
         if any(need[2:6]):
-            sizes = [len(w) for _, w, _ in parts]
-            pairs = zip((gradient.T @ x).split(sizes), gradient.sum(0).split(sizes), strict=True)
-            for (of_weight, of_bias), (_, _, first) in zip(pairs, parts, strict=True):
+            pairs = zip(weight_gradient(gradient, x).split(sizes), gradient.sum(0).split(sizes), strict=True)
+            for (of_weight, of_bias), (_, first) in zip(pairs, parts, strict=True):
                 grads[first] = of_weight if need[first] else None
                 grads[first + 1] = of_bias if need[first + 1] else None
+        if need[0]:
+            to_x = torch.zeros_like(x) if grad_y is None else block_diagonal_product(grad_y, blocks.mT)
+            for (weight, _), part in zip(parts, gradient.split(sizes, 1), strict=True):
+                to_x.addmm_(part, weight)
+            grads[0] = to_x
         return tuple(grads)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["compiled", "fuses_pointwise"]
+__all__ = ["compiled", "fuses_pointwise", "is_plain"]
 
 #: entries from which a pass saved is worth the compiler's seconds: the chain takes milliseconds eagerly
 MIN_ENTRIES = 1 << 20
@@ -30,17 +30,19 @@ def _has_compiler() -> bool:
     return wanted and any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
 
 
-def fuses_pointwise(x: Tensor) -> bool:
-    """Whether a chain over tensors like x is compiled: large ones on a CPU, outside of tracing and fake tensors."""
+def is_plain(x: Tensor) -> bool:
+    """Whether x is a tensor on a CPU, outside of tracing, fake tensors and dispatch modes."""
     return (
         x.device.type == "cpu"
-        and x.numel() >= MIN_ENTRIES
         and type(x) in (Tensor, torch.nn.Parameter)
         and not torch.compiler.is_compiling()
-        and not torch._dynamo.config.disable
         and not torch._C._len_torch_dispatch_stack()
-        and _has_compiler()
     )
+
+
+def fuses_pointwise(x: Tensor) -> bool:
+    """Whether a chain over tensors like x is compiled: large plain ones, where there is a compiler."""
+    return x.numel() >= MIN_ENTRIES and is_plain(x) and not torch._dynamo.config.disable and _has_compiler()
 
 
 @functools.cache

@@ -20,9 +20,6 @@ from relinear.kernels.chunks import row_chunks
 
 __all__ = ["sandwich_sum", "sandwich_windows"]
 
-#: numbers that an intermediate holds on a CPU: about a megabyte in single precision, what a core's cache takes
-CHUNK_NUMBERS = 1 << 18
-
 
 def _terms(left: Tensor):
     """(w, o, i) of every term, output windows outermost."""
@@ -45,7 +42,7 @@ def _repeated(matrix: Tensor, count: int) -> Tensor:
 def _forward(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     rows, columns, size = left.shape[-1], right.shape[-1], x.shape[-1]
     y = x.new_empty(x.shape[0], left.shape[1], size)
-    chunks = row_chunks(x[:, 0], CHUNK_NUMBERS)
+    chunks = row_chunks(x[:, 0])
     factors = {at: _repeated(left[at], chunks[0].stop) for at in _terms(left)}
     for chunk in chunks:
         count = chunk.stop - chunk.start
@@ -71,7 +68,7 @@ def _backward(grad: Tensor, x: Tensor, left: Tensor, right: Tensor, to_x: bool) 
     wide = torch.promote_types(left.dtype, torch.float32)
     grad_x = torch.empty_like(x) if to_x else None
     grad_left, grad_right = torch.zeros_like(left, dtype=wide), torch.zeros_like(right, dtype=wide)
-    chunks = row_chunks(x[:, 0], CHUNK_NUMBERS)
+    chunks = row_chunks(x[:, 0])
     factors = {at: _repeated(left[at].mT, chunks[0].stop) for at in _terms(left)}
     for chunk in chunks:
         count = chunk.stop - chunk.start

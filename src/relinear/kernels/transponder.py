@@ -16,6 +16,7 @@ from relinear.kernels.autocast import lowered
 from relinear.kernels.choice import prefers_triton
 from relinear.kernels.chunks import row_chunks
 from relinear.kernels.pointwise import compiled, fuses_pointwise
+from relinear.kernels.weight_gradient import weight_gradient
 
 __all__ = ["modulate", "modulated_linear"]
 
@@ -24,7 +25,7 @@ Alpha = Tensor | float
 #: up to this rank the product with B is unrolled into the pointwise kernel; beyond it a matrix product is cheaper
 UNROLLED_RANK = 16
 #: size of the outputs whose gradients are computed at a time
-PORTION_BYTES = 1 << 23
+PORTION_BYTES = 11 << 19
 
 
 def _logits(hidden: Tensor, up: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ def _backward(
         to_z, to_logits, total = _gated_backward(y, grad, torch.sigmoid(hidden @ channel.T), twice)
     # one product a gradient, in the dtype of y: its sums are exact enough, and the matrix is read once
     to_hidden = (to_logits @ channel.to(to_logits.dtype)).to(hidden.dtype)
-    return to_z, to_hidden, (to_logits.T @ hidden.to(to_logits.dtype)).to(channel.dtype), total
+    return to_z, to_hidden, weight_gradient(to_logits, hidden.to(to_logits.dtype)).to(channel.dtype), total
 
 
 def _twice(hidden: Tensor, scalar: Tensor | None) -> Tensor:
@@ -115,14 +116,18 @@ def _gradients(
     to_hidden, total = torch.zeros_like(hidden), torch.zeros_like(twice)
     to_channel = None if channel is None else torch.zeros_like(channel)
     to_scalar = None
-    for rows in [slice(None)] if whole else row_chunks(y, PORTION_BYTES // y.itemsize):
+
+    def add(rows: slice) -> None:  # a function, so that nothing of one portion is alive during the next
         to_z, part_hidden, part_channel, total[rows] = _backward(
             grad[rows], y[rows], hidden[rows], channel, twice[rows]
         )
-        receive(rows, to_z)
         if part_hidden is not None and part_channel is not None and to_channel is not None:
             to_hidden[rows] = part_hidden
-            to_channel += part_channel
+            to_channel.add_(part_channel)
+        receive(rows, to_z)
+
+    for rows in [slice(None)] if whole else row_chunks(y, PORTION_BYTES):
+        add(rows)
     if scalar is not None:
         logits = total * (1 - twice / 4)
         to_hidden.addmm_(logits, scalar)
@@ -174,10 +179,7 @@ class _ModulatedLinear(torch.autograd.Function):
                     to_x.append(torch.empty_like(x))
                 torch.mm(to_z, weight, out=to_x[0][rows])
             if need[1]:
-                if to_weight:
-                    to_weight[0].addmm_(to_z.T, x[rows])
-                else:
-                    to_weight.append(to_z.T @ x[rows])
+                to_weight[:] = [weight_gradient(to_z, x[rows], *to_weight)]
             if need[2]:
                 to_bias.append(to_z.sum(0))
 
@@ -186,7 +188,7 @@ class _ModulatedLinear(torch.autograd.Function):
             to_x[0].addmm_(to_u, down) if need[0] else None,
             to_weight[0] if need[1] else None,
             sum(to_bias) if need[2] else None,
-            to_u.T @ x if need[3] else None,
+            weight_gradient(to_u, x) if need[3] else None,
             to_channel,
             to_scalar,
         )

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from relinear.core.config import check_at_least, register
 from relinear.core.dense_cache import dense_inference
 from relinear.core.operator import Operator, OperatorConfig
-from relinear.functional.monarch import monarch, monarch_dense, monarch_factors
+from relinear.functional.monarch import monarch_dense, monarch_factors
 from relinear.kernels.choice import prefers_dense
+from relinear.kernels.monarch import monarch
 
 __all__ = ["Monarch", "MonarchLinear"]
 

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from relinear import clifford
 from relinear.clifford.blades import device_table
 from relinear.core.config import check_at_least, check_choice, check_type, register
-from relinear.core.machine import fast_bfloat16
+from relinear.core.dense_cache import dense_inference
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, ParamRole
 from relinear.core.parameter_cache import CachingModule
 from relinear.functional.rotor import branch_permutation, nearest_kronecker, rotor_layer, window_count, window_size
-from relinear.kernels.rotor import CHUNK_NUMBERS, sandwich_windows
+from relinear.kernels.choice import dense_cost, factored_cost
+from relinear.kernels.chunks import CHUNK_BYTES
+from relinear.kernels.rotor import sandwich_windows
 
 __all__ = ["Rotor", "RotorLinear"]
 
@@ -127,24 +129,11 @@ class SandwichSum(CachingModule):
         size = self.shape.rows * self.shape.components
         return size, size
 
-    def dense_is_faster(self, tokens: int, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether one product with a cached (O, I) matrix beats the factored form in inference.
-
-        An estimate in microseconds from rates measured on two CPU cores, of which only ratios matter: small factors use
-        a processor badly, and worse the faster it multiplies large ones; a large matrix has to be read for few tokens.
-        """
-        quick = dtype in (torch.bfloat16, torch.float16) and fast_bfloat16(device)
-        rate = 2e6 if quick else 4e5
-        size = min(self.factor_sizes)
-        waste = 1 + 400 / size if quick else 1 + 50 / size + 500 / size**2
-        stored = self.in_features * self.out_features * dtype.itemsize
-        read = stored / (2.8e4 if quick else 9e4 if stored < 1 << 23 else 5e4)
-        dense = max(2 * self.in_features * self.out_features * tokens / rate, read)
-        calls = 20 + 26 * (math.prod(self.counts) - 1)
-        factored = self.flops_per_token() * waste * tokens / rate + calls
-        if self.config.basis == "blade":
-            factored += 40 + 0.01 * (self.in_features + self.out_features) * tokens
-        return factored > dense
+    def factored_cost(self, tokens: int, dtype: torch.dtype) -> float:
+        """Of the factored form in inference on a CPU, as ``kernels.choice.dense_cost``."""
+        blade = self.config.basis == "blade"
+        sizes = self.in_features, self.out_features, min(self.factor_sizes)
+        return factored_cost(*sizes, math.prod(self.counts), self.flops_per_token(), blade, tokens, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or (
@@ -156,13 +145,14 @@ class SandwichSum(CachingModule):
         key = (x.numel() // self.in_features).bit_length(), x.dtype
         run = self._cache.get(key)
         if run is None:
-            run = self._cache.put(key, self._inference(1 << key[0], x.dtype, x.device))
+            run = self._cache.put(key, self._inference((1 << key[0]) - 1, x.dtype, x.device))
         return run(x)
 
     @torch.no_grad()
     def _inference(self, tokens: int, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor]:
         """The map with everything that depends on parameters computed beforehand, the faster way."""
-        if self.dense_is_faster(tokens, dtype, device):
+        dense = dense_cost(self.in_features, self.out_features, tokens, dtype)
+        if device.type == "cpu" and dense < self.factored_cost(tokens, dtype):
             weight = self._cache.get(("dense", dtype))
             if weight is None:
                 weight = self._cache.put(("dense", dtype), self.dense().to(dtype).contiguous())
@@ -172,7 +162,7 @@ class SandwichSum(CachingModule):
             computed = tuple(factor.to(dtype).contiguous() for factor in self.factors())
             factors = self._cache.put(("factors", dtype), computed)
         left, right = factors
-        small = tokens * self.window <= CHUNK_NUMBERS
+        small = tokens * self.window * dtype.itemsize <= CHUNK_BYTES // 2
         one = (
             math.prod(self.counts) == 1 and left.shape[3] == 1 and self.in_features == self.out_features == self.window
         )
@@ -269,7 +259,16 @@ class RotorLinear(Operator):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    def _prefers_dense(self, kind: str, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
+        if not self.config.linear:
+            return False
+        factored = sum(stage.factored_cost(tokens, dtype) for stage in self._sums())
+        return dense_cost(in_features, out_features, tokens, dtype) < factored
+
     def forward(self, x: Tensor) -> Tensor:
+        dense = dense_inference(self, x, self._prefers_dense)
+        if dense is not None:
+            return dense
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for stage in (self.entry,) if self.exit is None else self._stages():

@@ -1,0 +1,88 @@
+"""Linear maps of several steps, some rows at a time: what lies between the steps stays in cache and is not kept."""
+
+# Legend: N rows, I inputs, O outputs
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from relinear.kernels.autocast import lowered
+from relinear.kernels.chunks import row_chunks
+from relinear.kernels.pointwise import is_plain
+
+__all__ = ["by_rows"]
+
+#: entries of an input from which on it is taken in portions
+MIN_ENTRIES = 1 << 20
+
+
+def by_rows(function: Callable[..., Tensor], x: Tensor, out_features: int, *parameters: Tensor | None) -> Tensor:
+    """function(x, *parameters), in portions where x is large and on a CPU; differentiable once there.
+
+    The backward pass computes the steps of each portion again, so that it needs the memory of its inputs and its
+    result, whatever lies between.
+
+    Args:
+        function: of torch operations, acts on every row of x by itself, without random numbers.
+        x: (..., I).
+        out_features: O.
+        parameters: what else ``function`` takes.
+    """
+    if x.numel() < MIN_ENTRIES or not is_plain(x):
+        return function(x, *parameters)
+    rows, *given = lowered(x.reshape(-1, x.shape[-1]), *parameters)
+    with torch.autocast(x.device.type, enabled=False):
+        run: Any = _ByRows.apply if torch.is_grad_enabled() else _forward
+        return run(function, out_features, rows, *given).view(*x.shape[:-1], out_features)
+
+
+def _forward(function: Callable[..., Tensor], out_features: int, x: Tensor, *parameters: Tensor | None) -> Tensor:
+    y = x.new_empty(x.shape[0], out_features)
+    for rows in row_chunks(x):
+        y[rows] = function(x[rows], *parameters)
+    return y
+
+
+class _ByRows(torch.autograd.Function):
+    """``_forward``, which keeps its inputs alone."""
+
+    @staticmethod
+    def forward(ctx, function, out_features, x, *parameters):
+        ctx.function = function
+        ctx.save_for_backward(x, *parameters)
+        return _forward(function, out_features, x, *parameters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, *parameters = ctx.saved_tensors
+        need_x, *need = ctx.needs_input_grad[2:]
+        given = [None if p is None else p.detach().requires_grad_(n) for p, n in zip(parameters, need, strict=True)]
+        totals = [torch.zeros_like(p, dtype=_wide(p)) for p in given if p is not None and p.requires_grad]
+        to_x = torch.empty_like(x) if need_x else None
+
+        def add(rows: slice) -> None:  # a function, so that nothing of one portion is alive during the next
+            part = x[rows].detach().requires_grad_(need_x)
+            with torch.enable_grad():
+                y = ctx.function(part, *given)
+            wanted = [t for t in (part, *given) if t is not None and t.requires_grad]
+            found = list(torch.autograd.grad(y, wanted, grad[rows]))
+            if to_x is not None:
+                to_x[rows] = found.pop(0)
+            for total, gradient in zip(totals, found, strict=True):
+                total += gradient
+
+        for rows in row_chunks(x):
+            add(rows)
+        sums = iter(totals)
+        of_parameters = [next(sums).to(p.dtype) if p is not None and p.requires_grad else None for p in given]
+        return None, None, to_x, *of_parameters
+
+
+def _wide(parameter: Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
