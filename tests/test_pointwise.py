@@ -1,4 +1,4 @@
-"""Compiled pointwise chains and gates in products: for large tensors alone, equal to the eager form, never in the way."""
+"""Compiled pointwise chains, gates in products: for large tensors alone, equal to the eager form, never in the way."""
 
 import copy
 import warnings
