@@ -21,7 +21,7 @@ from relinear.data import DataSettings, prepare_data
 from relinear.train import FitSettings, fit
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-RATES = {"modulators": (3e-3, 1e-2), "lora": (3e-4, 1e-3), "ia3": (3e-3, 1e-2)}
+RATES = {"modulators": (1e-3, 3e-3, 1e-2), "lora": (3e-4, 1e-3, 3e-3), "ia3": (3e-3, 1e-2, 3e-2, 1e-1)}
 
 
 def prepare(method: str, directory: str, rank: int, lora_rank: int, seed: int):

@@ -115,6 +115,8 @@ def _relative_error(module: nn.Module, case: Case) -> float:
     values = _context_values([module], x.shape[0])
     with _given(values, case.dtype):
         got = module(x).double()
+    if got.shape != (len(x), case.out_features):
+        raise ValueError(f"an output of shape {tuple(got.shape)} where {(len(x), case.out_features)} was expected")
     with _given(values, torch.float64):
         want = deepcopy(module).double()(x.double())
     return float((got - want).norm() / want.norm().clamp_min(1e-30))

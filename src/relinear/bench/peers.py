@@ -46,6 +46,8 @@ class TwoProducts(nn.Module):
         super().__init__()
         self.blocks = blocks
         inner = min(in_features, out_features) // blocks
+        if in_features % blocks or out_features % inner:
+            raise ValueError(f"two batched products need sizes that {blocks} and {inner} divide")
         self.first = nn.Parameter(torch.randn(blocks, inner, in_features // blocks) / in_features**0.5)
         self.second = nn.Parameter(torch.randn(inner, out_features // inner, blocks) / blocks**0.5)
 

@@ -1,0 +1,66 @@
+"""The benchmark of layers: what is timed is right first, and one contender that fails does not cost the others."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import relinear
+from relinear.bench import peers
+from relinear.bench.operators import Case, bench_case
+from relinear.cli.main import main
+
+CASE = Case(in_features=32, out_features=86, tokens=5, dtype=torch.float32, mode="eager", passed="step")
+
+
+#: what a peer's published form does not do: outputs from 64 inputs
+REFUSED = {
+    "HDPL as grouped Conv1d": {172},
+    "Monarch as two products": {172},
+    "rotor as dense sandwich": {172, 256},
+}
+
+
+@pytest.mark.parametrize("name", peers.PEERS)
+@pytest.mark.parametrize("out_features", [64, 172, 256])
+def test_peers_have_the_contract_of_a_layer_or_say_why_not(name, out_features):
+    build = peers.PEERS[name][1]
+    if out_features in REFUSED.get(name, ()):
+        with pytest.raises(ValueError, match=r"need|divisible"):
+            build(64, out_features)
+    else:
+        assert build(64, out_features)(torch.randn(3, 64)).shape == (3, out_features)
+
+
+def test_contenders_that_are_wrong_are_reported_and_the_others_timed(monkeypatch):
+    class Random(nn.Linear):
+        def forward(self, x):
+            return torch.randn(x.shape[0], self.out_features, dtype=x.dtype)
+
+    wrong = {"short": lambda i, o: nn.Linear(i, o - 1), "random": Random}
+    for name, build in wrong.items():
+        monkeypatch.setitem(peers.PEERS, name, ("low_rank", build))
+    low_rank = ("low_rank", relinear.LowRank(rank=4))
+    measured = {m.contender: m for m in bench_case(CASE, [low_rank], peers=wrong, rounds=3)}
+    assert "shape (5, 85)" in measured["short"].error
+    assert "relative error" in measured["random"].error
+    for name in ("dense", "low_rank"):
+        assert measured[name].error is None
+        assert measured[name].timing.seconds > 0
+        assert measured[name].peak_bytes > 0
+    forward = bench_case(dataclasses.replace(CASE, passed="forward"), [], rounds=3)
+    assert [m.contender for m in forward] == ["dense"]
+
+
+def test_command(tmp_path, capfd):
+    arguments = ["--shapes", "64x64,64->172", "--tokens", "3", "--modes", "eager", "--rounds", "3", "--no-untuned"]
+    assert main(["bench", *arguments, "--dtypes", "fp32", "--out", str(tmp_path / "bench")]) == 0
+    out = capfd.readouterr().out
+    assert "rotor" in out
+    found = json.loads((tmp_path / "bench" / "bench.json").read_text())
+    assert found["settings"]["rounds"] == 3
+    assert (tmp_path / "bench" / "bench.png").stat().st_size > 1000
+    assert main(["bench", "--shapes", "64", "--out", str(tmp_path / "other")]) == 2
+    assert "IN->OUT" in capfd.readouterr().err
