@@ -76,7 +76,9 @@ def command(
     shown = Table(*header, box=None, header_style="bold")
     for line in lines:
         shown.add_row(*line)
-    Console(width=max(Console().width, 110)).print(shown)
+    terminal = Console()
+    # names are cut where the table is too wide: in a file it need not be
+    Console(width=max(terminal.width, 110 if terminal.is_terminal else 200)).print(shown)
     failed = {
         f"not timed: {row['contender']}, {row['in_features']} -> {row['out_features']}, {row['dtype']}: {row['error']}"
         for row in result["rows"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 
 import torch
@@ -10,23 +11,31 @@ from torch import Tensor
 
 __all__ = ["LARGEST_DENSE", "dense_cost", "factored_cost", "prefers_dense", "prefers_triton"]
 
-FEW_TOKENS = 8
-
-#: kind -> dtype -> (largest square layer, in features, that is faster dense for few tokens, the same for many tokens).
+#: kind -> dtype -> (tokens up to which, largest square layer, in features, that is faster dense), fewest tokens first.
 #: Measured by results/speed/dense_or_structured.py on two AVX-512/AMX cores, at rank 64 and the default blocks; kinds
 #: and dtypes without an entry are never made dense. Layers that are not square lose more, hence 1024 in bfloat16.
-LARGEST_DENSE: dict[str, dict[torch.dtype, tuple[int, int]]] = {
-    "low_rank": {torch.float32: (512, 0), torch.bfloat16: (512, 256)},
-    "block_hadamard": {torch.float32: (1024, 256), torch.bfloat16: (2048, 1024)},
-    "monarch": {torch.float32: (1024, 256), torch.bfloat16: (1024, 1024)},
+LARGEST_DENSE: dict[str, dict[torch.dtype, tuple[tuple[float, int], ...]]] = {
+    "low_rank": {
+        torch.float32: ((8, 512),),
+        torch.bfloat16: ((8, 512), (math.inf, 256)),
+    },
+    "block_hadamard": {
+        torch.float32: ((8, 1024), (math.inf, 256)),
+        torch.bfloat16: ((128, 2048), (math.inf, 1024)),
+    },
+    "monarch": {
+        torch.float32: ((8, 1024), (math.inf, 256)),
+        torch.bfloat16: ((math.inf, 1024),),
+    },
 }
 
 
 def prefers_dense(kind: str, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
     """Whether an operator of this kind and size is faster through its dense matrix in inference on a CPU."""
-    few, many = LARGEST_DENSE.get(kind, {}).get(dtype, (0, 0))
-    limit = few if tokens <= FEW_TOKENS else many
-    return in_features * out_features <= limit * limit
+    for most, limit in LARGEST_DENSE.get(kind, {}).get(dtype, ()):
+        if tokens <= most:
+            return in_features * out_features <= limit * limit
+    return False
 
 
 def _rate(dtype: torch.dtype) -> tuple[bool, float]:
