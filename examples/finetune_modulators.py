@@ -4,10 +4,11 @@
 
 All start from the same model's exact logits. The modulators' rank sets the number of parameters. LoRA takes the rank
 that comes nearest on the same projections; (IA)^3, whose size is fixed, is given as it is. Each method gets the best of
-its learning rates on the first seed at a quarter of the steps. Started again, it goes on where it was.
+its learning rates on the first seed at a quarter of the steps. Started again, it takes finished runs as they are.
 """
 
 import argparse
+import json
 import math
 from pathlib import Path
 
@@ -74,7 +75,16 @@ def main() -> None:
     lora_rank = max(1, round(goal / per_rank))
     results: dict = {"steps": args.steps, "tokens_a_step": args.batch_size * args.length, "methods": {}}
 
-    def run(method: str, rate: float, steps: int, seed: int):
+    asked = {k: v for k, v in vars(args).items() if k not in ("out", "seeds", "steps")}
+
+    def run(method: str, rate: float, steps: int, seed: int) -> dict:
+        out = args.out / method / f"{rate:g}-{steps}-{seed}"
+        finished = out / "result.json"
+        if finished.is_file():
+            row = json.loads(finished.read_text())
+            if row["asked"] != asked:
+                parser.error(f"{args.out} holds runs of {row['asked']}, not of {asked}; use another --out")
+            return row
         model = prepare(method, args.model, args.rank, lora_rank, seed)
         settings = FitSettings(
             steps=steps,
@@ -86,18 +96,18 @@ def main() -> None:
             save_model=False,
             save_every=0,
         )
-        out = args.out / method / f"{rate:g}-{steps}-{seed}"
-        return trainable(model), fit(model, data, settings, out_dir=out)
+        count, result = trainable(model), fit(model, data, settings, out_dir=out)
+        row = {"trainable": count, "before": math.log(result.initial_perplexity), "after": result.validation_loss}
+        row["asked"] = asked
+        write_json(finished, row)
+        return row
 
     for method, rates in RATES.items():
         short = max(1, args.steps // 4)
-        tuned = {rate: run(method, rate, short, args.seeds[0])[1].validation_loss for rate in rates}
+        tuned = {rate: run(method, rate, short, args.seeds[0])["after"] for rate in rates}
         best = min(tuned, key=lambda rate: tuned[rate])
-        losses, count, before = [], 0, None
-        for seed in args.seeds:
-            count, result = run(method, best, args.steps, seed)
-            losses.append(result.validation_loss)
-            before = math.log(result.initial_perplexity)
+        rows = [run(method, best, args.steps, seed) for seed in args.seeds]
+        count, before, losses = rows[0]["trainable"], rows[0]["before"], [row["after"] for row in rows]
         results["methods"][method] = {
             "trainable": count,
             "learning_rate": best,
