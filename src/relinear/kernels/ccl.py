@@ -84,17 +84,15 @@ def _gate_into(out: Tensor, value: Tensor, logits: Tensor, bias: Tensor) -> Tens
     return out.copy_(value * torch.sigmoid(logits + bias))
 
 
-def _gate_gradients(grad: Tensor, y: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of value and of logits of y = value * sigmoid(logits), which need y and not value; over ``gates``."""
+def _gate_gradients(grad: Tensor, y: Tensor, gates: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of value and, in ``out``, of logits of y = value * sigmoid(logits), which need y and not value."""
     to_value, to_logits = grad * gates, grad * y * (1 - gates)
-    return to_value, gates.copy_(to_logits)
+    return to_value, out.copy_(to_logits)
 
 
 def _gate_gradients_of_logits(grad: Tensor, y: Tensor, logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """The same from logits and their bias, over ``logits``."""
-    gates = torch.sigmoid(logits + bias)
-    to_value, to_logits = grad * gates, grad * y * (1 - gates)
-    return to_value, logits.copy_(to_logits)
+    return _gate_gradients(grad, y, torch.sigmoid(logits + bias), logits)
 
 
 def _forward(h, mix, bias, features, weight, gate_bias) -> Tensor:
@@ -115,7 +113,7 @@ def _portion_gradients(grad: Tensor, y: Tensor, features: Tensor, weight: Tensor
     """Gradients (n, O) of value and of logits for some rows."""
     if gates_in_products(features, y.numel()):
         gates = linear_sigmoid(features, weight, gate_bias)
-        return (compiled(_gate_gradients) if fuses_pointwise(y) else _gate_gradients)(grad, y, gates)
+        return (compiled(_gate_gradients) if fuses_pointwise(y) else _gate_gradients)(grad, y, gates, gates)
     logits = F.linear(features, weight)
     if fuses_pointwise(y):
         return compiled(_gate_gradients_of_logits)(grad, y, logits, gate_bias)

@@ -38,33 +38,27 @@ def prefers_dense(kind: str, in_features: int, out_features: int, dtype: torch.d
     return False
 
 
-def _rate(dtype: torch.dtype) -> tuple[bool, float]:
-    """Whether the processor multiplies this dtype on tiles, and its rate in FLOPs a microsecond."""
-    tiled = dtype in (torch.bfloat16, torch.float16)
-    return tiled, 2e6 if tiled else 4e5
+#: FLOPs a microsecond that a CPU multiplies at, without and with tiles for half precision
+RATE, TILED_RATE = 4e5, 2e6
 
 
-def dense_cost(in_features: int, out_features: int, tokens: int, dtype: torch.dtype) -> float:
+def dense_cost(in_features: int, out_features: int, tokens: int, itemsize: int, tiled: bool) -> float:
     """Of a dense product on a CPU, in microseconds: an estimate from rates measured on two AVX-512/AMX cores.
 
     Only the ratio to ``factored_cost`` matters. A large matrix has to be read for few tokens.
+
+    Args:
+        itemsize: bytes of a number.
+        tiled: whether the processor multiplies these numbers on tiles (bfloat16 with AMX).
     """
-    tiled, rate = _rate(dtype)
-    stored = in_features * out_features * dtype.itemsize
+    stored = in_features * out_features * itemsize
     single = tokens == 1 and stored >= 1 << 19
     read = stored / ((4e4 if single else 2.8e4) if tiled else 9e4 if stored < 1 << 23 else 5e4)
-    return max(2 * in_features * out_features * tokens / rate, read)
+    return max(2 * in_features * out_features * tokens / (TILED_RATE if tiled else RATE), read)
 
 
 def factored_cost(
-    in_features: int,
-    out_features: int,
-    factor: int,
-    pairs: int,
-    flops: int,
-    blade: bool,
-    tokens: int,
-    dtype: torch.dtype,
+    in_features: int, out_features: int, factor: int, pairs: int, flops: int, blade: bool, tokens: int, tiled: bool
 ) -> float:
     """Of a sum of sandwiches, as ``dense_cost``.
 
@@ -76,11 +70,10 @@ def factored_cost(
         flops: of a token.
         blade: whether the basis is changed before and after.
     """
-    tiled, rate = _rate(dtype)
     waste = 1 + 400 / factor if tiled else 1 + 50 / factor + 500 / factor**2
     calls = 20 + 26 * (pairs - 1)
     basis = 40 + 0.01 * (in_features + out_features) * tokens if blade else 0
-    return flops * waste * tokens / rate + calls + basis
+    return flops * waste * tokens / (TILED_RATE if tiled else RATE) + calls + basis
 
 
 #: the oldest GPU that the Triton kernels are compiled for: its tensor cores take bfloat16 and single precision

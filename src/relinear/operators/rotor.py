@@ -17,6 +17,7 @@ from relinear import clifford
 from relinear.clifford.blades import device_table
 from relinear.core.config import check_at_least, check_choice, check_type, register
 from relinear.core.dense_cache import dense_inference
+from relinear.core.machine import fast_bfloat16
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, ParamRole
 from relinear.core.parameter_cache import CachingModule
 from relinear.functional.rotor import branch_permutation, nearest_kronecker, rotor_layer, window_count, window_size
@@ -33,6 +34,10 @@ _ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
     "none": None,
 }
+
+
+def _tiled(dtype: torch.dtype) -> bool:
+    return dtype in (torch.bfloat16, torch.float16) and fast_bfloat16()
 
 
 class SandwichSum(CachingModule):
@@ -133,7 +138,7 @@ class SandwichSum(CachingModule):
         """Of the factored form in inference on a CPU, as ``kernels.choice.dense_cost``."""
         blade = self.config.basis == "blade"
         sizes = self.in_features, self.out_features, min(self.factor_sizes)
-        return factored_cost(*sizes, math.prod(self.counts), self.flops_per_token(), blade, tokens, dtype)
+        return factored_cost(*sizes, math.prod(self.counts), self.flops_per_token(), blade, tokens, _tiled(dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or (
@@ -151,7 +156,7 @@ class SandwichSum(CachingModule):
     @torch.no_grad()
     def _inference(self, tokens: int, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor]:
         """The map with everything that depends on parameters computed beforehand, the faster way."""
-        dense = dense_cost(self.in_features, self.out_features, tokens, dtype)
+        dense = dense_cost(self.in_features, self.out_features, tokens, dtype.itemsize, _tiled(dtype))
         if device.type == "cpu" and dense < self.factored_cost(tokens, dtype):
             weight = self._cache.get(("dense", dtype))
             if weight is None:
@@ -263,7 +268,7 @@ class RotorLinear(Operator):
         if not self.config.linear:
             return False
         factored = sum(stage.factored_cost(tokens, dtype) for stage in self._sums())
-        return dense_cost(in_features, out_features, tokens, dtype) < factored
+        return dense_cost(in_features, out_features, tokens, dtype.itemsize, _tiled(dtype)) < factored
 
     def forward(self, x: Tensor) -> Tensor:
         dense = dense_inference(self, x, self._prefers_dense)
