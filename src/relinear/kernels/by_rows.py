@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from relinear.kernels.autocast import lowered
 from relinear.kernels.chunks import row_chunks
-from relinear.kernels.pointwise import is_plain
+from relinear.kernels.native import is_plain
 
 __all__ = ["by_rows"]
 

@@ -15,15 +15,13 @@ from relinear.kernels.autocast import lowered
 from relinear.kernels.choice import prefers_triton
 from relinear.kernels.chunks import row_chunks
 from relinear.kernels.epilogue import gates_in_products, linear_product, linear_sigmoid
-from relinear.kernels.pointwise import compiled, fuses_pointwise
+from relinear.kernels.native import kernels, runs_native
 from relinear.kernels.weight_gradient import weight_gradient
 
 __all__ = ["ccl"]
 
-#: size of the outputs computed at a time
-FORWARD_BYTES = 1 << 22
 #: size of the outputs whose gradients are computed at a time
-BACKWARD_BYTES = 1 << 23
+BACKWARD_BYTES = 1 << 22
 
 
 def ccl(
@@ -80,44 +78,37 @@ def _gated_linear(h, mix, bias, features, weight, gate_bias) -> Tensor:
         return run(*tensors).view(*h.shape[:-1], mix.shape[0])
 
 
-def _gate_into(out: Tensor, value: Tensor, logits: Tensor, bias: Tensor) -> Tensor:
-    return out.copy_(value * torch.sigmoid(logits + bias))
-
-
-def _gate_gradients(grad: Tensor, y: Tensor, gates: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of value and, in ``out``, of logits of y = value * sigmoid(logits), which need y and not value."""
-    to_value, to_logits = grad * gates, grad * y * (1 - gates)
-    return to_value, out.copy_(to_logits)
-
-
-def _gate_gradients_of_logits(grad: Tensor, y: Tensor, logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The same from logits and their bias, over ``logits``."""
-    return _gate_gradients(grad, y, torch.sigmoid(logits + bias), logits)
-
-
 def _forward(h, mix, bias, features, weight, gate_bias) -> Tensor:
     """(mix h + bias) * sigmoid(weight features + gate_bias), few enough tokens at a time to stay in cache."""
     if gates_in_products(h, h.shape[0] * mix.shape[0]):
         return linear_product(h, mix, bias, linear_sigmoid(features, weight, gate_bias))
     y = h.new_empty(h.shape[0], mix.shape[0])
-    for rows in row_chunks(y, FORWARD_BYTES):
+    for rows in row_chunks(y):
         value, logits = F.linear(h[rows], mix, bias), F.linear(features[rows], weight)
-        if fuses_pointwise(value):
-            compiled(_gate_into)(y[rows], value, logits, gate_bias)
+        if runs_native(value):
+            kernels().gate(y[rows], value, logits, gate_bias)
         else:
             torch.mul(value, logits.add_(gate_bias).sigmoid_(), out=y[rows])
     return y
 
 
-def _portion_gradients(grad: Tensor, y: Tensor, features: Tensor, weight: Tensor, gate_bias: Tensor):
-    """Gradients (n, O) of value and of logits for some rows."""
-    if gates_in_products(features, y.numel()):
-        gates = linear_sigmoid(features, weight, gate_bias)
-        return (compiled(_gate_gradients) if fuses_pointwise(y) else _gate_gradients)(grad, y, gates, gates)
-    logits = F.linear(features, weight)
-    if fuses_pointwise(y):
-        return compiled(_gate_gradients_of_logits)(grad, y, logits, gate_bias)
-    return _gate_gradients_of_logits(grad, y, logits, gate_bias)
+def _portion_gradients(
+    grad: Tensor, y: Tensor, logits: Tensor, gate_bias: Tensor, to_biases: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients (n, O) of value and, over ``logits``, of logits of y = value * sigmoid(logits + bias) for some rows.
+
+    They need y and not value. Their sums are added to ``to_biases`` (2, O).
+    """
+    if runs_native(y):
+        to_value = torch.empty_like(y)
+        kernels().gate_backward(to_value, logits, to_biases, y, grad.contiguous(), gate_bias)
+        return to_value, logits
+    gates = logits.add_(gate_bias).sigmoid_()
+    to_value = grad * gates
+    to_logits = gates.neg_().add_(1).mul_(y).mul_(grad)
+    to_biases[0] += to_value.sum(0)
+    to_biases[1] += to_logits.sum(0)
+    return to_value, to_logits
 
 
 class _GatedLinear(torch.autograd.Function):
@@ -137,19 +128,18 @@ class _GatedLinear(torch.autograd.Function):
         wide = torch.promote_types(h.dtype, torch.float32)
         to_h, to_features = torch.empty_like(h), torch.empty_like(features)
         to_mix, to_weight = torch.zeros_like(mix, dtype=wide), torch.zeros_like(weight, dtype=wide)
-        to_bias, to_gate_bias = torch.zeros_like(gate_bias, dtype=wide), torch.zeros_like(gate_bias, dtype=wide)
+        to_biases = torch.zeros(2, mix.shape[0], dtype=wide, device=mix.device)
 
         def add(rows: slice) -> None:  # a function, so that nothing of one portion is alive during the next
-            to_value, to_logits = _portion_gradients(grad[rows], y[rows], features[rows], weight, gate_bias)
+            logits = F.linear(features[rows], weight)
+            to_value, to_logits = _portion_gradients(grad[rows], y[rows], logits, gate_bias, to_biases)
             torch.mm(to_value, mix, out=to_h[rows])
             torch.mm(to_logits, weight, out=to_features[rows])
             to_mix.add_(weight_gradient(to_value, h[rows]))
             to_weight.add_(weight_gradient(to_logits, features[rows]))
-            if ctx.has_bias:
-                to_bias.add_(to_value.sum(0))
-            to_gate_bias.add_(to_logits.sum(0))
 
         for rows in row_chunks(y, BACKWARD_BYTES):
             add(rows)
-        grads = to_h, to_mix.to(mix.dtype), to_bias.to(mix.dtype) if ctx.has_bias else None
+        to_bias, to_gate_bias = to_biases.to(mix.dtype)
+        grads = to_h, to_mix.to(mix.dtype), to_bias if ctx.has_bias else None
         return *grads, to_features, to_weight.to(weight.dtype), to_gate_bias.to(gate_bias.dtype)

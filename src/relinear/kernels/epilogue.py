@@ -10,7 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
-from relinear.kernels.pointwise import is_plain
+from relinear.kernels.native import is_plain
 
 __all__ = ["gates_in_products", "linear_product", "linear_sigmoid"]
 

@@ -15,25 +15,17 @@ from torch.autograd.function import once_differentiable
 from relinear.kernels.autocast import lowered
 from relinear.kernels.choice import prefers_triton
 from relinear.kernels.chunks import row_chunks
-from relinear.kernels.pointwise import compiled, fuses_pointwise
+from relinear.kernels.native import MAX_RANK, kernels, runs_native
 from relinear.kernels.weight_gradient import weight_gradient
 
 __all__ = ["modulate", "modulated_linear"]
 
 Alpha = Tensor | float
 
-#: up to this rank the product with B is unrolled into the pointwise kernel; beyond it a matrix product is cheaper
-UNROLLED_RANK = 16
-#: size of the outputs whose gradients are computed at a time
-PORTION_BYTES = 11 << 19
-
-
-def _logits(hidden: Tensor, up: Tensor) -> Tensor:
-    """hidden (N, R) times up (R, O), as R fused multiply-adds which a compiler keeps in registers."""
-    total = hidden[:, :1] * up[0]
-    for k in range(1, up.shape[0]):
-        total = total + hidden[:, k : k + 1] * up[k]
-    return total
+#: portions of rows whose gradients are computed at a time: fewer cost memory, more make small products
+PORTIONS = 5
+#: size of a portion at least
+PORTION_BYTES = 1 << 21
 
 
 def _gated(z: Tensor, half: Tensor, twice: Tensor) -> Tensor:
@@ -51,32 +43,32 @@ def _gated_backward(y: Tensor, grad: Tensor, half: Tensor, twice: Tensor) -> tup
     return to_z.to(y.dtype), to_logits.to(y.dtype), product.sum(-1, keepdim=True)
 
 
-def _unrolled(z: Tensor, hidden: Tensor, up: Tensor, twice: Tensor) -> Tensor:
-    return _gated(z, torch.sigmoid(_logits(hidden, up)), twice)
+def _runs_native(y: Tensor, channel: Tensor) -> bool:
+    return channel.shape[1] <= MAX_RANK and runs_native(y)
 
 
-def _unrolled_(z: Tensor, hidden: Tensor, up: Tensor, twice: Tensor) -> Tensor:
-    return z.copy_(_unrolled(z, hidden, up, twice))
-
-
-def _unrolled_backward(y: Tensor, grad: Tensor, hidden: Tensor, up: Tensor, twice: Tensor) -> tuple[Tensor, ...]:
-    return _gated_backward(y, grad, torch.sigmoid(_logits(hidden, up)), twice)
-
-
-def _forward(z: Tensor, hidden: Tensor, channel: Tensor | None, twice: Tensor, in_place: bool) -> Tensor:
-    """The gated output; twice (N, 1) is 2 times the scalar gate. ``in_place``: z is not needed any more."""
-    if channel is None:
-        return (z * (0.5 * twice)).to(z.dtype)
-    if torch.compiler.is_compiling():
-        return _gated(z, torch.sigmoid(hidden @ channel.T), twice)
-    if channel.shape[1] <= UNROLLED_RANK and fuses_pointwise(z):
-        in_place &= z.itemsize > 2  # writing to the input is faster in single precision alone
-        return compiled(_unrolled_ if in_place else _unrolled)(z, hidden, channel.T.contiguous(), twice)
+def _modulated(
+    z: Tensor, x: Tensor, down: Tensor, channel: Tensor | None, scalar: Tensor | None, in_place: bool
+) -> tuple[Tensor, Tensor]:
+    """The gated output (N, O) and u = A x (N, R). ``in_place``: z is not needed any more."""
+    z = z.contiguous()
     out = z if in_place else torch.empty_like(z)
+    if channel is not None and z.dtype == x.dtype == down.dtype and _runs_native(z, channel):
+        u = z.new_empty(z.shape[0], down.shape[0])
+        up = channel.T.contiguous()
+        kernels().modulate(out, u, z, x.contiguous(), down.contiguous(), up, scalar)
+        return out, u
+    u = torch.nn.functional.linear(x, down)
+    hidden = torch.sigmoid(u.to(torch.promote_types(u.dtype, torch.float32)))
+    twice = _twice(hidden, scalar)
+    if channel is None:
+        return (z * (0.5 * twice)).to(z.dtype), u
+    if torch.compiler.is_compiling():
+        return _gated(z, torch.sigmoid(hidden @ channel.T), twice), u
     for rows in row_chunks(z):
         gate = (hidden[rows] @ channel.T).sigmoid_().mul_(twice[rows])
         torch.mul(gate, z[rows], out=out[rows])
-    return out
+    return out, u
 
 
 def _backward(
@@ -85,10 +77,13 @@ def _backward(
     """Gradients of z (N, O), of phi through the channel gate (N, R), of B (O, R); the sum (N, 1) of grad y."""
     if channel is None:
         return (grad * (0.5 * twice)).to(y.dtype), None, None, (grad.to(twice.dtype) * y).sum(-1, keepdim=True)
-    if channel.shape[1] <= UNROLLED_RANK and fuses_pointwise(y):
-        to_z, to_logits, total = compiled(_unrolled_backward)(y, grad, hidden, channel.T.contiguous(), twice)
-    else:
-        to_z, to_logits, total = _gated_backward(y, grad, torch.sigmoid(hidden @ channel.T), twice)
+    if _runs_native(y, channel):
+        to_z, to_hidden, total = torch.empty_like(y), torch.empty_like(hidden), torch.empty_like(twice)
+        to_up = torch.zeros_like(channel.T, memory_format=torch.contiguous_format)
+        up = channel.T.contiguous()
+        kernels().modulate_backward(to_z, to_hidden, to_up, total, y, grad.contiguous(), hidden, up, twice)
+        return to_z, to_hidden, to_up.T, total
+    to_z, to_logits, total = _gated_backward(y, grad, torch.sigmoid(hidden @ channel.T), twice)
     # one product a gradient, in the dtype of y: its sums are exact enough, and the matrix is read once
     to_hidden = (to_logits @ channel.to(to_logits.dtype)).to(hidden.dtype)
     return to_z, to_hidden, weight_gradient(to_logits, hidden.to(to_logits.dtype)).to(channel.dtype), total
@@ -126,7 +121,7 @@ def _gradients(
             to_channel.add_(part_channel)
         receive(rows, to_z)
 
-    for rows in [slice(None)] if whole else row_chunks(y, PORTION_BYTES):
+    for rows in [slice(None)] if whole else row_chunks(y, max(PORTION_BYTES, -(-y.nbytes // PORTIONS))):
         add(rows)
     if scalar is not None:
         logits = total * (1 - twice / 4)
@@ -136,20 +131,23 @@ def _gradients(
 
 
 class _Modulate(torch.autograd.Function):
-    """z (N, O) times the gates of u (N, R); channel (O, R) and scalar (1, R) hold alpha B."""
+    """z (N, O) times the gates of x (N, I) through down (R, I); channel (O, R) and scalar (1, R) hold alpha B."""
 
     @staticmethod
-    def forward(ctx, z, u, channel, scalar):
-        y = _modulated(z, u, channel, scalar, in_place=False)
-        ctx.save_for_backward(y, u, channel, scalar)
+    def forward(ctx, z, x, down, channel, scalar):
+        y, u = _modulated(z, x, down, channel, scalar, in_place=False)
+        ctx.save_for_backward(x, down, y, u, channel, scalar)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        x, down, *rest = ctx.saved_tensors
+        need = ctx.needs_input_grad
         to_z: list[Tensor] = []
-        rest = _gradients(lambda rows, part: to_z.append(part), grad, *ctx.saved_tensors)
-        return torch.cat(to_z), *rest
+        to_u, *to_ups = _gradients(lambda rows, part: to_z.append(part), grad, *rest)
+        to_x = to_u @ down if need[1] else None
+        return torch.cat(to_z), to_x, weight_gradient(to_u, x) if need[2] else None, *to_ups
 
 
 class _ModulatedLinear(torch.autograd.Function):
@@ -157,8 +155,7 @@ class _ModulatedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, down, channel, scalar):
-        u = torch.nn.functional.linear(x, down)
-        y = _modulated(torch.nn.functional.linear(x, weight, bias), u, channel, scalar, in_place=True)
+        y, u = _modulated(torch.nn.functional.linear(x, weight, bias), x, down, channel, scalar, in_place=True)
         ctx.save_for_backward(x, weight, down, y, u, channel, scalar)
         return y
 
@@ -194,11 +191,6 @@ class _ModulatedLinear(torch.autograd.Function):
         )
 
 
-def _modulated(z: Tensor, u: Tensor, channel: Tensor | None, scalar: Tensor | None, in_place: bool) -> Tensor:
-    hidden = torch.sigmoid(u.to(torch.promote_types(u.dtype, torch.float32)))
-    return _forward(z, hidden, channel, _twice(hidden, scalar), in_place)
-
-
 def modulate(
     z: Tensor,
     x: Tensor,
@@ -212,12 +204,11 @@ def modulate(
 
     The logits are alpha (B phi) there and (alpha B) phi here; otherwise both compute the same, with gates in float32.
     """
-    u = torch.nn.functional.linear(x, down)
-    # Autocast would take the gates to half precision; it has done its work on z and u.
+    x_rows, down = lowered(x.reshape(-1, x.shape[-1]), down)
+    # Autocast would take the gates to half precision.
     with torch.autocast(z.device.type, enabled=False):
         ups = _ups(z.dtype, (channel, channel_alpha), (scalar, scalar_alpha))
-        z_rows, u_rows = z.reshape(-1, z.shape[-1]), u.reshape(-1, u.shape[-1])
-        return _Modulate.apply(z_rows, u_rows, *ups).view(z.shape)
+        return _Modulate.apply(z.reshape(-1, z.shape[-1]), x_rows, down, *ups).view(z.shape)
 
 
 def _ups(dtype: torch.dtype, *given: tuple[Tensor | None, Alpha]) -> list[Tensor | None]:
@@ -246,5 +237,5 @@ def modulated_linear(
         ups = _ups(rows.dtype, (channel, channel_alpha), (scalar, scalar_alpha))
         if torch.is_grad_enabled():
             return _ModulatedLinear.apply(rows, weight, bias, down, *ups).view(*x.shape[:-1], weight.shape[0])
-        z, u = torch.nn.functional.linear(rows, weight, bias), torch.nn.functional.linear(rows, down)
-        return _modulated(z, u, ups[0], ups[1], in_place=True).view(*x.shape[:-1], weight.shape[0])
+        z = torch.nn.functional.linear(rows, weight, bias)
+        return _modulated(z, rows, down, ups[0], ups[1], True)[0].view(*x.shape[:-1], weight.shape[0])

@@ -1,4 +1,4 @@
-"""Compiled pointwise chains, gates in products: for large tensors alone, equal to the eager form, never in the way."""
+"""Compiled functions, gates in products: for large tensors alone, equal to the eager form, never in the way."""
 
 import copy
 import warnings
@@ -8,14 +8,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import relinear
-from relinear.kernels import epilogue, pointwise, transponder
+from relinear.kernels import compiled, epilogue, native
 from relinear.kernels.chunks import row_chunks
 from relinear.kernels.weight_gradient import weight_gradient
 
 
 @pytest.fixture
 def any_size(monkeypatch):
-    monkeypatch.setattr(pointwise, "MIN_ENTRIES", 1)
+    monkeypatch.setattr(compiled, "MIN_ENTRIES", 1)
 
 
 def test_rows_are_covered_once():
@@ -28,14 +28,14 @@ def test_rows_are_covered_once():
 
 def test_only_large_real_tensors_on_a_cpu(any_size):
     x = torch.zeros(4)
-    assert pointwise.fuses_pointwise(x) == pointwise._has_compiler()
-    assert not pointwise.fuses_pointwise(x.to("meta"))
+    assert compiled.gains_from_compiling(x) == native.has_compiler()
+    assert not compiled.gains_from_compiling(x.to("meta"))
     with FlopCounterMode(display=False):  # a mode sees operations, which a compiled chain would hide
-        assert not pointwise.fuses_pointwise(x)
+        assert not compiled.gains_from_compiling(x)
 
 
 def test_small_tensors_are_left_alone():
-    assert not pointwise.fuses_pointwise(torch.zeros(pointwise.MIN_ENTRIES - 1))
+    assert not compiled.gains_from_compiling(torch.zeros(compiled.MIN_ENTRIES - 1))
 
 
 def test_a_failing_compiler_means_the_eager_form_and_one_warning(monkeypatch):
@@ -43,32 +43,12 @@ def test_a_failing_compiler_means_the_eager_form_and_one_warning(monkeypatch):
         raise torch._dynamo.exc.TorchDynamoException("no compiler here")
 
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: fail)
-    run = pointwise.compiled.__wrapped__(torch.neg)
+    run = compiled.compiled.__wrapped__(torch.neg)
     with pytest.warns(UserWarning, match="RELINEAR_COMPILE_KERNELS=0"):
         assert run(torch.ones(1)) == -1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert run(torch.ones(1)) == -1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_gates_are_the_eager_ones(dtype, any_size, monkeypatch):
-    if not pointwise._has_compiler():
-        pytest.skip("no C++ compiler")
-    generator = torch.Generator().manual_seed(0)
-    shapes = (37, 24), (37, 8), (24, 8), (1, 8)
-    results = []
-    for fused in (True, False):
-        if not fused:
-            monkeypatch.setattr(transponder, "fuses_pointwise", lambda x: False)
-        generator.manual_seed(0)
-        drawn = [torch.randn(*shape, generator=generator) for shape in shapes]
-        given = [t.to(dtype).requires_grad_() for t in drawn[:2]] + [t.requires_grad_() for t in drawn[2:]]
-        y = transponder._Modulate.apply(*given)
-        results.append([y, *torch.autograd.grad(y.square().sum(), given)])
-    for mine, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=2e-2)
 
 
 @pytest.mark.slow
