@@ -23,7 +23,7 @@ __all__ = ["modulate", "modulated_linear"]
 Alpha = Tensor | float
 
 #: portions of rows whose gradients are computed at a time: fewer cost memory, more make small products
-PORTIONS = 5
+PORTIONS = 6
 #: size of a portion at least
 PORTION_BYTES = 1 << 21
 
@@ -53,7 +53,7 @@ def _modulated(
     """The gated output (N, O) and u = A x (N, R). ``in_place``: z is not needed any more."""
     z = z.contiguous()
     out = z if in_place else torch.empty_like(z)
-    if channel is not None and z.dtype == x.dtype == down.dtype and _runs_native(z, channel):
+    if channel is not None and _runs_native(z, channel) and z.dtype == x.dtype == down.dtype:
         u = z.new_empty(z.shape[0], down.shape[0])
         up = channel.T.contiguous()
         kernels().modulate(out, u, z, x.contiguous(), down.contiguous(), up, scalar)
