@@ -52,9 +52,8 @@ def _modulated(
 ) -> tuple[Tensor, Tensor]:
     """The gated output (N, O) and u = A x (N, R). ``in_place``: z is not needed any more."""
     z = z.contiguous()
-    out = z if in_place else torch.empty_like(z)
     if channel is not None and _runs_native(z, channel) and z.dtype == x.dtype == down.dtype:
-        u = z.new_empty(z.shape[0], down.shape[0])
+        out, u = z if in_place else torch.empty_like(z), z.new_empty(z.shape[0], down.shape[0])
         up = channel.T.contiguous()
         kernels().modulate(out, u, z, x.contiguous(), down.contiguous(), up, scalar)
         return out, u
@@ -65,6 +64,7 @@ def _modulated(
         return (z * (0.5 * twice)).to(z.dtype), u
     if torch.compiler.is_compiling():
         return _gated(z, torch.sigmoid(hidden @ channel.T), twice), u
+    out = z if in_place else torch.empty_like(z)
     for rows in row_chunks(z):
         gate = (hidden[rows] @ channel.T).sigmoid_().mul_(twice[rows])
         torch.mul(gate, z[rows], out=out[rows])
