@@ -5,6 +5,7 @@ Adding an operator is one row here. Nothing in the suite knows an operator by na
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 
@@ -273,3 +274,18 @@ TWINS: list[Twin] = [
         arguments=_sandwich_sums,
     ),
 ]
+
+
+def ccl_results(dtypes, in_features, out_features):
+    """Output and gradients of one small CCL layer with one input and context, in each dtype."""
+    operator = relinear.CCL(rank=8, context_dim=6).build(in_features, out_features)
+    x, values = torch.randn(37, in_features), torch.randn(37, 6)
+    results = []
+    for dtype in dtypes:
+        module = copy.deepcopy(operator).to(dtype)
+        given = x.to(dtype).requires_grad_()
+        with relinear.context(values.to(dtype)):
+            y = module(given)
+        y.square().mean().backward()
+        results.append([y, given.grad, *(p.grad for p in module.parameters())])
+    return results

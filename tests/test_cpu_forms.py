@@ -1,13 +1,12 @@
 """Compiled functions, gates in products: for large tensors alone, equal to the eager form, never in the way."""
 
-import copy
 import warnings
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import relinear
+from cases import ccl_results
 from relinear.kernels import compiled, epilogue, native
 from relinear.kernels.chunks import row_chunks
 from relinear.kernels.weight_gradient import weight_gradient
@@ -84,15 +83,6 @@ def test_gates_in_the_epilogues_of_products(bias):
 def test_ccl_in_bfloat16_with_gates_in_products(monkeypatch):
     """Outputs and gradients of the path that only large layers take, against the reference in double precision."""
     monkeypatch.setattr(epilogue, "MIN_ENTRIES", 1)
-    operator = relinear.CCL(rank=8, context_dim=6).build(24, 40)
-    x, values = torch.randn(37, 24), torch.randn(37, 6)
-    results = []
-    for dtype in (torch.float64, torch.bfloat16):
-        module = copy.deepcopy(operator).to(dtype)
-        given = x.to(dtype).requires_grad_()
-        with relinear.context(values.to(dtype)):
-            y = module(given)
-        y.square().mean().backward()
-        results.append([y, given.grad, *(p.grad for p in module.parameters())])
+    results = ccl_results((torch.float64, torch.bfloat16), 24, 40)
     for exact, mine in zip(*results, strict=True):
         assert (mine.double() - exact).norm() < 5e-2 * exact.norm() + 1e-6

@@ -1,6 +1,5 @@
 """The C++ kernels against double precision: odd sizes, strided gradients, extreme numbers; and life without them."""
 
-import copy
 import subprocess
 import sys
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 import relinear
+from cases import ccl_results
 from relinear.functional import transponder as reference
 from relinear.kernels import ccl, native, transponder
 
@@ -67,16 +67,7 @@ def test_the_kernels_are_what_runs(any_size, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ccl_output_and_gradients(dtype, any_size):
-    operator = relinear.CCL(rank=8, context_dim=6).build(24, 41)
-    x, values = torch.randn(37, 24), torch.randn(37, 6)
-    results = []
-    for kind in (torch.float64, dtype):
-        module = copy.deepcopy(operator).to(kind)
-        given = x.to(kind).requires_grad_()
-        with relinear.context(values.to(kind)):
-            y = module(given)
-        y.square().mean().backward()
-        results.append([y, given.grad, *(p.grad for p in module.parameters())])
+    results = ccl_results((torch.float64, dtype), 24, 41)
     for exact, mine in zip(*results, strict=True):
         assert (mine.double() - exact).norm() <= (5e-2 if dtype == torch.bfloat16 else 1e-5) * exact.norm() + 1e-6
 
