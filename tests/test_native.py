@@ -8,8 +8,9 @@ import torch
 
 import relinear
 from cases import ccl_results
+from relinear.functional import hdpl as functional_hdpl
 from relinear.functional import transponder as reference
-from relinear.kernels import ccl, native, transponder
+from relinear.kernels import ccl, hdpl, native, transponder
 
 #: of bfloat16 outputs and of single-precision ones, relative in the Frobenius norm
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -18,6 +19,8 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 @pytest.fixture
 def any_size(monkeypatch):
     monkeypatch.setattr(native, "MIN_ENTRIES", 1)
+    monkeypatch.setattr(hdpl, "MIN_TOKENS", 1)
+    monkeypatch.setattr(hdpl, "MIN_LATENTS", 1)
     if not native.runs_native(torch.zeros(1)):
         pytest.skip("no C++ compiler, or RELINEAR_COMPILE_KERNELS=0")
 
@@ -49,7 +52,7 @@ def test_modulated_output_and_gradients(tokens, inputs, outputs, rank, scalar, d
 
 
 def test_the_kernels_are_what_runs(any_size, monkeypatch):
-    """A modulated layer and a CCL layer reach the kernels, forward and backward."""
+    """Modulated, CCL and HDPL layers reach the kernels, forward and backward."""
     reached = []
 
     class Spy:
@@ -57,19 +60,101 @@ def test_the_kernels_are_what_runs(any_size, monkeypatch):
             reached.append(name)
             return getattr(torch.ops.relinear_cpu, name)
 
-    for module in (transponder, ccl):
+    for module in (transponder, ccl, hdpl):
         monkeypatch.setattr(module, "kernels", Spy)
     relinear.Transponder(rank=4).build(24, 40)(torch.randn(37, 24)).sum().backward()
     with relinear.context(torch.randn(37, 6)):
         relinear.CCL(rank=8, context_dim=6).build(24, 40)(torch.randn(37, 24)).sum().backward()
-    assert {"modulate", "modulate_backward", "gate", "gate_backward"} <= set(reached)
+        relinear.CCL(rank=80, context_dim=6).build(24, 40)(torch.randn(37, 24))  # too many weights to copy
+    relinear.HDPL(rank=8, blocks=4).build(24, 40)(torch.randn(37, 24)).sum().backward()
+    of_gates = {"modulate", "modulate_backward", "gate", "gate_backward", "gated_product"}
+    of_latents = {"block_low_rank", "block_low_rank_gradient", "sample", "sample_backward", "token_kl"}
+    assert of_gates | of_latents <= set(reached)
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["one-kernel", "products-then-gate"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ccl_output_and_gradients(dtype, any_size):
+def test_ccl_output_and_gradients(dtype, fused, any_size, monkeypatch):
+    if not fused:
+        monkeypatch.setattr(ccl, "INPUTS_PER_TOKEN", 0)
     results = ccl_results((torch.float64, dtype), 24, 41)
     for exact, mine in zip(*results, strict=True):
         assert (mine.double() - exact).norm() <= (5e-2 if dtype == torch.bfloat16 else 1e-5) * exact.norm() + 1e-6
+
+
+def hdpl_arguments(tokens, blocks, inputs, outputs, rank, noisy, bias):
+    generator = torch.Generator().manual_seed(tokens)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    given = [draw(tokens, inputs), draw(blocks, outputs // blocks, inputs // blocks)]
+    for _ in range(2):
+        given += [draw(rank, inputs) / inputs**0.5, draw(rank)]
+    return [*given, draw(outputs, rank), draw(outputs) if bias else None, draw(tokens, rank) if noisy else None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("tokens", "blocks", "inputs", "outputs", "rank", "noisy", "bias"),
+    [
+        (101, 4, 24, 40, 7, True, True),
+        (1, 1, 3, 1, 1, True, False),
+        (6, 2, 10, 132, 65, False, True),
+        (200, 3, 201, 330, 70, True, False),
+    ],
+)
+def test_hdpl_output_and_gradients(tokens, blocks, inputs, outputs, rank, noisy, bias, dtype, any_size):
+    drawn = hdpl_arguments(tokens, blocks, inputs, outputs, rank, noisy, bias)
+    upstream = torch.randn(1, outputs).to(dtype).expand(tokens, outputs)  # strided
+    results = []
+    for function, wide in ((hdpl.hdpl, dtype), (functional_hdpl.hdpl, torch.float64)):
+        tensors = [None if t is None else t.to(dtype).to(wide).requires_grad_() for t in drawn[:-1]]
+        noise = None if drawn[-1] is None else drawn[-1].to(torch.promote_types(wide, torch.float32))
+        y, z, mu, logvar = function(*tensors, noise)
+        outer = [y, z, mu] + ([logvar] if noisy else [])
+        loss = (y * upstream.to(y.dtype)).sum()
+        if noisy:
+            kl = (hdpl if wide == dtype else functional_hdpl).token_kl(mu, logvar)
+            outer.append(kl)
+            loss = loss + functional_hdpl.bounded_kl(kl, 5.0)[0].mean()
+        leaves = [t for i, t in enumerate(tensors) if t is not None and (noisy or i not in (4, 5))]
+        results.append(outer + list(torch.autograd.grad(loss, leaves)))
+    for mine, theirs in zip(*results, strict=True):
+        limit = 4 * TOLERANCES[dtype] if dtype == torch.bfloat16 else TOLERANCES[dtype]
+        assert (mine.double() - theirs).norm() <= limit * theirs.norm() + 1e-6
+
+
+def test_sums_of_thin_products(any_size):
+    """Strided weights, every remainder of a tile's rows and columns, no rows, and output that held NaN before."""
+    for rows, columns, groups in [(0, 8, 1), (1, 1, 1), (5, 63, 1), (6, 64, 2), (7, 65, 1), (97, 260, 2), (203, 90, 3)]:
+        x, s = torch.randn(rows, 4 * groups), torch.randn(rows, 19)
+        blocks, up = torch.randn(groups, 4, columns // groups).mT, torch.randn(19, columns).T
+        bias, out = torch.randn(columns), torch.full((rows, columns), torch.nan)
+        native.kernels().block_low_rank(out, x, blocks, s, up, bias)
+        dense = torch.block_diag(*blocks).double()
+        close(out, x.double() @ dense.T + s.double() @ up.double().T + bias, torch.float32)
+        to_blocks, to_up = torch.full((groups, columns // groups, 4), torch.nan), torch.full((columns, 19), torch.nan)
+        native.kernels().block_low_rank_gradient(to_blocks, to_up, out, x, s)
+        close(to_up, out.double().T @ s.double(), torch.float32)
+        of_dense = (out.double().T @ x.double()).view(groups, columns // groups, groups, 4)
+        close(to_blocks, torch.stack([of_dense[g, :, g] for g in range(groups)]), torch.float32)
+
+
+def test_a_row_that_is_not_a_number_stays_alone(any_size):
+    x, out = torch.randn(13, 8), torch.empty(13, 70)
+    x[6] = torch.nan
+    native.kernels().block_low_rank(out, x, torch.randn(1, 70, 8), torch.randn(13, 3), torch.randn(70, 3), None)
+    assert out.isnan().all(1).tolist() == [row == 6 for row in range(13)]
+    assert not out[torch.arange(13) != 6].isnan().any()
+
+
+def test_latents_with_extreme_variances(any_size):
+    logvar = torch.tensor([[-torch.inf, -1e38, -200.0, -1.0, 0.0, 80.0, 176.0, 200.0, torch.nan]])
+    mu, noise = torch.zeros_like(logvar), torch.ones_like(logvar)
+    z, s = torch.empty_like(mu), torch.empty_like(mu)
+    native.kernels().sample(z, s, mu, logvar, noise)
+    torch.testing.assert_close(z, functional_hdpl.hdpl_sample(mu, logvar, noise), rtol=2e-6, atol=1e-37, equal_nan=True)
 
 
 def test_sigmoid_of_extreme_numbers(any_size):
@@ -106,6 +191,31 @@ def test_wrong_tensors_are_refused(change, message, any_size):
     given = {"out": torch.empty(4, 5), "value": torch.zeros(4, 5), "logits": torch.zeros(4, 5), "bias": torch.zeros(5)}
     with pytest.raises(RuntimeError, match=message):
         native.kernels().gate(*(given | change).values())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(3, 8)}, "x must be a matrix of 4 rows|out must be"),
+        ({"blocks": torch.zeros(2, 3, 5)}, "blocks must be float32 on the CPU for 8 inputs and 6 outputs"),
+        ({"s": torch.zeros(4, 3).double()}, "s must be a contiguous"),
+        ({"up": torch.zeros(6, 2)}, "up must be float32"),
+        ({"bias": torch.zeros(5)}, "bias must be a contiguous"),
+    ],
+)
+def test_wrong_factors_are_refused(change, message, any_size):
+    given = {
+        "out": torch.empty(4, 6), "x": torch.zeros(4, 8), "blocks": torch.zeros(2, 3, 4),
+        "s": torch.zeros(4, 3), "up": torch.zeros(6, 3), "bias": torch.zeros(6),
+    }  # fmt: skip
+    with pytest.raises(RuntimeError, match=message):
+        native.kernels().block_low_rank(*(given | change).values())
+
+
+def test_latents_of_other_strides_are_refused(any_size):
+    given = [torch.empty(4, 6), torch.empty(4, 6), torch.zeros(4, 6), torch.zeros(6, 4).T, torch.zeros(4, 6)]
+    with pytest.raises(RuntimeError, match="equally far apart"):
+        native.kernels().sample(*given)
 
 
 def test_small_and_other_tensors_take_torch_operations():

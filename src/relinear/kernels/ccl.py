@@ -23,6 +23,10 @@ __all__ = ["ccl"]
 #: size of the outputs whose gradients are computed at a time
 BACKWARD_BYTES = 1 << 22
 
+#: inputs of an output (rank and gate network together) for each token, up to which one C++ kernel takes less time than
+#: two products: it has to copy the weights
+INPUTS_PER_TOKEN = 2
+
 
 def ccl(
     x: Tensor,
@@ -83,6 +87,10 @@ def _forward(h, mix, bias, features, weight, gate_bias) -> Tensor:
     if gates_in_products(h, h.shape[0] * mix.shape[0]):
         return linear_product(h, mix, bias, linear_sigmoid(features, weight, gate_bias))
     y = h.new_empty(h.shape[0], mix.shape[0])
+    depth = h.shape[1] + features.shape[1]
+    if h.dtype == torch.float32 and depth <= INPUTS_PER_TOKEN * h.shape[0] and runs_native(y):
+        kernels().gated_product(y, h.contiguous(), mix, bias, features.contiguous(), weight, gate_bias)
+        return y
     for rows in row_chunks(y):
         value, logits = F.linear(h[rows], mix, bias), F.linear(features[rows], weight)
         if runs_native(value):

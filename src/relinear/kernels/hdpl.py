@@ -16,9 +16,20 @@ from relinear.functional.hdpl import HDPLOutput, hdpl_sample
 from relinear.kernels.autocast import lowered
 from relinear.kernels.block_diagonal import block_diagonal_product, block_gradient
 from relinear.kernels.choice import prefers_triton
+from relinear.kernels.native import kernels, runs_native
 from relinear.kernels.weight_gradient import weight_gradient
 
 __all__ = ["hdpl", "token_kl"]
+
+
+#: tokens from which one C++ kernel takes less time than a product a block and one for the latents: it copies weights
+MIN_TOKENS = 512
+#: inputs of an output (of its block and latent dimensions) up to which it does, for outputs and for gradients of
+#: weights: it multiplies long sums more slowly
+MAX_DEPTH, MAX_GRADIENT_DEPTH = 384, 256
+
+#: entries of mu from which the KL is that of the C++ kernel, in place of eight passes
+MIN_LATENTS = 1 << 14
 
 
 def hdpl(
@@ -54,20 +65,99 @@ def hdpl(
     return HDPLOutput(y, z, *posterior) if posterior else HDPLOutput(y, z, z, None)
 
 
+def _runs_native(x: Tensor, blocks: Tensor, up: Tensor, most: int) -> bool:
+    """Whether the C++ kernels take the arguments of ``_block_low_rank``, of at most so many inputs an output."""
+    depth = blocks.shape[2] + up.shape[1]
+    return x.dtype == torch.float32 and x.shape[0] >= MIN_TOKENS and depth <= most and runs_native(x)
+
+
+def _block_low_rank(x: Tensor, s: Tensor, blocks: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
+    """diag(blocks) x + up s + bias (N, O), without a graph, of x (N, I), blocks (K, O/K, I/K), s (N, R), up (O, R)."""
+    if _runs_native(x, blocks, up, MAX_DEPTH):
+        y = x.new_empty(x.shape[0], up.shape[0])
+        kernels().block_low_rank(y, x.contiguous(), blocks, s.contiguous(), up, bias)
+        return y
+    return block_diagonal_product(x, blocks, bias).addmm_(s, up.T)
+
+
+def _decoder_gradients(
+    grad: Tensor, x: Tensor, s: Tensor, blocks: Tensor, decoder: Tensor, need: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of blocks and decoder, those that are needed, from that of ``_block_low_rank``'s result."""
+    if all(need) and _runs_native(x, blocks, decoder, MAX_GRADIENT_DEPTH):
+        found = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in (blocks, decoder)]
+        kernels().block_low_rank_gradient(*found, grad.contiguous(), x.contiguous(), s.contiguous())
+        return found[0], found[1]
+    to_blocks = block_gradient(grad, x, blocks.shape[0]) if need[0] else None
+    return to_blocks, weight_gradient(grad, s) if need[1] else None
+
+
+def _samples_native(x: Tensor, noise: Tensor) -> bool:
+    return noise.dtype == torch.float32 and runs_native(x)
+
+
+def _sample(x: Tensor, mu: Tensor, logvar: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """z and silu(z) (N, R) of a layer with inputs x (N, I)."""
+    if _samples_native(x, noise):
+        z, s = (x.new_empty(mu.shape) for _ in range(2))
+        kernels().sample(z, s, mu, logvar, noise.contiguous())
+        return z, s
+    z = hdpl_sample(mu, logvar, noise)
+    return z, silu(z)
+
+
+def _posterior_gradient(
+    x: Tensor,
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    z: Tensor,
+    posterior: list[Tensor],
+    noise: Tensor | None,
+    need_z: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of mu, or those of mu and logvar side by side (N, 2 R), and that of z if it is needed.
+
+    Args:
+        x: (N, I).
+        grads: of silu(z), z, mu and logvar.
+        z: (N, R).
+        posterior: mu, or mu and logvar.
+        noise: (N, R) where there is a logvar.
+        need_z: whether the gradient of z is needed by itself.
+    """
+    to_s, to_z, *to_posterior = grads
+    if noise is not None and to_s is not None and to_z is None and not need_z and _samples_native(x, noise):
+        total = x.new_empty(len(x), 2 * z.shape[1])
+        kernels().sample_backward(total, to_s, *posterior, noise.contiguous())
+    else:
+        if to_s is not None:
+            through = torch.ops.aten.silu_backward(to_s, z)
+            to_z = through if to_z is None else through.add_(to_z)
+        if to_z is None:
+            total = x.new_zeros(len(x), len(posterior) * z.shape[1])
+        elif noise is None:
+            total = to_z.clone() if to_s is None else to_z
+        else:
+            to_logvar = posterior[1].to(noise.dtype).mul(0.5).exp_().mul_(noise).mul_(0.5).mul_(to_z)
+            total = torch.cat([to_z, to_logvar.to(z.dtype)], 1)
+    for part, grad in zip(total.chunk(len(posterior), 1), to_posterior):
+        if grad is not None:
+            part += grad
+    return total, to_z
+
+
 class _HDPL(torch.autograd.Function):
     """(y, z, mu, logvar), or (y, mu) without noise, of a matrix x (N, I) in one dtype."""
 
     @staticmethod
     def forward(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise):  # type: ignore[override]
         if noise is None:
-            z = mu = torch.addmm(mu_bias, x, mu_weight.T)
-        else:
-            # One product for both: x is read once, and the output is twice as wide.
-            weight, offset = torch.cat([mu_weight, logvar_weight]), torch.cat([mu_bias, logvar_bias])
-            mu, logvar = torch.addmm(offset, x, weight.T).chunk(2, dim=1)
-            z = hdpl_sample(mu, logvar, noise)
-        y = block_diagonal_product(x, blocks, bias).addmm_(silu(z), decoder.T)
-        return (y, mu) if noise is None else (y, z, mu, logvar)
+            mu = torch.addmm(mu_bias, x, mu_weight.T)
+            return _block_low_rank(x, silu(mu), blocks, decoder, bias), mu
+        # One product for both: x is read once, and the output is twice as wide.
+        weight, offset = torch.cat([mu_weight, logvar_weight]), torch.cat([mu_bias, logvar_bias])
+        mu, logvar = torch.addmm(offset, x, weight.T).chunk(2, dim=1)
+        z, s = _sample(x, mu, logvar, noise)
+        return _block_low_rank(x, s, blocks, decoder, bias), z, mu, logvar
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -79,41 +169,35 @@ class _HDPL(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y, grad_z, grad_mu=None, grad_logvar=None):  # type: ignore[override]
-        x, blocks, mu_weight, logvar_weight, decoder, noise, mu, *logvar = ctx.saved_tensors
+        x, blocks, mu_weight, logvar_weight, decoder, noise, *posterior = ctx.saved_tensors
         need = ctx.needs_input_grad
         grads: list[Tensor | None] = [None] * 9
-        z = mu if noise is None else hdpl_sample(mu, logvar[0], noise)
+        if noise is None:
+            z, s = posterior[0], silu(posterior[0])
+        else:
+            z, s = _sample(x, posterior[0], posterior[1], noise)
+        grad_s = None
         if grad_y is not None:
-            grads[1] = block_gradient(grad_y, x, blocks.shape[0]) if need[1] else None
-            grads[6] = weight_gradient(grad_y, silu(z)) if need[6] else None
+            grads[1], grads[6] = _decoder_gradients(grad_y, x, s, blocks, decoder, (need[1], need[6]))
             grads[7] = grad_y.sum(0) if need[7] else None
-            grad_z = _sum(torch.ops.aten.silu_backward(grad_y @ decoder, z), grad_z)
-        grad_mu = _sum(grad_mu, grad_z)
-        if noise is not None and grad_z is not None:
-            grad_noise = logvar[0].to(noise.dtype).mul(0.5).exp_().mul_(grad_z)
-            grads[8] = grad_noise.clone() if need[8] else None
-            grad_logvar = _sum(grad_noise.mul_(noise).mul_(0.5).to(z.dtype), grad_logvar)
-            del grad_noise
-        of_latents = [(grad_mu, mu_weight, 2), (grad_logvar, logvar_weight, 4)]
-        parts = [(w, first) for g, w, first in of_latents if g is not None]
-        gradient = torch.cat([g for g, _, _ in of_latents if g is not None] or [x.new_zeros(len(x), 0)], 1)
-        del z, grad_z, grad_mu, grad_logvar, of_latents  # the gradient of x is large: nothing else may be alive then
-        sizes = [len(w) for w, _ in parts]
+            grad_s = grad_y @ decoder
+        del s
+        gradient, to_z = _posterior_gradient(x, (grad_s, grad_z, grad_mu, grad_logvar), z, posterior, noise, need[8])
+        if need[8] and to_z is not None:
+            grads[8] = posterior[1].to(noise.dtype).mul(0.5).exp_().mul_(to_z)
+        del z, to_z, grad_s, grad_z, grad_mu, grad_logvar  # the gradient of x is large: nothing else may be alive then
+        weights = (mu_weight,) if noise is None else (mu_weight, logvar_weight)
         if any(need[2:6]):
-            pairs = zip(weight_gradient(gradient, x).split(sizes), gradient.sum(0).split(sizes), strict=True)
-            for (of_weight, of_bias), (_, first) in zip(pairs, parts, strict=True):
-                grads[first] = of_weight if need[first] else None
-                grads[first + 1] = of_bias if need[first + 1] else None
+            of_weights, of_biases = weight_gradient(gradient, x), gradient.sum(0)
+            grads[2 : 2 + 2 * len(weights) : 2] = of_weights.chunk(len(weights))
+            grads[3 : 3 + 2 * len(weights) : 2] = of_biases.chunk(len(weights))
         if need[0]:
-            to_x = torch.zeros_like(x) if grad_y is None else block_diagonal_product(grad_y, blocks.mT)
-            for (weight, _), part in zip(parts, gradient.split(sizes, 1), strict=True):
-                to_x.addmm_(part, weight)
-            grads[0] = to_x
-        return tuple(grads)
-
-
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a + b
+            encoders = torch.cat(weights)
+            if grad_y is None:
+                grads[0] = gradient @ encoders
+            else:
+                grads[0] = _block_low_rank(grad_y, gradient, blocks.mT, encoders.T)
+        return tuple(grad if needed else None for grad, needed in zip(grads, need, strict=True))
 
 
 def token_kl(mu: Tensor, logvar: Tensor) -> Tensor:
@@ -123,12 +207,18 @@ def token_kl(mu: Tensor, logvar: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return reference.token_kl(mu, logvar)
-    return _TokenKL.apply(mu, logvar)
+    run: Any = _TokenKL.apply if torch.is_grad_enabled() else _TokenKL.forward
+    kl = run(*(t.reshape(-1, t.shape[-1]) for t in (mu, logvar)))
+    return kl.view(mu.shape[:-1])
 
 
 class _TokenKL(torch.autograd.Function):
     @staticmethod
     def forward(mu, logvar):  # type: ignore[override]
+        if runs_native(mu, MIN_LATENTS) and mu.stride(1) == 1 and mu.stride() == logvar.stride():
+            kl = torch.empty(len(mu))
+            kernels().token_kl(kl, mu, logvar)
+            return kl
         mu, logvar = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (mu, logvar))
         variance = torch.exp(logvar).sum(-1)
         return (
@@ -145,8 +235,7 @@ class _TokenKL(torch.autograd.Function):
         mu, logvar = ctx.saved_tensors
         # On a GPU the question would cost more than the answer saves: it would wait for the device.
         if grad.device.type == "cpu" and not grad.any():
-            zero = mu.new_zeros(()).expand(mu.shape)
-            return zero, zero.to(logvar.dtype)
+            return None, None  # rather than zeros to be added
         grad = grad.unsqueeze(-1)
         change = torch.exp(logvar.to(grad.dtype)).sub_(1).mul_(0.5 * grad)
         return (mu * grad).to(mu.dtype), change.to(logvar.dtype)

@@ -26,7 +26,8 @@ from torch import Tensor
 
 __all__ = ["MAX_RANK", "has_compiler", "is_plain", "kernels", "runs_native"]
 
-SOURCE = Path(__file__).with_name("gates.cpp")
+SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+HEADER = Path(__file__).with_name("vectors.h")
 #: Apple's compiler has no OpenMP of its own, without which torch's headers run the kernels on one thread
 OPENMP = [] if sys.platform == "darwin" else ["-fopenmp"]
 NATIVE = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
@@ -54,10 +55,11 @@ def is_plain(x: Tensor) -> bool:
     )
 
 
-def runs_native(x: Tensor) -> bool:
-    """Whether the kernels take tensors like x: large plain ones in float32 or bfloat16, where they can be built."""
+def runs_native(x: Tensor, entries: int | None = None) -> bool:
+    """Whether the kernels take tensors like x: plain ones in float32 or bfloat16, where they can be built, and of at
+    least ``entries`` entries (by default ``MIN_ENTRIES``)."""
     return (
-        x.numel() >= MIN_ENTRIES
+        x.numel() >= (MIN_ENTRIES if entries is None else entries)
         and x.dtype in (torch.float32, torch.bfloat16)
         and is_plain(x)
         and has_compiler()
@@ -92,9 +94,10 @@ def _library_path() -> Path:
     """Where the compiled kernels are kept: a name for what they depend on, this processor included."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions"
-    depends = [SOURCE.read_text(encoding="utf-8"), *FLAGS, torch.__version__, platform.machine(), _processor()]
+    texts = [path.read_text(encoding="utf-8") for path in (*SOURCES, HEADER)]
+    depends = [*texts, *FLAGS, torch.__version__, platform.machine(), _processor()]
     key = hashlib.sha256("\0".join(depends).encode()).hexdigest()[:16]
-    return Path(root) / "relinear" / f"gates-{key}.so"
+    return Path(root) / "relinear" / f"kernels-{key}.so"
 
 
 def _processor() -> str:
@@ -113,14 +116,14 @@ def _build(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder, _ninja_on_path():
         load(
-            "relinear_gates",
-            [str(SOURCE)],
+            "relinear_kernels",
+            [str(path) for path in SOURCES],
             extra_cflags=FLAGS,
             extra_ldflags=OPENMP,
             build_directory=folder,
             is_python_module=False,
         )
-        os.replace(Path(folder) / "relinear_gates.so", path)
+        os.replace(Path(folder) / "relinear_kernels.so", path)
 
 
 @contextmanager

@@ -1,34 +1,18 @@
 // Gates of Transponder and CCL, forward and backward, in one pass over memory each.
 //
-// Numbers are float or bfloat16; sums and gates are in single precision. Vectors are those of GCC and clang, as wide as
-// the processor's registers. N rows, O columns, R rank.
+// Numbers are float or bfloat16; sums and gates are in single precision. N rows, O columns, R rank.
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <cstring>
 #include <optional>
 #include <vector>
 
+#include "vectors.h"
+
 namespace {
 
-using at::Tensor;
-using c10::BFloat16;
-
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-#elif defined(__AVX__)
-constexpr int kLanes = 8;
-#else
-constexpr int kLanes = 4;
-#endif
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+using namespace relinear;
 
 // columns taken at a time, so that a tile of every row of B stays in the first cache
 constexpr int kTile = 512;
@@ -38,62 +22,11 @@ constexpr int kMaxRank = 16;
 constexpr int kAhead = 2;
 // rows taken at a time
 constexpr int kRows = 16;
-// entries that are worth a thread of their own
-constexpr int64_t kGrain = 1 << 15;
-
-// The first ``count`` numbers of a vector; the others are 0.
-inline Floats load(const float* from, int count) {
-  Floats values = {};
-  std::memcpy(&values, from, sizeof(float) * count);
-  return values;
-}
-
-inline Floats load(const BFloat16* from, int count) {
-  Halves bits = {};
-  std::memcpy(&bits, from, sizeof(BFloat16) * count);
-  return (Floats)(__builtin_convertvector(bits, Words) << 16);
-}
 
 // A line that is needed kAhead rows later: tiles are too narrow for the processor to see what comes next.
 template <class T>
 inline void prefetch(const T* from) {
   __builtin_prefetch(from, 1);
-}
-
-inline void store(float* to, Floats values, int count) { std::memcpy(to, &values, sizeof(float) * count); }
-
-inline void store(BFloat16* to, Floats values, int count) {
-  Words bits = (Words)values;
-  Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
-  Words quiet = (bits >> 16) | 0x40;
-  Halves halves = __builtin_convertvector(values == values ? rounded : quiet, Halves);
-  std::memcpy(to, &halves, sizeof(BFloat16) * count);
-}
-
-inline float sum(Floats values) {
-  float lanes[kLanes], total = 0;
-  std::memcpy(lanes, &values, sizeof(lanes));
-#pragma omp simd reduction(+ : total)
-  for (int lane = 0; lane < kLanes; ++lane) total += lanes[lane];
-  return total;
-}
-
-// 1 / (1 + 2^t) with t = -x / log 2 = n + f, |f| <= 1/2: 2^f by a polynomial, 2^n by its bits.
-inline Floats sigmoid(Floats x) {
-  constexpr float kHigh = -1.44269502162933349609375f, kLow = -1.92596299112661746887e-08f;
-  constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it leaves the nearest integer in the lowest bits
-  x = x < -87.f ? Floats{} - 87.f : x;  // comparisons are false for NaN, which so goes through
-  x = x > 87.f ? Floats{} + 87.f : x;
-  Floats shifted = x * kHigh + kRound;
-  Floats fraction = (x * kHigh - (shifted - kRound)) + x * kLow;
-  Floats power = fraction * 1.5403530393381609e-4f + 1.3333558146428443e-3f;
-  power = power * fraction + 9.6181291076284772e-3f;
-  power = power * fraction + 5.5504108664821580e-2f;
-  power = power * fraction + 2.4022650695910072e-1f;
-  power = power * fraction + 6.9314718055994531e-1f;
-  power = power * fraction + 1.f;
-  Floats scale = (Floats)(((Ints)shifted + 127) << 23);
-  return 1.f / (1.f + power * scale);
 }
 
 // A tile of B (R, O), padded with rows and columns of 0.
@@ -121,18 +54,6 @@ struct Hidden {
     return total;
   }
 };
-
-template <class Body>
-void for_vectors(int64_t width, const Body& body) {
-  int64_t at = 0;
-  for (; at + kLanes <= width; at += kLanes) body(at, kLanes);
-  if (at < width) body(at, int(width - at));
-}
-
-template <class Body>
-void for_rows(int64_t rows, int64_t columns, const Body& body) {
-  at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, columns)), body);
-}
 
 template <class Body>
 void for_tiles(int64_t columns, const Body& body) {
@@ -308,36 +229,10 @@ void gate_backward(Tensor& to_value, Tensor& logits, Tensor& to_bias, const Tens
   to_bias.add_(partial.sum(0));
 }
 
-void check(const Tensor& tensor, const char* name, at::ScalarType dtype, at::IntArrayRef sizes) {
-  TORCH_CHECK(tensor.device().is_cpu() && tensor.is_contiguous() && tensor.scalar_type() == dtype &&
-                  tensor.sizes() == sizes,
-              name, " must be a contiguous ", dtype, " tensor of shape ", sizes, " on the CPU, got ", tensor.dtype(),
-              " ", tensor.sizes(), " on ", tensor.device());
-}
-
-// The shape (N, O) that the others are checked against.
-at::IntArrayRef checked(const Tensor& matrix, const char* name) {
-  TORCH_CHECK(matrix.dim() == 2 && (matrix.scalar_type() == at::kFloat || matrix.scalar_type() == at::kBFloat16), name,
-              " must be a float32 or bfloat16 matrix, got ", matrix.dtype(), " ", matrix.sizes());
-  check(matrix, name, matrix.scalar_type(), matrix.sizes());
-  return matrix.sizes();
-}
-
 void check_rank(const Tensor& up) {
   TORCH_CHECK(up.dim() == 2 && up.size(0) > 0 && up.size(0) <= kMaxRank, "up must be (R, O) with R of at most ",
               kMaxRank, ", got ", up.sizes());
 }
-
-#define DISPATCH(tensor, ...)                                  \
-  do {                                                         \
-    if ((tensor).scalar_type() == at::kFloat) {                \
-      using T = float;                                         \
-      __VA_ARGS__;                                             \
-    } else {                                                   \
-      using T = BFloat16;                                      \
-      __VA_ARGS__;                                             \
-    }                                                          \
-  } while (false)
 
 void modulate_any(Tensor& out, Tensor& u, const Tensor& z, const Tensor& x, const Tensor& down, const Tensor& up,
                   const std::optional<Tensor>& scalar) {
@@ -349,9 +244,9 @@ void modulate_any(Tensor& out, Tensor& u, const Tensor& z, const Tensor& x, cons
   check(down, "down", z.scalar_type(), {up.size(0), given[1]});
   check(up, "up", at::kFloat, {up.size(0), shape[1]});
   if (scalar) check(*scalar, "scalar", at::kFloat, {1, up.size(0)});
-  if (up.size(0) <= 4) DISPATCH(z, modulate<4, T>(out, u, z, x, down, up, scalar));
-  else if (up.size(0) <= 8) DISPATCH(z, modulate<8, T>(out, u, z, x, down, up, scalar));
-  else DISPATCH(z, modulate<kMaxRank, T>(out, u, z, x, down, up, scalar));
+  if (up.size(0) <= 4) RELINEAR_DISPATCH(z, modulate<4, T>(out, u, z, x, down, up, scalar));
+  else if (up.size(0) <= 8) RELINEAR_DISPATCH(z, modulate<8, T>(out, u, z, x, down, up, scalar));
+  else RELINEAR_DISPATCH(z, modulate<kMaxRank, T>(out, u, z, x, down, up, scalar));
 }
 
 void modulate_backward_any(Tensor& to_z, Tensor& to_hidden, Tensor& to_up, Tensor& total, const Tensor& y,
@@ -367,11 +262,11 @@ void modulate_backward_any(Tensor& to_z, Tensor& to_hidden, Tensor& to_up, Tenso
   check(to_up, "to_up", at::kFloat, up.sizes());
   check(total, "total", at::kFloat, twice.sizes());
   if (up.size(0) <= 4)
-    DISPATCH(y, modulate_backward<4, T>(to_z, to_hidden, to_up, total, y, grad, hidden, up, twice));
+    RELINEAR_DISPATCH(y, modulate_backward<4, T>(to_z, to_hidden, to_up, total, y, grad, hidden, up, twice));
   else if (up.size(0) <= 8)
-    DISPATCH(y, modulate_backward<8, T>(to_z, to_hidden, to_up, total, y, grad, hidden, up, twice));
+    RELINEAR_DISPATCH(y, modulate_backward<8, T>(to_z, to_hidden, to_up, total, y, grad, hidden, up, twice));
   else
-    DISPATCH(y, modulate_backward<kMaxRank, T>(to_z, to_hidden, to_up, total, y, grad, hidden, up, twice));
+    RELINEAR_DISPATCH(y, modulate_backward<kMaxRank, T>(to_z, to_hidden, to_up, total, y, grad, hidden, up, twice));
 }
 
 void gate_any(Tensor& out, const Tensor& value, const Tensor& logits, const Tensor& bias) {
@@ -379,7 +274,7 @@ void gate_any(Tensor& out, const Tensor& value, const Tensor& logits, const Tens
   check(out, "out", value.scalar_type(), shape);
   check(logits, "logits", value.scalar_type(), shape);
   check(bias, "bias", value.scalar_type(), {shape[1]});
-  DISPATCH(value, gate<T>(out, value, logits, bias));
+  RELINEAR_DISPATCH(value, gate<T>(out, value, logits, bias));
 }
 
 void gate_backward_any(Tensor& to_value, Tensor& logits, Tensor& to_bias, const Tensor& y, const Tensor& grad,
@@ -390,7 +285,7 @@ void gate_backward_any(Tensor& to_value, Tensor& logits, Tensor& to_bias, const 
   check(logits, "logits", y.scalar_type(), shape);
   check(bias, "bias", y.scalar_type(), {shape[1]});
   check(to_bias, "to_bias", at::kFloat, {2, shape[1]});
-  DISPATCH(y, gate_backward<T>(to_value, logits, to_bias, y, grad, bias));
+  RELINEAR_DISPATCH(y, gate_backward<T>(to_value, logits, to_bias, y, grad, bias));
 }
 
 }  // namespace
