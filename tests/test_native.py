@@ -1,5 +1,7 @@
 """The C++ kernels against double precision: odd sizes, strided gradients, extreme numbers; and life without them."""
 
+import copy
+import functools
 import subprocess
 import sys
 
@@ -49,6 +51,33 @@ def test_modulated_output_and_gradients(tokens, inputs, outputs, rank, scalar, d
         results.append([y, *torch.autograd.grad(y, leaves, upstream.to(y.dtype))])
     for mine, theirs in zip(*results, strict=True):
         close(mine, theirs, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("leading", [(1,), (2, 3), ()])
+@pytest.mark.parametrize("settings", [{}, {"scalar": False}, {"learnable_alpha": False, "rank": 3}], ids=str)
+@torch.no_grad()
+def test_modulated_layers_in_inference(settings, leading, dtype, any_size, monkeypatch):
+    """One call for layer and gates: exact, and the layer's own bits where the gates are 1."""
+    x = torch.randn(*leading, 24, dtype=dtype)
+    module = relinear.Transponder(**settings).build(24, 40).to(dtype).eval()
+    exact = copy.deepcopy(module).double()
+    y = module(x)
+    close(y, exact(x.double()), dtype)
+    reached = []
+    monkeypatch.setattr(transponder, "kernels", lambda: reached.append(1) or native.kernels())
+    module(x)
+    assert reached
+    module.neutralize()
+    assert torch.equal(module(x), module.base(x))
+
+
+def test_a_few_tokens_do_not_ask_for_a_build(monkeypatch):
+    monkeypatch.setattr(native, "_was_built", lambda: False)
+    monkeypatch.setattr(native, "_is_loaded", functools.cache(lambda: pytest.fail("built")))
+    assert not native.runs_native(torch.zeros(8), entries=1, build=False)
+    x = torch.randn(1, 24)
+    assert relinear.Transponder().build(24, 40).eval()(x).shape == (1, 40)
 
 
 def test_the_kernels_are_what_runs(any_size, monkeypatch):

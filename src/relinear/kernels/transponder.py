@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from relinear.kernels.autocast import lowered
 from relinear.kernels.choice import prefers_triton
 from relinear.kernels.chunks import row_chunks
-from relinear.kernels.native import MAX_RANK, kernels, runs_native
+from relinear.kernels.native import MAX_RANK, is_plain, kernels, runs_native
 from relinear.kernels.weight_gradient import weight_gradient
 
 __all__ = ["modulate", "modulated_linear"]
@@ -44,7 +44,10 @@ def _gated_backward(y: Tensor, grad: Tensor, half: Tensor, twice: Tensor) -> tup
 
 
 def _runs_native(y: Tensor, channel: Tensor) -> bool:
-    return channel.shape[1] <= MAX_RANK and runs_native(y)
+    if channel.shape[1] > MAX_RANK:
+        return False
+    # In inference a few tokens, too: they are not worth a build. Training keeps to one form, whatever has been built.
+    return runs_native(y) or (not torch.is_grad_enabled() and runs_native(y, entries=1, build=False))
 
 
 def _modulated(
@@ -217,6 +220,23 @@ def _ups(dtype: torch.dtype, *given: tuple[Tensor | None, Alpha]) -> list[Tensor
     return [up if up is None or (isinstance(alpha, float) and alpha == 1) else alpha * up for up, alpha in folded]
 
 
+def _runs_whole(
+    x: Tensor, weight: Tensor, down: Tensor, channel: Tensor, channel_alpha: Alpha, scalar_alpha: Alpha
+) -> bool:
+    """Whether layer and gates are one call, as Python's part counts for a single token: inference, alphas inside B."""
+    return (
+        not torch.is_grad_enabled()
+        and _runs_native(x, channel)
+        and is_plain(weight)
+        and x.dtype == weight.dtype == down.dtype
+        and channel.dtype == torch.float32
+        and not isinstance(channel_alpha, Tensor)
+        and not isinstance(scalar_alpha, Tensor)
+        and channel_alpha == scalar_alpha == 1
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
 def modulated_linear(
     x: Tensor,
     weight: Tensor,
@@ -232,6 +252,8 @@ def modulated_linear(
         from relinear.kernels.triton import transponder
 
         return transponder.modulated_linear(x, weight, bias, down, channel, scalar, channel_alpha, scalar_alpha)
+    if channel is not None and _runs_whole(x, weight, down, channel, channel_alpha, scalar_alpha):
+        return kernels().modulated_linear(x, weight, bias, down, channel, scalar)
     rows, weight, bias, down = lowered(x.reshape(-1, x.shape[-1]), weight, bias, down)
     with torch.autocast(x.device.type, enabled=False):
         ups = _ups(rows.dtype, (channel, channel_alpha), (scalar, scalar_alpha))

@@ -110,7 +110,9 @@ class Modulator(CachingModule, _Alphas):
             ups = self.channel_up, self.scalar_up
             alphas = self._alpha("channel_log_alpha"), self._alpha("scalar_log_alpha")
             wide = torch.promote_types(self.down.dtype, torch.float32)
-            folded = tuple(up if up is None else alpha * up.to(wide) for up, alpha in zip(ups, alphas, strict=True))
+            channel, scalar = (up if up is None else alpha * up.to(wide) for up, alpha in zip(ups, alphas, strict=True))
+            # in the layout that the kernels read
+            folded = None if channel is None else channel.T.contiguous().T, scalar
             self._cache.put("folded", folded)
         return folded
 

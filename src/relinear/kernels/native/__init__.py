@@ -55,14 +55,20 @@ def is_plain(x: Tensor) -> bool:
     )
 
 
-def runs_native(x: Tensor, entries: int | None = None) -> bool:
-    """Whether the kernels take tensors like x: plain ones in float32 or bfloat16, where they can be built, and of at
-    least ``entries`` entries (by default ``MIN_ENTRIES``)."""
+def runs_native(x: Tensor, entries: int | None = None, build: bool = True) -> bool:
+    """Whether the kernels take tensors like x: plain ones in float32 or bfloat16, where they can be built.
+
+    Args:
+        x: any tensor.
+        entries: fewest entries of x; ``MIN_ENTRIES`` by default.
+        build: also where the kernels are not there yet.
+    """
     return (
         x.numel() >= (MIN_ENTRIES if entries is None else entries)
         and x.dtype in (torch.float32, torch.bfloat16)
         and is_plain(x)
         and has_compiler()
+        and (build or _is_loaded.cache_info().currsize > 0 or _was_built())
         and _is_loaded()
     )
 
@@ -70,6 +76,12 @@ def runs_native(x: Tensor, entries: int | None = None) -> bool:
 def kernels() -> Any:
     """The kernels, as ``torch.ops`` (their C++ source says what each does); only where ``runs_native``."""
     return torch.ops.relinear_cpu
+
+
+@functools.cache
+def _was_built() -> bool:
+    """Whether there were kernels on disk when this was first asked."""
+    return _library_path().exists()
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 //
 // Numbers are float or bfloat16; sums and gates are in single precision. N rows, O columns, R rank.
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -249,6 +251,17 @@ void modulate_any(Tensor& out, Tensor& u, const Tensor& z, const Tensor& x, cons
   else RELINEAR_DISPATCH(z, modulate<kMaxRank, T>(out, u, z, x, down, up, scalar));
 }
 
+// weight x + bias times its gates, for x (..., I) and channel (O, R): no gradients.
+Tensor modulated_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& down,
+                        const Tensor& channel, const std::optional<Tensor>& scalar) {
+  Tensor z = at::linear(x, weight, bias).contiguous();
+  Tensor rows = z.view({-1, z.size(-1)});
+  Tensor u = at::empty({rows.size(0), down.size(0)}, z.options());
+  modulate_any(rows, u, rows, x.reshape({-1, x.size(-1)}).contiguous(), down.contiguous(), channel.t().contiguous(),
+               scalar);
+  return z;
+}
+
 void modulate_backward_any(Tensor& to_z, Tensor& to_hidden, Tensor& to_up, Tensor& total, const Tensor& y,
                            const Tensor& grad, const Tensor& hidden, const Tensor& up, const Tensor& twice) {
   const auto shape = checked(y, "y");
@@ -294,6 +307,9 @@ TORCH_LIBRARY(relinear_cpu, library) {
   library.def(
       "modulate(Tensor(a!) out, Tensor(b!) u, Tensor z, Tensor x, Tensor down, Tensor up, Tensor? scalar) -> ()",
       modulate_any);
+  library.def(
+      "modulated_linear(Tensor x, Tensor weight, Tensor? bias, Tensor down, Tensor channel, Tensor? scalar) -> Tensor",
+      modulated_linear);
   library.def(
       "modulate_backward(Tensor(a!) to_z, Tensor(b!) to_hidden, Tensor(c!) to_up, Tensor(d!) total, Tensor y, "
       "Tensor grad, Tensor hidden, Tensor up, Tensor twice) -> ()",
