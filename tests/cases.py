@@ -138,17 +138,20 @@ def transponder_arguments(dtype: torch.dtype) -> Iterator[tuple]:
 
 
 def _sandwich_sums(dtype: torch.dtype) -> Iterator[tuple]:
-    """x (N, I, M), left (W, O, I, L, L), right (W, O, I, R, R): one window and several, more tokens than a chunk."""
-    for tokens, inputs, outputs, terms, size, rows, columns in [
-        (5, 1, 1, 1, 32, 8, 8),
-        (3, 2, 3, 2, 16, 4, 4),
-        (1100, 1, 2, 1, 512, 16, 32),
-        (0, 1, 1, 1, 8, 4, 4),
+    """x (N, I, M S), left (W, O, I, L, L), right (W, O, I, R, R), S: windows, parts, more tokens than a chunk."""
+    for tokens, inputs, outputs, terms, size, rows, columns, parts in [
+        (5, 1, 1, 1, 32, 8, 8, 1),
+        (3, 2, 3, 2, 16, 4, 4, 1),
+        (3, 2, 3, 2, 16, 4, 4, 2),
+        (1100, 1, 2, 1, 512, 16, 32, 1),
+        (2100, 2, 1, 1, 256, 16, 16, 2),
+        (0, 1, 1, 1, 8, 4, 4, 2),
     ]:
         yield (
-            torch.randn(tokens, inputs, size, dtype=dtype),
+            torch.randn(tokens, inputs, size * parts, dtype=dtype),
             torch.randn(terms, outputs, inputs, rows, rows, dtype=dtype),
             torch.randn(terms, outputs, inputs, columns, columns, dtype=dtype),
+            parts,
         )
 
 
@@ -269,7 +272,7 @@ TWINS: list[Twin] = [
     ),
     Twin(
         kind="rotor",
-        reference=functional_rotor.sandwich_sum,
+        reference=functional_rotor.shared_sandwich_sum,
         fast=kernels_rotor.sandwich_sum,
         arguments=_sandwich_sums,
     ),

@@ -26,6 +26,7 @@ __all__ = [
     "sandwich_sum",
     "sandwich_windows",
     "shared_coordinates",
+    "shared_sandwich_sum",
     "spin_tables",
     "through_blocks",
     "to_windows",
@@ -87,6 +88,21 @@ def sandwich_sum(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return torch.einsum("nwoilc,woikl->nokc", half, left).flatten(-2)
 
 
+def shared_sandwich_sum(x: Tensor, left: Tensor, right: Tensor, count: int) -> Tensor:
+    """``sandwich_sum`` of each of ``count`` parts of the coordinates with the same factors.
+
+    Args:
+        x: (N, I, M count).
+        left, right: as for ``sandwich_sum``.
+
+    Returns:
+        (N, O, M count).
+    """
+    tokens = x.unflatten(-1, (count, -1)).transpose(1, 2).flatten(0, 1)  # every part is a token of its own
+    y = sandwich_sum(tokens, left, right)
+    return y.unflatten(0, (-1, count)).transpose(1, 2).flatten(-2)
+
+
 def shared_coordinates(window: int, left: Tensor, right: Tensor) -> int:
     """M: how many coordinates of a window share a pair of factors (..., S, L, L) and (..., S, R, R)."""
     if left.shape[-1] * right.shape[-1] < window:  # two blocks with the same factors
@@ -101,20 +117,17 @@ def spin_tables(x: Tensor) -> tuple[clifford.SpinShape, Tensor, Tensor, Tensor]:
 
 
 def through_blocks(x: Tensor, left: Tensor, right: Tensor, basis: str, product: Callable[..., Tensor]) -> Tensor:
-    """``sandwich_windows`` by any form of ``sandwich_sum``."""
+    """``sandwich_windows`` by any form of ``shared_sandwich_sum``."""
     blocks = left.shape[3]
     if basis == "blade":
         x = clifford.to_spin(x)
     if blocks > 1:
         parts = x.unflatten(-1, (blocks, -1)).unbind(-2)
         pairs = zip(parts, left.unbind(3), right.unbind(3))
-        y = torch.stack([product(part, a, b) for part, a, b in pairs], dim=-2).flatten(-2)
+        y = torch.stack([product(part, a, b, 1) for part, a, b in pairs], dim=-2).flatten(-2)
     else:
-        # two blocks with the same factors are tokens of their own
         shared = x.shape[-1] // shared_coordinates(x.shape[-1], left, right)
-        tokens = x.unflatten(-1, (shared, -1)).transpose(1, 2).flatten(0, 1)
-        y = product(tokens, left.squeeze(3), right.squeeze(3))
-        y = y.unflatten(0, (-1, shared)).transpose(1, 2).flatten(-2)
+        y = product(x, left.squeeze(3), right.squeeze(3), shared)
     return clifford.from_spin(y) if basis == "blade" else y
 
 
@@ -130,7 +143,7 @@ def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spino
     Returns:
         (N, O, V).
     """
-    return through_blocks(x, left, right, basis, sandwich_sum)
+    return through_blocks(x, left, right, basis, shared_sandwich_sum)
 
 
 def rotor_layer(

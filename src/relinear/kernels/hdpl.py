@@ -192,11 +192,13 @@ class _HDPL(torch.autograd.Function):
             grads[2 : 2 + 2 * len(weights) : 2] = of_weights.chunk(len(weights))
             grads[3 : 3 + 2 * len(weights) : 2] = of_biases.chunk(len(weights))
         if need[0]:
-            encoders = torch.cat(weights)
-            if grad_y is None:
-                grads[0] = gradient @ encoders
+            if grad_y is not None and _runs_native(grad_y, blocks.mT, gradient, MAX_DEPTH):
+                grads[0] = _block_low_rank(grad_y, gradient, blocks.mT, torch.cat(weights).T)
             else:
-                grads[0] = _block_low_rank(grad_y, gradient, blocks.mT, encoders.T)
+                to_x = torch.zeros_like(x) if grad_y is None else block_diagonal_product(grad_y, blocks.mT)
+                for weight, part in zip(weights, gradient.chunk(len(weights), 1), strict=True):
+                    to_x.addmm_(part, weight)  # one after the other: no copy of both
+                grads[0] = to_x
         return tuple(grad if needed else None for grad, needed in zip(grads, need, strict=True))
 
 

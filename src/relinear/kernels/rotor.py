@@ -39,9 +39,21 @@ def _repeated(matrix: Tensor, count: int) -> Tensor:
     return repeated.contiguous() if matrix.device.type == "cpu" and matrix.dtype.itemsize == 2 else repeated
 
 
-def _forward(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+def _shares(x: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Views of ``count`` parts of the coordinates of x (N, I, M count), each (N, I, M)."""
+    return x.unflatten(-1, (count, -1)).unbind(-2)
+
+
+def _forward(x: Tensor, left: Tensor, right: Tensor, count: int = 1) -> Tensor:
+    """The product of each of ``count`` parts of the coordinates with the same factors."""
+    y = x.new_empty(x.shape[0], left.shape[1], x.shape[-1])
+    for given, result in zip(_shares(x, count), _shares(y, count), strict=True):
+        _fill(result, given, left, right)
+    return y
+
+
+def _fill(y: Tensor, x: Tensor, left: Tensor, right: Tensor) -> None:
     rows, columns, size = left.shape[-1], right.shape[-1], x.shape[-1]
-    y = x.new_empty(x.shape[0], left.shape[1], size)
     chunks = row_chunks(x[:, 0])
     factors = {at: _repeated(left[at], chunks[0].stop) for at in _terms(left)}
     for chunk in chunks:
@@ -60,14 +72,23 @@ def _forward(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
             else:
                 target.copy_(torch.bmm(factor, middle))
             written.add(o)
-    return y
 
 
-def _backward(grad: Tensor, x: Tensor, left: Tensor, right: Tensor, to_x: bool) -> tuple:
-    rows, columns, size = left.shape[-1], right.shape[-1], x.shape[-1]
+def _backward(grad: Tensor, x: Tensor, left: Tensor, right: Tensor, to_x: bool, count: int) -> tuple:
     wide = torch.promote_types(left.dtype, torch.float32)
     grad_x = torch.empty_like(x) if to_x else None
-    grad_left, grad_right = torch.zeros_like(left, dtype=wide), torch.zeros_like(right, dtype=wide)
+    totals = torch.zeros_like(left, dtype=wide), torch.zeros_like(right, dtype=wide)
+    to_parts = (None,) * count if grad_x is None else _shares(grad_x, count)
+    for part, given, to_part in zip(_shares(grad, count), _shares(x, count), to_parts, strict=True):
+        _add_gradients(*totals, to_part, part, given, left, right)
+    return grad_x, totals[0].to(left.dtype), totals[1].to(right.dtype)
+
+
+def _add_gradients(
+    grad_left: Tensor, grad_right: Tensor, grad_x: Tensor | None, grad: Tensor, x: Tensor, left: Tensor, right: Tensor
+) -> None:
+    """Adds to the gradients of the factors, and writes that of x."""
+    rows, columns, size = left.shape[-1], right.shape[-1], x.shape[-1]
     chunks = row_chunks(x[:, 0])
     factors = {at: _repeated(left[at].mT, chunks[0].stop) for at in _terms(left)}
     for chunk in chunks:
@@ -93,32 +114,32 @@ def _backward(grad: Tensor, x: Tensor, left: Tensor, right: Tensor, to_x: bool) 
             else:
                 target.copy_((grad_half @ b).view(count, size))
             written.add(i)
-    return grad_x, grad_left.to(left.dtype), grad_right.to(right.dtype)
 
 
 class _SandwichSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, left, right):
+    def forward(ctx, x, left, right, count):
         ctx.save_for_backward(x, left, right)
-        return _forward(x, left, right)
+        ctx.count = count
+        return _forward(x, left, right, count)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         x, left, right = ctx.saved_tensors
-        return _backward(grad, x, left, right, ctx.needs_input_grad[0])
+        return *_backward(grad, x, left, right, ctx.needs_input_grad[0], ctx.count), None
 
 
-def sandwich_sum(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """``functional.rotor.sandwich_sum`` (same arguments and result), differentiable once.
+def sandwich_sum(x: Tensor, left: Tensor, right: Tensor, count: int = 1) -> Tensor:
+    """``functional.rotor.shared_sandwich_sum`` (same arguments and result), differentiable once.
 
     Inside ``torch.compile`` the reference form is traced, which the compiler can fuse with its surroundings.
     """
     if torch.compiler.is_compiling():
-        return reference.sandwich_sum(x, left, right)
+        return reference.shared_sandwich_sum(x, left, right, count)
     if torch.is_grad_enabled() and (x.requires_grad or left.requires_grad or right.requires_grad):
-        return _SandwichSum.apply(x, left, right)
-    return _forward(x, left, right)
+        return _SandwichSum.apply(x, left, right, count)
+    return _forward(x, left, right, count)
 
 
 def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spinor") -> Tensor:
