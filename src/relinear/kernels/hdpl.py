@@ -21,13 +21,11 @@ from relinear.kernels.weight_gradient import weight_gradient
 
 __all__ = ["hdpl", "token_kl"]
 
-
 #: tokens from which one C++ kernel takes less time than a product a block and one for the latents: it copies weights
 MIN_TOKENS = 512
 #: inputs of an output (of its block and latent dimensions) up to which it does, for outputs and for gradients of
 #: weights: it multiplies long sums more slowly
 MAX_DEPTH, MAX_GRADIENT_DEPTH = 384, 256
-
 #: entries of mu from which the KL is that of the C++ kernel, in place of eight passes
 MIN_LATENTS = 1 << 14
 
@@ -65,15 +63,14 @@ def hdpl(
     return HDPLOutput(y, z, *posterior) if posterior else HDPLOutput(y, z, z, None)
 
 
-def _runs_native(x: Tensor, blocks: Tensor, up: Tensor, most: int) -> bool:
-    """Whether the C++ kernels take the arguments of ``_block_low_rank``, of at most so many inputs an output."""
-    depth = blocks.shape[2] + up.shape[1]
+def _runs_native(x: Tensor, depth: int, most: int) -> bool:
+    """Whether the C++ kernels take x (N, I) and sums of ``depth`` products, of at most so many."""
     return x.dtype == torch.float32 and x.shape[0] >= MIN_TOKENS and depth <= most and runs_native(x)
 
 
 def _block_low_rank(x: Tensor, s: Tensor, blocks: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
     """diag(blocks) x + up s + bias (N, O), without a graph, of x (N, I), blocks (K, O/K, I/K), s (N, R), up (O, R)."""
-    if _runs_native(x, blocks, up, MAX_DEPTH):
+    if _runs_native(x, blocks.shape[2] + up.shape[1], MAX_DEPTH):
         y = x.new_empty(x.shape[0], up.shape[0])
         kernels().block_low_rank(y, x.contiguous(), blocks, s.contiguous(), up, bias)
         return y
@@ -84,7 +81,7 @@ def _decoder_gradients(
     grad: Tensor, x: Tensor, s: Tensor, blocks: Tensor, decoder: Tensor, need: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of blocks and decoder, those that are needed, from that of ``_block_low_rank``'s result."""
-    if all(need) and _runs_native(x, blocks, decoder, MAX_GRADIENT_DEPTH):
+    if all(need) and _runs_native(x, blocks.shape[2] + decoder.shape[1], MAX_GRADIENT_DEPTH):
         found = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in (blocks, decoder)]
         kernels().block_low_rank_gradient(*found, grad.contiguous(), x.contiguous(), s.contiguous())
         return found[0], found[1]
@@ -192,7 +189,7 @@ class _HDPL(torch.autograd.Function):
             grads[2 : 2 + 2 * len(weights) : 2] = of_weights.chunk(len(weights))
             grads[3 : 3 + 2 * len(weights) : 2] = of_biases.chunk(len(weights))
         if need[0]:
-            if grad_y is not None and _runs_native(grad_y, blocks.mT, gradient, MAX_DEPTH):
+            if grad_y is not None and _runs_native(grad_y, blocks.shape[1] + gradient.shape[1], MAX_DEPTH):
                 grads[0] = _block_low_rank(grad_y, gradient, blocks.mT, torch.cat(weights).T)
             else:
                 to_x = torch.zeros_like(x) if grad_y is None else block_diagonal_product(grad_y, blocks.mT)

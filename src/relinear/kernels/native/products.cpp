@@ -243,7 +243,8 @@ void check_product(const Tensor& out, const Tensor& x, const char* name, const T
   check(x, name, at::kFloat, x.sizes());
   const int64_t groups = weight.dim() == 3 ? weight.size(0) : 0;
   TORCH_CHECK(weight.device().is_cpu() && weight.scalar_type() == at::kFloat && groups > 0 &&
-                  groups * weight.size(1) == out.size(1) && groups * weight.size(2) == x.size(1),
+                  weight.size(1) > 0 && groups * weight.size(1) == out.size(1) &&
+                  groups * weight.size(2) == x.size(1),
               weight_name, " must be float32 on the CPU for ", x.size(1), " inputs and ", out.size(1),
               " outputs, got ", weight.dtype(), " ", weight.sizes());
 }
