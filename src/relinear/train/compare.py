@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import json
 import shlex
-import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from relinear.core.config import Config
 from relinear.core.files import write_json
 from relinear.core.machine import describe_machine
 from relinear.data import prepare_data
+from relinear.train.compare_plan import Event, OnEvent, Planned, plan_comparison
+from relinear.train.compare_results import comparison_result, entry_result
 from relinear.train.compare_settings import CompareSettings
-from relinear.train.match import Size, matched, measure_size
 from relinear.train.settings import TrainSettings
-from relinear.train.trainer import NonFiniteLossError, training_dtype
+from relinear.train.trainer import NonFiniteLossError
 from relinear.train.tune import open_study, tune_learning_rate
 from relinear.train.worker import InProcess, Worker
 
@@ -30,94 +26,6 @@ __all__ = ["RESULTS", "Event", "Planned", "compare", "plan_comparison"]
 
 RUN, RESULTS, SPEED = "run.json", "results.json", "speed.json"
 FORMAT = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """What a comparison is doing, for those who watch.
-
-    stage: "data", "match", "tune", "train" or "speed".
-    what: in words.
-    done, total: of this piece of work (optimiser steps, or characters read; total 0 where it is not known).
-    run, runs: training runs that have ended, and how many there are as far as is known.
-    detail: numbers worth showing, by name.
-    """
-
-    stage: str
-    what: str
-    done: int = 0
-    total: int = 0
-    run: int = 0
-    runs: int = 0
-    detail: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
-
-
-OnEvent = Callable[[Event], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Planned:
-    """An entry at its final size. deviation: from the target of matching; None where it was not matched."""
-
-    name: str
-    settings: TrainSettings
-    size: Size
-    deviation: float | None
-
-
-def plan_comparison(recipe: CompareSettings, vocab_size: int, on_event: OnEvent = lambda event: None) -> list[Planned]:
-    """Every entry at the size that it is trained with.
-
-    Args:
-        recipe: what to compare.
-        vocab_size: of the tokenizer.
-        on_event: told which entry is being sized.
-
-    Raises:
-        ValueError: if a model cannot be built, or an entry cannot be matched within the tolerance.
-    """
-    written = {name: recipe.settings_of(name) for name in recipe.entries}
-    sizes: dict[str, Size] = {}
-    for name, settings in written.items():
-        on_event(Event("match", f"sizing {name}"))
-        try:
-            sizes[name] = measure_size(settings, vocab_size)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-    target, reference = match_target(recipe, sizes)
-    planned = []
-    for name, entry in recipe.entries.items():
-        settings, size = written[name], sizes[name]
-        deviation = None
-        if target is not None and name == reference:
-            deviation = 0.0
-        elif target is not None and entry.how != "fixed":
-            on_event(Event("match", f"matching {name} by {recipe.match.by}"))
-            settings, size = matched(
-                settings,
-                vocab_size,
-                by=recipe.match.by,
-                target=target,
-                how=entry.how,
-                tolerance=recipe.match.tolerance,
-                name=name,
-            )
-            deviation = size.of(recipe.match.by) / target - 1
-        planned.append(Planned(name, settings, size, deviation))
-    return planned
-
-
-def match_target(recipe: CompareSettings, sizes: Mapping[str, Size]) -> tuple[int | None, str | None]:
-    """The number that entries are matched to (None where they are not), and the entry that it is taken from."""
-    match = recipe.match
-    if match.by == "width":
-        return None, None
-    if isinstance(match.to, int):
-        return match.to, None
-    reference = match.to or next((n for n, entry in recipe.entries.items() if entry.how != "fixed"), None)
-    if reference is None:
-        raise ValueError(f"match.by is {match.by!r}, but no entry can be resized: all are fixed or dense")
-    return sizes[reference].of(match.by), reference
 
 
 def compare(
@@ -270,11 +178,17 @@ class _Comparison:
         runs = {p.name: [self._final_run(p, rates[p.name], seed) for seed in self.recipe.seeds] for p in self.planned}
         speed = self._speed()
         entries = [
-            _entry(p, rates[p.name], tuned[p.name][1] if tuned[p.name] else None, runs[p.name], speed.get(p.name))
+            entry_result(p, rates[p.name], tuned[p.name][1] if tuned[p.name] else None, runs[p.name], speed.get(p.name))
             | {"dense": self.recipe.entries[p.name].dense}
             for p in self.planned
         ]
-        return _results(self.recipe, self.out_dir, self.data, self.planned, entries)
+        record = json.loads((self.out_dir / RUN).read_text(encoding="utf-8"))
+        return {
+            "format": FORMAT,
+            **comparison_result(self.recipe, self.data, self.planned, entries),
+            **{key: record[key] for key in ("recipe", "machine", "command")},
+            "finished": _now(),
+        }
 
     # Tuning
 
@@ -358,121 +272,3 @@ class _Comparison:
         measured = self.worker.run("speed", arguments, tell)
         write_json(path, measured)
         return measured
-
-
-def _statistic(values: list[float]) -> dict[str, Any]:
-    """Mean and sample standard deviation (None for a single value)."""
-    spread = statistics.stdev(values) if len(values) > 1 else None
-    return {"mean": statistics.fmean(values), "spread": spread, "values": values}
-
-
-def _entry(
-    planned: Planned, rate: float, tuning: Any, runs: list[dict[str, Any]], speed: dict[str, Any] | None
-) -> dict[str, Any]:
-    kept = ("seed", "validation_loss", "perplexity", "initial_perplexity", "steps", "tokens_per_second")
-    short = [
-        {key: run[key] for key in (*kept, "peak_memory_bytes", "aux")} | {"curve": _curve(run["curve"])} for run in runs
-    ]
-    mapping = planned.settings.mapping
-    stated = [f"{pattern}: {_stated(config) if config else 'left dense'}" for pattern, config in mapping.items()]
-    stated += [_stated(config) for config in planned.settings.attached]
-    return {
-        "name": planned.name,
-        "operators": "; ".join(stated) or "dense",
-        "settings": planned.settings.updated(learning_rate=rate).model_dump(mode="json"),
-        "parameters": planned.size.parameters,
-        "flops_per_token": planned.size.flops,
-        "deviation": planned.deviation,
-        "learning_rate": rate,
-        "tuning": tuning,
-        "validation_loss": _statistic([run["validation_loss"] for run in runs]),
-        "perplexity": _statistic([run["perplexity"] for run in runs]),
-        "initial_perplexity": _statistic([run["initial_perplexity"] for run in runs]),
-        "peak_memory_bytes": max(run["peak_memory_bytes"] for run in runs),
-        "speed": speed,
-        "runs": short,
-    }
-
-
-def _stated(config: Config) -> str:
-    """A setting with its defaults, which matter to a reader as much as what was changed."""
-    values = {key: value for key, value in config.to_dict().items() if key != "kind" and value is not None}
-    return f"{config.kind}({', '.join(f'{key}={value}' for key, value in values.items())})"
-
-
-def _curve(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One point a step: training loss, validation loss, or both."""
-    points: dict[int, dict[str, Any]] = {}
-    for row in rows:
-        point = points.setdefault(row["step"], {"step": row["step"], "tokens": row["tokens"]})
-        point |= {key: row[key] for key in ("loss", "validation_loss") if key in row}
-    return [points[step] for step in sorted(points)]
-
-
-def _results(
-    recipe: CompareSettings, out_dir: Path, data: Any, planned: list[Planned], entries: list[dict[str, Any]]
-) -> dict[str, Any]:
-    record = json.loads((out_dir / RUN).read_text(encoding="utf-8"))
-    settings = planned[0].settings
-    per_step = settings.batch_size * settings.accumulation * settings.data.sequence_length
-    counts = data.description["splits"]["train"]
-    passes = settings.steps * per_step / counts["tokens"]
-    budget = (
-        f"Every entry was trained for {settings.steps:,} steps of {per_step:,} tokens ({settings.steps * per_step:,} "
-        f"tokens, {passes:.2g} passes over the {counts['tokens']:,} training tokens of {settings.data.data}), on "
-        f"{len(recipe.seeds)} seed{'s' if len(recipe.seeds) > 1 else ''}, in {_precision(settings)}."
-    )
-    return {
-        "format": FORMAT,
-        "name": recipe.name,
-        "description": recipe.description,
-        "budget": budget,
-        "match": _match_text(recipe, {p.name: p.size for p in planned}),
-        "notes": _notes(recipe, entries),
-        "recipe": record["recipe"],
-        "data": data.description,
-        "entries": entries,
-        "machine": record["machine"],
-        "command": record["command"],
-        "finished": _now(),
-    }
-
-
-def _precision(settings: TrainSettings) -> str:
-    device = torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu")
-    return str(training_dtype(settings, device)).removeprefix("torch.")
-
-
-def _match_text(recipe: CompareSettings, sizes: Mapping[str, Size]) -> dict[str, Any]:
-    match = recipe.match
-    target, reference = match_target(recipe, sizes)
-    if target is None:
-        return {"by": match.by, "target": None, "text": "All models have the same width; sizes differ."}
-    unit = "parameters" if match.by == "parameters" else "FLOPs a token"
-    source = f", the size of {reference}" if reference else ""
-    fixed = [name for name, entry in recipe.entries.items() if entry.how == "fixed" and name != reference]
-    keep = "keeps its size" if len(fixed) == 1 else "keep their sizes"
-    left = f" {' and '.join(fixed)} {keep}." if fixed else ""
-    text = f"Sizes are matched to {target:,} {unit}{source}, within {match.tolerance:.1%}.{left}"
-    return {"by": match.by, "target": target, "tolerance": match.tolerance, "text": text}
-
-
-def _notes(recipe: CompareSettings, entries: list[dict[str, Any]]) -> list[str]:
-    notes = []
-    if len(recipe.seeds) > 1:
-        notes.append(f"± is the sample standard deviation over {len(recipe.seeds)} seeds.")
-    else:
-        notes.append("One seed: differences as small as the spread between seeds mean nothing.")
-    speeds = [entry["speed"] for entry in entries if entry["speed"]]
-    if speeds:
-        notes.append(
-            f"Speeds are tokens per second as a ratio to {speeds[0]['reference']}, all models timed in turn in one "
-            f"process after training (median of {speeds[0]['rounds']} rounds)."
-        )
-    notes.append("FLOPs are of the forward pass, without attention scores and norms; memory is of the process.")
-    edges = [entry["name"] for entry in entries if entry["tuning"] and entry["tuning"]["edge"]]
-    if edges:
-        notes.append(f"The best learning rate lies at the edge of the grid for {', '.join(edges)}: widen the grid.")
-    if recipe.tune is None and len({entry["learning_rate"] for entry in entries}) == 1 and len(entries) > 1:
-        notes.append("All entries share one learning rate, which may suit some better than others; see --tune.")
-    return notes

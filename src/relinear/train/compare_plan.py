@@ -1,0 +1,100 @@
+"""What a comparison is going to train: every entry, at the size that makes it comparable."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from relinear.train.compare_settings import CompareSettings
+from relinear.train.match import Size, matched, measure_size
+from relinear.train.settings import TrainSettings
+
+__all__ = ["Event", "OnEvent", "Planned", "match_target", "plan_comparison"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """What a comparison is doing, for those who watch.
+
+    stage: "data", "match", "tune", "train" or "speed".
+    what: in words.
+    done, total: of this piece of work (optimiser steps, or characters read; total 0 where it is not known).
+    run, runs: training runs that have ended, and how many there are as far as is known.
+    detail: numbers worth showing, by name.
+    """
+
+    stage: str
+    what: str
+    done: int = 0
+    total: int = 0
+    run: int = 0
+    runs: int = 0
+    detail: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
+
+
+OnEvent = Callable[[Event], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """An entry at its final size. deviation: from the target of matching; None where it was not matched."""
+
+    name: str
+    settings: TrainSettings
+    size: Size
+    deviation: float | None
+
+
+def plan_comparison(recipe: CompareSettings, vocab_size: int, on_event: OnEvent = lambda event: None) -> list[Planned]:
+    """Every entry at the size that it is trained with.
+
+    Args:
+        recipe: what to compare.
+        vocab_size: of the tokenizer.
+        on_event: told which entry is being sized.
+
+    Raises:
+        ValueError: if a model cannot be built, or an entry cannot be matched within the tolerance.
+    """
+    written = {name: recipe.settings_of(name) for name in recipe.entries}
+    sizes: dict[str, Size] = {}
+    for name, settings in written.items():
+        on_event(Event("match", f"sizing {name}"))
+        try:
+            sizes[name] = measure_size(settings, vocab_size)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    target, reference = match_target(recipe, sizes)
+    planned = []
+    for name, entry in recipe.entries.items():
+        settings, size = written[name], sizes[name]
+        deviation = None
+        if target is not None and name == reference:
+            deviation = 0.0
+        elif target is not None and entry.how != "fixed":
+            on_event(Event("match", f"matching {name} by {recipe.match.by}"))
+            settings, size = matched(
+                settings,
+                vocab_size,
+                by=recipe.match.by,
+                target=target,
+                how=entry.how,
+                tolerance=recipe.match.tolerance,
+                name=name,
+            )
+            deviation = size.of(recipe.match.by) / target - 1
+        planned.append(Planned(name, settings, size, deviation))
+    return planned
+
+
+def match_target(recipe: CompareSettings, sizes: Mapping[str, Size]) -> tuple[int | None, str | None]:
+    """The number that entries are matched to (None where they are not), and the entry that it is taken from."""
+    match = recipe.match
+    if match.by == "width":
+        return None, None
+    if isinstance(match.to, int):
+        return match.to, None
+    reference = match.to or next((n for n, entry in recipe.entries.items() if entry.how != "fixed"), None)
+    if reference is None:
+        raise ValueError(f"match.by is {match.by!r}, but no entry can be resized: all are fixed or dense")
+    return sizes[reference].of(match.by), reference

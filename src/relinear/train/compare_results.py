@@ -1,0 +1,132 @@
+"""What a comparison came to, as JSON: statistics over seeds, and the sentences that say what was measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from relinear.core.config import Config
+from relinear.train.compare_plan import Planned, match_target
+from relinear.train.compare_settings import CompareSettings
+from relinear.train.match import Size
+from relinear.train.settings import TrainSettings
+from relinear.train.trainer import training_dtype
+
+__all__ = ["comparison_result", "entry_result"]
+
+
+def _statistic(values: list[float]) -> dict[str, Any]:
+    """Mean and sample standard deviation (None for a single value)."""
+    spread = statistics.stdev(values) if len(values) > 1 else None
+    return {"mean": statistics.fmean(values), "spread": spread, "values": values}
+
+
+def entry_result(
+    planned: Planned, rate: float, tuning: Any, runs: list[dict[str, Any]], speed: dict[str, Any] | None
+) -> dict[str, Any]:
+    """An entry of ``results.json``: what it is, how it was tuned, and what its runs (one a seed) came to."""
+    kept = ("seed", "validation_loss", "perplexity", "initial_perplexity", "steps", "tokens_per_second")
+    short = [
+        {key: run[key] for key in (*kept, "peak_memory_bytes", "aux")} | {"curve": _curve(run["curve"])} for run in runs
+    ]
+    mapping = planned.settings.mapping
+    stated = [f"{pattern}: {_stated(config) if config else 'left dense'}" for pattern, config in mapping.items()]
+    stated += [_stated(config) for config in planned.settings.attached]
+    return {
+        "name": planned.name,
+        "operators": "; ".join(stated) or "dense",
+        "settings": planned.settings.updated(learning_rate=rate).model_dump(mode="json"),
+        "parameters": planned.size.parameters,
+        "flops_per_token": planned.size.flops,
+        "deviation": planned.deviation,
+        "learning_rate": rate,
+        "tuning": tuning,
+        "validation_loss": _statistic([run["validation_loss"] for run in runs]),
+        "perplexity": _statistic([run["perplexity"] for run in runs]),
+        "initial_perplexity": _statistic([run["initial_perplexity"] for run in runs]),
+        "peak_memory_bytes": max(run["peak_memory_bytes"] for run in runs),
+        "speed": speed,
+        "runs": short,
+    }
+
+
+def _stated(config: Config) -> str:
+    """A setting with its defaults, which matter to a reader as much as what was changed."""
+    values = {key: value for key, value in config.to_dict().items() if key != "kind" and value is not None}
+    return f"{config.kind}({', '.join(f'{key}={value}' for key, value in values.items())})"
+
+
+def _curve(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One point a step: training loss, validation loss, or both."""
+    points: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        point = points.setdefault(row["step"], {"step": row["step"], "tokens": row["tokens"]})
+        point |= {key: row[key] for key in ("loss", "validation_loss") if key in row}
+    return [points[step] for step in sorted(points)]
+
+
+def comparison_result(
+    recipe: CompareSettings, data: Any, planned: list[Planned], entries: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """``results.json`` but for when, where and by which command it was made: entries, and what a reader must know."""
+    settings = planned[0].settings
+    per_step = settings.batch_size * settings.accumulation * settings.data.sequence_length
+    counts = data.description["splits"]["train"]
+    passes = settings.steps * per_step / counts["tokens"]
+    budget = (
+        f"Every entry was trained for {settings.steps:,} steps of {per_step:,} tokens ({settings.steps * per_step:,} "
+        f"tokens, {passes:.2g} passes over the {counts['tokens']:,} training tokens of {settings.data.data}), on "
+        f"{len(recipe.seeds)} seed{'s' if len(recipe.seeds) > 1 else ''}, in {_precision(settings)}."
+    )
+    return {
+        "name": recipe.name,
+        "description": recipe.description,
+        "budget": budget,
+        "match": _match_text(recipe, {p.name: p.size for p in planned}),
+        "notes": _notes(recipe, entries),
+        "data": data.description,
+        "entries": entries,
+    }
+
+
+def _precision(settings: TrainSettings) -> str:
+    device = torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu")
+    return str(training_dtype(settings, device)).removeprefix("torch.")
+
+
+def _match_text(recipe: CompareSettings, sizes: Mapping[str, Size]) -> dict[str, Any]:
+    match = recipe.match
+    target, reference = match_target(recipe, sizes)
+    if target is None:
+        return {"by": match.by, "target": None, "text": "All models have the same width; sizes differ."}
+    unit = "parameters" if match.by == "parameters" else "FLOPs a token"
+    source = f", the size of {reference}" if reference else ""
+    fixed = [name for name, entry in recipe.entries.items() if entry.how == "fixed" and name != reference]
+    keep = "keeps its size" if len(fixed) == 1 else "keep their sizes"
+    left = f" {' and '.join(fixed)} {keep}." if fixed else ""
+    text = f"Sizes are matched to {target:,} {unit}{source}, within {match.tolerance:.1%}.{left}"
+    return {"by": match.by, "target": target, "tolerance": match.tolerance, "text": text}
+
+
+def _notes(recipe: CompareSettings, entries: list[dict[str, Any]]) -> list[str]:
+    notes = []
+    if len(recipe.seeds) > 1:
+        notes.append(f"± is the sample standard deviation over {len(recipe.seeds)} seeds.")
+    else:
+        notes.append("One seed: differences as small as the spread between seeds mean nothing.")
+    speeds = [entry["speed"] for entry in entries if entry["speed"]]
+    if speeds:
+        notes.append(
+            f"Speeds are tokens per second as a ratio to {speeds[0]['reference']}, all models timed in turn in one "
+            f"process after training (median of {speeds[0]['rounds']} rounds)."
+        )
+    notes.append("FLOPs are of the forward pass, without attention scores and norms; memory is of the process.")
+    edges = [entry["name"] for entry in entries if entry["tuning"] and entry["tuning"]["edge"]]
+    if edges:
+        notes.append(f"The best learning rate lies at the edge of the grid for {', '.join(edges)}: widen the grid.")
+    if recipe.tune is None and len({entry["learning_rate"] for entry in entries}) == 1 and len(entries) > 1:
+        notes.append("All entries share one learning rate, which may suit some better than others; see --tune.")
+    return notes
