@@ -64,3 +64,5 @@ def test_command(tmp_path, capfd):
     assert (tmp_path / "bench" / "bench.png").stat().st_size > 1000
     assert main(["bench", "--shapes", "64", "--out", str(tmp_path / "other")]) == 2
     assert "IN->OUT" in capfd.readouterr().err
+    assert main(["bench", "--tokens", "0", "--out", str(tmp_path / "other")]) == 2
+    assert "greater than 0" in capfd.readouterr().err

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from relinear.bench.operators import DENSE, MODES, PASSES, bench_case, cases
 from relinear.bench.peers import PEERS
@@ -54,7 +54,7 @@ class BenchSettings(BaseModel):
 
     operators: tuple[str, ...] = DEFAULT_OPERATORS
     shapes: tuple[str, ...] = ("2048->2048", "512->2048", "512->1376")
-    tokens: tuple[int, ...] = (1, 64, 4096)
+    tokens: tuple[PositiveInt, ...] = (1, 64, 4096)
     dtypes: tuple[str, ...] = ("fp32", "bf16")
     modes: tuple[str, ...] = MODES
     passes: tuple[str, ...] = PASSES
