@@ -80,6 +80,13 @@ def test_a_few_tokens_do_not_ask_for_a_build(monkeypatch):
     assert relinear.Transponder().build(24, 40).eval()(x).shape == (1, 40)
 
 
+def test_training_on_few_tokens_keeps_to_one_form(any_size, monkeypatch):
+    """Whether kernels have been built must not change a run that goes on after a kill."""
+    monkeypatch.setattr(native, "MIN_ENTRIES", 1 << 17)
+    monkeypatch.setattr(transponder, "kernels", lambda: pytest.fail("reached the kernels"))
+    relinear.Transponder().build(24, 40)(torch.randn(3, 24)).sum().backward()
+
+
 def test_the_kernels_are_what_runs(any_size, monkeypatch):
     """Modulated, CCL and HDPL layers reach the kernels, forward and backward."""
     reached = []

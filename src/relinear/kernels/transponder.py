@@ -44,10 +44,7 @@ def _gated_backward(y: Tensor, grad: Tensor, half: Tensor, twice: Tensor) -> tup
 
 
 def _runs_native(y: Tensor, channel: Tensor) -> bool:
-    if channel.shape[1] > MAX_RANK:
-        return False
-    # In inference a few tokens, too: they are not worth a build. Training keeps to one form, whatever has been built.
-    return runs_native(y) or (not torch.is_grad_enabled() and runs_native(y, entries=1, build=False))
+    return channel.shape[1] <= MAX_RANK and runs_native(y)
 
 
 def _modulated(
@@ -223,10 +220,15 @@ def _ups(dtype: torch.dtype, *given: tuple[Tensor | None, Alpha]) -> list[Tensor
 def _runs_whole(
     x: Tensor, weight: Tensor, down: Tensor, channel: Tensor, channel_alpha: Alpha, scalar_alpha: Alpha
 ) -> bool:
-    """Whether layer and gates are one call, as Python's part counts for a single token: inference, alphas inside B."""
+    """Whether layer and gates are one call, as Python's part counts for a single token: inference, alphas inside B.
+
+    A few tokens are not worth a build. They are asked for here alone, outside of autograd's functions, where gradients
+    are off in training, too: training keeps to one form, whatever has been built.
+    """
     return (
         not torch.is_grad_enabled()
-        and _runs_native(x, channel)
+        and channel.shape[1] <= MAX_RANK
+        and (runs_native(x) or runs_native(x, entries=1, build=False))
         and is_plain(weight)
         and x.dtype == weight.dtype == down.dtype
         and channel.dtype == torch.float32
