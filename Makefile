@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP) ## compare operators on the standard library's source text; ends with a table and a report
-	$(BIN)/relinear compare --recipe recipes/quick.yaml --out $(RUN_DIR)/demo
+	$(BIN)/relinear compare --recipe quick --out $(RUN_DIR)/demo
 
 test: $(STAMP) ## the fast tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2  # a process a core, a thread a process

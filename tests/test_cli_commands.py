@@ -10,7 +10,8 @@ import pytest
 import relinear
 from relinear.cli.main import COMMANDS, main
 from relinear.cli.options import named_entries, parse_layers, parse_operators
-from relinear.train.recipe import apply_overrides, parse_overrides, read_yaml
+from relinear.compare.recipe import BUNDLED, apply_overrides, find_recipe, parse_overrides, read_recipe, read_yaml
+from relinear.compare.settings import CompareSettings
 
 
 def test_help_of_every_command_shows_an_example(capfd):
@@ -32,6 +33,30 @@ def test_the_entry_point_is_the_one_of_the_package():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: unknown preset")
+
+
+def test_recipes_are_found_by_name_in_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("quick", "quick.yaml", "recipes/quick", "recipes/quick.yaml"):
+        assert find_recipe(name) == BUNDLED / "quick.yaml"
+    (tmp_path / "quick").mkdir()  # a folder of that name is none
+    assert find_recipe("quick") == BUNDLED / "quick.yaml"
+    for folder, name in (
+        (tmp_path / "recipes", "quick"),
+        (tmp_path, "quick.yaml"),
+        (tmp_path / "far", "far/quick.yaml"),
+    ):
+        folder.mkdir(exist_ok=True)
+        (folder / "quick.yaml").write_text("entries: {mine: dense}")
+        assert find_recipe(name).resolve() == folder / "quick.yaml"  # one's own comes first
+    for name in ("quickly", "far/quick", "elsewhere/quick.yaml"):
+        with pytest.raises(FileNotFoundError, match="did you mean 'quick'"):
+            find_recipe(name)
+
+
+@pytest.mark.parametrize("path", sorted(BUNDLED.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_is_valid(path):
+    assert CompareSettings.load(read_recipe(path.stem), path.name).name == path.stem
 
 
 def test_inspect_counts_what_replace_counts(capfd):

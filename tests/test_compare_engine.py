@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 import relinear
-from relinear.train.compare import compare, plan_comparison
-from relinear.train.compare_settings import CompareSettings, Tune
-from relinear.train.match import matched, measure_size
+from relinear.compare.match import matched, measure_size
+from relinear.compare.run import compare, plan_comparison
+from relinear.compare.settings import CompareSettings, Tune
+from relinear.compare.tune import open_study, tune_learning_rate
 from relinear.train.run import build_model
 from relinear.train.settings import TrainSettings
-from relinear.train.tune import open_study, tune_learning_rate
 
 VOCABULARY = 258
 WIDTH = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -226,7 +226,7 @@ def test_lost_results_are_made_again_from_the_runs(finished):
 
 
 def test_report_is_self_contained_and_escapes(finished):
-    from relinear.analysis.report import write_report
+    from relinear.compare.report import write_report
 
     out = finished[0]
     values = json.loads((out / "results.json").read_text())
@@ -261,7 +261,7 @@ def test_two_processes_in_one_directory_are_refused(text, tmp_path):
         compare(small(text), tmp_path / "out", isolate=False)
 
 
-RUN = "import json, sys; from relinear.train.compare import compare; compare(json.loads(sys.argv[1]), sys.argv[2])"
+RUN = "import json, sys; from relinear.compare.run import compare; compare(json.loads(sys.argv[1]), sys.argv[2])"
 
 
 def start(recipe, out, log):

@@ -9,7 +9,7 @@ import torch
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear.data.tokenizers import byte_tokenizer
-from relinear.train.evaluate import lambada, lm_eval, perplexity
+from relinear.evaluate.language import lambada, lm_eval, perplexity
 
 TEXT = "the quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 4
 

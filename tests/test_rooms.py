@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,10 @@ MAY_IMPORT = {
     "models": {"core", "functional", "kernels"},
     "data": {"core"},  # atomic files and the wording of errors
     "distill": {"core", "surgery", "data"},
+    "evaluate": {"core"},
     "train": {"core", "surgery", "models", "data"},
     "analysis": {"core", "surgery", "data", "models"},
+    "compare": {"core", "surgery", "models", "data", "train", "analysis"},
 }
 MAY_IMPORT["bench"] = {*MAY_IMPORT, "bench"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT, "cli", ""}  # "" is the package itself, as a user imports it
@@ -73,6 +76,17 @@ def test_an_operator_has_the_name_of_its_files() -> None:
     for kind, config in own.items():
         assert config.__module__ == f"relinear.operators.{kind}"
         assert (SOURCE / "functional" / f"{kind}.py").is_file()
+
+
+def test_every_file_is_in_the_wheel() -> None:
+    settings = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())
+    patterns = settings["tool"]["setuptools"]["package-data"]["relinear"]
+    for pattern in patterns:
+        assert list(SOURCE.glob(pattern)), f"package-data names {pattern}, which matches nothing"
+    named = {path for pattern in patterns for path in SOURCE.glob(pattern)}
+    files = {path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert {path for path in files if path.suffix != ".py"} == named
+    assert {path.parent for path in files if path.suffix == ".py"} <= {p.parent for p in SOURCE.rglob("__init__.py")}
 
 
 def test_import_is_light() -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from relinear.analysis.analyses import Result, Subject
 from relinear.analysis.effective_rank import effective_ranks, is_ranked
-from relinear.analysis.plots import _REFERENCE, PALETTE, new_figure
+from relinear.analysis.plots import PALETTE, REFERENCE, new_figure
 from relinear.core.aux import named_operators
 
 __all__ = ["applies", "plot_effective_rank", "run"]
@@ -42,7 +42,7 @@ def run(subject: Subject) -> Result:
 def plot_effective_rank(ranks: dict[str, dict[str, dict[str, Any]]]) -> Any:
     """Singular-value decay in the three spaces, a line a layer, a colour a model; dotted: a single operator's rank."""
     figure, axes = new_figure(12.5, 4.2, 3)
-    palette = dict(zip(ranks, (PALETTE[0], _REFERENCE, *PALETTE[1:])))
+    palette = dict(zip(ranks, (PALETTE[0], REFERENCE, *PALETTE[1:])))
     for axis, (space, meaning) in zip(axes, SPACES.items(), strict=True):
         longest = 1
         for name, layers in ranks.items():

@@ -11,7 +11,7 @@ __all__ = ["command"]
 
 
 def command(
-    recipe: Annotated[str | None, typer.Option(help="A YAML file, or the name of one in recipes/.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="A YAML file, or a name such as `quick`.")] = None,
     operators: Annotated[
         list[str] | None,
         typer.Option("--operator", "-o", metavar="KIND:KEY=VALUE", help="An entry, or `dense`; repeat it."),
@@ -43,7 +43,7 @@ def command(
     from relinear.cli.options import named_entries, parse_seeds, prepare_process, set_if_given
     from relinear.cli.progress import watch_comparison
     from relinear.cli.table import print_results
-    from relinear.train.recipe import apply_overrides, parse_overrides, read_recipe
+    from relinear.compare.recipe import apply_overrides, parse_overrides, read_recipe
 
     changes: dict[str, Any] = set_if_given(
         {
@@ -64,9 +64,9 @@ def command(
     values = {} if recipe is None else read_recipe(recipe)
     values = apply_overrides(values, changes | parse_overrides(overrides or []))
 
-    from relinear.analysis.report import write_report
-    from relinear.train.compare import compare
-    from relinear.train.compare_settings import CompareSettings
+    from relinear.compare.report import write_report
+    from relinear.compare.run import compare
+    from relinear.compare.settings import CompareSettings
 
     settings = CompareSettings.load(values, recipe or "settings")
     prepare_process()

@@ -51,10 +51,10 @@ def command(
     from relinear.cli.errors import resumable
     from relinear.cli.options import load_model, operator_mapping, parse_layers, prepare_process, set_if_given
     from relinear.cli.progress import watch_distillation
+    from relinear.compare.recipe import parse_overrides
     from relinear.data import DataSettings, iter_texts
     from relinear.data.tokenizers import load_tokenizer
     from relinear.distill import DistillSettings, distill_
-    from relinear.train.recipe import parse_overrides
 
     given = {"tokens": tokens, "epochs": epochs, "learning_rate": learning_rate, "loss": loss}
     given |= {"retrain": retrain, "seed": seed, "on_disk": on_disk or None}

@@ -51,8 +51,8 @@ def command(
     prepare_process()
     model, tokenizer = _load(folder)
 
+    from relinear import evaluate
     from relinear.data import DataSettings, iter_texts, prepare_data
-    from relinear.train import evaluate
 
     results: dict[str, Any] = {}
     if "perplexity" in names:

@@ -34,7 +34,7 @@ def command(
 
     import relinear
     from relinear.cli.options import load_model, operator_mapping, parse_layers
-    from relinear.train.recipe import parse_overrides
+    from relinear.compare.recipe import parse_overrides
 
     loaded = load_model(model, parse_overrides(overrides or []), meta=not causality)
     if replace:

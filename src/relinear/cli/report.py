@@ -17,8 +17,8 @@ def command(
 
     **Example:** `relinear report runs/demo`
     """
-    from relinear.analysis.report import read_results, write_report
     from relinear.cli.table import print_results
+    from relinear.compare.report import read_results, write_report
 
     report = write_report(directory)
     print_results(read_results(directory))

@@ -36,15 +36,15 @@ def command(
     from relinear.cli.errors import resumable
     from relinear.cli.options import parse_operators, prepare_process, set_if_given
     from relinear.cli.progress import watch_trials
-    from relinear.train.recipe import apply_overrides, find_recipe, parse_overrides, read_yaml
+    from relinear.compare.recipe import apply_overrides, find_recipe, parse_overrides, read_yaml
 
     values: dict[str, Any] = {"save_model": False, "model": "tiny"}
     values |= {} if recipe is None else read_yaml(find_recipe(recipe))
     changes = {"operators": parse_operators(replace) if replace else None, "data.data": data, "steps": steps}
     values = apply_overrides(values, set_if_given(changes) | parse_overrides(overrides or []))
 
+    from relinear.compare.sweep import parse_parameter, sweep
     from relinear.train import TrainSettings
-    from relinear.train.sweep import parse_parameter, sweep
 
     searched = [parse_parameter(text) for text in parameters]
     settings = TrainSettings.load(values, recipe or "settings")

@@ -15,7 +15,7 @@ def print_results(results: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from relinear.analysis.report import gib, number, plus_minus
+    from relinear.compare.report import gib, number, plus_minus
 
     entries = results["entries"]
     several = len(entries[0]["runs"]) > 1

@@ -45,7 +45,7 @@ def command(
     from relinear.cli.errors import resumable
     from relinear.cli.options import parse_layers, parse_operators, prepare_process, set_if_given
     from relinear.cli.progress import watch_training
-    from relinear.train.recipe import apply_overrides, find_recipe, parse_overrides, read_yaml
+    from relinear.compare.recipe import apply_overrides, find_recipe, parse_overrides, read_yaml
 
     changes = set_if_given(
         {

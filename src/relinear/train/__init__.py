@@ -3,23 +3,22 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from relinear.train.fit import TrainResult, fit
+
 if TYPE_CHECKING:
     from relinear.train.callbacks import Progress, read_metrics
-    from relinear.train.loop import TrainResult, fit
     from relinear.train.run import build_model, read_result, train
     from relinear.train.settings import FitSettings, TrainSettings
     from relinear.train.trainer import NonFiniteLossError, RelinearTrainer
 
-# Imported on first use: transformers' Trainer takes seconds to import, and recipes can be read without it.
+# Imported on first use: transformers' Trainer takes seconds to import, and settings can be checked without it.
 _LAZY = {
     "FitSettings": "settings",
     "NonFiniteLossError": "trainer",
     "Progress": "callbacks",
     "RelinearTrainer": "trainer",
-    "TrainResult": "loop",
     "TrainSettings": "settings",
     "build_model": "run",
-    "fit": "loop",
     "read_metrics": "callbacks",
     "read_result": "run",
     "train": "run",

@@ -22,7 +22,7 @@ from relinear.surgery import checkpoint as checkpoint_room
 from relinear.surgery.plan import attach_, plan
 from relinear.surgery.summary import summary
 from relinear.train.callbacks import Progress, read_metrics
-from relinear.train.loop import TrainResult, fit
+from relinear.train.fit import TrainResult, fit
 from relinear.train.settings import TrainSettings
 
 __all__ = ["build_model", "read_result", "train"]

@@ -37,7 +37,7 @@ def _train(arguments: Mapping[str, Any], on_progress: Progress) -> dict[str, Any
 
 
 def _speed(arguments: Mapping[str, Any], on_progress: Progress) -> dict[str, Any]:
-    from relinear.train.speed import measure_speed
+    from relinear.compare.speed import measure_speed
 
     return measure_speed(**arguments, on_progress=on_progress)
 
@@ -105,7 +105,7 @@ class Worker:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             with self.log.open("a", encoding="utf-8") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", "from relinear.train.worker import serve; serve()"],
+                    [sys.executable, "-c", "from relinear.compare.worker import serve; serve()"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from relinear.compare.match import Size
+from relinear.compare.plan import Planned, match_target
+from relinear.compare.settings import CompareSettings
 from relinear.core.config import Config
-from relinear.train.compare_plan import Planned, match_target
-from relinear.train.compare_settings import CompareSettings
-from relinear.train.match import Size
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import training_dtype
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from relinear.compare.recipe import apply_overrides, read_value
+from relinear.compare.tune import open_study
+from relinear.compare.worker import InProcess, Worker
 from relinear.core.files import write_json
-from relinear.train.recipe import apply_overrides, read_value
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
-from relinear.train.tune import open_study
-from relinear.train.worker import InProcess, Worker
 
 __all__ = ["SWEEP", "Parameter", "parse_parameter", "sweep"]
 

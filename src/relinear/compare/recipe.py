@@ -11,7 +11,10 @@ import yaml
 
 from relinear.core.config import nearest
 
-__all__ = ["apply_overrides", "find_recipe", "parse_overrides", "read_recipe", "read_value", "read_yaml"]
+__all__ = ["BUNDLED", "apply_overrides", "find_recipe", "parse_overrides", "read_recipe", "read_value", "read_yaml"]
+
+#: the recipes that come with relinear
+BUNDLED = Path(__file__).parent / "recipes"
 
 
 class _Loader(yaml.SafeLoader):
@@ -117,23 +120,26 @@ def _set(values: dict[str, Any], key: str, whole: str, value: Any) -> None:
 
 
 def find_recipe(name: str | Path) -> Path:
-    """The file of a recipe: a path, or the name of one in the ``recipes`` folder here or of this checkout.
+    """The file of a recipe: a path, or the name of one in the folder ``recipes`` here or of those that relinear brings.
+
+    A file that is there comes first. Else NAME, NAME.yaml, recipes/NAME and recipes/NAME.yaml all mean the recipe NAME.
 
     Raises:
         FileNotFoundError: if there is none, with the nearest names.
     """
     path = Path(name)
-    if path.exists():
+    if path.is_file():
         return path
-    folders = [Path("recipes"), Path(__file__).resolve().parents[3] / "recipes"]
-    if len(path.parts) == 1:
+    folders = [Path("recipes"), BUNDLED]
+    if path.parent in (Path(), Path("recipes")):
         for folder in folders:
             candidate = folder / f"{path.name.removesuffix('.yaml')}.yaml"
             if candidate.is_file():
                 return candidate
+    if path.exists():
+        return path  # a folder, say: reading it tells
     known = sorted({file.stem for folder in folders if folder.is_dir() for file in folder.glob("*.yaml")})
-    hint = nearest(path.stem, known) if known else "give the path of a YAML file"
-    raise FileNotFoundError(f"no recipe {str(name)!r}; {hint}")
+    raise FileNotFoundError(f"no recipe {str(name)!r}; {nearest(path.stem, known)}")
 
 
 def read_recipe(name: str | Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from relinear.train.compare_settings import Tune
+from relinear.compare.settings import Tune
 
 __all__ = ["open_study", "tune_learning_rate"]
 

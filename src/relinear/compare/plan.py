@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from relinear.train.compare_settings import CompareSettings
-from relinear.train.match import Size, matched, measure_size
+from relinear.compare.match import Size, matched, measure_size
+from relinear.compare.settings import CompareSettings
 from relinear.train.settings import TrainSettings
 
 __all__ = ["Event", "OnEvent", "Planned", "match_target", "plan_comparison"]

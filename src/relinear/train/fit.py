@@ -1,4 +1,4 @@
-"""Train any model object on any data: the loop under ``relinear train``, usable by itself."""
+"""Train any model object on any data: what is under ``relinear train``, usable by itself."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import TrainerCallback
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import logging
 
 from relinear.core.machine import PeakMemory
 from relinear.surgery.summary import summary
-from relinear.train.callbacks import MetricsLog, Progress, Throughput
 from relinear.train.settings import FitSettings
-from relinear.train.trainer import RelinearTrainer, last_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+    from relinear.train.callbacks import MetricsLog, Progress, Throughput
+    from relinear.train.trainer import RelinearTrainer
+
+# transformers' Trainer takes seconds to import and is imported by the functions that need it: the room imports this
+# file at once, because a function of the same name as its file cannot be imported on first use.
 
 __all__ = ["TrainResult", "compiled", "fit"]
 
@@ -79,6 +83,8 @@ def _datasets(data: Any) -> tuple[Dataset, Dataset | None]:
 @contextlib.contextmanager
 def _prepared(model: Any, settings: FitSettings) -> Iterator[None]:
     """The model as training wants it, and afterwards as it was: threads, precision, checkpointing, compilation."""
+    from transformers.utils import logging
+
     threads, use_cache = torch.get_num_threads(), getattr(getattr(model, "config", None), "use_cache", None)
     was_training, bars = model.training, logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # of writing shards: a run shows its own progress
@@ -110,6 +116,8 @@ def compiled(model: Any) -> Iterator[None]:
     and as fast in the end; what is left out (embedding, last norm, head) are single operations. Modules are compiled in
     place, not wrapped: names in checkpoints stay as they are.
     """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     config: Any = torch._dynamo.config
     # At the default of 8, code that meets its ninth shape or mode silently runs uncompiled.
     changes: dict[str, Any] = {"recompile_limit": max(config.recompile_limit, 64)}
@@ -178,6 +186,9 @@ def fit(
         ValueError: if data or settings do not fit the model (before anything has changed).
         NonFiniteLossError: (a ValueError) if the loss becomes NaN or infinite.
     """
+    from relinear.train.callbacks import MetricsLog, Throughput
+    from relinear.train.trainer import RelinearTrainer
+
     settings = settings or FitSettings()
     train_data, validation = _datasets(data)
     with contextlib.ExitStack() as stack:
@@ -211,6 +222,8 @@ def _run(
     checkpoints: Path,
     resume: bool,
 ) -> TrainResult:
+    from relinear.train.trainer import last_checkpoint
+
     checkpoint = last_checkpoint(checkpoints) if resume else None
     step = -1 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
     if trainer.is_world_process_zero():

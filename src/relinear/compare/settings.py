@@ -17,9 +17,9 @@ from pydantic import (
     model_validator,
 )
 
+from relinear.compare.recipe import apply_overrides
 from relinear.core.config import nearest, parse_setting
 from relinear.core.settings import Settings
-from relinear.train.recipe import apply_overrides
 from relinear.train.settings import TrainSettings
 
 __all__ = ["CompareSettings", "Entry", "Match", "Speed", "Tune"]

@@ -16,7 +16,7 @@ RESULTS = "results.json"
 REPORT = "report.html"
 FORMAT = 1
 
-# name of the figure -> (function in plots, what it shows, for readers who do not see it)
+# name of the figure -> (function in compare.plots, what it shows, for readers who do not see it)
 _FIGURES = {
     "curves": "Validation loss against training tokens, one line an entry.",
     "pareto": "Validation loss against parameters (left) and FLOPs per token (right), one point an entry.",
@@ -53,7 +53,8 @@ def write_report(directory: str | Path) -> Path:
 
     The page holds everything inline: it can be mailed. Raises as ``read_results``.
     """
-    from relinear.analysis import plots
+    from relinear.analysis.plots import save_figure
+    from relinear.compare import plots
 
     directory = Path(directory)
     results = read_results(directory)
@@ -61,7 +62,7 @@ def write_report(directory: str | Path) -> Path:
     for name, description in _FIGURES.items():
         figure = getattr(plots, name)(results["entries"])
         if figure is not None:
-            _, svg = plots.save_figure(figure, directory / "plots" / name)
+            _, svg = save_figure(figure, directory / "plots" / name)
             image = base64.b64encode(svg.read_bytes()).decode("ascii")
             figures.append({"name": name, "description": description, "image": image})
     path = directory / REPORT
@@ -76,7 +77,7 @@ def render(results: Mapping[str, Any], figures: list[dict[str, str]]) -> str:
     from relinear.analysis.plots import colours
 
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("relinear", "analysis"),
+        loader=jinja2.PackageLoader("relinear", "compare"),
         autoescape=True,  # names and paths in the results are the user's text
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

@@ -11,16 +11,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from relinear.compare.plan import Event, OnEvent, Planned, plan_comparison
+from relinear.compare.results import comparison_result, entry_result
+from relinear.compare.settings import CompareSettings
+from relinear.compare.tune import open_study, tune_learning_rate
+from relinear.compare.worker import InProcess, Worker
 from relinear.core.files import write_json
 from relinear.core.machine import describe_machine
 from relinear.data import prepare_data
-from relinear.train.compare_plan import Event, OnEvent, Planned, plan_comparison
-from relinear.train.compare_results import comparison_result, entry_result
-from relinear.train.compare_settings import CompareSettings
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
-from relinear.train.tune import open_study, tune_learning_rate
-from relinear.train.worker import InProcess, Worker
 
 __all__ = ["RESULTS", "Event", "Planned", "compare", "plan_comparison"]
 
