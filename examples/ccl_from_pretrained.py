@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import relinear
-from relinear.core.files import write_json
 from relinear.data import DataSettings, prepare_data
+from relinear.system.files import write_json
 from relinear.train import FitSettings, fit
 
 

@@ -20,9 +20,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 import relinear
 from relinear.analysis import cgt_plots, cgt_tasks, cgt_text
 from relinear.analysis.plots import save_figure
-from relinear.core.files import write_json, write_text
-from relinear.core.machine import describe_machine
 from relinear.data.tasks import ArithmeticTask
+from relinear.system.files import write_json, write_text
+from relinear.system.machine import describe_machine
 from relinear.train import FitSettings, fit
 from relinear.train.cgt_objectives import CGTObjective, GuidedTraining
 

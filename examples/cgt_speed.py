@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from relinear.bench.cgt import modulation_cost, prefix_cost, specialized_speed
-from relinear.core.allocator import tune_allocator
-from relinear.core.files import write_json, write_text
-from relinear.core.machine import describe_machine
+from relinear.system.allocator import tune_allocator
+from relinear.system.files import write_json, write_text
+from relinear.system.machine import describe_machine
 
 
 def table(rows):

@@ -20,10 +20,10 @@ import torch
 import relinear
 from relinear.analysis import cgt_plots, cgt_text
 from relinear.analysis.plots import save_figure
-from relinear.core.files import write_json, write_text
-from relinear.core.machine import describe_machine
 from relinear.data.tasks import TextMixture
 from relinear.data.tokenizers import load_tokenizer, train_bpe, vocabulary_size
+from relinear.system.files import write_json, write_text
+from relinear.system.machine import describe_machine
 from relinear.train import FitSettings, fit
 from relinear.train.cgt_objectives import CGTObjective, GuidedTraining
 

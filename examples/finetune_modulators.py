@@ -17,8 +17,8 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import relinear
-from relinear.core.files import write_json
 from relinear.data import DataSettings, prepare_data
+from relinear.system.files import write_json
 from relinear.train import FitSettings, fit
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

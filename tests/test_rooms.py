@@ -13,25 +13,26 @@ from relinear.core.operator import OperatorConfig
 
 SOURCE = Path(relinear.__file__).parent
 
-#: room -> the rooms it may import beside itself
+#: room -> the rooms it may import beside itself, in the order in which they stand on each other
 MAY_IMPORT = {
-    "core": set(),
+    "system": set(),
     "clifford": set(),
+    "core": {"system"},
     "functional": {"clifford"},
-    "kernels": {"functional"},
-    "operators": {"core", "functional", "clifford", "kernels"},
+    "kernels": {"functional", "system"},
+    "operators": {"core", "functional", "clifford", "kernels", "system"},
     "residual": {"core"},
     "surgery": {"core"},
     "models": {"core", "functional", "kernels"},
-    "data": {"core"},  # atomic files and the wording of errors
-    "distill": {"core", "surgery", "data"},
+    "data": {"core", "system"},
     "evaluate": {"core"},
-    "train": {"core", "surgery", "models", "data"},
-    "analysis": {"core", "surgery", "data", "models"},
-    "compare": {"core", "surgery", "models", "data", "train", "analysis"},
+    "distill": {"core", "surgery", "data", "system"},
+    "train": {"core", "surgery", "models", "data", "system"},
+    "analysis": {"core", "surgery", "data", "models", "system"},
+    "compare": {"core", "surgery", "models", "data", "train", "analysis", "system"},
 }
-MAY_IMPORT["bench"] = {*MAY_IMPORT, "bench"}
-MAY_IMPORT["cli"] = {*MAY_IMPORT, "cli", ""}  # "" is the package itself, as a user imports it
+MAY_IMPORT["bench"] = set(MAY_IMPORT)
+MAY_IMPORT["cli"] = {*MAY_IMPORT, ""}  # "" is the package itself, as a user imports it
 
 #: what a plain `import relinear` must leave alone: heavy, optional, or both
 HEAVY = ["matplotlib", "triton", "datasets", "sklearn", "optuna", "peft"]

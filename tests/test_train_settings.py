@@ -5,9 +5,9 @@ import json
 import pytest
 
 from relinear import LowRank
-from relinear.core.allocator import tune_allocator
 from relinear.core.config import parse_setting
 from relinear.core.settings import Settings
+from relinear.system.allocator import tune_allocator
 from relinear.train import TrainSettings
 
 

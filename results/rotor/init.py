@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import relinear
-from relinear.core.machine import describe_machine
+from relinear.system.machine import describe_machine
 from relinear.train import TrainSettings, train
 
 HERE = Path(__file__).resolve().parent

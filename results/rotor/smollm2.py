@@ -22,8 +22,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import relinear
-from relinear.core.machine import describe_machine
 from relinear.data import DataSettings, iter_texts
+from relinear.system.machine import describe_machine
 
 HERE = Path(__file__).resolve().parent
 RATES = (0.01, 0.03, 0.1, 0.3)

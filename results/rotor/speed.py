@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import relinear
-from relinear.core.machine import describe_machine
+from relinear.system.machine import describe_machine
 
 HERE = Path(__file__).resolve().parent
 

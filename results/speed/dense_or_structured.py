@@ -9,8 +9,8 @@ import torch
 
 import relinear
 from relinear.bench.timing import interleave
-from relinear.core.machine import describe_machine
 from relinear.kernels import choice
+from relinear.system.machine import describe_machine
 
 CONFIGS = {
     "low_rank": lambda size: relinear.LowRank(rank=min(64, size // 4)),

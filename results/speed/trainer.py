@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 
 import relinear
-from relinear.core.files import write_json
-from relinear.core.machine import describe_machine
 from relinear.data import DataSettings, iter_texts, prepare_data
+from relinear.system.files import write_json
+from relinear.system.machine import describe_machine
 
 HERE = Path(__file__).resolve().parent
 CONTENDERS = ("transformers' Trainer, defaults", "relinear train", "bare compiled loop")

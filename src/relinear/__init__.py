@@ -51,7 +51,7 @@ _LAZY = {
     "perplexity": "relinear.evaluate",
     "LatentMoments": "relinear.train.latents",
     "read_moments": "relinear.train.latents",
-    "tune_allocator": "relinear.core.allocator",
+    "tune_allocator": "relinear.system.allocator",
 }
 
 for _room in (_operators, _residual):

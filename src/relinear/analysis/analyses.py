@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from relinear.core.config import nearest
-from relinear.core.files import write_json
+from relinear.system.files import write_json
 
 __all__ = ["ANALYSES", "Result", "Subject", "analyze", "check_names"]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from relinear.core.files import atomic_path
+from relinear.system.files import atomic_path
 
 __all__ = ["PALETTE", "REFERENCE", "colours", "new_figure", "save_figure"]
 

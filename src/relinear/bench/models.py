@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from relinear.bench.timing import Timing, interleave
-from relinear.core.files import write_json
-from relinear.core.machine import describe_machine
 from relinear.core.operator import OperatorConfig
 from relinear.models import from_preset, preset_names
 from relinear.surgery.plan import replace_
+from relinear.system.files import write_json
+from relinear.system.machine import describe_machine
 
 __all__ = ["MODEL_PASSES", "ModelMeasurement", "bench_models", "run_model_bench"]
 

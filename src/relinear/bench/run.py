@@ -18,12 +18,12 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from relinear.bench.operators import DENSE, MODES, PASSES, bench_case, cases
 from relinear.bench.peers import PEERS
 from relinear.bench.roofline import measure_roofline
-from relinear.core.allocator import tune_allocator
 from relinear.core.config import parse_setting
-from relinear.core.files import write_json
-from relinear.core.machine import describe_machine
 from relinear.core.operator import OperatorConfig
 from relinear.kernels.native import MIN_ENTRIES, runs_native
+from relinear.system.allocator import tune_allocator
+from relinear.system.files import write_json
+from relinear.system.machine import describe_machine
 
 __all__ = ["DEFAULT_OPERATORS", "DTYPES", "BenchSettings", "check_names", "run_bench"]
 

@@ -103,7 +103,7 @@ def _whole_models(
     from relinear.bench.operators import MODES
     from relinear.bench.run import DTYPES, check_names
     from relinear.cli.options import operator_mapping
-    from relinear.core.allocator import tune_allocator
+    from relinear.system.allocator import tune_allocator
 
     given = [f"--{name}" for name, value in of_layers.items() if value is not None]
     if given:

@@ -21,7 +21,7 @@ def prepare_process() -> None:
 
     from transformers.utils.logging import disable_progress_bar
 
-    from relinear.core.allocator import tune_allocator
+    from relinear.system.allocator import tune_allocator
 
     disable_progress_bar()  # of loading and writing weights: a flicker among our own
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from relinear.core.files import write_text
+from relinear.system.files import write_text
 
 __all__ = ["read_results", "write_report"]
 

@@ -16,9 +16,9 @@ from relinear.compare.results import comparison_result, entry_result
 from relinear.compare.settings import CompareSettings
 from relinear.compare.tune import open_study, tune_learning_rate
 from relinear.compare.worker import InProcess, Worker
-from relinear.core.files import write_json
-from relinear.core.machine import describe_machine
 from relinear.data import prepare_data
+from relinear.system.files import write_json
+from relinear.system.machine import describe_machine
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
 

@@ -14,7 +14,7 @@ from typing import Any
 from relinear.compare.recipe import apply_overrides, read_value
 from relinear.compare.tune import open_study
 from relinear.compare.worker import InProcess, Worker
-from relinear.core.files import write_json
+from relinear.system.files import write_json
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
 

@@ -151,7 +151,7 @@ def serve() -> None:
         answers.write(json.dumps(message) + "\n")
         answers.flush()
 
-    from relinear.core.allocator import tune_allocator
+    from relinear.system.allocator import tune_allocator
 
     tune_allocator()
     for line in sys.stdin:

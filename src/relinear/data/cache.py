@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from relinear.core.files import write_json
+from relinear.system.files import write_json
 
 __all__ = ["cache_folder", "cached", "digest", "write_tokens"]
 

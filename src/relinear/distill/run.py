@@ -15,7 +15,6 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from relinear.core.files import atomic_path, write_json
 from relinear.core.operator import Operator, OperatorConfig, is_linear
 from relinear.distill.fit import Pairs, fit
 from relinear.distill.logits import fit_logits
@@ -25,6 +24,7 @@ from relinear.distill.settings import DistillSettings
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.plan import Plan, Replacement, plan
 from relinear.surgery.select import layer_index, matches
+from relinear.system.files import atomic_path, write_json
 
 __all__ = ["distill_"]
 

@@ -17,13 +17,13 @@ from relinear import clifford
 from relinear.clifford.blades import device_table
 from relinear.core.config import check_at_least, check_choice, check_type, register
 from relinear.core.dense_cache import dense_inference
-from relinear.core.machine import fast_bfloat16
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, ParamRole
 from relinear.core.parameter_cache import CachingModule
 from relinear.functional.rotor import branch_permutation, nearest_kronecker, rotor_layer, window_count, window_size
 from relinear.kernels.choice import dense_cost, factored_cost
 from relinear.kernels.chunks import CHUNK_BYTES
 from relinear.kernels.rotor import sandwich_windows
+from relinear.system.machine import fast_bfloat16
 
 __all__ = ["Rotor", "RotorLinear"]
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from transformers import TrainerCallback
 
-from relinear.core.files import write_text
+from relinear.system.files import write_text
 
 __all__ = ["MetricsLog", "Progress", "Throughput", "read_metrics"]
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from relinear.core.machine import PeakMemory
 from relinear.surgery.summary import summary
+from relinear.system.machine import PeakMemory
 from relinear.train.settings import FitSettings
 
 if TYPE_CHECKING:

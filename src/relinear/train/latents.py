@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from relinear.core.files import write_json
 from relinear.core.latents import Latent, Moments, observe
+from relinear.system.files import write_json
 
 __all__ = ["LatentMoments", "read_moments"]
 

@@ -14,13 +14,13 @@ from transformers import AutoConfig, TrainerCallback
 
 from relinear.core.config import nearest
 from relinear.core.context import check_context_is_there
-from relinear.core.files import write_json
-from relinear.core.machine import describe_machine
 from relinear.data import prepare_data
 from relinear.models import from_preset, preset_names
 from relinear.surgery import checkpoint as checkpoint_room
 from relinear.surgery.plan import attach_, plan
 from relinear.surgery.summary import summary
+from relinear.system.files import write_json
+from relinear.system.machine import describe_machine
 from relinear.train.callbacks import Progress, read_metrics
 from relinear.train.fit import TrainResult, fit
 from relinear.train.settings import TrainSettings

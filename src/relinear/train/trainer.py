@@ -24,8 +24,8 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from relinear.core.aux import aux_losses, operator_metrics, share_of_batch
-from relinear.core.machine import fast_bfloat16
 from relinear.core.record import sync_record
+from relinear.system.machine import fast_bfloat16
 from relinear.train.optim import build_optimizer, build_schedule
 from relinear.train.settings import FitSettings
 

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from relinear.system.machine import cpu_features
+
 __all__ = ["MAX_RANK", "has_compiler", "is_plain", "kernels", "runs_native"]
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
@@ -107,18 +109,15 @@ def _library_path() -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions"
     texts = [path.read_text(encoding="utf-8") for path in (*SOURCES, HEADER)]
-    depends = [*texts, *FLAGS, torch.__version__, platform.machine(), _processor()]
+    depends = [
+        *texts,
+        *FLAGS,
+        torch.__version__,
+        platform.machine(),
+        *(sorted(cpu_features()) or [platform.processor()]),
+    ]
     key = hashlib.sha256("\0".join(depends).encode()).hexdigest()[:16]
     return Path(root) / "relinear" / f"kernels-{key}.so"
-
-
-def _processor() -> str:
-    """What tells processors of different instruction sets apart."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
 def _build(path: Path) -> None:

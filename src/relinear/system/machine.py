@@ -11,16 +11,24 @@ from typing import Any
 
 import torch
 
-__all__ = ["PeakMemory", "describe_machine", "fast_bfloat16"]
+__all__ = ["PeakMemory", "cpu_features", "describe_machine", "fast_bfloat16"]
 
 
 @functools.cache
-def _cpu_flags() -> frozenset[str]:
+def _cpu_facts() -> dict[str, str]:
+    """What Linux says of the first processor, by name; nothing elsewhere."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return frozenset()
-    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
+        return {}
+    lines = (line.partition(":") for line in text.strip().partition("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in lines}
+
+
+def cpu_features() -> frozenset[str]:
+    """The instruction sets of the processor as Linux names them (``avx2``, ``amx_bf16``, ...); empty elsewhere."""
+    facts = _cpu_facts()
+    return frozenset((facts.get("flags") or facts.get("Features") or "").split())
 
 
 def fast_bfloat16(device: torch.device | str = "cpu") -> bool:
@@ -29,16 +37,8 @@ def fast_bfloat16(device: torch.device | str = "cpu") -> bool:
     if kind == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if kind == "cpu":
-        return bool(_cpu_flags() & {"amx_bf16", "avx512_bf16"}) or platform.machine() == "arm64"
+        return bool(cpu_features() & {"amx_bf16", "avx512_bf16"}) or platform.machine() == "arm64"
     return False
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def describe_machine() -> dict[str, Any]:
@@ -50,10 +50,10 @@ def describe_machine() -> dict[str, Any]:
 
     extensions = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
     return {
-        "processor": _cpu_name(),
+        "processor": _cpu_facts().get("model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "extensions": [flag for flag in extensions if flag in _cpu_flags()],
+        "extensions": [flag for flag in extensions if flag in cpu_features()],
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "system": platform.platform(),

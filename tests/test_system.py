@@ -1,0 +1,50 @@
+"""What is read of the machine."""
+
+from pathlib import Path
+
+import pytest
+
+from relinear.kernels import native
+from relinear.system import machine
+
+X86 = "processor\t: 0\nmodel name\t: Some CPU: fast\nflags\t\t: fpu avx2 amx_bf16\n\nprocessor\t: 1\nflags\t\t: none\n"
+ARM = "processor\t: 0\nFeatures\t: fp asimd bf16\n"
+
+
+@pytest.fixture
+def cpuinfo(monkeypatch):
+    """Puts a text in the place of /proc/cpuinfo; None for a system that has none."""
+
+    def put(text):
+        def read(path, **kwargs):
+            if text is None:
+                raise FileNotFoundError
+            return text
+
+        monkeypatch.setattr(Path, "read_text", read)
+        machine._cpu_facts.cache_clear()
+
+    yield put
+    machine._cpu_facts.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("text", "features"), [(X86, {"fpu", "avx2", "amx_bf16"}), (ARM, {"fp", "asimd", "bf16"}), (None, set())]
+)
+def test_features_of_the_processor(cpuinfo, text, features):
+    cpuinfo(text)
+    assert machine.cpu_features() == features
+
+
+def test_the_machine_is_described_also_where_little_is_known(cpuinfo):
+    cpuinfo(X86)
+    described = machine.describe_machine()
+    assert (described["processor"], described["extensions"]) == ("Some CPU: fast", ["avx2", "amx_bf16"])
+    cpuinfo(None)
+    assert machine.describe_machine()["processor"]
+
+
+def test_other_processors_have_kernels_of_their_own(monkeypatch):
+    before = native._library_path()
+    monkeypatch.setattr(native, "cpu_features", lambda: frozenset({"another"}))
+    assert native._library_path() != before
