@@ -1,4 +1,4 @@
-"""Inference through the cached dense matrix: the same outputs, and never a stale matrix."""
+"""Inference through the dense matrix that ``for_inference_`` keeps: the same outputs, and only there."""
 
 import copy
 
@@ -17,11 +17,11 @@ X = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
     params=[relinear.LowRank(rank=4), relinear.BlockHadamard(blocks=4), relinear.Monarch(blocks=4)], ids=str
 )
 def operator(request):
-    operator = request.param.build(16, 16).eval()
+    operator = relinear.for_inference_(request.param.build(16, 16))
     assert prefers_dense(request.param.kind, 16, 16, torch.float32, 5)
     with torch.no_grad():
         operator(X)
-    assert operator.__dict__["_dense_cache"] is not None
+    assert operator._kept.get("dense") is not None
     return operator
 
 
@@ -67,14 +67,21 @@ def test_an_optimiser_step_is_seen(operator):
     torch.testing.assert_close(cached(operator), structured(operator), atol=1e-4, rtol=1e-4)
 
 
-def test_training_and_copies_do_not_use_it(operator):
-    other = copy.deepcopy(operator)
-    assert other.__dict__["_dense_cache"] is None
-    assert not any("_dense" in key for key in operator.state_dict())
-    operator.train()
-    operator.__dict__["_dense_cache"] = None
-    cached(operator)
-    assert operator.__dict__["_dense_cache"] is None
+def test_only_where_it_was_asked_for(operator):
+    for other in (copy.deepcopy(operator), operator.config.build(16, 16).eval(), operator.train()):
+        cached(other)
+        assert other._kept is None
+
+
+@pytest.mark.parametrize("level", [torch.no_grad, torch.inference_mode])
+def test_what_is_kept_knows_nothing_of_autocast_and_inference_mode(operator, level):
+    before = cached(operator)
+    relinear.for_inference_(operator)
+    with torch.autocast("cpu", torch.bfloat16), level():
+        operator(X)
+    assert torch.equal(cached(operator), before)
+    weight, _ = operator._kept.get("dense")
+    assert not weight.is_inference()
 
 
 def test_the_table_keeps_large_layers_structured():
@@ -87,7 +94,7 @@ def test_the_table_keeps_large_layers_structured():
 @pytest.mark.parametrize("bias", [True, False])
 def test_single_tokens_in_half_precision_are_matrix_vector_products(bias, monkeypatch):
     monkeypatch.setattr(dense_cache, "VECTOR_ENTRIES", 1)
-    operator = relinear.LowRank(rank=4).build(12, 20, bias=bias, dtype=torch.bfloat16).eval()
+    operator = relinear.for_inference_(relinear.LowRank(rank=4).build(12, 20, bias=bias, dtype=torch.bfloat16))
     vectors = []
     monkeypatch.setattr(torch, "mv", lambda *a, mv=torch.mv: vectors.append(1) or mv(*a))
     monkeypatch.setattr(torch, "addmv", lambda *a, addmv=torch.addmv: vectors.append(1) or addmv(*a))

@@ -27,6 +27,7 @@ _LAZY = {
     "specialize": "relinear.models.specialize",
     "aux_losses": "relinear.core.aux",
     "context": "relinear.core.context",
+    "for_inference_": "relinear.core.inference",
     "Add": "relinear.core.latents",
     "Clamp": "relinear.core.latents",
     "Inject": "relinear.core.latents",

@@ -1,7 +1,7 @@
-"""Inference through a cached dense matrix, where that is the faster form of a linear operator.
+"""Inference through a dense matrix that is kept, where that is the faster form of a linear operator.
 
 A structured product has fewer FLOPs than a dense one and more operations. Below a certain size the operations cost
-more than the FLOPs saved; in inference the weights do not change, so there the dense matrix can be kept.
+more than the FLOPs saved; in inference with weights that stay (``relinear.for_inference_``) the matrix can be kept.
 """
 
 from __future__ import annotations
@@ -26,25 +26,24 @@ def dense_inference(
 ) -> Tensor | None:
     """``operator(x)`` through its dense matrix, or None where the structured form is to be used.
 
-    None in training, wherever gradients are recorded, off the CPU and inside ``torch.compile``. The matrix is built
-    once, and again as soon as a parameter was replaced or changed in place; a change that goes around torch's version
-    counters (``parameter.data.mul_(2)``) is seen after the next ``train()`` or ``eval()``.
+    None outside of ``relinear.for_inference_``, in training, wherever gradients are recorded, off the CPU and inside
+    ``torch.compile``.
 
     Args:
         operator: one with a context-free ``to_dense``.
         x: (..., in_features).
         prefers: says for a kind, in_features, out_features, dtype and number of tokens whether dense is faster.
     """
-    if operator.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not x.is_cpu:
+    cache = operator._kept
+    if cache is None or operator.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not x.is_cpu:
         return None
-    cache = operator._dense_cache
-    if cache is None:
-        cache = operator._dense_cache = ParameterCache([m._parameters for m in operator.modules()])
     # sizes up to a power of two, so that one decision serves many; a single token has a power of its own
     key = x.numel().bit_length(), x.dtype
     run = cache.get(key)
     if run is None:
-        run = cache.put(key, _form(operator, cache, x, prefers))
+        if not cache.opens():
+            return None
+        run = cache.keep(key, lambda: _form(operator, cache, x, prefers))
     return run(x)
 
 
@@ -54,8 +53,7 @@ def _form(operator: Operator, cache: ParameterCache, x: Tensor, prefers) -> Call
     tokens = ((1 << x.numel().bit_length()) - 1) // inputs
     if not prefers(operator.config.kind, inputs, outputs, x.dtype, tokens):
         return lambda x: None
-    dense = cache.get("dense")
-    weight, bias = cache.put("dense", dense_in_float32(operator)) if dense is None else dense
+    weight, bias = cache.get("dense") or cache.keep("dense", lambda: dense_in_float32(operator))
     halved = x.dtype == weight.dtype == torch.bfloat16
     if not (halved and tokens == 1 and weight.numel() >= VECTOR_ENTRIES):
         return lambda x: linear(x, weight, bias)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import Config
-from relinear.core.parameter_cache import ParameterCache
+from relinear.core.parameter_cache import CachingModule
 
 __all__ = [
     "Init",
@@ -111,7 +111,7 @@ class OperatorConfig(Config):
         return None
 
 
-class Operator(nn.Module):
+class Operator(CachingModule):
     """A module with the contract of ``nn.Linear``: (..., in_features) -> (..., out_features), never a tuple.
 
     Subclasses take ``(config, in_features, out_features, *, bias, device, dtype)``, create their parameters, call
@@ -119,7 +119,7 @@ class Operator(nn.Module):
     """
 
     #: attributes of the last forward (tensors with a graph): dropped on deepcopy and pickling
-    _transient: tuple[str, ...] = ("_aux_losses", "_dense_cache")
+    _transient: tuple[str, ...] = ("_aux_losses",)
     bias: nn.Parameter | None
     #: whether folding gives GPT-2's transposed Conv1D rather than nn.Linear
     replaces_conv1d: bool = False
@@ -130,7 +130,6 @@ class Operator(nn.Module):
         self.in_features = in_features
         self.out_features = out_features
         self._aux_losses: dict[str, Tensor] = {}
-        self._dense_cache: ParameterCache | None = None
 
     def reset_parameters(self) -> None:
         """Initialise every parameter from torch's global generator (in place, safe on meta)."""
@@ -173,11 +172,6 @@ class Operator(nn.Module):
             bias = dense_bias(linear)
             self.bias.copy_(bias) if bias is not None else self.bias.zero_()
 
-    def train(self, mode: bool = True) -> Self:
-        """As ``nn.Module.train``; also forgets what inference has cached of the parameters."""
-        self._dense_cache = None
-        return super().train(mode)
-
     def aux_losses(self) -> dict[str, Tensor]:
         """Weighted auxiliary losses (scalars, token means) of the last training forward, by name; {} in eval."""
         return self._aux_losses if self.training else {}
@@ -199,7 +193,7 @@ class Operator(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Tensors with a graph can be neither copied nor pickled, and belong to a forward that the copy never saw.
-        state = self.__dict__.copy()
+        state = super().__getstate__()
         for name in self._transient:
             if name in state:
                 state[name] = type(state[name])() if isinstance(state[name], dict) else None

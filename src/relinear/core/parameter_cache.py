@@ -2,60 +2,132 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["CachingModule", "ParameterCache"]
+__all__ = ["CachingModule", "ParameterCache", "ValueCache"]
 
 
 class ParameterCache:
-    """Values computed from parameters, dropped when one of these is replaced, changed in place or moved.
+    """Values computed from the parameters of a module that are promised not to change (``relinear.for_inference_``).
 
-    A change that goes around torch's version counters (``parameter.data.mul_(2)``) is not seen; modules drop their
-    cache in ``train()`` and ``eval()``.
+    What can be noticed at next to no cost drops them all the same: a parameter that was replaced, changed in place
+    under torch's version counter, or moved. Writes through ``.data`` and by fused optimisers are not noticed.
+
+    Several threads may read and fill it: values are only ever read beside the sources they were computed from.
 
     Args:
-        slots: the ``_parameters`` of every module whose parameters count.
+        owner: the module whose parameters count, with those of its children.
     """
 
-    def __init__(self, slots: Sequence[dict[str, nn.Parameter | None]]) -> None:
-        self.slots = slots
-        self.sources: list[tuple[dict[str, nn.Parameter | None], str, Tensor, int, int]] = []
-        self.values: dict[Hashable, Any] = {}
+    def __init__(self, owner: nn.Module) -> None:
+        self._owner = owner
+        #: (sources, values), replaced as a whole
+        self._state: tuple[list[tuple], dict[Hashable, Any]] | None = None
 
     def get(self, key: Hashable) -> Any:
         """The value at ``key``, or None where there is none that is still good."""
-        for slot, name, parameter, version, address in self.sources:
-            if slot[name] is not parameter or parameter._version != version or parameter.data_ptr() != address:
-                self.sources, self.values = [], {}
+        state = self._state
+        if state is None:
+            return None
+        for slot, name, parameter, version, address in state[0]:
+            if slot.get(name) is not parameter or parameter._version != version or parameter.data_ptr() != address:
+                self._state = None
                 return None
-        return self.values.get(key)
+        return state[1].get(key)
 
-    def put(self, key: Hashable, value: Any) -> Any:
-        """Keep ``value`` where changes of the parameters can be seen at all (inference tensors count no versions)."""
-        present = [(slot, name, p) for slot in self.slots for name, p in slot.items() if p is not None]
-        if not any(p.is_inference() for _, _, p in present):
-            self.sources = [(slot, name, p, p._version, p.data_ptr()) for slot, name, p in present]
-            self.values[key] = value
+    def opens(self) -> bool:
+        """Whether values may be kept at all: not of parameters on meta (offloaded), of a subclass, or under vmap."""
+        return all(_is_ordinary(parameter) for _, _, parameter in self._parameters())
+
+    def keep(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """``compute()``, kept at ``key``. Only where the cache ``opens``.
+
+        Computed without a graph, outside of inference mode and of autocast: it serves calls that are in neither.
+        """
+        state = self._state
+        if state is None:
+            # before the computation, so that a change during it is seen afterwards
+            state = self._state = [self._source(*given) for given in self._parameters()], {}
+        kind = next(self._owner.parameters()).device.type
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(kind, enabled=False):
+            value = compute()
+        state[1][key] = value
         return value
+
+    def _parameters(self) -> list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]:
+        slots = (module._parameters for module in self._owner.modules())
+        return [(slot, name, p) for slot in slots for name, p in slot.items() if p is not None]
+
+    def _source(self, slot: dict[str, nn.Parameter | None], name: str, parameter: nn.Parameter) -> tuple:
+        return slot, name, parameter, parameter._version, parameter.data_ptr()
+
+
+class ValueCache(ParameterCache):
+    """Values computed from few parameters, whose every number is compared before each use: no change goes unseen."""
+
+    def get(self, key: Hashable) -> Any:
+        state = self._state
+        if state is None:
+            return None
+        for slot, name, parameter, copy in state[0]:
+            same = slot.get(name) is parameter and parameter.dtype == copy.dtype and parameter.device == copy.device
+            if not (same and torch.equal(parameter, copy)):
+                self._state = None
+                return None
+        return state[1].get(key)
+
+    def _source(self, slot: dict[str, nn.Parameter | None], name: str, parameter: nn.Parameter) -> tuple:
+        return slot, name, parameter, parameter.detach().clone()
 
 
 class CachingModule(nn.Module):
-    """A module that keeps what it computes from its own parameters in ``_cache``; copies start with an empty one."""
+    """A module that can keep what it computes from its parameters, while ``relinear.for_inference_`` lasts.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._cache = ParameterCache([self._parameters])
+    ``_kept`` is None where it must not, as in every fresh module. Copies and pickles start with None; ``train()`` goes
+    back to it; ``eval()``, moves, casts and ``load_state_dict`` forget the values.
+    """
+
+    _kept: ParameterCache | None = None
+
+    def keep_for_inference(self, keep: bool) -> None:
+        """Start to keep values where ``ParameterCache.opens``, with none yet, or stop."""
+        cache = ParameterCache(self)
+        self._kept = cache if keep and cache.opens() else None
+
+    def _forget(self) -> None:
+        self.keep_for_inference(self._kept is not None)
 
     def train(self, mode: bool = True) -> Self:
-        self._cache = ParameterCache([self._parameters])
-        return super().train(mode)
+        super().train(mode)
+        self.keep_for_inference(self._kept is not None and not mode)
+        return self
 
-    def __getstate__(self):
-        return {key: value for key, value in self.__dict__.items() if key != "_cache"}
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self._forget()
+        return self
 
-    def __setstate__(self, state):
-        super().__setstate__(state)
-        self._cache = ParameterCache([self._parameters])
+    def _load_from_state_dict(self, *args, **kwargs) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._forget()
+
+    def _replicate_for_data_parallel(self):
+        replica = super()._replicate_for_data_parallel()  # shares all attributes, on another device
+        replica._kept = None
+        return replica
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_kept": None}
+
+
+def _is_ordinary(parameter: Tensor) -> bool:
+    return (
+        type(parameter) in (Tensor, nn.Parameter)
+        and not parameter.is_meta
+        and not parameter.is_inference()  # counts no versions
+        and not torch._C._functorch.is_functorch_wrapped_tensor(parameter)
+    )

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from relinear.core.inference import keeping_for_inference
+
 __all__ = ["Lambada", "Perplexity", "lambada", "lm_eval", "perplexity"]
 
 _IGNORED = -100
@@ -187,11 +189,11 @@ def _check_positive(**values: int | None) -> None:
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[torch.device]:
-    """Eval mode without gradients; gives the model's device and puts the modes of all modules back."""
+    """Eval mode without gradients, with weights that stay; gives the model's device and puts everything back."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), keeping_for_inference(model):
             yield next(model.parameters()).device
     finally:
         for module, training in modes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import ClassVar, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from relinear.clifford.blades import device_table
 from relinear.core.config import check_at_least, check_choice, check_type, register
 from relinear.core.dense_cache import dense_inference
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, ParamRole
-from relinear.core.parameter_cache import CachingModule
+from relinear.core.parameter_cache import CachingModule, ParameterCache, ValueCache
 from relinear.functional.rotor import branch_permutation, nearest_kronecker, rotor_layer, window_count, window_size
 from relinear.kernels.choice import dense_cost, factored_cost
 from relinear.kernels.chunks import CHUNK_BYTES
@@ -51,6 +51,7 @@ class SandwichSum(CachingModule):
     left: nn.Parameter
     right: nn.Parameter | None
     scale: nn.Parameter | None
+    _known: ValueCache | None = None
 
     def __init__(self, config: Rotor, in_features: int, out_features: int, window: int, terms: int, device, dtype):
         super().__init__()
@@ -141,32 +142,52 @@ class SandwichSum(CachingModule):
         return factored_cost(*sizes, math.prod(self.counts), self.flops_per_token(), blade, tokens, _tiled(dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or (
-            torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
-        ):
-            left, right = self.factors()
-            return self.apply_factors(x, left.to(x.dtype), right.to(x.dtype))
-        # tokens up to a power of two, so that one decision serves many sizes of input
-        key = (x.numel() // self.in_features).bit_length(), x.dtype
-        run = self._cache.get(key)
-        if run is None:
-            run = self._cache.put(key, self._inference((1 << key[0]) - 1, x.dtype, x.device))
-        return run(x)
+        run, cache = None, self._cache_for(x)
+        if cache is not None:
+            # tokens up to a power of two, so that one decision serves many sizes of input
+            key = (x.numel() // self.in_features).bit_length(), x.dtype
+            run = cache.get(key)
+            if run is None and cache.opens():
+                run = cache.keep(key, lambda: self._inference(cache, (1 << key[0]) - 1, x.dtype, x.device))
+        if run is not None:
+            return run(x)
+        left, right = self.factors()
+        return self.apply_factors(x, left.to(x.dtype), right.to(x.dtype))
 
-    @torch.no_grad()
-    def _inference(self, tokens: int, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor]:
+    def _cache_for(self, x: Tensor) -> ParameterCache | None:
+        """Where what depends on parameters alone is kept, if it may be.
+
+        Outside of ``relinear.for_inference_`` that is by value: beside exponentials of matrices it takes no time to
+        compare the few parameters that they come from. On a GPU it would, as that waits for the device.
+        """
+        if self.training or torch.compiler.is_compiling():
+            return None
+        if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
+            return None
+        if self._kept is None and self._known is None and self.left.is_cpu:
+            self._known = ValueCache(self)
+        return self._kept or self._known
+
+    def keep_for_inference(self, keep: bool) -> None:
+        super().keep_for_inference(keep)
+        self._known = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_known": None}
+
+    def _inference(
+        self, cache: ParameterCache, tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Tensor], Tensor]:
         """The map with everything that depends on parameters computed beforehand, the faster way."""
         dense = dense_cost(self.in_features, self.out_features, tokens, dtype.itemsize, _tiled(dtype))
         if device.type == "cpu" and dense < self.factored_cost(tokens, dtype):
-            weight = self._cache.get(("dense", dtype))
+            weight = cache.get(("dense", dtype))
             if weight is None:
-                weight = self._cache.put(("dense", dtype), self.dense().to(dtype).contiguous())
+                weight = cache.keep(("dense", dtype), lambda: self.dense().to(dtype).contiguous())
             return lambda x: torch.nn.functional.linear(x, weight)
-        factors = self._cache.get(("factors", dtype))
-        if factors is None:
-            computed = tuple(factor.to(dtype).contiguous() for factor in self.factors())
-            factors = self._cache.put(("factors", dtype), computed)
-        left, right = factors
+        left, right = cache.get(("factors", dtype)) or cache.keep(
+            ("factors", dtype), lambda: tuple(factor.to(dtype).contiguous() for factor in self.factors())
+        )
         small = tokens * self.window * dtype.itemsize <= CHUNK_BYTES // 2
         one = (
             math.prod(self.counts) == 1 and left.shape[3] == 1 and self.in_features == self.out_features == self.window

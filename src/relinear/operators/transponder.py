@@ -105,16 +105,19 @@ class Modulator(CachingModule, _Alphas):
 
     def _folded(self) -> tuple[Tensor | None, Tensor | None]:
         """Both B with their alphas inside, in float32 at least: for one token casts would cost more than gates."""
-        folded = self._cache.get("folded")
-        if folded is None:
-            ups = self.channel_up, self.scalar_up
-            alphas = self._alpha("channel_log_alpha"), self._alpha("scalar_log_alpha")
-            wide = torch.promote_types(self.down.dtype, torch.float32)
-            channel, scalar = (up if up is None else alpha * up.to(wide) for up, alpha in zip(ups, alphas, strict=True))
-            # in the layout that the kernels read
-            folded = None if channel is None else channel.T.contiguous().T, scalar
-            self._cache.put("folded", folded)
-        return folded
+        cache = None if self.training else self._kept
+        folded = None if cache is None else cache.get("folded")
+        if folded is not None:
+            return folded
+        return self._fold() if cache is None or not cache.opens() else cache.keep("folded", self._fold)
+
+    def _fold(self) -> tuple[Tensor | None, Tensor | None]:
+        ups = self.channel_up, self.scalar_up
+        alphas = self._alpha("channel_log_alpha"), self._alpha("scalar_log_alpha")
+        wide = torch.promote_types(self.down.dtype, torch.float32)
+        channel, scalar = (up if up is None else alpha * up.to(wide) for up, alpha in zip(ups, alphas, strict=True))
+        # in the layout that the kernels read
+        return None if channel is None else channel.T.contiguous().T, scalar
 
     def gates_of(self, x: Tensor) -> dict[str, Tensor]:
         """The gates for the input x (..., I): "channel" (..., O) and "scalar" (..., 1), in float32 at least."""

@@ -1,0 +1,288 @@
+"""No forward pass computes from weights of earlier, and ``for_inference_`` keeps what it says, as long as it says."""
+
+from __future__ import annotations
+
+import copy
+import io
+from concurrent.futures import ThreadPoolExecutor
+
+import accelerate
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+import relinear
+from conftest import make_tiny_llama
+from relinear.core.inference import keeping_for_inference
+from relinear.core.parameter_cache import CachingModule
+from test_conformance import assert_close, build, call, every_case, given, inputs
+
+TOLERANCE = 1e-5
+
+
+@torch.no_grad()
+def infer(module: nn.Module, case, leading=(5,)) -> Tensor:
+    return call(module, *inputs(case, leading))
+
+
+@torch.no_grad()
+def expected(module: nn.Module, case, leading=(5,)) -> Tensor:
+    """What a layer says that has just been made and given these weights."""
+    fresh = case.config.build(module.in_features, module.out_features).eval()
+    fresh.load_state_dict(module.state_dict())
+    return call(fresh, *inputs(case, leading))
+
+
+def backward(module: nn.Module, case) -> None:
+    call(module, *inputs(case)).square().mean().backward()
+
+
+def stepping(make):
+    def change(module, case):
+        optimizer = make(module.parameters())
+        backward(module, case)
+        optimizer.step()
+        return module
+
+    return change
+
+
+def write_data(module, case):
+    for parameter in module.parameters():
+        parameter.data.mul_(1.7)
+    return module
+
+
+def load_assigned(module, case):
+    module.load_state_dict({name: 1.5 * value for name, value in module.state_dict().items()}, assign=True)
+    return module
+
+
+def load_averages(module, case):
+    """The averages of ``AveragedModel``, written over the weights as EMA classes do it (``copy_to``)."""
+    average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    average.update_parameters(module)  # the first takes the weights over
+    average.update_parameters(write_data(copy.deepcopy(module), case))
+    for parameter, mean in zip(module.parameters(), average.module.parameters(), strict=True):
+        parameter.data.copy_(mean.data)
+    return module
+
+
+CHANGES = {
+    "fused": stepping(lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True)),
+    "foreach": stepping(lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True)),
+    "fused_sgd": stepping(lambda parameters: torch.optim.SGD(parameters, lr=10.0, fused=True)),
+    "sgd": stepping(lambda parameters: torch.optim.SGD(parameters, lr=10.0)),
+    "data": write_data,
+    "assign": load_assigned,
+    "ema": load_averages,
+}
+
+every_change = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+
+
+@every_case
+@every_change
+@pytest.mark.parametrize("modes", ["eval", "toggled"])
+def test_inference_after_a_change_of_weights(case, change, modes) -> None:
+    module = build(case).eval()
+    before = {leading: infer(module, case, leading) for leading in ((5,), (1,), (5,))}
+    if modes == "toggled":
+        change(module.train(), case).eval()
+    else:
+        change(module, case)
+    for leading, earlier in before.items():
+        now = infer(module, case, leading)
+        assert_close(now, expected(module, case, leading), TOLERANCE)
+        assert (now - earlier).norm() > 1e-3 * earlier.norm()
+
+
+@every_case
+def test_inference_of_an_average_of_weights(case) -> None:
+    module = build(case).eval()
+    average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5)).eval()
+    average.update_parameters(module)
+    infer(average.module, case)
+    average.update_parameters(write_data(module, case))
+    assert_close(infer(average.module, case), expected(average.module, case), TOLERANCE)
+
+
+def trained(case, run) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of some steps, each through ``run(module, x)``, and the weights after them."""
+    module = build(case).train()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.02, fused=True)
+    x, context = inputs(case)
+    losses = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        with given(context):
+            loss = run(module, x.clone().requires_grad_()).square().mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, module.state_dict()
+
+
+@every_case
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non_reentrant"])
+def test_training_under_checkpointing(case, reentrant: bool) -> None:
+    plain, weights = trained(case, lambda module, x: module(x))
+    losses, found = trained(case, lambda module, x: checkpoint(module, x, use_reentrant=reentrant))
+    assert losses == pytest.approx(plain, rel=1e-5)
+    assert len(set(losses)) == len(losses)
+    for name, value in weights.items():
+        assert_close(found[name], value, 1e-4)
+
+
+# Kept, because the user asked for it
+
+
+def caching(module: nn.Module) -> list[CachingModule]:
+    return [m for m in module.modules() if isinstance(m, CachingModule)]
+
+
+def keeps(module: nn.Module) -> bool:
+    return any(m._kept is not None for m in caching(module))
+
+
+@every_case
+@pytest.mark.parametrize("leading", [(1,), (5,), (2, 3)], ids=str)
+def test_the_same_outputs_while_weights_are_promised(case, leading) -> None:
+    module = build(case).eval()
+    want = infer(module, case, leading)
+    assert relinear.for_inference_(module) is module
+    for _ in range(2):
+        assert_close(infer(module, case, leading), want, TOLERANCE)
+    assert_close(call(module, *inputs(case, leading)).detach(), want, TOLERANCE)
+
+
+def end_by_training(module: nn.Module) -> None:
+    module.train()
+    assert not keeps(module)
+    module.eval()
+
+
+@every_case
+@every_change
+@pytest.mark.parametrize(
+    "end", [end_by_training, lambda module: relinear.for_inference_(module, False)], ids=["train", "False"]
+)
+def test_the_promise_ends(case, change, end) -> None:
+    module = relinear.for_inference_(build(case))
+    infer(module, case)
+    end(module)
+    assert not keeps(module)
+    change(module, case)
+    assert_close(infer(module, case), expected(module, case), TOLERANCE)
+
+
+@every_case
+@every_change
+def test_another_call_after_a_change(case, change) -> None:
+    module = relinear.for_inference_(build(case))
+    infer(module, case)
+    relinear.for_inference_(change(module, case))
+    assert_close(infer(module, case), expected(module, case), TOLERANCE)
+
+
+@every_case
+def test_gradients_are_those_of_the_weights_as_they_are(case) -> None:
+    module = relinear.for_inference_(build(case))
+    infer(module, case)
+    write_data(module, case)
+    assert_close(call(module, *inputs(case)).detach(), expected(module, case), TOLERANCE)
+
+
+@every_case
+def test_copies_and_files_hold_nothing_of_it(case, tmp_path) -> None:
+    module = build(case).eval()
+    names = set(module.state_dict())
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    size = len(buffer.getvalue())
+    relinear.for_inference_(module)
+    infer(module, case)
+    assert set(module.state_dict()) == names
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    assert len(buffer.getvalue()) <= size + 256
+    buffer.seek(0)
+    for other in (copy.deepcopy(module), torch.load(buffer, weights_only=False)):
+        assert not keeps(other)
+        write_data(other, case)
+        assert_close(infer(other, case), expected(other, case), TOLERANCE)
+    assert_close(infer(module, case), expected(module, case), TOLERANCE)
+
+
+@every_case
+@pytest.mark.parametrize("promised", [True, False])
+def test_threads_share_a_model(case, promised: bool) -> None:
+    module = build(case).eval()
+    leadings = [(1,), (5,), (2, 3), (40,)]
+    want = {leading: infer(module, case, leading) for leading in leadings}
+
+    def work(turn: int) -> None:
+        for step in range(12):
+            leading = leadings[(turn + step) % len(leadings)]
+            assert_close(infer(module, case, leading), want[leading], TOLERANCE)
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            relinear.for_inference_(module, promised)
+            list(pool.map(work, range(4)))
+
+
+def test_a_part_of_a_model_goes_back_to_training() -> None:
+    model = make_tiny_llama()
+    relinear.replace_(model, {"q_proj": relinear.LowRank(rank=4)}, init="fresh")
+    relinear.for_inference_(model)
+    first, second = (layer.self_attn.q_proj for layer in model.model.layers)
+    first.train()
+    assert not keeps(first)
+    assert keeps(second)
+
+
+def test_code_that_owns_the_weights_leaves_things_as_they_were() -> None:
+    module = relinear.Rotor().build(16, 16)
+    with keeping_for_inference(module):
+        assert keeps(module)
+        assert module.training
+    assert not keeps(module)
+    relinear.for_inference_(module)
+    with keeping_for_inference(module):
+        pass
+    assert keeps(module)
+
+
+def test_only_modules() -> None:
+    with pytest.raises(ValueError, match="expects a module, got dict"):
+        relinear.for_inference_({})
+
+
+@pytest.mark.parametrize("first", ["offloaded", "promised"])
+@pytest.mark.parametrize("config", [relinear.LowRank(rank=4), relinear.Rotor(depth=0, width=1)], ids=lambda c: c.kind)
+def test_offloaded_models(first, config) -> None:
+    model = make_tiny_llama()
+    relinear.replace_(model, {"q_proj": config}, init="fresh")
+    ids = torch.randint(96, (2, 7))
+    with torch.no_grad():
+        want = model(ids).logits
+        if first == "promised":
+            relinear.for_inference_(model)
+            model(ids)
+        accelerate.cpu_offload(model, execution_device="cpu")
+        if first == "offloaded":
+            relinear.for_inference_(model)
+            assert not keeps(model)
+        for _ in range(2):
+            torch.testing.assert_close(model(ids).logits, want)
+
+
+@every_case
+def test_on_meta_nothing_is_kept(case) -> None:
+    with torch.device("meta"):
+        module = case.config.build(*case.shapes[0])
+    assert not keeps(relinear.for_inference_(module))
