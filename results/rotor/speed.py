@@ -104,7 +104,7 @@ def main() -> None:
                 dense = torch.nn.Linear(width, width, bias=False, dtype=dtype)
                 for basis in ("spinor", "blade"):
                     ours = relinear.Rotor(width=1, depth=0, basis=basis).build(width, width, bias=False, dtype=dtype)
-                    ours.eval()
+                    relinear.for_inference_(ours)
                     with torch.no_grad():
                         exact = ours.to_dense().double() @ x[:4].double().T
                         error = (ours(x[:4]).double().T - exact).norm() / exact.norm()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from relinear.bench.timing import Timing, interleave
+from relinear.core.inference import for_inference_
 from relinear.core.operator import OperatorConfig
 from relinear.models import from_preset, preset_names
 from relinear.surgery.plan import replace_
@@ -34,6 +35,7 @@ class ModelMeasurement:
     batch_size: int
     dtype: str
     compiled: bool
+    for_inference: bool
     parameters: int
     tokens_per_second: float
     speedup: float
@@ -65,8 +67,8 @@ def _training_step(
     return step
 
 
-def _decoding(model: Any, ids: torch.Tensor, new_tokens: int) -> Callable[[], object]:
-    model.eval()
+def _decoding(model: Any, ids: torch.Tensor, new_tokens: int, for_inference: bool) -> Callable[[], object]:
+    for_inference_(model.eval(), for_inference)
     model.generation_config.eos_token_id = None
 
     def decode() -> object:
@@ -87,6 +89,7 @@ def bench_models(
     compiled: bool = False,
     prepare: Callable[[nn.Module], None] | None = None,
     new_tokens: int = 32,
+    for_inference: bool = True,
     rounds: int = 7,
     learning_rate: float = 1e-4,
     overrides: Mapping[str, Any] | None = None,
@@ -103,6 +106,7 @@ def bench_models(
         compiled: run the training step through ``torch.compile``.
         prepare: called on each variant after the surgery (to attach a context manager, say).
         new_tokens: tokens to generate for "decode".
+        for_inference: decode after ``relinear.for_inference_``.
         rounds: how often each takes its turn.
         learning_rate: of the AdamW steps; small, so that the work stays the same.
         overrides: fields of the preset's config to change.
@@ -126,7 +130,7 @@ def bench_models(
         if passed == "step":
             calls[name] = _training_step(model, ids, None if dtype == torch.float32 else dtype, compiled, learning_rate)
         else:
-            calls[name] = _decoding(model.to(dtype), ids, new_tokens)
+            calls[name] = _decoding(model.to(dtype), ids, new_tokens, for_inference)
     timings = interleave(calls, "dense", rounds=rounds, min_seconds=0.0, warmup=2)
     tokens = batch_size * (sequence_length if passed == "step" else new_tokens)
     return [
@@ -138,6 +142,7 @@ def bench_models(
             batch_size=batch_size,
             dtype=str(dtype).removeprefix("torch."),
             compiled=compiled,
+            for_inference=passed == "decode" and for_inference,
             parameters=parameters[name],
             **_speed(timings[name], tokens),
         )
@@ -164,6 +169,7 @@ def run_model_bench(
     dtypes: Sequence[torch.dtype] = (torch.float32,),
     sequence_length: int = 512,
     batch_size: int = 1,
+    for_inference: bool = True,
     rounds: int = 7,
     allocator: Mapping[str, int] | None = None,
     report: Callable[[str], None] = lambda line: None,
@@ -173,7 +179,7 @@ def run_model_bench(
     Operators that read a context get a context manager of the width that they ask for.
 
     Args:
-        preset, variants, sequence_length, batch_size, rounds: see ``bench_models``.
+        preset, variants, sequence_length, batch_size, for_inference, rounds: see ``bench_models``.
         out_dir: where to write.
         passes: of "step" and "decode".
         modes: of "eager" and "compiled".
@@ -209,6 +215,7 @@ def run_model_bench(
             dtype=dtype,
             compiled=mode == "compiled",
             prepare=_attach_contexts,
+            for_inference=for_inference,
             rounds=rounds,
         )
         rows += [m.to_dict() for m in measured]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from relinear.bench.peers import PEERS
 from relinear.bench.roofline import Roofline
 from relinear.bench.timing import Timing, interleave, peak_memory
+from relinear.core.inference import for_inference_
 from relinear.core.operator import Operator, OperatorConfig
 
 __all__ = ["DENSE", "MODES", "PASSES", "TOLERANCES", "Case", "Measurement", "bench_case", "cases"]
@@ -30,7 +31,12 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One cell of the table: all but the contender. ``passed``: "forward" (inference) or "step" (with backward)."""
+    """One cell of the table: all but the contender.
+
+    Args:
+        passed: "forward" (inference) or "step" (with backward).
+        for_inference: whether inference is that of ``relinear.for_inference_``.
+    """
 
     in_features: int
     out_features: int
@@ -38,10 +44,13 @@ class Case:
     dtype: torch.dtype
     mode: str
     passed: str
+    for_inference: bool = True
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.in_features} -> {self.out_features}, {self.tokens} tokens, {dtype}, {self.mode}, {self.passed}"
+        kept = " (for_inference_)" if self.passed == "forward" and self.for_inference else ""
+        sizes = f"{self.in_features} -> {self.out_features}, {self.tokens} tokens"
+        return f"{sizes}, {dtype}, {self.mode}, {self.passed}{kept}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +81,11 @@ def cases(
     dtypes: Iterable[torch.dtype],
     modes: Iterable[str] = MODES,
     passes: Iterable[str] = PASSES,
+    for_inference: bool = True,
 ) -> list[Case]:
     """Every combination, as cases."""
     return [
-        Case(i, o, n, dtype, mode, passed)
+        Case(i, o, n, dtype, mode, passed, for_inference and passed == "forward")
         for (i, o), dtype, mode, passed, n in itertools.product(shapes, dtypes, modes, passes, tokens)
     ]
 
@@ -110,7 +120,7 @@ def _given(values: Tensor | None, dtype: torch.dtype) -> contextlib.AbstractCont
 @torch.no_grad()
 def _relative_error(module: nn.Module, case: Case) -> float:
     """Error of the inference forward against a float64 copy: the gate that a contender passes before it is timed."""
-    module.eval()
+    for_inference_(module.eval(), case.for_inference)
     x = torch.randn(min(case.tokens, 64), case.in_features).to(case.dtype)
     values = _context_values([module], x.shape[0])
     with _given(values, case.dtype):
@@ -127,7 +137,7 @@ def _call(module: nn.Module, case: Case) -> Callable[[], object]:
     x = torch.randn(case.tokens, case.in_features).to(case.dtype)
     run = torch.compile(module, dynamic=False) if case.mode == "compiled" else module
     if case.passed == "forward":
-        module.eval()
+        for_inference_(module.eval(), case.for_inference)
 
         def forward() -> object:
             with torch.no_grad():

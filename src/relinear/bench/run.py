@@ -58,6 +58,7 @@ class BenchSettings(BaseModel):
     dtypes: tuple[str, ...] = ("fp32", "bf16")
     modes: tuple[str, ...] = MODES
     passes: tuple[str, ...] = PASSES
+    for_inference: bool = Field(default=True, description="inference as after relinear.for_inference_")
     peers: bool = True
     untuned: bool = Field(default=True, description="also time eager layers with an untouched allocator")
     rounds: int = Field(default=11, ge=3)
@@ -98,7 +99,8 @@ def _measure(settings: BenchSettings, report: Callable[[str], None]) -> dict[str
     roofs = {dtype: measure_roofline(dtype) for dtype in dtypes}
     operators = settings.parsed_operators()
     rows: list[dict[str, Any]] = []
-    todo = cases(settings.parsed_shapes(), settings.tokens, dtypes, settings.modes, settings.passes)
+    every = settings.parsed_shapes(), settings.tokens, dtypes, settings.modes, settings.passes
+    todo = cases(*every, settings.for_inference)
     for number, case in enumerate(todo, 1):
         report(f"{number}/{len(todo)}  {case}")
         # Peers are written for eager float32 and bfloat16 alike; compiled they would measure the compiler.

@@ -25,6 +25,9 @@ def command(
     passes: Annotated[str | None, typer.Option(help="forward, step or both; of a model step, decode.")] = None,
     sequence_length: Annotated[int, typer.Option(min=2, help="Of --model.")] = 512,
     batch_size: Annotated[int, typer.Option(min=1, help="Of --model.")] = 1,
+    for_inference: Annotated[
+        bool, typer.Option(help="Let layers keep what they compute from weights, in forward and decode.")
+    ] = True,
     peers: Annotated[bool, typer.Option(help="Also time named peers (PEFT's adapters, published forms).")] = True,
     untuned: Annotated[bool, typer.Option(help="Also time without the allocator's thresholds raised.")] = True,
     rounds: Annotated[int | None, typer.Option(help="How often each contender takes its turn.")] = None,
@@ -33,6 +36,7 @@ def command(
     """Time layers against dense nn.Linear in one process; figures are ratios of time, below 1 is faster.
 
     A contender whose output is off is reported and not timed. In brackets: without the allocator's thresholds raised.
+    Inference is that of relinear.for_inference_, unless --no-for-inference asks for weights read at every call.
 
     With --model, training steps and decoding of a stock model, with and without each --operator, which may say where
     it goes: PATTERN=KIND:KEY=VALUE.
@@ -49,7 +53,7 @@ def command(
 
     if model is not None:
         _whole_models(model, operators, out, {"shapes": shapes, "tokens": tokens}, split(dtypes), split(modes),
-                      split(passes), sequence_length, batch_size, rounds, threads)  # fmt: skip
+                      split(passes), sequence_length, batch_size, for_inference, rounds, threads)  # fmt: skip
         return
     settings = BenchSettings.model_validate(
         set_if_given(
@@ -64,7 +68,7 @@ def command(
                 "threads": threads,
             }
         )
-        | {"peers": peers, "untuned": untuned}
+        | {"for_inference": for_inference, "peers": peers, "untuned": untuned}
     )
     from rich.console import Console
     from rich.table import Table
@@ -88,12 +92,25 @@ def command(
     roofs = ", ".join(
         f"{r['dtype']} {r['gemm'] / 1e9:.0f} GFLOP/s, {r['copy'] / 1e9:.1f} GB/s" for r in result["roofline"]
     )
+    if "forward" in settings.passes:
+        print(f"forward: {_inference(for_inference)}")
     print(f"machine: {roofs}; allocator: {result['allocator'] or 'untouched'}")
     print(f"written: {out / 'bench.json'}, {out / 'bench.png'}")
 
 
 def _whole_models(
-    preset, operators, out, of_layers, dtypes, modes, passes, sequence_length, batch_size, rounds, threads
+    preset,
+    operators,
+    out,
+    of_layers,
+    dtypes,
+    modes,
+    passes,
+    sequence_length,
+    batch_size,
+    for_inference,
+    rounds,
+    threads,
 ):
     import torch
     from rich.console import Console
@@ -127,6 +144,7 @@ def _whole_models(
             dtypes=[DTYPES[name] for name in dtypes],
             sequence_length=sequence_length,
             batch_size=batch_size,
+            for_inference=for_inference,
             rounds=rounds or 7,
             allocator=tune_allocator(),
             report=status.update,
@@ -137,5 +155,15 @@ def _whole_models(
         cells = f"{row['parameters']:,}", row["dtype"], mode, row["passed"], f"{row['tokens_per_second']:,.0f}"
         shown.add_row(row["variant"], *cells, f"{row['speedup']:.2f}")
     Console(width=max(Console().width, 110)).print(shown)
+    if "decode" in passes:
+        print(f"decode: {_inference(for_inference)}")
     print(f"speed is relative to the stock model, above 1 is faster; allocator: {result['allocator'] or 'untouched'}")
     print(f"written: {out / 'models.json'}")
+
+
+def _inference(kept: bool) -> str:
+    return (
+        "inference after relinear.for_inference_: layers keep what they compute from their weights"
+        if kept
+        else "inference that reads the weights at every call, without relinear.for_inference_"
+    )

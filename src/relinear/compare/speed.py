@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from relinear.core.inference import for_inference_
 from relinear.train.optim import build_optimizer
 from relinear.train.run import build_model
 from relinear.train.settings import TrainSettings
@@ -46,8 +47,8 @@ class _Subject:
 
     @torch.no_grad()
     def inference(self) -> None:
-        if self.model.training:  # eval() also makes operators forget what they have prepared
-            self.model.eval()
+        if self.model.training:
+            for_inference_(self.model)
         with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.autocast):
             self.model(input_ids=self.ids)
 
@@ -75,6 +76,8 @@ def measure_speed(
     on_progress: Callable[[dict[str, Any]], None] = lambda progress: None,
 ) -> dict[str, dict[str, Any]]:
     """Tokens per second of training steps and of inference passes (whole sequences), and their ratios.
+
+    Inference is that of ``relinear.for_inference_``.
 
     Every round times every model once, so that what slows the machine slows all of them; a ratio is the median over
     rounds of (time of the reference / time of the model) in the same round.
