@@ -197,6 +197,27 @@ def test_gradients_are_those_of_the_weights_as_they_are(case) -> None:
 
 
 @every_case
+def test_other_parameters_for_one_call(case) -> None:
+    module = relinear.for_inference_(build(case))
+    x, context = inputs(case)
+    want = infer(module, case)
+    others = {name: 1.3 * value for name, value in module.state_dict().items()}
+    fresh = case.config.build(module.in_features, module.out_features).eval()
+    fresh.load_state_dict(others)
+    with torch.no_grad(), given(context):
+        for _ in range(2):
+            assert_close(torch.func.functional_call(module, others, (x,)), infer(fresh, case), TOLERANCE)
+            assert_close(module(x), want, TOLERANCE)
+
+
+@every_case
+def test_compiled(case) -> None:
+    module = relinear.for_inference_(build(case))
+    want = infer(module, case)
+    assert_close(infer(torch.compile(module, fullgraph=True, backend="eager"), case), want, TOLERANCE)
+
+
+@every_case
 def test_copies_and_files_hold_nothing_of_it(case, tmp_path) -> None:
     module = build(case).eval()
     names = set(module.state_dict())

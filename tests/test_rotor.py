@@ -157,3 +157,34 @@ def test_no_wide_matrix_is_built_in_training(monkeypatch):
     with Watch():
         module(torch.randn(2, 2048)).sum().backward()
     assert largest <= 55 * 64 * 64  # the generators of the rotors; a 2048 x 2048 matrix has twenty times as many
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (24, 40), (8, 17)], ids=str)
+@pytest.mark.parametrize("settings", [{"width": 2}, {"width": 1, "basis": "blade"}, {"terms": "kronecker"}], ids=str)
+def test_gradients_that_are_expanded(settings, shape):
+    """``y.sum()`` and ``y.mean(0)`` hand on gradients with strides of zero, ``y.T`` transposed ones."""
+    module = relinear.Rotor(depth=0, **settings).build(*shape, dtype=D)
+    x = torch.randn(600, shape[0], dtype=D, requires_grad=True)
+    column, row = torch.randn(600, 1, dtype=D), torch.randn(shape[1], dtype=D)
+    wanted = [x, *module.parameters()]
+    for grad in (
+        torch.ones((), dtype=D).expand(600, shape[1]),
+        column.expand(-1, shape[1]),
+        row.expand(600, -1),
+        torch.randn(shape[1], 600, dtype=D).T,
+    ):
+        found = torch.autograd.grad(module(x), wanted, grad)
+        expected = torch.autograd.grad(module(x), wanted, grad.clone(memory_format=torch.contiguous_format))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_batched_products_of_an_expanded_gradient_are_contiguous(monkeypatch):
+    given = []
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *a, **k: given.append([m.stride() for m in a]) or bmm(*a, **k))
+    y = relinear.Rotor(depth=0, width=2).build(64, 64)(torch.randn(7, 64))
+    given.clear()
+    y.sum().backward()
+    assert len(given) == 4  # two products a term
+    assert all(0 not in strides[-2:] for pair in given for strides in pair)

@@ -94,12 +94,16 @@ def _add_gradients(
     for chunk in chunks:
         count = chunk.stop - chunk.start
         written = set()
+        ready, out = -1, grad
         for at in _terms(left):
             _, o, i = at
             b = right[at]
             source = _rows(x[chunk, i], columns)
             half = (source @ b.mT).view(count, rows, size // rows)
-            out = grad[chunk, o].reshape(count, rows, size // rows)
+            if o != ready:
+                # an expanded gradient (that of a sum) takes batched products several times as long; this is a view
+                # where it is contiguous, and else one copy of the portion for all terms
+                ready, out = o, grad[chunk, o].reshape(count, rows, size // rows).contiguous()
             # token by token, then the sum: on a CPU faster than transposed copies and one long product
             grad_left[at] += torch.bmm(out, half.mT).sum(0)
             grad_half = torch.bmm(factors[at][:count], out).view(-1, columns)
