@@ -22,6 +22,10 @@ from test_conformance import assert_close, build, call, every_case, given, input
 TOLERANCE = 1e-5
 
 
+class Rows(list, torch.utils.data.Dataset):
+    """A data set of the rows in a list."""
+
+
 @torch.no_grad()
 def infer(module: nn.Module, case, leading=(5,)) -> Tensor:
     return call(module, *inputs(case, leading))
@@ -276,6 +280,24 @@ def test_code_that_owns_the_weights_leaves_things_as_they_were() -> None:
     with keeping_for_inference(module):
         pass
     assert keeps(module)
+
+
+def test_perplexity_keeps_and_forgets() -> None:
+    model = make_tiny_llama()
+    relinear.replace_(model, {"q_proj": relinear.LowRank(rank=4)}, init="fresh")
+    ids = torch.randint(96, (24,))
+    data = Rows([{"input_ids": ids, "labels": ids}])
+    during = []
+    model.register_forward_pre_hook(lambda module, args: during.append(keeps(module)))
+    before = relinear.perplexity(model, data)
+    assert during == [True]
+    assert not keeps(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    model(input_ids=ids[None], labels=ids[None]).loss.backward()
+    optimizer.step()
+    after = relinear.perplexity(model, data)
+    assert after.loss == pytest.approx(model(input_ids=ids[None], labels=ids[None]).loss.item(), rel=1e-4)
+    assert after.loss != before.loss
 
 
 def test_only_modules() -> None:

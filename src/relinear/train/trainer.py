@@ -24,6 +24,7 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from relinear.core.aux import aux_losses, operator_metrics, share_of_batch
+from relinear.core.inference import keeping_for_inference
 from relinear.core.record import sync_record
 from relinear.system.machine import fast_bfloat16
 from relinear.train.optim import build_optimizer, build_schedule
@@ -277,7 +278,8 @@ class RelinearTrainer(Trainer):
         was_training = model.training
         model.eval()
         sums = torch.zeros(2, dtype=torch.float64)
-        with torch.compiler.set_stance("force_eager"), self.autocast_smart_context_manager():
+        eager, lowered = torch.compiler.set_stance("force_eager"), self.autocast_smart_context_manager()
+        with eager, lowered, keeping_for_inference(model):
             for inputs in self.get_eval_dataloader(eval_dataset):
                 inputs = self._prepare_inputs(inputs)
                 output = model(**inputs)
