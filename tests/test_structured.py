@@ -4,11 +4,13 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import relinear
 from relinear.functional.block_diagonal import block_diagonal, block_diagonal_of, block_diagonal_to_dense
 from relinear.functional.block_hadamard import block_hadamard_sizes, hadamard
 from relinear.functional.monarch import monarch_dense, monarch_factors
+from relinear.kernels import block_hadamard as kernel
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 8, 12, 24, 64])
@@ -106,3 +108,31 @@ def test_monarch_refuses_sizes_that_cannot_be() -> None:
         relinear.Monarch(blocks=4, rank=5).build(16, 32)
     with pytest.raises(ValueError, match=r"blocks=17 .*at most 16"):
         relinear.Monarch(blocks=17).build(16, 32)
+
+
+def test_hadamard_matrices_are_made_once_and_never_under_a_mode(monkeypatch):
+    made = []
+    original = kernel.butterflies
+    monkeypatch.setattr(kernel, "butterflies", lambda x: made.append(len(x)) or original(x))
+    kernel._constant.cache_clear()
+    x = torch.randn(3, 384)
+    with torch.inference_mode():
+        first = kernel.hadamard(x)
+    y = x.clone().requires_grad_()
+    kernel.hadamard(y).sum().backward()
+    assert made == [16, 8]
+
+    def faked():
+        with FakeTensorMode() as mode:
+            kernel.hadamard(mode.from_tensor(x))
+
+    for inside in (
+        lambda: torch.func.vmap(kernel.hadamard)(x),
+        lambda: torch.func.grad(lambda x: kernel.hadamard(x).sum())(x),
+        faked,
+    ):
+        made.clear()
+        inside()
+        assert made == [16, 8]
+    assert torch.equal(kernel.hadamard(x), first)
+    kernel._constant.cache_clear()

@@ -9,10 +9,12 @@ that of memory.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from relinear.functional.block_diagonal import block_diagonal, zero_padded
 from relinear.functional.block_hadamard import hadamard as butterflies
@@ -31,6 +33,24 @@ def _factors(power: int) -> list[int]:
     return [1 << (bits // count + (index < bits % count)) for index in range(count)]
 
 
+@functools.cache
+def _constant(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    # Outside inference mode, or it could not be saved for backward.
+    with torch.inference_mode(False), torch.no_grad():
+        return butterflies(torch.eye(size, dtype=dtype, device=device))
+
+
+def _matrix(size: int, like: Tensor) -> Tensor:
+    """The Hadamard matrix of a power of two, made once: for few tokens that takes longer than the products.
+
+    Compilers, dispatch modes and torch.func's transforms see it made, as what they make cannot be kept.
+    """
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    if traced or torch._C._functorch.peek_interpreter_stack() is not None or type(like) not in (Tensor, Parameter):
+        return butterflies(torch.eye(size, dtype=like.dtype, device=like.device))
+    return _constant(size, like.dtype, like.device)
+
+
 def hadamard(x: Tensor) -> Tensor:
     """``functional.block_hadamard.hadamard``: H_P (x) I_Q along the last dimension."""
     size = x.shape[-1]
@@ -39,7 +59,7 @@ def hadamard(x: Tensor) -> Tensor:
     y = x
     for factor in _factors(power):
         right //= factor
-        matrix = butterflies(torch.eye(factor, dtype=x.dtype, device=x.device))
+        matrix = _matrix(factor, x)
         if right == 1:
             y = y.reshape(*x.shape[:-1], left, factor) @ matrix
         else:
