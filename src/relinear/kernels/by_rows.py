@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from relinear.kernels.autocast import lowered
+from relinear.kernels.choice import needs_reference
 from relinear.kernels.chunks import CHUNK_BYTES, row_chunks
+from relinear.kernels.derivatives import differentiable_as, save
 from relinear.kernels.native import is_plain
 
 __all__ = ["by_rows"]
@@ -22,7 +23,7 @@ MIN_ENTRIES = 1 << 20
 
 
 def by_rows(function: Callable[..., Tensor], x: Tensor, out_features: int, *parameters: Tensor | None) -> Tensor:
-    """function(x, *parameters), in portions where x is large and on a CPU; differentiable once there.
+    """function(x, *parameters), in portions where x is large and on a CPU.
 
     The backward pass computes the steps of each portion again, so that it needs the memory of its inputs and its
     result, whatever lies between.
@@ -33,7 +34,7 @@ def by_rows(function: Callable[..., Tensor], x: Tensor, out_features: int, *para
         out_features: O.
         parameters: what else ``function`` takes.
     """
-    if x.numel() < MIN_ENTRIES or not is_plain(x):
+    if x.numel() < MIN_ENTRIES or needs_reference() or not is_plain(x):
         return function(x, *parameters)
     rows, *given = lowered(x.reshape(-1, x.shape[-1]), *parameters)
     with torch.autocast(x.device.type, enabled=False):
@@ -53,19 +54,23 @@ def _forward(function: Callable[..., Tensor], out_features: int, x: Tensor, *par
     return y
 
 
+def _whole(function: Callable[..., Tensor], out_features: int, x: Tensor, *parameters: Tensor | None) -> Tensor:
+    return function(x, *parameters)
+
+
 class _ByRows(torch.autograd.Function):
     """``_forward``, which keeps its inputs alone."""
 
     @staticmethod
     def forward(ctx, function, out_features, x, *parameters):
-        ctx.function, ctx.out_features = function, out_features
-        ctx.save_for_backward(x, *parameters)
+        save(ctx, (function, out_features, x, *parameters))
         return _forward(function, out_features, x, *parameters)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_as(_whole)
     def backward(ctx, grad):
-        x, *parameters = ctx.saved_tensors
+        function, out_features = ctx.plain[:2]
+        _, _, x, *parameters = ctx.saved_tensors
         need_x, *need = ctx.needs_input_grad[2:]
         given = [None if p is None else p.detach().requires_grad_(n) for p, n in zip(parameters, need, strict=True)]
         totals = [torch.zeros_like(p, dtype=_wide(p)) for p in given if p is not None and p.requires_grad]
@@ -74,7 +79,7 @@ class _ByRows(torch.autograd.Function):
         def add(rows: slice) -> None:  # a function, so that nothing of one portion is alive during the next
             part = x[rows].detach().requires_grad_(need_x)
             with torch.enable_grad():
-                y = ctx.function(part, *given)
+                y = function(part, *given)
             wanted = [t for t in (part, *given) if t is not None and t.requires_grad]
             found = list(torch.autograd.grad(y, wanted, grad[rows]))
             if to_x is not None:
@@ -82,7 +87,7 @@ class _ByRows(torch.autograd.Function):
             for total, gradient in zip(totals, found, strict=True):
                 total += gradient
 
-        for rows in _portions(x, ctx.out_features):
+        for rows in _portions(x, out_features):
             add(rows)
         sums = iter(totals)
         of_parameters = [next(sums).to(p.dtype) if p is not None and p.requires_grad else None for p in given]

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from relinear.kernels.autocast import lowered
-from relinear.kernels.choice import prefers_triton
+from relinear.kernels.choice import needs_reference, prefers_triton
 from relinear.kernels.chunks import row_chunks
+from relinear.kernels.derivatives import differentiable_as, kept, save, was_changed
 from relinear.kernels.epilogue import gates_in_products, linear_product, linear_sigmoid
 from relinear.kernels.native import kernels, runs_native
 from relinear.kernels.weight_gradient import weight_gradient
@@ -66,12 +66,14 @@ def ccl(
     assert features is not None
     assert output_gate_bias is not None
     gated_bias = bias if gate_bias else None
-    if torch.compiler.is_compiling() or h.shape[:-1] != features.shape[:-1]:
-        # a compiler fuses this with its surroundings; a context that several sequences share is broadcast
-        y = F.linear(h, mix, gated_bias) * F.linear(features, output_gate, output_gate_bias).sigmoid()
-    else:
-        y = _gated_linear(h, mix, gated_bias, features, output_gate, output_gate_bias)
+    given = h, mix, gated_bias, features, output_gate, output_gate_bias
+    # a context that several sequences share is broadcast
+    y = _reference(*given) if needs_reference() or h.shape[:-1] != features.shape[:-1] else _gated_linear(*given)
     return y if gate_bias or bias is None else y + bias
+
+
+def _reference(h, mix, bias, features, weight, gate_bias) -> Tensor:
+    return F.linear(h, mix, bias) * F.linear(features, weight, gate_bias).sigmoid()
 
 
 def _gated_linear(h, mix, bias, features, weight, gate_bias) -> Tensor:
@@ -120,19 +122,20 @@ def _portion_gradients(
 
 
 class _GatedLinear(torch.autograd.Function):
-    """``_forward``, differentiable once; keeps its inputs and its output, and computes the gates again."""
+    """``_forward``; keeps its inputs and its output, and computes the gates again."""
 
     @staticmethod
     def forward(ctx, h, mix, bias, features, weight, gate_bias):
         y = _forward(h, mix, bias, features, weight, gate_bias)
-        ctx.save_for_backward(h, mix, features, weight, gate_bias, y)
-        ctx.has_bias = bias is not None
+        save(ctx, (h, mix, bias, features, weight, gate_bias), kept(ctx, y))
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_as(_reference)
     def backward(ctx, grad):
-        h, mix, features, weight, gate_bias, y = ctx.saved_tensors
+        *given, y = ctx.saved_tensors
+        h, mix, bias, features, weight, gate_bias = given
+        y = _forward(*given) if was_changed(ctx) else y
         wide = torch.promote_types(h.dtype, torch.float32)
         to_h, to_features = torch.empty_like(h), torch.empty_like(features)
         to_mix, to_weight = torch.zeros_like(mix, dtype=wide), torch.zeros_like(weight, dtype=wide)
@@ -149,5 +152,5 @@ class _GatedLinear(torch.autograd.Function):
         for rows in row_chunks(y, BACKWARD_BYTES):
             add(rows)
         to_bias, to_gate_bias = to_biases.to(mix.dtype)
-        grads = to_h, to_mix.to(mix.dtype), to_bias if ctx.has_bias else None
+        grads = to_h, to_mix.to(mix.dtype), None if bias is None else to_bias
         return *grads, to_features, to_weight.to(weight.dtype), to_gate_bias.to(gate_bias.dtype)

@@ -1,4 +1,5 @@
-"""Which form of an operator's arithmetic is used: dense matrices on a CPU by a table, measured; Triton on GPUs."""
+"""Which form of an operator's arithmetic is used: the reference where torch has to see every operation, dense matrices
+on a CPU by a table, measured, Triton on GPUs."""
 
 from __future__ import annotations
 
@@ -8,8 +9,17 @@ import os
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-__all__ = ["LARGEST_DENSE", "dense_cost", "factored_cost", "prefers_dense", "prefers_triton"]
+__all__ = [
+    "LARGEST_DENSE",
+    "dense_cost",
+    "factored_cost",
+    "is_transformed",
+    "needs_reference",
+    "prefers_dense",
+    "prefers_triton",
+]
 
 #: kind -> dtype -> (tokens up to which, largest square layer, in features, that is faster dense), fewest tokens first.
 #: Measured by results/speed/dense_or_structured.py on two AVX-512/AMX cores, at rank 64 and the default blocks; kinds
@@ -76,6 +86,27 @@ def factored_cost(
     return flops * waste * tokens / (TILED_RATE if tiled else RATE) + calls + basis
 
 
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Whether torch interprets operations rather than runs them: inside ``torch.func``'s transforms (``vmap``, ``jvp``,
+    ``grad``, ...), with derivatives in forward mode, or where a tensor stands for a batch of them.
+
+    A kernel that does not consist of torch's operations would not be seen there. Compilers ask the kernels themselves.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or any(t is not None and torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+    )
+
+
+def needs_reference() -> bool:
+    """Whether a kernel leaves the work to its reference: inside ``torch.compile``, which fuses torch's operations with
+    their surroundings, and where ``is_transformed``."""
+    return torch.compiler.is_compiling() or is_transformed()
+
+
 #: the oldest GPU that the Triton kernels are compiled for: its tensor cores take bfloat16 and single precision
 OLDEST_CAPABILITY = (8, 0)
 
@@ -94,7 +125,7 @@ def prefers_triton(x: Tensor, *others: Tensor | None) -> bool:
     On NVIDIA GPUs alone, and in half precision: that of all tensors, or autocast's. ``RELINEAR_TRITON=0`` in the
     environment, read at import, turns the kernels off.
     """
-    if not HAS_TRITON or x.device.type != "cuda" or not x.numel():
+    if not HAS_TRITON or x.device.type != "cuda" or not x.numel() or is_transformed():
         return False
     given = [t.dtype for t in (x, *others) if t is not None]
     if torch.is_autocast_enabled("cuda") and torch.float64 not in given:

@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from relinear.functional import hdpl as reference
 from relinear.functional.hdpl import HDPLOutput, hdpl_sample
 from relinear.kernels.autocast import lowered
 from relinear.kernels.block_diagonal import block_diagonal_product, block_gradient
-from relinear.kernels.choice import prefers_triton
+from relinear.kernels.choice import needs_reference, prefers_triton
+from relinear.kernels.derivatives import differentiable_as, save
 from relinear.kernels.native import kernels, runs_native
 from relinear.kernels.weight_gradient import weight_gradient
 
-__all__ = ["hdpl", "token_kl"]
+__all__ = ["hdpl", "reference_results", "token_kl"]
 
 #: tokens from which one C++ kernel takes less time than a product a block and one for the latents: it copies weights
 MIN_TOKENS = 512
@@ -41,7 +41,7 @@ def hdpl(
     bias: Tensor | None = None,
     noise: Tensor | None = None,
 ) -> HDPLOutput:
-    """``functional.hdpl.hdpl`` with a backward of its own (first order only).
+    """``functional.hdpl.hdpl`` with a backward of its own.
 
     The reference turns the block-diagonal product into a batched one, which copies input and output into another
     layout; here each block multiplies a strided view and writes to one. Compilers make in-place products into copies
@@ -51,7 +51,7 @@ def hdpl(
         from relinear.kernels.triton import hdpl as fused
 
         return fused.hdpl(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise)
-    if torch.compiler.is_compiling():
+    if needs_reference():
         return reference.hdpl(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise)
     leading, kind = x.shape[:-1], x.device.type
     weights = blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias
@@ -142,6 +142,12 @@ def _posterior_gradient(
     return total, to_z
 
 
+def reference_results(*given: Any) -> tuple[Tensor, ...]:
+    """What the autograd functions return: (y, z, mu, logvar), or (y, mu) without noise; arguments as in ``hdpl``."""
+    y, z, mu, logvar = reference.hdpl(*given)
+    return (y, mu) if logvar is None else (y, z, mu, logvar)
+
+
 class _HDPL(torch.autograd.Function):
     """(y, z, mu, logvar), or (y, mu) without noise, of a matrix x (N, I) in one dtype."""
 
@@ -158,15 +164,14 @@ class _HDPL(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        x, blocks, mu_weight, _, logvar_weight, _, decoder, _, noise = inputs
         ctx.set_materialize_grads(False)
-        latents = output[1:] if noise is None else output[2:]  # mu, and the logarithm of the variance with noise
-        ctx.save_for_backward(x, blocks, mu_weight, logvar_weight, decoder, noise, *latents)
+        # mu, and the logarithm of the variance with noise
+        save(ctx, inputs, *(output[1:] if inputs[-1] is None else output[2:]))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_as(reference_results)
     def backward(ctx: Any, grad_y, grad_z, grad_mu=None, grad_logvar=None):  # type: ignore[override]
-        x, blocks, mu_weight, logvar_weight, decoder, noise, *posterior = ctx.saved_tensors
+        x, blocks, mu_weight, _, logvar_weight, _, decoder, _, noise, *posterior = ctx.saved_tensors
         need = ctx.needs_input_grad
         grads: list[Tensor | None] = [None] * 9
         if noise is None:
@@ -200,11 +205,11 @@ class _HDPL(torch.autograd.Function):
 
 
 def token_kl(mu: Tensor, logvar: Tensor) -> Tensor:
-    """``functional.hdpl.token_kl`` in few passes over memory, with a backward of its own (first order only).
+    """``functional.hdpl.token_kl`` in few passes over memory, with a backward of its own.
 
     Where the loss is clamped for every token, as with the paper's bound nearly always, the backward costs nothing.
     """
-    if torch.compiler.is_compiling():
+    if needs_reference():
         return reference.token_kl(mu, logvar)
     run: Any = _TokenKL.apply if torch.is_grad_enabled() else _TokenKL.forward
     kl = run(*(t.reshape(-1, t.shape[-1]) for t in (mu, logvar)))
@@ -226,10 +231,10 @@ class _TokenKL(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+        save(ctx, inputs)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_as(reference.token_kl)
     def backward(ctx: Any, grad):  # type: ignore[override]
         mu, logvar = ctx.saved_tensors
         # On a GPU the question would cost more than the answer saves: it would wait for the device.

@@ -12,11 +12,11 @@ import itertools
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from relinear.functional import rotor as reference
-from relinear.kernels.choice import prefers_triton
+from relinear.kernels.choice import needs_reference, prefers_triton
 from relinear.kernels.chunks import row_chunks
+from relinear.kernels.derivatives import differentiable_as, save
 
 __all__ = ["sandwich_sum", "sandwich_windows"]
 
@@ -123,23 +123,19 @@ def _add_gradients(
 class _SandwichSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, left, right, count):
-        ctx.save_for_backward(x, left, right)
-        ctx.count = count
+        save(ctx, (x, left, right, count))
         return _forward(x, left, right, count)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_as(reference.shared_sandwich_sum)
     def backward(ctx, grad):
-        x, left, right = ctx.saved_tensors
-        return *_backward(grad, x, left, right, ctx.needs_input_grad[0], ctx.count), None
+        x, left, right, _ = ctx.saved_tensors
+        return *_backward(grad, x, left, right, ctx.needs_input_grad[0], ctx.plain[3]), None
 
 
 def sandwich_sum(x: Tensor, left: Tensor, right: Tensor, count: int = 1) -> Tensor:
-    """``functional.rotor.shared_sandwich_sum`` (same arguments and result), differentiable once.
-
-    Inside ``torch.compile`` the reference form is traced, which the compiler can fuse with its surroundings.
-    """
-    if torch.compiler.is_compiling():
+    """``functional.rotor.shared_sandwich_sum`` (same arguments and result)."""
+    if needs_reference():
         return reference.shared_sandwich_sum(x, left, right, count)
     if torch.is_grad_enabled() and (x.requires_grad or left.requires_grad or right.requires_grad):
         return _SandwichSum.apply(x, left, right, count)
@@ -147,7 +143,7 @@ def sandwich_sum(x: Tensor, left: Tensor, right: Tensor, count: int = 1) -> Tens
 
 
 def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spinor") -> Tensor:
-    """``functional.rotor.sandwich_windows`` (same arguments and result), differentiable once."""
+    """``functional.rotor.sandwich_windows`` (same arguments and result)."""
     if prefers_triton(x, left, right):
         from relinear.kernels.triton import rotor as fused
 

@@ -1,6 +1,6 @@
 """Contextual modulators, the fast form: the gates of ``functional.transponder`` with alpha folded into B. Only the
-output and u = A x are kept for the backward pass, and the gates are computed there again: since the output y is z
-times its gates, the gradients need grad * y and grad * gates, and never z itself."""
+output (or z, where it is given) and u = A x are kept for the backward pass, and the gates are computed there again:
+since the output y is z times its gates, the gradients need grad * y and grad * gates, and never z itself."""
 
 # Legend: N tokens (all leading dimensions), I in_features, O out_features, R rank
 
@@ -10,11 +10,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from relinear.functional import transponder as reference
 from relinear.kernels.autocast import lowered
-from relinear.kernels.choice import prefers_triton
+from relinear.kernels.choice import is_transformed, prefers_triton
 from relinear.kernels.chunks import row_chunks
+from relinear.kernels.derivatives import differentiable_as, kept, save, was_changed
 from relinear.kernels.native import MAX_RANK, is_plain, kernels, runs_native
 from relinear.kernels.weight_gradient import weight_gradient
 
@@ -98,13 +99,16 @@ def _twice(hidden: Tensor, scalar: Tensor | None) -> Tensor:
 
 def _gradients(
     receive: Callable[[slice, Tensor], None],
+    output: Callable[[slice], Tensor],
     grad: Tensor,
-    y: Tensor,
     u: Tensor,
     channel: Tensor | None,
     scalar: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of u (N, R) and of both products with B; that of z goes to ``receive``, some rows at a time."""
+    """Gradients of u (N, R) and of both products with B; that of z goes to ``receive``, some rows at a time.
+
+    They are computed from those rows of the ``output`` y (N, O).
+    """
     hidden = torch.sigmoid(u.to(torch.promote_types(u.dtype, torch.float32)))
     twice = _twice(hidden, scalar)
     whole = torch.compiler.is_compiling()
@@ -114,14 +118,14 @@ def _gradients(
 
     def add(rows: slice) -> None:  # a function, so that nothing of one portion is alive during the next
         to_z, part_hidden, part_channel, total[rows] = _backward(
-            grad[rows], y[rows], hidden[rows], channel, twice[rows]
+            grad[rows], output(rows), hidden[rows], channel, twice[rows]
         )
         if part_hidden is not None and part_channel is not None and to_channel is not None:
             to_hidden[rows] = part_hidden
             to_channel.add_(part_channel)
         receive(rows, to_z)
 
-    for rows in [slice(None)] if whole else row_chunks(y, max(PORTION_BYTES, -(-y.nbytes // PORTIONS))):
+    for rows in [slice(None)] if whole else row_chunks(grad, max(PORTION_BYTES, -(-grad.nbytes // PORTIONS))):
         add(rows)
     if scalar is not None:
         logits = total * (1 - twice / 4)
@@ -131,21 +135,28 @@ def _gradients(
 
 
 class _Modulate(torch.autograd.Function):
-    """z (N, O) times the gates of x (N, I) through down (R, I); channel (O, R) and scalar (1, R) hold alpha B."""
+    """z (N, O) times the gates of x (N, I) through down (R, I); channel (O, R) and scalar (1, R) hold alpha B.
+
+    It keeps z and computes its output again, which cannot be turned back into z.
+    """
 
     @staticmethod
     def forward(ctx, z, x, down, channel, scalar):
         y, u = _modulated(z, x, down, channel, scalar, in_place=False)
-        ctx.save_for_backward(x, down, y, u, channel, scalar)
+        save(ctx, (z, x, down, channel, scalar), u)
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_as(reference.modulate)
     def backward(ctx, grad):
-        x, down, *rest = ctx.saved_tensors
+        z, x, down, channel, scalar, u = ctx.saved_tensors
         need = ctx.needs_input_grad
         to_z: list[Tensor] = []
-        to_u, *to_ups = _gradients(lambda rows, part: to_z.append(part), grad, *rest)
+
+        def output(rows: slice) -> Tensor:
+            return _modulated(z[rows], x[rows], down, channel, scalar, in_place=False)[0]
+
+        to_u, *to_ups = _gradients(lambda rows, part: to_z.append(part), output, grad, u, channel, scalar)
         to_x = to_u @ down if need[1] else None
         return torch.cat(to_z), to_x, weight_gradient(to_u, x) if need[2] else None, *to_ups
 
@@ -156,14 +167,17 @@ class _ModulatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, down, channel, scalar):
         y, u = _modulated(torch.nn.functional.linear(x, weight, bias), x, down, channel, scalar, in_place=True)
-        ctx.save_for_backward(x, weight, down, y, u, channel, scalar)
+        save(ctx, (x, weight, bias, down, channel, scalar), kept(ctx, y), u)
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_as(reference.modulated_linear)
     def backward(ctx, grad):
-        x, weight, down, *rest = ctx.saved_tensors
+        x, weight, bias, down, channel, scalar, y, u = ctx.saved_tensors
         need = ctx.needs_input_grad
+        if was_changed(ctx):
+            z = torch.nn.functional.linear(x, weight, bias)
+            y, _ = _modulated(z, x, down, channel, scalar, in_place=True)
         to_x: list[Tensor] = []
         to_weight: list[Tensor] = []
         to_bias: list[Tensor] = []
@@ -180,7 +194,7 @@ class _ModulatedLinear(torch.autograd.Function):
             if need[2]:
                 to_bias.append(to_z.sum(0))
 
-        to_u, to_channel, to_scalar = _gradients(receive, grad, *rest)
+        to_u, to_channel, to_scalar = _gradients(receive, lambda rows: y[rows], grad, u, channel, scalar)
         return (
             to_x[0].addmm_(to_u, down) if need[0] else None,
             to_weight[0] if need[1] else None,
@@ -204,6 +218,8 @@ def modulate(
 
     The logits are alpha (B phi) there and (alpha B) phi here; otherwise both compute the same, with gates in float32.
     """
+    if is_transformed():
+        return reference.modulate(z, x, down, channel, scalar, channel_alpha, scalar_alpha)
     x_rows, down = lowered(x.reshape(-1, x.shape[-1]), down)
     # Autocast would take the gates to half precision.
     with torch.autocast(z.device.type, enabled=False):
@@ -254,6 +270,8 @@ def modulated_linear(
         from relinear.kernels.triton import transponder
 
         return transponder.modulated_linear(x, weight, bias, down, channel, scalar, channel_alpha, scalar_alpha)
+    if is_transformed():
+        return reference.modulated_linear(x, weight, bias, down, channel, scalar, channel_alpha, scalar_alpha)
     if channel is not None and _runs_whole(x, weight, down, channel, channel_alpha, scalar_alpha):
         return kernels().modulated_linear(x, weight, bias, down, channel, scalar)
     rows, weight, bias, down = lowered(x.reshape(-1, x.shape[-1]), weight, bias, down)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from relinear.kernels.autocast import lowered
+from relinear.kernels.derivatives import differentiable_as, save
 from relinear.kernels.triton import tiles
 from relinear.kernels.triton.tiles import add_product
 
@@ -172,20 +173,28 @@ def _(grad, v, features, gate_weight, gate_bias):
 
 
 def _setup(ctx, inputs, output):
-    a, weight, _, features, gate_weight, gate_bias, ctx.bias_gated, keep = inputs
-    assert keep, "gated_linear needs keep=True where gradients are wanted"
-    ctx.save_for_backward(a, weight, features, gate_weight, gate_bias, a if weight is None else output[1])
+    assert inputs[-1], "gated_linear needs keep=True where gradients are wanted"
+    save(ctx, inputs, None if inputs[1] is None else output[1])
 
 
+def _reference(a, weight, bias, features, gate_weight, gate_bias, bias_gated, keep) -> Tensor:
+    """The first result of ``_forward``."""
+    v = a if weight is None else F.linear(a, weight, bias if bias_gated else None)
+    y = v * torch.sigmoid(F.linear(features, gate_weight, gate_bias))
+    return y if bias is None or bias_gated else y + bias
+
+
+@differentiable_as(_reference)
 def _differentiate(ctx, grad, _v):
-    a, weight, features, gate_weight, gate_bias, v = ctx.saved_tensors
+    a, weight, _, features, gate_weight, gate_bias, _, _, v = ctx.saved_tensors
+    v = a if v is None else v
     need = ctx.needs_input_grad
     to_v, to_logits = _backward(grad.contiguous(), v, features, gate_weight, gate_bias)
     to_a = to_v if weight is None else to_v @ weight
     return (
         to_a if need[0] else None,
         to_v.T @ a if need[1] else None,
-        (to_v if ctx.bias_gated else grad).sum(0) if need[2] else None,
+        (to_v if ctx.plain[6] else grad).sum(0) if need[2] else None,
         to_logits @ gate_weight if need[3] else None,
         to_logits.T @ features if need[4] else None,
         to_logits.sum(0) if need[5] else None,
@@ -219,7 +228,7 @@ def ccl(
     gate_bias: bool = True,
     eps: float = 1e-5,
 ) -> Tensor:
-    """``functional.ccl.ccl`` (same arguments and result), differentiable once.
+    """``functional.ccl.ccl`` (same arguments and result).
 
     Without the LayerNorm the basis gate is in the epilogue of x W_basis. The LayerNorm needs whole rows of the basis
     first, so there torch computes it and the gate multiplies its result. What has no gate is torch's.

@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from relinear.functional import cgt as reference
 from relinear.kernels.autocast import lowered
+from relinear.kernels.derivatives import differentiable_as, save
 from relinear.kernels.triton import tiles
 from relinear.kernels.triton.tiles import add_product
 
@@ -171,13 +173,18 @@ def _(grad, inner, sigma, left, right):
 
 
 def _setup(ctx, inputs, output):
-    x, sigma, left, right, _, keep = inputs
-    assert keep, "cgt_modulate needs keep=True where gradients are wanted"
-    ctx.save_for_backward(x, sigma, left, right, output[1])
+    assert inputs[-1], "cgt_modulate needs keep=True where gradients are wanted"
+    save(ctx, inputs, output[1])
 
 
+def _reference(x, sigma, left, right, right_bias, keep) -> Tensor:
+    """The first result of ``_forward``."""
+    return reference.modulate(x, sigma, left, right, right_bias)
+
+
+@differentiable_as(_reference)
 def _differentiate(ctx, grad, _inner):
-    x, sigma, left, right, inner = ctx.saved_tensors
+    x, sigma, left, right, _, _, inner = ctx.saved_tensors
     need = ctx.needs_input_grad
     grad = grad.contiguous()
     to_x, to_inner, to_share, thin = _backward(grad, inner, sigma, left, right)
@@ -192,7 +199,7 @@ _forward.register_autograd(_differentiate, setup_context=_setup)
 
 
 def modulate(x: Tensor, sigma: Tensor, left: Tensor, right: Tensor, right_bias: Tensor) -> Tensor:
-    """``functional.cgt.modulate`` (same arguments and result), differentiable once; for small M R (``kernels.cgt``)."""
+    """``functional.cgt.modulate`` (same arguments and result); for small M R (``kernels.cgt``)."""
     leading = x.shape[:-1]
     x, sigma, left, right, right_bias = lowered(x, sigma, left, right, right_bias)
     flat = x.reshape(-1, x.shape[-1]).contiguous()

@@ -13,6 +13,8 @@ from torch.nn.functional import linear, silu
 from relinear.functional.hdpl import HDPLOutput
 from relinear.kernels.autocast import lowered
 from relinear.kernels.block_diagonal import block_gradient
+from relinear.kernels.derivatives import differentiable_as, save
+from relinear.kernels.hdpl import reference_results
 from relinear.kernels.triton import tiles
 from relinear.kernels.triton.tiles import add_product
 
@@ -319,13 +321,13 @@ class _HDPL(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, blocks, mu_weight, _, logvar_weight, _, decoder, _, noise = inputs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, blocks, mu_weight, logvar_weight, decoder, noise, output[1], *output[3:])
+        save(ctx, inputs, output[1], *output[3:])
 
     @staticmethod
+    @differentiable_as(reference_results)
     def backward(ctx, grad, grad_z, grad_mu=None, grad_logvar=None):  # type: ignore[override]
-        x, blocks, mu_weight, logvar_weight, decoder, noise, z, *logvar = ctx.saved_tensors
+        x, blocks, mu_weight, _, logvar_weight, _, decoder, _, noise, z, *logvar = ctx.saved_tensors
         need = ctx.needs_input_grad
         grad = x.new_zeros(x.shape[0], decoder.shape[0]) if grad is None else grad.contiguous()
         latent = [None if g is None else g.contiguous() for g in (grad_z, grad_mu, grad_logvar)]
@@ -358,7 +360,7 @@ def hdpl(
     bias: Tensor | None = None,
     noise: Tensor | None = None,
 ) -> HDPLOutput:
-    """``functional.hdpl.hdpl`` (same arguments and result), differentiable once."""
+    """``functional.hdpl.hdpl`` (same arguments and result)."""
     leading = x.shape[:-1]
     weights = lowered(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias)
     given = [None if t is None else t.contiguous() for t in weights]

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from relinear.functional import rotor as reference
 from relinear.kernels.autocast import lowered
+from relinear.kernels.derivatives import differentiable_as, save
 from relinear.kernels.triton import tiles
 
 __all__ = ["sandwich_windows"]
@@ -345,13 +346,17 @@ def _(grad, x, left, right, blade, need):
 
 
 def _setup(ctx, inputs, output):
-    *given, ctx.blade = inputs
-    ctx.save_for_backward(*given)
+    save(ctx, inputs)
 
 
+def _reference(x, left, right, blade) -> Tensor:
+    return reference.sandwich_windows(x, left, right, "blade" if blade else "spinor")
+
+
+@differentiable_as(_reference)
 def _differentiate(ctx, grad):
     need = list(ctx.needs_input_grad[:3])
-    given = _backward(grad.contiguous(), *ctx.saved_tensors, ctx.blade, need)
+    given = _backward(grad.contiguous(), *ctx.saved_tensors[:3], ctx.plain[3], need)
     return *(gradient if wanted else None for gradient, wanted in zip(given, need, strict=True)), None
 
 
@@ -359,6 +364,6 @@ _forward.register_autograd(_differentiate, setup_context=_setup)
 
 
 def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spinor") -> Tensor:
-    """``functional.rotor.sandwich_windows`` (same arguments and result), differentiable once."""
+    """``functional.rotor.sandwich_windows`` (same arguments and result)."""
     x, left, right = (t.contiguous() for t in lowered(x, left, right))
     return _forward(x, left, right, basis == "blade")

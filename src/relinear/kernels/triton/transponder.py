@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from relinear.functional import transponder as reference
 from relinear.kernels.autocast import lowered
+from relinear.kernels.derivatives import differentiable_as, save
 from relinear.kernels.triton import tiles
 
 __all__ = ["modulated_linear"]
@@ -301,14 +303,18 @@ def _(grad, z, u, channel, scalar):
 
 
 def _setup(ctx, inputs, output):
-    x, weight, _, down, channel, scalar, keep = inputs
-    assert keep, "modulated_linear needs keep=True where gradients are wanted"
-    _, z, u = output
-    ctx.save_for_backward(x, weight, down, channel, scalar, z, u)
+    assert inputs[-1], "modulated_linear needs keep=True where gradients are wanted"
+    save(ctx, inputs, *output[1:])
 
 
+def _reference(x, weight, bias, down, channel, scalar, keep) -> Tensor:
+    """The first result of ``_forward``."""
+    return reference.modulated_linear(x, weight, bias, down, channel, scalar)
+
+
+@differentiable_as(_reference)
 def _differentiate(ctx, grad, _z, _u):
-    x, weight, down, channel, scalar, z, u = ctx.saved_tensors
+    x, weight, _, down, channel, scalar, _, z, u = ctx.saved_tensors
     need = ctx.needs_input_grad
     to_z, to_u, to_channel, logit = _backward(grad.contiguous(), z, u, channel, scalar)
     to_x = torch.addmm(to_z @ weight, to_u, down) if need[0] else None
@@ -337,7 +343,7 @@ def modulated_linear(
     channel_alpha: Tensor | float = 1.0,
     scalar_alpha: Tensor | float = 1.0,
 ) -> Tensor:
-    """``functional.transponder.modulated_linear`` (same arguments and result), differentiable once."""
+    """``functional.transponder.modulated_linear`` (same arguments and result)."""
     x, weight, bias, down = lowered(x, weight, bias, down)
     ups = [
         None if up is None else (alpha * up.float()).contiguous()

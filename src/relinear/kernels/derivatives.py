@@ -1,0 +1,87 @@
+"""What the kernels' own autograd functions share: derivatives beyond the first, results that may change in place.
+
+A backward pass written by hand is no part of any graph. Where a graph of it is wanted (``create_graph=True``), or where
+torch maps over several gradients at once, the gradients are those of the reference instead, which is made of torch's
+operations. Ordinary training never comes here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relinear.kernels.choice import is_transformed
+
+__all__ = ["differentiable_as", "kept", "save", "was_changed"]
+
+
+def save(ctx: Any, inputs: Sequence[Any], *results: Tensor | None) -> None:
+    """Keep all arguments of a forward pass, tensors or not, and some results: these are ``ctx.saved_tensors``."""
+    ctx.plain = tuple(None if isinstance(value, Tensor) else value for value in inputs)
+    ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in inputs), *results)
+
+
+def differentiable_as(reference: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates the backward pass of a function that ``save`` was called for: it can be differentiated again.
+
+    Args:
+        reference: of torch operations, with the arguments and the results of the forward pass.
+    """
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def run(ctx: Any, *grads: Tensor | None) -> Any:
+            if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or is_transformed(*grads)):
+                return backward(ctx, *grads)
+            return _gradients_of(reference, ctx, grads)
+
+        return run
+
+    return decorate
+
+
+def _gradients_of(reference: Callable[..., Any], ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """One gradient an argument, with a graph of its own where gradients are enabled."""
+    need, further = ctx.needs_input_grad, torch.is_grad_enabled()
+    device = next((grad.device.type for grad in grads if grad is not None), "cpu")
+    with torch.enable_grad(), torch.autocast(device, enabled=False):
+        # Views, because an argument may have been computed from another: its gradient must not run on into that one.
+        given = [
+            tensor.view_as(tensor) if needed else value if tensor is None else tensor
+            for value, tensor, needed in zip(ctx.plain, ctx.saved_tensors, need)
+        ]
+        results = reference(*given)
+        pairs = [
+            (result, grad)
+            for result, grad in zip(results if isinstance(results, tuple) else (results,), grads)
+            if grad is not None and result.requires_grad
+        ]
+        if not pairs:
+            return (None,) * len(need)
+        outputs, upstream = zip(*pairs)
+        wanted = [value for value, needed in zip(given, need) if needed]
+        found = iter(torch.autograd.grad(outputs, wanted, upstream, create_graph=further, allow_unused=True))
+    return tuple(next(found) if needed else None for needed in need)
+
+
+def kept(ctx: Any, y: Tensor) -> Tensor:
+    """The result y for ``save``, of which ``was_changed`` tells in the backward pass whether it still holds.
+
+    Whoever gets y may change it in place (``relu_``), as they may that of a linear layer. torch refuses the backward
+    pass of a function that saved such a result; a function that can compute y again need not.
+    """
+    ctx.counter = None
+    if type(y) is not Tensor or torch.compiler.is_compiling():
+        return y
+    ctx.counter, ctx.version = y.detach(), y._version
+    ctx.counter.data = y.new_empty(0)  # it counts changes of y and holds nothing of its memory
+    return y.data
+
+
+def was_changed(ctx: Any) -> bool:
+    """Whether the result given to ``kept`` has been changed in place since."""
+    return ctx.counter is not None and ctx.counter._version != ctx.version
