@@ -13,10 +13,12 @@ import torch
 
 import relinear
 import relinear.functional.ccl
+import relinear.functional.cgt
 import relinear.functional.context_manager
 import relinear.functional.hdpl
 import relinear.functional.transponder
 import relinear.kernels.ccl
+import relinear.kernels.cgt
 import relinear.kernels.context_manager
 import relinear.kernels.hdpl
 import relinear.kernels.transponder
@@ -137,6 +139,20 @@ def transponder_arguments(dtype: torch.dtype) -> Iterator[tuple]:
         yield tuple(None if t is None else t.to(dtype) for t in (z, x, down, *ups, *alphas))
 
 
+def _modulated_linear_arguments(dtype: torch.dtype) -> Iterator[tuple]:
+    """``transponder_arguments`` with a weight, and in turn a bias, in place of the output."""
+    for index, (_, x, *gates) in enumerate(transponder_arguments(dtype)):
+        weight, bias = torch.randn(10, 12, dtype=dtype), torch.randn(10, dtype=dtype)
+        yield (x, weight, bias if index % 2 else None, *gates)
+
+
+def _cgt_arguments(dtype: torch.dtype) -> Iterator[tuple]:
+    """Shares of every token, and those that a sequence has in common."""
+    for shares in ((2, 3, 5), (2, 1, 5), (5,)):
+        sizes = (2, 3, 7), shares, (5, 2, 7), (5, 2, 7), (5, 2)
+        yield tuple(torch.randn(*size, dtype=dtype) for size in sizes)
+
+
 def _sandwich_sums(dtype: torch.dtype) -> Iterator[tuple]:
     """x (N, I, M S), left (W, O, I, L, L), right (W, O, I, R, R), S: windows, parts, more tokens than a chunk."""
     for tokens, inputs, outputs, terms, size, rows, columns, parts in [
@@ -243,6 +259,18 @@ TWINS: list[Twin] = [
         reference=functional.transponder.modulate,
         fast=kernels.transponder.modulate,
         arguments=transponder_arguments,
+    ),
+    Twin(
+        kind="transponder-linear",
+        reference=functional.transponder.modulated_linear,
+        fast=kernels.transponder.modulated_linear,
+        arguments=_modulated_linear_arguments,
+    ),
+    Twin(
+        kind="cgt",
+        reference=functional.cgt.modulate,
+        fast=kernels.cgt.modulate,
+        arguments=_cgt_arguments,
     ),
     Twin(
         kind="hdpl-kl",

@@ -22,10 +22,12 @@ def block_diagonal_product(x: Tensor, blocks: Tensor, bias: Tensor | None = None
         bias: (O,) or None.
     """
     count, outs, ins = blocks.shape
-    if x.shape[0] <= FEW_TOKENS:
-        y = torch.bmm(x.view(-1, count, ins).transpose(0, 1), blocks.mT).transpose(0, 1).reshape(-1, count * outs)
-        return y if bias is None else y.add_(bias)
+    # never a view: a result of autograd functions must be one that can be changed in place
     y = x.new_empty(x.shape[0], count * outs)
+    if x.shape[0] <= FEW_TOKENS:
+        product = torch.bmm(x.view(-1, count, ins).transpose(0, 1), blocks.mT)
+        y.view(-1, count, outs).copy_(product.transpose(0, 1))
+        return y if bias is None else y.add_(bias)
     biases = [None] * count if bias is None else bias.view(count, outs).unbind()
     for part, given, block, offset in zip(_groups(y, count), _groups(x, count), blocks.unbind(), biases):
         if offset is None:

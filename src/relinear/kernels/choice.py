@@ -88,7 +88,7 @@ def factored_cost(
 
 def is_transformed(*tensors: Tensor | None) -> bool:
     """Whether torch interprets operations rather than runs them: inside ``torch.func``'s transforms (``vmap``, ``jvp``,
-    ``grad``, ...), with derivatives in forward mode, or where a tensor stands for a batch of them.
+    ``grad``, ...), with derivatives in forward mode, or where a gradient stands for many (``is_grads_batched``).
 
     A kernel that does not consist of torch's operations would not be seen there. Compilers ask the kernels themselves.
     """
@@ -97,7 +97,7 @@ def is_transformed(*tensors: Tensor | None) -> bool:
     return (
         torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or any(t is not None and torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+        or any(t is not None and torch._C._functorch.is_legacy_batchedtensor(t) for t in tensors)
     )
 
 
