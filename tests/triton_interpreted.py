@@ -59,6 +59,28 @@ def test_kernel_equals_its_reference(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_gradients_can_be_differentiated_again(case: Case) -> None:
+    """A penalty on gradients whose incoming gradient is constant, after which the result has been changed in place."""
+
+    def second(function, given: list, dtype: torch.dtype) -> list[Tensor]:
+        given = [a.to(dtype).clone().requires_grad_() if isinstance(a, Tensor) else a for a in given]
+        leaves = [a for a in given if isinstance(a, Tensor)]
+        results = function(*(a.tanh() if a is leaves[0] else a for a in given))
+        y = (results[0] if isinstance(results, tuple) else results).mul_(2)
+        first = torch.autograd.grad(y.sum(), leaves, create_graph=True, allow_unused=True)
+        penalty = sum(g.sin().sum() for g in first if g is not None)
+        found = torch.autograd.grad(penalty, leaves, allow_unused=True)
+        return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves)]
+
+    for shapes in case.small[:3]:
+        given = draw(shapes, torch.float32)
+        expected = second(case.reference, given, torch.float64)
+        scale = max(e.norm() for e in expected)
+        for ours, theirs in zip(second(case.fast, given, torch.float32), expected):
+            assert (ours.double() - theirs).norm() <= 1e-4 * scale, shapes
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernel_compiles_as_a_whole(case: Case) -> None:
     given = draw(case.small[0], torch.float32)
     compiled = torch.compile(case.fast, fullgraph=True, backend="aot_eager", dynamic=False)
