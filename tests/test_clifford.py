@@ -150,6 +150,14 @@ def self_dual_split(beta):
     return torch.stack([(p + m) / 2 * (plus / p + minus / m), (p - m) / 2 * (plus / p - minus / m)], -2)
 
 
+@pytest.mark.parametrize("function", [lambda b: cl.decompose(b), lambda b: cl.log(cl.exp(b))], ids=["parts", "log"])
+def test_second_derivatives_of_decompose_and_log_are_refused(function):
+    beta = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    (first,) = torch.autograd.grad(function(beta.tanh()).sum(), beta, create_graph=True)
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(first.square().sum(), beta)
+
+
 @pytest.mark.parametrize(("gap", "value", "gradient"), [(1.0, 1e-13, 1e-13), (1e-3, 1e-11, 1e-11), (1e-6, 1e-8, 1e-8)])
 def test_decompose_near_repeated_planes(gap, value, gradient):
     """Errors of the single parts grow as eps / gap (their conditioning); those of the exponential do not grow."""

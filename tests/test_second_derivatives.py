@@ -15,6 +15,7 @@ from torch.func import functional_call, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from cases import CASES, TWINS, Case, Twin
+from relinear.clifford import blades
 from relinear.kernels import by_rows, derivatives, hdpl, native
 from test_conformance import assert_close, build, call, given, inputs
 
@@ -260,6 +261,19 @@ def test_in_place_operations_after_an_operator(case: Case, recomputed: bool, dty
         assert (ours is None) == (theirs is None)
         if theirs is not None:
             assert_close(ours, theirs, 1e-12 if dtype == torch.float64 else 1e-5)
+
+
+@every_case
+def test_what_a_transform_meets_first_outlives_it(case: Case) -> None:
+    """Tables that every later call reads may be made inside the innermost of several transforms."""
+    blades._on_device.cache_clear()
+    module = build(case).eval()
+    x, context = inputs(case, (2,))
+    first, second = (torch.func.hessian(lambda x: call(module, x.tanh(), context).sum())(x) for _ in range(2))
+    assert_close(second, first, 1e-6)
+    x.requires_grad_()
+    call(module, x, context).sum().backward()
+    assert torch.isfinite(x.grad).all()
 
 
 def test_a_penalty_under_autocast() -> None:

@@ -110,8 +110,9 @@ def _on_device(
     table: Callable[..., np.ndarray], sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype | None
 ) -> Tensor:
     # from_numpy ignores torch's default device, so that a table first asked for under "meta" still holds numbers.
-    # Outside inference mode, or the cached tensor could not be saved for backward.
-    with torch.inference_mode(False), torch.no_grad():
+    # Outside inference mode, or the cached tensor could not be saved for backward; outside of torch.func's transforms,
+    # or it would belong to the one that runs.
+    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableFuncTorch():
         return torch.from_numpy(np.ascontiguousarray(table(*sizes))).to(device=device, dtype=dtype)
 
 

@@ -9,12 +9,14 @@ exp(B) is the product of the exp(b_j). A rotor exp(B) turns vectors by the matri
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from relinear.clifford.blades import (
     bivector_dimension,
@@ -69,6 +71,36 @@ def _spectral_basis(basis: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
+class _FirstOrder(torch.autograd.Function):
+    """A gradient, on the way through which any further derivative is refused; ``sources`` are what it depends on."""
+
+    @staticmethod
+    def forward(ctx, gradient: Tensor, *sources: Tensor) -> Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError(
+            "the invariant decomposition and the logarithm of rotors have first derivatives only; leave them out of "
+            "what a gradient penalty or a Hessian is taken of"
+        )
+
+
+def _first_order(backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A backward pass by hand, of a function that saved its argument first, whose own derivatives are refused.
+
+    torch's ``once_differentiable`` is silent where the incoming gradient is constant.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, grad: Tensor) -> Tensor:
+        with torch.no_grad():
+            gradient = backward(ctx, grad)
+        return _FirstOrder.apply(gradient, ctx.saved_tensors[0], grad) if torch.is_grad_enabled() else gradient
+
+    return run
+
+
 class _Decompose(torch.autograd.Function):
     """K (..., n, n) -> the matrices of its simple parts (..., J, n, n), by norm, descending.
 
@@ -92,14 +124,14 @@ class _Decompose(torch.autograd.Function):
         basis = _plane_basis(torch.cat((columns, rest), dim=-1))
         p, q = basis[..., 0 : 2 * count : 2], basis[..., 1 : 2 * count : 2]
         angles = (p * (matrix @ q)).sum(-2)
-        ctx.save_for_backward(basis, angles)
+        ctx.save_for_backward(matrix, basis, angles)
         plane = torch.einsum("...ij,...kj->...jik", p, q)
         return angles[..., None, None] * (plane - plane.mT)
 
     @staticmethod
-    @once_differentiable
+    @_first_order
     def backward(ctx, grad: Tensor) -> Tensor:
-        basis, angles = ctx.saved_tensors
+        _, basis, angles = ctx.saved_tensors
         count = angles.shape[-1]
         u, eigenvalues = _spectral_basis(basis, angles)
         antisymmetric = (grad - grad.mT) / 2
@@ -253,7 +285,7 @@ class _Log(torch.autograd.Function):
         return (angles[..., None, None] * plane).sum(-3)
 
     @staticmethod
-    @once_differentiable
+    @_first_order
     def backward(ctx, grad: Tensor) -> Tensor:
         rotor, basis, angles = ctx.saved_tensors
         u, eigenvalues = _spectral_basis(basis, angles)
