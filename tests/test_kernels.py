@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import types
 
 import pytest
 import torch
 from torch import Tensor
 
 from cases import TWINS, Twin
+from relinear.kernels import choice
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -48,3 +50,14 @@ def test_kernel_equals_its_reference(twin: Twin) -> None:
                 if e is not None:
                     assert_close(a, e, twin.tolerance)
     assert count
+
+
+def test_no_kernel_of_a_gpu_inside_a_transform(monkeypatch) -> None:
+    monkeypatch.setattr(choice, "HAS_TRITON", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    x = types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, numel=lambda: 8)
+    chosen = [choice.prefers_triton(x)]
+    torch.vmap(lambda t: (chosen.append(choice.prefers_triton(x)), t)[1])(torch.zeros(2))
+    with torch.autograd.forward_ad.dual_level():
+        chosen.append(choice.prefers_triton(x))
+    assert chosen == [True, False, False]
