@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.surgery.select import layer_index
+from relinear.core.anatomy import layer_index
 
 __all__ = ["CausalityError", "CausalityReport", "check_causality"]
 

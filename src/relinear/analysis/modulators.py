@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.surgery.select import layer_index
+from relinear.core.anatomy import layer_index
 
 __all__ = ["GateRecord", "modulators", "record_gates", "variance_split"]
 

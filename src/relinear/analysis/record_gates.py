@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from relinear.core.anatomy import decoder
 from relinear.core.context import context_owner
 
 __all__ = ["gated_operators", "record_contexts", "record_gates"]
@@ -70,7 +71,7 @@ def record_contexts(model: nn.Module, ids: Tensor) -> Tensor:
     owner = context_owner(model)
     if owner is None:
         raise ValueError("this model has no context manager")
-    base: Any = getattr(model, "base_model", model)
+    base = decoder(model)
     training = model.training
     model.eval()
     try:

@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from relinear.core.anatomy import layer_index
 from relinear.core.operator import Operator, OperatorConfig, is_linear
 from relinear.distill.fit import Pairs, fit
 from relinear.distill.logits import fit_logits
@@ -23,7 +24,7 @@ from relinear.distill.report import DistillProgress, DistillReport, LayerFit
 from relinear.distill.settings import DistillSettings
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.plan import Plan, Replacement, plan
-from relinear.surgery.select import layer_index, matches
+from relinear.surgery.select import matches
 from relinear.system.files import atomic_path, write_json
 
 __all__ = ["distill_"]

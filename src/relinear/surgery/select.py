@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import nn
 
+from relinear.core.anatomy import layer_finder
 from relinear.core.operator import Operator, is_linear
 
-__all__ = ["ALL_LINEAR", "Target", "is_tied", "layer_index", "matches", "select_targets"]
+__all__ = ["ALL_LINEAR", "Target", "is_tied", "matches", "select_targets"]
 
 ALL_LINEAR = "all-linear"
 OWN_PREFIX = "relinear_"  # submodules that an attachment adds
@@ -35,16 +36,6 @@ def matches(pattern: str, name: str) -> bool:
     if _PLAIN.fullmatch(pattern):
         return name == pattern or name.endswith(f".{pattern}")
     return re.fullmatch(pattern, name) is not None
-
-
-def layer_index(model: nn.Module, name: str) -> int | None:
-    """Index of the decoder layer that ``name`` lies in: its place in the outermost ModuleList above it, or None."""
-    module = model
-    for part in name.split("."):
-        if isinstance(module, nn.ModuleList):
-            return int(part)
-        module = getattr(module, part)
-    return None
 
 
 def _named_aliases(model: nn.Module) -> dict[int, tuple[nn.Module, list[str]]]:
@@ -99,7 +90,8 @@ def _check_layers(model: nn.Module, layers: Iterable[int] | int | None, names: I
     if layers is None:
         return None
     wanted = [layers] if isinstance(layers, int) else list(layers)
-    known = {index for name in names if name and (index := layer_index(model, name)) is not None}
+    find = layer_finder(model)
+    known = {index for name in names if name and (index := find(name)) is not None}
     if not known:
         raise ValueError("layers= was given, but the model has no list of decoder layers")
     count = max(known) + 1
@@ -148,6 +140,7 @@ def select_targets(
     excluded = [exclude] if isinstance(exclude, str) else list(exclude or ())
     _check_patterns(dict.fromkeys(excluded))
     wanted_layers = _check_layers(model, layers, (name for _, names in found.values() for name in names))
+    find = layer_finder(model)
     used: set[str] = set()
     chosen: list[Target] = []
     for module, names in found.values():
@@ -162,7 +155,7 @@ def select_targets(
         if (
             not hits
             or any(matches(p, name) for p in excluded for name in names)
-            or (wanted_layers is not None and not any(layer_index(model, n) in wanted_layers for n in names if n))
+            or (wanted_layers is not None and not any(find(n) in wanted_layers for n in names if n))
             or (filter_fn is not None and not filter_fn(module, names[0]))
         ):
             continue
