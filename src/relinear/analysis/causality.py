@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.anatomy import layer_index
+from relinear.core.modes import evaluating
 
 __all__ = ["CausalityError", "CausalityReport", "check_causality"]
 
@@ -98,9 +99,8 @@ def check_causality(
     inputs = inputs.to(next(model.parameters()).device)
     shift = torch.randint(1, vocabulary, inputs.shape, generator=generator).to(inputs.device)
     other = (inputs + shift) % vocabulary  # differs from the inputs everywhere
-    length, training = inputs.shape[1], model.training
-    model.eval()
-    try:
+    length = inputs.shape[1]
+    with evaluating(model):
         expected = _outputs(model, inputs)
         again = _outputs(model, inputs)
         unstable = next((n for n in expected if _change(expected[n], again[n]).max() > tolerance), None)
@@ -117,8 +117,6 @@ def check_causality(
                     found = (order[name], position, source, float(change.max()))
                     first = found if first is None else min(first, found)
                     break
-    finally:
-        model.train(training)
     if first is None:
         return CausalityReport(length, len(expected))
     name = list(expected)[first[0]]

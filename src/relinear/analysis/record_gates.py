@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from relinear.core.anatomy import decoder
 from relinear.core.context import context_owner
+from relinear.core.modes import evaluating
 
 __all__ = ["gated_operators", "record_contexts", "record_gates"]
 
@@ -48,15 +49,13 @@ def record_gates(model: nn.Module, ids: Tensor) -> Iterator[dict[str, dict[str, 
         return hook
 
     handles = [module.register_forward_hook(keep(name)) for name, module in operators.items()]
-    training = model.training
-    model.eval()
     try:
-        for row in ids:
-            seen.clear()
-            model(input_ids=row[None])
-            yield dict(seen)
+        with evaluating(model):
+            for row in ids:
+                seen.clear()
+                model(input_ids=row[None])
+                yield dict(seen)
     finally:
-        model.train(training)
         for handle in handles:
             handle.remove()
 
@@ -72,9 +71,5 @@ def record_contexts(model: nn.Module, ids: Tensor) -> Tensor:
     if owner is None:
         raise ValueError("this model has no context manager")
     base = decoder(model)
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         return owner.contexts(base, {"input_ids": ids, "use_cache": False}).float()
-    finally:
-        model.train(training)

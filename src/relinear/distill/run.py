@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.anatomy import layer_index
+from relinear.core.modes import evaluating
 from relinear.core.operator import Operator, OperatorConfig, is_linear
 from relinear.distill.fit import Pairs, fit
 from relinear.distill.logits import fit_logits
@@ -87,12 +88,12 @@ def distill_(
         list(group) for _, group in itertools.groupby(whole.replacements, key=lambda r: layer_index(model, r.name))
     ]
     done = run.restore(groups, whole, resume)
-    was_training = model.training
-    model.eval()
-    for number, group in enumerate(groups[len(done) :], start=len(done)):
-        done.append(run.layer(number, group))
-        run.keep(number, group, done)
-    model.train(was_training)
+    with evaluating(model):
+        for number, group in enumerate(groups[len(done) :], start=len(done)):
+            done.append(run.layer(number, group))
+            run.keep(number, group, done)
+    for replacement in whole.replacements:  # what was put in since has no mode of its own to go back to
+        model.get_submodule(replacement.name).train(replacement.target.module.training)
     report = DistillReport(tuple(fit for fits in done for fit in fits), settings.loss)
     if run.folder is not None:
         save_pretrained(model, run.folder / "model")

@@ -19,6 +19,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2PreTrained
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from relinear.core.modes import evaluating
 from relinear.functional.cgt import moving_average
 from relinear.models.cgt_config import CGTConfig
 from relinear.models.cgt_layers import CGTBlock, Modulator
@@ -259,12 +260,8 @@ class _CGTWithHead(CGTPreTrainedModel):
 
         Takes the inputs of ``forward``. ``model.context(ids)[:, -1]`` is what to freeze after reading ``ids``.
         """
-        training = self.training
-        self.eval()
-        try:
+        with evaluating(self):
             y = self._bare(*args, context_only=True, use_cache=False, **kwargs).context
-        finally:
-            self.train(training)
         assert y is not None
         return y
 
