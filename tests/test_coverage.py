@@ -175,6 +175,22 @@ def test_a_part_attached_to_a_peft_model_trains() -> None:
     assert all(p.grad is not None for p in new)
 
 
+@pytest.mark.filterwarnings("ignore:.*PEFT")
+def test_auxiliary_losses_are_added_once_under_peft() -> None:
+    model = make_tiny_llama()
+    operator = relinear.HDPL(rank=4, blocks=2)
+    relinear.replace_(model, {"q_proj": operator})
+    outer = lora(model, target_modules=["v_proj"])
+    relinear.replace_(outer, {"o_proj": operator})
+    outer.train()
+    torch.manual_seed(0)
+    loss = outer(IDS, labels=IDS).loss
+    added = sum(relinear.aux_losses(outer).values())
+    torch.manual_seed(0)
+    without = model.forward(IDS, labels=IDS).loss  # no hooks
+    assert (loss - without).item() == pytest.approx(added.item(), rel=0.05)
+
+
 def test_outside_of_peft_operators_stay_as_frozen_as_the_layers_they_replace() -> None:
     model = make_tiny_llama().requires_grad_(False)
     relinear.replace_(model, {"q_proj": THIN})

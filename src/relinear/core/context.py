@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from relinear.core.anatomy import decoder, decoder_layers, takes_keywords, unwrapped
 from relinear.core.handover import check_hands_over, finish, hand_over, held, let_go, start
 from relinear.core.operator import Operator
+from relinear.core.readers import flattener_of_tokens
 
 __all__ = [
     "ContextOwner",
@@ -122,9 +123,22 @@ def check_conditioned(model: nn.Module, name: str, config: Any) -> None:
             f"{name}: {config.kind} with context_dim={config.context_dim}, but the model's context manager has "
             f"dim={owner.context_dim}; make them equal"
         )
+    _check_reached(model, name, f"{name}: {config.kind}")
+
+
+def _check_reached(model: nn.Module, name: str, words: str) -> None:
+    """Raise ValueError if no context reaches the layer ``name``, or none that fits its tokens."""
     target = model.get_submodule(name)
-    if not any(target is module for layer in decoder_layers(model) for module in layer.modules()):
-        raise ValueError(f"{name}: {config.kind} outside the decoder layers, where no context reaches it")
+    layers = decoder_layers(model)
+    places = [(layer, key) for layer in layers for key, module in layer.named_modules() if module is target]
+    if not places:
+        raise ValueError(f"{words} lies outside the decoder layers, where no context reaches it")
+    flattener = flattener_of_tokens(*places[0])
+    if flattener is not None:
+        raise ValueError(
+            f"{words} is handed the tokens of a whole batch in one row by {flattener}, and no context fits them; leave "
+            "it to an operator that reads none"
+        )
 
 
 def check_context_is_there(model: nn.Module) -> None:
@@ -176,12 +190,8 @@ def check_carries_context(model: Any) -> nn.Module:
         raise ValueError(
             f"{type(base).__name__}.forward takes no further keyword arguments, so the context cannot travel through it"
         )
-    inside = {id(module) for layer in decoder_layers(base) for module in layer.modules()}
-    for key, operator in conditioned_operators(model).items():
-        if id(operator) not in inside:
-            raise ValueError(
-                f"{key} lies outside the decoder layers, where no context reaches it; replace it by another operator"
-            )
+    for key in conditioned_operators(model):
+        _check_reached(model, key, key)
     return base
 
 

@@ -1,7 +1,8 @@
-"""Layers whose weight the code around them reads, so that nothing can stand in their place.
+"""What the source of the modules around a layer says of it: that its weight is read there, that its tokens are flat.
 
-T5 asks ``self.wo.weight.dtype``, Mamba multiplies with ``self.dt_proj.weight``, a CGT's T with ``self.mix.weight``.
-Which layers these are is read off the source of the modules around them, not off a list of models.
+T5 asks ``self.wo.weight.dtype``, Mamba multiplies with ``self.dt_proj.weight``, a CGT's T with ``self.mix.weight``: in
+their place no operator can stand. OPT's ``fc1`` and every expert see all tokens in one row: there no context of (batch,
+tokens) fits. Which layers these are is read off the source, not off a list of models.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-__all__ = ["reader_of_weight"]
+__all__ = ["flattener_of_tokens", "reader_of_weight"]
 
 #: methods that run when a model is made, not when it computes
 _SETUP = ("__init__", "_init", "init", "reset", "_reset", "tie", "_tie", "load", "_load", "prune", "extra_repr")
@@ -43,6 +44,52 @@ def reader_of_weight(model: nn.Module, name: str) -> str | None:
     return None
 
 
+def flattener_of_tokens(layer: nn.Module, name: str) -> str | None:
+    """Name of the class in a decoder layer whose forward hands its module ``name`` all tokens in one row, or None."""
+    module: Any = layer
+    for part in name.split("."):
+        kind: Any = type(module)
+        if part in _after_flattening(kind):
+            return str(kind.__name__)
+        module = getattr(module, part)
+    return None
+
+
+@functools.cache
+def _after_flattening(cls: Any) -> set[str]:
+    """Names of children that a forward uses below ``x.reshape(-1, width)`` or ``x.view(-1, width)`` of its input."""
+    for tree in _sources(cls):
+        for method in ast.walk(tree):
+            if isinstance(method, ast.FunctionDef) and method.name == "forward":
+                inputs = {argument.arg for argument in method.args.args}
+                calls = [node for node in ast.walk(method) if isinstance(node, ast.Call)]
+                lines = [call.lineno for call in calls if _is_flat(call, inputs)]
+                if not lines:
+                    return set()
+                used = [node for node in ast.walk(method) if isinstance(node, ast.Attribute)]
+                return {path for node in used if (path := _below_self(node)) and node.lineno > min(lines)}
+    return set()
+
+
+def _is_flat(node: ast.Call, inputs: set[str]) -> bool:
+    if not (isinstance(node.func, ast.Attribute) and len(node.args) == 2):
+        return False
+    whose, first = node.func.value, node.args[0]
+    to_one_row = isinstance(first, ast.UnaryOp) and ast.unparse(first) == "-1"
+    return node.func.attr in ("reshape", "view") and to_one_row and isinstance(whose, ast.Name) and whose.id in inputs
+
+
+def _sources(cls: Any) -> Iterator[ast.Module]:
+    """The parsed source of a class and of those that it inherits from, without libraries."""
+    for base in cls.__mro__:
+        if base is object or f"{base.__module__}.".startswith(_LIBRARIES):
+            continue
+        try:
+            yield ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError, SyntaxError):  # made at run time, or without its source
+            continue
+
+
 class _Read(NamedTuple):
     """One place that reads a weight; it is never reached where a test of ``never`` has the outcome beside it."""
 
@@ -54,13 +101,7 @@ class _Read(NamedTuple):
 def _reads(cls: Any) -> dict[str, list[_Read]]:
     """Dotted paths below ``self`` whose ``.weight`` the methods of ``cls`` read, with the places that do."""
     found: dict[str, list[_Read]] = {}
-    for base in cls.__mro__:
-        if base is object or f"{base.__module__}.".startswith(_LIBRARIES):
-            continue
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError, SyntaxError):  # made at run time, or without its source
-            continue
+    for tree in _sources(cls):
         for method in ast.walk(tree):
             if isinstance(method, ast.FunctionDef) and not method.name.startswith(_SETUP):
                 for path, never in _weights_read(method, ()):
