@@ -120,7 +120,9 @@ def plan(
     replacements = []
     for target in targets:
         config = mapping[target.pattern]
-        if config is not None:
+        if config is None:
+            left[target.name] = "mapped to None"
+        else:
             _check_target(model, target, config, init)
             replacements.append(Replacement(target, config, *linear_features(target.module)))
     return Plan(model, tuple(replacements), init, left)

@@ -191,9 +191,6 @@ def select_targets(
             left[names[0]] = "layers="
         elif filter_fn is not None and not filter_fn(module, names[0]):
             left[names[0]] = "filter_fn="
-        elif mapping[hits[0]] is None:
-            left[names[0]] = "mapped to None"
-            chosen.append(Target(names[0], tuple(names[1:]), module, hits[0]))
         elif hits[0] == ALL_LINEAR and names[0] and (reader := reader_of_weight(model, names[0])):
             left[names[0]] = f"{READ_ELSEWHERE} ({reader})"
         else:
