@@ -21,10 +21,8 @@ def same_modes(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        # Parents come before what they hold. By ``train``, in which operators forget what inference has prepared.
         for module, mode in modes:
-            if module.training != mode:
-                module.train(mode)
+            module.training = mode  # not by ``train``, which would reach what the module holds
 
 
 @contextlib.contextmanager
