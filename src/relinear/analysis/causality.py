@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from relinear.core.operator import check_model
 from relinear.surgery.select import layer_index
 
 __all__ = ["CausalityError", "CausalityReport", "check_causality"]
@@ -88,6 +89,7 @@ def check_causality(
         CausalityError: naming the first module, layer and position that leak.
         ValueError: if the inputs do not fit, or two equal calls differ (nothing can be said then).
     """
+    check_model(model, "check_causality")
     vocabulary = _vocabulary(model)
     generator = torch.Generator().manual_seed(seed)
     if inputs is None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from relinear.core.blocks import SubBlock, decoder, sub_blocks
 from relinear.core.config import check_at_least, check_choice, check_type, register
-from relinear.residual.junction import SITE, Junction, ResidualConfig, reference_parameter
+from relinear.residual.junction import SITE, Junction, ResidualConfig, check_meets, reference_parameter
 
 __all__ = ["LaurelLR", "LaurelPA", "LaurelRW"]
 
@@ -193,8 +193,8 @@ class _PreviousJunction(Junction):
             del self.layer[_STREAMS]
         site = getattr(self.owner, self.name)
         if isinstance(output, tuple):
-            return (site(seen, output[0]), *output[1:])
-        return site(seen, output)
+            return (site(seen, check_meets(seen[0], output[0], module)), *output[1:])
+        return site(seen, check_meets(seen[0], output, module))
 
     def __getstate__(self) -> dict[str, Any]:
         self.layer.pop(_STREAMS, None)

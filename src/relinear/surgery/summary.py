@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from relinear.core.operator import Operator, is_linear, linear_features
+from relinear.core.operator import Operator, check_model, is_linear, linear_features
 
 __all__ = ["Row", "Summary", "module_flops", "module_parameters", "summary"]
 
@@ -118,6 +118,7 @@ def summary(model: nn.Module, *, before: Mapping[str, tuple[int, int]] | None = 
         before: (parameters, FLOPs a token) of layers by name, for the "was" columns; a dense layer of the same shape
             where a name is missing, and nothing where an attached part has no shape.
     """
+    check_model(model, "summary")
     rows: list[Row] = []
     seen: set[int] = set()
 
