@@ -14,6 +14,8 @@ from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import UnknownSettingError, parse_setting, shown
 from relinear.core.operator import Operator, OperatorConfig
+from relinear.data.tokenizers import byte_tokenizer
+from relinear.models import model_place
 
 LOW = relinear.LowRank(rank=2)
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
@@ -372,3 +374,122 @@ def test_layers_of_an_attachment(layers):
 @pytest.mark.parametrize("patterns", ["(", [], "q_porj", [LONG], [3]], ids=brief)
 def test_parts_to_train_that_are_not_there(patterns):
     refused(lambda: relinear.train_only_(make_tiny_llama(), patterns))
+
+
+# The Contextually Guided Transformer
+
+
+def cgt_config(**changes):
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    context = {"context_layer": 1, "context_size": 8, "context_heads": 2, "rank": 2, "templates": 2}
+    return relinear.CGTConfig(**(sizes | context | {"bos_token_id": None, "eos_token_id": None} | changes))
+
+
+@pytest.mark.parametrize(
+    ("keyword", "words"),
+    [
+        ("dim_x", ["'dim_x'", "n_embd"]),
+        ("ranks", ["did you mean 'rank'"]),
+        ("context_dim", ["'context_size'"]),
+        (LONG, []),
+    ],
+    ids=brief,
+)
+def test_unknown_settings_of_a_cgt(keyword, words):
+    refused(lambda: cgt_config(**{keyword: 9}), "CGTConfig", *words)
+    refused(lambda: cgt_config(**{keyword: 9}), "CGTConfig", error=TypeError)
+
+
+def test_a_size_by_its_other_name_is_checked_too():
+    refused(lambda: relinear.CGTConfig(hidden_size=50, n_head=12), "n_embd=50")
+    assert relinear.CGTConfig(hidden_size=24, num_attention_heads=2).n_embd == 24
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"torch_dtype": "bfloat16"}, {"name_or_path": "x"}, {"num_labels": 3}, {"temperature": 0.5}, {"_attn": 1}],
+    ids=brief,
+)
+def test_what_transformers_writes_is_no_unknown_setting(settings):
+    cgt_config(**settings)
+
+
+def test_a_saved_cgt_is_loaded_with_whatever_was_put_into_its_config(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = relinear.CGTForCausalLM(cgt_config()).eval()
+    model.config.somebodys_note = "kept"
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert loaded.config.somebodys_note == "kept"
+    torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits)
+    assert AutoConfig.from_pretrained(tmp_path, rank=3).rank == 3
+    config, unused = AutoConfig.from_pretrained(tmp_path, nonsense=3, return_unused_kwargs=True)
+    assert (config.rank, unused) == (2, {"nonsense": 3})
+    assert relinear.CGTConfig(**cgt_config().to_dict()).to_dict() == cgt_config().to_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("frozen_ctx", "frozen_context"), ("lables", "labels"), (LONG, "input_ids")]
+)
+def test_unknown_arguments_of_a_cgt(name, near):
+    model = relinear.CGTForCausalLM(cgt_config()).eval()
+    for call in (model, model.transformer, model.context):
+        refused(lambda call=call: call(IDS, **{name: torch.zeros(1, 8)}), near)
+
+
+def test_what_transformers_hands_to_a_cgt_is_no_unknown_argument():
+    model = relinear.CGTForCausalLM(cgt_config()).eval()
+    plain = model(IDS).logits
+    for given in ({"token_type_ids": torch.zeros_like(IDS)}, {"output_attentions": True}, {"nothing": None}):
+        torch.testing.assert_close(model(IDS, **given).logits, plain)
+    assert model(IDS, labels=IDS, num_items_in_batch=4).loss > 0
+    assert model.generate(IDS, max_new_tokens=3, do_sample=False).shape == (1, 8)
+
+
+# Models and tokenizers by name
+
+
+@pytest.mark.parametrize("name", ["tiny", "gpt2", "owner/name"])
+def test_names_of_models(name, tmp_path):
+    places = {"tiny": "preset", "gpt2": "hub", "owner/name": "hub"}
+    assert model_place(name) == places[name]
+    assert model_place(str(tmp_path)) == "directory"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tinyy", ["did you mean 'tiny'", "owner/name"]),
+        ("./tiny", ["no such directory"]),
+        ("a/b/c", ["no such directory"]),
+        ("~/nowhere-at-all", ["no such directory"]),
+        ("", []),
+        (None, ["None"]),
+        ("\0", []),
+        (LONG, []),
+        ("./" + LONG, []),
+    ],
+    ids=brief,
+)
+def test_names_of_no_model(name, words):
+    refused(lambda: model_place(name), *words, error=(ValueError, OSError))
+
+
+def test_a_tokenizer_that_does_not_fit_the_model():
+    model, tokenizer = make_tiny_llama(vocab_size=200), byte_tokenizer()
+    text = ["one two three four"] * 40
+    settings = {"tokens": 64, "validation_tokens": 32, "sequence_length": 16, "epochs": 1}
+    for function in (
+        lambda: relinear.perplexity(model, text, tokenizer),
+        lambda: relinear.lambada(model, tokenizer, text),
+        lambda: relinear.distill_(model, {"q_proj": LOW}, text, tokenizer=tokenizer, settings=settings),
+    ):
+        refused(function, "tokenizer", "258", "200")
+    assert not any(isinstance(module, Operator) for module in model.modules())
+
+
+def test_a_padding_token_that_the_model_never_sees_does_no_harm():
+    model, tokenizer = make_tiny_llama(vocab_size=257), byte_tokenizer()
+    assert tokenizer.pad_token_id == 257
+    assert relinear.perplexity(model, "one two three", tokenizer).tokens == 12

@@ -32,6 +32,8 @@ __all__ = [
 _REGISTRY: dict[str, dict[str, type[Config]]] = {}
 C = TypeVar("C", bound="type[Config]")
 
+#: names that a message lists
+_LISTED = 40
 #: characters of a given value that a message repeats
 _SHOWN = 200
 #: brackets within brackets, beyond which nobody wrote them on purpose
@@ -59,11 +61,14 @@ def shown(value: Any) -> str:
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """A phrase that lists the ``known`` names closest to ``name`` (all of them where none is close)."""
+    """A phrase that lists the ``known`` names closest to ``name``, or all of them (if they are few) where none is."""
     known = list(known)
     # A long text is like no name, and comparing it would take a while.
     close = difflib.get_close_matches(name, known, n=count, cutoff=0.5) if len(name) <= _SHOWN else []
-    return f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {', '.join(known)}"
+    if close:
+        return f"did you mean {' or '.join(map(repr, close))}?"
+    more = f" and {len(known) - _LISTED} more" if len(known) > _LISTED else ""
+    return f"known: {', '.join(known[:_LISTED])}{more}"
 
 
 def register(cls: C) -> C:

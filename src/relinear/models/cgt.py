@@ -16,14 +16,35 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import ModelOutput
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2PreTrainedModel
+from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from relinear.core.config import UnknownSettingError, nearest, shown
 from relinear.functional.cgt import moving_average
 from relinear.models.cgt_config import CGTConfig
 from relinear.models.cgt_layers import CGTBlock, Modulator
 
 __all__ = ["CGTForCausalLM", "CGTForRegression", "CGTModel", "CGTOutput"]
+
+#: arguments of a forward that a user may have meant
+_ARGUMENTS = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "frozen_context",
+    "context_rate",
+    "labels",
+    "use_cache",
+    "logits_to_keep",
+    "vectors",
+    "targets",
+    "target_mask",
+)
+#: what transformers' own code hands to any model, and what its tokenizers make: without a meaning here
+_PASSED_ON = frozenset({*TransformersKwargs.__annotations__, "cache_position", "token_type_ids", "return_dict"})
 
 
 @dataclasses.dataclass
@@ -139,6 +160,7 @@ class CGTModel(CGTPreTrainedModel):
     ) -> CGTOutput:
         """As ``CGTForCausalLM.forward``; with ``context_only`` nothing above layer l is computed."""
         kwargs = {key: value for key, value in kwargs.items() if not key.startswith("output_")}
+        _check_arguments(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, not both and not neither")
         shape = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:2]
@@ -325,7 +347,8 @@ class CGTForCausalLM(_CGTWithHead, GenerationMixin):
             labels: (B, T), shifted inside, -100 ignored; ``num_items_in_batch`` is honoured as in every HF model.
 
         Raises:
-            ValueError: if a shape does not fit, or a cache that has no memory of y is to be used with a computed y.
+            ValueError: for an unknown argument, if a shape does not fit, or a cache that has no memory of y is to be
+                used with a computed y.
         """
         outputs = self.transformer(
             input_ids,
@@ -395,6 +418,13 @@ class CGTForRegression(_CGTWithHead):
             weights = torch.ones_like(errors) if target_mask is None else (target_mask != 0).to(errors.dtype)
             loss = (errors * weights).sum() / weights.sum().clamp(min=1)
         return _with_head(outputs, loss, predictions)
+
+
+def _check_arguments(kwargs: dict[str, Any]) -> None:
+    """Refuse what no layer reads: a misspelt ``frozen_context`` would be dropped in silence."""
+    for name, value in kwargs.items():
+        if value is not None and name not in _PASSED_ON and not name.startswith("relinear_"):
+            raise UnknownSettingError(f"a CGT takes no argument {shown(name)}; {nearest(name, _ARGUMENTS)}")
 
 
 def _with_head(outputs: CGTOutput, loss: Tensor | None, logits: Tensor) -> CGTOutput:
