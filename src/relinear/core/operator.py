@@ -226,6 +226,8 @@ def _checked(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
             _refuse_features(x, self.in_features, self)
         return forward(self, x)
 
+    # Code of its own: torch.compile counts its recompilations by code, and all operators would share one limit.
+    checked.__code__ = checked.__code__.replace(co_qualname=forward.__qualname__)
     return checked
 
 
