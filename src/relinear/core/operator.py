@@ -227,7 +227,8 @@ def _checked(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return forward(self, x)
 
     # Code of its own: torch.compile counts its recompilations by code, and all operators would share one limit.
-    checked.__code__ = checked.__code__.replace(co_qualname=forward.__qualname__)
+    wrapper: Any = checked
+    wrapper.__code__ = wrapper.__code__.replace(co_qualname=forward.__qualname__)
     return checked
 
 
