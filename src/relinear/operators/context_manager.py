@@ -226,7 +226,7 @@ class SharedContext(ContextOwner):
             raise ValueError(
                 "ContextManager(source='tokens') needs input_ids and got inputs_embeds; use source='embeddings'"
             )
-        known = base.get_input_embeddings().num_embeddings
+        known = base.get_input_embeddings().weight.shape[0]  # an adapter around the table shows its weight alone
         if known > self.embedding.num_embeddings:
             raise ValueError(
                 f"the model's vocabulary has grown to {known}, the context manager knows "
