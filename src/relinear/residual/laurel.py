@@ -162,13 +162,29 @@ class _Previous(nn.Module):
         return y + (mixed if self.low_rank is None else self.low_rank(mixed))
 
 
+class _Streams:
+    """The streams x_i of one forward, by i; every layer is handed the same one.
+
+    No dictionary: where accelerate moves weights and arguments, layers get a copy of every dictionary.
+    """
+
+    def __init__(self) -> None:
+        self.by_index: dict[int, Tensor] = {}
+
+    def __setitem__(self, index: int, stream: Tensor) -> None:
+        self.by_index[index] = stream
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.by_index[index]
+
+
 def share_streams(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of the decoder: a dictionary of this forward's streams, which every layer is handed.
+    """Forward pre-hook of the decoder: a place for this forward's streams, which every layer is handed.
 
     As a keyword argument it belongs to one forward alone, also when gradient checkpointing runs a layer again after
     another forward has begun.
     """
-    return args, kwargs | {_STREAMS: {}}
+    return args, kwargs | {_STREAMS: _Streams()}
 
 
 class _PreviousJunction(Junction):
@@ -186,9 +202,11 @@ class _PreviousJunction(Junction):
 
     def leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         streams = self.layer[_STREAMS]
-        streams[self.index] = self.stream
-        self.stream = None
-        seen = [streams[self.index - j] for j in range(min(self.previous, self.index + 1))]
+        stream, self.stream = self.stream, None
+        assert stream is not None, "the norm of this sub-block has not run"
+        streams[self.index] = stream
+        # layers may be on several devices
+        seen = [streams[self.index - j].to(stream.device) for j in range(min(self.previous, self.index + 1))]
         if self.index % 2:  # the layer's last use of them
             del self.layer[_STREAMS]
         site = getattr(self.owner, self.name)
