@@ -3,9 +3,11 @@
 import copy
 import warnings
 
+import accelerate
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM
 
 import relinear
@@ -92,6 +94,17 @@ def test_a_forward_in_place_of_the_base_runs() -> None:
     torch.testing.assert_close(layer(x), doubled)
 
 
+def test_a_pruned_base_and_parametrised_parts() -> None:
+    layer = relinear.Transponder(base=None).build(16, 24).eval()
+    x = torch.randn(5, 16)
+    prune.l1_unstructured(layer.base, "weight", 0.5)
+    torch.testing.assert_close(layer(x), layer.modulator(x, x @ layer.base.weight.T + layer.base.bias))
+    layer = relinear.HDPL(rank=6, blocks=4).build(16, 24).eval()
+    expected = layer(x)
+    nn.utils.parametrizations.weight_norm(layer.mu)
+    torch.testing.assert_close(layer(x), expected)
+
+
 # Offloading
 
 
@@ -114,6 +127,16 @@ def test_a_layer_on_disk(method: str | None, tmp_path) -> None:
     assert all(parameter.is_meta for parameter in loaded.model.layers[1].parameters())
     assert relative(logits(loaded), expected) < 1e-6
     assert relative(logits(loaded), expected) < 1e-6
+
+
+@pytest.mark.parametrize("variational", [False, True])
+def test_an_offloaded_cgt(variational: bool) -> None:
+    sizes = {"vocab_size": 96, "n_embd": 32, "n_head": 4, "n_positions": 64, "n_layer": 3, "context_layer": 1}
+    model = relinear.CGTForCausalLM(relinear.CGTConfig(**sizes, variational=variational)).eval()
+    expected = logits(model)
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    assert relative(logits(model), expected) < 1e-6
+    assert relative(logits(model), expected) < 1e-6
 
 
 # Adapters

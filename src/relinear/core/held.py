@@ -20,6 +20,8 @@ __all__ = ["Held", "HeldList", "is_bare", "is_plain_linear"]
 class Held(nn.Module):
     """``weight`` and ``bias`` of an affine map (or of a norm): ``weight, bias = held()``.
 
+    They start, and draw from the generator, as in ``nn.Linear`` and ``nn.LayerNorm``.
+
     Args:
         shape: of the weight.
         bias: whether there is a bias, as long as the weight's first dimension.
@@ -33,10 +35,24 @@ class Held(nn.Module):
         kw = {"device": device, "dtype": dtype}
         self.weight = nn.Parameter(torch.empty(*shape, **kw))
         self.register_parameter("bias", nn.Parameter(torch.empty(shape[0], **kw)) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Both as torch's own layers have them at first."""
+        if self.weight.ndim > 1:
+            nn.Linear.reset_parameters(self)  # type: ignore[arg-type]
+            return
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
         """(weight, bias), where they are while the operator runs."""
-        return self.weight, self.bias
+        own = self._parameters
+        try:
+            return own["weight"], own["bias"]  # type: ignore[return-value]  # attributes take twice as long as the call
+        except KeyError:  # what shards, prunes or parametrises may keep a tensor elsewhere
+            return self.weight, self.bias
 
     def extra_repr(self) -> str:
         return f"{', '.join(map(str, self.weight.shape))}, bias={self.bias is not None}"
@@ -72,4 +88,4 @@ def is_plain_linear(module: Any) -> bool:
     A subclass, an adapter or a quantised layer is not, nor is one whose weight a quantiser, a sharding plan or a
     parametrisation has put another kind of tensor in.
     """
-    return type(module) is nn.Linear and type(module._parameters["weight"]) in _ORDINARY and is_bare(module)
+    return type(module) is nn.Linear and type(module._parameters.get("weight")) in _ORDINARY and is_bare(module)

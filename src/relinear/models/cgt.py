@@ -88,7 +88,8 @@ class CGTPreTrainedModel(GPT2PreTrainedModel):
         # a gradient from the first step on, which GPT-2's 0.02 on all three would deny it.
         super()._init_weights(module)
         if isinstance(module, Modulator):
-            initialization.normal_(module.mix.weight, std=module.mix.in_features**-0.5)
+            initialization.normal_(module.mix.weight, std=module.mix.weight.shape[-1] ** -0.5)
+            initialization.zeros_(module.mix.bias)  # type: ignore[arg-type]
             initialization.normal_(module.left, std=self.config.initializer_range)
             initialization.normal_(module.right, std=module.right.shape[-1] ** -0.5)
             initialization.zeros_(module.right_bias)
@@ -163,13 +164,15 @@ class CGTModel(CGTPreTrainedModel):
         _check_arguments(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, not both and not neither")
-        shape = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:2]
+        source = input_ids if inputs_embeds is None else inputs_embeds
+        assert source is not None
+        shape = source.shape[:2]
         self._check_context(frozen_context, context_rate, shape)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         if position_ids is None:
-            position_ids = (torch.arange(shape[1], device=self.device) + seen).unsqueeze(0)
+            position_ids = (torch.arange(shape[1], device=source.device) + seen).unsqueeze(0)
         computes = frozen_context is None or context_rate > 0
         if past_key_values is not None:
             self._extend_cache(past_key_values, seen, computes, context_rate)

@@ -62,8 +62,7 @@ class CCLLinear(Operator):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
         if self.norm is not None:
-            nn.init.ones_(self.norm.weight)
-            nn.init.zeros_(self.norm.bias)  # type: ignore[arg-type]
+            self.norm.reset_parameters()
         for index, layer in enumerate(self.trunk):
             _keep_variance(layer, _GELU_GAIN if index else 1.0)
         for last in (self.basis_gate, self.output_gate):
