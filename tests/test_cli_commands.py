@@ -32,7 +32,7 @@ def test_the_entry_point_is_the_one_of_the_package():
     code = "import sys; sys.argv = ['relinear', 'inspect', 'no-preset']; from relinear.cli.main import run; run()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: unknown preset")
+    assert done.stderr.startswith("error: unknown model")
 
 
 def test_recipes_are_found_by_name_in_any_folder(tmp_path, monkeypatch):

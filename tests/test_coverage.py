@@ -210,11 +210,10 @@ def make_tiny_cgt() -> CGTForCausalLM:
 
 def test_all_linear_leaves_the_mixing_of_templates() -> None:
     model = make_tiny_cgt()
-    table = relinear.replace_(model, {"all-linear": relinear.LowRank(rank=2)})
-    assert all("Modulator.shares" in reasons(table)[name] for name in reasons(table) if name.endswith(".mix"))
+    relinear.replace_(model, {"all-linear": relinear.LowRank(rank=2)})
     assert not any(isinstance(modulator.mix, Operator) for modulator in model.modulators())
     model(torch.arange(6)[None])
-    with pytest.raises(ValueError, match=r"Modulator\.\w+ reads its weight"):
+    with pytest.raises(ValueError, match=r"pattern 'mix' matches .*which cannot be replaced"):
         relinear.replace_(model, {"mix": relinear.LowRank(rank=2)})
 
 

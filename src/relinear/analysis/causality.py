@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from relinear.core.anatomy import layer_index
 from relinear.core.modes import evaluating
+from relinear.core.operator import check_model
 
 __all__ = ["CausalityError", "CausalityReport", "check_causality"]
 
@@ -89,6 +90,7 @@ def check_causality(
         CausalityError: naming the first module, layer and position that leak.
         ValueError: if the inputs do not fit, or two equal calls differ (nothing can be said then).
     """
+    check_model(model, "check_causality")
     vocabulary = _vocabulary(model)
     generator = torch.Generator().manual_seed(seed)
     if inputs is None:

@@ -96,9 +96,12 @@ def _run_settings(directory: str) -> tuple[str, dict[str, Any] | None]:
     """The folder of the model, and the data settings of the run that it comes from (None for a bare model)."""
     import json
 
-    path = Path(directory)
+    from relinear.cli.options import find_model
+
+    path = Path(directory).expanduser()
     record = path / "run.json"
     if not record.is_file():
+        find_model(directory, presets=False)
         return directory, None
     try:
         values = json.loads(record.read_text(encoding="utf-8"))
@@ -116,5 +119,5 @@ def _load(folder: str) -> tuple[Any, Any]:
     from relinear.cli.options import load_model
     from relinear.data.tokenizers import load_tokenizer
 
-    model = load_model(folder)
+    model = load_model(folder, presets=False)
     return model, load_tokenizer(folder)

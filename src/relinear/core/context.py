@@ -157,9 +157,9 @@ def conditioned_operators(model: nn.Module) -> dict[str, Any]:
     return {n: m for n, m in model.named_modules() if isinstance(m, Operator) and m.config.conditioned}
 
 
-def context_owner(model: Any) -> ContextOwner | None:
-    """The owner attached to ``model``, or None."""
-    return next((m for m in model.modules() if isinstance(m, ContextOwner)), None)
+def context_owner(model: Any) -> Any:
+    """The owner attached to ``model`` (what runs in its place, where PEFT keeps a copy to train), or None."""
+    return next((m._modules[OWNER_NAME] for m in model.modules() if OWNER_NAME in m._modules), None)
 
 
 def check_carries_context(model: Any) -> nn.Module:
@@ -224,7 +224,8 @@ class ContextOwner(nn.Module):
                 "nn.DataParallel copies modules without their hooks' owners; use DistributedDataParallel (torchrun)"
             )
         inputs = dict(zip(self._argument_names, args)) | kwargs
-        return (), start(_KEY, self.contexts(base, inputs), inputs)
+        # looked up by name, so that PEFT may put a wrapper in its place
+        return (), start(_KEY, getattr(base, OWNER_NAME).contexts(base, inputs), inputs)
 
 
 def _enter_block(index: int, value: Tensor) -> None:

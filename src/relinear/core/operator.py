@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -12,7 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from relinear.core.config import Config
+from relinear.core.config import Config, shown
 from relinear.core.parameter_cache import CachingModule
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "Operator",
     "OperatorConfig",
     "ParamRole",
+    "check_features",
+    "check_model",
     "dense_bias",
     "dense_in_float32",
     "dense_weight",
@@ -116,6 +119,8 @@ class Operator(CachingModule):
 
     Subclasses take ``(config, in_features, out_features, *, bias, device, dtype)``, create their parameters, call
     ``reset_parameters`` last, and implement ``forward`` and ``flops_per_token``; the rest as far as it makes sense.
+    Every ``forward`` is held to the contract here: an input that is no floating-point tensor (..., in_features) is a
+    ValueError that names the layer, whatever the mathematics behind would make of it.
     """
 
     #: attributes of the last forward (tensors with a graph): dropped on deepcopy and pickling
@@ -123,6 +128,14 @@ class Operator(CachingModule):
     bias: nn.Parameter | None
     #: whether folding gives GPT-2's transposed Conv1D rather than nn.Linear
     replaces_conv1d: bool = False
+    #: where the operator is in its model, for messages; empty where it stands alone
+    name_in_model: str = ""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Wrapped rather than hooked: a hook would cost every call torch's slow path, and could be taken away.
+        if "forward" in cls.__dict__:
+            cls.forward = _checked(cls.forward)  # type: ignore[method-assign]
 
     def __init__(self, config: OperatorConfig, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -201,6 +214,51 @@ class Operator(CachingModule):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.config}, bias={self.bias is not None}"
+
+
+def _checked(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An operator's ``forward`` that refuses what is no input of an ``nn.Linear`` of its size."""
+
+    @functools.wraps(forward)
+    def checked(self: Operator, x: Tensor) -> Tensor:
+        # Spelt out, not called: this runs at every call of every layer, and takes a third of a microsecond.
+        if not isinstance(x, Tensor) or not x.ndim or x.shape[-1] != self.in_features or not x.is_floating_point():
+            _refuse_features(x, self.in_features, self)
+        return forward(self, x)
+
+    # Code of its own: torch.compile counts its recompilations by code, and all operators would share one limit.
+    wrapper: Any = checked
+    wrapper.__code__ = wrapper.__code__.replace(co_qualname=forward.__qualname__)
+    return checked
+
+
+def check_features(x: Any, width: int, layer: nn.Module) -> None:
+    """Raise ValueError unless ``x`` is a floating-point tensor (..., width); the message names ``layer``."""
+    if not isinstance(x, Tensor) or not x.ndim or x.shape[-1] != width or not x.is_floating_point():
+        _refuse_features(x, width, layer)
+
+
+def _refuse_features(x: Any, width: int, layer: Any) -> None:
+    if isinstance(x, torch.fx.Proxy):
+        return  # stands for a tensor that torch.fx traces, of a shape that nobody knows
+    name, config = getattr(layer, "name_in_model", ""), getattr(layer, "config", None)
+    kind = f"{type(layer).__name__}, {config}" if isinstance(config, Config) else type(layer).__name__
+    if not isinstance(x, Tensor):
+        given = shown(x)
+    elif not x.is_floating_point():
+        given = f"a tensor of {x.dtype}, shape {tuple(x.shape)}"
+    else:
+        given = f"shape {tuple(x.shape)}" if x.ndim else "a tensor without dimensions"
+    where = f"{name} ({kind})" if name else kind
+    raise ValueError(f"{where}: expected a floating-point tensor of shape (..., {width}), got {given}")
+
+
+def check_model(model: Any, user: str) -> None:
+    """Raise ValueError, on behalf of the function ``user``, unless ``model`` is an ``nn.Module``."""
+    if isinstance(model, nn.Module):
+        return
+    hint = "; load it first: relinear.from_pretrained(...)" if isinstance(model, str | bytes) else ""
+    raise ValueError(f"{user} takes a model (an nn.Module), got {shown(model)}{hint}")
 
 
 def is_conv1d(module: Any) -> bool:

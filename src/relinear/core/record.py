@@ -27,13 +27,15 @@ def record(model: nn.Module) -> dict[str, Any] | None:
 
 
 def sync_record(model: nn.Module) -> None:
-    """Bring ``model.config`` and the model's hooks up to date with its operators; call it after every surgery.
+    """Bring ``model.config``, the model's hooks and the operators' names up to date; call it after every surgery.
 
     ``quantization_config`` is the one key of ``config.json`` by which transformers lets a third party rebuild layers
     before weights are loaded. A PEFT model's record and hooks are those of the model inside.
     """
     model = unwrapped(model)
     install_aux_hooks(model)
+    for name, operator in named_operators(model):
+        operator.name_in_model = name
     config = getattr(model, "config", None)
     if config is None:
         return

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from relinear.core.anatomy import layer_index
 from relinear.core.modes import evaluating
 from relinear.core.operator import Operator, OperatorConfig, is_linear
+from relinear.core.vocabulary import check_tokenizer_fits
 from relinear.distill.fit import Pairs, fit
 from relinear.distill.logits import fit_logits
 from relinear.distill.record import record, token_blocks
@@ -39,7 +40,7 @@ def _silent(progress: DistillProgress) -> None:
 
 def distill_(
     model: nn.Module,
-    mapping: Mapping[str, OperatorConfig | None],
+    mapping: Mapping[str, OperatorConfig | str | None],
     data: Iterable[Any],
     *,
     layers: Iterable[int] | int | None = None,
@@ -73,12 +74,15 @@ def distill_(
         The report; its errors are on tokens that were recorded but not fitted on.
 
     Raises:
-        ValueError: as ``replace_``; if the corpus is too short; if ``out_dir`` holds another distillation.
+        ValueError: as ``replace_``; if the corpus is too short; if the tokenizer has ids that the model does not embed;
+            if ``out_dir`` holds another distillation.
     """
     settings = DistillSettings.load(settings or {}, "distill settings")
     whole = plan(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
     if not whole.replacements:
         raise ValueError("the mapping leaves every layer alone: there is nothing to distill")
+    if tokenizer is not None:
+        check_tokenizer_fits(tokenizer, model)
     length = settings.sequence_length
     train_blocks = settings.tokens // length
     held_out = settings.validation_tokens // length

@@ -19,6 +19,8 @@ from torch.utils.data import Dataset
 
 from relinear.core.inference import keeping_for_inference
 from relinear.core.modes import evaluating
+from relinear.core.operator import check_model
+from relinear.core.vocabulary import check_tokenizer_fits
 
 __all__ = ["Lambada", "Perplexity", "lambada", "lm_eval", "perplexity"]
 
@@ -73,6 +75,7 @@ def perplexity(
     Raises:
         ValueError: if there is nothing to predict, or an argument is missing or does not fit.
     """
+    check_model(model, "perplexity")
     _check_positive(batch_size=batch_size, max_tokens=max_tokens)
     if isinstance(text, Dataset):
         if (tokenizer, sequence_length, stride) != (None, None, None):
@@ -81,6 +84,7 @@ def perplexity(
     else:
         if tokenizer is None:
             raise ValueError("perplexity of text needs the model's tokenizer")
+        check_tokenizer_fits(tokenizer, model)
         length = _sequence_length(model, sequence_length)
         step = length if stride is None else stride
         if not 1 <= step <= length:
@@ -124,7 +128,9 @@ def lambada(
     Raises:
         ValueError: if there are no texts, or one has fewer than two words.
     """
+    check_model(model, "lambada")
     _check_positive(batch_size=batch_size, max_examples=max_examples)
+    check_tokenizer_fits(tokenizer, model)
     rows = list(_lambada_rows(texts))[:max_examples]
     if not rows:
         raise ValueError("LAMBADA needs at least one text")
@@ -172,6 +178,8 @@ def lm_eval(
     names = [tasks] if isinstance(tasks, str) else list(tasks)
     if not names:
         raise ValueError("name at least one task")
+    check_model(model, "lm_eval")
+    check_tokenizer_fits(tokenizer, model)
     with _evaluating(model):
         wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
         try:

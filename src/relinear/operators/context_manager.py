@@ -15,8 +15,9 @@ from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from relinear.core.anatomy import is_checkpointing
 from relinear.core.attachment import AttachmentConfig
-from relinear.core.config import check_at_least, check_choice, check_type, register
+from relinear.core.config import check_at_least, check_choice, check_type, register, shown
 from relinear.core.context import ContextOwner, check_carries_context, conditioned_operators
+from relinear.core.operator import check_features
 from relinear.kernels.context_manager import linear_recurrence
 
 __all__ = ["ContextManager", "ContextState", "SharedContext"]
@@ -180,9 +181,7 @@ class SharedContext(ContextOwner):
         Returns:
             context (B, T, C) and state (B, C) in float32, None without a memory.
         """
-        table = self.projection if self.embedding is None else self.embedding
-        assert table is not None
-        features = table(source)
+        features = self._features(source)
         if self.memory is not None:
             decay, value = self.memory(features)
             if starts is not None:
@@ -195,6 +194,17 @@ class SharedContext(ContextOwner):
             features = torch.cat([features, states.to(features.dtype)], dim=-1)
             state = states[:, -1]
         return self.output(F.gelu(self.hidden(self.norm(features)))), state
+
+    def _features(self, source: Tensor) -> Tensor:
+        """e_t (B, T, C) of token ids (B, T) or embeddings (B, T, H)."""
+        if self.embedding is None:
+            assert self.projection is not None
+            check_features(source, self.projection.in_features, self)
+            return self.projection(source)
+        if not isinstance(source, Tensor) or source.is_floating_point() or source.is_complex():
+            given = source.dtype if isinstance(source, Tensor) else shown(source)
+            raise ValueError(f"{type(self).__name__}, {self.config}: expected token ids (integers), got {given}")
+        return self.embedding(source)
 
     def contexts(self, base: Any, inputs: dict[str, Any]) -> Tensor:
         """The context of the base model's arguments; the state goes into, and comes from, its cache."""
@@ -217,7 +227,7 @@ class SharedContext(ContextOwner):
             raise ValueError(
                 "ContextManager(source='tokens') needs input_ids and got inputs_embeds; use source='embeddings'"
             )
-        known = base.get_input_embeddings().num_embeddings
+        known = base.get_input_embeddings().weight.shape[0]  # an adapter around the table shows its weight alone
         if known > self.embedding.num_embeddings:
             raise ValueError(
                 f"the model's vocabulary has grown to {known}, the context manager knows "

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from relinear.core.anatomy import SubBlock, decoder, sub_blocks
 from relinear.core.config import check_at_least, check_choice, check_type, register
 from relinear.core.handover import check_hands_over, finish, hand_over, start
-from relinear.residual.junction import SITE, Junction, ResidualConfig, reference_parameter
+from relinear.residual.junction import SITE, Junction, ResidualConfig, check_meets, reference_parameter
 
 __all__ = ["LaurelLR", "LaurelPA", "LaurelRW"]
 
@@ -163,8 +163,20 @@ class _Previous(nn.Module):
         return y + (mixed if self.low_rank is None else self.low_rank(mixed))
 
 
-class _Streams(dict[int, Tensor]):
-    """The streams x_i of one forward, by i; every layer is handed the same one."""
+class _Streams:
+    """The streams x_i of one forward, by i; every layer is handed the same one.
+
+    No dictionary: where accelerate moves weights and arguments, layers get a copy of every dictionary.
+    """
+
+    def __init__(self) -> None:
+        self.by_index: dict[int, Tensor] = {}
+
+    def __setitem__(self, index: int, stream: Tensor) -> None:
+        self.by_index[index] = stream
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.by_index[index]
 
 
 def share_streams(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -202,16 +214,17 @@ class _PreviousJunction(Junction):
     def leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         layer = self.index // 2
         streams = self.received.by_layer[layer]
-        assert self.stream is not None, "the norm of this sub-block has not run"
-        streams[self.index] = self.stream
-        self.stream = None
-        seen = [streams[self.index - j] for j in range(min(self.previous, self.index + 1))]
+        stream, self.stream = self.stream, None
+        assert stream is not None, "the norm of this sub-block has not run"
+        streams[self.index] = stream
+        # layers may be on several devices
+        seen = [streams[self.index - j].to(stream.device) for j in range(min(self.previous, self.index + 1))]
         if self.index % 2:  # the layer's last use of them
             del self.received.by_layer[layer]
         site = getattr(self.owner, self.name)
         if isinstance(output, tuple):
-            return (site(seen, output[0]), *output[1:])
-        return site(seen, output)
+            return (site(seen, check_meets(seen[0], output[0], module)), *output[1:])
+        return site(seen, check_meets(seen[0], output, module))
 
 
 @register

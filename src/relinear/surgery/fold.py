@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from relinear.core.aux import named_operators
 from relinear.core.modes import evaluating
-from relinear.core.operator import NotLinearError, Operator, dense_in_float32
+from relinear.core.operator import NotLinearError, Operator, check_model, dense_in_float32
 from relinear.core.record import sync_record
 from relinear.surgery.swap import swap_module
 
@@ -48,6 +48,7 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
     Raises:
         ValueError: if the model is itself an operator, or holds no operator. Nothing has changed then.
     """
+    check_model(model, "fold_")
     found = dict(named_operators(model))
     if not found:
         raise ValueError("the model holds no relinear operator: nothing to fold")

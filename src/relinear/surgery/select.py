@@ -12,6 +12,7 @@ from torch import nn
 
 from relinear.core.adapters import BASE_LAYER, is_adapted, is_kept_copy, stock_name
 from relinear.core.anatomy import layer_finder, unwrapped
+from relinear.core.config import layer_indices, shown
 from relinear.core.operator import Operator, is_linear
 from relinear.core.readers import reader_of_weight
 
@@ -21,6 +22,7 @@ __all__ = [
     "READ_ELSEWHERE",
     "Selection",
     "Target",
+    "check_patterns",
     "heads",
     "is_tied",
     "matches",
@@ -32,6 +34,7 @@ OWN_PREFIX = "relinear_"  # submodules that an attachment adds
 OUTPUT_HEAD = "output head"
 READ_ELSEWHERE = "their weight is read from outside"
 _PLAIN = re.compile(r"[\w.\-]+")
+_LONGEST_NAME = 200  # of a pattern that is compared with names
 _HEADS = frozenset({"lm_head", "score", "classifier", "embed_out", "qa_outputs"})
 
 
@@ -98,28 +101,29 @@ def is_tied(model: nn.Module, module: nn.Module) -> str | None:
     return None
 
 
-def _check_patterns(mapping: Mapping[str, Any]) -> None:
-    for pattern in mapping:
+def check_patterns(patterns: Iterable[Any]) -> None:
+    """Raise ValueError for a pattern that is no text, empty, or no valid regular expression."""
+    for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
-            raise ValueError(f"a pattern must be a non-empty string, got {pattern!r}")
+            raise ValueError(f"a pattern must be a non-empty string, got {shown(pattern)}")
         if pattern != ALL_LINEAR and not _PLAIN.fullmatch(pattern):
             try:
                 re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"pattern {pattern!r} is no valid regular expression: {error}") from error
+            except (re.error, RecursionError, OverflowError) as error:
+                raise ValueError(f"pattern {shown(pattern)} is no valid regular expression: {error}") from error
 
 
 def _check_layers(model: nn.Module, layers: Iterable[int] | int | None, names: Iterable[str]) -> set[int] | None:
     if layers is None:
         return None
-    wanted = [layers] if isinstance(layers, int) else list(layers)
+    wanted = layer_indices(layers)
     find = layer_finder(model)
     known = {index for name in names if name and (index := find(name)) is not None}
     if not known:
         raise ValueError("layers= was given, but the model has no list of decoder layers")
     count = max(known) + 1
     for index in wanted:
-        if not isinstance(index, int) or not -count <= index < count:
+        if not -count <= index < count:
             raise ValueError(f"layer {index!r} does not exist: the model has {count} layers (0 to {count - 1})")
     return {index % count for index in wanted}
 
@@ -129,7 +133,7 @@ def _no_match(pattern: str, found: Iterable[tuple[nn.Module, list[str]]]) -> Val
     hit = next((name for name in modules if matches(pattern, name)), None) if pattern != ALL_LINEAR else None
     if hit is not None:
         return ValueError(
-            f"pattern {pattern!r} matches {hit!r}, a {type(modules[hit]).__name__}, which cannot be replaced: "
+            f"pattern {shown(pattern)} matches {hit!r}, a {type(modules[hit]).__name__}, which cannot be replaced: "
             "only nn.Linear, GPT-2's Conv1D and relinear operators can (not their subclasses)"
         )
     kinds = sorted({type(module).__name__ for module in modules.values() if isinstance(module, nn.Linear)} - {"Linear"})
@@ -139,8 +143,39 @@ def _no_match(pattern: str, found: Iterable[tuple[nn.Module, list[str]]]) -> Val
             "nn.Linear, which cannot be replaced, because the code around them may read their weight"
         )
     linear = sorted({part for name, module in modules.items() if is_linear(module) for part in _suffixes(name)})
-    close = difflib.get_close_matches(pattern, linear, n=3, cutoff=0.3) or linear[:8]
-    return ValueError(f"pattern {pattern!r} matches no module; nearest: {', '.join(close) or 'none, no linear layer'}")
+    known = [*linear, ALL_LINEAR] if linear and pattern != ALL_LINEAR else linear
+    close = difflib.get_close_matches(pattern[:_LONGEST_NAME], known, n=3, cutoff=0.3) or linear[:8]
+    return ValueError(
+        f"pattern {shown(pattern)} matches no module; nearest: {', '.join(close) or 'none, no linear layer'}"
+    )
+
+
+def _patterns(exclude: Any) -> list[str]:
+    """``exclude=`` as a list of patterns. Raises ValueError where it is neither a pattern nor several."""
+    if exclude is None or isinstance(exclude, str):
+        return [] if exclude is None else [exclude]
+    if not isinstance(exclude, Iterable):
+        raise ValueError(f"exclude= takes a pattern or a list of patterns, got {shown(exclude)}")
+    return list(exclude)
+
+
+def _check_excluded(model: nn.Module, excluded: list[str], found: Iterable[tuple[nn.Module, list[str]]]) -> None:
+    """Refuse an ``exclude=`` that leaves out nothing: a name that is not there, or of a module around the layers."""
+    for pattern in excluded:
+        named = model.named_modules(remove_duplicate=False)
+        hits = {name: module for name, module in named if name and matches(pattern, name)}
+        if not hits:
+            raise ValueError(f"exclude= {_no_match(pattern, found)}")
+        if any(is_linear(module) for module in hits.values()):
+            continue
+        around = [name for name, module in hits.items() if any(is_linear(child) for child in module.modules())]
+        if around:
+            plain = _PLAIN.fullmatch(pattern) is not None
+            inside = rf".*\b{re.escape(pattern)}\..*" if plain else rf"({pattern})\..*"
+            raise ValueError(
+                f"exclude={shown(pattern)} names {around[0]!r} and not the layers in it, so it would leave out none; "
+                f"to leave out all of them write exclude={shown(inside)}"
+            )
 
 
 def _suffixes(name: str) -> Iterator[str]:
@@ -163,11 +198,14 @@ def select_targets(
     Raises:
         ValueError: for a pattern that is malformed or matches nothing, a layer that does not exist, or no target left.
     """
-    _check_patterns(mapping)
+    check_patterns(mapping)
     found = _named_aliases(model)
     outputs = heads(model)
-    excluded = [exclude] if isinstance(exclude, str) else list(exclude or ())
-    _check_patterns(dict.fromkeys(excluded))
+    excluded = _patterns(exclude)
+    check_patterns(excluded)
+    _check_excluded(model, excluded, found.values())
+    if filter_fn is not None and not callable(filter_fn):
+        raise ValueError(f"filter_fn must be a function of (module, name), got {shown(filter_fn)}")
     wanted_layers = _check_layers(model, layers, (name for _, names in found.values() for name in names))
     find = layer_finder(model)
     used: set[str] = set()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from relinear.core.operator import Operator, is_linear, linear_features
+from relinear.core.operator import Operator, check_model, is_linear, linear_features
 from relinear.surgery.coverage import Coverage, coverage, dense_size
 
 __all__ = ["Row", "Summary", "module_flops", "module_parameters", "summary"]
@@ -122,6 +122,7 @@ def summary(
             where a name is missing, and nothing where an attached part has no shape.
         left: why linear layers stayed as they are, by name, for the lines below the table.
     """
+    check_model(model, "summary")
     rows: list[Row] = []
     seen: set[int] = set()
 

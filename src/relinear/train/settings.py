@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from relinear.core.attachment import AttachmentConfig
-from relinear.core.config import Config, parse_setting
+from relinear.core.config import Config
 from relinear.core.operator import OperatorConfig
 from relinear.core.settings import Settings
 from relinear.data import DataSettings
@@ -112,10 +112,7 @@ class FitSettings(Settings):
 
 
 def _setting(family: type[Config], value: Any) -> dict[str, Any]:
-    if isinstance(value, str):
-        value = parse_setting(value)
-    config = value if isinstance(value, family) else family.from_dict(value)
-    return config.to_dict()
+    return family.read(value).to_dict()
 
 
 class TrainSettings(FitSettings):
