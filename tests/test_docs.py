@@ -48,6 +48,7 @@ def test_contributing_adds_an_operator_in_two_files(tmp_path) -> None:
     (package / "operators" / "shift_scale.py").write_text(operator)
     for file, before, added in (
         (package / "operators" / "__init__.py", "\n__all__", line),
+        (package / "__init__.py", '    "LowRank": "relinear', '    "ShiftScale": "relinear.operators",\n'),
         (tmp_path / "tests" / "cases.py", "    Case(config=relinear.LowRank", f"    {row}"),
     ):
         text = file.read_text()
