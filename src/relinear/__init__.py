@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from relinear.first_use import on_first_use
+from relinear.system.version import __version__
 
 if TYPE_CHECKING:
     from relinear import clifford as clifford
@@ -72,8 +73,6 @@ if TYPE_CHECKING:
     from relinear.train.fit import fit as fit
     from relinear.train.latents import LatentMoments as LatentMoments
     from relinear.train.latents import read_moments as read_moments
-
-__version__ = "0.1.0"
 
 # Public name -> the module that has it, imported on first use. One line a name, sorted by module; a test holds the
 # imports above, which only editors and type checkers see, to the same names.
