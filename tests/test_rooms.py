@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "surgery": {"core"},
     "models": {"core", "functional", "kernels"},
     "data": {"core", "system"},
+    "testing": {"core"},
     "evaluate": {"core"},
     "distill": {"core", "surgery", "data", "system"},
     "train": {"core", "surgery", "models", "data", "system"},
