@@ -9,6 +9,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 
+import pytest
 import torch
 from torch import nn
 
@@ -223,6 +224,8 @@ CASES: list[Case] = [
         bf16_tolerance=5e-2,  # the rounding of two operators adds up, and the gradient of alpha is one number
     ),
 ]
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 TWINS: list[Twin] = [
     Twin(

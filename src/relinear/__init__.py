@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from relinear.core.aux import aux_losses as aux_losses
     from relinear.core.config import register as register
     from relinear.core.context import context as context
+    from relinear.core.inference import for_inference_ as for_inference_
     from relinear.core.latents import Add as Add
     from relinear.core.latents import Clamp as Clamp
     from relinear.core.latents import Inject as Inject
