@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from relinear.surgery.checkpoint import save_pretrained as save_pretrained
     from relinear.surgery.fold import fold_ as fold_
     from relinear.surgery.freeze import train_only_ as train_only_
+    from relinear.surgery.lora import lora_on_operators_ as lora_on_operators_
     from relinear.surgery.placement import placement as placement
     from relinear.surgery.placement import placement_names as placement_names
     from relinear.surgery.plan import attach_ as attach_
