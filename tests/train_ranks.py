@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from relinear.train import FitSettings, fit
-from train_helpers import Gradients, Tokens, probe_model
+from train_helpers import DATA, Gradients, probe_model
 
 if __name__ == "__main__":
-    folder, settings = Path(sys.argv[1]), FitSettings.load(json.loads(sys.argv[2]))
+    folder, data, settings = Path(sys.argv[1]), DATA[sys.argv[2]], FitSettings.load(json.loads(sys.argv[3]))
     seen = Gradients()
-    fit(probe_model("llama"), (Tokens(), Tokens(seed=1)), settings, callbacks=[seen])
+    fit(probe_model("llama"), (data(), data(seed=1)), settings, callbacks=[seen])
     if torch.distributed.get_rank() == 0:
         torch.save(seen.found, folder / "gradients.pt")
     torch.distributed.barrier()

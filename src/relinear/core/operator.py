@@ -124,7 +124,7 @@ class Operator(CachingModule):
     """
 
     #: attributes of the last forward (tensors with a graph): dropped on deepcopy and pickling
-    _transient: tuple[str, ...] = ("_aux_losses",)
+    _transient: tuple[str, ...] = ("_aux_losses", "_metrics")
     bias: nn.Parameter | None
     #: whether folding gives GPT-2's transposed Conv1D rather than nn.Linear
     replaces_conv1d: bool = False
@@ -142,7 +142,9 @@ class Operator(CachingModule):
         self.config = config
         self.in_features = in_features
         self.out_features = out_features
+        #: by name, for every token that was seen (a tensor of the leading sizes of the input) or as a mean over them
         self._aux_losses: dict[str, Tensor] = {}
+        self._metrics: dict[str, Tensor] = {}
 
     def reset_parameters(self) -> None:
         """Initialise every parameter from torch's global generator (in place, safe on meta)."""
@@ -186,12 +188,25 @@ class Operator(CachingModule):
             self.bias.copy_(bias) if bias is not None else self.bias.zero_()
 
     def aux_losses(self) -> dict[str, Tensor]:
-        """Weighted auxiliary losses (scalars, token means) of the last training forward, by name; {} in eval."""
-        return self._aux_losses if self.training else {}
+        """Weighted auxiliary losses (scalars, token means) of the last training forward, by name; {} in eval.
+
+        The means are over the tokens that count: in a model those whose prediction counts in its loss (see
+        ``core.aux.counted_tokens``), in a layer that runs by itself all of them.
+        """
+        return _token_means(self._aux_losses, None) if self.training else {}
 
     def metrics(self) -> dict[str, Tensor]:
         """Detached scalars of the last training forward that are worth logging (not losses), by name."""
-        return {}
+        return _token_means(self._metrics, None)
+
+    def count_tokens(self, counted: Tensor | None) -> None:
+        """Make what the last forward noted for every token into means over those that count.
+
+        Args:
+            counted: (B, T) bool, or None for all. An operator that saw other tokens than these (those routed to an
+                expert, say) takes the mean over all that it saw.
+        """
+        self._aux_losses, self._metrics = (_token_means(d, counted) for d in (self._aux_losses, self._metrics))
 
     def flops_per_token(self) -> int:
         """Floating-point operations of the forward pass for one token (a multiply-add counts as two)."""
@@ -259,6 +274,20 @@ def check_model(model: Any, user: str) -> None:
         return
     hint = "; load it first: relinear.from_pretrained(...)" if isinstance(model, str | bytes) else ""
     raise ValueError(f"{user} takes a model (an nn.Module), got {shown(model)}{hint}")
+
+
+def _token_means(values: dict[str, Tensor], counted: Tensor | None) -> dict[str, Tensor]:
+    return {name: _token_mean(value, counted) for name, value in values.items()}
+
+
+def _token_mean(value: Tensor, counted: Tensor | None) -> Tensor:
+    """The mean over the tokens that count of a value for each, (B, T) or (B T,); a scalar is a mean already."""
+    if value.ndim == 0:
+        return value
+    if counted is None or value.shape not in (counted.shape, (counted.numel(),)):
+        return value.mean()
+    counted = counted.reshape(value.shape).to(value.device)
+    return torch.where(counted, value, 0.0).sum() / counted.sum().clamp(min=1)
 
 
 def is_conv1d(module: Any) -> bool:

@@ -149,7 +149,8 @@ class RelinearTrainer(Trainer):
         self.remove_callback(PrinterCallback)
         # Trainer counts the targets of a step by the config's loss_type, which some models (GPT-2) leave open; the loss
         # they then fall back on shifts the labels all the same, and would come out smaller by 1 / T.
-        loss = getattr(model, "loss_function", None)
+        # Of a module around such a model it would know nothing at all.
+        loss = next((found for m in model.modules() if (found := getattr(m, "loss_function", None)) is not None), None)
         self._loss_shifts_labels |= getattr(loss, "_torchdynamo_orig_callable", loss) is ForCausalLMLoss
         self.settings = settings
         self.compute_dtype = training_dtype(settings, self.args.device)
@@ -207,8 +208,9 @@ class RelinearTrainer(Trainer):
         terms = aux_losses(self._plain_model)
         if terms:
             kwargs = {**inputs, "num_items_in_batch": num_items_in_batch}
-            share = share_of_batch(kwargs) if num_items_in_batch is not None else 1 / self.current_micro_steps
-            share = share * (self.args.world_size if num_items_in_batch is not None else 1)
+            weighted = num_items_in_batch is not None
+            share = share_of_batch(kwargs, self._plain_model) if weighted else 1 / self.current_micro_steps
+            share = share * (self.args.world_size if weighted else 1)
             for name, value in terms.items():
                 self._note(f"aux/{name.rpartition('/')[2]}", value.detach() * share)
 
