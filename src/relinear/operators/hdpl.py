@@ -41,6 +41,7 @@ class HDPLLinear(LatentOperator):
     """
 
     config: HDPL
+    fixed_fan_in = ("decoder",)
 
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
         super().__init__(config, in_features, out_features)
