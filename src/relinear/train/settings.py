@@ -48,7 +48,8 @@ class FitSettings(Settings):
             states in bf16 as well, "auto" is "bfloat16" where the processor has units for it, else "float32".
         compile: run the model through ``torch.compile``; costs a minute at the start, pays off over long runs.
         gradient_checkpointing: recompute activations in the backward pass; saves memory, costs about a third of time.
-        seed: of the model's initialisation and of the order of the data.
+        seed: of the model's initialisation, of the order of the data, and of the noise that the model draws (on several
+            ranks a stream for each).
         threads: CPU threads; None leaves torch's choice.
         device: "auto" is the GPU where there is one.
         eval_every, log_every, save_every: in steps. 0 evaluates only at the start and the end; None saves every tenth
