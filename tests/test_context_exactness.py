@@ -340,3 +340,22 @@ def test_a_memory_in_float64_is_exact_in_float64(mixer):
     expected = owner.output(nn.functional.gelu(owner.hidden(mixed)))
     torch.testing.assert_close(context, expected, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(final, state, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("manager", ["ema", "gru"])
+def test_a_memory_is_exported_for_any_number_of_tokens(manager, strict):
+    model = conditioned("llama", manager)
+    ids = prompts(tokens=6)
+    tokens = {1: torch.export.Dim("tokens", min=2, max=100)}
+    program = torch.export.export(
+        model,
+        (),
+        {"input_ids": ids, "use_cache": False},
+        dynamic_shapes={"input_ids": tokens, "use_cache": None},
+        strict=strict,
+    )
+    for length in (2, 33, 100):
+        longer = torch.randint(1, VOCABULARY, (ids.shape[0], length))
+        found = program.module()(input_ids=longer, use_cache=False).logits
+        torch.testing.assert_close(found, model(longer, use_cache=False).logits)

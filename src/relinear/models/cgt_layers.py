@@ -54,7 +54,7 @@ class Modulator(nn.Module):
             "left": ParamRole(templates * rank, fan_in_scales=False),
             "right": ParamRole(width),
             "right_bias": ParamRole(1, fan_in_scales=False),
-            "mix.weight": ParamRole(self.mix.in_features),
+            "mix.weight": ParamRole(self.mix.weight.shape[1]),
             "mix.bias": ParamRole(None, weight_decay=False),
         }
 
