@@ -110,6 +110,24 @@ def test_with_the_flag_the_logits_are_the_same(saved):
     assert "wrote True" in ran.stdout, ran.stderr
 
 
+def test_a_config_read_before_anything_else_builds_the_operators(saved, tmp_path):
+    """In a process of its own: what transformers' models need is only imported with the first record."""
+    config = json.loads((saved / "model" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": config["base_model_type"]}))  # as of old
+    ran = elsewhere(
+        f"""
+        import relinear
+        from transformers import AutoConfig, AutoModelForCausalLM
+        for folder in ({str(saved / "model")!r}, {str(tmp_path)!r}):
+            config = AutoConfig.from_pretrained(folder)
+            model = AutoModelForCausalLM.from_config(config)
+            print("operators", sum(hasattr(m, "to_dense") for m in model.modules()) > 0)
+        """,
+        tmp_path,
+    )
+    assert ran.stdout.count("operators True") == 2, ran.stderr
+
+
 def test_with_the_flag_but_without_the_package_it_says_what_to_install(saved):
     ran = elsewhere(
         f"""

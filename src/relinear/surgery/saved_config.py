@@ -61,9 +61,6 @@ class SavedConfig(PreTrainedConfig):
         Raises:
             ValueError: if the record of operators is gone, or the type of the model underneath is unknown.
         """
-        from relinear.surgery.wrapped import wrap_models
-
-        wrap_models()  # what is done with this config has to see its record
         values = _without_loader(config_dict)
         base = values.pop(_BASE_TYPE, values.get("model_type"))
         if base == METHOD or base not in CONFIG_MAPPING:

@@ -1,4 +1,4 @@
-"""Where transformers has no hook for a third party, four of its functions are wrapped, once.
+"""Where transformers has no hook for a third party, a few of its functions are wrapped, once.
 
 Each leaves alone whatever has no operators: a config without our record goes straight to the function as it was.
 """
@@ -26,6 +26,7 @@ _MARK = "_relinear_original"
 def install() -> None:
     """Wrap what is light now, the functions of models when the first record is written or read (idempotent)."""
     _wrap(PreTrainedConfig, "to_json_file", _to_json_file)
+    _wrap(PreTrainedConfig, "from_dict", _from_dict)
     _wrap(AutoHfQuantizer, "merge_quantization_configs", _merge_quantization_configs)
     if wrap_models not in before_record:
         before_record.append(wrap_models)
@@ -59,6 +60,13 @@ def _to_json_file(original: Any, config: Any, json_file_path: Any, use_diff: boo
         original(config, json_file_path, use_diff=use_diff)
     else:
         write_config(config, Path(json_file_path), config.to_json_string(use_diff=use_diff))
+
+
+def _from_dict(original: Any, cls: Any, config_dict: Any, **kwargs: Any) -> Any:
+    """A model built from this config has to see its record."""
+    if own_record(config_dict.get("quantization_config")) is not None:
+        wrap_models()
+    return original(cls, config_dict, **kwargs)
 
 
 def _save_pretrained(original: Any, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
