@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import nn
 
 import relinear
 import relinear.functional.ccl
@@ -22,6 +23,7 @@ import relinear.kernels.cgt
 import relinear.kernels.context_manager
 import relinear.kernels.hdpl
 import relinear.kernels.transponder
+from conftest import make_tiny_llama
 from relinear import functional, kernels
 from relinear.core.operator import OperatorConfig
 from relinear.functional import block_hadamard as functional_block_hadamard
@@ -320,3 +322,18 @@ def ccl_results(dtypes, in_features, out_features):
         y.square().mean().backward()
         results.append([y, given.grad, *(p.grad for p in module.parameters())])
     return results
+
+
+def model_with(case: Case) -> nn.Module:
+    """A tiny Llama with the case's operator twice in every layer, and a context manager where it needs one."""
+    in_features, out_features = case.shapes[0]
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4}
+    torch.manual_seed(0)
+    model = make_tiny_llama(hidden_size=in_features, intermediate_size=out_features, **heads)
+    if case.context_dim is not None:
+        relinear.attach_(model, relinear.ContextManager(dim=case.context_dim, mixer="gru"))
+    relinear.replace_(model, {r".*\.(gate|up)_proj": case.config})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return model

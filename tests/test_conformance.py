@@ -8,6 +8,7 @@ import contextlib
 import copy
 import json
 
+import accelerate
 import pytest
 import safetensors.torch
 import torch
@@ -17,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
 import relinear
-from cases import CASES, Case
+from cases import CASES, Case, model_with
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig
 
 LEADING = [(), (1,), (7,), (1, 1), (2, 3), (2, 1, 3)]
@@ -351,6 +352,27 @@ def test_resized_is_a_valid_setting(case: Case) -> None:
             if resized is not None:
                 assert type(resized) is type(case.config)
                 resized.build(*shape)
+
+
+# In a model whose weights are kept elsewhere
+
+
+@every_case
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_offloaded_weights(case: Case, place: str, tmp_path) -> None:
+    model = model_with(case)
+    ids = torch.randint(0, 96, (2, 7))
+    with torch.no_grad():
+        expected = model(ids).logits
+        if place == "cpu":
+            accelerate.cpu_offload(model, torch.device("cpu"))
+        else:
+            accelerate.disk_offload(model, tmp_path, torch.device("cpu"))
+        assert all(parameter.is_meta for parameter in model.parameters())
+        first, second = model(ids).logits, model(ids).logits
+    # one layer runs in another form here than with its weights in place: in one kernel or in two
+    assert_close(first, expected, 1e-6)
+    assert torch.equal(first, second)
 
 
 # Taking the place of a layer

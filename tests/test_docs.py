@@ -14,7 +14,7 @@ from cases import CASES
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     *sorted((ROOT / "docs" / "operators").glob("*.md")),
-    *(ROOT / "docs" / f"{p}.md" for p in ("latents", "residual")),
+    *(ROOT / "docs" / f"{p}.md" for p in ("latents", "outside", "residual")),
 ]
 
 

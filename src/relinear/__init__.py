@@ -45,6 +45,7 @@ _LAZY = {
     "DistillSettings": "relinear.distill",
     "fold_": "relinear.surgery.fold",
     "train_only_": "relinear.surgery.freeze",
+    "lora_on_operators_": "relinear.surgery.lora",
     "placement": "relinear.surgery.placement",
     "placement_names": "relinear.surgery.placement",
     "attach_": "relinear.surgery.plan",

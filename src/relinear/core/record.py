@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from relinear.core.adapters import stock_name
+from relinear.core.anatomy import unwrapped
 from relinear.core.attachment import attachments
 from relinear.core.aux import install_aux_hooks, named_operators
 
@@ -21,7 +23,7 @@ before_record: list[Callable[[], None]] = []
 
 def record(model: nn.Module) -> dict[str, Any] | None:
     """Exact names and settings of what relinear put into ``model``; None where it put nothing."""
-    operators = {name: operator.config.to_dict() for name, operator in named_operators(model)}
+    operators = {stock_name(name): operator.config.to_dict() for name, operator in named_operators(model)}
     attached = [config.to_dict() for config in attachments(model)]
     if not operators and not attached:
         return None
@@ -43,8 +45,9 @@ def sync_record(model: nn.Module) -> None:
     """Bring ``model.config``, the model's hooks and the operators' names up to date; call it after every surgery.
 
     ``quantization_config`` is the one key of ``config.json`` by which transformers lets a third party rebuild layers
-    before weights are loaded.
+    before weights are loaded. A PEFT model's record and hooks are those of the model inside.
     """
+    model = unwrapped(model)
     install_aux_hooks(model)
     for name, operator in named_operators(model):
         operator.name_in_model = name

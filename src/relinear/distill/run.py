@@ -15,6 +15,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from relinear.core.anatomy import layer_index
+from relinear.core.modes import evaluating
 from relinear.core.operator import Operator, OperatorConfig, is_linear
 from relinear.core.vocabulary import check_tokenizer_fits
 from relinear.distill.fit import Pairs, fit
@@ -24,7 +26,7 @@ from relinear.distill.report import DistillProgress, DistillReport, LayerFit
 from relinear.distill.settings import DistillSettings
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.plan import Plan, Replacement, plan
-from relinear.surgery.select import layer_index, matches
+from relinear.surgery.select import matches
 from relinear.system.files import atomic_path, write_json
 
 __all__ = ["distill_"]
@@ -90,12 +92,12 @@ def distill_(
         list(group) for _, group in itertools.groupby(whole.replacements, key=lambda r: layer_index(model, r.name))
     ]
     done = run.restore(groups, whole, resume)
-    was_training = model.training
-    model.eval()
-    for number, group in enumerate(groups[len(done) :], start=len(done)):
-        done.append(run.layer(number, group))
-        run.keep(number, group, done)
-    model.train(was_training)
+    with evaluating(model):
+        for number, group in enumerate(groups[len(done) :], start=len(done)):
+            done.append(run.layer(number, group))
+            run.keep(number, group, done)
+    for replacement in whole.replacements:  # what was put in since has no mode of its own to go back to
+        model.get_submodule(replacement.name).train(replacement.target.module.training)
     report = DistillReport(tuple(fit for fits in done for fit in fits), settings.loss)
     if run.folder is not None:
         save_pretrained(model, run.folder / "model")

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from relinear.core.inference import keeping_for_inference
+from relinear.core.modes import evaluating
 from relinear.core.operator import check_model
 from relinear.core.vocabulary import check_tokenizer_fits
 
@@ -198,14 +199,8 @@ def _check_positive(**values: int | None) -> None:
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[torch.device]:
     """Eval mode without gradients, with weights that stay; gives the model's device and puts everything back."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad(), keeping_for_inference(model):
-            yield next(model.parameters()).device
-    finally:
-        for module, training in modes:
-            module.training = training
+    with evaluating(model), torch.no_grad(), keeping_for_inference(model):
+        yield next(model.parameters()).device
 
 
 def _longest(model: Any) -> int | None:

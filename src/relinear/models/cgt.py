@@ -21,6 +21,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from relinear.core.config import UnknownSettingError, nearest, shown
+from relinear.core.modes import evaluating
 from relinear.functional.cgt import moving_average
 from relinear.models.cgt_config import CGTConfig
 from relinear.models.cgt_layers import CGTBlock, Modulator
@@ -88,7 +89,8 @@ class CGTPreTrainedModel(GPT2PreTrainedModel):
         # a gradient from the first step on, which GPT-2's 0.02 on all three would deny it.
         super()._init_weights(module)
         if isinstance(module, Modulator):
-            initialization.normal_(module.mix.weight, std=module.mix.in_features**-0.5)
+            initialization.normal_(module.mix.weight, std=module.mix.weight.shape[-1] ** -0.5)
+            initialization.zeros_(module.mix.bias)  # type: ignore[arg-type]
             initialization.normal_(module.left, std=self.config.initializer_range)
             initialization.normal_(module.right, std=module.right.shape[-1] ** -0.5)
             initialization.zeros_(module.right_bias)
@@ -163,13 +165,15 @@ class CGTModel(CGTPreTrainedModel):
         _check_arguments(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, not both and not neither")
-        shape = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:2]
+        source = input_ids if inputs_embeds is None else inputs_embeds
+        assert source is not None
+        shape = source.shape[:2]
         self._check_context(frozen_context, context_rate, shape)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         if position_ids is None:
-            position_ids = (torch.arange(shape[1], device=self.device) + seen).unsqueeze(0)
+            position_ids = (torch.arange(shape[1], device=source.device) + seen).unsqueeze(0)
         computes = frozen_context is None or context_rate > 0
         if past_key_values is not None:
             self._extend_cache(past_key_values, seen, computes, context_rate)
@@ -281,12 +285,8 @@ class _CGTWithHead(CGTPreTrainedModel):
 
         Takes the inputs of ``forward``. ``model.context(ids)[:, -1]`` is what to freeze after reading ``ids``.
         """
-        training = self.training
-        self.eval()
-        try:
+        with evaluating(self):
             y = self._bare(*args, context_only=True, use_cache=False, **kwargs).context
-        finally:
-            self.train(training)
         assert y is not None
         return y
 

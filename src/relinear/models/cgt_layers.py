@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention, GPT2Block
 from transformers.pytorch_utils import Conv1D
 
+from relinear.core.held import Held
 from relinear.functional.cgt import generated_map, mixing
 from relinear.kernels.cgt import modulate
 from relinear.models.cgt_config import CGTConfig
@@ -26,14 +27,15 @@ class Modulator(nn.Module):
         super().__init__()
         self.mixing = config.mixing
         shape = (config.templates, config.rank, config.n_embd)
-        self.mix = nn.Linear(config.context_size, config.templates)
+        self.mix = Held(config.templates, config.context_size)
         self.left = nn.Parameter(torch.empty(shape))
         self.right = nn.Parameter(torch.empty(shape))
         self.right_bias = nn.Parameter(torch.empty(shape[:2]))
 
     def shares(self, y: Tensor) -> Tensor:
         """sigma(y): (..., E) -> (..., M)."""
-        return mixing(y, self.mix.weight, self.mix.bias, self.mixing)
+        weight, bias = self.mix()
+        return mixing(y, weight, bias, self.mixing)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """T(x; y) for x (B, T, D) and y (B, T, E) or, one context a sequence, (B, 1, E)."""
@@ -43,7 +45,8 @@ class Modulator(nn.Module):
     def affine(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """The matrix (D, D) and shift (D,) of T at the context y (E,), in float64 where the device has it."""
         dtype = torch.float32 if y.device.type == "mps" else torch.float64
-        shares = mixing(y.to(dtype), self.mix.weight.to(dtype), self.mix.bias.to(dtype), self.mixing)
+        weight, bias = self.mix()
+        shares = mixing(y.to(dtype), weight.to(dtype), bias.to(dtype), self.mixing)
         return generated_map(shares, self.left.to(dtype), self.right.to(dtype), self.right_bias.to(dtype))
 
 

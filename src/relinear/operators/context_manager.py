@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
+from relinear.core.anatomy import is_checkpointing
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import check_at_least, check_choice, check_type, register, shown
 from relinear.core.context import ContextOwner, check_carries_context, conditioned_operators
@@ -226,7 +227,7 @@ class SharedContext(ContextOwner):
             raise ValueError(
                 "ContextManager(source='tokens') needs input_ids and got inputs_embeds; use source='embeddings'"
             )
-        known = base.get_input_embeddings().num_embeddings
+        known = base.get_input_embeddings().weight.shape[0]  # an adapter around the table shows its weight alone
         if known > self.embedding.num_embeddings:
             raise ValueError(
                 f"the model's vocabulary has grown to {known}, the context manager knows "
@@ -240,7 +241,7 @@ class SharedContext(ContextOwner):
 
 def _cache(base: Any, inputs: dict[str, Any]) -> Any:
     """The cache of this call; made here, where the model would make it, because the state must find a place in it."""
-    if base.training and getattr(base, "gradient_checkpointing", False):
+    if base.training and is_checkpointing(base):
         return None  # the model drops its cache as well
     cache = inputs.get("past_key_values")
     use_cache = inputs.get("use_cache")
@@ -350,4 +351,4 @@ class ContextManager(AttachmentConfig):
         owner = SharedContext(
             self, table.num_embeddings, table.embedding_dim, device=table.weight.device, dtype=table.weight.dtype
         )
-        owner.train(model.training).install(base)
+        owner.train(base.training).install(base)

@@ -10,8 +10,10 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear as affine
 
 from relinear.core.config import check_at_least, check_choice, check_divides, register
+from relinear.core.held import Held
 from relinear.core.latents import Latent, LatentOperator
 from relinear.core.operator import OperatorConfig
 from relinear.functional.hdpl import (
@@ -46,9 +48,9 @@ class HDPLLinear(LatentOperator):
         kw = {"device": device, "dtype": dtype}
         k = config.blocks
         self.blocks = nn.Parameter(torch.empty(k, out_features // k, in_features // k, **kw))
-        self.mu = nn.Linear(in_features, config.rank, **kw)
-        self.logvar = nn.Linear(in_features, config.rank, **kw)
-        self.decoder = nn.Linear(config.rank, out_features, bias=False, **kw)
+        self.mu = Held(config.rank, in_features, **kw)
+        self.logvar = Held(config.rank, in_features, **kw)
+        self.decoder = Held(out_features, config.rank, bias=False, **kw)
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
         self._metrics: dict[str, Tensor] = {}
         self.reset_parameters()
@@ -82,17 +84,18 @@ class HDPLLinear(LatentOperator):
             # One draw for all tokens and dimensions, in at least float32, where the generator is fastest.
             dtype = torch.promote_types(x.dtype, torch.float32)
             noise = torch.randn(*x.shape[:-1], self.config.rank, device=x.device, dtype=dtype)
+        to_mu, to_logvar, decoder = self.mu(), self.logvar(), self.decoder()[0]
         tap = self._latent_tap
         if tap is None or not tap.edits:
-            weights = (self.mu.weight, self.mu.bias, self.logvar.weight, self.logvar.bias, self.decoder.weight)
+            weights = (to_mu[0], to_mu[1], to_logvar[0], to_logvar[1], decoder)
             y, z, mu, logvar = hdpl(x, self.blocks, *weights, self.bias, noise)
             if tap is not None:
-                tap(Latent(z, mu, self.logvar(x) if logvar is None else logvar))
+                tap(Latent(z, mu, affine(x, *to_logvar) if logvar is None else logvar))
         else:
-            mu, logvar = self.mu(x), self.logvar(x)
+            mu, logvar = affine(x, *to_mu), affine(x, *to_logvar)
             z = mu if noise is None else hdpl_sample(mu, logvar, noise)
             z = tap(Latent(z, mu, logvar))
-            y = hdpl_decode(x, z, self.blocks, self.decoder.weight, self.bias)
+            y = hdpl_decode(x, z, self.blocks, decoder, self.bias)
         if noise is not None and logvar is not None:
             self._regularise(mu, logvar)
         return y

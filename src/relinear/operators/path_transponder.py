@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from relinear.core.anatomy import paths
 from relinear.core.attachment import AttachmentConfig
-from relinear.core.blocks import sub_blocks
 from relinear.core.config import layer_indices, register
 from relinear.core.operator import check_features
 from relinear.operators.transponder import ModulatorSettings, build_modulator
@@ -60,7 +60,7 @@ class PathTransponder(ModulatorSettings, AttachmentConfig):
 
     def _targets(self, model: nn.Module) -> list[nn.Module]:
         wanted = {"attention": self.attention, "mlp": self.mlp}
-        return [block.module for block in sub_blocks(model, self.layers) if wanted[block.role]]
+        return [path.module for path in paths(model, self.layers) if wanted[path.role]]
 
     def check(self, model: nn.Module) -> None:
         for module in self._targets(model):

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from relinear.core.anatomy import SubBlock, sub_blocks
 from relinear.core.attachment import AttachmentConfig
-from relinear.core.blocks import SubBlock, sub_blocks
 from relinear.core.config import check_choice, register
 from relinear.core.operator import check_features, is_linear, linear_features
 from relinear.residual.junction import reference_parameter

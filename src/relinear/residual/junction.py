@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from relinear.core.anatomy import SubBlock, sub_blocks
 from relinear.core.attachment import AttachmentConfig, attachments
-from relinear.core.blocks import SubBlock, sub_blocks
 
 __all__ = ["SITE", "Junction", "ResidualConfig", "check_meets", "reference_parameter"]
 

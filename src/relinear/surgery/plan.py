@@ -8,12 +8,15 @@ from typing import Any
 
 from torch import nn
 
+from relinear.core.adapters import has_adapters, say_adapters_leave_out, train_new_parameters
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import check_choice, shown
 from relinear.core.context import check_conditioned
 from relinear.core.operator import Init, OperatorConfig, check_model, linear_features
+from relinear.core.readers import reader_of_weight
 from relinear.core.record import METHOD, sync_record
-from relinear.surgery.select import Target, is_tied, select_targets
+from relinear.surgery.coverage import warn_of_gaps
+from relinear.surgery.select import ALL_LINEAR, Target, is_tied, select_targets
 from relinear.surgery.summary import Summary, module_flops, module_parameters, summary
 from relinear.surgery.swap import swap_module
 
@@ -40,11 +43,15 @@ class Replacement:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What ``replace_`` would do; nothing has changed yet. Printing it shows a line a layer."""
+    """What ``replace_`` would do; nothing has changed yet. Printing it shows a line a layer.
+
+    left: why each other linear layer stays as it is, by name.
+    """
 
     model: nn.Module
     replacements: tuple[Replacement, ...]
     init: Init
+    left: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{len(self.replacements)} layers to replace (init={self.init}):"]
@@ -62,12 +69,20 @@ class Plan:
         before = {
             r.name: (module_parameters(r.target.module), module_flops(r.target.module)) for r in self.replacements
         }
+        known = {id(parameter) for parameter in self.model.parameters()}
         operators = [r.config.convert(r.target.module, self.init) for r in self.replacements]
         for replacement, operator in zip(self.replacements, operators, strict=True):
             target = replacement.target
             swap_module(self.model, (target.name, *target.aliases), target.module, operator)
         sync_record(self.model)
-        return summary(self.model, before=before)
+        if has_adapters(self.model) and operators:
+            if self.init == "fresh":
+                train_new_parameters(self.model, known)
+            say_adapters_leave_out(f"{len(operators)} operators", [r.name for r in self.replacements])
+        result = summary(self.model, before=before, left=self.left)
+        if any(r.target.pattern == ALL_LINEAR for r in self.replacements):
+            warn_of_gaps(result.coverage)
+        return result
 
 
 def plan(
@@ -102,14 +117,16 @@ def plan(
         raise ValueError(f"mapping must be a non-empty dict of pattern -> operator config, got {shown(mapping)}")
     configs = {pattern: _operator_config(pattern, setting) for pattern, setting in mapping.items()}
     _refuse_quantized(model)
-    targets = select_targets(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
+    targets, left = select_targets(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
     replacements = []
     for target in targets:
         config = configs[target.pattern]
-        if config is not None:
+        if config is None:
+            left[target.name] = "mapped to None"
+        else:
             _check_target(model, target, config, init)
             replacements.append(Replacement(target, config, *linear_features(target.module)))
-    return Plan(model, tuple(replacements), init)
+    return Plan(model, tuple(replacements), init, left)
 
 
 def _operator_config(pattern: Any, setting: Any) -> OperatorConfig | None:
@@ -179,6 +196,12 @@ def _check_target(model: nn.Module, target: Target, config: OperatorConfig, init
         raise ValueError(
             "the model itself is a linear layer and cannot be replaced in place; build the operator instead: "
             f"{type(config).__name__}(...).convert(linear, init={init!r})"
+        )
+    reader = reader_of_weight(model, target.name)
+    if reader is not None:
+        raise ValueError(
+            f"{target.name} cannot be replaced: {reader} reads its weight, which an operator does not have. Leave it "
+            "out with exclude="
         )
     shared = is_tied(model, target.module)
     if shared is not None:

@@ -25,6 +25,7 @@ from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from relinear.core.aux import aux_losses, operator_metrics, share_of_batch
 from relinear.core.inference import keeping_for_inference
+from relinear.core.modes import evaluating
 from relinear.core.record import sync_record
 from relinear.system.machine import fast_bfloat16
 from relinear.train.optim import build_optimizer, build_schedule
@@ -275,11 +276,9 @@ class RelinearTrainer(Trainer):
         Runs uncompiled: another compilation for evaluation mode would cost more than it brings.
         """
         start, model = time.perf_counter(), self._plain_model
-        was_training = model.training
-        model.eval()
         sums = torch.zeros(2, dtype=torch.float64)
         eager, lowered = torch.compiler.set_stance("force_eager"), self.autocast_smart_context_manager()
-        with eager, lowered, keeping_for_inference(model):
+        with evaluating(model), eager, lowered, keeping_for_inference(model):
             for inputs in self.get_eval_dataloader(eval_dataset):
                 inputs = self._prepare_inputs(inputs)
                 output = model(**inputs)
@@ -287,7 +286,6 @@ class RelinearTrainer(Trainer):
                 labels = inputs.get("labels")
                 count = 1 if labels is None else (labels[..., 1:] != IGNORED_LABEL).sum()
                 sums += torch.stack([loss.double() * count, torch.as_tensor(count, dtype=torch.float64)]).cpu()
-        model.train(was_training)
         total, count = self.accelerator.reduce(sums.to(self.args.device), "sum").tolist()
         value = total / max(count, 1)
         self._check_finite(value, "validation loss")
