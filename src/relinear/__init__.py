@@ -12,6 +12,9 @@ from relinear import residual as _residual
 from relinear.models import cgt_config as _cgt_config  # noqa: F401  registers the configuration with transformers
 from relinear.models import head_bias as _head_bias  # noqa: F401  registers its kind, for checkpoints that name it
 from relinear.surgery import checkpoint as _checkpoint  # noqa: F401  registers the loader with transformers
+from relinear.surgery import wrapped as _wrapped
+
+_wrapped.install()
 
 __version__ = "0.1.0"
 
@@ -37,6 +40,7 @@ _LAZY = {
     "moment_alignment": "relinear.core.latents",
     "from_pretrained": "relinear.surgery.checkpoint",
     "save_pretrained": "relinear.surgery.checkpoint",
+    "SavedConfig": "relinear.surgery.saved_config",
     "distill_": "relinear.distill",
     "DistillSettings": "relinear.distill",
     "fold_": "relinear.surgery.fold",
