@@ -134,7 +134,7 @@ def test_unshifted_labels_count_where_they_stand():
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=50, pad_token_id=0, num_labels=3, **sizes)
-    tokens = LlamaForTokenClassification(config).train()
+    tokens = LlamaForTokenClassification(copy.deepcopy(config)).train()
     relinear.replace_(tokens, {"up_proj": Penalised(rank=4)})
     labels = torch.where(padded(BATCH) == -100, -100, BATCH % 3)
     expected = energy_by_hand(tokens, BATCH, labels != -100)
