@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from relinear.surgery.plan import attach_ as attach_
     from relinear.surgery.plan import plan as plan
     from relinear.surgery.plan import replace_ as replace_
+    from relinear.surgery.saved_config import SavedConfig as SavedConfig
     from relinear.surgery.summary import summary as summary
     from relinear.system.allocator import tune_allocator as tune_allocator
     from relinear.train.fit import fit as fit
@@ -125,6 +126,7 @@ _LAZY = {
     "prepare_data": "relinear.data",
     "from_pretrained": "relinear.surgery.checkpoint",
     "save_pretrained": "relinear.surgery.checkpoint",
+    "SavedConfig": "relinear.surgery.saved_config",
     "distill_": "relinear.distill",
     "DistillSettings": "relinear.distill",
     "fold_": "relinear.surgery.fold",

@@ -8,3 +8,6 @@ import relinear.models.head_bias
 import relinear.operators
 import relinear.residual
 import relinear.surgery.checkpoint  # noqa: F401  the loader of checkpoints with operators in them, to transformers
+from relinear.surgery import wrapped
+
+wrapped.install()

@@ -8,6 +8,7 @@ from typing import Any
 __all__ = [
     "find_model",
     "load_model",
+    "model_folder",
     "operator_mapping",
     "parse_layers",
     "parse_operators",
@@ -103,6 +104,7 @@ def load_model(name: str, overrides: dict[str, Any] | None = None, *, meta: bool
 
     import relinear
 
+    name = model_folder(name)
     if find_model(name, presets=presets) == "preset":
         with torch.device("meta" if meta else "cpu"):
             return relinear.from_preset(name, **(overrides or {})).eval()
@@ -110,6 +112,13 @@ def load_model(name: str, overrides: dict[str, Any] | None = None, *, meta: bool
         raise ValueError(f"{name} is a saved model; only presets ({', '.join(relinear.preset_names())}) take --set")
     path = Path(name).expanduser()
     return relinear.from_pretrained(path if path.exists() else name).eval()
+
+
+def model_folder(name: str) -> str:
+    """The folder of the model in the directory of a run (of ``train`` or ``distill``); any other name as it is."""
+    path = Path(name).expanduser()
+    inside = path / "model"
+    return str(inside) if not (path / "config.json").exists() and (inside / "config.json").exists() else name
 
 
 def find_model(name: str, *, presets: bool = True) -> str:

@@ -144,8 +144,13 @@ class Config:
         return dataclasses.replace(self, **changes)
 
     def __str__(self) -> str:
-        changed = [f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if _differs(self, f)]
-        return f"{type(self).__name__}({', '.join(changed)})"
+        """The settings that define a size (whole numbers: ranks, blocks, widths) and those that are not the default."""
+        shown = [f for f in dataclasses.fields(self) if _is_size(self, f) or _differs(self, f)]
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)}' for f in shown)})"
+
+
+def _is_size(config: Config, field: dataclasses.Field) -> bool:
+    return type(getattr(config, field.name)) is int and field.name != "seed"
 
 
 def _differs(config: Config, field: dataclasses.Field) -> bool:

@@ -27,6 +27,7 @@ __all__ = [
     "dense_bias",
     "dense_in_float32",
     "dense_weight",
+    "fixed_fan_in",
     "is_conv1d",
     "is_linear",
     "linear_features",
@@ -46,11 +47,28 @@ class ParamRole(NamedTuple):
     fan_in: number of inputs a unit sums over (None for vectors such as biases, gains and scales).
     lr_multiplier: factor on the base learning rate.
     weight_decay: whether weight decay applies.
+    fan_in_scales: whether the fan-in is a width, which grows with the model and with which a learning rate is scaled;
+        False for a size that the settings fix (a rank, the width of a context), at which the rate holds as it is.
     """
 
     fan_in: int | None = None
     lr_multiplier: float = 1.0
     weight_decay: bool = True
+    fan_in_scales: bool = True
+
+
+def fixed_fan_in(module: nn.Module) -> set[Tensor]:
+    """The parameters of ``module`` whose fan-in is fixed by settings (see ``ParamRole``).
+
+    A module names them in an attribute ``fixed_fan_in``: a tuple of names of its parameters, or of submodules that hold
+    nothing else.
+    """
+    found: set[Tensor] = set()
+    for part in module.modules():
+        stated = getattr(part, "fixed_fan_in", ())
+        named = part.named_parameters() if stated else ()
+        found.update(p for name, p in named if any(name == s or name.startswith(f"{s}.") for s in stated))
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,8 +142,10 @@ class Operator(CachingModule):
     """
 
     #: attributes of the last forward (tensors with a graph): dropped on deepcopy and pickling
-    _transient: tuple[str, ...] = ("_aux_losses",)
+    _transient: tuple[str, ...] = ("_aux_losses", "_metrics")
     bias: nn.Parameter | None
+    #: names of parameters (or of submodules with all of theirs) that sum over a size which the settings fix, as a rank
+    fixed_fan_in: tuple[str, ...] = ()
     #: whether folding gives GPT-2's transposed Conv1D rather than nn.Linear
     replaces_conv1d: bool = False
     #: where the operator is in its model, for messages; empty where it stands alone
@@ -142,7 +162,9 @@ class Operator(CachingModule):
         self.config = config
         self.in_features = in_features
         self.out_features = out_features
+        #: by name, for every token that was seen (a tensor of the leading sizes of the input) or as a mean over them
         self._aux_losses: dict[str, Tensor] = {}
+        self._metrics: dict[str, Tensor] = {}
 
     def reset_parameters(self) -> None:
         """Initialise every parameter from torch's global generator (in place, safe on meta)."""
@@ -186,12 +208,25 @@ class Operator(CachingModule):
             self.bias.copy_(bias) if bias is not None else self.bias.zero_()
 
     def aux_losses(self) -> dict[str, Tensor]:
-        """Weighted auxiliary losses (scalars, token means) of the last training forward, by name; {} in eval."""
-        return self._aux_losses if self.training else {}
+        """Weighted auxiliary losses (scalars, token means) of the last training forward, by name; {} in eval.
+
+        The means are over the tokens that count: in a model those whose prediction counts in its loss (see
+        ``core.aux.counted_tokens``), in a layer that runs by itself all of them.
+        """
+        return _token_means(self._aux_losses, None) if self.training else {}
 
     def metrics(self) -> dict[str, Tensor]:
         """Detached scalars of the last training forward that are worth logging (not losses), by name."""
-        return {}
+        return _token_means(self._metrics, None)
+
+    def count_tokens(self, counted: Tensor | None) -> None:
+        """Make what the last forward noted for every token into means over those that count.
+
+        Args:
+            counted: (B, T) bool, or None for all. An operator that saw other tokens than these (those routed to an
+                expert, say) takes the mean over all that it saw.
+        """
+        self._aux_losses, self._metrics = (_token_means(d, counted) for d in (self._aux_losses, self._metrics))
 
     def flops_per_token(self) -> int:
         """Floating-point operations of the forward pass for one token (a multiply-add counts as two)."""
@@ -199,8 +234,11 @@ class Operator(CachingModule):
 
     def param_roles(self) -> dict[str, ParamRole]:
         """Role of every parameter by its name in this module; matrices take their last dimension as fan-in."""
+        fixed = fixed_fan_in(self)
         return {
-            name: ParamRole(parameter.shape[-1]) if parameter.ndim > 1 else ParamRole(None, weight_decay=False)
+            name: ParamRole(parameter.shape[-1], fan_in_scales=parameter not in fixed)
+            if parameter.ndim > 1
+            else ParamRole(None, weight_decay=False)
             for name, parameter in self.named_parameters()
         }
 
@@ -259,6 +297,20 @@ def check_model(model: Any, user: str) -> None:
         return
     hint = "; load it first: relinear.from_pretrained(...)" if isinstance(model, str | bytes) else ""
     raise ValueError(f"{user} takes a model (an nn.Module), got {shown(model)}{hint}")
+
+
+def _token_means(values: dict[str, Tensor], counted: Tensor | None) -> dict[str, Tensor]:
+    return {name: _token_mean(value, counted) for name, value in values.items()}
+
+
+def _token_mean(value: Tensor, counted: Tensor | None) -> Tensor:
+    """The mean over the tokens that count of a value for each, (B, T) or (B T,); a scalar is a mean already."""
+    if value.ndim == 0:
+        return value
+    if counted is None or value.shape not in (counted.shape, (counted.numel(),)):
+        return value.mean()
+    counted = counted.reshape(value.shape).to(value.device)
+    return torch.where(counted, value, 0.0).sum() / counted.sum().clamp(min=1)
 
 
 def is_conv1d(module: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -11,10 +12,13 @@ from relinear.core.anatomy import unwrapped
 from relinear.core.attachment import attachments
 from relinear.core.aux import install_aux_hooks, named_operators
 
-__all__ = ["FORMAT_VERSION", "METHOD", "record", "sync_record"]
+__all__ = ["FORMAT_VERSION", "METHOD", "before_record", "config_record", "own_record", "record", "sync_record"]
 
 METHOD = "relinear"  # the name of the quantizer that rebuilds a model
 FORMAT_VERSION = 1
+
+#: called before a record is written: what has to be ready then, but is too heavy for ``import relinear``
+before_record: list[Callable[[], None]] = []
 
 
 def record(model: nn.Module) -> dict[str, Any] | None:
@@ -24,6 +28,17 @@ def record(model: nn.Module) -> dict[str, Any] | None:
     if not operators and not attached:
         return None
     return {"quant_method": METHOD, "format_version": FORMAT_VERSION, "operators": operators, "attachments": attached}
+
+
+def config_record(config: Any) -> dict[str, Any] | None:
+    """The record in ``config.quantization_config``; None where there is none, or another method's."""
+    return own_record(getattr(config, "quantization_config", None))
+
+
+def own_record(setting: Any) -> dict[str, Any] | None:
+    """``setting``, a ``quantization_config`` in either of its forms, as a record of ours; None if it is not one."""
+    values = setting if isinstance(setting, Mapping) else getattr(setting, "__dict__", {})
+    return dict(values) if values.get("quant_method") == METHOD else None
 
 
 def sync_record(model: nn.Module) -> None:
@@ -41,6 +56,8 @@ def sync_record(model: nn.Module) -> None:
         return
     values = record(model)
     if values is not None:
+        for call in before_record:
+            call()
         config.quantization_config = values
-    elif hasattr(config, "quantization_config"):
+    elif config_record(config) is not None:
         del config.quantization_config

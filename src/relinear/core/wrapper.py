@@ -134,6 +134,10 @@ class Wrapper(Operator):
     def metrics(self) -> dict[str, Tensor]:
         return {} if self._operator is None else self._operator.metrics()
 
+    def count_tokens(self, counted: Tensor | None) -> None:
+        if isinstance(self.base, Operator):
+            self.base.count_tokens(counted)
+
     def neutralize(self) -> None:
         """Set the wrapper's own parameters so that it passes the wrapped layer's output on unchanged.
 

@@ -13,6 +13,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention, GPT2B
 from transformers.pytorch_utils import Conv1D
 
 from relinear.core.held import Held
+from relinear.core.operator import ParamRole
 from relinear.functional.cgt import generated_map, mixing
 from relinear.kernels.cgt import modulate
 from relinear.models.cgt_config import CGTConfig
@@ -40,6 +41,22 @@ class Modulator(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """T(x; y) for x (B, T, D) and y (B, T, E) or, one context a sequence, (B, 1, E)."""
         return modulate(x, self.shares(y), self.left, self.right, self.right_bias)
+
+    def flops_per_token(self) -> int:
+        """Of the shares, of [x, 1] R_all, of mixing its columns over the templates, and of the product with L_all."""
+        columns, width = self.left.shape[0] * self.left.shape[1], self.left.shape[2]
+        return 2 * self.mix.weight.numel() + 4 * columns * width + 2 * columns**2 + 2 * columns
+
+    def param_roles(self) -> dict[str, ParamRole]:
+        """L is summed over the M R columns, which the settings fix; R and S over widths."""
+        templates, rank, width = self.left.shape
+        return {
+            "left": ParamRole(templates * rank, fan_in_scales=False),
+            "right": ParamRole(width),
+            "right_bias": ParamRole(1, fan_in_scales=False),
+            "mix.weight": ParamRole(self.mix.weight.shape[1]),
+            "mix.bias": ParamRole(None, weight_decay=False),
+        }
 
     @torch.no_grad()
     def affine(self, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -77,6 +77,10 @@ class ContextState(LinearAttentionLayer):
         )
 
 
+def _upcast(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class _Average(nn.Module):
     """Exponential moving averages, one learnt time constant a channel, measured in tokens."""
 
@@ -92,9 +96,9 @@ class _Average(nn.Module):
             self.log_timescale.copy_(torch.tensor(values))
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """(decay (C,), value (B, T, C)) of the recurrence, in float32."""
-        rate = torch.exp(-self.log_timescale.float())
-        return torch.exp(-rate), -torch.expm1(-rate) * features.float()
+        """(decay (C,), value (B, T, C)) of the recurrence, in float32 at least."""
+        rate = torch.exp(-_upcast(self.log_timescale))
+        return torch.exp(-rate), -torch.expm1(-rate) * _upcast(features)
 
     def flops_per_token(self) -> int:
         return 3 * self.log_timescale.numel()
@@ -113,9 +117,9 @@ class _GatedUnit(nn.Module):
         self.candidate.reset_parameters()
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """(decay (B, T, C), value (B, T, C)) of the recurrence, in float32."""
-        gate = torch.sigmoid(self.gate(features).float())
-        return 1 - gate, gate * torch.tanh(self.candidate(features).float())
+        """(decay (B, T, C), value (B, T, C)) of the recurrence, in float32 at least."""
+        gate = torch.sigmoid(_upcast(self.gate(features)))
+        return 1 - gate, gate * torch.tanh(_upcast(self.candidate(features)))
 
     def flops_per_token(self) -> int:
         return 4 * self.gate.in_features**2 + 4 * self.gate.in_features
@@ -128,8 +132,10 @@ class SharedContext(ContextOwner):
     """The module that ``ContextManager`` attaches: features of the token, memory of those before it, a small MLP.
 
     c_t = MLP(LayerNorm([e_t, s_t])), e_t the token's features, s_t the memory's state after token t; without s_t for
-    mixer="token". The state is kept in float32.
+    mixer="token". The state is kept in float32, in float64 for a model in float64.
     """
+
+    fixed_fan_in = ("memory", "hidden", "output")
 
     def __init__(self, config: ContextManager, vocabulary: int, hidden: int, **kw: Any) -> None:
         super().__init__()
@@ -179,7 +185,7 @@ class SharedContext(ContextOwner):
             starts: (B, T) or (1, T) True where a document begins, which the memory of the one before must not enter.
 
         Returns:
-            context (B, T, C) and state (B, C) in float32, None without a memory.
+            context (B, T, C) and state (B, C) in float32 at least, None without a memory.
         """
         features = self._features(source)
         if self.memory is not None:

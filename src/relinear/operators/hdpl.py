@@ -41,7 +41,7 @@ class HDPLLinear(LatentOperator):
     """
 
     config: HDPL
-    _transient = (*LatentOperator._transient, "_metrics")
+    fixed_fan_in = ("decoder",)
 
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
         super().__init__(config, in_features, out_features)
@@ -52,7 +52,6 @@ class HDPLLinear(LatentOperator):
         self.logvar = Held(config.rank, in_features, **kw)
         self.decoder = Held(out_features, config.rank, bias=False, **kw)
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
-        self._metrics: dict[str, Tensor] = {}
         self.reset_parameters()
 
     @property
@@ -112,13 +111,13 @@ class HDPLLinear(LatentOperator):
         else:
             divergence = loss = geometric_jsd(mu, logvar)
             clamped = torch.zeros_like(loss)
-        self._aux_losses = {"latent": config.beta * loss.mean()}
-        self._metrics = {"clamped": clamped.to(loss.dtype).mean().detach(), "divergence": divergence.mean().detach()}
+        self._aux_losses = {"latent": config.beta * loss}
+        self._metrics = {"clamped": clamped.to(loss.dtype).detach(), "divergence": divergence.detach()}
 
     def metrics(self) -> dict[str, Tensor]:
         """``clamped``: share of tokens (of token dimensions with free bits) whose regulariser has no gradient;
         ``divergence``: nats a token between posterior and prior, before any bound."""
-        return self._metrics
+        return super().metrics()
 
     @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:
@@ -160,7 +159,7 @@ class HDPL(OperatorConfig):
     Args:
         rank: R, latent dimensions of the context path.
         blocks: K, blocks of the detail path; must divide in_features and out_features.
-        beta: weight of the regulariser, a mean over tokens.
+        beta: weight of the regulariser, a mean over the tokens whose prediction counts in the model's loss.
         bound: how the divergence from the standard normal prior is bounded. "clamp" is the paper's: the KL of a token
             clamped at ln 2, which has no gradient for a clamped token (nearly all of them at the usual sizes; see the
             metric ``clamped``). "free_bits": each dimension's KL above ``free_nats``. "geometric_jsd": the closed form

@@ -52,6 +52,7 @@ class Modulator(CachingModule, _Alphas):
     both say that there are none. ``forward(x, z)`` takes the input (..., I) and the output (..., O) of the layer.
     """
 
+    fixed_fan_in = ("channel_up", "scalar_up")
     channel_up: nn.Parameter | None
     scalar_up: nn.Parameter | None
     channel_log_alpha: nn.Parameter | None

@@ -48,6 +48,8 @@ class _LowRank(nn.Module):
     A starts with orthogonal columns, A^T[i, j] = 1 / sqrt(R D) where i mod R = j, B at zero (Section 3.3).
     """
 
+    fixed_fan_in = ("up",)
+
     def __init__(self, width: int, rank: int, kw: dict[str, Any]):
         super().__init__()
         start = torch.zeros(rank, width)
@@ -58,12 +60,17 @@ class _LowRank(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(torch.nn.functional.linear(x, self.down), self.up)
 
+    def flops_per_token(self) -> int:
+        """Of the two products."""
+        return 2 * (self.down.numel() + self.up.numel())
 
-class _Weighted(nn.Module):
+
+class LaurelSite(nn.Module):
     """Returns alpha y + (beta - 1) x + beta B A x; the low-rank part only where there is a rank."""
 
     def __init__(self, width: int, normalize: str | None, rank: int | None, kw: dict[str, Any]):
         super().__init__()
+        self.width = width
         self.weights = None if normalize is None else _Weights(normalize, kw)
         self.low_rank = None if rank is None else _LowRank(width, rank, kw)
 
@@ -74,6 +81,13 @@ class _Weighted(nn.Module):
         alpha, beta = self.weights()
         out = alpha * y + (beta - 1) * x
         return out if extra is None else out + beta * extra
+
+    def flops_per_token(self) -> int:
+        """Of the low-rank products and of the weighted sum; the layer's own addition to the stream is not ours."""
+        weighted = 0 if self.weights is None else 3 * self.width
+        if self.low_rank is None:
+            return weighted
+        return weighted + self.low_rank.flops_per_token() + (1 if self.weights is None else 2) * self.width
 
 
 def _kw(block: SubBlock) -> dict[str, Any]:
@@ -113,7 +127,7 @@ class LaurelRW(ResidualConfig):
         check_choice("normalize", self.normalize, ("softmax", "sigmoid"))
 
     def site(self, block: SubBlock, index: int, count: int) -> nn.Module:
-        return _Weighted(_width(block), self.normalize, None, _kw(block))
+        return LaurelSite(_width(block), self.normalize, None, _kw(block))
 
 
 @register
@@ -143,10 +157,10 @@ class LaurelLR(ResidualConfig):
         _check_rank(self.rank, model)
 
     def site(self, block: SubBlock, index: int, count: int) -> nn.Module:
-        return _Weighted(_width(block), self.normalize if self.weights else None, self.rank, _kw(block))
+        return LaurelSite(_width(block), self.normalize if self.weights else None, self.rank, _kw(block))
 
 
-class _Previous(nn.Module):
+class LaurelPreviousSite(nn.Module):
     """Returns y + sum_j gamma_j h(x_{i-j}) for the streams x_i, x_{i-1}, ... that there are.
 
     gamma (K,) starts at 1 / K beside a low-rank h (whose B starts at zero), and at 0 beside the identity.
@@ -154,6 +168,7 @@ class _Previous(nn.Module):
 
     def __init__(self, width: int, rank: int | None, streams: int, kw: dict[str, Any]):
         super().__init__()
+        self.width = width
         self.low_rank = None if rank is None else _LowRank(width, rank, kw)
         self.gamma = nn.Parameter(torch.full((streams,), 0.0 if rank is None else 1 / streams, **kw))
 
@@ -161,6 +176,11 @@ class _Previous(nn.Module):
         # h is linear, so it is applied once, to the weighted sum.
         mixed = sum(gamma * x for gamma, x in zip(self.gamma, streams, strict=True))
         return y + (mixed if self.low_rank is None else self.low_rank(mixed))
+
+    def flops_per_token(self) -> int:
+        """Of the weighted sum of the streams, of h, and of adding it to y."""
+        mixing = 2 * self.gamma.numel() * self.width
+        return mixing + (0 if self.low_rank is None else self.low_rank.flops_per_token() + self.width)
 
 
 class _Streams:
@@ -264,7 +284,7 @@ class LaurelPA(ResidualConfig):
         hand_over(model, _STREAMS, received.receive)
         for index, block in enumerate(sub_blocks(model)):
             streams = min(self.previous, index + 1)
-            site = _Previous(_width(block), self.rank, streams, _kw(block))
+            site = LaurelPreviousSite(_width(block), self.rank, streams, _kw(block))
             reference = reference_parameter(block.module)
             block.module.add_module(SITE, site.train(block.module.training).requires_grad_(reference.requires_grad))
             self.connect(block, _PreviousJunction(block.module, index, self.previous, received))
