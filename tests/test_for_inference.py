@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +11,7 @@ import accelerate
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
@@ -102,6 +104,49 @@ def test_inference_after_a_change_of_weights(case, change, modes) -> None:
         now = infer(module, case, leading)
         assert_close(now, expected(module, case, leading), TOLERANCE)
         assert (now - earlier).norm() > 1e-3 * earlier.norm()
+
+
+class Scaled(nn.Module):
+    """A parametrisation whose result depends on what is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones(1))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.factor
+
+
+@every_case
+def test_inference_after_a_change_of_what_stands_in_for_parameters(case) -> None:
+    """Masks and parametrisations have values that are no parameters."""
+    module, scaled = build(case).eval(), build(case).eval()
+    for part in list(scaled.modules()):
+        for name in [name for name, parameter in part._parameters.items() if parameter is not None]:
+            parametrize.register_parametrization(part, name, Scaled())
+    assert_close(infer(scaled, case), infer(module, case), TOLERANCE)
+    for _, factor in scaled.named_buffers():
+        factor.fill_(1.7)
+    assert_close(infer(scaled, case), infer(write_data(module, case), case), TOLERANCE)
+
+
+@every_case
+def test_gradients_of_a_network_that_computes_the_weights(case) -> None:
+    module, computed = build(case).eval().requires_grad_(False), build(case).eval()
+    factor = torch.ones((), requires_grad=True)
+    for part in list(computed.modules()):
+        for name in [name for name, parameter in part._parameters.items() if parameter is not None]:
+            value = getattr(part, name).detach()
+            delattr(part, name)
+            setattr(part, name, factor * value)
+    call(computed, *inputs(case)).square().sum().backward()
+
+    def output(factor):
+        given = {name: factor * parameter for name, parameter in module.named_parameters()}
+        x, context = inputs(case)
+        return call(functools.partial(torch.func.functional_call, module, given), x, context).square().sum()
+
+    assert_close(factor.grad, torch.func.grad(output)(torch.ones(())), 1e-4)
 
 
 @every_case

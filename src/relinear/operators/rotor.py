@@ -36,6 +36,9 @@ _ACTIVATIONS = {
 }
 
 
+_ROTOR_PARAMETERS = {"left", "right", "scale"}
+
+
 def _tiled(dtype: torch.dtype) -> bool:
     return dtype in (torch.bfloat16, torch.float16) and fast_bfloat16()
 
@@ -158,9 +161,11 @@ class SandwichSum(CachingModule):
         """Where what depends on parameters alone is kept, if it may be.
 
         Outside of ``relinear.for_inference_`` that is by value: beside exponentials of matrices it takes no time to
-        compare the few parameters that they come from. On a GPU it would, as that waits for the device.
+        compare the few parameters that they come from. On a GPU it would, as that waits for the device. Where something
+        else stands in a parameter's place (a mask, a parametrisation, a tensor that another network computes), its
+        values come from more than parameters: nothing is kept.
         """
-        if self.training or torch.compiler.is_compiling():
+        if self.training or torch.compiler.is_compiling() or not self._parameters.keys() >= _ROTOR_PARAMETERS:
             return None
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
             return None
