@@ -193,6 +193,25 @@ def test_adapters_keep_the_operators_dtype_losses_and_roles(lora) -> None:
     assert {name: role for name, role in named.items() if "lora_" not in name} == roles
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["adapter", "modules_to_save"])
+def test_terms_of_an_adapted_base_leave_padding_out(lora, kept: bool) -> None:
+    peft = pytest.importorskip("peft")
+    model = make_tiny_llama()
+    operator = relinear.HDPL(rank=6, blocks=4, beta=0.5, bound="free_bits")
+    relinear.replace_(model, {"up_proj": relinear.Transponder(base=operator)})
+    stock = copy.deepcopy(model).train()
+    settings = lora(".*q_proj", modules_to_save=["up_proj.base"]) if kept else lora(r".*up_proj\.base")
+    adapted = peft.get_peft_model(model, relinear.lora_on_operators_(settings)).train()
+    labels = IDS.clone()
+    labels[0, 3:] = -100
+    losses = []
+    for each in (stock, adapted):
+        torch.manual_seed(0)
+        losses.append(each(input_ids=IDS, labels=labels).loss)
+        assert len(relinear.aux_losses(each)) == 2
+    torch.testing.assert_close(losses[1], losses[0])
+
+
 def test_adapters_that_an_operator_cannot_take(lora) -> None:
     peft = pytest.importorskip("peft")
     for values, words in (({"use_dora": True}, "use_dora"), ({"init_lora_weights": "pissa"}, "init_lora_weights")):

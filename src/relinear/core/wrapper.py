@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from relinear.core.aux import named_operators
 from relinear.core.operator import (
     Init,
     Operator,
@@ -112,31 +114,29 @@ class Wrapper(Operator):
         return self.base.bias  # type: ignore[return-value]
 
     @property
-    def _operator(self) -> Operator | None:
-        """The operator inside, also where PEFT has put an adapter around it."""
-        base: Any = self._modules.get("base")
-        unwrap = getattr(base, "get_base_layer", None)
-        inner = base if unwrap is None else unwrap()
-        return inner if isinstance(inner, Operator) else None
+    def _inner(self) -> list[Operator]:
+        """The operator inside, also where PEFT has put an adapter around it, or trains a copy beside it."""
+        base = self._modules.get("base")
+        return [] if base is None else [operator for _, operator in named_operators(base)]
 
     @property
     def _aux_losses(self) -> dict[str, Tensor]:  # type: ignore[override]
-        return {} if self._operator is None else self._operator._aux_losses
+        return _joined(operator._aux_losses for operator in self._inner)
 
     @_aux_losses.setter
     def _aux_losses(self, value: dict[str, Tensor]) -> None:
-        if self._operator is not None:
-            self._operator._aux_losses = value
+        for operator in self._inner:
+            operator._aux_losses = dict(value)
 
     def aux_losses(self) -> dict[str, Tensor]:
-        return {} if self._operator is None else self._operator.aux_losses()
+        return _joined(operator.aux_losses() for operator in self._inner)
 
     def metrics(self) -> dict[str, Tensor]:
-        return {} if self._operator is None else self._operator.metrics()
+        return _joined(operator.metrics() for operator in self._inner)
 
     def count_tokens(self, counted: Tensor | None) -> None:
-        if isinstance(self.base, Operator):
-            self.base.count_tokens(counted)
+        for operator in self._inner:
+            operator.count_tokens(counted)
 
     def neutralize(self) -> None:
         """Set the wrapper's own parameters so that it passes the wrapped layer's output on unchanged.
@@ -172,13 +172,18 @@ class Wrapper(Operator):
 
     def base_flops_per_token(self) -> int:
         """FLOPs of the wrapped layer for one token."""
-        if isinstance(self.base, Operator):
-            return self.base.flops_per_token()
+        if self._inner:
+            return self._inner[0].flops_per_token()
         return 2 * self.in_features * self.out_features
 
     def param_roles(self) -> dict[str, ParamRole]:
-        roles = super().param_roles()
+        roles, inner = super().param_roles(), self._inner
         for prefix, module in self.base.named_modules(prefix="base"):
-            if module is self._operator:
+            if any(module is operator for operator in inner):
                 roles |= {f"{prefix}.{name}": role for name, role in module.param_roles().items()}  # type: ignore[operator]
         return roles
+
+
+def _joined(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Of several operators' values by name: those of the one that ran, as the others have none."""
+    return {name: value for part in parts for name, value in part.items()}
