@@ -161,6 +161,41 @@ def test_hdpl_output_and_gradients(tokens, blocks, inputs, outputs, rank, noisy,
         assert (mine.double() - theirs).norm() <= limit * theirs.norm() + 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_kl_whatever_the_default_dtype(dtype, any_size):
+    mu, logvar = torch.randn(6, 5), torch.randn(6, 5)
+    expected = functional_hdpl.token_kl(mu, logvar)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        kl = hdpl.token_kl(mu, logvar)
+    finally:
+        torch.set_default_dtype(before)
+    assert kl.dtype == torch.float32
+    close(kl, expected, torch.float32)
+
+
+@pytest.mark.parametrize("config", [relinear.HDPL(rank=4, blocks=2), relinear.CCL(rank=4, context_dim=6)], ids=str)
+def test_parameters_may_be_strided(config, any_size):
+    layer, x, context = config.build(16, 24), torch.randn(5, 16), torch.randn(5, 6)
+    strided = copy.deepcopy(layer)
+    for part in strided.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                part._parameters[name] = torch.nn.Parameter(torch.stack([parameter.detach()] * 2, -1)[..., 0])
+    results = []
+    for module in (layer, strided):
+        with relinear.context(context):
+            torch.manual_seed(0)
+            y = module(x)
+        y.square().sum().backward()
+        results.append([y, *(p.grad for p in module.parameters())])
+    for mine, theirs in zip(*results, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            close(mine, theirs, torch.float32)
+
+
 def test_sums_of_thin_products(any_size):
     """Strided weights, every remainder of a tile's rows and columns, no rows, and output that held NaN before."""
     for rows, columns, groups in [(0, 8, 1), (1, 1, 1), (5, 63, 1), (6, 64, 2), (7, 65, 1), (97, 260, 2), (203, 90, 3)]:

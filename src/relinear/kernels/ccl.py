@@ -89,6 +89,7 @@ def _forward(h, mix, bias, features, weight, gate_bias) -> Tensor:
     if gates_in_products(h, h.shape[0] * mix.shape[0]):
         return linear_product(h, mix, bias, linear_sigmoid(features, weight, gate_bias))
     y = h.new_empty(h.shape[0], mix.shape[0])
+    gate_bias, bias = gate_bias.contiguous(), None if bias is None else bias.contiguous()
     depth = h.shape[1] + features.shape[1]
     if h.dtype == torch.float32 and depth <= INPUTS_PER_TOKEN * h.shape[0] and runs_native(y):
         kernels().gated_product(y, h.contiguous(), mix, bias, features.contiguous(), weight, gate_bias)
@@ -111,7 +112,7 @@ def _portion_gradients(
     """
     if runs_native(y):
         to_value = torch.empty_like(y)
-        kernels().gate_backward(to_value, logits, to_biases, y, grad.contiguous(), gate_bias)
+        kernels().gate_backward(to_value, logits, to_biases, y, grad.contiguous(), gate_bias.contiguous())
         return to_value, logits
     gates = logits.add_(gate_bias).sigmoid_()
     to_value = grad * gates

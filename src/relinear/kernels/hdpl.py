@@ -72,6 +72,7 @@ def _block_low_rank(x: Tensor, s: Tensor, blocks: Tensor, up: Tensor, bias: Tens
     """diag(blocks) x + up s + bias (N, O), without a graph, of x (N, I), blocks (K, O/K, I/K), s (N, R), up (O, R)."""
     if _runs_native(x, blocks.shape[2] + up.shape[1], MAX_DEPTH):
         y = x.new_empty(x.shape[0], up.shape[0])
+        bias = None if bias is None else bias.contiguous()
         kernels().block_low_rank(y, x.contiguous(), blocks, s.contiguous(), up, bias)
         return y
     return block_diagonal_product(x, blocks, bias).addmm_(s, up.T)
@@ -220,7 +221,7 @@ class _TokenKL(torch.autograd.Function):
     @staticmethod
     def forward(mu, logvar):  # type: ignore[override]
         if runs_native(mu, MIN_LATENTS) and mu.stride(1) == 1 and mu.stride() == logvar.stride():
-            kl = torch.empty(len(mu))
+            kl = torch.empty(len(mu), dtype=torch.float32)  # whatever torch's default is
             kernels().token_kl(kl, mu, logvar)
             return kl
         mu, logvar = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (mu, logvar))
