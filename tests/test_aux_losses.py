@@ -6,8 +6,11 @@ from typing import ClassVar
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import Trainer, TrainingArguments
 
 import relinear
+from relinear.core.aux import operator_metrics
 from relinear.core.config import Config, register
 from relinear.core.operator import OperatorConfig
 from relinear.operators.low_rank import LowRank, LowRankLinear
@@ -183,6 +186,44 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(model, labels, check
     assert set(whole) == set(accumulated)
     for name in whole:
         torch.testing.assert_close(accumulated[name], whole[name], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["layers", "model"])
+def test_what_is_recomputed_changes_no_term_and_no_metric(whole):
+    model = llama().train()
+    relinear.replace_(model, {"q_proj": relinear.HDPL(rank=4, blocks=2, bound="free_bits", beta=1.0)})
+    plain, labels = copy.deepcopy(model), padded(BATCH)
+    torch.manual_seed(0)
+    plain(BATCH, labels=labels).loss.backward()
+
+    def run(ids):
+        return model(ids, labels=labels).loss
+
+    torch.manual_seed(0)
+    if whole:
+        loss = checkpoint(run, BATCH, use_reentrant=False)
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        loss = run(BATCH)
+    loss.backward()
+    for found in () if whole else (relinear.aux_losses, operator_metrics):  # of a whole model, torch stops half-way
+        torch.testing.assert_close(found(model), found(plain))
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(gradients(model)[name], gradient, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{"label_smoothing_factor": 0.1}, {"compute_loss_func": True}], ids=str)
+def test_a_trainer_that_leaves_the_terms_out_is_told(model, settings, tmp_path):
+    def by_itself(outputs, labels, num_items_in_batch):
+        return outputs.logits.square().mean()
+
+    function = by_itself if settings.pop("compute_loss_func", None) else None
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=1, use_cpu=True, report_to="none", save_strategy="no", **settings
+    )
+    rows = [{"input_ids": row, "labels": row} for row in BATCH]
+    with pytest.warns(UserWarning, match="in no loss"):
+        Trainer(model, arguments, train_dataset=rows, compute_loss_func=function).train()
 
 
 def test_two_forwards_before_one_backward_under_checkpointing(model):

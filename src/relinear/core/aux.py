@@ -10,6 +10,7 @@ and neither gradient checkpointing nor compilation can hand them the mask of ano
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,6 +27,12 @@ __all__ = [
     "operator_metrics",
     "share_of_batch",
 ]
+
+_NO_LOSS = (
+    "the auxiliary losses of the operators are in no loss: this trainer computes the loss itself (compute_loss_func, "
+    "label_smoothing_factor) and gives the model no labels. Add sum(relinear.aux_losses(model).values()) to that loss, "
+    "times the micro-batch's share of num_items_in_batch, or let the model compute the loss"
+)
 
 IGNORED_LABEL = -100  # transformers' label of positions that do not count
 
@@ -153,6 +160,8 @@ def _add_aux_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any], outpu
         operator.count_tokens(counted)
     loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
     terms = aux_losses(model)
+    if terms and loss is None and "num_items_in_batch" in kwargs and not torch.compiler.is_compiling():
+        warnings.warn(_NO_LOSS, UserWarning, stacklevel=2)
     if not terms or not isinstance(loss, Tensor) or loss.ndim:
         return None
     total = torch.stack([term.to(loss.device, loss.dtype) for term in terms.values()]).sum()

@@ -219,6 +219,16 @@ class Operator(CachingModule):
         """Detached scalars of the last training forward that are worth logging (not losses), by name."""
         return _token_means(self._metrics, None)
 
+    def note(self, aux_losses: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
+        """Keep what this training forward found, by name: a value for every token, or a mean over them.
+
+        What a layer finds when gradient checkpointing runs it again, during the backward pass, is not kept: it is that
+        of a forward whose means have been taken, and nobody would tell again which tokens count.
+        """
+        again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        if not (again and self._aux_losses):  # a whole model that is run again has forgotten its terms first
+            self._aux_losses, self._metrics = aux_losses, metrics
+
     def count_tokens(self, counted: Tensor | None) -> None:
         """Make what the last forward noted for every token into means over those that count.
 

@@ -111,8 +111,10 @@ class HDPLLinear(LatentOperator):
         else:
             divergence = loss = geometric_jsd(mu, logvar)
             clamped = torch.zeros_like(loss)
-        self._aux_losses = {"latent": config.beta * loss}
-        self._metrics = {"clamped": clamped.to(loss.dtype).detach(), "divergence": divergence.detach()}
+        self.note(
+            {"latent": config.beta * loss},
+            {"clamped": clamped.to(loss.dtype).detach(), "divergence": divergence.detach()},
+        )
 
     def metrics(self) -> dict[str, Tensor]:
         """``clamped``: share of tokens (of token dimensions with free bits) whose regulariser has no gradient;
