@@ -7,7 +7,7 @@ import torch
 from cases import CASES, model_with
 from relinear.core.operator import OperatorConfig
 from relinear.testing import Case, OperatorConformance
-from relinear.testing.conformance import assert_close
+from relinear.testing.conformance import assert_close, assert_same_gradients, build, call, gradients, inputs
 
 
 class TestOperators(OperatorConformance):
@@ -34,6 +34,21 @@ class TestOperators(OperatorConformance):
         # one layer runs in another form here than with its weights in place: in one kernel or in two
         assert_close(first, expected, 1e-6)
         assert torch.equal(first, second)
+
+    def test_autocast_leaves_double_precision(self, case: Case) -> None:
+        """As it does in ``nn.Linear``."""
+        module = build(case, dtype=torch.float64)
+        x, context = inputs(case, dtype=torch.float64)
+
+        def lowered(module, x, context):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return call(module, x, context)
+
+        for mode in (True, False):
+            module.train(mode)
+            assert_close(lowered(module, x, context), call(module, x, context), 1e-12)
+            exact = gradients(module, x, context)
+            assert_same_gradients(gradients(module, x, context, lowered), exact, 1e-11)
 
 
 def test_every_operator_has_a_row() -> None:

@@ -20,6 +20,7 @@ from relinear.core.dense_cache import dense_inference
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, ParamRole
 from relinear.core.parameter_cache import CachingModule, ParameterCache, ValueCache
 from relinear.functional.rotor import branch_permutation, nearest_kronecker, rotor_layer, window_count, window_size
+from relinear.kernels.autocast import lowered
 from relinear.kernels.choice import dense_cost, factored_cost
 from relinear.kernels.chunks import CHUNK_BYTES
 from relinear.kernels.rotor import sandwich_windows
@@ -300,8 +301,7 @@ class RotorLinear(Operator):
         dense = dense_inference(self, x, self._prefers_dense)
         if dense is not None:
             return dense
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        (x,) = lowered(x)
         for stage in (self.entry,) if self.exit is None else self._stages():
             x = stage(x)
         return x if self.bias is None else x + self.bias.to(x.dtype)
