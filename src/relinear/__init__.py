@@ -37,6 +37,8 @@ _LAZY = {
     "moment_alignment": "relinear.core.latents",
     "from_pretrained": "relinear.surgery.checkpoint",
     "save_pretrained": "relinear.surgery.checkpoint",
+    "compress": "relinear.compress",
+    "CompressSettings": "relinear.compress",
     "distill_": "relinear.distill",
     "DistillSettings": "relinear.distill",
     "fold_": "relinear.surgery.fold",

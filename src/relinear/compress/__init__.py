@@ -1,0 +1,20 @@
+"""From a pretrained model and a budget to a smaller model: calibration, plan, fits in order, what is left on disk."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from relinear.compress.run import CompressReport, compress
+from relinear.compress.settings import CompressSettings
+
+__all__ = ["CompressReport", "CompressSettings", "compress"]
+
+
+class _Callable(ModuleType):
+    """``relinear.compress`` is this room once something in it was imported, and the function before: both can be called."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> CompressReport:
+        return compress(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -1,0 +1,207 @@
+"""``compress``: calibrate, plan, fit, save."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from relinear.compress.allocate import Candidate
+from relinear.compress.calibrate import Calibration, calibrate
+from relinear.compress.in_order import fit_in_order, fit_without_order
+from relinear.compress.plan import CompressPlan, layer_candidates, make_plan
+from relinear.compress.settings import CompressSettings
+from relinear.core.config import parse_setting
+from relinear.core.files import write_json
+from relinear.core.operator import Operator, OperatorConfig, linear_features
+from relinear.distill.record import token_blocks
+from relinear.surgery.checkpoint import save_pretrained
+from relinear.surgery.plan import Plan, Replacement, plan
+from relinear.surgery.select import ALL_LINEAR, layer_index
+
+__all__ = ["CompressReport", "compress"]
+
+#: told the phase ("forward", "backward", "candidates", "fit"), how much of it is done, and how much there is
+OnProgress = Callable[[str, int, int], None]
+
+
+def _silent(phase: str, done: int, total: int) -> None:
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressReport:
+    """What a compression did; printing it shows the plan by type of layer and the sizes.
+
+    plan: what every layer became. parameters, parameters_before: of the whole model. calibration_loss: of the original
+    on the calibration's tokens, nats a token. seconds: by phase, of this call.
+    """
+
+    plan: CompressPlan
+    parameters: int
+    parameters_before: int
+    calibration_tokens: int
+    calibration_loss: float | None
+    seconds: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        layers = {name: layer.to_dict() for name, layer in self.plan.layers.items()}
+        return {
+            "parameters": self.parameters,
+            "parameters_before": self.parameters_before,
+            "calibration": {"tokens": self.calibration_tokens, "loss": self.calibration_loss},
+            "predicted_nats": self.plan.nats,
+            "layers": layers,
+            "seconds": self.seconds,
+        }
+
+    def __str__(self) -> str:
+        share = self.parameters / self.parameters_before
+        return f"{self.plan}\nwhole model: {self.parameters_before:,} -> {self.parameters:,} parameters ({share:.3f})"
+
+
+def compress(
+    model: Any,
+    texts: Iterable[Any],
+    *,
+    keep: float | None = None,
+    tokenizer: Any = None,
+    targets: str | Iterable[str] = ALL_LINEAR,
+    exclude: str | Iterable[str] | None = None,
+    settings: CompressSettings | Mapping[str, Any] | None = None,
+    plan_file: str | Path | None = None,
+    plan_only: bool = False,
+    out_dir: str | Path,
+    on_progress: OnProgress = _silent,
+) -> CompressReport:
+    """Make a pretrained decoder smaller, in place: measure, decide what every layer becomes, fit it, save.
+
+    Args:
+        model: a Hugging Face decoder; it is put into eval mode.
+        texts: texts, or tensors or mappings of token ids, as for ``distill_``; read as far as needed.
+        keep: share of the parameters to keep; a shorthand for the setting of this name.
+        tokenizer: of the model, needed for texts; saved beside the model.
+        targets, exclude: patterns of the linear layers that may be replaced; by default all but the head.
+        settings: ``CompressSettings`` or a mapping of its fields.
+        plan_file: a plan to carry out in place of one that is made here.
+        plan_only: stop after the plan, the model as it was.
+        out_dir: where statistics, plan, state, report and model are kept. Killed and called again with the same
+            arguments, it goes on from where it was; another budget or menu uses the same statistics.
+        on_progress: called with a phase, how much of it is done and how much there is.
+
+    Raises:
+        ValueError: if the budget cannot be met, the corpus is too short, the model is quantised or cannot be run layer
+            by layer, or ``out_dir`` holds the work on another model, corpus or plan.
+    """
+    given = dict(settings.model_dump()) if isinstance(settings, CompressSettings) else dict(settings or {})
+    if keep is not None:
+        given["keep"] = keep
+    chosen = CompressSettings.load(given, "compress settings")
+    menu = tuple(OperatorConfig.from_dict(parse_setting(text)) for text in chosen.menu)
+    modules = _targets(model, targets, exclude)
+    by_layer: dict[int, dict[str, nn.Module]] = {}
+    for name, module in modules.items():
+        index = layer_index(model, name)
+        if index is not None:
+            by_layer.setdefault(index, {})[name] = module
+    widest = max(linear_features(module)[0] for module in modules.values())
+    if chosen.tokens < widest:
+        raise ValueError(f"tokens={chosen.tokens} are fewer than the widest layer has inputs, {widest:,}; use more")
+    folder = Path(out_dir)
+    blocks = token_blocks(texts, tokenizer, chosen.sequence_length, chosen.tokens // chosen.sequence_length)
+    model.eval()
+    clock = _Clock()
+    given_plan = None if plan_file is None else CompressPlan.load(plan_file, model)
+    calibration = calibrate(
+        model,
+        blocks,
+        by_layer,
+        folder / "calibration",
+        batch=chosen.batch_size,
+        fisher=chosen.fisher,
+        on_layer=on_progress,
+    )
+    clock.lap("calibration")
+    whole = given_plan or _plan(model, modules, calibration, menu, chosen, folder, on_progress)
+    whole.save(folder / "plan.json")
+    clock.lap("plan")
+    before = sum(p.numel() for p in model.parameters())
+    if not plan_only and whole.replaced:
+        _carry_out(model, blocks, calibration, whole, chosen, folder, on_progress)
+        clock.lap("fit")
+    after = whole.parameters + whole.others
+    report = CompressReport(whole, after, before, calibration.tokens, calibration.loss, clock.seconds)
+    write_json(folder / "report.json", report.to_dict())
+    if not plan_only:
+        save_pretrained(model, folder / "model", tokenizer=tokenizer)
+    return report
+
+
+class _Clock:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, phase: str) -> None:
+        """The time since the last lap belongs to ``phase``."""
+        now = time.monotonic()
+        self.seconds[phase] = now - self._last
+        self._last = now
+
+
+def _targets(model: Any, targets: str | Iterable[str], exclude: Any) -> dict[str, nn.Module]:
+    """The linear layers that may be replaced, by name."""
+    if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
+        raise ValueError(
+            f"{type(model).__name__} is quantised; compress the model in floating point, then quantise the result"
+        )
+    patterns = [targets] if isinstance(targets, str) else list(targets)
+    smallest = OperatorConfig.from_dict({"kind": "low_rank", "rank": 1})
+    found = plan(model, dict.fromkeys(patterns, smallest), exclude=exclude).replacements
+    return {r.name: r.target.module for r in found if not isinstance(r.target.module, Operator)}
+
+
+def _plan(model, modules, calibration: Calibration, menu, settings, folder: Path, on_progress) -> CompressPlan:
+    candidates: dict[str, list[Candidate]] = {}
+    for done, (name, module) in enumerate(modules.items(), start=1):
+        candidates[name] = layer_candidates(module, name, calibration, menu)
+        on_progress("candidates", done, len(modules))
+    return make_plan(model, candidates, settings, weighed=settings.fisher)
+
+
+def _carry_out(
+    model: Any, blocks: Tensor, calibration: Calibration, whole: CompressPlan, settings, folder: Path, on_progress
+) -> None:
+    """Fit the planned operators and put them into the model."""
+    mapping = dict(whole.replaced)
+    replacements = plan(model, mapping).replacements
+    if not settings.anchor:
+        operators = fit_without_order(calibration, replacements)
+        Plan(model, replacements, "fresh").apply_()
+        for name, operator in operators.items():
+            model.get_submodule(name).load_state_dict(operator.state_dict())
+        return
+    groups: dict[int, list[Replacement]] = {}
+    for replacement in replacements:
+        groups.setdefault(layer_index(model, replacement.name) or 0, []).append(replacement)
+    count = settings.anchor_tokens // settings.sequence_length
+    what = [{name: config.to_dict() for name, config in mapping.items()}, count, settings.refine_steps]
+    mark = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+    fit_in_order(
+        model,
+        blocks[:count],
+        calibration,
+        groups,
+        folder / f"fit-{mark}",
+        batch=settings.batch_size,
+        on_layer=on_progress,
+    )
