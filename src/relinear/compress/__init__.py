@@ -11,7 +11,7 @@ __all__ = ["CompressReport", "CompressSettings", "compress"]
 
 
 class _Callable(ModuleType):
-    """``relinear.compress`` is this room once something in it was imported, and the function before: both can be called."""
+    """``relinear.compress`` is the function, or this room once something in it was imported: both can be called."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> CompressReport:
         return compress(*args, **kwargs)

@@ -1,8 +1,8 @@
 """Fitting the chosen operators from the first layer to the last, on the inputs that the compressed model has there.
 
 For a layer of weight W let x be what the original model feeds it and x' what the compressed one does. Among all
-matrices, W* = W C A'^(-1) with C = E[x x'^T] and A' = E[x' x'^T] is nearest to the original's outputs, and for any other
-W' the excess is tr((W* - W') A' (W* - W')^T): the operator is fitted to W* under A'. A ridge draws W* towards W where
+matrices, W* = W C A'^(-1) with C = E[x x'^T] and A' = E[x' x'^T] is nearest to the original's outputs, and for any
+other W' the excess is tr((W* - W') A' (W* - W')^T): the operator is fitted to W* under A'. A ridge draws W* towards W where
 the data say little.
 """
 
