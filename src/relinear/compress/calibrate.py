@@ -276,7 +276,7 @@ class _Calibrating:
     def _backward(self) -> None:
         total = len(self.layers)
         for index in reversed(range(self._last("gradient") or 0)):
-            sums, before = Sums(), []
+            sums, before = Sums(), list[Tensor]()
             hidden, gradients = self._read(self._hidden(index)), self._read(self._gradient(index + 1))
             with watched(self.targets.get(index, {}), sums, gradients=True):
                 for states, gradient in zip(hidden, gradients, strict=True):

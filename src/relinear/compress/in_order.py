@@ -2,8 +2,8 @@
 
 For a layer of weight W let x be what the original model feeds it and x' what the compressed one does. Among all
 matrices, W* = W C A'^(-1) with C = E[x x'^T] and A' = E[x' x'^T] is nearest to the original's outputs, and for any
-other W' the excess is tr((W* - W') A' (W* - W')^T): the operator is fitted to W* under A'. A ridge draws W* towards W where
-the data say little.
+other W' the excess is tr((W* - W') A' (W* - W')^T): the operator is fitted to W* under A'. A ridge draws W* towards W
+where the data say little.
 """
 
 # Legend: N blocks, T tokens, D hidden size, I in_features, O out_features
@@ -137,14 +137,12 @@ def _moments(layers, index, original, model, name, wanted, states) -> tuple[Tens
     """E[x' x'^T] and E[x x'^T] (I, I) of the input of ``name``, in float64."""
     compressed = layers.layers[index]
     inside = _name_inside(model, compressed, name)
-    own = cross = None
-    tokens = 0
+    own, cross, tokens = torch.zeros(()), torch.zeros(()), 0
     for x, y in zip(wanted, states, strict=True):
         there = _input_of(layers, original, index, original.get_submodule(inside), x)
         here = _input_of(layers, compressed, index, compressed.get_submodule(inside), y)
         tokens += len(here)
-        products = (here.T @ here).double(), (there.T @ here).double()
-        own, cross = products if own is None else (own + products[0], cross + products[1])
+        own, cross = own + (here.T @ here).double(), cross + (there.T @ here).double()
     return own / tokens, cross / tokens
 
 

@@ -107,7 +107,7 @@ class LowRank(OperatorConfig):
         return self.replace(rank=rank)
 
     def error_curve(self, linear: nn.Module, moments: Moments) -> list[tuple[OperatorConfig, float]]:
-        """Every multiple of ``RANK_STEP`` (a finer one in small layers) that is smaller than the dense layer, from one decomposition."""
+        """Every multiple of ``RANK_STEP`` (finer in small layers) that saves parameters, from one decomposition."""
         weight = dense_weight(linear).detach()
         outputs, inputs = weight.shape
         energies = weighted_spectrum(weight, moments.inputs, moments.outputs).energies
