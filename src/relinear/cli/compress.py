@@ -31,6 +31,9 @@ def command(
     ] = None,
     plan: Annotated[Path | None, typer.Option(help="A plan to carry out, such as an edited DIR/plan.json.")] = None,
     plan_only: Annotated[bool, typer.Option("--plan-only", help="Print the plan and stop.")] = False,
+    export: Annotated[
+        str | None, typer.Option(help="`plain`: also write DIR/plain, which loads without relinear.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting of CompressSettings.")
@@ -72,6 +75,7 @@ def command(
             settings=settings,
             plan_file=plan,
             plan_only=plan_only,
+            export=export,  # type: ignore[arg-type]  # checked by the function
             out_dir=out,
             on_progress=on_progress,
         )

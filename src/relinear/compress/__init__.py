@@ -4,10 +4,11 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from relinear.compress.export import export_plain
 from relinear.compress.run import CompressReport, compress
 from relinear.compress.settings import CompressSettings
 
-__all__ = ["CompressReport", "CompressSettings", "compress"]
+__all__ = ["CompressReport", "CompressSettings", "compress", "export_plain"]
 
 
 class _Callable(ModuleType):

@@ -8,16 +8,17 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from relinear.compress.allocate import Candidate
 from relinear.compress.calibrate import Calibration, calibrate
+from relinear.compress.export import export_plain
 from relinear.compress.in_order import fit_in_order, fit_without_order
 from relinear.compress.plan import CompressPlan, layer_candidates, make_plan
 from relinear.compress.settings import CompressSettings
-from relinear.core.config import parse_setting
+from relinear.core.config import check_choice, parse_setting
 from relinear.core.files import write_json
 from relinear.core.operator import Operator, OperatorConfig, linear_features
 from relinear.distill.record import token_blocks
@@ -79,6 +80,7 @@ def compress(
     plan_file: str | Path | None = None,
     plan_only: bool = False,
     out_dir: str | Path,
+    export: Literal["plain"] | None = None,
     on_progress: OnProgress = _silent,
 ) -> CompressReport:
     """Make a pretrained decoder smaller, in place: measure, decide what every layer becomes, fit it, save.
@@ -92,6 +94,7 @@ def compress(
         settings: ``CompressSettings`` or a mapping of its fields.
         plan_file: a plan to carry out in place of one that is made here.
         plan_only: stop after the plan, the model as it was.
+        export: "plain" also writes ``out_dir/plain``, a directory that loads without relinear (``export_plain``).
         out_dir: where statistics, plan, state, report and model are kept. Killed and called again with the same
             arguments, it goes on from where it was; another budget or menu uses the same statistics.
         on_progress: called with a phase, how much of it is done and how much there is.
@@ -100,6 +103,7 @@ def compress(
         ValueError: if the budget cannot be met, the corpus is too short, the model is quantised or cannot be run layer
             by layer, or ``out_dir`` holds the work on another model, corpus or plan.
     """
+    check_choice("export", export or "plain", ["plain"])
     given = dict(settings.model_dump()) if isinstance(settings, CompressSettings) else dict(settings or {})
     if keep is not None:
         given["keep"] = keep
@@ -141,6 +145,8 @@ def compress(
     write_json(folder / "report.json", report.to_dict())
     if not plan_only:
         save_pretrained(model, folder / "model", tokenizer=tokenizer)
+        if export is not None:
+            export_plain(model, folder / "plain", tokenizer=tokenizer)
     return report
 
 

@@ -156,6 +156,13 @@ class Operator(CachingModule):
         """
         raise NotLinearError(f"{self.config.kind} is not a linear map, so it has no dense matrix and cannot be folded")
 
+    def dense_chain(self) -> tuple[Tensor, ...]:
+        """Matrices (first applied first) whose product is ``to_dense()``: what plain linear layers need to stand in.
+
+        By default that matrix alone; a product of thin matrices gives its factors. Raises NotLinearError likewise.
+        """
+        return (self.to_dense(),)
+
     def dense_bias(self) -> Tensor | None:
         """The additive bias that goes with ``to_dense``, or None."""
         return self.bias

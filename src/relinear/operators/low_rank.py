@@ -52,6 +52,9 @@ class LowRankLinear(Operator):
     def to_dense(self) -> Tensor:
         return self.up @ self.down
 
+    def dense_chain(self) -> tuple[Tensor, ...]:
+        return self.down, self.up
+
     @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:
         """Truncated SVD of the weight: the best fit of this rank in the Frobenius norm."""

@@ -7,8 +7,6 @@ travel in ``config.json`` under ``quantization_config``, the weights in safetens
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.aux import named_operators
 from relinear.core.config import nearest
+from relinear.core.files import atomic_directory
 from relinear.core.operator import OperatorConfig, is_linear
 from relinear.core.record import FORMAT_VERSION, METHOD, sync_record
 from relinear.surgery.select import OWN_PREFIX
@@ -242,24 +241,9 @@ def save_pretrained(model: Any, directory: str | Path, *, tokenizer: Any = None,
         tokenizer: saved along if given.
         **kwargs: handed to ``model.save_pretrained`` (``max_shard_size``, ...).
     """
-    directory = Path(directory)
-    if directory.exists() and not directory.is_dir():
-        raise NotADirectoryError(f"{directory} is a file; choose a directory to save the model in")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
-    try:
+    with atomic_directory(directory) as temporary:
         sync_record(model)
         model.save_pretrained(temporary, **kwargs)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
-        temporary.chmod(0o755)
-        if directory.exists():
-            old = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}.old."))
-            directory.replace(old / "old")
-            temporary.replace(directory)
-            shutil.rmtree(old)
-        else:
-            temporary.replace(directory)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return directory
+    return Path(directory)
