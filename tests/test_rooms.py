@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "data": {"core", "system"},
     "evaluate": {"core"},
     "distill": {"core", "surgery", "data", "system"},
+    "compress": {"core", "surgery", "distill", "system"},
     "train": {"core", "surgery", "models", "data", "system"},
     "analysis": {"core", "surgery", "data", "models", "system"},
     "compare": {"core", "surgery", "models", "data", "train", "analysis", "system"},

@@ -51,10 +51,10 @@ def command(
     from relinear.cli.errors import resumable
     from relinear.cli.options import load_model, prepare_process, set_if_given
     from relinear.cli.progress import watch_compression
+    from relinear.compare.recipe import parse_overrides
     from relinear.compress import CompressSettings, compress
     from relinear.data import DataSettings, iter_texts
     from relinear.data.tokenizers import load_tokenizer
-    from relinear.train.recipe import parse_overrides
 
     given = {"keep": keep, "budget_of": budget_of, "tokens": tokens, "fisher": fisher, "menu": menu or None}
     settings = CompressSettings.load(set_if_given(given) | parse_overrides(overrides or []), "settings")

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from relinear.compress.layerwise import LayerByLayer
-from relinear.core.files import atomic_path, write_json
 from relinear.core.moments import Moments
+from relinear.system.files import atomic_path, write_json
 
 __all__ = ["Calibration", "calibrate"]
 

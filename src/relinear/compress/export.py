@@ -14,9 +14,9 @@ from torch import nn
 
 from relinear.core.attachment import attachments
 from relinear.core.aux import named_operators
-from relinear.core.files import atomic_directory, write_json, write_text
 from relinear.core.operator import NotLinearError, Operator
 from relinear.surgery.fold import fold_
+from relinear.system.files import atomic_directory, write_json, write_text
 
 __all__ = ["export_plain"]
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from relinear.compress.calibrate import Calibration
 from relinear.compress.layerwise import LayerByLayer
-from relinear.core.files import atomic_path
 from relinear.core.moments import Moments
 from relinear.core.operator import Operator, OperatorConfig, dense_bias, dense_weight
 from relinear.surgery.plan import Plan, Replacement
+from relinear.system.files import atomic_path
 
 __all__ = ["fit_in_order", "fit_without_order"]
 

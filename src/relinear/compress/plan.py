@@ -12,9 +12,9 @@ from relinear.compress.allocate import Candidate, allocate, best_uniform
 from relinear.compress.calibrate import Calibration
 from relinear.compress.settings import CompressSettings
 from relinear.core.config import parse_setting
-from relinear.core.files import write_json
 from relinear.core.operator import Operator, OperatorConfig, is_linear, linear_features
 from relinear.surgery.summary import module_parameters
+from relinear.system.files import write_json
 
 __all__ = ["CompressPlan", "LayerPlan", "layer_candidates", "make_plan"]
 

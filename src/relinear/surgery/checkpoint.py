@@ -22,11 +22,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.aux import named_operators
 from relinear.core.config import nearest
-from relinear.core.files import atomic_directory
 from relinear.core.operator import OperatorConfig, is_linear
 from relinear.core.record import FORMAT_VERSION, METHOD, sync_record
 from relinear.surgery.select import OWN_PREFIX
 from relinear.surgery.swap import swap_module
+from relinear.system.files import atomic_directory
 
 __all__ = ["RelinearConfig", "RelinearQuantizer", "from_pretrained", "rebuild_", "save_pretrained"]
 
