@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "kernels": {"functional", "system"},
     "operators": {"core", "functional", "clifford", "kernels", "system"},
     "residual": {"core"},
-    "surgery": {"core"},
+    "surgery": {"core", "system"},
     "models": {"core", "functional", "kernels"},
     "data": {"core", "system"},
     "evaluate": {"core"},
