@@ -197,6 +197,29 @@ def test_knowing_the_data_and_going_in_order_pays(tmp_path) -> None:
     assert results["in order"] < results["at once"] < results["plain"], results
 
 
+def test_refinement_brings_the_layers_nearer(tmp_path) -> None:
+    original, results = tiny(), {}
+    for steps in (0, 30):
+        model = copy.deepcopy(original)
+        settings = SETTINGS | {"refine_steps": steps, "refine_learning_rate": 3e-3}
+        compress(model, tokens(), keep=0.5, settings=settings, out_dir=tmp_path / str(steps))
+        results[steps] = divergence(model, original)
+        assert not any(p.grad is not None for p in model.parameters())
+    assert results[30] < 0.95 * results[0], results
+
+
+def test_refinement_that_does_harm_is_undone() -> None:
+    from relinear.compress.refine import refine
+
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(8, 8), [torch.randn(2, 4, 8) for _ in range(3)]
+    wanted = [layer(b).detach() + 0.01 for b in x]
+    kept = copy.deepcopy(layer.state_dict())
+    before, after = refine(layer, [layer], x, wanted, steps=3, learning_rate=100.0, seed=0)
+    assert before == after
+    assert all(torch.equal(kept[k], v) for k, v in layer.state_dict().items())
+
+
 def test_killed_fit_resumes_to_the_same_bits(tmp_path) -> None:
     def run(folder, stop_at=None):
         model, calls = tiny(), []

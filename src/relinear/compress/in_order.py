@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from relinear.compress.calibrate import Calibration
 from relinear.compress.layerwise import LayerByLayer
+from relinear.compress.refine import refine
 from relinear.core.moments import Moments
 from relinear.core.operator import Operator, OperatorConfig, dense_bias, dense_weight
 from relinear.surgery.plan import Plan, Replacement
@@ -73,7 +75,9 @@ def fit_in_order(
     folder: Path,
     *,
     batch: int,
-    refine: Callable[[int, nn.Module, list[Tensor], list[Tensor], LayerByLayer], None] | None = None,
+    refine_steps: int = 0,
+    refine_learning_rate: float = 1e-4,
+    seed: int = 0,
     on_layer: OnLayer = lambda phase, done, total: None,
 ) -> None:
     """Replace layers of ``model`` in place; killed, it goes on from the decoder layer it was at, to the same bits.
@@ -85,7 +89,7 @@ def fit_in_order(
         groups: index of a decoder layer -> what is replaced in it.
         folder: of the state.
         batch: blocks a pass.
-        refine: called after a layer was fitted, with its index, the layer, its inputs and the outputs it should have.
+        refine_steps, refine_learning_rate, seed: of the refinement of each decoder layer after it was fitted.
     """
     folder.mkdir(parents=True, exist_ok=True)
     layers = LayerByLayer(model)
@@ -99,8 +103,16 @@ def fit_in_order(
         for group in _by_input(groups.get(index, ()), calibration):
             _replace_group(model, layers, index, original, group, calibration, wanted, states)
         wanted = [layers.run(original, index, x) for x in wanted]
-        if refine is not None and index in groups:
-            refine(index, layers.layers[index], states, wanted, layers)
+        if refine_steps and index in groups:
+            refine(
+                partial(layers.layer, index),
+                [model.get_submodule(r.name) for r in groups[index]],
+                states,
+                wanted,
+                steps=refine_steps,
+                learning_rate=refine_learning_rate,
+                seed=seed,
+            )
         states = [layers.layer(index, x) for x in states]
         _keep(model, groups.get(index, ()), folder, index, wanted, states)
         on_layer("fit", index + 1, last + 1)

@@ -200,7 +200,8 @@ def _carry_out(
     for replacement in replacements:
         groups.setdefault(layer_index(model, replacement.name) or 0, []).append(replacement)
     count = settings.anchor_tokens // settings.sequence_length
-    what = [{name: config.to_dict() for name, config in mapping.items()}, count, settings.refine_steps]
+    refinement = {k: getattr(settings, k) for k in ("refine_steps", "refine_learning_rate", "seed")}
+    what = [{name: config.to_dict() for name, config in mapping.items()}, count, refinement]
     mark = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
     fit_in_order(
         model,
@@ -210,4 +211,5 @@ def _carry_out(
         folder / f"fit-{mark}",
         batch=settings.batch_size,
         on_layer=on_progress,
+        **refinement,
     )
