@@ -9,7 +9,9 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 
+import pytest
 import torch
+from torch import nn
 
 import relinear
 import relinear.functional.ccl
@@ -22,8 +24,8 @@ import relinear.kernels.cgt
 import relinear.kernels.context_manager
 import relinear.kernels.hdpl
 import relinear.kernels.transponder
+from conftest import make_tiny_llama
 from relinear import functional, kernels
-from relinear.core.operator import OperatorConfig
 from relinear.functional import block_hadamard as functional_block_hadamard
 from relinear.functional import monarch as functional_monarch
 from relinear.functional import rotor as functional_rotor
@@ -31,37 +33,7 @@ from relinear.functional.block_hadamard import block_hadamard_sizes
 from relinear.kernels import block_hadamard as kernels_block_hadamard
 from relinear.kernels import monarch as kernels_monarch
 from relinear.kernels import rotor as kernels_rotor
-
-SQUARE, WIDE, NARROW, ODD = (16, 16), (16, 24), (24, 16), (15, 9)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """One variant of one operator.
-
-    Args:
-        config: the variant.
-        shapes: (in, out) sizes it is built in; the costly tests use the first only.
-        variant: what tells the row from others of its kind, in the test's name.
-        linear: whether it has ``to_dense`` (in eval, and given the context where it is conditioned).
-        context_dim: width of the context that it reads, None where it is not conditioned.
-        exact: settings of the same kind at which a fitted weight is reproduced exactly (in eval).
-        exact_tolerance: relative error allowed there, in float64.
-        bf16_tolerance: relative error (Frobenius) of outputs and gradients in bfloat16 against float32.
-    """
-
-    config: OperatorConfig
-    shapes: tuple[tuple[int, int], ...] = (SQUARE, WIDE, NARROW)
-    variant: str = ""
-    linear: bool = True
-    context_dim: int | None = None
-    exact: OperatorConfig | None = None
-    exact_tolerance: float = 1e-10
-    bf16_tolerance: float = 2e-2
-
-    @property
-    def name(self) -> str:
-        return f"{self.config.kind}-{self.variant}" if self.variant else self.config.kind
+from relinear.testing import ODD, SQUARE, WIDE, Case
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -253,6 +225,8 @@ CASES: list[Case] = [
     ),
 ]
 
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
 TWINS: list[Twin] = [
     Twin(
         kind="transponder",
@@ -320,3 +294,18 @@ def ccl_results(dtypes, in_features, out_features):
         y.square().mean().backward()
         results.append([y, given.grad, *(p.grad for p in module.parameters())])
     return results
+
+
+def model_with(case: Case) -> nn.Module:
+    """A tiny Llama with the case's operator twice in every layer, and a context manager where it needs one."""
+    in_features, out_features = case.shapes[0]
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4}
+    torch.manual_seed(0)
+    model = make_tiny_llama(hidden_size=in_features, intermediate_size=out_features, **heads)
+    if case.context_dim is not None:
+        relinear.attach_(model, relinear.ContextManager(dim=case.context_dim, mixer="gru"))
+    relinear.replace_(model, {r".*\.(gate|up)_proj": case.config})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return model

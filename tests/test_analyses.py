@@ -113,7 +113,7 @@ def fix_gates(model, low: float, high: float) -> None:
     with torch.no_grad():
         for name, module in model.named_modules():
             if name.endswith("basis_gate"):
-                module.weight.fill_((logit[1] - logit[0]) / module.in_features)
+                module.weight.fill_((logit[1] - logit[0]) / module.weight.shape[1])
                 module.bias.fill_(logit[0])
 
 

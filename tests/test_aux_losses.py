@@ -15,12 +15,13 @@ from test_surgery import IDS, llama
 
 
 class PenalisedLinear(LowRankLinear):
-    """A low-rank layer with the mean squared output as its auxiliary loss."""
+    """A low-rank layer with the mean squared output as its auxiliary loss, noted for every token."""
 
     def forward(self, x):
         y = super().forward(x)
         if self.training:
-            self._aux_losses = {"energy": 0.1 * y.float().square().mean()}
+            self._aux_losses = {"energy": 0.1 * y.float().square().mean(-1)}
+            self._metrics = {"energy": y.detach().float().square().mean(-1)}
         return y
 
 
@@ -38,6 +39,14 @@ def model():
 
 
 BATCH = torch.arange(4 * 9).reshape(4, 9) % 50
+
+
+def padded(ids):
+    """Labels of sequences that end after 9, 6, 2 and 5 tokens, and whose prompt (of the second) is masked."""
+    labels = ids.clone()
+    for row, (start, end) in enumerate([(0, 9), (3, 6), (0, 2), (0, 5)]):
+        labels[row, :start] = labels[row, end:] = -100
+    return labels
 
 
 def gradients(model):
@@ -65,15 +74,111 @@ def test_absent_in_eval_and_in_generate(model):
     assert relinear.aux_losses(model) == {}
 
 
+def energy_by_hand(model, ids, counted, **kwargs):
+    """0.1 times the mean squared output of every layer over the tokens that count, through hooks of its own."""
+    terms, handles = {}, []
+    for name, operator in relinear.core.aux.named_operators(model):
+        handles.append(
+            operator.register_forward_hook(
+                lambda module, args, y, name=name: terms.update({f"{name}/energy": 0.1 * y[counted].square().mean()})
+            )
+        )
+    model(ids, **kwargs)
+    for handle in handles:
+        handle.remove()
+    return terms
+
+
+def test_the_terms_are_means_over_the_tokens_that_the_loss_counts(model):
+    labels = padded(BATCH)
+    counted = torch.zeros_like(labels, dtype=torch.bool)
+    counted[:, :-1] = labels[:, 1:] != -100
+    assert counted.sum() == 8 + 3 + 1 + 4
+    mask = torch.ones_like(BATCH)
+    mask[2, 2:] = mask[3, 5:] = 0
+    ready = {"labels": labels, "shift_labels": torch.where(counted, BATCH, -100)}
+    everything = torch.ones_like(counted)
+    for inputs, wanted in (
+        ({"labels": labels}, counted),
+        ({"labels": labels, "attention_mask": torch.ones_like(BATCH)}, counted),
+        (ready, counted),
+        ({"attention_mask": mask}, mask == 1),
+        ({}, everything),
+    ):
+        expected = energy_by_hand(model, BATCH, wanted, **inputs)
+        model(BATCH, **inputs)
+        found = relinear.aux_losses(model)
+        assert set(found) == set(expected)
+        measured = relinear.core.aux.operator_metrics(model)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)
+            torch.testing.assert_close(measured[name], value.detach() / 0.1)
+    changed = BATCH.clone()
+    changed[2, 2:] = changed[3, 5:] = 7
+    model(BATCH, labels=labels)
+    before = relinear.aux_losses(model)
+    model(changed, labels=torch.where(labels == -100, -100, changed))
+    for name, value in relinear.aux_losses(model).items():
+        torch.testing.assert_close(value, before[name])
+
+
+def test_a_batch_without_a_target_has_no_terms_and_no_nan(model):
+    ignored = torch.full_like(BATCH, -100)
+    model(BATCH, labels=ignored, num_items_in_batch=torch.tensor(8)).loss.backward()
+    assert all(value == 0 for value in relinear.aux_losses(model).values())
+    assert all(gradient.isfinite().all() for gradient in gradients(model).values())
+
+
+def test_unshifted_labels_count_where_they_stand():
+    from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaForTokenClassification
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=50, pad_token_id=0, num_labels=3, **sizes)
+    tokens = LlamaForTokenClassification(copy.deepcopy(config)).train()
+    relinear.replace_(tokens, {"up_proj": Penalised(rank=4)})
+    labels = torch.where(padded(BATCH) == -100, -100, BATCH % 3)
+    expected = energy_by_hand(tokens, BATCH, labels != -100)
+    loss = tokens(BATCH, labels=labels).loss
+    (found,), (wanted,) = relinear.aux_losses(tokens).values(), expected.values()
+    torch.testing.assert_close(found, wanted)
+    assert loss > found
+    sequences = LlamaForSequenceClassification(config).train()
+    relinear.replace_(sequences, {"up_proj": Penalised(rank=4)})
+    mask = torch.ones_like(BATCH)
+    mask[1:, 4:] = 0
+    expected = energy_by_hand(sequences, BATCH, mask == 1)
+    sequences(BATCH, attention_mask=mask, labels=torch.tensor([0, 1, 2, 0]), num_items_in_batch=torch.tensor(4))
+    (found,), (wanted,) = relinear.aux_losses(sequences).values(), expected.values()
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_hdpl_leaves_padding_out():
+    model = llama().train()
+    relinear.replace_(model, {"q_proj": relinear.HDPL(rank=4, blocks=2, bound="free_bits", beta=1.0)}, layers=[0])
+    layer = model.model.layers[0].self_attn.q_proj
+    torch.nn.init.normal_(layer.logvar.weight)
+    seen = []
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    labels = padded(BATCH)
+    model(BATCH, labels=labels)
+    (term,) = relinear.aux_losses(model).values()
+    x = seen[0][:, :-1][labels[:, 1:] != -100]
+    layer(x)
+    torch.testing.assert_close(term, layer.aux_losses()["latent"])
+    layer(seen[0])
+    assert (term - layer.aux_losses()["latent"]).abs() > 1e-3
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_accumulation_gives_the_gradient_of_the_whole_batch(model, checkpointing):
+@pytest.mark.parametrize("labels", [BATCH, padded(BATCH)], ids=["full", "padded"])
+def test_accumulation_gives_the_gradient_of_the_whole_batch(model, labels, checkpointing):
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     parts = copy.deepcopy(model)
-    total = torch.tensor(BATCH[:, 1:].numel())
-    model(BATCH, labels=BATCH, num_items_in_batch=total).loss.backward()
-    for part in BATCH.split(1):
-        parts(part, labels=part, num_items_in_batch=total).loss.backward()
+    total = (labels[:, 1:] != -100).sum()
+    model(BATCH, labels=labels, num_items_in_batch=total).loss.backward()
+    for part, wanted in zip(BATCH.split(1), labels.split(1), strict=True):
+        parts(part, labels=wanted, num_items_in_batch=total).loss.backward()
     whole, accumulated = gradients(model), gradients(parts)
     assert set(whole) == set(accumulated)
     for name in whole:
@@ -114,6 +219,7 @@ def test_deepcopy_after_a_training_forward(model):
 def test_fullgraph_compile(model):
     eager = copy.deepcopy(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(BATCH, labels=padded(BATCH)).loss, eager(BATCH, labels=padded(BATCH)).loss)
     loss = compiled(IDS, labels=IDS).loss
     torch.testing.assert_close(loss, eager(IDS, labels=IDS).loss)
     loss.backward()

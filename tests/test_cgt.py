@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import relinear
@@ -318,3 +319,19 @@ def test_bad_contexts_are_refused(model, ids):
         model(ids, frozen_context=torch.randn(12))
     with pytest.raises(ValueError, match="context_rate"):
         model(ids, context_rate=0.1)
+
+
+def test_summary_counts_every_product_of_the_generated_operators():
+    model = make_cgt()
+    modulator, tokens = model.modulators()[0], 64
+    x, y = torch.randn(1, tokens, 24), torch.randn(1, tokens, 12)
+    with FlopCounterMode(display=False) as counter:
+        modulator(x, y)
+    scaling = 2 * 5 * 2  # the columns times the shares, before and after they are mixed
+    assert modulator.flops_per_token() == counter.get_total_flops() / tokens + scaling
+    rows = [row for row in relinear.summary(model).rows if row.operator == "Modulator"]
+    assert len(rows) == 4
+    for row in rows:
+        assert row.flops_per_token == modulator.flops_per_token()
+        assert row.parameters == sum(p.numel() for p in modulator.parameters())
+    assert relinear.summary(model).parameters == sum(p.numel() for p in model.parameters())

@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from relinear.models import cgt_losses as losses
-from relinear.train.cgt_objectives import CGTObjective, GuidedTraining, auxiliary_loss, draw_splits, rest_of
+from relinear.train import FitSettings, fit
+from relinear.train.cgt_objectives import (
+    CGTObjective,
+    GuidedTraining,
+    auxiliary_loss,
+    draw_splits,
+    real_positions,
+    rest_of,
+)
 from test_cgt import make_cgt
 
 B, T, E = 4, 6, 3
@@ -229,3 +237,116 @@ def test_accumulated_micro_batches_give_the_gradient_of_one_batch():
     for half in ids.split(2):
         guided(input_ids=half, labels=half, num_items_in_batch=torch.tensor(32))["loss"].backward()
     torch.testing.assert_close(model.transformer.wpe.weight.grad, whole)
+
+
+REAL = torch.tensor([[True] * 6, [True] * 4 + [False] * 2, [True] * 3 + [False] * 3, [True] * 5 + [False]])
+
+
+def test_padding_is_left_out_of_what_looks_at_one_sample(y):
+    """The value of a padded batch is the average of those of the sequences without their padding."""
+    log_variance, kernel = torch.randn(B, T, E), losses.rbf_kernel(T, 0.3)
+    shares = torch.tensor([5, 3, 0, 4])
+
+    def alone(b):
+        n = int(REAL[b].sum())
+        kl = losses.gaussian_process_kl(y[b : b + 1, :n], log_variance[b : b + 1, :n], kernel[:n, :n], constants=True)
+        return torch.stack([losses.continuity(y[b : b + 1, :n]), kl])
+
+    each = torch.stack([alone(b) for b in range(B)], 1).double()
+    noisy = torch.where(REAL.unsqueeze(-1), y, 1e3)
+    for given, weights in ((None, torch.ones(B)), (shares, shares)):
+        expected = (each * weights).sum(1) / weights.sum()
+        marks = {"real": REAL, "shares": given}
+        found = losses.continuity(noisy, **marks)
+        kl = losses.gaussian_process_kl(noisy, log_variance, kernel, constants=True, **marks)
+        torch.testing.assert_close(torch.stack([found, kl]).double(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_padding_is_left_out_of_statistics_of_the_batch(y):
+    zeta, n, kernel = torch.rand(T) + 0.1, unit(y), losses.rbf_kernel(T, 0.3).float()
+    total = weight = pairs = 0.0
+    process, moments, identity = torch.zeros(()), torch.zeros(()), torch.eye(E)
+    for s in range(T):
+        there = [b for b in range(B) if REAL[b, s]]
+        mean = y[there, s].mean(0)
+        process, moments = process + mean.square().sum() / T, moments + mean.square().sum() / T
+        deviation = y[there, s] - mean
+        moments = moments + (deviation.T @ deviation / len(there) - identity).square().sum() / T
+        for a in there:
+            total += sum(zeta[s] * (n[a, s] @ n[b, s]) ** 2 for b in there if b != a)
+            weight += zeta[s] * (len(there) - 1)
+    squares = torch.zeros(())
+    for s in range(T):
+        for t in range(T):
+            both = [b for b in range(B) if REAL[b, s] and REAL[b, t]]
+            first, second = (y[both, at] - y[REAL[:, at], at].mean(0) for at in (s, t))
+            squares, pairs = (
+                squares + (first.T @ second / len(both) - kernel[s, t] * identity).square().sum(),
+                pairs + 1,
+            )
+    noisy = torch.where(REAL.unsqueeze(-1), y, 1e3)
+    torch.testing.assert_close(losses.decorrelation(noisy, zeta, real=REAL), total / weight)
+    torch.testing.assert_close(losses.moment_matching(noisy, real=REAL), moments)
+    torch.testing.assert_close(losses.gaussian_process_matching(noisy, kernel, real=REAL), process + squares / pairs)
+    everything = torch.ones(B, T, dtype=torch.bool)
+    for name in ("decorrelation", "moment_matching", "continuity"):
+        measure = getattr(losses, name)
+        torch.testing.assert_close(measure(y, real=everything), measure(y))
+
+
+def padded(ids):
+    """Labels of sequences that end after 9, 7, 6 and 8 tokens; the last has a prompt of three."""
+    labels = ids.clone()
+    labels[1, 7:] = labels[2, 6:] = labels[3, 8:] = labels[3, :3] = -100
+    return labels
+
+
+def test_padding_is_told_from_a_prompt():
+    labels = padded(torch.ones(4, 9, dtype=torch.long))
+    assert real_positions({"labels": labels}).sum(1).tolist() == [9, 7, 6, 8]
+    mask = torch.ones(4, 9)
+    mask[0, :2] = 0
+    assert real_positions({"labels": labels, "attention_mask": mask}).sum(1).tolist() == [7, 9, 9, 9]
+    assert real_positions({"labels": labels[:1]}) is None
+    assert real_positions({"vectors": torch.randn(2, 3, 4)}) is None
+
+
+@pytest.mark.parametrize("variational", [False, True])
+def test_accumulation_with_padding_gives_the_regularisers_of_one_batch(variational):
+    model = make_cgt(variational=variational, context_norm=False).train()
+    objective = CGTObjective(eta=1.0, continuity=0.5, profile="linear", kl=0.5 * variational)
+    guided = GuidedTraining(model, objective).train()
+    ids = torch.randint(0, 50, (4, 9))
+    labels = padded(ids)
+    total = (labels[:, 1:] != -100).sum()
+
+    def gradient(*sizes):
+        model.zero_grad()
+        for part, wanted in zip(ids.split(sizes), labels.split(sizes), strict=True):
+            output = model(part, labels=wanted)
+            terms = objective.regularizers(output.context, output.context_log_variance, {"labels": wanted})
+            (sum(terms.values()) * (wanted[:, 1:] != -100).sum() / total).backward()
+        return model.transformer.context_wpe.weight.grad.clone()
+
+    torch.testing.assert_close(gradient(1, 3), gradient(4), rtol=1e-4, atol=1e-6)
+    changed = torch.where(real_positions({"labels": labels}), ids, 7)
+    guided(input_ids=ids, labels=labels)
+    before = guided.terms
+    torch.manual_seed(3)
+    guided(input_ids=changed, labels=labels)
+    names = {"continuity", "kl"} & set(before)
+    assert all(torch.allclose(before[name], guided.terms[name], rtol=1e-4) for name in names)
+
+
+def test_a_run_states_the_loss_of_the_objective():
+    """Trainer counts the targets of a wrapped model as it counts those of the model itself."""
+    model = make_cgt()
+    ids = torch.randint(0, 50, (4, 9))
+    labels = padded(ids)
+    data = [{"input_ids": row, "labels": wanted} for row, wanted in zip(ids, labels, strict=True)]
+    objective = CGTObjective(eta=1.0, continuity=0.3)
+    with torch.no_grad():
+        expected, _, _ = objective(model, {"input_ids": ids, "labels": labels})
+    settings = FitSettings(steps=1, batch_size=2, accumulation=2, dtype="float32", device="cpu", log_every=1)
+    result = fit(GuidedTraining(model, objective), data, settings)
+    assert result.curve[-1]["loss"] == pytest.approx(float(expected), rel=1e-5)

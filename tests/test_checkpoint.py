@@ -1,13 +1,31 @@
 """Checkpoints: the same logits bit for bit, and no directory that is half understood."""
 
+import copy
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+    GPTNeoXConfig,
+    GraniteMoeConfig,
+    MixtralConfig,
+    QuantoConfig,
+    ViTConfig,
+)
+from transformers.utils.hub import PushToHubMixin
 
 import relinear
+from relinear.data.tokenizers import load_tokenizer
 from test_surgery import IDS, LOW, gpt2, llama, replaced
 
 
@@ -24,6 +42,17 @@ def edit(directory, change):
     config = json.loads(path.read_text())
     change(config)
     path.write_text(json.dumps(config))
+
+
+def as_of_old(directory):
+    """Undo what ``config.json`` says beyond the record, as checkpoints of relinear's first versions had it."""
+
+    def change(config):
+        config["model_type"] = config.pop("base_model_type")
+        del config["auto_map"], config["transformers_weights"]
+
+    edit(directory, change)
+    (directory / "configuration_relinear.py").unlink()
 
 
 @pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])
@@ -86,6 +115,154 @@ def test_a_folded_model_is_stock(saved, tmp_path):
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "stock")(IDS).logits, model(IDS).logits)
 
 
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+EXPERTS = SIZES | {"vocab_size": 50, "num_key_value_heads": 1, "num_local_experts": 2}
+STORED_UNDER_OTHER_NAMES = {
+    "gpt_neox": (AutoModelForCausalLM, GPTNeoXConfig(**SIZES, vocab_size=50)),
+    "granitemoe": (AutoModelForCausalLM, GraniteMoeConfig(**EXPERTS)),
+    "mixtral": (AutoModelForCausalLM, MixtralConfig(**EXPERTS)),
+    "vit": (AutoModelForImageClassification, ViTConfig(**SIZES, image_size=16, patch_size=8)),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"), [*((kind, None) for kind in STORED_UNDER_OTHER_NAMES), ("mixtral", "rezero")]
+)
+def test_models_that_transformers_stores_under_other_names(kind, method, tmp_path):
+    auto, config = STORED_UNDER_OTHER_NAMES[kind]
+    model = auto.from_config(copy.deepcopy(config)).eval()
+    relinear.replace_(model, {"all-linear": LOW})
+    if method is not None:
+        relinear.residual_(model, method)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    inputs = {"pixel_values": torch.randn(1, 3, 16, 16)} if kind == "vit" else {"input_ids": IDS}
+    model.save_pretrained(tmp_path)
+    for again in (auto.from_pretrained(tmp_path), relinear.from_pretrained(tmp_path, auto_class=auto)):
+        assert torch.equal(again(**inputs).logits, model(**inputs).logits)
+    drop(tmp_path, next(key for key in load_file(tmp_path / "model.safetensors") if key.endswith(".down")))
+    with pytest.raises(ValueError, match="missing"):
+        auto.from_pretrained(tmp_path)
+
+
+def test_another_task_starts_a_fresh_head(saved):
+    model, directory = saved
+    again = AutoModelForSequenceClassification.from_pretrained(directory, num_labels=3)
+    assert replaced(again) == replaced(model)
+    assert again.score.weight.shape == (3, 16)
+    assert 0.005 < again.score.weight.std() < 0.05  # drawn as transformers draws it
+    assert torch.equal(again.model(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
+    with pytest.raises(ValueError, match=r"missing keys: score\.weight"):
+        relinear.from_pretrained(directory, auto_class=AutoModelForSequenceClassification)
+
+
+def test_another_task_leaves_out_the_operator_in_the_head(tmp_path):
+    model = llama()
+    relinear.replace_(model, {"lm_head": LOW, "q_proj": LOW})
+    model.save_pretrained(tmp_path)
+    for auto in (AutoModelForSequenceClassification, AutoModel):
+        assert len(replaced(auto.from_pretrained(tmp_path))) == 3
+    assert len(replaced(AutoModelForCausalLM.from_pretrained(tmp_path))) == 4
+
+
+@pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])
+def test_checkpoints_of_the_first_versions_load(make, tmp_path):
+    model = make()
+    relinear.replace_(model, {"all-linear": LOW})
+    model.save_pretrained(tmp_path)
+    as_of_old(tmp_path)
+    for load in (AutoModelForCausalLM.from_pretrained, type(model).from_pretrained, relinear.from_pretrained):
+        assert torch.equal(load(tmp_path)(IDS).logits, model(IDS).logits)
+
+
+def test_the_config_in_memory_is_the_stock_one(saved):
+    model, directory = saved
+    assert type(AutoConfig.from_pretrained(directory)) is type(model.config)
+    for load in (AutoModelForCausalLM.from_pretrained, type(model).from_pretrained):
+        config = load(directory).config
+        assert type(config) is type(model.config)
+        assert not {"auto_map", "transformers_weights", "base_model_type"} & config.to_dict().keys()
+        assert config.model_type == config.to_dict()["model_type"] == "llama"
+        config.save_pretrained(directory)
+        assert json.loads((directory / "config.json").read_text())["base_model_type"] == "llama"
+
+
+@pytest.mark.parametrize("auto", [AutoModelForCausalLM, AutoModel, AutoModelForSequenceClassification])
+def test_a_model_from_the_config_of_a_checkpoint_has_its_operators(saved, auto):
+    model, directory = saved
+    config = AutoConfig.from_pretrained(directory)
+    fresh = auto.from_config(config, dtype=torch.bfloat16)
+    assert len(replaced(fresh)) == len(replaced(model))
+    assert {p.dtype for p in fresh.parameters()} == {torch.bfloat16}
+    with torch.device("meta"):
+        assert len(replaced(auto.from_config(config))) == len(replaced(model))
+
+
+@pytest.mark.parametrize("settings", [BitsAndBytesConfig(load_in_8bit=True), QuantoConfig(weights="int8")])
+def test_a_second_quantization_says_what_to_do(saved, settings):
+    for load in (AutoModelForCausalLM.from_pretrained, relinear.from_pretrained):
+        with pytest.raises(ValueError, match=r"holds relinear operators.*torchao.*fold_"):
+            load(saved[1], quantization_config=settings)
+
+
+def test_a_card_says_what_is_in_it_and_no_other_card_is_overwritten(saved, tmp_path):
+    model, directory = saved
+    card = (directory / "README.md").read_text()
+    assert "| `LowRank(rank=4)` | 16 -> 16 | 2 |" in card
+    assert f"{model.num_parameters():,} parameters" in card
+    assert "trust_remote_code=True" in card
+    assert "base_model" not in card
+    relinear.residual_(model, "rezero")
+    model.config._name_or_path = "org/name"
+    model.save_pretrained(directory)
+    assert "ReZero" in (directory / "README.md").read_text()
+    assert "base_model: org/name" in (directory / "README.md").read_text()
+    (directory / "README.md").write_text("mine")
+    model.save_pretrained(directory)
+    relinear.save_pretrained(model, directory)
+    assert (directory / "README.md").read_text() == "mine"
+    stock = tmp_path / "stock"
+    llama().save_pretrained(stock)
+    assert sorted(p.name for p in stock.iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]
+
+
+def test_a_push_uploads_the_loader_and_the_record(saved, monkeypatch):
+    model, directory = saved
+    pushed = {}
+
+    class Hub:
+        def create_repo(self, repo_id, **kwargs):
+            return SimpleNamespace(repo_id=repo_id)
+
+    def upload(self, folder, repo_id, files_timestamps, **kwargs):
+        fresh = [p for p in Path(folder).iterdir() if p.stat().st_mtime > files_timestamps.get(p.name, 0)]
+        pushed.update({p.name: p.read_bytes() for p in fresh})
+
+    monkeypatch.setattr("transformers.utils.hub.hf_api", Hub)
+    monkeypatch.setattr("transformers.modeling_utils.hf_api", Hub)
+    for module in ("transformers.utils.hub", "transformers.modeling_utils"):
+        monkeypatch.setattr(f"{module}.create_and_tag_model_card", lambda *a, **k: ModelCard("---\n---\n"))
+    monkeypatch.setattr(PushToHubMixin, "_upload_modified_files", upload)
+    for push in (model.push_to_hub, lambda name: model.save_pretrained(directory.parent / "pushed", push_to_hub=True)):
+        pushed.clear()
+        push("org/name")
+        assert pushed.keys() == {p.name for p in directory.iterdir()}
+        assert json.loads(pushed["config.json"])["model_type"] == "relinear"
+
+
+def test_what_ends_and_pads_a_text_comes_from_the_tokenizer(tmp_path):
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.pad_token = tokenizer.eos_token
+    model = llama(vocab_size=300, eos_token_id=2, pad_token_id=7)
+    relinear.replace_(model, {"q_proj": LOW})
+    again = relinear.from_pretrained(relinear.save_pretrained(model, tmp_path / "model", tokenizer=tokenizer))
+    for settings in (again.config, again.generation_config):
+        assert (settings.eos_token_id, settings.pad_token_id) == (tokenizer.eos_token_id, tokenizer.eos_token_id)
+    again.config.eos_token_id = again.generation_config.eos_token_id = 5  # of a pretrained model it stays
+    third = relinear.from_pretrained(relinear.save_pretrained(again, tmp_path / "model", tokenizer=tokenizer))
+    assert third.config.eos_token_id == third.generation_config.eos_token_id == 5
+
+
 def drop(directory, key):
     tensors = load_file(directory / "model.safetensors")
     tensors.pop(key)
@@ -117,8 +294,12 @@ Q = "model.layers.0.self_attn.q_proj"
     ("damage", "message"),
     [
         (lambda d: drop(d, f"{Q}.down"), rf"missing {Q}\.down"),
-        (lambda d: drop(d, "model.norm.weight"), r"missing model\.norm\.weight"),
+        (lambda d: drop(d, "model.norm.weight"), r"missing keys: model\.norm\.weight"),
         (lambda d: add(d, f"{Q}.scale"), rf"unknown {Q}\.scale"),
+        (
+            operator(Q, LOW.to_dict() | {"rank": 8}),
+            rf"does not fit.*of another shape {Q}\.down \(4, 16\) for \(8, 16\)",
+        ),
         (cut, "damaged or cut off"),
         (quantization(lambda q: q.update(format_version=99)), "format 99"),
         (quantization(lambda q: q.pop("operators")), r"missing keys \['operators'\]"),
@@ -146,6 +327,10 @@ def test_auto_model_refuses_them_too(saved, damage):
 def test_a_record_that_was_lost_is_noticed(saved):
     _, directory = saved
     edit(directory, lambda config: config.pop("quantization_config"))
+    for load in (AutoModelForCausalLM.from_pretrained, relinear.from_pretrained):
+        with pytest.raises(ValueError, match="lost its record"):
+            load(directory)
+    as_of_old(directory)
     with pytest.raises(ValueError, match=r"not fully rebuilt.*missing keys"):
         relinear.from_pretrained(directory)
 

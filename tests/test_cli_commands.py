@@ -1,15 +1,19 @@
 """The commands on tiny inputs, through the entry function."""
 
+import importlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 
 import relinear
+from conftest import REPOSITORY
 from relinear.cli.main import COMMANDS, main
 from relinear.cli.options import named_entries, parse_layers, parse_operators
+from relinear.compare.plan import plan_comparison
 from relinear.compare.recipe import BUNDLED, apply_overrides, find_recipe, parse_overrides, read_recipe, read_yaml
 from relinear.compare.settings import CompareSettings
 
@@ -32,7 +36,7 @@ def test_the_entry_point_is_the_one_of_the_package():
     code = "import sys; sys.argv = ['relinear', 'inspect', 'no-preset']; from relinear.cli.main import run; run()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: unknown preset")
+    assert done.stderr.startswith("error: unknown model")
 
 
 def test_recipes_are_found_by_name_in_any_folder(tmp_path, monkeypatch):
@@ -92,6 +96,39 @@ def test_train_eval_and_sweep(capfd, tmp_path):
     rows = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["trials"]
     assert [row["validation_loss"] for row in rows] == sorted(row["validation_loss"] for row in rows)
     assert main([*search, "--trials", "2", "--seed", "7"]) == 2  # another search in the same folder
+
+
+def test_the_size_of_an_operator_is_always_shown(capfd):
+    assert main(["inspect", "tiny", "-r", "q_proj=low_rank", "-r", "k_proj=hdpl", "-r", "v_proj=monarch"]) == 0
+    printed = capfd.readouterr().out
+    for shown in ("LowRank(rank=64)", "HDPL(rank=128, blocks=8)", "Monarch(blocks=8)"):
+        assert shown in printed
+    assert str(relinear.Transponder(base=relinear.LowRank())) == "Transponder(base=LowRank(rank=64), rank=8)"
+
+
+def printed_comparisons():
+    """Every ``relinear compare`` with operators that documentation or help shows."""
+    places = [*(REPOSITORY / "docs").rglob("*.md"), REPOSITORY / "README.md"]
+    places += (REPOSITORY / "src" / "relinear" / "cli").glob("*.py")
+    text = "\n".join(place.read_text(encoding="utf-8") for place in places)
+    found = re.findall(r"relinear compare ([^\n`]*-o [^\n`]*)", text)
+    assert len(found) >= 2
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("arguments", printed_comparisons())
+def test_printed_comparisons_can_be_sized(arguments, capfd, monkeypatch):
+    """They get as far as sizes that match; nothing is trained."""
+    sized = {}
+
+    def compare(settings, out, **kwargs):
+        sized.update({planned.name: planned for planned in plan_comparison(settings, 258)})
+        raise ValueError("sized")
+
+    monkeypatch.setattr(importlib.import_module("relinear.compare.run"), "compare", compare)
+    assert main(["compare", *shlex.split(arguments)]) == 2
+    assert "sized" in capfd.readouterr().err
+    assert len(sized) >= 2
 
 
 def test_operators_from_text():

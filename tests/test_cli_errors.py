@@ -40,6 +40,16 @@ def saved(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def large_tokenizer(tmp_path_factory):
+    """A saved tokenizer with more entries than the saved model embeds."""
+    from relinear.data.tokenizers import train_bpe
+
+    path = tmp_path_factory.mktemp("tokenizer")
+    train_bpe(["many different words, " * 9, "some more of them " * 9], 280, 400).save_pretrained(path)
+    return path
+
+
 def files_below(path):
     return sorted(str(p.relative_to(path)) for p in path.rglob("*"))
 
@@ -146,7 +156,46 @@ CASES = {
         ],
         ["nan", "step", "learning_rate"],
     ),
-    "no such directory": (["eval", "{tmp}/nowhere"], ["nowhere"]),
+    "no such directory": (["eval", "{tmp}/nowhere"], ["nowhere", "no such directory"]),
+    "no such directory, with data": (["eval", "{tmp}/nowhere", "--data", "{text}"], ["nowhere", "no such directory"]),
+    "no such run": (["eval", "nowhere", "--data", "{text}"], ["'nowhere'", "no directory here"]),
+    "a directory that is nearly there": (["eval", "{saved}/../modle", "--data", "{text}"], ["modle", "'model'"]),
+    "a folder beside the model": (["eval", "{saved}/..", "--data", "{text}"], ["no model to load"]),
+    "a file in place of a model": (["eval", "{text}", "--data", "{text}"], ["text.txt", "directory"]),
+    "evaluation of a preset": (["eval", "tiny", "--data", "{text}"], ["'tiny'", "no directory here"]),
+    "unknown model to train": (
+        ["train", "--model", "tinyy", "--data", "{text}", "--out", "{out}"],
+        ["did you mean 'tiny'"],
+    ),
+    "unknown model to compare": (
+        ["compare", "-o", "low_rank:rank=4", "--model", "tinyy", "--data", "{text}", "--out", "{out}"],
+        ["did you mean 'tiny'"],
+    ),
+    "unknown model to search": (["sweep", "-p", "model=tiny,tinyy", "--out", "{out}"], ["did you mean 'tiny'"]),
+    "unknown model to distil": (
+        ["distill", "tinyy", "-r", "q_proj=rotor", "--data", "{text}", "--out", "{out}"],
+        ["did you mean 'tiny'"],
+    ),
+    "unknown model to time": (
+        ["bench", "--model", "tinyy", "-o", "low_rank", "--out", "{out}"],
+        ["did you mean 'tiny'"],
+    ),
+    "unknown model to analyse": (["analyze", "tinyy", "--data", "{text}", "--out", "{out}"], ["did you mean 'tiny'"]),
+    "layers without end": (["inspect", "tiny", "-r", "q_proj=low_rank", "--layers", "0-999999999999"], ["--layers"]),
+    "a setting nested without end": (
+        ["inspect", "tiny", "-r", "q_proj=low_rank:rank=" + 10_000 * "("],
+        ["nested"],
+    ),
+    "a value nested without end": (["inspect", "tiny", "--set", "hidden_size=" + 10_000 * "["], ["nested"]),
+    "a number of 5,000 digits": (["inspect", "tiny", "--set", "vocab_size=" + 5_000 * "9"], ["--set", "digits"]),
+    "a pattern of 10,000 characters": (["inspect", "tiny", "-r", f"{10_000 * 'x'}=low_rank"], ["matches no module"]),
+    "a model of 10,000 characters": (["inspect", 10_000 * "x"], ["directory"]),
+    "a command of 10,000 characters": ([10_000 * "x"], ["No such command"]),
+    "data of 10,000 characters": (["train", "--data", 10_000 * "x", "--out", "{out}"], ["File name too long"]),
+    "an exclusion that leaves out nothing": (
+        ["distill", "{saved}", "-r", "v_proj=rotor", "--exclude", "q_porj", "--data", "{text}", "--out", "{out}"],
+        ["exclude=", "q_proj"],
+    ),
     "evaluation without data": (["eval", "{saved}"], ["--data"]),
     "lambada without a file": (["eval", "{saved}", "--tasks", "lambada"], ["--lambada"]),
     "report of nothing": (["report", "{tmp}"], ["results.json"]),
@@ -166,6 +215,7 @@ def check(capfd, arguments, words):
     message = captured.err[captured.err.index("error: ") :]
     for word in words:
         assert word in message, f"{word!r} is not in {message!r}"
+    assert len(message) < 2_500  # whatever was given
     return message
 
 
@@ -263,12 +313,56 @@ def test_damaged_checkpoints(change, words, saved, tmp_path, capfd):
     check(capfd, ["inspect", str(copy)], words)
 
 
+def with_tokenizer(saved, tokenizer, tmp_path):
+    """The saved model beside a tokenizer that is not its own."""
+    copy = tmp_path / "mixed"
+    shutil.copytree(saved, copy)
+    for file in tokenizer.iterdir():
+        shutil.copy(file, copy)
+    return str(copy)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["eval", "{mixed}", "--data", "{text}"],
+        ["eval", "{mixed}", "--tasks", "lambada", "--lambada", "{text}"],
+        ["distill", "{mixed}", "-r", "v_proj=rotor", "--data", "{text}", "--out", "{out}"],
+        ["analyze", "{mixed}", "--data", "{text}", "--out", "{out}"],
+        ["analyze", "{saved}", "--tokenizer", "{tokenizer}", "--data", "{text}", "--out", "{out}"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:4]),
+)
+def test_a_tokenizer_that_does_not_fit(arguments, saved, large_tokenizer, text, tmp_path, capfd):
+    mixed = with_tokenizer(saved, large_tokenizer, tmp_path)
+    names = {"mixed": mixed, "saved": saved, "tokenizer": large_tokenizer, "text": text, "out": tmp_path / "out"}
+    check(capfd, [argument.format(**names) for argument in arguments], ["tokenizer", "258"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_model_is_refused_before_any_network(monkeypatch, capfd, text, tmp_path):
+    import socket
+
+    def fail(*args, **kwargs):
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(socket, "create_connection", fail)
+    monkeypatch.setattr(socket.socket, "connect", fail)
+    out = ["--data", str(text), "--out", str(tmp_path / "out")]
+    for arguments in (
+        ["inspect", "tinyy"],
+        ["train", "--model", "tinyy", *out],
+        ["distill", "tinyy", "-r", "q=rotor", *out],
+    ):
+        check(capfd, arguments, ["tinyy", "tiny"])
+
+
 def test_traceback_on_request(capfd, monkeypatch):
     monkeypatch.setenv("RELINEAR_TRACEBACK", "1")
     assert main(["inspect", "no-preset"]) == 2
     captured = capfd.readouterr()
     assert "Traceback" in captured.err
-    assert "error: unknown preset" in captured.err
+    assert "error: unknown model" in captured.err
 
 
 def test_our_own_faults_show_their_traceback(capfd, monkeypatch):

@@ -278,3 +278,39 @@ def test_wrong_inputs_are_refused():
         cl.log(torch.tensor([-1.0, 0.0]))
     with pytest.raises(ValueError, match="real rotor"):
         cl.log(torch.zeros(8, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("norm", [1e-4, 3e-3, 0.01, 0.03, 0.05, 0.1, 0.3, 0.7, 1.0])
+def test_exp_of_one_bivector_is_as_precise_as_its_dtype(norm, dtype):
+    beta = draw(planes(3), seed=4)
+    beta = (beta * norm / beta.norm()).to(dtype)
+    exact = beta.double()
+    expected = torch.zeros(8, dtype=D)
+    expected[0], expected[4:7] = torch.cos(exact.norm()), torch.sin(exact.norm()) / exact.norm() * exact
+    for shape in ((), (1,), (3,)):
+        found = cl.exp(beta.expand(*shape, -1))
+        assert (found.double() - expected).abs().max() <= 4 * torch.finfo(dtype).eps
+        factors = torch.stack([f(beta.expand(*shape, -1)) for f in (cl.left_factor, cl.right_factor)])
+        gram = factors @ factors.mT - torch.eye(factors.shape[-1], dtype=dtype)
+        assert gram.abs().max() <= 8 * torch.finfo(dtype).eps
+    several, one = (beta.expand(*shape, -1).clone().requires_grad_() for shape in ((2,), ()))
+    weight = draw(8, seed=5, dtype=dtype)
+    gradients = [torch.autograd.grad((cl.exp(b) * weight).sum(), b)[0] for b in (several, one)]
+    assert (gradients[0][0] - gradients[1]).abs().max() <= 8 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("kind", ["spectral", "power_iteration", "complex"])
+def test_one_bivector_that_is_no_number_leaves_the_others_alone(kind):
+    beta = draw(4, planes(5), seed=6)
+    beta = beta + 0.3j * draw(4, planes(5), seed=7) if kind == "complex" else beta
+    method = "spectral" if kind == "complex" else kind
+    broken = beta.clone()
+    broken[1, 2], broken[3, 0] = math.nan, math.inf
+    broken.requires_grad_()
+    found = cl.decompose(broken, method=method)
+    assert found[[1, 3]].isnan().all()
+    torch.testing.assert_close(found[[0, 2]], cl.decompose(beta, method=method)[[0, 2]])
+    found[[0, 2]].abs().square().sum().backward()
+    assert broken.grad[[0, 2]].isfinite().all()
+    assert (broken.grad[[1, 3]] == 0).all()

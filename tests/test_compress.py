@@ -42,7 +42,7 @@ def tokens(count: int = 512) -> list[torch.Tensor]:
 
 
 def in_layers(model) -> dict[int, dict[str, torch.nn.Module]]:
-    from relinear.surgery.select import layer_index
+    from relinear.core.anatomy import layer_index
 
     found: dict[int, dict[str, torch.nn.Module]] = {}
     for name, module in model.named_modules():

@@ -117,7 +117,22 @@ def test_a_model_that_does_not_hand_keywords_on() -> None:
     model = AutoModelForCausalLM.from_config(config)
     relinear.attach_(model, MANAGER)
     relinear.replace_(model, {"fc_in": LAYER})
-    with pytest.raises(ValueError, match="does not hand keyword arguments on"):
+    model(IDS, labels=IDS).loss.backward()
+    assert all(p.grad is not None for p in context_owner(model).parameters())
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(ValueError, match="GPTJBlock hands no further keyword arguments on to its attention"):
+        model(IDS)
+
+
+def test_reentrant_checkpointing() -> None:
+    model = conditioned().train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ValueError, match=r"use_reentrant.*False"):
+        model(IDS)
+    model = make_tiny_llama().train()
+    relinear.residual_(model, "laurel_pa")
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ValueError, match=r"use_reentrant.*False"):
         model(IDS)
 
 

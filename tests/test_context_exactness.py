@@ -316,3 +316,46 @@ def test_distributed_data_parallel() -> None:
     assert gradients.keys() == expected.keys()
     for name, gradient in expected.items():
         assert torch.allclose(torch.tensor(gradients[name], dtype=torch.float64), gradient, atol=1e-10), name
+
+
+@pytest.mark.parametrize("mixer", ["ema", "gru"])
+def test_a_memory_in_float64_is_exact_in_float64(mixer):
+    """Against the recurrence written out; float32 anywhere inside would be off by 1e-8."""
+    model = make_tiny_llama()
+    relinear.attach_(model, relinear.ContextManager(dim=DIM, mixer=mixer))
+    owner = model.double().model.relinear_context
+    ids = torch.randint(1, VOCABULARY, (2, 9))
+    context, final = owner(ids)
+    features, memory = owner.embedding(ids), owner.memory
+    state, states = torch.zeros(2, DIM, dtype=torch.float64), []
+    for token in features.unbind(1):
+        if mixer == "ema":
+            keep = torch.exp(-torch.exp(-memory.log_timescale))
+            state = keep * state + (1 - keep) * token
+        else:
+            gate = torch.sigmoid(memory.gate(token))
+            state = (1 - gate) * state + gate * torch.tanh(memory.candidate(token))
+        states.append(state)
+    mixed = owner.norm(torch.cat([features, torch.stack(states, 1)], -1))
+    expected = owner.output(nn.functional.gelu(owner.hidden(mixed)))
+    torch.testing.assert_close(context, expected, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(final, state, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("manager", ["ema", "gru"])
+def test_a_memory_is_exported_for_any_number_of_tokens(manager, strict):
+    model = conditioned("llama", manager)
+    ids = prompts(tokens=6)
+    tokens = {1: torch.export.Dim("tokens", min=2, max=100)}
+    program = torch.export.export(
+        model,
+        (),
+        {"input_ids": ids, "use_cache": False},
+        dynamic_shapes={"input_ids": tokens, "use_cache": None},
+        strict=strict,
+    )
+    for length in (2, 33, 100):
+        longer = torch.randint(1, VOCABULARY, (ids.shape[0], length))
+        found = program.module()(input_ids=longer, use_cache=False).logits
+        torch.testing.assert_close(found, model(longer, use_cache=False).logits)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,65 @@ def test_conditioned_operators_are_fitted_on_their_context():
     report = relinear.distill_(model, {"q_proj": config}, corpus(), layers=[1], settings=SETTINGS | {"epochs": 6})
     assert report.layers[0].error < 1
     assert torch.isfinite(model(corpus()[:2]).logits).all()
+
+
+def test_a_fit_worse_than_zeros_is_warned_of():
+    model = make_tiny_llama()
+    settings = SETTINGS | {"init": "fresh", "learning_rate": 1e-9}
+    with pytest.warns(UserWarning, match=r"1 of 1 layers .* zeros.*layers\.1\.self_attn\.q_proj"):
+        report = relinear.distill_(model, {"q_proj": relinear.LowRank(rank=2)}, corpus(), layers=[1], settings=settings)
+    assert report.layers[0].error > 1
+    assert "worse than an output of zeros" in str(report)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        good = relinear.distill_(
+            make_tiny_llama(), {"q_proj": relinear.LowRank(rank=16)}, corpus(), layers=[1], settings=SETTINGS
+        )
+    assert "zeros" not in str(good)
+
+
+def test_perplexity_before_and_after_is_that_of_held_out_tokens():
+    model = make_tiny_llama()
+    blocks = token_blocks(corpus(), None, 32, 80)
+
+    def perplexity():
+        with torch.no_grad():
+            logits = model(blocks[64:]).logits
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), blocks[64:, 1:].flatten()).exp().item()
+
+    before = perplexity()
+    report = relinear.distill_(model, {"v_proj": relinear.LowRank(rank=1)}, corpus(), settings=SETTINGS)
+    assert report.perplexity_before == pytest.approx(before, rel=1e-5)
+    assert report.perplexity == pytest.approx(perplexity(), rel=1e-5)
+    assert report.perplexity != pytest.approx(before, rel=1e-4)
+    assert f"{report.perplexity_before:,.2f} before, {report.perplexity:,.2f} after" in str(report)
+    assert report.to_dict()["perplexity"] == report.perplexity
+    assert report.layers[0].operator == "LowRank(rank=1)"
+
+
+def test_the_directory_of_a_distillation_is_evaluated(tmp_path, capfd):
+    from relinear.cli.main import main
+    from relinear.data.tokenizers import byte_tokenizer
+
+    model = make_tiny_llama(vocab_size=258)
+    tokenizer, text = byte_tokenizer(), tmp_path / "text.txt"
+    text.write_text(Path(__file__).read_text())
+    relinear.distill_(
+        model,
+        {"q_proj": relinear.LowRank(rank=4)},
+        [text.read_text()],
+        tokenizer=tokenizer,
+        settings=SETTINGS,
+        out_dir=tmp_path / "run",
+    )
+    printed = []
+    for directory in ("run", "run/model"):
+        arguments = ["--data", str(text), "--split", "all", "--max-tokens", "300", "--sequence-length", "64", "--json"]
+        assert main(["eval", str(tmp_path / directory), *arguments]) == 0
+        printed.append(json.loads(capfd.readouterr().out)["perplexity"]["loss"])
+    assert printed[0] == printed[1]
+    assert main(["inspect", str(tmp_path / "run")]) == 0
+    assert "LowRank(rank=4)" in capfd.readouterr().out
 
 
 class Stop(Exception):

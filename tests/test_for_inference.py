@@ -14,10 +14,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import relinear
+from cases import every_case
 from conftest import make_tiny_llama
 from relinear.core.inference import keeping_for_inference
 from relinear.core.parameter_cache import CachingModule
-from test_conformance import assert_close, build, call, every_case, given, inputs
+from relinear.testing.conformance import assert_close, build, call, given, inputs
 
 TOLERANCE = 1e-5
 

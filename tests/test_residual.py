@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import relinear
@@ -345,3 +346,35 @@ def test_refusals_name_what_to_do():
     assert {name for name, _ in parallel.named_modules()} == before
     with pytest.raises(ValueError, match="no config"):
         relinear.residual_(torch.nn.Linear(2, 2), "rezero")
+
+
+@pytest.mark.parametrize(
+    ("config", "pointwise"),
+    [
+        (relinear.residual.LaurelRW(), 3),
+        (relinear.residual.LaurelLR(rank=4), 1),
+        (relinear.residual.LaurelLR(rank=4, weights=True), 5),
+        (relinear.residual.LaurelPA(rank=4, previous=2), None),
+        (relinear.residual.LaurelPA(rank=None, previous=2), None),
+    ],
+    ids=str,
+)
+def test_laurel_states_its_flops(config, pointwise):
+    """The products that torch counts, and the pointwise operations of the formula."""
+    stock = make_tiny_llama()
+    plain = relinear.summary(stock)
+    model = copy.deepcopy(stock)
+    relinear.residual_(model, config)
+    table = relinear.summary(model)
+    with FlopCounterMode(display=False) as stock_counter:
+        stock(IDS)
+    with FlopCounterMode(display=False) as counter:
+        model(IDS)
+    products = (counter.get_total_flops() - stock_counter.get_total_flops()) // IDS.numel()
+    width, connections = 32, 4
+    if pointwise is None:  # the weighted sum of one stream, then of two, and adding h of it
+        rest = width * (2 * (1 + 2 * (connections - 1)) + connections * (config.rank is not None))
+    else:
+        rest = pointwise * width * connections
+    assert table.flops_per_token - plain.flops_per_token == products + rest > 0
+    assert "LaurelPreviousSite" in str(table) if pointwise is None else "LaurelSite" in str(table)

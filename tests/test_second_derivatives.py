@@ -14,12 +14,11 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
-from cases import CASES, TWINS, Case, Twin
+from cases import CASES, TWINS, Case, Twin, every_case
 from relinear.clifford import blades
 from relinear.kernels import by_rows, derivatives, hdpl, native
-from test_conformance import assert_close, build, call, given, inputs
+from relinear.testing.conformance import assert_close, build, call, given, inputs
 
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 every_twin = pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.kind)
 
 #: relative errors of second derivatives; single precision is that of the C++ kernels

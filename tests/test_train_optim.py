@@ -5,11 +5,14 @@ import math
 import pytest
 import torch
 
+import relinear
+from cases import CASES
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear import LowRank, replace_
 from relinear.core.operator import ParamRole
 from relinear.train import FitSettings
 from relinear.train.optim import build_optimizer, build_schedule, parameter_groups, parameter_roles
+from test_cgt import make_cgt
 
 SETTINGS = FitSettings(steps=100, learning_rate=1e-2, warmup_steps=10, weight_decay=0.3)
 
@@ -43,6 +46,60 @@ def test_fan_in_is_that_of_the_product():
     assert groups["transformer.h.0.mlp.c_fc.weight"]["lr"] == pytest.approx(2e-2)
     assert groups["transformer.h.0.mlp.c_proj.weight"]["lr"] == pytest.approx(0.5e-2)
     assert groups["transformer.ln_f.weight"]["lr"] == pytest.approx(1e-2)
+
+
+def fan_ins(parameters, roles):
+    return {name: role for name, role in roles.items() if role.fan_in is not None and parameters[name].ndim > 1}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_fan_in_scales_exactly_where_it_grows_with_the_layer(case):
+    layers = [case.config.build(*(factor * size for size in case.shapes[0])) for factor in (1, 4)]
+    narrow, wide = (fan_ins(dict(layer.named_parameters()), layer.param_roles()) for layer in layers)
+    assert narrow.keys() == wide.keys()
+    for name, role in wide.items():
+        assert role.fan_in_scales == (role.fan_in > narrow[name].fan_in), name
+
+
+PARTS = [
+    relinear.PathTransponder(),
+    relinear.ContextManager(dim=8),
+    relinear.ContextManager(dim=8, mixer="ema", source="embeddings"),
+    relinear.ContextManager(dim=8, mixer="gru"),
+    relinear.residual.LaurelLR(rank=4),
+    relinear.residual.LaurelPA(rank=4),
+    relinear.residual.SDPAGate(per="channel"),
+]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_so_it_does_in_attached_parts(part):
+    models = [make_tiny_llama(hidden_size=size, intermediate_size=2 * size) for size in (32, 64)]
+    for model in models:
+        relinear.attach_(model, part)
+    narrow, wide = (fan_ins(dict(model.named_parameters()), parameter_roles(model)) for model in models)
+    assert any("relinear_" in name for name in wide)
+    for name, role in wide.items():
+        assert role.fan_in_scales == (role.fan_in > narrow[name].fan_in), name
+
+
+def test_so_it_does_in_a_cgt():
+    sizes = [{}, {"n_embd": 48, "context_size": 24}]
+    models = [make_cgt(**changes) for changes in sizes]
+    narrow, wide = (fan_ins(dict(model.named_parameters()), parameter_roles(model)) for model in models)
+    for name, role in wide.items():
+        assert role.fan_in_scales == (role.fan_in > narrow[name].fan_in), name
+    assert wide["transformer.h.2.modulate_mlp.left"].fan_in == 5 * 2
+
+
+def test_a_rank_keeps_the_learning_rate():
+    model = make_tiny_llama()
+    replace_(model, {"q_proj": LowRank(rank=8), "k_proj": relinear.Transponder(rank=2, base=relinear.HDPL(rank=8))})
+    groups = by_name(model, SETTINGS.updated(fan_in_base=512))
+    rates = {name.split("self_attn.")[1]: group["lr"] for name, group in groups.items() if "layers.0.self_attn" in name}
+    assert rates["q_proj.up"] == rates["k_proj.base.decoder.weight"] == pytest.approx(1e-2)
+    assert rates["k_proj.modulator.channel_up"] == pytest.approx(1e-2)
+    assert rates["q_proj.down"] == rates["k_proj.modulator.down"] == rates["v_proj.weight"] == pytest.approx(0.16)
 
 
 def test_roles_of_operators_win():

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from relinear.train import FitSettings, TrainSettings, fit, read_metrics, read_result, train
+from relinear.train.cgt_objectives import CGTObjective, GuidedTraining
+from test_cgt import make_cgt
 from train_helpers import Tokens, probe_model
 
 FIT = FitSettings(
@@ -75,6 +77,20 @@ def test_resumed_run_is_the_same_run(tmp_path, optimizer, schedule):
     assert result.validation_loss == expected.validation_loss
     assert comparable(result.curve) == comparable(expected.curve)
     assert comparable(read_metrics(folder / "metrics.jsonl")) == comparable(expected.curve)
+    for (name, one), other in zip(whole.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_a_module_around_a_model_with_tied_weights_resumes(tmp_path):
+    def wrapped():
+        torch.manual_seed(0)
+        return GuidedTraining(make_cgt(vocab_size=96), CGTObjective())
+
+    whole, resumed = wrapped(), wrapped()
+    expected = fit(whole, DATA, FIT, out_dir=tmp_path / "whole")
+    with pytest.raises(Interrupt):
+        fit(wrapped(), DATA, FIT, out_dir=tmp_path / "parts", on_progress=stop_at(5))
+    assert fit(resumed, DATA, FIT, out_dir=tmp_path / "parts").validation_loss == expected.validation_loss
     for (name, one), other in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other), name
 

@@ -32,17 +32,27 @@ class Tokens(Dataset):
         return {"input_ids": self.ids[index], "labels": self.ids[index].clone()}
 
 
+class Padded(Tokens):
+    """The same sequences, each with its own number of tokens; the rest is padding, without a label."""
+
+    def __getitem__(self, index):
+        ids = self.ids[index]
+        labels = ids.clone()
+        labels[2 + 7 * index % (len(ids) - 1) :] = -100
+        return {"input_ids": ids, "labels": labels}
+
+
+DATA = {"full": Tokens, "padded": Padded}
+
+
 class ProbeLinear(LowRankLinear):
-    """A low-rank layer with an auxiliary loss that is a mean over tokens, as HDPL's KL is, without the noise."""
+    """A low-rank layer with an auxiliary loss of every token, as HDPL's KL is, without the noise."""
 
     def forward(self, x):
         y = super().forward(x)
-        self._aux_losses = {"energy": 0.1 * y.square().mean()} if self.training else {}
-        self._energy = y.detach().square().mean()
+        self._aux_losses = {"energy": 0.1 * y.square().mean(-1)} if self.training else {}
+        self._metrics = {"energy": y.detach().square().mean(-1)}
         return y
-
-    def metrics(self):
-        return {"energy": self._energy}
 
 
 @register

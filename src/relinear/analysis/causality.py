@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.surgery.select import layer_index
+from relinear.core.anatomy import layer_index
+from relinear.core.modes import evaluating
+from relinear.core.operator import check_model
 
 __all__ = ["CausalityError", "CausalityReport", "check_causality"]
 
@@ -88,6 +90,7 @@ def check_causality(
         CausalityError: naming the first module, layer and position that leak.
         ValueError: if the inputs do not fit, or two equal calls differ (nothing can be said then).
     """
+    check_model(model, "check_causality")
     vocabulary = _vocabulary(model)
     generator = torch.Generator().manual_seed(seed)
     if inputs is None:
@@ -98,9 +101,8 @@ def check_causality(
     inputs = inputs.to(next(model.parameters()).device)
     shift = torch.randint(1, vocabulary, inputs.shape, generator=generator).to(inputs.device)
     other = (inputs + shift) % vocabulary  # differs from the inputs everywhere
-    length, training = inputs.shape[1], model.training
-    model.eval()
-    try:
+    length = inputs.shape[1]
+    with evaluating(model):
         expected = _outputs(model, inputs)
         again = _outputs(model, inputs)
         unstable = next((n for n in expected if _change(expected[n], again[n]).max() > tolerance), None)
@@ -117,8 +119,6 @@ def check_causality(
                     found = (order[name], position, source, float(change.max()))
                     first = found if first is None else min(first, found)
                     break
-    finally:
-        model.train(training)
     if first is None:
         return CausalityReport(length, len(expected))
     name = list(expected)[first[0]]

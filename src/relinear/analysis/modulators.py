@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.surgery.select import layer_index
+from relinear.core.anatomy import layer_index
+from relinear.core.modes import evaluating
 
 __all__ = ["GateRecord", "modulators", "record_gates", "variance_split"]
 
@@ -126,12 +127,10 @@ def record_gates(model: Any, ids: Tensor, *, keep: str | None = None, tokens: in
         module.register_forward_pre_hook(lambda module, args, name=name: look(name, module, args[0]))
         for name, module in found.items()
     ]
-    mode = model.training
-    model.eval()
     try:
-        model(ids.to(next(model.parameters()).device), use_cache=False)
+        with evaluating(model):
+            model(ids.to(next(model.parameters()).device), use_cache=False)
     finally:
-        model.train(mode)
         for handle in handles:
             handle.remove()
     ordered = {name: statistics[name] for name in found if name in statistics}

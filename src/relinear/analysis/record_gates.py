@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from relinear.core.anatomy import decoder
 from relinear.core.context import context_owner
+from relinear.core.modes import evaluating
 
 __all__ = ["gated_operators", "record_contexts", "record_gates"]
 
@@ -47,15 +49,13 @@ def record_gates(model: nn.Module, ids: Tensor) -> Iterator[dict[str, dict[str, 
         return hook
 
     handles = [module.register_forward_hook(keep(name)) for name, module in operators.items()]
-    training = model.training
-    model.eval()
     try:
-        for row in ids:
-            seen.clear()
-            model(input_ids=row[None])
-            yield dict(seen)
+        with evaluating(model):
+            for row in ids:
+                seen.clear()
+                model(input_ids=row[None])
+                yield dict(seen)
     finally:
-        model.train(training)
         for handle in handles:
             handle.remove()
 
@@ -70,10 +70,6 @@ def record_contexts(model: nn.Module, ids: Tensor) -> Tensor:
     owner = context_owner(model)
     if owner is None:
         raise ValueError("this model has no context manager")
-    base: Any = getattr(model, "base_model", model)
-    training = model.training
-    model.eval()
-    try:
+    base = decoder(model)
+    with evaluating(model):
         return owner.contexts(base, {"input_ids": ids, "use_cache": False}).float()
-    finally:
-        model.train(training)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from relinear.bench.timing import Timing, interleave
+from relinear.core.config import nearest, shown
 from relinear.core.inference import for_inference_
 from relinear.core.operator import OperatorConfig
 from relinear.models import from_preset, preset_names
@@ -194,7 +195,7 @@ def run_model_bench(
         ValueError: for an unknown preset or pass, or a mapping that does not fit; nothing has run then.
     """
     if preset not in preset_names():
-        raise ValueError(f"unknown preset {preset!r}; choose from {', '.join(preset_names())}")
+        raise ValueError(f"unknown preset {shown(preset)}; {nearest(str(preset), preset_names())}")
     unknown = [passed for passed in passes if passed not in MODEL_PASSES]
     if unknown:
         raise ValueError(f"unknown pass {unknown[0]!r} of a model; choose from {', '.join(MODEL_PASSES)}")

@@ -30,21 +30,25 @@ def command(
     from relinear.analysis.analyses import Subject, analyze, check_names
     from relinear.analysis.tokens import tokens_of
     from relinear.cli.options import load_model
+    from relinear.core.vocabulary import check_tokenizer_fits
     from relinear.data import DataSettings
 
     names = [name.strip() for name in only.split(",")] if only else []
     check_names(names)
-    loaded = load_model(model)
+    loaded, second = load_model(model), None if control is None else load_model(control)
     try:
         reader = AutoTokenizer.from_pretrained(tokenizer or model)
     except (OSError, ValueError) as error:
         raise ValueError(f"no tokenizer in {tokenizer or model!r}; name one with --tokenizer") from error
+    for one in (loaded, second):
+        if one is not None:
+            check_tokenizer_fits(reader, one)
     settings = DataSettings(data=data, text_column=text_column)
     subject = Subject(
         loaded,
         tokens_of(settings, reader, sequences, length),
         reader,
-        None if control is None else load_model(control),
+        second,
         _name(model),
         "control" if control is None or _name(control) == _name(model) else _name(control),
     )

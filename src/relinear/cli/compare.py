@@ -37,7 +37,7 @@ def command(
 
     **Example:** `relinear compare --recipe quick --out runs/demo`
 
-    **Example:** `relinear compare -o dense -o low_rank:rank=16 -o hdpl:rank=16,blocks=4 --match parameters --steps 300`
+    **Example:** `relinear compare -o dense -o low_rank:rank=48 -o hdpl:rank=16,blocks=4 --match parameters --steps 300`
     """
     from relinear.cli.errors import resumable
     from relinear.cli.options import named_entries, parse_seeds, prepare_process, set_if_given

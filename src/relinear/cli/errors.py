@@ -16,6 +16,8 @@ USER_ERROR = 2
 INTERRUPTED = 130
 OWN_FAULT = 1
 
+_LONGEST = 2_000
+
 # Exceptions that no common base class covers, by the top module and the name of a class among their bases: naming them
 # here avoids importing their packages just to catch them.
 _FOREIGN = {
@@ -46,7 +48,13 @@ def is_user_error(error: BaseException) -> bool:
 
 
 def one_message(error: BaseException) -> str:
-    """What to tell the user about ``error``, without the name of its class where the text speaks for itself."""
+    """What to tell the user about ``error``, in so many characters as a terminal shows at once."""
+    text = _message(error)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} [...] {text[-_LONGEST // 2 :]}"
+
+
+def _message(error: BaseException) -> str:
+    """The text of ``error``, without the name of its class where it speaks for itself."""
     if isinstance(error, OSError) and error.strerror:
         names = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
         return f"{names}: {error.strerror}" if names else error.strerror

@@ -11,7 +11,9 @@ __all__ = ["command"]
 
 
 def command(
-    directory: Annotated[str, typer.Argument(metavar="DIR", help="A run of `relinear train`, or a saved model.")],
+    directory: Annotated[
+        str, typer.Argument(metavar="DIR", help="A run of `relinear train` or `distill`, or a saved model.")
+    ],
     data: Annotated[
         str | None, typer.Option(help="`stdlib`, a file or folder, or a Hub name; by default the run's.")
     ] = None,
@@ -47,7 +49,7 @@ def command(
         )
     folder, settings = _run_settings(directory)
     if "perplexity" in names and data is None and settings is None:
-        raise ValueError(f"{directory} is no run of relinear train, so it has no data of its own; give --data")
+        raise ValueError(f"{directory} is no run of relinear train, so it names no data to evaluate on; give --data")
     prepare_process()
     model, tokenizer = _load(folder)
 
@@ -96,10 +98,14 @@ def _run_settings(directory: str) -> tuple[str, dict[str, Any] | None]:
     """The folder of the model, and the data settings of the run that it comes from (None for a bare model)."""
     import json
 
-    path = Path(directory)
+    from relinear.cli.options import find_model, model_folder
+
+    path = Path(directory).expanduser()
     record = path / "run.json"
     if not record.is_file():
-        return directory, None
+        folder = model_folder(directory)
+        find_model(folder, presets=False)
+        return folder, None
     try:
         values = json.loads(record.read_text(encoding="utf-8"))
         settings = values["settings"]["data"]
@@ -116,5 +122,5 @@ def _load(folder: str) -> tuple[Any, Any]:
     from relinear.cli.options import load_model
     from relinear.data.tokenizers import load_tokenizer
 
-    model = load_model(folder)
+    model = load_model(folder, presets=False)
     return model, load_tokenizer(folder)

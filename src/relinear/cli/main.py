@@ -1,6 +1,6 @@
 """The ``relinear`` command. A command is a file with a function ``command``, and one line in ``COMMANDS``.
 
-Those files import only typer and the standard library at their head, so that ``--help`` is quick.
+Those files import only typer and the standard library at their head, so that ``--help`` and completion are quick.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COMMANDS = (
 app = typer.Typer(
     name="relinear",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "is_directory_of_model",
+    "find_model",
     "load_model",
+    "model_folder",
     "operator_mapping",
     "parse_layers",
     "parse_operators",
     "prepare_process",
 ]
+
+_MOST_LAYERS = 100_000
 
 
 def prepare_process() -> None:
@@ -37,7 +40,7 @@ def parse_operators(texts: list[str]) -> dict[str, dict[str, Any] | None]:
     Raises:
         ValueError: if a text has not this form, or a pattern comes twice.
     """
-    from relinear.core.config import parse_setting
+    from relinear.core.config import parse_setting, shown
 
     mapping: dict[str, dict[str, Any] | None] = {}
     for text in texts:
@@ -48,7 +51,7 @@ def parse_operators(texts: list[str]) -> dict[str, dict[str, Any] | None]:
         )
         pattern, setting = ("all-linear", text) if bare else (head, rest)
         if pattern in mapping:
-            raise ValueError(f"pattern {pattern!r} is given twice")
+            raise ValueError(f"pattern {shown(pattern)} is given twice")
         mapping[pattern] = None if setting.strip().lower() in ("none", "dense") else parse_setting(setting)
     return mapping
 
@@ -66,57 +69,67 @@ def parse_layers(text: str | None) -> list[int] | None:
     Raises:
         ValueError: if a part is neither a number nor a range.
     """
+    from relinear.core.config import shown
+
     if text is None:
         return None
     indices: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         try:
-            indices += range(int(first), int(last) + 1) if dash and first else [int(part)]
+            wanted = range(int(first), int(last) + 1) if dash and first else range(int(part), int(part) + 1)
         except ValueError:
-            raise ValueError(f"--layers {text!r}: {part.strip()!r} is neither a number nor a range like 4-11") from None
+            given = f"--layers {shown(text)}: {shown(part.strip())}"
+            raise ValueError(f"{given} is neither a number nor a range like 4-11") from None
+        if wanted.stop - wanted.start > _MOST_LAYERS:
+            raise ValueError(f"--layers {shown(text)}: no model has more than {_MOST_LAYERS:,} layers")
+        indices += wanted
     return indices
 
 
-def is_directory_of_model(name: str) -> bool:
-    """Whether ``name`` looks like a path rather than a preset."""
-    return Path(name).exists() or name.startswith((".", "/", "~")) or "/" in name
-
-
-def load_model(name: str, overrides: dict[str, Any] | None = None, *, meta: bool = False) -> Any:
+def load_model(name: str, overrides: dict[str, Any] | None = None, *, meta: bool = False, presets: bool = True) -> Any:
     """A preset or a saved model, in eval mode.
 
     Args:
         name: preset, directory or Hub name.
         overrides: fields of a preset's config.
         meta: build a preset without memory for its weights (to count, not to run).
+        presets: False where a model without training would make no sense.
 
     Raises:
-        ValueError: if the preset is unknown, or overrides are given with a saved model.
+        ValueError: if there is no such model, or overrides are given with a saved model.
+        OSError: if it is the name of a directory, and there is none.
     """
     import torch
 
     import relinear
 
-    if is_directory_of_model(name):
-        if overrides:
-            raise ValueError(f"{name} is a saved model; only presets ({', '.join(relinear.preset_names())}) take --set")
-        path = Path(name).expanduser()
-        if not path.exists():
-            _check_hub(name)
-        return relinear.from_pretrained(path if path.exists() else name).eval()
-    with torch.device("meta" if meta else "cpu"):
-        return relinear.from_preset(name, **(overrides or {})).eval()
+    name = model_folder(name)
+    if find_model(name, presets=presets) == "preset":
+        with torch.device("meta" if meta else "cpu"):
+            return relinear.from_preset(name, **(overrides or {})).eval()
+    if overrides:
+        raise ValueError(f"{name} is a saved model; only presets ({', '.join(relinear.preset_names())}) take --set")
+    path = Path(name).expanduser()
+    return relinear.from_pretrained(path if path.exists() else name).eval()
 
 
-def _check_hub(name: str) -> None:
-    """A name that is no path may be one of the Hub; without a network that would take a minute to find out."""
+def model_folder(name: str) -> str:
+    """The folder of the model in the directory of a run (of ``train`` or ``distill``); any other name as it is."""
+    path = Path(name).expanduser()
+    inside = path / "model"
+    return str(inside) if not (path / "config.json").exists() and (inside / "config.json").exists() else name
+
+
+def find_model(name: str, *, presets: bool = True) -> str:
+    """``models.model_place``; a Hub name without a network is refused at once rather than after a minute."""
     from relinear.data.hub import hub_in_reach
+    from relinear.models import is_fetched, missing_directory, model_place
 
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise FileNotFoundError(f"{name}: no such directory")
-    if not hub_in_reach():
-        raise FileNotFoundError(f"{name}: no such directory, and the Hugging Face Hub cannot be reached")
+    place = model_place(name, presets=presets)
+    if place == "hub" and not is_fetched(name) and not hub_in_reach():
+        raise FileNotFoundError(f"{missing_directory(name)}; and the Hugging Face Hub cannot be reached")
+    return place
 
 
 def set_if_given(values: dict[str, Any]) -> dict[str, Any]:

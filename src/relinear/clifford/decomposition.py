@@ -214,7 +214,8 @@ def decompose(beta: Tensor, *, method: str = "spectral", iterations: int = 1000,
     Returns:
         (..., J, P), by norm, descending; they sum to ``beta``. Where two norms are equal the single parts are not
         unique: any valid split is returned, and the gradient is that of functions of the sum (such as the exponential
-        of the sum). The spectral method is differentiable once.
+        of the sum). The spectral method is differentiable once. NaN, without a gradient, for a bivector with an entry
+        that is not finite; the others of its batch are what they would be alone.
 
         A complex bivector is split by its eigenvalues, which must be distinct: a complex bivector with repeated
         eigenvalues need not have a decomposition at all.
@@ -230,12 +231,16 @@ def decompose(beta: Tensor, *, method: str = "spectral", iterations: int = 1000,
     if n == 1:
         return beta.new_zeros(*beta.shape[:-1], 0, 0)
     matrix = bivector_to_matrix(beta.to(compute_dtype(beta.dtype)))
+    # Eigensolvers refuse a whole batch for one entry that is not a number.
+    finite = matrix.isfinite().all(-1).all(-1)
+    matrix = torch.where(finite[..., None, None], matrix, 0.0)
     if method == "power_iteration":
         parts = _power_iteration(matrix, iterations, tolerance)
     elif beta.is_complex():
         parts = _decompose_complex(matrix)
     else:
         parts = _Decompose.apply(matrix)
+    parts = torch.where(finite[..., None, None, None], parts, math.nan)
     return bivector_from_matrix(parts).to(beta.dtype)
 
 

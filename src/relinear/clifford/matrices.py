@@ -25,7 +25,7 @@ from relinear.clifford.blades import (
 )
 from relinear.clifford.strings import string_signs, strings_from_matrix, strings_to_matrix
 
-__all__ = ["bivector_matrices", "from_matrix", "to_matrix", "vector_matrices"]
+__all__ = ["bivector_matrices", "from_matrix", "matrix_exp", "to_matrix", "vector_matrices"]
 
 
 @functools.cache
@@ -98,6 +98,18 @@ def from_matrix(matrix: Tensor) -> Tensor:
         coefficients = torch.stack((plus + minus, plus - minus), dim=-3) / 2
     ordered = coefficients.flatten(-3) * device_table(_ordered_phases, n, matrix, matrix.dtype).conj()
     return take_last(ordered, device_table(_inverse_order, n, matrix))
+
+
+def matrix_exp(matrix: Tensor) -> Tensor:
+    """``torch.linalg.matrix_exp`` (..., K, K) to the precision of the dtype, in value and gradient.
+
+    torch cuts the series of a single matrix short (norms near 0.05 come out 2e-10 off in float64, norms near 0.5 come
+    out 4e-5 off in float32), that of a matrix in a batch of several not.
+    """
+    if matrix.shape[:-2].numel() != 1:
+        return torch.linalg.matrix_exp(matrix)
+    pair = matrix.reshape(1, *matrix.shape[-2:]).expand(2, -1, -1)
+    return torch.linalg.matrix_exp(pair)[0].view(matrix.shape)
 
 
 def _dense_blades(n: int, where: slice) -> np.ndarray:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from relinear.clifford.blades import bivector_dimension, compute_dtype, device_table, grades, multivector_dimension
-from relinear.clifford.matrices import bivector_matrices, from_matrix, to_matrix
+from relinear.clifford.matrices import bivector_matrices, from_matrix, matrix_exp, to_matrix
 
 __all__ = ["exp", "geometric_product", "reverse", "sandwich"]
 
@@ -105,5 +105,5 @@ def exp(beta: Tensor) -> Tensor:
     generators = device_table(bivector_matrices, n, beta, dtype)
     size = generators.shape[-1]
     generator = (beta.to(dtype) @ generators.flatten(1)).unflatten(-1, (size, size))
-    blocks = torch.linalg.matrix_exp(generator).unsqueeze(-3).expand(*beta.shape[:-1], 1 + n % 2, size, size)
+    blocks = matrix_exp(generator).unsqueeze(-3).expand(*beta.shape[:-1], 1 + n % 2, size, size)
     return _result(blocks, beta)

@@ -35,6 +35,7 @@ from relinear.clifford.blades import (
     multivector_dimension,
     take_last,
 )
+from relinear.clifford.matrices import matrix_exp
 from relinear.clifford.strings import hadamard, string_signs, strings_from_matrix, strings_to_matrix
 
 __all__ = [
@@ -232,7 +233,7 @@ def _exponential(beta: Tensor, table) -> Tensor:
     n = bivector_dimension(beta)
     dtype = compute_dtype(beta.dtype)
     generators = device_table(table, n, beta, dtype)
-    return torch.linalg.matrix_exp((beta.to(dtype) @ generators.flatten(1)).unflatten(-1, generators.shape[1:]))
+    return matrix_exp((beta.to(dtype) @ generators.flatten(1)).unflatten(-1, generators.shape[1:]))
 
 
 def left_factor(beta: Tensor) -> Tensor:

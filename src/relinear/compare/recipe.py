@@ -9,12 +9,16 @@ from typing import Any
 
 import yaml
 
-from relinear.core.config import nearest
+from relinear.core.config import nearest, shown
 
 __all__ = ["BUNDLED", "apply_overrides", "find_recipe", "parse_overrides", "read_recipe", "read_value", "read_yaml"]
 
 #: the recipes that come with relinear
 BUNDLED = Path(__file__).parent / "recipes"
+
+
+#: characters of what the YAML parser says
+_LONGEST = 500
 
 
 class _Loader(yaml.SafeLoader):
@@ -55,6 +59,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     text = path.read_text(encoding="utf-8")
     try:
         values = yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is no valid YAML: {_one_line(error)}") from None
     if not isinstance(values, dict):
@@ -65,7 +71,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 def _one_line(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-    return where + str(getattr(error, "problem", None) or error).replace("\n", " ")
+    return where + str(getattr(error, "problem", None) or error).replace("\n", " ")[:_LONGEST]
 
 
 def parse_overrides(assignments: Iterable[str]) -> dict[str, Any]:
@@ -79,8 +85,8 @@ def parse_overrides(assignments: Iterable[str]) -> dict[str, Any]:
         key, equals, text = assignment.partition("=")
         key = key.strip()
         if not equals or not key or not all(key.split(".")):
-            raise ValueError(f"--set {assignment!r}: write it as key.subkey=value, for instance train.steps=100")
-        values[key] = read_value(text, f"--set {assignment!r}")
+            raise ValueError(f"--set {shown(assignment)}: write it as key.subkey=value, for instance train.steps=100")
+        values[key] = read_value(text, f"--set {shown(assignment)}")
     return values
 
 
@@ -88,6 +94,10 @@ def read_value(text: str, where: str) -> Any:
     """One value in YAML; ``where`` heads the message of the ValueError if it is none."""
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except RecursionError:
+        raise ValueError(f"{where}: the value is nested too deeply") from None
+    except ValueError as error:  # an integer of more digits than Python reads
+        raise ValueError(f"{where}: the value cannot be read: {error}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{where}: the value is no valid YAML: {_one_line(error)}") from None
 
@@ -113,7 +123,7 @@ def _set(values: dict[str, Any], key: str, whole: str, value: Any) -> None:
         return
     inner = values.get(head)
     if inner is not None and not isinstance(inner, Mapping):
-        raise ValueError(f"--set {whole}: {head!r} is {inner!r}, which has no settings of its own")
+        raise ValueError(f"--set {whole}: {head!r} is {shown(inner)}, which has no settings of its own")
     inner = dict(inner or {})
     _set(inner, rest, whole, value)
     values[head] = inner

@@ -17,6 +17,7 @@ from relinear.compare.settings import CompareSettings
 from relinear.compare.tune import open_study, tune_learning_rate
 from relinear.compare.worker import InProcess, Worker
 from relinear.data import prepare_data
+from relinear.models import model_place
 from relinear.system.files import write_json
 from relinear.system.machine import describe_machine
 from relinear.train.settings import TrainSettings
@@ -61,6 +62,8 @@ def compare(
     _check_same(out_dir, described)
     if (out_dir / RESULTS).is_file():
         return json.loads((out_dir / RESULTS).read_text(encoding="utf-8"))
+    for name in recipe.entries:
+        model_place(recipe.settings_of(name).model)
     data = prepare_data(
         recipe.train.data, on_progress=lambda what, done: on_event(Event("data", what, done, detail={}))
     )

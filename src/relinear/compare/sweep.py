@@ -14,6 +14,7 @@ from typing import Any
 from relinear.compare.recipe import apply_overrides, read_value
 from relinear.compare.tune import open_study
 from relinear.compare.worker import InProcess, Worker
+from relinear.models import model_place
 from relinear.system.files import write_json
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
@@ -109,7 +110,8 @@ def sweep(
     values = base.model_dump(mode="json", exclude_unset=True)
     for parameter in parameters:  # wrong names and ends are found before anything starts
         for end in parameter.choices or (parameter.low, parameter.high):
-            TrainSettings.load(apply_overrides(values, {parameter.name: end}), f"--param {parameter.name}")
+            trial = TrainSettings.load(apply_overrides(values, {parameter.name: end}), f"--param {parameter.name}")
+            model_place(trial.model)
     out_dir = Path(out_dir)
     record = {"base": base.model_dump(mode="json"), "parameters": [_as_json(p) for p in parameters], "seed": seed}
     _check_same(out_dir, record)

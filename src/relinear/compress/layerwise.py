@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.core.blocks import decoder_layers
+from relinear.core.anatomy import decoder_layers
 
 __all__ = ["LayerByLayer"]
 
@@ -36,7 +36,7 @@ class LayerByLayer:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.layers: nn.ModuleList = decoder_layers(model)
+        self.layers = tuple(decoder_layers(model))
         self._calls: dict[tuple[int, ...], list[_Call]] = {}
         self._returns_tuple = False
 

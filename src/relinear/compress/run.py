@@ -18,12 +18,13 @@ from relinear.compress.export import export_plain
 from relinear.compress.in_order import fit_in_order, fit_without_order
 from relinear.compress.plan import CompressPlan, layer_candidates, make_plan
 from relinear.compress.settings import CompressSettings
+from relinear.core.anatomy import layer_index
 from relinear.core.config import check_choice, parse_setting
 from relinear.core.operator import Operator, OperatorConfig, linear_features
 from relinear.distill.record import token_blocks
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.plan import Plan, Replacement, plan
-from relinear.surgery.select import ALL_LINEAR, layer_index
+from relinear.surgery.select import ALL_LINEAR
 from relinear.system.files import write_json
 
 __all__ = ["CompressReport", "compress"]

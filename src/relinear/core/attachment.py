@@ -11,6 +11,8 @@ from typing import ClassVar
 
 from torch import nn
 
+from relinear.core.adapters import say_adapters_leave_out, train_new_parameters
+from relinear.core.anatomy import unwrapped
 from relinear.core.config import Config
 
 __all__ = ["AttachmentConfig", "attachments"]
@@ -38,12 +40,22 @@ class AttachmentConfig(Config):
         raise TypeError(f"{type(self).__name__} does not say how it is attached")
 
     def apply_(self, model: nn.Module) -> None:
-        """Check, attach, and record the setting on the model; ``relinear.attach_`` also writes it into its config."""
-        self.check(model)
-        self.attach(model)
-        setattr(model, _ATTRIBUTE, (*attachments(model), self))
+        """Check, attach, and record the setting on the model; ``relinear.attach_`` also writes it into its config.
+
+        A PEFT model's part goes onto the model inside; it trains there, and a warning says what PEFT does not save.
+        """
+        inside = unwrapped(model)
+        self.check(inside)
+        known = {id(parameter) for parameter in inside.parameters()}
+        names = {name for name, _ in inside.named_modules()}
+        self.attach(inside)
+        setattr(inside, _ATTRIBUTE, (*attachments(inside), self))
+        if inside is not model:
+            train_new_parameters(inside, known)
+            added = [n for n, _ in inside.named_modules() if n not in names and n.rpartition(".")[0] in names]
+            say_adapters_leave_out(str(self), added)
 
 
 def attachments(model: nn.Module) -> tuple[AttachmentConfig, ...]:
     """The settings attached to ``model``, in order of application."""
-    return getattr(model, _ATTRIBUTE, ())
+    return getattr(unwrapped(model), _ATTRIBUTE, ())

@@ -1,8 +1,16 @@
-"""Auxiliary losses: collected from the operators after a forward pass and added to the model's loss, once."""
+"""Auxiliary losses: collected from the operators after a forward pass and added to the model's loss, once.
+
+An operator notes one value for every token it sees. Which of them count is settled here, where the arguments of the
+forward pass are known: the tokens whose prediction the model's own loss counts. The operators need no mask for that,
+and neither gradient checkpointing nor compilation can hand them the mask of another forward.
+"""
+
+# Legend: B batch, T tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +18,14 @@ from torch import Tensor, nn
 
 from relinear.core.operator import Operator
 
-__all__ = ["aux_losses", "install_aux_hooks", "named_operators", "operator_metrics", "share_of_batch"]
+__all__ = [
+    "aux_losses",
+    "counted_tokens",
+    "install_aux_hooks",
+    "named_operators",
+    "operator_metrics",
+    "share_of_batch",
+]
 
 IGNORED_LABEL = -100  # transformers' label of positions that do not count
 
@@ -64,26 +79,81 @@ def _clear_aux_losses(model: nn.Module, args: tuple) -> None:
         operator._aux_losses = {}
 
 
-def share_of_batch(kwargs: dict[str, Any]) -> Tensor | float:
+def _shifts_labels(model: Any) -> bool:
+    """Whether the labels of ``model`` are its inputs, of which each token predicts the next; so unless it says not."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    name = getattr(getattr(model, "loss_function", None), "__name__", "")
+    return name == "ForCausalLMLoss" or not (name.startswith("For") and name.endswith(("Loss", "Classification")))
+
+
+def _targets(inputs: Mapping[str, Any], shifted: bool) -> Tensor | None:
+    """(..., T - 1) or (..., T): True at labels that count; None without labels."""
+    labels, ready = inputs.get("labels"), inputs.get("shift_labels")
+    if ready is not None or labels is None:
+        return None if ready is None else ready != IGNORED_LABEL
+    return (labels[..., 1:] if shifted and labels.ndim > 1 else labels) != IGNORED_LABEL
+
+
+def counted_tokens(inputs: Mapping[str, Any], model: Any = None) -> Tensor | None:
+    """Which tokens of a forward pass count in means over tokens: (B, T) bool, or None where all of them do.
+
+    Those whose prediction has a label that is not -100; without labels of tokens those that ``attention_mask`` (B, T)
+    leaves; without either, all.
+
+    Args:
+        inputs: the arguments of the forward pass by name.
+        model: tells whether a token's own label or that of the next is what it predicts; None for the next.
+    """
+    tokens = inputs.get("input_ids")
+    if tokens is None:
+        tokens = inputs.get("inputs_embeds")
+    sizes = None if tokens is None else tokens.shape[:2]
+    encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if not encoder_decoder:  # whose labels are those of other tokens than most of its layers see
+        shifted = _shifts_labels(model)
+        found = _targets(inputs, shifted)
+        if found is not None and found.ndim == 2:
+            if shifted and inputs.get("shift_labels") is None:
+                found = nn.functional.pad(found, (0, 1))  # the last token predicts nothing
+            if sizes is None or found.shape == sizes:
+                return found
+        mask = inputs.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 2 and (sizes is None or mask.shape == sizes):
+            return mask != 0
+    return None
+
+
+def share_of_batch(inputs: Mapping[str, Any], model: Any = None) -> Tensor | float:
     """This micro-batch's share of the target tokens of the whole optimiser step (1 where the caller averages itself).
 
     Trainer passes ``num_items_in_batch``, the number of targets over all micro-batches and ranks, and expects a loss
-    that sums over the step; a token mean weighted with this share does. Without it, the caller divides the loss.
+    that sums over the step; a mean over the tokens that count, weighted with this share, does. Without it, the caller
+    divides the loss.
+
+    Args:
+        inputs, model: as for ``counted_tokens``.
     """
-    total, labels = kwargs.get("num_items_in_batch"), kwargs.get("labels")
-    if total is None or labels is None:
-        return 1.0
-    shifted = kwargs.get("shift_labels")
-    targets = labels[..., 1:] if shifted is None else shifted
-    return (targets != IGNORED_LABEL).sum() / total
+    total, targets = inputs.get("num_items_in_batch"), _targets(inputs, _shifts_labels(model))
+    return 1.0 if total is None or targets is None else targets.sum() / total
+
+
+def _named(model: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward pass by name."""
+    names = list(inspect.signature(model.forward).parameters) if len(args) > 1 else ["input_ids"]
+    return dict(zip(names, args)) | kwargs
 
 
 def _add_aux_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
-    if not model.training or not isinstance(loss, Tensor) or loss.ndim:
+    if not model.training:
         return None
+    inputs = _named(model, args, kwargs)
+    counted = counted_tokens(inputs, model)
+    for _, operator in named_operators(model):
+        operator.count_tokens(counted)
+    loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
     terms = aux_losses(model)
-    if not terms:
+    if not terms or not isinstance(loss, Tensor) or loss.ndim:
         return None
     total = torch.stack([term.to(loss.device, loss.dtype) for term in terms.values()]).sum()
     if loss.requires_grad and not total.requires_grad and _learns(model):
@@ -91,7 +161,7 @@ def _add_aux_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any], outpu
             "the auxiliary losses carry no gradient: reentrant gradient checkpointing cuts them off; use "
             'model.gradient_checkpointing_enable({"use_reentrant": False})'
         )
-    loss = loss + total * share_of_batch(kwargs)
+    loss = loss + total * share_of_batch(inputs, model)
     if isinstance(output, tuple):
         return (loss, *output[1:])
     output["loss"] = loss

@@ -9,29 +9,66 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
+import operator
+import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
 __all__ = [
     "Config",
+    "UnknownSettingError",
     "check_at_least",
     "check_choice",
     "check_divides",
     "check_type",
+    "layer_indices",
     "nearest",
     "parse_setting",
     "register",
+    "shown",
 ]
 
 _REGISTRY: dict[str, dict[str, type[Config]]] = {}
 C = TypeVar("C", bound="type[Config]")
 
+#: names that a message lists
+_LISTED = 40
+#: characters of a given value that a message repeats
+_SHOWN = 200
+#: brackets within brackets, beyond which nobody wrote them on purpose
+_DEEPEST = 32
+#: no integer setting is larger: tensors have 64-bit sizes
+_LARGEST = 2**63 - 1
+
+
+class UnknownSettingError(ValueError, TypeError):
+    """A setting that does not exist: a wrong value to whoever reads settings, a wrong keyword to whoever calls."""
+
+
+# reads no more of a value than it is going to show
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _SHOWN
+
+
+def shown(value: Any) -> str:
+    """``repr(value)``, cut where it is long: a message must not repeat pages of what it was given."""
+    try:
+        text = _repr.repr(value)
+    except Exception:  # a value whose repr fails, such as an integer of 5,000 digits, must not hide the message
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]} ..."
+
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """A phrase that lists the ``known`` names closest to ``name`` (all of them where none is close)."""
+    """A phrase that lists the ``known`` names closest to ``name``, or all of them (if they are few) where none is."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
-    return f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {', '.join(known)}"
+    # A long text is like no name, and comparing it would take a while.
+    close = difflib.get_close_matches(name, known, n=count, cutoff=0.5) if len(name) <= _SHOWN else []
+    if close:
+        return f"did you mean {' or '.join(map(repr, close))}?"
+    more = f" and {len(known) - _LISTED} more" if len(known) > _LISTED else ""
+    return f"known: {', '.join(known[:_LISTED])}{more}"
 
 
 def register(cls: C) -> C:
@@ -49,6 +86,19 @@ class Config:
     family: ClassVar[str]
     kind: ClassVar[str]
 
+    def __new__(cls, *args: Any, **values: Any) -> Self:
+        if args:
+            raise UnknownSettingError(f"{cls.__name__} takes its settings by name, got {shown(args[0])}")
+        cls._check_names(values, cls.__name__)
+        return super().__new__(cls)
+
+    @classmethod
+    def _check_names(cls, values: Iterable[Any], where: str) -> None:
+        names = sorted(f.name for f in dataclasses.fields(cls))
+        for key in values:
+            if key not in names:
+                raise UnknownSettingError(f"{where}: unknown setting {shown(key)}; {nearest(str(key), names)}")
+
     def to_dict(self) -> dict[str, Any]:
         """The config as JSON values, ``kind`` first; every field is written, so defaults may change later."""
         return {"kind": self.kind} | {f.name: _encode(getattr(self, f.name)) for f in dataclasses.fields(self)}
@@ -57,20 +107,32 @@ class Config:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """The config that ``to_dict`` wrote. Raises ValueError on an unknown kind, an unknown key or a bad value."""
         if not isinstance(values, Mapping):
-            raise ValueError(f"a {cls.family} setting must be a mapping with a 'kind', got {values!r}")
+            raise ValueError(f"a {cls.family} setting must be a mapping with a 'kind', got {shown(values)}")
         values = dict(values)
         kind = values.pop("kind", None)
         known = cls.kinds()
         if not isinstance(kind, str) or kind not in known:
-            raise ValueError(f"unknown {cls.family} kind {kind!r}; {nearest(str(kind), known)}")
+            raise ValueError(f"unknown {cls.family} kind {shown(kind)}; {nearest(str(kind), known)}")
         target = known[kind]
         if not issubclass(target, cls):
             raise ValueError(f"{kind!r} is not a {cls.__name__}")
-        names = {f.name for f in dataclasses.fields(target)}
-        for key in values:
-            if key not in names:
-                raise ValueError(f"{kind}: unknown setting {key!r}; {nearest(key, sorted(names))}")
-        return target(**{key: _decode(value) for key, value in values.items()})
+        target._check_names(values, kind)
+        try:
+            decoded = {key: _decode(value) for key, value in values.items()}
+        except RecursionError:
+            raise ValueError(f"{kind}: settings are nested too deeply") from None
+        return target(**decoded)
+
+    @classmethod
+    def read(cls, setting: Self | str | Mapping[str, Any]) -> Self:
+        """The config that ``setting`` stands for: itself, text as on the command line, or a mapping with a ``kind``.
+
+        Raises:
+            ValueError: as ``parse_setting`` and ``from_dict``.
+        """
+        if isinstance(setting, str):
+            return cls.from_dict(parse_setting(setting))
+        return setting if isinstance(setting, cls) else cls.from_dict(setting)  # type: ignore[arg-type]
 
     @classmethod
     def kinds(cls) -> dict[str, type[Config]]:
@@ -82,8 +144,13 @@ class Config:
         return dataclasses.replace(self, **changes)
 
     def __str__(self) -> str:
-        changed = [f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if _differs(self, f)]
-        return f"{type(self).__name__}({', '.join(changed)})"
+        """The settings that define a size (whole numbers: ranks, blocks, widths) and those that are not the default."""
+        shown = [f for f in dataclasses.fields(self) if _is_size(self, f) or _differs(self, f)]
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)}' for f in shown)})"
+
+
+def _is_size(config: Config, field: dataclasses.Field) -> bool:
+    return type(getattr(config, field.name)) is int and field.name != "seed"
 
 
 def _differs(config: Config, field: dataclasses.Field) -> bool:
@@ -105,8 +172,8 @@ def _decode(value: Any) -> Any:
     if isinstance(value, Mapping):
         value = dict(value)
         family = value.pop("family", "operator")
-        if family not in _REGISTRY:
-            raise ValueError(f"unknown config family {family!r}; {nearest(str(family), _REGISTRY)}")
+        if not isinstance(family, str) or family not in _REGISTRY:
+            raise ValueError(f"unknown config family {shown(family)}; {nearest(str(family), _REGISTRY)}")
         base = next(iter(_REGISTRY[family].values()))
         root: Any = next(c for c in reversed(base.__mro__) if getattr(c, "family", None) == family)
         return root.from_dict(value)
@@ -120,21 +187,23 @@ def check_type(name: str, value: Any, *types: type) -> None:
     allowed = types + ((int,) if float in types else ())
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in types):
         wanted = " or ".join("None" if t is type(None) else t.__name__ for t in types)
-        raise ValueError(f"{name} must be {wanted}, got {value!r}")
+        raise ValueError(f"{name} must be {wanted}, got {shown(value)}")
 
 
 def check_at_least(name: str, value: Any, minimum: int | float, *, integer: bool = True) -> None:
-    """Raise ValueError unless ``value`` is a number (an integer by default) of at least ``minimum``."""
+    """Raise ValueError unless ``value`` is a finite number (an integer by default) of at least ``minimum``."""
     check_type(name, value, int if integer else float)
     if not value >= minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {value!r}")
+        raise ValueError(f"{name} must be at least {minimum}, got {shown(value)}")
+    if value > _LARGEST if integer else not math.isfinite(value):
+        raise ValueError(f"{name} must be {f'at most {_LARGEST:,}' if integer else 'finite'}, got {shown(value)}")
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
     choices = list(choices)
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {shown(value)}")
 
 
 def check_divides(name: str, value: int, **sizes: int) -> None:
@@ -143,6 +212,33 @@ def check_divides(name: str, value: int, **sizes: int) -> None:
         possible = [k for k in range(1, min(sizes.values()) + 1) if not any(size % k for size in sizes.values())]
         stated = ", ".join(f"{key}={size}" for key, size in sizes.items())
         raise ValueError(f"{name}={value} does not divide {stated}; possible values: {', '.join(map(str, possible))}")
+
+
+def layer_indices(layers: Any) -> tuple[int, ...]:
+    """What ``layers=`` of surgery and of attachments names: one index or several, of any integer type.
+
+    Raises:
+        ValueError: for text, numbers that are no integers, and whatever else is no index.
+    """
+    index = _index(layers)
+    if index is not None:
+        return (index,)
+    if isinstance(layers, Iterable) and not isinstance(layers, str | bytes):
+        given = list(layers)
+        indices = [_index(item) for item in given]
+        if None not in indices:
+            return tuple(index for index in indices if index is not None)
+        layers = given[indices.index(None)]
+    hint = '; "4-11" is for --layers on the command line, here write range(4, 12)' if isinstance(layers, str) else ""
+    raise ValueError(f"layers= takes indices of decoder layers, such as 3 or [0, -1]; got {shown(layers)}{hint}")
+
+
+def _index(value: Any) -> int | None:
+    """``value`` as an integer if it is one, numpy's and torch's too; a bool is none."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 def parse_setting(text: str) -> dict[str, Any]:
@@ -160,13 +256,14 @@ def parse_setting(text: str) -> dict[str, Any]:
     setting: dict[str, Any] = {"kind": kind.strip()}
     parts = _split(rest, text) if colon else []
     if not kind.strip().isidentifier() or (colon and not parts):
-        raise ValueError(f"{text!r} is no setting; write it as kind:key=value,key=value (as in hdpl:rank=128,blocks=8)")
+        example = "write it as kind:key=value,key=value (as in hdpl:rank=128,blocks=8)"
+        raise ValueError(f"{shown(text)} is no setting; {example}")
     for part in parts:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not key.isidentifier() or not value:
-            raise ValueError(f"{text!r}: expected key=value, got {part.strip()!r}")
+            raise ValueError(f"{shown(text)}: expected key=value, got {shown(part.strip())}")
         if key in setting:
-            raise ValueError(f"{text!r}: {key!r} is given twice")
+            raise ValueError(f"{shown(text)}: {shown(key)} is given twice")
         setting[key] = _parse_value(value)
     return setting
 
@@ -175,14 +272,16 @@ def _split(text: str, whole: str) -> list[str]:
     """``text`` cut at the commas that stand outside of brackets and parentheses."""
     parts, depth, start = [], 0, 0
     for index, character in enumerate(text):
-        depth += (character in "([") - (character in ")]")
+        depth += (character in "([{") - (character in ")]}")
+        if depth > _DEEPEST:
+            raise ValueError(f"{shown(whole)}: brackets are nested more than {_DEEPEST} deep")
         if depth < 0:
             break
         if character == "," and depth == 0:
             parts.append(text[start:index])
             start = index + 1
     if depth != 0:
-        raise ValueError(f"{whole!r}: brackets do not match")
+        raise ValueError(f"{shown(whole)}: brackets do not match")
     return [part for part in (*parts, text[start:]) if part.strip() or parts]
 
 

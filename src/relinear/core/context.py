@@ -1,11 +1,9 @@
 """The context carrier: a tensor computed once a forward pass by one owner and read by many operators.
 
-How it travels. A keyword-aware pre-hook on the base model lets the owner compute the context and adds it to the
-keyword arguments, which every decoder layer hands on to its attention; a pre-hook there takes it out again and puts it
-into the carrier, from which the operators of that block read it, those of the attention and those of the MLP after it.
-The context is thus an argument of the layer: gradient checkpointing recomputes a block with the very tensor of the
-forward that it belongs to, however many forwards lie between. The carrier itself owns nothing (it holds a weak
-reference), so no operator can read the context of a forward that is over.
+How it travels. A keyword-aware pre-hook on the base model lets the owner compute the context, which is then handed over
+to every decoder layer as one of its arguments (see ``handover``). There it is put into the carrier, from which the
+operators of that block read it. The carrier itself owns nothing (it holds a weak reference), so no operator can read
+the context of a forward that is over.
 """
 
 # Legend: B batch, T tokens, C context_dim
@@ -14,17 +12,17 @@ from __future__ import annotations
 
 import inspect
 import threading
-import weakref
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from relinear.core.anatomy import decoder, decoder_layers, takes_keywords, unwrapped
+from relinear.core.handover import check_hands_over, finish, hand_over, held, let_go, start
 from relinear.core.operator import Operator
+from relinear.core.readers import flattener_of_tokens
 
 __all__ = [
     "ContextOwner",
-    "attention_blocks",
     "check_carries_context",
     "check_conditioned",
     "check_context_is_there",
@@ -37,7 +35,6 @@ __all__ = [
 #: name of the owner's submodule in the base model
 OWNER_NAME = "relinear_context"
 _KEY = "relinear_context"
-_ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 
 
 class _Carrier(threading.local):
@@ -91,17 +88,14 @@ def current_context(x: Tensor | None, context_dim: int, kind: str) -> Tensor:
     Raises:
         ValueError: if there is no context, its width differs, or its tokens are not those of ``x``.
     """
-    value = _carrier.block
-    if isinstance(value, weakref.ref):
-        value = value()
+    value = let_go(_carrier.block)
     if value is None:
         value = _carrier.given
     if value is None:
         raise ValueError(
             f"{kind} needs a context and there is none. In a model: relinear.attach_(model, "
             f"relinear.ContextManager(dim={context_dim})); alone: with relinear.context(c): ... If the model has a "
-            "manager, this layer lies outside its attention blocks, or the model does not hand keyword arguments on to "
-            "its attention, and cannot be conditioned"
+            "manager, this layer lies outside of its decoder layers and cannot be conditioned"
         )
     if value.shape[-1] != context_dim:
         raise ValueError(
@@ -129,10 +123,22 @@ def check_conditioned(model: nn.Module, name: str, config: Any) -> None:
             f"{name}: {config.kind} with context_dim={config.context_dim}, but the model's context manager has "
             f"dim={owner.context_dim}; make them equal"
         )
-    base: Any = getattr(model, "base_model", model)
+    _check_reached(model, name, f"{name}: {config.kind}")
+
+
+def _check_reached(model: nn.Module, name: str, words: str) -> None:
+    """Raise ValueError if no context reaches the layer ``name``, or none that fits its tokens."""
     target = model.get_submodule(name)
-    if not any(target is module for layer, _ in attention_blocks(base) for module in layer.modules()):
-        raise ValueError(f"{name}: {config.kind} outside the decoder layers, where no context reaches it")
+    layers = decoder_layers(model)
+    places = [(layer, key) for layer in layers for key, module in layer.named_modules() if module is target]
+    if not places:
+        raise ValueError(f"{words} lies outside the decoder layers, where no context reaches it")
+    flattener = flattener_of_tokens(*places[0])
+    if flattener is not None:
+        raise ValueError(
+            f"{words} is handed the tokens of a whole batch in one row by {flattener}, and no context fits them; leave "
+            "it to an operator that reads none"
+        )
 
 
 def check_context_is_there(model: nn.Module) -> None:
@@ -151,50 +157,21 @@ def conditioned_operators(model: nn.Module) -> dict[str, Any]:
     return {n: m for n, m in model.named_modules() if isinstance(m, Operator) and m.config.conditioned}
 
 
-def context_owner(model: Any) -> ContextOwner | None:
-    """The owner attached to ``model``, or None."""
-    return next((m for m in model.modules() if isinstance(m, ContextOwner)), None)
-
-
-def attention_blocks(base: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """(decoder layer, its self-attention) of a base model, in order.
-
-    Raises:
-        ValueError: if there is no list of layers, or a layer without one attention block of a known name.
-    """
-    layers = next((m for m in base.children() if isinstance(m, nn.ModuleList) and len(m)), None)
-    if layers is None:
-        raise ValueError(f"{type(base).__name__} has no list of decoder layers, so no block can be given a context")
-    found = []
-    for index, layer in enumerate(layers):
-        names = [name for name in _ATTENTION_NAMES if isinstance(getattr(layer, name, None), nn.Module)]
-        if len(names) != 1:
-            raise ValueError(
-                f"layer {index} ({type(layer).__name__}) has no attention block by one of the names "
-                f"{', '.join(_ATTENTION_NAMES)}; the context is handed to a block where its attention starts"
-            )
-        attention = getattr(layer, names[0])
-        for module in (layer, attention):
-            kinds = [p.kind for p in inspect.signature(module.forward).parameters.values()]
-            if inspect.Parameter.VAR_KEYWORD not in kinds:
-                raise ValueError(
-                    f"{type(module).__name__}.forward takes no further keyword arguments, so the context cannot travel "
-                    "through it"
-                )
-        found.append((layer, attention))
-    return found
+def context_owner(model: Any) -> Any:
+    """The owner attached to ``model`` (what runs in its place, where PEFT keeps a copy to train), or None."""
+    return next((m._modules[OWNER_NAME] for m in model.modules() if OWNER_NAME in m._modules), None)
 
 
 def check_carries_context(model: Any) -> nn.Module:
-    """The base model that an owner can be installed on; changes nothing.
+    """The module that an owner can be installed on, the one that runs the decoder layers; changes nothing.
 
     Raises:
         ValueError: saying why the context cannot be right in this model.
     """
+    model = unwrapped(model)
     name = type(model).__name__
     config = getattr(model, "config", None)
-    base = getattr(model, "base_model", None)
-    if config is None or not isinstance(base, nn.Module) or not hasattr(model, "get_input_embeddings"):
+    if config is None or not hasattr(model, "base_model") or not hasattr(model, "get_input_embeddings"):
         raise ValueError(f"a context manager needs a Hugging Face decoder, not {name}; use relinear.context by hand")
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ValueError(
@@ -205,13 +182,16 @@ def check_carries_context(model: Any) -> nn.Module:
         raise ValueError(f"{name} is made of several models; attach the context manager to its language model alone")
     if context_owner(model) is not None:
         raise ValueError(f"{name} has a context manager already; a model has one, shared by all conditioned layers")
-    blocks = attention_blocks(base)
-    inside = {id(module) for layer, _ in blocks for module in layer.modules()}
-    for key, operator in conditioned_operators(model).items():
-        if id(operator) not in inside:
-            raise ValueError(
-                f"{key} lies outside the decoder layers, where no context reaches it; replace it by another operator"
-            )
+    base = decoder(model)
+    check_hands_over(model)
+    if not hasattr(base, "get_input_embeddings"):
+        raise ValueError(f"{type(base).__name__} runs the layers of {name} and does not say how tokens are embedded")
+    if not takes_keywords(base):
+        raise ValueError(
+            f"{type(base).__name__}.forward takes no further keyword arguments, so the context cannot travel through it"
+        )
+    for key in conditioned_operators(model):
+        _check_reached(model, key, key)
     return base
 
 
@@ -236,34 +216,22 @@ class ContextOwner(nn.Module):
         base.add_module(OWNER_NAME, self)
         base.register_forward_pre_hook(self._before_model, with_kwargs=True)
         base.register_forward_hook(_after_model)
-        for _, attention in attention_blocks(base):
-            attention.register_forward_pre_hook(_enter_block, with_kwargs=True)
+        hand_over(base, _KEY, _enter_block)
 
     def _before_model(self, base: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if getattr(base, "_is_replica", False):
             raise ValueError(
                 "nn.DataParallel copies modules without their hooks' owners; use DistributedDataParallel (torchrun)"
             )
-        if base.training and getattr(base, "gradient_checkpointing", False):
-            keywords = getattr(getattr(base, "_gradient_checkpointing_func", None), "keywords", {})
-            if keywords.get("use_reentrant", False):
-                raise ValueError(
-                    "reentrant gradient checkpointing runs backward through the context once for every block and "
-                    'cannot be right; use model.gradient_checkpointing_enable({"use_reentrant": False})'
-                )
         inputs = dict(zip(self._argument_names, args)) | kwargs
-        inputs[_KEY] = self.contexts(base, inputs)
-        return (), inputs
+        # looked up by name, so that PEFT may put a wrapper in its place
+        return (), start(_KEY, getattr(base, OWNER_NAME).contexts(base, inputs), inputs)
 
 
-def _enter_block(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    kwargs = dict(kwargs)
-    value = kwargs.pop(_KEY, None)
-    if value is not None:
-        # A compiled graph cannot follow a weak reference, and cannot outlive its own forward either.
-        _carrier.block = value if torch.compiler.is_compiling() else weakref.ref(value)
-    return args, kwargs
+def _enter_block(index: int, value: Tensor) -> None:
+    _carrier.block = held(value)
 
 
 def _after_model(module: nn.Module, args: tuple, output: Any) -> None:
+    finish(_KEY)
     _carrier.block = None

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -12,7 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from relinear.core.config import Config
+from relinear.core.config import Config, shown
 from relinear.core.moments import Moments
 from relinear.core.parameter_cache import CachingModule
 
@@ -23,9 +24,12 @@ __all__ = [
     "OperatorConfig",
     "ParamRole",
     "bare",
+    "check_features",
+    "check_model",
     "dense_bias",
     "dense_in_float32",
     "dense_weight",
+    "fixed_fan_in",
     "is_conv1d",
     "is_linear",
     "linear_features",
@@ -45,11 +49,28 @@ class ParamRole(NamedTuple):
     fan_in: number of inputs a unit sums over (None for vectors such as biases, gains and scales).
     lr_multiplier: factor on the base learning rate.
     weight_decay: whether weight decay applies.
+    fan_in_scales: whether the fan-in is a width, which grows with the model and with which a learning rate is scaled;
+        False for a size that the settings fix (a rank, the width of a context), at which the rate holds as it is.
     """
 
     fan_in: int | None = None
     lr_multiplier: float = 1.0
     weight_decay: bool = True
+    fan_in_scales: bool = True
+
+
+def fixed_fan_in(module: nn.Module) -> set[Tensor]:
+    """The parameters of ``module`` whose fan-in is fixed by settings (see ``ParamRole``).
+
+    A module names them in an attribute ``fixed_fan_in``: a tuple of names of its parameters, or of submodules that hold
+    nothing else.
+    """
+    found: set[Tensor] = set()
+    for part in module.modules():
+        stated = getattr(part, "fixed_fan_in", ())
+        named = part.named_parameters() if stated else ()
+        found.update(p for name, p in named if any(name == s or name.startswith(f"{s}.") for s in stated))
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,20 +150,34 @@ class Operator(CachingModule):
 
     Subclasses take ``(config, in_features, out_features, *, bias, device, dtype)``, create their parameters, call
     ``reset_parameters`` last, and implement ``forward`` and ``flops_per_token``; the rest as far as it makes sense.
+    Every ``forward`` is held to the contract here: an input that is no floating-point tensor (..., in_features) is a
+    ValueError that names the layer, whatever the mathematics behind would make of it.
     """
 
     #: attributes of the last forward (tensors with a graph): dropped on deepcopy and pickling
-    _transient: tuple[str, ...] = ("_aux_losses",)
+    _transient: tuple[str, ...] = ("_aux_losses", "_metrics")
     bias: nn.Parameter | None
+    #: names of parameters (or of submodules with all of theirs) that sum over a size which the settings fix, as a rank
+    fixed_fan_in: tuple[str, ...] = ()
     #: whether folding gives GPT-2's transposed Conv1D rather than nn.Linear
     replaces_conv1d: bool = False
+    #: where the operator is in its model, for messages; empty where it stands alone
+    name_in_model: str = ""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Wrapped rather than hooked: a hook would cost every call torch's slow path, and could be taken away.
+        if "forward" in cls.__dict__:
+            cls.forward = _checked(cls.forward)  # type: ignore[method-assign]
 
     def __init__(self, config: OperatorConfig, in_features: int, out_features: int) -> None:
         super().__init__()
         self.config = config
         self.in_features = in_features
         self.out_features = out_features
+        #: by name, for every token that was seen (a tensor of the leading sizes of the input) or as a mean over them
         self._aux_losses: dict[str, Tensor] = {}
+        self._metrics: dict[str, Tensor] = {}
 
     def reset_parameters(self) -> None:
         """Initialise every parameter from torch's global generator (in place, safe on meta)."""
@@ -216,12 +251,25 @@ class Operator(CachingModule):
             self.bias.copy_(bias) if bias is not None else self.bias.zero_()
 
     def aux_losses(self) -> dict[str, Tensor]:
-        """Weighted auxiliary losses (scalars, token means) of the last training forward, by name; {} in eval."""
-        return self._aux_losses if self.training else {}
+        """Weighted auxiliary losses (scalars, token means) of the last training forward, by name; {} in eval.
+
+        The means are over the tokens that count: in a model those whose prediction counts in its loss (see
+        ``core.aux.counted_tokens``), in a layer that runs by itself all of them.
+        """
+        return _token_means(self._aux_losses, None) if self.training else {}
 
     def metrics(self) -> dict[str, Tensor]:
         """Detached scalars of the last training forward that are worth logging (not losses), by name."""
-        return {}
+        return _token_means(self._metrics, None)
+
+    def count_tokens(self, counted: Tensor | None) -> None:
+        """Make what the last forward noted for every token into means over those that count.
+
+        Args:
+            counted: (B, T) bool, or None for all. An operator that saw other tokens than these (those routed to an
+                expert, say) takes the mean over all that it saw.
+        """
+        self._aux_losses, self._metrics = (_token_means(d, counted) for d in (self._aux_losses, self._metrics))
 
     def flops_per_token(self) -> int:
         """Floating-point operations of the forward pass for one token (a multiply-add counts as two)."""
@@ -229,8 +277,11 @@ class Operator(CachingModule):
 
     def param_roles(self) -> dict[str, ParamRole]:
         """Role of every parameter by its name in this module; matrices take their last dimension as fan-in."""
+        fixed = fixed_fan_in(self)
         return {
-            name: ParamRole(parameter.shape[-1]) if parameter.ndim > 1 else ParamRole(None, weight_decay=False)
+            name: ParamRole(parameter.shape[-1], fan_in_scales=parameter not in fixed)
+            if parameter.ndim > 1
+            else ParamRole(None, weight_decay=False)
             for name, parameter in self.named_parameters()
         }
 
@@ -268,6 +319,65 @@ def descend_(operator: Operator, weight: Tensor, moments: Moments, steps: int) -
         if float(moments.error(weight - wide.to_dense())) / scale <= start:  # not a number counts as worse
             for own, fitted in zip(operator.parameters(), wide.parameters(), strict=True):
                 own.copy_(fitted)
+
+
+def _checked(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An operator's ``forward`` that refuses what is no input of an ``nn.Linear`` of its size."""
+
+    @functools.wraps(forward)
+    def checked(self: Operator, x: Tensor) -> Tensor:
+        # Spelt out, not called: this runs at every call of every layer, and takes a third of a microsecond.
+        if not isinstance(x, Tensor) or not x.ndim or x.shape[-1] != self.in_features or not x.is_floating_point():
+            _refuse_features(x, self.in_features, self)
+        return forward(self, x)
+
+    # Code of its own: torch.compile counts its recompilations by code, and all operators would share one limit.
+    wrapper: Any = checked
+    wrapper.__code__ = wrapper.__code__.replace(co_qualname=forward.__qualname__)
+    return checked
+
+
+def check_features(x: Any, width: int, layer: nn.Module) -> None:
+    """Raise ValueError unless ``x`` is a floating-point tensor (..., width); the message names ``layer``."""
+    if not isinstance(x, Tensor) or not x.ndim or x.shape[-1] != width or not x.is_floating_point():
+        _refuse_features(x, width, layer)
+
+
+def _refuse_features(x: Any, width: int, layer: Any) -> None:
+    if isinstance(x, torch.fx.Proxy):
+        return  # stands for a tensor that torch.fx traces, of a shape that nobody knows
+    name, config = getattr(layer, "name_in_model", ""), getattr(layer, "config", None)
+    kind = f"{type(layer).__name__}, {config}" if isinstance(config, Config) else type(layer).__name__
+    if not isinstance(x, Tensor):
+        given = shown(x)
+    elif not x.is_floating_point():
+        given = f"a tensor of {x.dtype}, shape {tuple(x.shape)}"
+    else:
+        given = f"shape {tuple(x.shape)}" if x.ndim else "a tensor without dimensions"
+    where = f"{name} ({kind})" if name else kind
+    raise ValueError(f"{where}: expected a floating-point tensor of shape (..., {width}), got {given}")
+
+
+def check_model(model: Any, user: str) -> None:
+    """Raise ValueError, on behalf of the function ``user``, unless ``model`` is an ``nn.Module``."""
+    if isinstance(model, nn.Module):
+        return
+    hint = "; load it first: relinear.from_pretrained(...)" if isinstance(model, str | bytes) else ""
+    raise ValueError(f"{user} takes a model (an nn.Module), got {shown(model)}{hint}")
+
+
+def _token_means(values: dict[str, Tensor], counted: Tensor | None) -> dict[str, Tensor]:
+    return {name: _token_mean(value, counted) for name, value in values.items()}
+
+
+def _token_mean(value: Tensor, counted: Tensor | None) -> Tensor:
+    """The mean over the tokens that count of a value for each, (B, T) or (B T,); a scalar is a mean already."""
+    if value.ndim == 0:
+        return value
+    if counted is None or value.shape not in (counted.shape, (counted.numel(),)):
+        return value.mean()
+    counted = counted.reshape(value.shape).to(value.device)
+    return torch.where(counted, value, 0.0).sum() / counted.sum().clamp(min=1)
 
 
 def is_conv1d(module: Any) -> bool:

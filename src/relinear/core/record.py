@@ -2,40 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
+from relinear.core.adapters import stock_name
+from relinear.core.anatomy import unwrapped
 from relinear.core.attachment import attachments
 from relinear.core.aux import install_aux_hooks, named_operators
 
-__all__ = ["FORMAT_VERSION", "METHOD", "record", "sync_record"]
+__all__ = ["FORMAT_VERSION", "METHOD", "before_record", "config_record", "own_record", "record", "sync_record"]
 
 METHOD = "relinear"  # the name of the quantizer that rebuilds a model
 FORMAT_VERSION = 1
 
+#: called before a record is written: what has to be ready then, but is too heavy for ``import relinear``
+before_record: list[Callable[[], None]] = []
+
 
 def record(model: nn.Module) -> dict[str, Any] | None:
     """Exact names and settings of what relinear put into ``model``; None where it put nothing."""
-    operators = {name: operator.config.to_dict() for name, operator in named_operators(model)}
+    operators = {stock_name(name): operator.config.to_dict() for name, operator in named_operators(model)}
     attached = [config.to_dict() for config in attachments(model)]
     if not operators and not attached:
         return None
     return {"quant_method": METHOD, "format_version": FORMAT_VERSION, "operators": operators, "attachments": attached}
 
 
+def config_record(config: Any) -> dict[str, Any] | None:
+    """The record in ``config.quantization_config``; None where there is none, or another method's."""
+    return own_record(getattr(config, "quantization_config", None))
+
+
+def own_record(setting: Any) -> dict[str, Any] | None:
+    """``setting``, a ``quantization_config`` in either of its forms, as a record of ours; None if it is not one."""
+    values = setting if isinstance(setting, Mapping) else getattr(setting, "__dict__", {})
+    return dict(values) if values.get("quant_method") == METHOD else None
+
+
 def sync_record(model: nn.Module) -> None:
-    """Bring ``model.config`` and the model's hooks up to date with its operators; call it after every surgery.
+    """Bring ``model.config``, the model's hooks and the operators' names up to date; call it after every surgery.
 
     ``quantization_config`` is the one key of ``config.json`` by which transformers lets a third party rebuild layers
-    before weights are loaded.
+    before weights are loaded. A PEFT model's record and hooks are those of the model inside.
     """
+    model = unwrapped(model)
     install_aux_hooks(model)
+    for name, operator in named_operators(model):
+        operator.name_in_model = name
     config = getattr(model, "config", None)
     if config is None:
         return
     values = record(model)
     if values is not None:
+        for call in before_record:
+            call()
         config.quantization_config = values
-    elif hasattr(config, "quantization_config"):
+    elif config_record(config) is not None:
         del config.quantization_config

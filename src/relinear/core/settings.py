@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from relinear.core.config import nearest
+from relinear.core.config import nearest, shown
 
 __all__ = ["Settings", "readable"]
 
@@ -27,7 +27,7 @@ class Settings(BaseModel):
         if isinstance(values, Mapping):
             unknown = [str(key) for key in values if key not in cls.model_fields]
             if unknown:
-                faults = (f"unknown setting {key!r}; {nearest(key, cls.model_fields)}" for key in unknown)
+                faults = (f"unknown setting {shown(key)}; {nearest(key, cls.model_fields)}" for key in unknown)
                 raise ValueError("; ".join(faults))
         return values
 
@@ -41,7 +41,7 @@ class Settings(BaseModel):
         if isinstance(values, cls):
             return values
         if not isinstance(values, Mapping):
-            raise ValueError(f"{name}: expected a mapping of settings, got {values!r}")
+            raise ValueError(f"{name}: expected a mapping of settings, got {shown(values)}")
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
@@ -58,6 +58,6 @@ def readable(error: ValidationError) -> str:
     for fault in error.errors(include_url=False):
         where = ".".join(map(str, fault["loc"]))
         what = fault["msg"].removeprefix("Value error, ")
-        given = "" if fault["type"] in ("value_error", "missing") else f" (got {fault['input']!r})"
+        given = "" if fault["type"] in ("value_error", "missing") else f" (got {shown(fault['input'])})"
         lines.append(f"{where}: {what}{given}" if where else what + given)
     return "\n  ".join(lines) if len(lines) == 1 else "\n  " + "\n  ".join(lines)

@@ -112,19 +112,31 @@ class Wrapper(Operator):
         return self.base.bias  # type: ignore[return-value]
 
     @property
+    def _operator(self) -> Operator | None:
+        """The operator inside, also where PEFT has put an adapter around it."""
+        base: Any = self._modules.get("base")
+        unwrap = getattr(base, "get_base_layer", None)
+        inner = base if unwrap is None else unwrap()
+        return inner if isinstance(inner, Operator) else None
+
+    @property
     def _aux_losses(self) -> dict[str, Tensor]:  # type: ignore[override]
-        return self.base._aux_losses if isinstance(self.base, Operator) else {}
+        return {} if self._operator is None else self._operator._aux_losses
 
     @_aux_losses.setter
     def _aux_losses(self, value: dict[str, Tensor]) -> None:
-        if isinstance(self._modules.get("base"), Operator):
-            self.base._aux_losses = value  # type: ignore[assignment]
+        if self._operator is not None:
+            self._operator._aux_losses = value
 
     def aux_losses(self) -> dict[str, Tensor]:
-        return self.base.aux_losses() if isinstance(self.base, Operator) else {}
+        return {} if self._operator is None else self._operator.aux_losses()
 
     def metrics(self) -> dict[str, Tensor]:
-        return self.base.metrics() if isinstance(self.base, Operator) else {}
+        return {} if self._operator is None else self._operator.metrics()
+
+    def count_tokens(self, counted: Tensor | None) -> None:
+        if isinstance(self.base, Operator):
+            self.base.count_tokens(counted)
 
     def neutralize(self) -> None:
         """Set the wrapper's own parameters so that it passes the wrapped layer's output on unchanged.
@@ -166,6 +178,7 @@ class Wrapper(Operator):
 
     def param_roles(self) -> dict[str, ParamRole]:
         roles = super().param_roles()
-        if isinstance(self.base, Operator):
-            roles |= {f"base.{name}": role for name, role in self.base.param_roles().items()}
+        for prefix, module in self.base.named_modules(prefix="base"):
+            if module is self._operator:
+                roles |= {f"{prefix}.{name}": role for name, role in module.param_roles().items()}  # type: ignore[operator]
         return roles

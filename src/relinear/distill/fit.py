@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.context import context
+from relinear.core.modes import evaluating
 from relinear.core.operator import Operator
 
 __all__ = ["FitError", "Pairs", "fit", "measure"]
@@ -51,16 +52,14 @@ class FitError:
 @torch.no_grad()
 def measure(module: nn.Module, pairs: Pairs, rows: slice, chunk: int = 4096) -> FitError:
     """Errors of ``module`` (in eval mode) on ``rows``, accumulated in double precision."""
-    was_training = module.training
-    module.eval()
     wrong = total = cosine = 0.0
-    for start in range(rows.start, rows.stop, chunk):
-        part = slice(start, min(start + chunk, rows.stop))
-        got, wanted = pairs.run(module, part).double(), pairs.outputs(part).double()
-        wrong += float((got - wanted).square().sum())
-        total += float(wanted.square().sum())
-        cosine += float(torch.nn.functional.cosine_similarity(got, wanted, dim=-1).sum())
-    module.train(was_training)
+    with evaluating(module):
+        for start in range(rows.start, rows.stop, chunk):
+            part = slice(start, min(start + chunk, rows.stop))
+            got, wanted = pairs.run(module, part).double(), pairs.outputs(part).double()
+            wrong += float((got - wanted).square().sum())
+            total += float(wanted.square().sum())
+            cosine += float(torch.nn.functional.cosine_similarity(got, wanted, dim=-1).sum())
     return FitError(wrong / max(total, 1e-30), cosine / (rows.stop - rows.start))
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from relinear.core.operator import Operator
 from relinear.distill.fit import cosine_steps, parameter_groups
 
-__all__ = ["fit_logits", "swapped"]
+__all__ = ["fit_logits", "held_out_perplexity", "swapped"]
 
 
 @contextlib.contextmanager
@@ -34,6 +35,27 @@ def swapped(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None
 def _divergence(model: nn.Module, ids: Tensor, teacher: Tensor) -> Tensor:
     student = model(input_ids=ids).logits.float().log_softmax(-1)
     return torch.nn.functional.kl_div(student, teacher, log_target=True, reduction="none").sum(-1).mean()
+
+
+@torch.no_grad()
+def held_out_perplexity(
+    model: nn.Module, blocks: Tensor, batch: int, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> float | None:
+    """exp of the mean loss of every token (the first of each block aside) of blocks (N, T), by a model in eval mode.
+
+    None if the model returns no logits.
+    """
+    device, total = next(model.parameters()).device, 0.0
+    for start in range(0, len(blocks), batch):
+        ids = blocks[start : start + batch].to(device)
+        logits = getattr(model(input_ids=ids), "logits", None)
+        if logits is None:
+            return None
+        for row, wanted in zip(logits[:, :-1], ids[:, 1:], strict=True):  # in float32 a whole batch may be gigabytes
+            total += float(torch.nn.functional.cross_entropy(row.float(), wanted, reduction="sum"))
+        on_progress(min(start + batch, len(blocks)), len(blocks))
+    loss = total / blocks[:, 1:].numel()
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def fit_logits(

@@ -10,7 +10,8 @@ __all__ = ["DistillProgress", "DistillReport", "LayerFit"]
 
 @dataclasses.dataclass(frozen=True)
 class DistillProgress:
-    """Where a distillation is: ``phase`` is "record", "fit" or "retrain", ``done`` of ``total`` blocks or steps."""
+    """Where a distillation is: ``phase`` is "evaluate", "record", "fit" or "retrain", ``done`` of ``total`` blocks or
+    steps."""
 
     phase: str
     name: str
@@ -41,13 +42,24 @@ class LayerFit:
     cosine: float | None
     retrained: bool = False
 
+    @property
+    def worse_than_zeros(self) -> bool:
+        """Whether an output of zeros, whose error is 1, would be as near to the layer's (never told by a KL)."""
+        return self.cosine is not None and not self.error < 1
+
 
 @dataclasses.dataclass(frozen=True)
 class DistillReport:
-    """Every fitted layer in the order of fitting; printing it gives a table."""
+    """Every fitted layer in the order of fitting; printing it gives a table.
+
+    perplexity_before, perplexity: of the whole model before and after, on the tokens that were not fitted on; None for
+        a model that returns no logits.
+    """
 
     layers: tuple[LayerFit, ...]
     loss: str
+    perplexity_before: float | None = None
+    perplexity: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
@@ -55,7 +67,7 @@ class DistillReport:
 
     def __str__(self) -> str:
         error = "KL (nats)" if self.loss == "kl" else "error"
-        rows = [("layer", "operator", "parameters", "before", f"start {error}", error, "cosine")]
+        rows = [("layer", "operator", "parameters", "before", f"start {error}", error, "cosine", "")]
         for fit in self.layers:
             cosine = "" if fit.cosine is None else f"{fit.cosine:.4f}"
             operator = "retrained" if fit.retrained else fit.operator
@@ -65,11 +77,15 @@ class DistillReport:
                 f"{fit.start_error:.4f}",
                 f"{fit.error:.4f}",
             )
-            rows.append((fit.name, operator, *figures, cosine))
+            remark = "worse than an output of zeros" if fit.worse_than_zeros else ""
+            rows.append((fit.name, operator, *figures, cosine, remark))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = []
         for row in rows:
             left = [cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)]
             right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
             lines.append("  ".join((*left, *right)).rstrip())
+        if self.perplexity_before is not None and self.perplexity is not None:
+            stated = f"{self.perplexity_before:,.2f} before, {self.perplexity:,.2f} after"
+            lines.append(f"perplexity on tokens that were not fitted on: {stated}")
         return "\n".join(lines)

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,18 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from relinear.core.anatomy import layer_index
+from relinear.core.modes import evaluating
 from relinear.core.operator import Operator, OperatorConfig, is_linear
+from relinear.core.vocabulary import check_tokenizer_fits
 from relinear.distill.fit import Pairs, fit
-from relinear.distill.logits import fit_logits
+from relinear.distill.logits import fit_logits, held_out_perplexity
 from relinear.distill.record import record, token_blocks
 from relinear.distill.report import DistillProgress, DistillReport, LayerFit
 from relinear.distill.settings import DistillSettings
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.plan import Plan, Replacement, plan
-from relinear.surgery.select import layer_index, matches
+from relinear.surgery.select import matches
 from relinear.system.files import atomic_path, write_json
 
 __all__ = ["distill_"]
@@ -37,7 +41,7 @@ def _silent(progress: DistillProgress) -> None:
 
 def distill_(
     model: nn.Module,
-    mapping: Mapping[str, OperatorConfig | None],
+    mapping: Mapping[str, OperatorConfig | str | None],
     data: Iterable[Any],
     *,
     layers: Iterable[int] | int | None = None,
@@ -68,15 +72,19 @@ def distill_(
         on_progress: called with a ``DistillProgress`` every so often.
 
     Returns:
-        The report; its errors are on tokens that were recorded but not fitted on.
+        The report; its errors, and the perplexities of the model before and after, are on tokens that were recorded but
+        not fitted on. A layer that ends worse than an output of zeros is warned of.
 
     Raises:
-        ValueError: as ``replace_``; if the corpus is too short; if ``out_dir`` holds another distillation.
+        ValueError: as ``replace_``; if the corpus is too short; if the tokenizer has ids that the model does not embed;
+            if ``out_dir`` holds another distillation.
     """
     settings = DistillSettings.load(settings or {}, "distill settings")
     whole = plan(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
     if not whole.replacements:
         raise ValueError("the mapping leaves every layer alone: there is nothing to distill")
+    if tokenizer is not None:
+        check_tokenizer_fits(tokenizer, model)
     length = settings.sequence_length
     train_blocks = settings.tokens // length
     held_out = settings.validation_tokens // length
@@ -85,20 +93,35 @@ def distill_(
     groups = [
         list(group) for _, group in itertools.groupby(whole.replacements, key=lambda r: layer_index(model, r.name))
     ]
+    with evaluating(model):
+        before = run.perplexity("before")
     done = run.restore(groups, whole, resume)
-    was_training = model.training
-    model.eval()
-    for number, group in enumerate(groups[len(done) :], start=len(done)):
-        done.append(run.layer(number, group))
-        run.keep(number, group, done)
-    model.train(was_training)
-    report = DistillReport(tuple(fit for fits in done for fit in fits), settings.loss)
+    with evaluating(model):
+        for number, group in enumerate(groups[len(done) :], start=len(done)):
+            done.append(run.layer(number, group))
+            run.keep(number, group, done)
+        after = run.perplexity("after")
+    for replacement in whole.replacements:  # what was put in since has no mode of its own to go back to
+        model.get_submodule(replacement.name).train(replacement.target.module.training)
+    report = DistillReport(tuple(fit for fits in done for fit in fits), settings.loss, before, after)
+    _warn_of_bad_fits(report)
     if run.folder is not None:
         save_pretrained(model, run.folder / "model")
         if tokenizer is not None:
             tokenizer.save_pretrained(run.folder / "model")
         write_json(run.folder / "report.json", report.to_dict())
     return report
+
+
+def _warn_of_bad_fits(report: DistillReport) -> None:
+    bad = [fit for fit in report.layers if fit.worse_than_zeros]
+    if bad:
+        warnings.warn(
+            f"{len(bad)} of {len(report.layers)} layers were fitted worse than an output of zeros would be (error 1): "
+            f"{', '.join(f'{fit.name} ({fit.error:.3g})' for fit in bad[:5])}{' ...' if len(bad) > 5 else ''}. Try "
+            "more tokens or epochs, another learning_rate, a larger operator, or loss='mse'",
+            stacklevel=3,
+        )
 
 
 def _size(module: nn.Module) -> int:
@@ -117,6 +140,11 @@ class _Run:
     @property
     def train_tokens(self) -> int:
         return self.train_blocks * self.settings.sequence_length
+
+    def perplexity(self, when: str) -> float | None:
+        """Of the model as it now is, on the tokens held out."""
+        told = self._told("evaluate", f"the model {when}")
+        return held_out_perplexity(self.model, self.blocks[self.train_blocks :], self.settings.record_batch, told)
 
     # State on disk
 

@@ -18,6 +18,9 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from relinear.core.inference import keeping_for_inference
+from relinear.core.modes import evaluating
+from relinear.core.operator import check_model
+from relinear.core.vocabulary import check_tokenizer_fits
 
 __all__ = ["Lambada", "Perplexity", "lambada", "lm_eval", "perplexity"]
 
@@ -72,6 +75,7 @@ def perplexity(
     Raises:
         ValueError: if there is nothing to predict, or an argument is missing or does not fit.
     """
+    check_model(model, "perplexity")
     _check_positive(batch_size=batch_size, max_tokens=max_tokens)
     if isinstance(text, Dataset):
         if (tokenizer, sequence_length, stride) != (None, None, None):
@@ -80,6 +84,7 @@ def perplexity(
     else:
         if tokenizer is None:
             raise ValueError("perplexity of text needs the model's tokenizer")
+        check_tokenizer_fits(tokenizer, model)
         length = _sequence_length(model, sequence_length)
         step = length if stride is None else stride
         if not 1 <= step <= length:
@@ -123,7 +128,9 @@ def lambada(
     Raises:
         ValueError: if there are no texts, or one has fewer than two words.
     """
+    check_model(model, "lambada")
     _check_positive(batch_size=batch_size, max_examples=max_examples)
+    check_tokenizer_fits(tokenizer, model)
     rows = list(_lambada_rows(texts))[:max_examples]
     if not rows:
         raise ValueError("LAMBADA needs at least one text")
@@ -171,6 +178,8 @@ def lm_eval(
     names = [tasks] if isinstance(tasks, str) else list(tasks)
     if not names:
         raise ValueError("name at least one task")
+    check_model(model, "lm_eval")
+    check_tokenizer_fits(tokenizer, model)
     with _evaluating(model):
         wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
         try:
@@ -190,14 +199,8 @@ def _check_positive(**values: int | None) -> None:
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[torch.device]:
     """Eval mode without gradients, with weights that stay; gives the model's device and puts everything back."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad(), keeping_for_inference(model):
-            yield next(model.parameters()).device
-    finally:
-        for module, training in modes:
-            module.training = training
+    with evaluating(model), torch.no_grad(), keeping_for_inference(model):
+        yield next(model.parameters()).device
 
 
 def _longest(model: Any) -> int | None:

@@ -11,16 +11,23 @@ from torch import Tensor
 __all__ = ["linear_recurrence"]
 
 
+#: tokens up to which a model that is exported with a dynamic number of them is right (more are refused when it runs)
+LONGEST_EXPORTED = 1 << 17
+
+
 def linear_recurrence(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
     """``functional.context_manager.linear_recurrence`` by doubling: after step k, s_t sums the last 2^k values.
 
     Only products of decays in [0, 1] occur, never their inverse, so nothing over- or underflows to something wrong,
     however long the sequence and however short the memory.
     """
+    tokens = value.shape[1]
+    if torch.compiler.is_exporting() and (torch.compiler.is_dynamo_compiling() or isinstance(tokens, torch.SymInt)):
+        return _exported(decay, value, state)
     shared = decay.ndim == 1
     first = value[:, :1] + (decay if shared else decay[:, :1]) * state[:, None]
     total = torch.cat([first, value[:, 1:]], dim=1)
-    tokens, step = value.shape[1], 1
+    step = 1
     while step < tokens:
         total = total + decay * F.pad(total, (0, 0, step, 0))[:, :tokens]
         if shared:
@@ -28,4 +35,17 @@ def linear_recurrence(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
         else:
             decay = decay * F.pad(decay, (0, 0, step, 0), value=1.0)[:, :tokens]
         step *= 2
+    return total
+
+
+def _exported(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
+    """The same in a fixed number of steps: one that depends on the tokens would bind a graph to a few lengths."""
+    torch._check(value.shape[1] <= LONGEST_EXPORTED)
+    decay = decay.expand_as(value)
+    at = torch.arange(value.shape[1], device=value.device).unsqueeze(-1)
+    total = torch.where(at == 0, value + decay * state[:, None], value)
+    for step in (1 << k for k in range(LONGEST_EXPORTED.bit_length() - 1)):
+        source = (at - step).clamp(min=0).squeeze(-1)
+        total = total + decay * torch.where(at >= step, total.index_select(1, source), 0.0)
+        decay = decay * torch.where(at >= step, decay.index_select(1, source), 1.0)
     return total

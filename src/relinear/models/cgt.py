@@ -16,14 +16,36 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import ModelOutput
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2PreTrainedModel
+from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from relinear.core.config import UnknownSettingError, nearest, shown
+from relinear.core.modes import evaluating
 from relinear.functional.cgt import moving_average
 from relinear.models.cgt_config import CGTConfig
 from relinear.models.cgt_layers import CGTBlock, Modulator
 
 __all__ = ["CGTForCausalLM", "CGTForRegression", "CGTModel", "CGTOutput"]
+
+#: arguments of a forward that a user may have meant
+_ARGUMENTS = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "frozen_context",
+    "context_rate",
+    "labels",
+    "use_cache",
+    "logits_to_keep",
+    "vectors",
+    "targets",
+    "target_mask",
+)
+#: what transformers' own code hands to any model, and what its tokenizers make: without a meaning here
+_PASSED_ON = frozenset({*TransformersKwargs.__annotations__, "cache_position", "token_type_ids", "return_dict"})
 
 
 @dataclasses.dataclass
@@ -67,7 +89,8 @@ class CGTPreTrainedModel(GPT2PreTrainedModel):
         # a gradient from the first step on, which GPT-2's 0.02 on all three would deny it.
         super()._init_weights(module)
         if isinstance(module, Modulator):
-            initialization.normal_(module.mix.weight, std=module.mix.in_features**-0.5)
+            initialization.normal_(module.mix.weight, std=module.mix.weight.shape[-1] ** -0.5)
+            initialization.zeros_(module.mix.bias)  # type: ignore[arg-type]
             initialization.normal_(module.left, std=self.config.initializer_range)
             initialization.normal_(module.right, std=module.right.shape[-1] ** -0.5)
             initialization.zeros_(module.right_bias)
@@ -139,15 +162,18 @@ class CGTModel(CGTPreTrainedModel):
     ) -> CGTOutput:
         """As ``CGTForCausalLM.forward``; with ``context_only`` nothing above layer l is computed."""
         kwargs = {key: value for key, value in kwargs.items() if not key.startswith("output_")}
+        _check_arguments(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, not both and not neither")
-        shape = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:2]
+        source = input_ids if inputs_embeds is None else inputs_embeds
+        assert source is not None
+        shape = source.shape[:2]
         self._check_context(frozen_context, context_rate, shape)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         if position_ids is None:
-            position_ids = (torch.arange(shape[1], device=self.device) + seen).unsqueeze(0)
+            position_ids = (torch.arange(shape[1], device=source.device) + seen).unsqueeze(0)
         computes = frozen_context is None or context_rate > 0
         if past_key_values is not None:
             self._extend_cache(past_key_values, seen, computes, context_rate)
@@ -259,12 +285,8 @@ class _CGTWithHead(CGTPreTrainedModel):
 
         Takes the inputs of ``forward``. ``model.context(ids)[:, -1]`` is what to freeze after reading ``ids``.
         """
-        training = self.training
-        self.eval()
-        try:
+        with evaluating(self):
             y = self._bare(*args, context_only=True, use_cache=False, **kwargs).context
-        finally:
-            self.train(training)
         assert y is not None
         return y
 
@@ -325,7 +347,8 @@ class CGTForCausalLM(_CGTWithHead, GenerationMixin):
             labels: (B, T), shifted inside, -100 ignored; ``num_items_in_batch`` is honoured as in every HF model.
 
         Raises:
-            ValueError: if a shape does not fit, or a cache that has no memory of y is to be used with a computed y.
+            ValueError: for an unknown argument, if a shape does not fit, or a cache that has no memory of y is to be
+                used with a computed y.
         """
         outputs = self.transformer(
             input_ids,
@@ -395,6 +418,13 @@ class CGTForRegression(_CGTWithHead):
             weights = torch.ones_like(errors) if target_mask is None else (target_mask != 0).to(errors.dtype)
             loss = (errors * weights).sum() / weights.sum().clamp(min=1)
         return _with_head(outputs, loss, predictions)
+
+
+def _check_arguments(kwargs: dict[str, Any]) -> None:
+    """Refuse what no layer reads: a misspelt ``frozen_context`` would be dropped in silence."""
+    for name, value in kwargs.items():
+        if value is not None and name not in _PASSED_ON and not name.startswith("relinear_"):
+            raise UnknownSettingError(f"a CGT takes no argument {shown(name)}; {nearest(name, _ARGUMENTS)}")
 
 
 def _with_head(outputs: CGTOutput, loss: Tensor | None, logits: Tensor) -> CGTOutput:

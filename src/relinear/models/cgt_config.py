@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from transformers import AutoConfig, GPT2Config
 
-from relinear.core.config import check_at_least, check_choice, check_type
+from relinear.core.config import UnknownSettingError, check_at_least, check_choice, check_type, nearest, shown
 
 __all__ = ["CGTConfig"]
+
+#: keywords that any configuration of transformers takes beside its fields, or has written in earlier versions
+_OF_TRANSFORMERS = frozenset(
+    {
+        "attn_implementation",
+        "auto_map",
+        "experts_implementation",
+        "gradient_checkpointing",
+        "is_decoder",
+        "model_type",
+        "n_ctx",
+        "name_or_path",
+        "num_labels",
+        "output_attentions",
+        "per_layer_config",
+        "quantization_config",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+    }
+)
 
 
 class CGTConfig(GPT2Config):
@@ -33,7 +56,8 @@ class CGTConfig(GPT2Config):
             and of the predictions. None for language models.
 
     Raises:
-        ValueError: if a size is not positive, does not divide, or the layer lies outside the model.
+        ValueError: for an unknown keyword (names the nearest), if a size is not positive, does not divide, or the layer
+            lies outside the model.
     """
 
     model_type = "relinear_cgt"
@@ -53,7 +77,32 @@ class CGTConfig(GPT2Config):
     input_features: int | None = None
     output_features: int | None = None
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers: what a saved configuration has beside its fields was put there by someone and is kept."""
+        foreign = set(cls._unknown(config_dict))
+        made = super().from_dict({k: v for k, v in config_dict.items() if k not in foreign}, **kwargs)
+        config = made[0] if isinstance(made, tuple) else made
+        for key in foreign:
+            setattr(config, key, config_dict[key])
+        return made
+
+    @classmethod
+    def _unknown(cls, names: Iterable[str]) -> list[str]:
+        from transformers import GenerationConfig
+
+        fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        known = {*fields, *cls.attribute_map, *_OF_TRANSFORMERS}
+        left = [name for name in names if name not in known and not name.startswith("_")]
+        # Settings of generation were written into configurations once; transformers drops them.
+        return [name for name in left if name not in GenerationConfig().to_dict()] if left else []
+
     def __post_init__(self, **kwargs: Any) -> None:
+        for key in self._unknown(kwargs):
+            fields = sorted(field.name for field in dataclasses.fields(type(self)))  # type: ignore[arg-type]
+            raise UnknownSettingError(f"CGTConfig: unknown setting {shown(key)}; {nearest(key, fields)}")
+        for key in [key for key in kwargs if key in self.attribute_map]:
+            setattr(self, key, kwargs.pop(key))  # before the checks, which know the fields by one name
         for name in ("n_layer", "n_embd", "n_head", "context_size", "context_heads", "rank", "templates"):
             check_at_least(name, getattr(self, name), 1)
         for name in ("context_inner", "input_features", "output_features"):

@@ -12,6 +12,8 @@ from transformers.cache_utils import Cache
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention, GPT2Block
 from transformers.pytorch_utils import Conv1D
 
+from relinear.core.held import Held
+from relinear.core.operator import ParamRole
 from relinear.functional.cgt import generated_map, mixing
 from relinear.kernels.cgt import modulate
 from relinear.models.cgt_config import CGTConfig
@@ -26,24 +28,42 @@ class Modulator(nn.Module):
         super().__init__()
         self.mixing = config.mixing
         shape = (config.templates, config.rank, config.n_embd)
-        self.mix = nn.Linear(config.context_size, config.templates)
+        self.mix = Held(config.templates, config.context_size)
         self.left = nn.Parameter(torch.empty(shape))
         self.right = nn.Parameter(torch.empty(shape))
         self.right_bias = nn.Parameter(torch.empty(shape[:2]))
 
     def shares(self, y: Tensor) -> Tensor:
         """sigma(y): (..., E) -> (..., M)."""
-        return mixing(y, self.mix.weight, self.mix.bias, self.mixing)
+        weight, bias = self.mix()
+        return mixing(y, weight, bias, self.mixing)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """T(x; y) for x (B, T, D) and y (B, T, E) or, one context a sequence, (B, 1, E)."""
         return modulate(x, self.shares(y), self.left, self.right, self.right_bias)
 
+    def flops_per_token(self) -> int:
+        """Of the shares, of [x, 1] R_all, of mixing its columns over the templates, and of the product with L_all."""
+        columns, width = self.left.shape[0] * self.left.shape[1], self.left.shape[2]
+        return 2 * self.mix.weight.numel() + 4 * columns * width + 2 * columns**2 + 2 * columns
+
+    def param_roles(self) -> dict[str, ParamRole]:
+        """L is summed over the M R columns, which the settings fix; R and S over widths."""
+        templates, rank, width = self.left.shape
+        return {
+            "left": ParamRole(templates * rank, fan_in_scales=False),
+            "right": ParamRole(width),
+            "right_bias": ParamRole(1, fan_in_scales=False),
+            "mix.weight": ParamRole(self.mix.weight.shape[1]),
+            "mix.bias": ParamRole(None, weight_decay=False),
+        }
+
     @torch.no_grad()
     def affine(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """The matrix (D, D) and shift (D,) of T at the context y (E,), in float64 where the device has it."""
         dtype = torch.float32 if y.device.type == "mps" else torch.float64
-        shares = mixing(y.to(dtype), self.mix.weight.to(dtype), self.mix.bias.to(dtype), self.mixing)
+        weight, bias = self.mix()
+        shares = mixing(y.to(dtype), weight.to(dtype), bias.to(dtype), self.mixing)
         return generated_map(shares, self.left.to(dtype), self.right.to(dtype), self.right_bias.to(dtype))
 
 

@@ -1,7 +1,11 @@
 """What keeps a context slow, spread out and informative: the regularisers of the CGT paper, one function an equation.
 
 Sums over positions and samples that the paper writes with a proportionality sign are averages here, so that a weight
-means the same for every length and batch size.
+means the same for every length and batch size. ``real`` (B, T) bool marks the positions that are not padding; only they
+enter. ``shares`` (B,) are the weights of the samples in the average, equal by default: with numbers of target tokens,
+the regularisers that look at one sample at a time add up over accumulated batches to those of one big batch. Those of
+statistics of the batch (``decorrelation``, ``gaussian_process_matching``, ``moment_matching``) are what they are for
+each batch.
 """
 
 # Legend: B batch, T positions, E width of y
@@ -40,19 +44,40 @@ def _weights(weights: Tensor | None, length: int, like: Tensor) -> Tensor:
     return (weights / weights.mean()).to(like)
 
 
-def continuity(y: Tensor, weights: Tensor | None = None) -> Tensor:
+def _average(values: Tensor, shares: Tensor | None) -> Tensor:
+    """The mean over samples of values (B,) with weights (B,)."""
+    if shares is None:
+        return values.mean()
+    weights = shares.to(values)
+    return (values * weights).sum() / weights.sum().clamp(min=torch.finfo(values.dtype).tiny)
+
+
+def _masked_mean(values: Tensor, weights: Tensor, real: Tensor, dim: int) -> Tensor:
+    """The mean over the real entries of ``values`` along ``dim``, of ``weights`` scaled to mean one over them."""
+    weights = torch.where(real, weights, 0.0)
+    total = torch.where(real, values, 0.0) * weights
+    return total.sum(dim) / weights.sum(dim).clamp(min=torch.finfo(values.dtype).tiny)
+
+
+def continuity(
+    y: Tensor, weights: Tensor | None = None, *, real: Tensor | None = None, shares: Tensor | None = None
+) -> Tensor:
     """R_C: mean over s >= 2 of zeta(s) ||n_s - n_{s-1}||^2 with n = y / ||y|| (CGT, Section 3.4).
 
     Args:
         y: (B, T, E) with T >= 2.
         weights: zeta(s) for all T positions (the first is not used), scaled to mean one over those used; None for 1.
+        real, shares: see the head of this file; a step counts where both of its ends are real.
     """
     n = _directions(y)
     steps = (n[:, 1:] - n[:, :-1]).square().sum(-1)
-    return (steps * _weights(None if weights is None else weights[1:], steps.shape[1], y)).mean()
+    zeta = _weights(None if weights is None else weights[1:], steps.shape[1], y)
+    if real is None:
+        return _average((steps * zeta).mean(1), shares)
+    return _average(_masked_mean(steps, zeta.expand_as(steps), real[:, 1:] & real[:, :-1], 1), shares)
 
 
-def decorrelation(y: Tensor, weights: Tensor | None = None) -> Tensor:
+def decorrelation(y: Tensor, weights: Tensor | None = None, *, real: Tensor | None = None) -> Tensor:
     """R_D: mean over s and over pairs of different samples of zeta(s) (n_s^a . n_s^b)^2 (CGT, Section 3.4).
 
     The diagonal pairs of the paper's sum are zero by normalisation. 0 for a batch of one.
@@ -60,13 +85,20 @@ def decorrelation(y: Tensor, weights: Tensor | None = None) -> Tensor:
     Args:
         y: (B, T, E).
         weights: zeta(s), (T,), scaled to mean one; None for 1.
+        real: see the head of this file; a pair counts at positions that are real in both.
     """
     batch = y.shape[0]
     if batch < 2:
         return y.new_zeros(())
     n = _directions(y).transpose(0, 1)
-    products = (n @ n.mT).square().sum((-1, -2)) - n.square().sum(-1).square().sum(-1)
-    return (products * _weights(weights, y.shape[1], y)).mean() / (batch * (batch - 1))
+    zeta = _weights(weights, y.shape[1], y)
+    if real is None:
+        products = (n @ n.mT).square().sum((-1, -2)) - n.square().sum(-1).square().sum(-1)
+        return (products * zeta).mean() / (batch * (batch - 1))
+    both = real.T.unsqueeze(-1) & real.T.unsqueeze(-2)
+    both = both & ~torch.eye(batch, dtype=torch.bool, device=y.device)
+    products = (n @ n.mT).square()
+    return _masked_mean(products.flatten(), zeta[:, None, None].expand_as(products).flatten(), both.flatten(), 0)
 
 
 def profile(kind: str, length: int) -> Tensor:
@@ -114,7 +146,15 @@ def estimation_kernel(length: int, noise: float = 1.0) -> Tensor:
     return 1 + noise**2 / torch.maximum(s[:, None], s)
 
 
-def gaussian_process_kl(mean: Tensor, log_variance: Tensor, kernel: Tensor, *, constants: bool = False) -> Tensor:
+def gaussian_process_kl(
+    mean: Tensor,
+    log_variance: Tensor,
+    kernel: Tensor,
+    *,
+    constants: bool = False,
+    real: Tensor | None = None,
+    shares: Tensor | None = None,
+) -> Tensor:
     """The KL terms of the VAE loss (CGT, Eq. 2 and 7) for beta_y = 1, averaged over samples, positions and components.
 
     1/2 sum_is [-log sigma + K^-1_ss sigma] + 1/2 sum_ist K^-1_st mu_is mu_it, where sigma is the **variance** of q:
@@ -125,21 +165,41 @@ def gaussian_process_kl(mean: Tensor, log_variance: Tensor, kernel: Tensor, *, c
         mean, log_variance: (B, T, E).
         kernel: (T, T).
         constants: add log det K - T, which makes the value the divergence itself.
+        real, shares: see the head of this file; the prior of a sample is that of its real positions alone.
     """
     length = mean.shape[1]
     if kernel.shape != (length, length):
         raise ValueError(f"the kernel must be {length} by {length} for {length} positions, got {tuple(kernel.shape)}")
-    wide = kernel.double()
+    wide, counts = kernel.double(), mean.new_full((1,), length)
+    if real is not None:
+        # 1 on the diagonal in place of padding: the inverse is then that of the real positions' part.
+        inside = real.unsqueeze(-1) & real.unsqueeze(-2)
+        wide = torch.where(inside, wide, torch.eye(length, dtype=wide.dtype, device=wide.device))
+        mean = torch.where(real.unsqueeze(-1), mean, 0.0)
+        counts = real.sum(-1).to(mean).clamp(min=1)
     inverse = torch.linalg.inv(wide).to(mean)
-    quadratic = torch.einsum("bse,st,bte->", mean, inverse, mean) / mean.shape[0]
-    diagonal = (inverse.diagonal()[:, None] * log_variance.exp() - log_variance).sum((-1, -2)).mean()
+    quadratic = ((inverse @ mean) * mean).sum((-1, -2))
+    diagonal = inverse.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * log_variance.exp() - log_variance
+    diagonal = (diagonal if real is None else torch.where(real.unsqueeze(-1), diagonal, 0.0)).sum((-1, -2))
     total = quadratic + diagonal
     if constants:
-        total = total + mean.shape[2] * (torch.logdet(wide) - length).to(mean)
-    return 0.5 * total / (length * mean.shape[2])
+        total = total + mean.shape[2] * (torch.logdet(wide).to(mean) - counts)
+    return 0.5 * _average(total / (counts * mean.shape[2]), shares)
 
 
-def gaussian_process_matching(y: Tensor, kernel: Tensor, positions: Tensor | None = None) -> Tensor:
+def _moments(y: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Mean (T, E) and deviations (B, T, E) (0 at padding) of each position, and how many samples it has (T,)."""
+    if real is None:
+        mean = y.mean(0)
+        return mean, y - mean, None
+    inside, counts = real.unsqueeze(-1), real.sum(0)
+    mean = torch.where(inside, y, 0.0).sum(0) / counts.clamp(min=1).unsqueeze(-1)
+    return mean, torch.where(inside, y - mean, 0.0), counts
+
+
+def gaussian_process_matching(
+    y: Tensor, kernel: Tensor, positions: Tensor | None = None, *, real: Tensor | None = None
+) -> Tensor:
     """R_P: 1/N sum_s ||mu_s||^2 + 1/N^2 sum_stij (<dy_si dy_tj> - K_st delta_ij)^2 (CGT, Appendix A.2).
 
     Averages <.> run over the batch; dy is y minus its batch mean mu.
@@ -148,26 +208,36 @@ def gaussian_process_matching(y: Tensor, kernel: Tensor, positions: Tensor | Non
         y: (B, T, E).
         kernel: (T, T).
         positions: indices of a subset of positions to estimate on, to save time; None takes all T.
+        real: see the head of this file; <dy_s dy_t> runs over the samples that are real at both, and pairs of positions
+            without any are left out.
     """
     if positions is not None:
         y, kernel = y[:, positions], kernel[positions][:, positions]
+        real = None if real is None else real[:, positions]
     batch, length, width = y.shape
-    mean = y.mean(0)
-    deviation = (y - mean).reshape(batch, length * width)
-    covariance = (deviation.T @ deviation / batch).view(length, width, length, width)
-    eye = torch.eye(width, dtype=y.dtype, device=y.device)
-    wanted = kernel.to(y)[:, None, :, None] * eye[None, :, None, :]
-    return mean.square().sum() / length + (covariance - wanted).square().sum() / length**2
+    mean, deviation, counts = _moments(y, real)
+    flat = deviation.reshape(batch, length * width)
+    covariance = (flat.T @ flat).view(length, width, length, width)
+    wanted = kernel.to(y)[:, None, :, None] * torch.eye(width, dtype=y.dtype, device=y.device)[None, :, None, :]
+    if real is None or counts is None:
+        return mean.square().sum() / length + (covariance / batch - wanted).square().sum() / length**2
+    pairs = real.to(y).T @ real.to(y)
+    errors = (covariance / pairs.clamp(min=1)[:, None, :, None] - wanted).square().sum((1, 3))
+    there = (pairs > 0).sum().clamp(min=1)
+    return mean.square().sum() / (counts > 0).sum().clamp(min=1) + torch.where(pairs > 0, errors, 0.0).sum() / there
 
 
-def moment_matching(y: Tensor) -> Tensor:
+def moment_matching(y: Tensor, *, real: Tensor | None = None) -> Tensor:
     """R'_D: mean over s of ||<y_s>||^2 + sum_ij (<dy_si dy_sj> - delta_ij)^2 (CGT, Appendix A.2, simplified form).
 
     Args:
         y: (B, T, E); <.> is the mean over the batch and dy = y - <y>.
+        real: see the head of this file; positions that are padding in every sample are left out.
     """
-    mean = y.mean(0)
-    deviation = (y - mean).transpose(0, 1)
-    covariance = deviation.mT @ deviation / y.shape[0]
+    mean, deviation, counts = _moments(y, real)
+    deviation = deviation.transpose(0, 1)
+    samples = torch.full((y.shape[1],), y.shape[0], device=y.device) if counts is None else counts
+    covariance = deviation.mT @ deviation / samples.clamp(min=1)[:, None, None]
     eye = torch.eye(y.shape[-1], dtype=y.dtype, device=y.device)
-    return mean.square().sum(-1).mean() + (covariance - eye).square().sum((-1, -2)).mean()
+    values = mean.square().sum(-1) + (covariance - eye).square().sum((-1, -2))
+    return torch.where(samples > 0, values, 0.0).sum() / (samples > 0).sum().clamp(min=1)

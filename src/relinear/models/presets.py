@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from relinear.core.attachment import AttachmentConfig
-from relinear.core.config import nearest
+from relinear.core.config import nearest, shown
 from relinear.core.record import sync_record
 from relinear.models.head_bias import HeadBias
 
@@ -80,8 +80,8 @@ def preset_names() -> tuple[str, ...]:
 
 
 def _preset(name: str) -> _Preset:
-    if name not in _PRESETS:
-        raise ValueError(f"unknown preset {name!r}; {nearest(str(name), _PRESETS)}")
+    if not isinstance(name, str) or name not in _PRESETS:
+        raise ValueError(f"unknown preset {shown(name)}; {nearest(str(name), _PRESETS)}")
     return _PRESETS[name]
 
 

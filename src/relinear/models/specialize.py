@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from relinear.core.aux import named_operators
+from relinear.core.operator import NotLinearError, dense_in_float32
+
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
 
@@ -30,8 +33,9 @@ def specialize(
     """Read ``prefix_ids`` once, freeze y at its end, fold every T(.; y), and return what is left: a plain GPT-2.
 
     T follows a normalisation and precedes a projection W, b, so it goes into the latter: W A and W t + b for
-    T(x) = A x + t. The result has the x stream's width and nothing of the y stream; its logits are those of
-    ``model(ids, frozen_context=y)``. It is independent of ``model`` (no shared storage) and needs no relinear.
+    T(x) = A x + t. Operators in place of projections of the x stream are multiplied out first. The result has the x
+    stream's width and nothing of the y stream; its logits are those of ``model(ids, frozen_context=y)``. It is
+    independent of ``model`` (no shared storage) and needs no relinear.
 
     Args:
         model: a ``CGTForCausalLM``.
@@ -42,7 +46,7 @@ def specialize(
 
     Raises:
         ValueError: if the model is no CGT language model, the prefix is empty or a batch, both or neither of the two
-            sources are given, or no position is left.
+            sources are given, no position is left, or an operator in the x stream is no plain matrix.
     """
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -61,7 +65,7 @@ def specialize(
     stock: Any = GPT2LMHeadModel(GPT2Config(**settings))
     stock.to(device=model.device, dtype=model.dtype)
 
-    state = {name: value for name, value in model.state_dict().items() if _is_stock(name)}
+    state = _stock_state(model)
     state["transformer.wpe.weight"] = state["transformer.wpe.weight"][first_position:]
     blocks: Any = model.transformer.h
     for index, block in enumerate(blocks):
@@ -89,6 +93,25 @@ def _context(model: CGTForCausalLM, prefix_ids: Tensor | None, context: Tensor |
             f"the prefix has {ids.shape[1]} tokens, the model reads at most n_positions={model.config.n_positions}"
         )
     return model.context(ids.to(model.device))[0, -1]
+
+
+def _stock_state(model: CGTForCausalLM) -> dict[str, Tensor]:
+    """Parameters of the x stream by GPT-2's names; those of operators multiplied out."""
+    state = {name: value for name, value in model.state_dict().items() if _is_stock(name)}
+    for name, operator in named_operators(model):
+        if not _is_stock(name):
+            continue
+        try:
+            if operator.config.conditioned:
+                raise NotLinearError(f"{operator.config.kind} depends on the context of each token")
+            weight, bias = dense_in_float32(operator)
+        except NotLinearError as error:
+            raise ValueError(f"{name} cannot become a layer of a stock GPT-2: {error}") from error
+        state = {key: value for key, value in state.items() if not key.startswith(f"{name}.")}
+        state[f"{name}.weight"] = weight.T.contiguous() if operator.replaces_conv1d else weight
+        if bias is not None:
+            state[f"{name}.bias"] = bias
+    return state
 
 
 def _is_stock(name: str) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from relinear.core.config import check_at_least, register
 from relinear.core.dense_cache import dense_inference
+from relinear.core.held import HeldList
 from relinear.core.operator import Operator, OperatorConfig
 from relinear.functional.block_hadamard import (
     block_hadamard_dense,
@@ -35,9 +36,7 @@ class BlockHadamardLinear(Operator):
         kw = {"device": device, "dtype": dtype}
         k = config.blocks
         sizes = block_hadamard_sizes(in_features, out_features, k, config.depth)
-        self.blocks = nn.ParameterList(
-            nn.Parameter(torch.empty(k, n_out // k, n_in // k, **kw)) for n_in, n_out in sizes
-        )
+        self.blocks = HeldList(nn.Parameter(torch.empty(k, n_out // k, n_in // k, **kw)) for n_in, n_out in sizes)
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
         self.reset_parameters()
 
@@ -52,10 +51,10 @@ class BlockHadamardLinear(Operator):
 
     def forward(self, x: Tensor) -> Tensor:
         dense = dense_inference(self, x, prefers_dense)
-        return block_hadamard(x, list(self.blocks), self.out_features, self.bias) if dense is None else dense
+        return block_hadamard(x, self.blocks(), self.out_features, self.bias) if dense is None else dense
 
     def to_dense(self) -> Tensor:
-        return block_hadamard_dense(list(self.blocks), self.in_features)[: self.out_features]
+        return block_hadamard_dense(self.blocks(), self.in_features)[: self.out_features]
 
     @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:

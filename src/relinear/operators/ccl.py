@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from relinear.core.config import check_at_least, check_type, register
 from relinear.core.context import current_context
+from relinear.core.held import Held
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig
 from relinear.functional.ccl import ccl_dense, gate
 from relinear.functional.low_rank import low_rank_factors
@@ -35,6 +36,7 @@ class CCLLinear(Operator):
     """
 
     config: CCL
+    fixed_fan_in = ("mix", "trunk", "basis_gate", "output_gate")
 
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
         super().__init__(config, in_features, out_features)
@@ -43,11 +45,11 @@ class CCLLinear(Operator):
         self.basis = nn.Parameter(torch.empty(rank, in_features, **kw))
         self.mix = nn.Parameter(torch.empty(out_features, rank, **kw))
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
-        self.norm = nn.LayerNorm(rank, **kw) if config.norm else None
+        self.norm = Held(rank, **kw) if config.norm else None
         layers = itertools.pairwise(sizes) if config.conditioned else ()
-        self.trunk = nn.ModuleList([nn.Linear(a, b, **kw) for a, b in layers])
-        self.basis_gate = nn.Linear(sizes[-1], rank, **kw) if config.basis_gate else None
-        self.output_gate = nn.Linear(sizes[-1], out_features, **kw) if config.output_gate else None
+        self.trunk = nn.ModuleList([Held(b, a, **kw) for a, b in layers])
+        self.basis_gate = Held(rank, sizes[-1], **kw) if config.basis_gate else None
+        self.output_gate = Held(out_features, sizes[-1], **kw) if config.output_gate else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -78,7 +80,7 @@ class CCLLinear(Operator):
     def _features(self, context: Tensor) -> Tensor:
         features = context.to(self.basis.dtype)
         for layer in self.trunk:
-            features = F.gelu(layer(features))
+            features = F.gelu(F.linear(features, *layer()))
         return features
 
     def gates(self, context: Tensor | None = None) -> dict[str, Tensor]:
@@ -161,12 +163,12 @@ class CCLLinear(Operator):
 
 
 def _keep_variance(layer: Any, gain: float) -> None:
-    nn.init.normal_(layer.weight, std=gain / math.sqrt(layer.in_features))
+    nn.init.normal_(layer.weight, std=gain / math.sqrt(layer.weight.shape[1]))
     nn.init.zeros_(layer.bias)
 
 
 def _affine(layer: Any) -> tuple[Any, Any]:
-    return (None, None) if layer is None else (layer.weight, layer.bias)
+    return (None, None) if layer is None else layer()
 
 
 @register

@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
+from relinear.core.anatomy import is_checkpointing
 from relinear.core.attachment import AttachmentConfig
-from relinear.core.config import check_at_least, check_choice, check_type, register
+from relinear.core.config import check_at_least, check_choice, check_type, register, shown
 from relinear.core.context import ContextOwner, check_carries_context, conditioned_operators
+from relinear.core.operator import check_features
 from relinear.kernels.context_manager import linear_recurrence
 
 __all__ = ["ContextManager", "ContextState", "SharedContext"]
@@ -75,6 +77,10 @@ class ContextState(LinearAttentionLayer):
         )
 
 
+def _upcast(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class _Average(nn.Module):
     """Exponential moving averages, one learnt time constant a channel, measured in tokens."""
 
@@ -90,9 +96,9 @@ class _Average(nn.Module):
             self.log_timescale.copy_(torch.tensor(values))
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """(decay (C,), value (B, T, C)) of the recurrence, in float32."""
-        rate = torch.exp(-self.log_timescale.float())
-        return torch.exp(-rate), -torch.expm1(-rate) * features.float()
+        """(decay (C,), value (B, T, C)) of the recurrence, in float32 at least."""
+        rate = torch.exp(-_upcast(self.log_timescale))
+        return torch.exp(-rate), -torch.expm1(-rate) * _upcast(features)
 
     def flops_per_token(self) -> int:
         return 3 * self.log_timescale.numel()
@@ -111,9 +117,9 @@ class _GatedUnit(nn.Module):
         self.candidate.reset_parameters()
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """(decay (B, T, C), value (B, T, C)) of the recurrence, in float32."""
-        gate = torch.sigmoid(self.gate(features).float())
-        return 1 - gate, gate * torch.tanh(self.candidate(features).float())
+        """(decay (B, T, C), value (B, T, C)) of the recurrence, in float32 at least."""
+        gate = torch.sigmoid(_upcast(self.gate(features)))
+        return 1 - gate, gate * torch.tanh(_upcast(self.candidate(features)))
 
     def flops_per_token(self) -> int:
         return 4 * self.gate.in_features**2 + 4 * self.gate.in_features
@@ -126,8 +132,10 @@ class SharedContext(ContextOwner):
     """The module that ``ContextManager`` attaches: features of the token, memory of those before it, a small MLP.
 
     c_t = MLP(LayerNorm([e_t, s_t])), e_t the token's features, s_t the memory's state after token t; without s_t for
-    mixer="token". The state is kept in float32.
+    mixer="token". The state is kept in float32, in float64 for a model in float64.
     """
+
+    fixed_fan_in = ("memory", "hidden", "output")
 
     def __init__(self, config: ContextManager, vocabulary: int, hidden: int, **kw: Any) -> None:
         super().__init__()
@@ -177,11 +185,9 @@ class SharedContext(ContextOwner):
             starts: (B, T) or (1, T) True where a document begins, which the memory of the one before must not enter.
 
         Returns:
-            context (B, T, C) and state (B, C) in float32, None without a memory.
+            context (B, T, C) and state (B, C) in float32 at least, None without a memory.
         """
-        table = self.projection if self.embedding is None else self.embedding
-        assert table is not None
-        features = table(source)
+        features = self._features(source)
         if self.memory is not None:
             decay, value = self.memory(features)
             if starts is not None:
@@ -194,6 +200,17 @@ class SharedContext(ContextOwner):
             features = torch.cat([features, states.to(features.dtype)], dim=-1)
             state = states[:, -1]
         return self.output(F.gelu(self.hidden(self.norm(features)))), state
+
+    def _features(self, source: Tensor) -> Tensor:
+        """e_t (B, T, C) of token ids (B, T) or embeddings (B, T, H)."""
+        if self.embedding is None:
+            assert self.projection is not None
+            check_features(source, self.projection.in_features, self)
+            return self.projection(source)
+        if not isinstance(source, Tensor) or source.is_floating_point() or source.is_complex():
+            given = source.dtype if isinstance(source, Tensor) else shown(source)
+            raise ValueError(f"{type(self).__name__}, {self.config}: expected token ids (integers), got {given}")
+        return self.embedding(source)
 
     def contexts(self, base: Any, inputs: dict[str, Any]) -> Tensor:
         """The context of the base model's arguments; the state goes into, and comes from, its cache."""
@@ -216,7 +233,7 @@ class SharedContext(ContextOwner):
             raise ValueError(
                 "ContextManager(source='tokens') needs input_ids and got inputs_embeds; use source='embeddings'"
             )
-        known = base.get_input_embeddings().num_embeddings
+        known = base.get_input_embeddings().weight.shape[0]  # an adapter around the table shows its weight alone
         if known > self.embedding.num_embeddings:
             raise ValueError(
                 f"the model's vocabulary has grown to {known}, the context manager knows "
@@ -230,7 +247,7 @@ class SharedContext(ContextOwner):
 
 def _cache(base: Any, inputs: dict[str, Any]) -> Any:
     """The cache of this call; made here, where the model would make it, because the state must find a place in it."""
-    if base.training and getattr(base, "gradient_checkpointing", False):
+    if base.training and is_checkpointing(base):
         return None  # the model drops its cache as well
     cache = inputs.get("past_key_values")
     use_cache = inputs.get("use_cache")
@@ -340,4 +357,4 @@ class ContextManager(AttachmentConfig):
         owner = SharedContext(
             self, table.num_embeddings, table.embedding_dim, device=table.weight.device, dtype=table.weight.dtype
         )
-        owner.train(model.training).install(base)
+        owner.train(base.training).install(base)

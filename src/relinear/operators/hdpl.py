@@ -10,8 +10,10 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear as affine
 
 from relinear.core.config import check_at_least, check_choice, check_divides, register
+from relinear.core.held import Held
 from relinear.core.latents import Latent, LatentOperator
 from relinear.core.operator import OperatorConfig
 from relinear.functional.hdpl import (
@@ -39,18 +41,17 @@ class HDPLLinear(LatentOperator):
     """
 
     config: HDPL
-    _transient = (*LatentOperator._transient, "_metrics")
+    fixed_fan_in = ("decoder",)
 
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
         super().__init__(config, in_features, out_features)
         kw = {"device": device, "dtype": dtype}
         k = config.blocks
         self.blocks = nn.Parameter(torch.empty(k, out_features // k, in_features // k, **kw))
-        self.mu = nn.Linear(in_features, config.rank, **kw)
-        self.logvar = nn.Linear(in_features, config.rank, **kw)
-        self.decoder = nn.Linear(config.rank, out_features, bias=False, **kw)
+        self.mu = Held(config.rank, in_features, **kw)
+        self.logvar = Held(config.rank, in_features, **kw)
+        self.decoder = Held(out_features, config.rank, bias=False, **kw)
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
-        self._metrics: dict[str, Tensor] = {}
         self.reset_parameters()
 
     @property
@@ -82,17 +83,18 @@ class HDPLLinear(LatentOperator):
             # One draw for all tokens and dimensions, in at least float32, where the generator is fastest.
             dtype = torch.promote_types(x.dtype, torch.float32)
             noise = torch.randn(*x.shape[:-1], self.config.rank, device=x.device, dtype=dtype)
+        to_mu, to_logvar, decoder = self.mu(), self.logvar(), self.decoder()[0]
         tap = self._latent_tap
         if tap is None or not tap.edits:
-            weights = (self.mu.weight, self.mu.bias, self.logvar.weight, self.logvar.bias, self.decoder.weight)
+            weights = (to_mu[0], to_mu[1], to_logvar[0], to_logvar[1], decoder)
             y, z, mu, logvar = hdpl(x, self.blocks, *weights, self.bias, noise)
             if tap is not None:
-                tap(Latent(z, mu, self.logvar(x) if logvar is None else logvar))
+                tap(Latent(z, mu, affine(x, *to_logvar) if logvar is None else logvar))
         else:
-            mu, logvar = self.mu(x), self.logvar(x)
+            mu, logvar = affine(x, *to_mu), affine(x, *to_logvar)
             z = mu if noise is None else hdpl_sample(mu, logvar, noise)
             z = tap(Latent(z, mu, logvar))
-            y = hdpl_decode(x, z, self.blocks, self.decoder.weight, self.bias)
+            y = hdpl_decode(x, z, self.blocks, decoder, self.bias)
         if noise is not None and logvar is not None:
             self._regularise(mu, logvar)
         return y
@@ -109,13 +111,13 @@ class HDPLLinear(LatentOperator):
         else:
             divergence = loss = geometric_jsd(mu, logvar)
             clamped = torch.zeros_like(loss)
-        self._aux_losses = {"latent": config.beta * loss.mean()}
-        self._metrics = {"clamped": clamped.to(loss.dtype).mean().detach(), "divergence": divergence.mean().detach()}
+        self._aux_losses = {"latent": config.beta * loss}
+        self._metrics = {"clamped": clamped.to(loss.dtype).detach(), "divergence": divergence.detach()}
 
     def metrics(self) -> dict[str, Tensor]:
         """``clamped``: share of tokens (of token dimensions with free bits) whose regulariser has no gradient;
         ``divergence``: nats a token between posterior and prior, before any bound."""
-        return self._metrics
+        return super().metrics()
 
     @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:
@@ -157,7 +159,7 @@ class HDPL(OperatorConfig):
     Args:
         rank: R, latent dimensions of the context path.
         blocks: K, blocks of the detail path; must divide in_features and out_features.
-        beta: weight of the regulariser, a mean over tokens.
+        beta: weight of the regulariser, a mean over the tokens whose prediction counts in the model's loss.
         bound: how the divergence from the standard normal prior is bounded. "clamp" is the paper's: the KL of a token
             clamped at ln 2, which has no gradient for a clamped token (nearly all of them at the usual sizes; see the
             metric ``clamped``). "free_bits": each dimension's KL above ``free_nats``. "geometric_jsd": the closed form

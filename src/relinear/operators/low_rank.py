@@ -29,6 +29,7 @@ class LowRankLinear(Operator):
     """y = (x down^T) up^T + bias; parameters ``down`` (R, I), ``up`` (O, R), optional ``bias`` (O,)."""
 
     config: LowRank
+    fixed_fan_in = ("up",)
 
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
         super().__init__(config, in_features, out_features)

@@ -35,6 +35,11 @@ class MonarchLinear(Operator):
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
         self.reset_parameters()
 
+    @property
+    def fixed_fan_in(self) -> tuple[str, ...]:  # type: ignore[override]
+        """``left`` sums over K R, which grows with the layer where the settings leave R to it."""
+        return () if self.config.rank is None else ("left",)
+
     def reset_parameters(self) -> None:
         """Both factors with variance 1 / fan-in: unit-variance inputs give unit-variance outputs; zero bias."""
         for factor in (self.right, self.left):

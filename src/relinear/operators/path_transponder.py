@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from relinear.core.anatomy import paths
 from relinear.core.attachment import AttachmentConfig
-from relinear.core.blocks import sub_blocks
-from relinear.core.config import register
+from relinear.core.config import layer_indices, register
+from relinear.core.operator import check_features
 from relinear.operators.transponder import ModulatorSettings, build_modulator
 
 __all__ = ["PathTransponder"]
@@ -22,6 +23,8 @@ _NAME = "relinear_modulator"
 def modulate_output(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of a sub-block: scale what it returns (a tensor, or a tuple that starts with one)."""
     x = args[0] if args else kwargs["hidden_states"]
+    # a narrower output would be stretched over the stream's width
+    check_features(output[0] if isinstance(output, tuple) else output, x.shape[-1], module)
     if isinstance(output, tuple):
         return (module.relinear_modulator(x, output[0]), *output[1:])  # type: ignore[operator]
     return module.relinear_modulator(x, output)  # type: ignore[operator]
@@ -53,11 +56,11 @@ class PathTransponder(ModulatorSettings, AttachmentConfig):
         if not self.attention and not self.mlp:
             raise ValueError("a path-level modulator needs attention=True, mlp=True or both")
         if self.layers is not None:
-            object.__setattr__(self, "layers", tuple(self.layers))
+            object.__setattr__(self, "layers", layer_indices(self.layers))
 
     def _targets(self, model: nn.Module) -> list[nn.Module]:
         wanted = {"attention": self.attention, "mlp": self.mlp}
-        return [block.module for block in sub_blocks(model, self.layers) if wanted[block.role]]
+        return [path.module for path in paths(model, self.layers) if wanted[path.role]]
 
     def check(self, model: nn.Module) -> None:
         for module in self._targets(model):

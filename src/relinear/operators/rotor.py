@@ -298,7 +298,7 @@ class RotorLinear(Operator):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for stage in (self.entry,) if self.exit is None else self._stages():
-            x = stage.forward(x)  # a call of the module would take longer than a small product
+            x = stage(x)
         return x if self.bias is None else x + self.bias.to(x.dtype)
 
     def to_dense(self) -> Tensor:

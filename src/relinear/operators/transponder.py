@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import check_at_least, check_choice, check_type, register
+from relinear.core.held import is_bare, is_plain_linear
 from relinear.core.operator import NotLinearError
 from relinear.core.parameter_cache import CachingModule
 from relinear.core.wrapper import Wrapper, WrapperConfig
@@ -51,6 +52,7 @@ class Modulator(CachingModule, _Alphas):
     both say that there are none. ``forward(x, z)`` takes the input (..., I) and the output (..., O) of the layer.
     """
 
+    fixed_fan_in = ("channel_up", "scalar_up")
     channel_up: nn.Parameter | None
     scalar_up: nn.Parameter | None
     channel_log_alpha: nn.Parameter | None
@@ -250,10 +252,10 @@ class TransponderLinear(Wrapper):
         self.modulator.reset_parameters(identity=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        plain = type(self.base) is nn.Linear and isinstance(self.modulator, Modulator)
-        if plain and not _has_hooks(self.base) and not _has_hooks(self.modulator):
-            return self.modulator.after_linear(x, self.base)
-        return self.modulator(x, self.base(x))
+        base, modulator = self.base, self.modulator
+        if type(modulator) is Modulator and is_plain_linear(base) and is_bare(modulator):
+            return modulator.after_linear(x, base)
+        return modulator(x, base(x))
 
     def _static_gate(self) -> Tensor:
         gate = self.modulator.static_gate()
@@ -275,11 +277,6 @@ class TransponderLinear(Wrapper):
 
     def flops_per_token(self) -> int:
         return self.base_flops_per_token() + self.modulator.flops_per_token()
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(bool(given) for given in hooks)
 
 
 @register

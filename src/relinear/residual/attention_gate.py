@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from relinear.core.anatomy import SubBlock, sub_blocks
 from relinear.core.attachment import AttachmentConfig
-from relinear.core.blocks import SubBlock, sub_blocks
 from relinear.core.config import check_choice, register
-from relinear.core.operator import is_linear, linear_features
+from relinear.core.operator import check_features, is_linear, linear_features
 from relinear.residual.junction import reference_parameter
 
 __all__ = ["SDPAGate"]
@@ -33,6 +33,8 @@ class _Gate(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        check_features(x, self.weight.shape[1], self)
+        check_features(y, self.channels, self)
         wide = torch.promote_types(y.dtype, torch.float32)
         gate = torch.sigmoid(torch.nn.functional.linear(x, self.weight).to(wide))
         grouped = y.unflatten(-1, (self.weight.shape[0], -1))

@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from relinear.core.anatomy import SubBlock, sub_blocks
 from relinear.core.attachment import AttachmentConfig, attachments
-from relinear.core.blocks import SubBlock, sub_blocks
 
-__all__ = ["SITE", "Junction", "ResidualConfig", "reference_parameter"]
+__all__ = ["SITE", "Junction", "ResidualConfig", "check_meets", "reference_parameter"]
 
 #: name of the submodule that holds what a residual method learns
 SITE = "relinear_residual"
@@ -50,12 +50,22 @@ class Junction:
         assert stream is not None, "the norm of this sub-block has not run"
         site = getattr(self.owner, self.name)
         if isinstance(output, tuple):
-            return (site(stream, output[0]), *output[1:])
-        return site(stream, output)
+            return (site(stream, check_meets(stream, output[0], module)), *output[1:])
+        return site(stream, check_meets(stream, output, module))
 
     def __getstate__(self) -> dict[str, Any]:
         # A forward that failed half-way may have left a tensor with a graph, which cannot be copied.
         return self.__dict__ | {"stream": None}
+
+
+def check_meets(stream: Tensor, output: Tensor, module: nn.Module) -> Tensor:
+    """``output`` of the sub-block ``module`` if it has the stream's shape; ValueError where it would broadcast."""
+    if output.shape != stream.shape:
+        raise ValueError(
+            f"{type(module).__name__} returned shape {tuple(output.shape)}, but the residual stream that it meets has "
+            f"shape {tuple(stream.shape)}; whatever is put into the sub-block must keep that shape"
+        )
+    return output
 
 
 def reference_parameter(module: nn.Module) -> nn.Parameter:

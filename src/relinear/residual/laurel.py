@@ -16,9 +16,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from relinear.core.blocks import SubBlock, decoder, sub_blocks
+from relinear.core.anatomy import SubBlock, decoder, sub_blocks
 from relinear.core.config import check_at_least, check_choice, check_type, register
-from relinear.residual.junction import SITE, Junction, ResidualConfig, reference_parameter
+from relinear.core.handover import check_hands_over, finish, hand_over, start
+from relinear.residual.junction import SITE, Junction, ResidualConfig, check_meets, reference_parameter
 
 __all__ = ["LaurelLR", "LaurelPA", "LaurelRW"]
 
@@ -47,6 +48,8 @@ class _LowRank(nn.Module):
     A starts with orthogonal columns, A^T[i, j] = 1 / sqrt(R D) where i mod R = j, B at zero (Section 3.3).
     """
 
+    fixed_fan_in = ("up",)
+
     def __init__(self, width: int, rank: int, kw: dict[str, Any]):
         super().__init__()
         start = torch.zeros(rank, width)
@@ -57,12 +60,17 @@ class _LowRank(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(torch.nn.functional.linear(x, self.down), self.up)
 
+    def flops_per_token(self) -> int:
+        """Of the two products."""
+        return 2 * (self.down.numel() + self.up.numel())
 
-class _Weighted(nn.Module):
+
+class LaurelSite(nn.Module):
     """Returns alpha y + (beta - 1) x + beta B A x; the low-rank part only where there is a rank."""
 
     def __init__(self, width: int, normalize: str | None, rank: int | None, kw: dict[str, Any]):
         super().__init__()
+        self.width = width
         self.weights = None if normalize is None else _Weights(normalize, kw)
         self.low_rank = None if rank is None else _LowRank(width, rank, kw)
 
@@ -74,6 +82,13 @@ class _Weighted(nn.Module):
         out = alpha * y + (beta - 1) * x
         return out if extra is None else out + beta * extra
 
+    def flops_per_token(self) -> int:
+        """Of the low-rank products and of the weighted sum; the layer's own addition to the stream is not ours."""
+        weighted = 0 if self.weights is None else 3 * self.width
+        if self.low_rank is None:
+            return weighted
+        return weighted + self.low_rank.flops_per_token() + (1 if self.weights is None else 2) * self.width
+
 
 def _kw(block: SubBlock) -> dict[str, Any]:
     reference = reference_parameter(block.module)
@@ -81,9 +96,9 @@ def _kw(block: SubBlock) -> dict[str, Any]:
 
 
 def _width(block: SubBlock) -> int:
-    weight = getattr(block.norm, "weight", None)
-    assert weight is not None, "a stock norm has a weight"
-    return int(weight.numel())
+    norm: Any = block.norm
+    weight = getattr(norm, "weight", None)
+    return int(norm.normalized_shape[-1] if weight is None else weight.numel())  # OLMo's norms have no weight
 
 
 def _check_rank(rank: int, model: nn.Module) -> None:
@@ -112,7 +127,7 @@ class LaurelRW(ResidualConfig):
         check_choice("normalize", self.normalize, ("softmax", "sigmoid"))
 
     def site(self, block: SubBlock, index: int, count: int) -> nn.Module:
-        return _Weighted(_width(block), self.normalize, None, _kw(block))
+        return LaurelSite(_width(block), self.normalize, None, _kw(block))
 
 
 @register
@@ -142,10 +157,10 @@ class LaurelLR(ResidualConfig):
         _check_rank(self.rank, model)
 
     def site(self, block: SubBlock, index: int, count: int) -> nn.Module:
-        return _Weighted(_width(block), self.normalize if self.weights else None, self.rank, _kw(block))
+        return LaurelSite(_width(block), self.normalize if self.weights else None, self.rank, _kw(block))
 
 
-class _Previous(nn.Module):
+class LaurelPreviousSite(nn.Module):
     """Returns y + sum_j gamma_j h(x_{i-j}) for the streams x_i, x_{i-1}, ... that there are.
 
     gamma (K,) starts at 1 / K beside a low-rank h (whose B starts at zero), and at 0 beside the identity.
@@ -153,6 +168,7 @@ class _Previous(nn.Module):
 
     def __init__(self, width: int, rank: int | None, streams: int, kw: dict[str, Any]):
         super().__init__()
+        self.width = width
         self.low_rank = None if rank is None else _LowRank(width, rank, kw)
         self.gamma = nn.Parameter(torch.full((streams,), 0.0 if rank is None else 1 / streams, **kw))
 
@@ -161,44 +177,74 @@ class _Previous(nn.Module):
         mixed = sum(gamma * x for gamma, x in zip(self.gamma, streams, strict=True))
         return y + (mixed if self.low_rank is None else self.low_rank(mixed))
 
+    def flops_per_token(self) -> int:
+        """Of the weighted sum of the streams, of h, and of adding it to y."""
+        mixing = 2 * self.gamma.numel() * self.width
+        return mixing + (0 if self.low_rank is None else self.low_rank.flops_per_token() + self.width)
+
+
+class _Streams:
+    """The streams x_i of one forward, by i; every layer is handed the same one.
+
+    No dictionary: where accelerate moves weights and arguments, layers get a copy of every dictionary.
+    """
+
+    def __init__(self) -> None:
+        self.by_index: dict[int, Tensor] = {}
+
+    def __setitem__(self, index: int, stream: Tensor) -> None:
+        self.by_index[index] = stream
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.by_index[index]
+
 
 def share_streams(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of the decoder: a dictionary of this forward's streams, which every layer is handed.
+    """Forward pre-hook of the decoder: give this forward a place for its streams."""
+    return args, start(_STREAMS, _Streams(), kwargs)
 
-    As a keyword argument it belongs to one forward alone, also when gradient checkpointing runs a layer again after
-    another forward has begun.
-    """
-    return args, kwargs | {_STREAMS: {}}
+
+def drop_streams(model: nn.Module, args: tuple, output: Any) -> None:
+    """Forward hook of the decoder: the forward is over."""
+    finish(_STREAMS)
+
+
+class _Received:
+    """What the layers were handed, by layer, until they have used it."""
+
+    def __init__(self) -> None:
+        self.by_layer: dict[int, _Streams] = {}
+
+    def receive(self, layer: int, streams: _Streams) -> None:
+        """Keep the streams of a forward for a layer that starts."""
+        self.by_layer[layer] = streams
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Streams have a graph, and belong to a forward that a copy has never seen.
+        return {"by_layer": {}}
 
 
 class _PreviousJunction(Junction):
-    """A junction that reads earlier streams. Both of a layer share ``layer``, where the attention's leaves them."""
+    """A junction that reads earlier streams, of those that its layer has received."""
 
-    def __init__(self, owner: nn.Module, index: int, previous: int, layer: dict[str, Any]) -> None:
+    def __init__(self, owner: nn.Module, index: int, previous: int, received: _Received) -> None:
         super().__init__(owner)
-        self.index, self.previous, self.layer = index, previous, layer
-
-    def receive(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Forward pre-hook of the attention: take the streams out of the keyword arguments."""
-        kwargs = dict(kwargs)
-        self.layer[_STREAMS] = kwargs.pop(_STREAMS)
-        return args, kwargs
+        self.index, self.previous, self.received = index, previous, received
 
     def leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        streams = self.layer[_STREAMS]
-        streams[self.index] = self.stream
-        self.stream = None
-        seen = [streams[self.index - j] for j in range(min(self.previous, self.index + 1))]
+        layer = self.index // 2
+        streams = self.received.by_layer[layer]
+        stream, self.stream = self.stream, None
+        assert stream is not None, "the norm of this sub-block has not run"
+        streams[self.index] = stream
+        # layers may be on several devices
+        seen = [streams[self.index - j].to(stream.device) for j in range(min(self.previous, self.index + 1))]
         if self.index % 2:  # the layer's last use of them
-            del self.layer[_STREAMS]
+            del self.received.by_layer[layer]
         site = getattr(self.owner, self.name)
         if isinstance(output, tuple):
-            return (site(seen, output[0]), *output[1:])
-        return site(seen, output)
-
-    def __getstate__(self) -> dict[str, Any]:
-        self.layer.pop(_STREAMS, None)
-        return super().__getstate__()
+            return (site(seen, check_meets(seen[0], output[0], module)), *output[1:])
+        return site(seen, check_meets(seen[0], output, module))
 
 
 @register
@@ -226,20 +272,19 @@ class LaurelPA(ResidualConfig):
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
+        check_hands_over(model)
         if self.rank is not None:
             _check_rank(self.rank, model)
 
     def attach(self, model: nn.Module) -> None:
-        decoder(model).register_forward_pre_hook(share_streams, with_kwargs=True)
-        layer: dict[str, Any] = {}
+        received = _Received()
+        runner = decoder(model)
+        runner.register_forward_pre_hook(share_streams, with_kwargs=True)
+        runner.register_forward_hook(drop_streams)
+        hand_over(model, _STREAMS, received.receive)
         for index, block in enumerate(sub_blocks(model)):
             streams = min(self.previous, index + 1)
-            site = _Previous(_width(block), self.rank, streams, _kw(block))
+            site = LaurelPreviousSite(_width(block), self.rank, streams, _kw(block))
             reference = reference_parameter(block.module)
             block.module.add_module(SITE, site.train(block.module.training).requires_grad_(reference.requires_grad))
-            if block.role == "attention":
-                layer = {}
-            junction = _PreviousJunction(block.module, index, self.previous, layer)
-            self.connect(block, junction)
-            if block.role == "attention":
-                block.module.register_forward_pre_hook(junction.receive, with_kwargs=True)
+            self.connect(block, _PreviousJunction(block.module, index, self.previous, received))

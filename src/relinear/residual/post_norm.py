@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from relinear.core.blocks import SubBlock, decoder, sub_blocks
+from relinear.core.anatomy import SubBlock, decoder, sub_blocks
 from relinear.core.config import check_type, register
 from relinear.core.operator import Operator, is_conv1d
 from relinear.core.wrapper import Wrapper

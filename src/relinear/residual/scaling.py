@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from relinear.core.blocks import sub_blocks
+from relinear.core.anatomy import sub_blocks
 from relinear.core.config import check_type, register
 from relinear.residual.junction import SITE, Junction, ResidualConfig, reference_parameter
 

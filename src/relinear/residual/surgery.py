@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from relinear.core.attachment import AttachmentConfig
-from relinear.core.config import nearest
+from relinear.core.config import nearest, shown
+from relinear.core.operator import check_model
 from relinear.core.record import sync_record
 from relinear.residual.attention_gate import SDPAGate
 from relinear.residual.junction import ResidualConfig
@@ -29,20 +30,22 @@ def residual_(model: nn.Module, method: str | AttachmentConfig) -> None:
 
     Args:
         model: a Hugging Face decoder with Llama's, Mistral's, Qwen2's, Qwen3's or GPT-2's layers.
-        method: a config, or a kind, with that method's defaults ("rezero", "deepnorm", "layernorm_scaling",
-            "laurel_rw", "laurel_lr", "laurel_pa", "post_ln", "sdpa_gate").
+        method: a config; or text as on the command line, ``"laurel_lr:rank=16"``, which may be the kind alone
+            ("rezero", "deepnorm", "layernorm_scaling", "laurel_rw", "laurel_lr", "laurel_pa", "post_ln", "sdpa_gate").
 
     Raises:
         ValueError: for an unknown kind, a model with other layers, or one that already has a residual method. Nothing
             has changed then.
     """
+    check_model(model, "residual_")
     if isinstance(method, str):
         known = residual_methods()
-        kind = method.replace("-", "_")
+        written, colon, settings = method.partition(":")
+        kind = written.strip().replace("-", "_")
         if kind not in known:
-            raise ValueError(f"unknown residual method {method!r}; {nearest(kind, known)}")
-        method = known[kind]()
+            raise ValueError(f"unknown residual method {shown(written)}; {nearest(kind, known)}")
+        method = AttachmentConfig.read(kind + colon + settings)
     if not isinstance(method, AttachmentConfig):
-        raise ValueError(f"expected a residual method such as relinear.ReZero() or its kind, got {method!r}")
+        raise ValueError(f"expected a residual method such as relinear.ReZero() or its kind, got {shown(method)}")
     method.apply_(model)
     sync_record(model)

@@ -7,15 +7,16 @@ travel in ``config.json`` under ``quantization_config``, the weights in safetens
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -24,12 +25,15 @@ from relinear.core.aux import named_operators
 from relinear.core.config import nearest
 from relinear.core.operator import OperatorConfig, is_linear
 from relinear.core.record import FORMAT_VERSION, METHOD, sync_record
+from relinear.surgery.card import is_own_card
+from relinear.surgery.saved_config import as_in_memory_
 from relinear.surgery.select import OWN_PREFIX
 from relinear.surgery.swap import swap_module
 from relinear.system.files import atomic_directory
 
 __all__ = ["RelinearConfig", "RelinearQuantizer", "from_pretrained", "rebuild_", "save_pretrained"]
 
+_T = TypeVar("_T")
 _KEYS = {"quant_method", "format_version", "operators", "attachments"}
 
 
@@ -73,6 +77,11 @@ class RelinearQuantizer(HfQuantizer):
         if not self.pre_quantized:
             raise ValueError("operators come with a checkpoint; to add them, load the model, then relinear.replace_")
 
+    def update_attn_implementation(self, config: Any) -> Any:
+        """The one hook that sees the config before anything is read from it; clears what only the file needs."""
+        as_in_memory_(config)
+        return config
+
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         rebuild_(model, self.quantization_config)
         # Some models initialise children by name (GPT-2: ``self.c_proj.weight``), also when nothing is missing. What
@@ -82,7 +91,7 @@ class RelinearQuantizer(HfQuantizer):
                 operator.__dict__["weight"] = _loaded_placeholder()
         files = kwargs.get("checkpoint_files")
         if files:
-            _check_keys(model, files)
+            _check_own_weights(model, files)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -116,8 +125,11 @@ def _loaded_placeholder() -> torch.Tensor:
     return placeholder
 
 
-def _skeleton_name(model: Any, name: str) -> str:
-    """``name`` as it is called in ``model``: the base-model prefix comes and goes between AutoModel classes."""
+def _skeleton_name(model: Any, name: str) -> str | None:
+    """``name`` as it is called in ``model``: the base-model prefix comes and goes between AutoModel classes.
+
+    None for a layer of the head if ``model`` is for another task than the one that was saved, so has another head.
+    """
     prefix = getattr(model, "base_model_prefix", "")
     candidates = [name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"]
     for candidate in candidates:
@@ -126,6 +138,9 @@ def _skeleton_name(model: Any, name: str) -> str:
                 return candidate
         except AttributeError:
             continue
+    saved_as = getattr(getattr(model, "config", None), "architectures", None)
+    if prefix and not name.startswith(f"{prefix}.") and saved_as and type(model).__name__ not in saved_as:
+        return None
     known = [key for key, module in model.named_modules() if is_linear(module)]
     raise ValueError(
         f"the checkpoint has an operator at {name!r}, but {type(model).__name__} has no linear layer there; "
@@ -141,52 +156,66 @@ def rebuild_(model: nn.Module, settings: RelinearConfig) -> None:
     """
     for setting in settings.attachments:
         AttachmentConfig.from_dict(setting).apply_(model)
-    named = {_skeleton_name(model, name): OperatorConfig.from_dict(s) for name, s in settings.operators.items()}
+    named = [(_skeleton_name(model, name), OperatorConfig.from_dict(s)) for name, s in settings.operators.items()]
     modules = list(model.named_modules(remove_duplicate=False))
-    for name, config in named.items():
+    for name, config in named:
+        if name is None:
+            continue
         source = model.get_submodule(name)
         operator = config.convert(source)
         swap_module(model, [alias for alias, module in modules if module is source], source, operator)
     sync_record(model)
 
 
-def _stored_keys(files: list[str]) -> set[str]:
-    keys: set[str] = set()
+def _stored_shapes(files: Iterable[str | Path]) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         if not str(file).endswith(".safetensors"):
             raise ValueError(f"{file}: relinear loads weights from safetensors only")
         try:
             with safe_open(file, framework="pt") as tensors:
-                keys.update(tensors.keys())
+                shapes.update({key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()})  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged or cut off ({error}); restore it from a copy") from error
-    return keys
+    return shapes
 
 
-def _check_keys(model: Any, files: list[str]) -> None:
-    """Refuse a checkpoint with missing keys, or with unknown ones where operators or attached parts live."""
-    stored = _stored_keys(files)
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+def _named_as_in_model(model: Any, stored: Mapping[str, _T]) -> dict[str, _T]:
+    """``stored`` under the names that transformers will look for in ``model``: it stores some models under others."""
+    steps = get_model_conversion_mapping(model)
+    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
+    converters = [step for step in steps if isinstance(step, WeightConverter)]
+    expected, prefix = model.state_dict(), model.base_model_prefix
+    named = {}
+    for key in sorted(stored, key=dot_natural_key):
+        name, _ = rename_source_key(key, renamings, converters, prefix, expected)
+        if name not in expected and key in expected:  # as transformers does: the pattern meant another key
+            name = key
+        named[name] = stored[key]
+    return named
+
+
+def _check_own_weights(model: Any, files: list[str]) -> None:
+    """Refuse a checkpoint whose operators and attached parts have not exactly the weights that their record asks for.
+
+    What else is missing or unknown (a fresh head for another task, say) is left to transformers.
+    """
     own = [name + "." for name, _ in named_operators(model)]
     own += [name + "." for name, _ in model.named_modules() if name.rpartition(".")[2].startswith(OWN_PREFIX)]
-    expected = set(model.state_dict())
-    # A head model read from a base model's checkpoint, or the reverse, differs by this prefix.
-    if not any(key in expected for key in stored):
-        add = any(prefix + key in expected for key in stored)
-        stored = {prefix + key if add else key.removeprefix(prefix) for key in stored}
-    elif not any(key.startswith(prefix) for key in expected):
-        stored = {key.removeprefix(prefix) for key in stored}
-    # Models with converters (merged experts) store under other names than they use.
-    converted = any(isinstance(step, WeightConverter) for step in get_model_conversion_mapping(model))
-    tied = set(getattr(model, "all_tied_weights_keys", {}))
-    missing = [k for k in expected - stored - tied if not converted or k.startswith(tuple(own))]
-    unknown = [key for key in stored - expected if key.startswith(tuple(own))]
-    if missing or unknown:
-        parts = [f"missing {_some(missing)}"] * bool(missing) + [f"unknown {_some(unknown)}"] * bool(unknown)
-        raise ValueError(f"the checkpoint does not fit its own record of operators: {'; '.join(parts)}")
+    stored = {k: v for k, v in _named_as_in_model(model, _stored_shapes(files)).items() if k.startswith(tuple(own))}
+    expected = {k: tuple(v.shape) for k, v in model.state_dict().items() if k.startswith(tuple(own))}
+    missing = expected.keys() - stored.keys() - set(getattr(model, "all_tied_weights_keys", {}))
+    unknown = stored.keys() - expected.keys()
+    other = [f"{key} {stored[key]} for {size}" for key, size in expected.items() if stored.get(key, size) != size]
+    found = {"missing": missing, "unknown": unknown, "of another shape": other}
+    if any(found.values()):
+        parts = "; ".join(f"{what} {_some(keys)}" for what, keys in found.items() if keys)
+        raise ValueError(
+            f"the checkpoint does not fit its own record of operators (quantization_config in config.json): {parts}"
+        )
 
 
-def _some(keys: list[str], count: int = 6) -> str:
+def _some(keys: Iterable[str], count: int = 6) -> str:
     keys = sorted(keys)
     more = f" and {len(keys) - count} more" if len(keys) > count else ""
     return ", ".join(keys[:count]) + more
@@ -215,7 +244,7 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
             json.loads((path / "config.json").read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{path / 'config.json'} is not valid JSON: {error}") from error
-        _stored_keys([str(file) for file in sorted(path.glob("*.safetensors"))])
+        _stored_shapes(sorted(path.glob("*.safetensors")))
     loader: Any = auto_class or AutoModelForCausalLM
     model, info = loader.from_pretrained(directory, output_loading_info=True, **kwargs)
     found = {what: sorted(map(str, info[what])) for what in _PROBLEMS if info.get(what)}
@@ -238,12 +267,28 @@ def save_pretrained(model: Any, directory: str | Path, *, tokenizer: Any = None,
     Args:
         model: a Hugging Face model, with or without operators.
         directory: where to write.
-        tokenizer: saved along if given.
+        tokenizer: saved along if given. What ends and pads a text is then written into the model's config too: for a
+            model that was built from a config whatever the tokenizer says, else where the config says nothing.
         **kwargs: handed to ``model.save_pretrained`` (``max_shard_size``, ...).
     """
     with atomic_directory(directory) as temporary:
         sync_record(model)
+        if tokenizer is not None:
+            _take_special_tokens_(model, tokenizer)
+        card = Path(directory) / "README.md"
+        if not is_own_card(card):
+            shutil.copyfile(card, temporary / card.name)
         model.save_pretrained(temporary, **kwargs)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
     return Path(directory)
+
+
+def _take_special_tokens_(model: Any, tokenizer: Any) -> None:
+    """Without them ``generate`` neither stops nor pads where this tokenizer does."""
+    built = not getattr(model.config, "_name_or_path", "")  # its ids are the defaults of the config's class
+    for holder in (model.config, getattr(model, "generation_config", None)):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            token = getattr(tokenizer, name, None)
+            if holder is not None and token is not None and (built or getattr(holder, name, None) is None):
+                setattr(holder, name, token)

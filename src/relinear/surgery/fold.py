@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.aux import named_operators
-from relinear.core.operator import NotLinearError, Operator, dense_in_float32
+from relinear.core.modes import evaluating
+from relinear.core.operator import NotLinearError, Operator, check_model, dense_in_float32
 from relinear.core.record import sync_record
 from relinear.surgery.swap import swap_module
 
@@ -47,6 +48,7 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
     Raises:
         ValueError: if the model is itself an operator, or holds no operator. Nothing has changed then.
     """
+    check_model(model, "fold_")
     found = dict(named_operators(model))
     if not found:
         raise ValueError("the model holds no relinear operator: nothing to fold")
@@ -109,12 +111,8 @@ def _logits(model: Any, inputs: Tensor | dict[str, Tensor] | None) -> Tensor | N
     if inputs is None:
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randint(vocabulary, (2, 16), generator=generator).to(parameter.device)
-    mode = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
-    finally:
-        model.train(mode)
     logits = getattr(output, "logits", None)
     if logits is None:
         logits = output if isinstance(output, Tensor) else output[0]

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from relinear.core.config import nearest
-from relinear.surgery.select import matches
+from relinear.core.config import nearest, shown
+from relinear.core.operator import check_model
+from relinear.surgery.select import check_patterns, matches
 
 __all__ = ["train_only_"]
 
@@ -29,7 +30,9 @@ def train_only_(model: nn.Module, patterns: str | Iterable[str]) -> int:
     Raises:
         ValueError: if a pattern names nothing that has parameters; nothing has changed then.
     """
+    check_model(model, "train_only_")
     wanted = [patterns] if isinstance(patterns, str) else list(patterns)
+    check_patterns(wanted)
     chosen: set[int] = set()
     for pattern in wanted:
         hits = [module for name, module in model.named_modules() if name and matches(pattern, name)]
@@ -40,7 +43,7 @@ def train_only_(model: nn.Module, patterns: str | Iterable[str]) -> int:
                 name for name, module in model.named_modules() if name and next(module.parameters(), None) is not None
             ]
             parts = {name.rpartition(".")[2] for name in known if not name.rpartition(".")[2].isdigit()}
-            raise ValueError(f"pattern {pattern!r} names no parameters; {nearest(pattern, sorted(parts))}")
+            raise ValueError(f"pattern {shown(pattern)} names no parameters; {nearest(pattern, sorted(parts))}")
         chosen |= found
     if not chosen:
         raise ValueError("train_only_ needs at least one pattern")

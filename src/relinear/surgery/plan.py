@@ -8,16 +8,22 @@ from typing import Any
 
 from torch import nn
 
+from relinear.core.adapters import has_adapters, say_adapters_leave_out, train_new_parameters
 from relinear.core.attachment import AttachmentConfig
-from relinear.core.config import check_choice
+from relinear.core.config import check_choice, shown
 from relinear.core.context import check_conditioned
-from relinear.core.operator import Init, OperatorConfig, linear_features
+from relinear.core.operator import Init, OperatorConfig, check_model, linear_features
+from relinear.core.readers import reader_of_weight
 from relinear.core.record import METHOD, sync_record
-from relinear.surgery.select import Target, is_tied, select_targets
+from relinear.surgery.coverage import warn_of_gaps
+from relinear.surgery.select import ALL_LINEAR, Target, is_tied, select_targets
 from relinear.surgery.summary import Summary, module_flops, module_parameters, summary
 from relinear.surgery.swap import swap_module
 
 __all__ = ["Plan", "Replacement", "attach_", "plan", "replace_"]
+
+#: text in place of None, as on the command line
+_LEFT_ALONE = ("none", "dense")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +43,15 @@ class Replacement:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What ``replace_`` would do; nothing has changed yet. Printing it shows a line a layer."""
+    """What ``replace_`` would do; nothing has changed yet. Printing it shows a line a layer.
+
+    left: why each other linear layer stays as it is, by name.
+    """
 
     model: nn.Module
     replacements: tuple[Replacement, ...]
     init: Init
+    left: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{len(self.replacements)} layers to replace (init={self.init}):"]
@@ -59,17 +69,25 @@ class Plan:
         before = {
             r.name: (module_parameters(r.target.module), module_flops(r.target.module)) for r in self.replacements
         }
+        known = {id(parameter) for parameter in self.model.parameters()}
         operators = [r.config.convert(r.target.module, self.init) for r in self.replacements]
         for replacement, operator in zip(self.replacements, operators, strict=True):
             target = replacement.target
             swap_module(self.model, (target.name, *target.aliases), target.module, operator)
         sync_record(self.model)
-        return summary(self.model, before=before)
+        if has_adapters(self.model) and operators:
+            if self.init == "fresh":
+                train_new_parameters(self.model, known)
+            say_adapters_leave_out(f"{len(operators)} operators", [r.name for r in self.replacements])
+        result = summary(self.model, before=before, left=self.left)
+        if any(r.target.pattern == ALL_LINEAR for r in self.replacements):
+            warn_of_gaps(result.coverage)
+        return result
 
 
 def plan(
     model: nn.Module,
-    mapping: Mapping[str, OperatorConfig | None],
+    mapping: Mapping[str, OperatorConfig | str | None],
     *,
     layers: Iterable[int] | int | None = None,
     exclude: str | Iterable[str] | None = None,
@@ -82,7 +100,8 @@ def plan(
         model: any ``nn.Module``; names are those of ``model.named_modules()``.
         mapping: pattern -> operator config. A plain key is an exact name or a dotted suffix ("q_proj"), anything else
             a regular expression matched in full, ``"all-linear"`` everything but the output head. The first match wins;
-            ``None`` leaves the layer alone.
+            ``None`` leaves the layer alone. A config may be written as text, as on the command line:
+            ``"low_rank:rank=8"``.
         layers: indices of decoder layers to stay within (negative ones count from the end); all by default.
         exclude: patterns of layers to leave alone.
         filter_fn: ``filter_fn(module, name) -> bool``; False leaves the layer alone.
@@ -92,28 +111,41 @@ def plan(
         ValueError: a pattern without a match (with the nearest names), a size that the operator cannot take, a tied
             weight, a root that is itself a linear layer, a quantized model, an operator that cannot be fitted.
     """
+    check_model(model, "surgery (plan, replace_)")
     check_choice("init", init, ("fresh", "from_weight"))
     if not isinstance(mapping, Mapping) or not mapping:
-        raise ValueError(f"mapping must be a non-empty dict of pattern -> operator config, got {mapping!r}")
-    for pattern, config in mapping.items():
-        if config is not None and not isinstance(config, OperatorConfig):
-            raise ValueError(
-                f"{pattern!r} must map to an operator config (relinear.LowRank(), ...) or None, not {config!r}"
-            )
+        raise ValueError(f"mapping must be a non-empty dict of pattern -> operator config, got {shown(mapping)}")
+    configs = {pattern: _operator_config(pattern, setting) for pattern, setting in mapping.items()}
     _refuse_quantized(model)
-    targets = select_targets(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
+    targets, left = select_targets(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
     replacements = []
     for target in targets:
-        config = mapping[target.pattern]
-        if config is not None:
+        config = configs[target.pattern]
+        if config is None:
+            left[target.name] = "mapped to None"
+        else:
             _check_target(model, target, config, init)
             replacements.append(Replacement(target, config, *linear_features(target.module)))
-    return Plan(model, tuple(replacements), init)
+    return Plan(model, tuple(replacements), init, left)
+
+
+def _operator_config(pattern: Any, setting: Any) -> OperatorConfig | None:
+    if setting is None or (isinstance(setting, str) and setting.strip().lower() in _LEFT_ALONE):
+        return None
+    if not isinstance(setting, OperatorConfig | str):
+        raise ValueError(
+            f"{shown(pattern)} must map to an operator config (relinear.LowRank(rank=8)), the same as text "
+            f"('low_rank:rank=8'), or None; not {shown(setting)}"
+        )
+    try:
+        return OperatorConfig.read(setting)
+    except ValueError as error:
+        raise ValueError(f"{shown(pattern)}: {error}") from None
 
 
 def replace_(
     model: nn.Module,
-    mapping: Mapping[str, OperatorConfig | None],
+    mapping: Mapping[str, OperatorConfig | str | None],
     *,
     layers: Iterable[int] | int | None = None,
     exclude: str | Iterable[str] | None = None,
@@ -131,14 +163,20 @@ def replace_(
     return plan(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn, init=init).apply_()
 
 
-def attach_(model: nn.Module, attachment: AttachmentConfig) -> None:
+def attach_(model: nn.Module, attachment: AttachmentConfig | str) -> None:
     """Attach a model-level part (context manager, residual method, ...) in place, so that checkpoints restore it.
+
+    The part may be written as text, as on the command line: ``"context_manager:dim=64"``.
 
     Raises:
         ValueError: if ``model`` cannot take it; the model is then unchanged.
     """
-    if not isinstance(attachment, AttachmentConfig):
-        raise ValueError(f"expected an attachment config such as relinear.ContextManager(), got {attachment!r}")
+    check_model(model, "attach_")
+    if not isinstance(attachment, AttachmentConfig | str):
+        raise ValueError(
+            f"expected an attachment such as relinear.ContextManager() or 'context_manager', got {shown(attachment)}"
+        )
+    attachment = AttachmentConfig.read(attachment)
     _refuse_quantized(model)
     attachment.apply_(model)
     sync_record(model)
@@ -158,6 +196,12 @@ def _check_target(model: nn.Module, target: Target, config: OperatorConfig, init
         raise ValueError(
             "the model itself is a linear layer and cannot be replaced in place; build the operator instead: "
             f"{type(config).__name__}(...).convert(linear, init={init!r})"
+        )
+    reader = reader_of_weight(model, target.name)
+    if reader is not None:
+        raise ValueError(
+            f"{target.name} cannot be replaced: {reader} reads its weight, which an operator does not have. Leave it "
+            "out with exclude="
         )
     shared = is_tied(model, target.module)
     if shared is not None:

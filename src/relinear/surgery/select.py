@@ -6,17 +6,35 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from relinear.core.adapters import BASE_LAYER, is_adapted, is_kept_copy, stock_name
+from relinear.core.anatomy import layer_finder, unwrapped
+from relinear.core.config import layer_indices, shown
 from relinear.core.operator import Operator, is_linear
+from relinear.core.readers import reader_of_weight
 
-__all__ = ["ALL_LINEAR", "Target", "is_tied", "layer_index", "matches", "select_targets"]
+__all__ = [
+    "ALL_LINEAR",
+    "OUTPUT_HEAD",
+    "READ_ELSEWHERE",
+    "Selection",
+    "Target",
+    "check_patterns",
+    "heads",
+    "is_tied",
+    "matches",
+    "select_targets",
+]
 
 ALL_LINEAR = "all-linear"
 OWN_PREFIX = "relinear_"  # submodules that an attachment adds
+OUTPUT_HEAD = "output head"
+READ_ELSEWHERE = "their weight is read from outside"
 _PLAIN = re.compile(r"[\w.\-]+")
+_LONGEST_NAME = 200  # of a pattern that is compared with names
 _HEADS = frozenset({"lm_head", "score", "classifier", "embed_out", "qa_outputs"})
 
 
@@ -30,6 +48,13 @@ class Target:
     pattern: str
 
 
+class Selection(NamedTuple):
+    """What a mapping means: the modules to replace, and why other linear layers are left, by their first names."""
+
+    targets: list[Target]
+    left: dict[str, str]
+
+
 def matches(pattern: str, name: str) -> bool:
     """PEFT's rule: a plain key is an exact or dotted-suffix name, anything else a regular expression in full."""
     if _PLAIN.fullmatch(pattern):
@@ -37,38 +62,30 @@ def matches(pattern: str, name: str) -> bool:
     return re.fullmatch(pattern, name) is not None
 
 
-def layer_index(model: nn.Module, name: str) -> int | None:
-    """Index of the decoder layer that ``name`` lies in: its place in the outermost ModuleList above it, or None."""
-    module = model
-    for part in name.split("."):
-        if isinstance(module, nn.ModuleList):
-            return int(part)
-        module = getattr(module, part)
-    return None
-
-
 def _named_aliases(model: nn.Module) -> dict[int, tuple[nn.Module, list[str]]]:
-    """Every module outside operators and attachments, with all the names it goes by."""
+    """Every module outside operators, attachments and PEFT's adapters, with all the names it goes by."""
     found: dict[int, tuple[nn.Module, list[str]]] = {}
 
     def walk(module: nn.Module, prefix: str) -> None:
         found.setdefault(id(module), (module, []))[1].append(prefix)
-        if isinstance(module, Operator):
+        if isinstance(module, Operator) or is_kept_copy(module):
             return
+        adapted = is_adapted(module)
         for name, child in module._modules.items():
-            if child is not None and not name.startswith(OWN_PREFIX):
+            if child is not None and not name.startswith(OWN_PREFIX) and (name == BASE_LAYER or not adapted):
                 walk(child, f"{prefix}.{name}" if prefix else name)
 
     walk(model, "")
     return found
 
 
-def _heads(model: Any) -> set[int]:
+def heads(model: Any) -> set[int]:
     """Identities of the output heads that "all-linear" leaves out."""
+    model = unwrapped(model)
     getter = getattr(model, "get_output_embeddings", None)
     head = getter() if callable(getter) else None
-    heads = {id(child) for name, child in model.named_children() if name in _HEADS}
-    return heads | ({id(head)} if head is not None else set())
+    found = {id(child) for name, child in model.named_children() if name in _HEADS}
+    return found | ({id(head)} if head is not None else set())
 
 
 def is_tied(model: nn.Module, module: nn.Module) -> str | None:
@@ -84,27 +101,29 @@ def is_tied(model: nn.Module, module: nn.Module) -> str | None:
     return None
 
 
-def _check_patterns(mapping: Mapping[str, Any]) -> None:
-    for pattern in mapping:
+def check_patterns(patterns: Iterable[Any]) -> None:
+    """Raise ValueError for a pattern that is no text, empty, or no valid regular expression."""
+    for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
-            raise ValueError(f"a pattern must be a non-empty string, got {pattern!r}")
+            raise ValueError(f"a pattern must be a non-empty string, got {shown(pattern)}")
         if pattern != ALL_LINEAR and not _PLAIN.fullmatch(pattern):
             try:
                 re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"pattern {pattern!r} is no valid regular expression: {error}") from error
+            except (re.error, RecursionError, OverflowError) as error:
+                raise ValueError(f"pattern {shown(pattern)} is no valid regular expression: {error}") from error
 
 
 def _check_layers(model: nn.Module, layers: Iterable[int] | int | None, names: Iterable[str]) -> set[int] | None:
     if layers is None:
         return None
-    wanted = [layers] if isinstance(layers, int) else list(layers)
-    known = {index for name in names if name and (index := layer_index(model, name)) is not None}
+    wanted = layer_indices(layers)
+    find = layer_finder(model)
+    known = {index for name in names if name and (index := find(name)) is not None}
     if not known:
         raise ValueError("layers= was given, but the model has no list of decoder layers")
     count = max(known) + 1
     for index in wanted:
-        if not isinstance(index, int) or not -count <= index < count:
+        if not -count <= index < count:
             raise ValueError(f"layer {index!r} does not exist: the model has {count} layers (0 to {count - 1})")
     return {index % count for index in wanted}
 
@@ -114,12 +133,49 @@ def _no_match(pattern: str, found: Iterable[tuple[nn.Module, list[str]]]) -> Val
     hit = next((name for name in modules if matches(pattern, name)), None) if pattern != ALL_LINEAR else None
     if hit is not None:
         return ValueError(
-            f"pattern {pattern!r} matches {hit!r}, a {type(modules[hit]).__name__}, which cannot be replaced: "
+            f"pattern {shown(pattern)} matches {hit!r}, a {type(modules[hit]).__name__}, which cannot be replaced: "
             "only nn.Linear, GPT-2's Conv1D and relinear operators can (not their subclasses)"
         )
+    kinds = sorted({type(module).__name__ for module in modules.values() if isinstance(module, nn.Linear)} - {"Linear"})
+    if pattern == ALL_LINEAR and kinds:
+        return ValueError(
+            f"pattern {pattern!r} matches no module: the model's linear layers are {', '.join(kinds)}, subclasses of "
+            "nn.Linear, which cannot be replaced, because the code around them may read their weight"
+        )
     linear = sorted({part for name, module in modules.items() if is_linear(module) for part in _suffixes(name)})
-    close = difflib.get_close_matches(pattern, linear, n=3, cutoff=0.3) or linear[:8]
-    return ValueError(f"pattern {pattern!r} matches no module; nearest: {', '.join(close) or 'none, no linear layer'}")
+    known = [*linear, ALL_LINEAR] if linear and pattern != ALL_LINEAR else linear
+    close = difflib.get_close_matches(pattern[:_LONGEST_NAME], known, n=3, cutoff=0.3) or linear[:8]
+    return ValueError(
+        f"pattern {shown(pattern)} matches no module; nearest: {', '.join(close) or 'none, no linear layer'}"
+    )
+
+
+def _patterns(exclude: Any) -> list[str]:
+    """``exclude=`` as a list of patterns. Raises ValueError where it is neither a pattern nor several."""
+    if exclude is None or isinstance(exclude, str):
+        return [] if exclude is None else [exclude]
+    if not isinstance(exclude, Iterable):
+        raise ValueError(f"exclude= takes a pattern or a list of patterns, got {shown(exclude)}")
+    return list(exclude)
+
+
+def _check_excluded(model: nn.Module, excluded: list[str], found: Iterable[tuple[nn.Module, list[str]]]) -> None:
+    """Refuse an ``exclude=`` that leaves out nothing: a name that is not there, or of a module around the layers."""
+    for pattern in excluded:
+        named = model.named_modules(remove_duplicate=False)
+        hits = {name: module for name, module in named if name and matches(pattern, name)}
+        if not hits:
+            raise ValueError(f"exclude= {_no_match(pattern, found)}")
+        if any(is_linear(module) for module in hits.values()):
+            continue
+        around = [name for name, module in hits.items() if any(is_linear(child) for child in module.modules())]
+        if around:
+            plain = _PLAIN.fullmatch(pattern) is not None
+            inside = rf".*\b{re.escape(pattern)}\..*" if plain else rf"({pattern})\..*"
+            raise ValueError(
+                f"exclude={shown(pattern)} names {around[0]!r} and not the layers in it, so it would leave out none; "
+                f"to leave out all of them write exclude={shown(inside)}"
+            )
 
 
 def _suffixes(name: str) -> Iterator[str]:
@@ -136,40 +192,50 @@ def select_targets(
     layers: Iterable[int] | int | None = None,
     exclude: str | Iterable[str] | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
-) -> list[Target]:
-    """The modules that ``mapping`` means, in the model's order, each once with all its names.
+) -> Selection:
+    """The modules that ``mapping`` means, in the model's order, each once with all its names, and what is left.
 
     Raises:
         ValueError: for a pattern that is malformed or matches nothing, a layer that does not exist, or no target left.
     """
-    _check_patterns(mapping)
+    check_patterns(mapping)
     found = _named_aliases(model)
-    heads = _heads(model)
-    excluded = [exclude] if isinstance(exclude, str) else list(exclude or ())
-    _check_patterns(dict.fromkeys(excluded))
+    outputs = heads(model)
+    excluded = _patterns(exclude)
+    check_patterns(excluded)
+    _check_excluded(model, excluded, found.values())
+    if filter_fn is not None and not callable(filter_fn):
+        raise ValueError(f"filter_fn must be a function of (module, name), got {shown(filter_fn)}")
     wanted_layers = _check_layers(model, layers, (name for _, names in found.values() for name in names))
+    find = layer_finder(model)
     used: set[str] = set()
     chosen: list[Target] = []
+    left: dict[str, str] = {}
     for module, names in found.values():
         if not is_linear(module):
             continue
+        shown_names = [shown for name in names for shown in dict.fromkeys((name, stock_name(name)))]
         hits = [
             p
             for p in mapping
-            if (id(module) not in heads if p == ALL_LINEAR else any(matches(p, name) for name in names))
+            if (id(module) not in outputs if p == ALL_LINEAR else any(matches(p, name) for name in shown_names))
         ]
         used.update(hits)
-        if (
-            not hits
-            or any(matches(p, name) for p in excluded for name in names)
-            or (wanted_layers is not None and not any(layer_index(model, n) in wanted_layers for n in names if n))
-            or (filter_fn is not None and not filter_fn(module, names[0]))
-        ):
-            continue
-        chosen.append(Target(names[0], tuple(names[1:]), module, hits[0]))
+        if not hits:
+            left[names[0]] = OUTPUT_HEAD if id(module) in outputs else "no pattern names them"
+        elif any(matches(p, name) for p in excluded for name in shown_names):
+            left[names[0]] = "exclude="
+        elif wanted_layers is not None and not any(find(n) in wanted_layers for n in names if n):
+            left[names[0]] = "layers="
+        elif filter_fn is not None and not filter_fn(module, names[0]):
+            left[names[0]] = "filter_fn="
+        elif hits[0] == ALL_LINEAR and names[0] and (reader := reader_of_weight(model, names[0])):
+            left[names[0]] = f"{READ_ELSEWHERE} ({reader})"
+        else:
+            chosen.append(Target(names[0], tuple(names[1:]), module, hits[0]))
     for pattern in mapping:
         if pattern not in used:
             raise _no_match(pattern, found.values())
     if not chosen:
         raise ValueError("every matching module was left out by layers=, exclude= or filter_fn=: nothing to replace")
-    return chosen
+    return Selection(chosen, left)

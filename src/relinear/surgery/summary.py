@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from relinear.core.operator import Operator, is_linear, linear_features
+from relinear.core.operator import Operator, check_model, is_linear, linear_features
+from relinear.surgery.coverage import Coverage, coverage, dense_size
 
 __all__ = ["Row", "Summary", "module_flops", "module_parameters", "summary"]
 
@@ -33,6 +34,7 @@ class Summary:
 
     parameters: every parameter of the model, tied ones once.
     flops_per_token: forward FLOPs of the rows; attention scores, norms and activations are left out.
+    coverage: what operators took the place of, what was left, and why; printed below the table.
     """
 
     rows: tuple[Row, ...]
@@ -40,6 +42,7 @@ class Summary:
     flops_per_token: int
     parameters_before: int
     flops_before: int
+    coverage: Coverage
 
     def to_dict(self) -> dict[str, Any]:
         """The table as JSON values."""
@@ -63,7 +66,7 @@ class Summary:
             for line in lines
         ]
         rule = "-" * len(text[0])
-        return "\n".join([text[0], rule, *text[1:-1], rule, text[-1]])
+        return "\n".join([text[0], rule, *text[1:-1], rule, text[-1], str(self.coverage)])
 
 
 def _grouped(rows: tuple[Row, ...]) -> list[tuple[list[str], Row]]:
@@ -105,19 +108,21 @@ def module_flops(module: Any) -> int:
     return 2 * in_features * out_features
 
 
-def _dense_size(module: nn.Module, in_features: int, out_features: int) -> tuple[int, int]:
-    bias = out_features if getattr(module, "bias", None) is not None else 0
-    return in_features * out_features + bias, 2 * in_features * out_features
-
-
-def summary(model: nn.Module, *, before: Mapping[str, tuple[int, int]] | None = None) -> Summary:
+def summary(
+    model: nn.Module,
+    *,
+    before: Mapping[str, tuple[int, int]] | None = None,
+    left: Mapping[str, str] | None = None,
+) -> Summary:
     """Tabulate the linear layers, operators and attached parts of ``model``.
 
     Args:
         model: any ``nn.Module``, also on the meta device.
         before: (parameters, FLOPs a token) of layers by name, for the "was" columns; a dense layer of the same shape
             where a name is missing, and nothing where an attached part has no shape.
+        left: why linear layers stayed as they are, by name, for the lines below the table.
     """
+    check_model(model, "summary")
     rows: list[Row] = []
     seen: set[int] = set()
 
@@ -133,7 +138,7 @@ def summary(model: nn.Module, *, before: Mapping[str, tuple[int, int]] | None = 
         shape = linear_features(module) if is_linear(module) else None
         operator = str(module.config) if isinstance(module, Operator) else type(module).__name__
         size = (module_parameters(module), module_flops(module))
-        dense = _dense_size(module, *shape) if shape else (0, 0)
+        dense = (dense_size(module), 2 * shape[0] * shape[1]) if shape else (0, 0)
         was = (before or {}).get(name, dense if isinstance(module, Operator) or not shape else size)
         in_features, out_features = shape or (None, None)
         rows.append(Row(name, operator, in_features, out_features, *size, *was))
@@ -147,4 +152,5 @@ def summary(model: nn.Module, *, before: Mapping[str, tuple[int, int]] | None = 
         flops,
         parameters + sum(row.parameters_before - row.parameters for row in rows),
         flops + sum(row.flops_before - row.flops_per_token for row in rows),
+        coverage(model, {name: size for name, (size, _) in (before or {}).items()}, left or {}),
     )

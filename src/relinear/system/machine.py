@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from relinear.system.version import __version__
+
 __all__ = ["PeakMemory", "cpu_features", "describe_machine", "fast_bfloat16"]
 
 
@@ -45,8 +47,6 @@ def describe_machine() -> dict[str, Any]:
     """Processor, memory, threads and versions as JSON values: what a figure needs beside it."""
     import psutil
     import transformers
-
-    from relinear import __version__
 
     extensions = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
     return {

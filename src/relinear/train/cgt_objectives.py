@@ -15,7 +15,7 @@ from relinear.core.aux import share_of_batch
 from relinear.core.config import check_at_least, check_choice
 from relinear.models import cgt_losses
 
-__all__ = ["CGTObjective", "GuidedTraining", "auxiliary_loss", "draw_splits", "rest_of"]
+__all__ = ["CGTObjective", "GuidedTraining", "auxiliary_loss", "draw_splits", "real_positions", "rest_of"]
 
 #: what marks a position that does not count, by the name of a batch's entry
 _PADDING = {"labels": -100, "target_mask": 0}
@@ -95,7 +95,9 @@ def auxiliary_loss(
 ) -> Tensor:
     """L_aux: the loss on the rest of each sequence, with y frozen at the end of its prefix (CGT, Section 3.2).
 
-    Attention there does not see the prefix: y is all that is left of it, and gradients reach the prefix through y.
+    Attention there does not see the prefix: y is all that is left of it, and gradients reach the prefix through y. The
+    loss is a mean over the targets of the rests, whose number is drawn with the splits: over accumulated batches it is
+    that of one big batch exactly where all rests are of one length, and on average otherwise.
 
     Args:
         model: a ``CGTForCausalLM`` or ``CGTForRegression``.
@@ -112,6 +114,28 @@ def auxiliary_loss(
     if positions == "continue":
         kwargs["position_ids"] = source.clamp(max=next(iter(batch.values())).shape[1] - 1)
     return model(**rest, frozen_context=frozen, use_cache=False, **kwargs).loss
+
+
+def real_positions(batch: Mapping[str, Tensor]) -> Tensor | None:
+    """(B, T) True where a sequence is no padding; None if there is no padding, or nothing tells.
+
+    By ``attention_mask``; without it padding is what follows a sequence's last label that counts, where anything does:
+    labels of -100 before that (of a prompt, say) are no padding.
+    """
+    mask, labels = batch.get("attention_mask"), batch.get("labels")
+    if mask is not None and mask.ndim == 2:
+        real = mask != 0
+    elif labels is not None:
+        real = (labels != _PADDING["labels"]).int().flip(1).cummax(1).values.flip(1) != 0
+    else:
+        return None
+    return None if bool(real.all()) else real
+
+
+def _shares(batch: Mapping[str, Tensor]) -> Tensor | None:
+    """(B,) how many targets each sequence has, as ``share_of_batch`` counts them; None without labels."""
+    labels = batch.get("labels")
+    return None if labels is None else (labels[:, 1:] != _PADDING["labels"]).sum(1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,8 +194,16 @@ class CGTObjective:
             return cgt_losses.exponential_kernel(length, self.kernel_scale)
         return cgt_losses.estimation_kernel(length, self.kernel_scale)
 
-    def regularizers(self, context: Tensor, log_variance: Tensor | None) -> dict[str, Tensor]:
-        """The weighted regularisers of y (B, T, E) that are switched on, by name."""
+    def regularizers(
+        self, context: Tensor, log_variance: Tensor | None, batch: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """The weighted regularisers of y (B, T, E) that are switched on, by name.
+
+        Args:
+            context, log_variance: what the model returns.
+            batch: its inputs, which tell padding and how many targets each sample has; None for neither.
+        """
+        real, shares = real_positions(batch or {}), _shares(batch or {})
         length = context.shape[1]
         terms: dict[str, Tensor] = {}
         if self.continuity or self.decorrelation:
@@ -182,20 +214,26 @@ class CGTObjective:
                 else cgt_losses.profile(shape, length)
             ).to(context.device)
             if self.continuity:
-                terms["continuity"] = self.continuity * cgt_losses.continuity(context, weights)
+                terms["continuity"] = self.continuity * cgt_losses.continuity(
+                    context, weights, real=real, shares=shares
+                )
             if self.decorrelation:
-                terms["decorrelation"] = self.decorrelation * cgt_losses.decorrelation(context, weights)
+                terms["decorrelation"] = self.decorrelation * cgt_losses.decorrelation(context, weights, real=real)
         if self.kl or self.matching:
             prior = self.prior(length).to(context.device)
             if self.kl:
                 if log_variance is None:
                     raise ValueError("kl needs the variance of y: build the model with variational=True")
-                terms["kl"] = self.kl * cgt_losses.gaussian_process_kl(context, log_variance, prior)
+                terms["kl"] = self.kl * cgt_losses.gaussian_process_kl(
+                    context, log_variance, prior, real=real, shares=shares
+                )
             if self.matching:
                 chosen = torch.randperm(length, device=context.device)[: self.matching_positions].sort().values
-                terms["matching"] = self.matching * cgt_losses.gaussian_process_matching(context, prior, chosen)
+                terms["matching"] = self.matching * cgt_losses.gaussian_process_matching(
+                    context, prior, chosen, real=real
+                )
         if self.moments:
-            terms["moments"] = self.moments * cgt_losses.moment_matching(context)
+            terms["moments"] = self.moments * cgt_losses.moment_matching(context, real=real)
         return terms
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Any]:
@@ -214,7 +252,7 @@ class CGTObjective:
             )
             aux = auxiliary_loss(model, batch, output.context, splits, horizon=self.horizon, positions=self.positions)
             terms["aux"] = (1 - self.eta) * aux
-        terms |= self.regularizers(output.context, output.context_log_variance)
+        terms |= self.regularizers(output.context, output.context_log_variance, batch)
         return torch.stack(list(terms.values())).sum(), terms, output
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from relinear.core.modes import same_modes
 from relinear.surgery.summary import summary
 from relinear.system.machine import PeakMemory
 from relinear.train.settings import FitSettings
@@ -86,7 +87,7 @@ def _prepared(model: Any, settings: FitSettings) -> Iterator[None]:
     from transformers.utils import logging
 
     threads, use_cache = torch.get_num_threads(), getattr(getattr(model, "config", None), "use_cache", None)
-    was_training, bars = model.training, logging.is_progress_bar_enabled()
+    bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # of writing shards: a run shows its own progress
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -95,7 +96,7 @@ def _prepared(model: Any, settings: FitSettings) -> Iterator[None]:
     if settings.gradient_checkpointing:
         _checkpointing(model, True)
     try:
-        with compiled(model) if settings.compile else contextlib.nullcontext():
+        with same_modes(model), compiled(model) if settings.compile else contextlib.nullcontext():
             yield
     finally:
         if settings.gradient_checkpointing:
@@ -103,7 +104,6 @@ def _prepared(model: Any, settings: FitSettings) -> Iterator[None]:
         if use_cache is not None:
             model.config.use_cache = use_cache  # Trainer turns it off, which would make generation slow
         torch.set_num_threads(threads)
-        model.train(was_training)
         if bars:
             logging.enable_progress_bar()
 

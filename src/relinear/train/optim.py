@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from relinear.core.operator import ParamRole, is_linear
+from relinear.core.operator import ParamRole, fixed_fan_in, is_linear
 from relinear.train.settings import FitSettings
 
 __all__ = ["build_optimizer", "build_schedule", "parameter_groups", "parameter_roles"]
@@ -30,17 +30,18 @@ def parameter_roles(model: nn.Module) -> dict[str, ParamRole]:
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             roles.setdefault(module.weight, ParamRole(None, weight_decay=False))
+    fixed = fixed_fan_in(model)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            roles.setdefault(parameter, _plain_role(module, parameter))
+            roles.setdefault(parameter, _plain_role(module, parameter, scales=parameter not in fixed))
     return {name: roles[p] for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _plain_role(module: nn.Module, parameter: nn.Parameter) -> ParamRole:
+def _plain_role(module: nn.Module, parameter: nn.Parameter, *, scales: bool) -> ParamRole:
     if parameter.ndim < 2:
         return ParamRole(None, weight_decay=False)
     transposed = is_linear(module) and not isinstance(module, nn.Linear)  # Conv1D stores (in, out)
-    return ParamRole(parameter.shape[0 if transposed else -1])
+    return ParamRole(parameter.shape[0 if transposed else -1], fan_in_scales=scales)
 
 
 def parameter_groups(model: nn.Module, settings: FitSettings) -> list[dict[str, Any]]:
@@ -53,7 +54,7 @@ def parameter_groups(model: nn.Module, settings: FitSettings) -> list[dict[str, 
     parameters = dict(model.named_parameters())
     for name, role in parameter_roles(model).items():
         rate = settings.learning_rate * role.lr_multiplier
-        if settings.fan_in_base is not None and role.fan_in is not None:
+        if settings.fan_in_base is not None and role.fan_in is not None and role.fan_in_scales:
             rate *= settings.fan_in_base / role.fan_in
         decay = settings.weight_decay if role.weight_decay else 0.0
         groups.setdefault((rate, decay), []).append(parameters[name])

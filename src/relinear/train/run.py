@@ -15,7 +15,7 @@ from transformers import AutoConfig, TrainerCallback
 from relinear.core.config import nearest
 from relinear.core.context import check_context_is_there
 from relinear.data import prepare_data
-from relinear.models import from_preset, preset_names
+from relinear.models import from_preset, model_place, preset_names
 from relinear.surgery import checkpoint as checkpoint_room
 from relinear.surgery.plan import attach_, plan
 from relinear.surgery.summary import summary
@@ -57,7 +57,7 @@ def build_model(settings: TrainSettings, vocab_size: int | None = None) -> Any:
 
 def _stock_model(settings: TrainSettings, vocab_size: int | None) -> Any:
     name = settings.model
-    if name in preset_names():
+    if model_place(name) == "preset":
         sizes = {} if vocab_size is None else {"vocab_size": vocab_size}
         return from_preset(name, **sizes | settings.model_overrides)
     model = checkpoint_room.from_pretrained(name)
@@ -67,7 +67,8 @@ def _stock_model(settings: TrainSettings, vocab_size: int | None) -> Any:
 def _check_model(settings: TrainSettings) -> None:
     """Find out what is wrong with the choice of the model before data are read: this takes a moment, they may not."""
     name = settings.model
-    if name in preset_names():
+    place = model_place(name)
+    if place == "preset":
         with torch.device("meta"):
             build_model(settings)
         return

@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from relinear.core.attachment import AttachmentConfig
-from relinear.core.config import Config, parse_setting
+from relinear.core.config import Config
 from relinear.core.operator import OperatorConfig
 from relinear.core.settings import Settings
 from relinear.data import DataSettings
@@ -42,12 +42,14 @@ class FitSettings(Settings):
         betas, eps: of Adam.
         max_grad_norm: gradients are scaled down to this norm; 0 turns it off.
         fan_in_base: None, or the fan-in at which ``learning_rate`` holds: the rate of every matrix is then multiplied
-            by ``fan_in_base / fan_in`` (maximal update parametrisation for Adam).
+            by ``fan_in_base / fan_in`` (maximal update parametrisation for Adam). Matrices that sum over a size which
+            settings fix (a rank, the width of a context) keep the rate: it does not grow with the model.
         dtype: "bfloat16" computes in bf16 with fp32 weights (autocast), "pure_bfloat16" holds weights and optimiser
             states in bf16 as well, "auto" is "bfloat16" where the processor has units for it, else "float32".
         compile: run the model through ``torch.compile``; costs a minute at the start, pays off over long runs.
         gradient_checkpointing: recompute activations in the backward pass; saves memory, costs about a third of time.
-        seed: of the model's initialisation and of the order of the data.
+        seed: of the model's initialisation, of the order of the data, and of the noise that the model draws (on several
+            ranks a stream for each).
         threads: CPU threads; None leaves torch's choice.
         device: "auto" is the GPU where there is one.
         eval_every, log_every, save_every: in steps. 0 evaluates only at the start and the end; None saves every tenth
@@ -112,10 +114,7 @@ class FitSettings(Settings):
 
 
 def _setting(family: type[Config], value: Any) -> dict[str, Any]:
-    if isinstance(value, str):
-        value = parse_setting(value)
-    config = value if isinstance(value, family) else family.from_dict(value)
-    return config.to_dict()
+    return family.read(value).to_dict()
 
 
 class TrainSettings(FitSettings):

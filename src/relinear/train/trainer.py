@@ -18,13 +18,14 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from relinear.core.aux import aux_losses, operator_metrics, share_of_batch
 from relinear.core.inference import keeping_for_inference
+from relinear.core.modes import evaluating
 from relinear.core.record import sync_record
 from relinear.system.machine import fast_bfloat16
 from relinear.train.optim import build_optimizer, build_schedule
@@ -33,6 +34,7 @@ from relinear.train.settings import FitSettings
 __all__ = ["NonFiniteLossError", "RelinearTrainer", "SteadySampler", "last_checkpoint", "training_dtype"]
 
 IGNORED_LABEL = -100
+_RANK_SEEDS = 2_654_435_761  # far from one rank's seed to the next: seeds that users choose are close together
 _PARTIAL = ".partial"  # checkpoints are written here and renamed when they are whole
 
 
@@ -148,7 +150,8 @@ class RelinearTrainer(Trainer):
         self.remove_callback(PrinterCallback)
         # Trainer counts the targets of a step by the config's loss_type, which some models (GPT-2) leave open; the loss
         # they then fall back on shifts the labels all the same, and would come out smaller by 1 / T.
-        loss = getattr(model, "loss_function", None)
+        # Of a module around such a model it would know nothing at all.
+        loss = next((found for m in model.modules() if (found := getattr(m, "loss_function", None)) is not None), None)
         self._loss_shifts_labels |= getattr(loss, "_torchdynamo_orig_callable", loss) is ForCausalLMLoss
         self.settings = settings
         self.compute_dtype = training_dtype(settings, self.args.device)
@@ -162,6 +165,13 @@ class RelinearTrainer(Trainer):
     def start_from(self, step: int, tokens: int) -> None:
         """Count on from a checkpoint: the step it was written at and the tokens seen until then."""
         self._last_drain, self.tokens_seen = step, tokens
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' ``train``, with noise (latents, dropout, drawn positions) of its own on every rank."""
+        rank = self.args.process_index
+        if rank:  # rank 0 goes on as a run of one process does; a resumed run then reads each rank's own state
+            set_seed((self.settings.seed + _RANK_SEEDS * rank) % 2**32)
+        return super().train(*args, **kwargs)
 
     # Data
 
@@ -206,8 +216,9 @@ class RelinearTrainer(Trainer):
         terms = aux_losses(self._plain_model)
         if terms:
             kwargs = {**inputs, "num_items_in_batch": num_items_in_batch}
-            share = share_of_batch(kwargs) if num_items_in_batch is not None else 1 / self.current_micro_steps
-            share = share * (self.args.world_size if num_items_in_batch is not None else 1)
+            weighted = num_items_in_batch is not None
+            share = share_of_batch(kwargs, self._plain_model) if weighted else 1 / self.current_micro_steps
+            share = share * (self.args.world_size if weighted else 1)
             for name, value in terms.items():
                 self._note(f"aux/{name.rpartition('/')[2]}", value.detach() * share)
 
@@ -275,11 +286,9 @@ class RelinearTrainer(Trainer):
         Runs uncompiled: another compilation for evaluation mode would cost more than it brings.
         """
         start, model = time.perf_counter(), self._plain_model
-        was_training = model.training
-        model.eval()
         sums = torch.zeros(2, dtype=torch.float64)
         eager, lowered = torch.compiler.set_stance("force_eager"), self.autocast_smart_context_manager()
-        with eager, lowered, keeping_for_inference(model):
+        with evaluating(model), eager, lowered, keeping_for_inference(model):
             for inputs in self.get_eval_dataloader(eval_dataset):
                 inputs = self._prepare_inputs(inputs)
                 output = model(**inputs)
@@ -287,7 +296,6 @@ class RelinearTrainer(Trainer):
                 labels = inputs.get("labels")
                 count = 1 if labels is None else (labels[..., 1:] != IGNORED_LABEL).sum()
                 sums += torch.stack([loss.double() * count, torch.as_tensor(count, dtype=torch.float64)]).cpu()
-        model.train(was_training)
         total, count = self.accelerator.reduce(sums.to(self.args.device), "sum").tolist()
         value = total / max(count, 1)
         self._check_finite(value, "validation loss")
@@ -343,11 +351,16 @@ class RelinearTrainer(Trainer):
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Trainer only warns of weights that the checkpoint lacks; to continue with fresh ones would be another run."""
+        absent = set(load_result.missing_keys)
+        names: dict[nn.Parameter, set[str]] = {}
+        for name, parameter in self._plain_model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, set()).add(name)
         tied = set(getattr(self._plain_model, "all_tied_weights_keys", {}))
-        missing, unknown = sorted(set(load_result.missing_keys) - tied), sorted(load_result.unexpected_keys)
+        tied.update(*(shared for shared in names.values() if shared - absent))  # stored under one of their names
+        missing, unknown = sorted(absent - tied), sorted(load_result.unexpected_keys)
         if missing or unknown:
             raise ValueError(f"the checkpoint does not fit the model: missing {missing}, unknown {unknown}")
-        if load_result.missing_keys:
+        if absent and hasattr(self._plain_model, "tie_weights"):
             self._plain_model.tie_weights()
 
     def _barrier(self) -> None:

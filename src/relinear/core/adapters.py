@@ -1,0 +1,66 @@
+"""What PEFT puts into a model: recognised by its classes' names, so that nothing here imports PEFT."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from relinear.core.anatomy import unwrapped
+
+__all__ = [
+    "BASE_LAYER",
+    "has_adapters",
+    "is_adapted",
+    "is_kept_copy",
+    "say_adapters_leave_out",
+    "stock_name",
+    "train_new_parameters",
+]
+
+BASE_LAYER = "base_layer"
+
+
+def _descends_from(module: Any, name: str) -> bool:
+    return any(base.__name__ == name and base.__module__.startswith("peft.") for base in type(module).__mro__)
+
+
+def is_adapted(module: Any) -> bool:
+    """Whether ``module`` is an adapter's layer (LoRA's Linear) around ``base_layer``; all else in it is the adapter."""
+    return _descends_from(module, "BaseTunerLayer")
+
+
+def is_kept_copy(module: Any) -> bool:
+    """Whether ``module`` holds a module and the copies that PEFT trains of it (``modules_to_save``)."""
+    return _descends_from(module, "AuxiliaryTrainingWrapper") or _descends_from(module, "ModulesToSaveWrapper")
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether ``model`` is a PEFT model around another one."""
+    return unwrapped(model) is not model
+
+
+def stock_name(name: str) -> str:
+    """The name that a layer has without the adapter around it: ``q_proj`` for ``q_proj.base_layer``."""
+    return ".".join(part for part in name.split(".") if part != BASE_LAYER)
+
+
+def say_adapters_leave_out(what: str, module_names: list[str]) -> None:
+    """Warn that PEFT's adapter checkpoint will not hold ``what``, which is now in the model, and say what to do."""
+    parts = sorted({stock_name(name).rpartition(".")[2] for name in module_names})
+    warnings.warn(
+        f"{what} in a PEFT model: new parameters train, but the adapter's checkpoint (model.save_pretrained) does not "
+        "hold them, and layers inside an adapter cannot be merged with it. To save them, do this before "
+        "peft.get_peft_model, save that model with relinear.save_pretrained, and name its new parts in "
+        f"modules_to_save={parts}",
+        UserWarning,
+        stacklevel=4,
+    )
+
+
+def train_new_parameters(model: nn.Module, known: set[int]) -> None:
+    """Let every parameter of ``model`` train whose identity is not ``known``: what is new is not frozen in silence."""
+    for parameter in model.parameters():
+        if id(parameter) not in known and parameter.is_floating_point():
+            parameter.requires_grad_(True)

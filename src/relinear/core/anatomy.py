@@ -1,0 +1,335 @@
+"""The anatomy of a model: its decoder layers, which of them a name lies in, and what lies in a layer.
+
+This is the one place that knows how families of decoders name their parts. Layers are found by what they are (the list
+of as many modules as the config names), not by what they are called, so ``model.layers``, ``transformer.h``,
+``model.decoder.layers`` and ``base_model.model.model.layers`` of a PEFT model are all the same to it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+
+__all__ = [
+    "Path",
+    "SubBlock",
+    "attention_of",
+    "decoder",
+    "decoder_layers",
+    "is_checkpointing",
+    "layer_finder",
+    "layer_index",
+    "paths",
+    "sub_blocks",
+    "takes_keywords",
+    "unwrapped",
+]
+
+_ATTENTIONS = ("self_attn", "attn", "attention", "self_attention")
+#: attribute names in a decoder layer: (norm, module) of attention, then of the MLP
+_PRE_NORM = (
+    (("input_layernorm", "self_attn"), ("post_attention_layernorm", "mlp")),
+    (("ln_1", "attn"), ("ln_2", "mlp")),
+)
+
+
+def unwrapped(model: Any) -> Any:
+    """The Hugging Face model itself: what a PEFT model holds inside, any other model as it is."""
+    inside = getattr(model, "get_base_model", None)
+    return inside() if callable(inside) and hasattr(model, "peft_config") else model
+
+
+# The list of layers
+
+
+class _Stack(NamedTuple):
+    """Decoder layers, and the module whose forward runs them."""
+
+    owner: nn.Module
+    layers: tuple[nn.Module, ...]
+
+
+def _flat(layers: nn.ModuleList) -> Iterator[nn.Module]:
+    """The layers of a list, also where it is a list of stages that are lists themselves."""
+    for layer in layers:
+        if isinstance(layer, nn.ModuleList):
+            yield from _flat(layer)
+        else:
+            yield layer
+
+
+def _outermost_stacks(model: nn.Module) -> Iterator[_Stack]:
+    """Every list of modules that lies in no other one, in the model's order."""
+    seen: set[int] = set()
+
+    def walk(module: nn.Module) -> Iterator[_Stack]:
+        for child in module.children():
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            if not isinstance(child, nn.ModuleList):
+                yield from walk(child)
+            elif len(child):
+                yield _Stack(module, tuple(_flat(child)))
+
+    if isinstance(model, nn.ModuleList):
+        yield _Stack(model, tuple(_flat(model)))
+    else:
+        yield from walk(model)
+
+
+def _layer_count(model: Any) -> int | None:
+    config = getattr(unwrapped(model), "config", None)
+    text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else config
+    return getattr(text, "num_hidden_layers", None)
+
+
+def _decoder_stacks(model: Any) -> list[_Stack]:
+    """The lists that may be the decoder's: of as many layers as the config names; the decoder's own if it names it."""
+    count = _layer_count(model)
+    found = [stack for stack in _outermost_stacks(model) if count is None or len(stack.layers) == count]
+    named = getattr(unwrapped(model), "get_decoder", None)
+    if len(found) > 1 and callable(named) and isinstance(named(), nn.Module):
+        inside = {id(module) for module in named().modules()}
+        found = [stack for stack in found if id(stack.owner) in inside] or found
+    return found
+
+
+def _decoder_stack(model: nn.Module) -> _Stack:
+    if getattr(unwrapped(model), "config", None) is None:
+        raise ValueError(f"{type(model).__name__} has no config; expected a Hugging Face decoder")
+    found = _decoder_stacks(model)
+    if len(found) != 1:
+        raise ValueError(
+            f"{type(model).__name__}: found {len(found)} lists of {_layer_count(model)} decoder layers, expected one"
+        )
+    return found[0]
+
+
+def decoder(model: nn.Module) -> nn.Module:
+    """The module that owns the decoder layers (``LlamaModel``, ``GPT2Model``): what returns the last hidden state.
+
+    Raises:
+        ValueError: if no list of as many layers as the config names is found, or several are.
+    """
+    return _decoder_stack(model).owner
+
+
+def decoder_layers(model: nn.Module) -> tuple[nn.Module, ...]:
+    """The decoder's layers, in order. Raises ValueError as ``decoder`` does."""
+    return _decoder_stack(model).layers
+
+
+def layer_finder(model: Any) -> Callable[[str], int | None]:
+    """A function from names of modules to the index of the layer that they lie in, None outside of all layers.
+
+    Layers are the decoder's; where a model has several stacks that count (encoder and decoder), or none that fits its
+    config, they are those of every outermost list of modules.
+    """
+    both = getattr(getattr(unwrapped(model), "config", None), "is_encoder_decoder", False)
+    stacks = [] if both else _decoder_stacks(model)
+    if len(stacks) != 1:
+        stacks = list(_outermost_stacks(model))
+    indices = {id(layer): index for stack in stacks for index, layer in enumerate(stack.layers)}
+
+    def find(name: str) -> int | None:
+        return next((indices[id(module)] for module in _along(model, name) if id(module) in indices), None)
+
+    return find
+
+
+def _along(model: Any, name: str) -> Iterator[Any]:
+    module = model
+    for part in name.split("."):
+        module = getattr(module, part)
+        yield module
+
+
+def layer_index(model: nn.Module, name: str) -> int | None:
+    """Index of the decoder layer that the module ``name`` lies in, or None; ``layer_finder`` answers for many names."""
+    return layer_finder(model)(name)
+
+
+def is_checkpointing(base: Any) -> bool:
+    """Whether gradient checkpointing is on in a base model; OPT's flag is that of the decoder inside."""
+    runner = base if hasattr(base, "gradient_checkpointing") else decoder(base)
+    return bool(getattr(runner, "gradient_checkpointing", False))
+
+
+# What lies in a layer
+
+
+def takes_keywords(module: nn.Module) -> bool:
+    """Whether a module's forward takes further keyword arguments."""
+    kinds = [p.kind for p in inspect.signature(module.forward).parameters.values()]
+    return inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def attention_of(index: int, layer: nn.Module) -> nn.Module:
+    """The attention of decoder layer ``index``.
+
+    Raises:
+        ValueError: if the layer has none of a known name, or several.
+    """
+    found = [child for name, child in layer.named_children() if name in _ATTENTIONS]
+    if len(found) != 1:
+        raise ValueError(
+            f"layer {index} ({type(layer).__name__}) has no attention block by one of the names "
+            f"{', '.join(_ATTENTIONS)}, or several"
+        )
+    return found[0]
+
+
+class SubBlock(NamedTuple):
+    """One x = x + module(norm(x)) of a decoder layer.
+
+    layer: index of the decoder layer. role: what the module is. owner: the decoder layer; norm_name: attribute name
+    of the norm in it.
+    """
+
+    layer: int
+    role: Literal["attention", "mlp"]
+    owner: nn.Module
+    norm_name: str
+    module: nn.Module
+
+    @property
+    def norm(self) -> nn.Module:
+        """The norm that the sub-block reads through."""
+        return getattr(self.owner, self.norm_name)
+
+
+class Path(NamedTuple):
+    """A sub-block whose output is added to the stream, one after the other or both at once (parallel layers)."""
+
+    layer: int
+    role: Literal["attention", "mlp"]
+    module: nn.Module
+
+
+def _chosen(model: nn.Module, layers: Iterable[int] | None) -> list[tuple[int, nn.Module]]:
+    """The decoder layers of these indices (negative ones count from the end), in order; all of them by default."""
+    stack = decoder_layers(model)
+    wanted = list(range(len(stack)) if layers is None else layers)
+    wrong = [i for i in wanted if not -len(stack) <= i < len(stack)]
+    if wrong:
+        raise ValueError(f"layers {wrong} are out of range: the model has {len(stack)} layers")
+    return [(i, stack[i]) for i in sorted({i % len(stack) for i in wanted})]
+
+
+def sub_blocks(model: nn.Module, layers: Iterable[int] | None = None) -> list[SubBlock]:
+    """Both sub-blocks of every pre-norm decoder layer, or of ``layers`` (negative ones count from the end), in order.
+
+    What is recognised is the layer that Llama, Mistral, Qwen2, Qwen3 and GPT-2 share:
+
+        x = x + attention(norm(x));  x = x + mlp(norm(x))
+
+    Raises:
+        ValueError: if a layer is another one (parallel, sandwich norms, scaled), or an index is out of range.
+    """
+    return [block for index, layer in _chosen(model, layers) for block in _pre_norm(index, layer)]
+
+
+def paths(model: nn.Module, layers: Iterable[int] | None = None) -> list[Path]:
+    """Attention and MLP of every decoder layer, or of ``layers``, whose outputs reach the stream as they are.
+
+    That takes pre-norm layers and parallel ones, x + attention(norm(x)) + mlp(norm(x)), also where the output is
+    dropped out or scaled by a constant on its way.
+
+    Raises:
+        ValueError: if an output is normalised on its way, or holds the stream already; or an index is out of range.
+    """
+    return [path for index, layer in _chosen(model, layers) for path in _paths(index, layer)]
+
+
+def _pre_norm(index: int, layer: nn.Module) -> list[SubBlock]:
+    children = {name for name, _ in layer.named_children()}
+    for anatomy in _PRE_NORM:
+        names = {name for pair in anatomy for name in pair}
+        if names <= children:
+            reason = _unlike_pre_norm(layer, children - names)
+            if reason is None:
+                norms, modules = zip(*anatomy, strict=True)
+                return [
+                    SubBlock(index, role, layer, norm, getattr(layer, module))  # type: ignore[arg-type]
+                    for role, norm, module in zip(("attention", "mlp"), norms, modules, strict=True)
+                ]
+            break
+    else:
+        reason = _shape_of(layer)
+    raise ValueError(
+        f"layer {index} ({type(layer).__name__}: {', '.join(sorted(children))}) {reason}; this works on the pre-norm "
+        "layer with two residual connections of Llama, Mistral, Qwen2, Qwen3 or GPT-2"
+    )
+
+
+def _is_norm(name: str) -> bool:
+    return "norm" in name or name.startswith("ln")
+
+
+def _unlike_pre_norm(layer: Any, others: set[str]) -> str | None:
+    """Why a layer with the names of a pre-norm layer is none, or None; ``others`` are the names of its other parts."""
+    if getattr(layer, "use_parallel_residual", False):
+        return "runs attention and MLP in parallel"
+    if any(_is_norm(name) or "attention" in name for name in others):
+        return "has further norms or a further attention: sandwich norms normalise what a sub-block returns"
+    if getattr(layer, "residual_multiplier", 1) != 1:
+        return f"multiplies what its sub-blocks return by {layer.residual_multiplier}"
+    if any(isinstance(child, nn.Dropout) and child.p > 0 for child in layer.children()):
+        return "drops out what its sub-blocks return"
+    taking = _adds_stream_itself(layer)
+    return None if taking is None else f"lets {taking} add the stream by itself"
+
+
+def _adds_stream_itself(layer: nn.Module) -> str | None:
+    """Name of the class in ``layer`` whose forward is given the stream to add to (BLOOM's and MPT's), or None."""
+    for child in layer.children():
+        if "residual" in inspect.signature(child.forward).parameters:
+            return type(child).__name__
+    return None
+
+
+def _shape_of(layer: nn.Module) -> str:
+    """In words, what kind of layer this is where its parts are not those of a pre-norm layer."""
+    norms = [name for name, _ in layer.named_children() if _is_norm(name)]
+    taking = _adds_stream_itself(layer)
+    if taking is not None:
+        return f"lets {taking} add the stream by itself"
+    if _is_parallel(layer):
+        return "runs attention and MLP in parallel"
+    if norms and not any(name in ("input_layernorm", "ln_1", "norm_1") for name in norms):
+        return "normalises what its sub-blocks return"
+    return "is not made of attention and an MLP behind a norm each"
+
+
+def _is_parallel(layer: Any) -> bool:
+    """Whether attention and MLP both read the stream as it enters the layer."""
+    if getattr(layer, "use_parallel_residual", False):  # GPT-NeoX, StableLM
+        return True
+    children = dict(layer.named_children())
+    norms = {name for name in children if _is_norm(name)}
+    parts = "mlp" in children and any(name in children for name in _ATTENTIONS)
+    return parts and (len(norms) == 1 or norms == {"ln_attn", "ln_mlp"})  # Phi, Cohere, GPT-J; the larger Falcons
+
+
+def _paths(index: int, layer: nn.Module) -> list[Path]:
+    children = dict(layer.named_children())
+    norms = {name for name in children if _is_norm(name)}
+    where = f"layer {index} ({type(layer).__name__}: {', '.join(sorted(children))})"
+    taking = _adds_stream_itself(layer)
+    if taking is not None:
+        raise ValueError(
+            f"{where} lets {taking} add the stream by itself, so what it returns cannot be gated apart from the stream"
+        )
+    known = [names for pairs in _PRE_NORM if (names := {norm for norm, _ in pairs}) <= norms]
+    if "mlp" not in children or not (known or _is_parallel(layer)):
+        raise ValueError(f"{where} {_shape_of(layer)}; gates on sub-blocks' outputs need pre-norm or parallel layers")
+    if known and norms - known[0]:
+        raise ValueError(
+            f"{where} has sandwich norms ({', '.join(sorted(norms - known[0]))}): a gate before a norm would have its "
+            "scale taken out again; put Transponder on the projections instead"
+        )
+    return [Path(index, "attention", attention_of(index, layer)), Path(index, "mlp", children["mlp"])]

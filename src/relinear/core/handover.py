@@ -1,0 +1,108 @@
+"""One value a forward pass, handed from a model to every one of its decoder layers.
+
+A pre-hook on the model adds the value to its keyword arguments; a pre-hook on each layer takes it from there, or, where
+the model keeps further keywords to itself (GPT-J, BLOOM), from the forward that is running in this thread, and makes it
+an argument of the layer. A pre-hook on the layer's attention takes it out again. Gradient checkpointing runs a layer
+again with its arguments, so with the very value of the forward that it belongs to, however many forwards lie between.
+Where a layer does not hand keywords on to its attention (StableLM), the value arrives by the hook on the layer alone,
+which a recomputation skips: there gradient checkpointing is refused.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from relinear.core.anatomy import attention_of, decoder_layers, takes_keywords
+
+__all__ = ["check_hands_over", "finish", "hand_over", "start"]
+
+
+class _Running(threading.local):
+    """By thread, the values of the forward that is running, an attribute for each key."""
+
+
+_running = _Running()
+
+
+def start(key: str, value: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a forward that hands on ``value``, which they alone keep alive."""
+    setattr(_running, key, held(value))
+    return kwargs | {key: value}
+
+
+def finish(key: str) -> None:
+    """Forget the value: the forward is over."""
+    setattr(_running, key, None)
+
+
+def held(value: Any) -> Any:
+    """A weak reference; the value itself for a compiled graph, which cannot follow one nor outlive its forward."""
+    return value if torch.compiler.is_compiling() else weakref.ref(value)
+
+
+def let_go(held_value: Any) -> Any:
+    """What ``held`` was given, or None if that is gone."""
+    return held_value() if isinstance(held_value, weakref.ref) else held_value
+
+
+def check_hands_over(model: nn.Module) -> None:
+    """Raise ValueError, saying why, if no value can be handed to every layer of ``model``; changes nothing."""
+    for index, layer in enumerate(decoder_layers(model)):
+        attention_of(index, layer)
+
+
+def hand_over(model: nn.Module, key: str, deliver: Callable[[int, Any], None]) -> None:
+    """Hook the layers of ``model`` up: ``deliver(index, value)`` runs as layer ``index`` and its attention start.
+
+    ``deliver`` must be a module-level function or a bound method that ``deepcopy`` carries over.
+    """
+    for index, layer in enumerate(decoder_layers(model)):
+        entry = _Entry(key, index, layer, deliver)
+        layer.register_forward_pre_hook(entry.enter_layer, with_kwargs=True)
+        attention_of(index, layer).register_forward_pre_hook(entry.enter_attention, with_kwargs=True)
+
+
+class _Entry:
+    """The hooks of one layer and of its attention."""
+
+    def __init__(self, key: str, index: int, layer: nn.Module, deliver: Callable[[int, Any], None]) -> None:
+        self.key, self.index, self.layer, self.deliver = key, index, layer, deliver
+        self.words = key.removeprefix("relinear_")
+        self.takes_keywords = takes_keywords(layer)
+
+    def enter_layer(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if layer.training and getattr(layer, "gradient_checkpointing", False):
+            keywords = getattr(getattr(layer, "_gradient_checkpointing_func", None), "keywords", {})
+            if keywords.get("use_reentrant", False):
+                raise ValueError(
+                    f"reentrant gradient checkpointing runs backward through the {self.words} once for every layer and "
+                    'cannot be right; use model.gradient_checkpointing_enable({"use_reentrant": False})'
+                )
+        kwargs = dict(kwargs)
+        value = kwargs.pop(self.key, None)
+        if value is None:
+            value = let_go(getattr(_running, self.key, None))
+        if value is not None:
+            self.deliver(self.index, value)
+            if self.takes_keywords:
+                kwargs[self.key] = value
+        return args, kwargs
+
+    def enter_attention(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        kwargs = dict(kwargs)
+        value = kwargs.pop(self.key, None)
+        if value is not None:
+            self.deliver(self.index, value)
+        elif self.layer.training and getattr(self.layer, "gradient_checkpointing", False):
+            raise ValueError(
+                f"{type(self.layer).__name__} hands no further keyword arguments on to its attention, so that under "
+                f"gradient checkpointing it would be run again without its {self.words}; call "
+                "model.gradient_checkpointing_disable()"
+            )
+        return args, kwargs

@@ -1,0 +1,91 @@
+"""Parameters inside an operator that are no layer of their own.
+
+An operator that computes several of its parts in one kernel does not run them as layers, so nothing may take them for
+layers: PEFT would put adapters on an ``nn.Linear`` that is never called, quantisers would replace it. Yet what moves
+weights in and out of memory (accelerate's offloading) does so around a module's call. So the parts are modules of their
+own, under the names that a layer's parameters would have, and calling one gives its parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+__all__ = ["Held", "HeldList", "is_bare", "is_plain_linear"]
+
+
+class Held(nn.Module):
+    """``weight`` and ``bias`` of an affine map (or of a norm): ``weight, bias = held()``.
+
+    They start, and draw from the generator, as in ``nn.Linear`` and ``nn.LayerNorm``.
+
+    Args:
+        shape: of the weight.
+        bias: whether there is a bias, as long as the weight's first dimension.
+        device, dtype: of both.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, *shape: int, bias: bool = True, device=None, dtype=None) -> None:
+        super().__init__()
+        kw = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty(*shape, **kw))
+        self.register_parameter("bias", nn.Parameter(torch.empty(shape[0], **kw)) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Both as torch's own layers have them at first."""
+        if self.weight.ndim > 1:
+            nn.Linear.reset_parameters(self)  # type: ignore[arg-type]
+            return
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self) -> tuple[Tensor, Tensor | None]:
+        """(weight, bias), where they are while the operator runs."""
+        own = self._parameters
+        try:
+            return own["weight"], own["bias"]  # type: ignore[return-value]  # attributes take twice as long as the call
+        except KeyError:  # what shards, prunes or parametrises may keep a tensor elsewhere
+            return self.weight, self.bias
+
+    def extra_repr(self) -> str:
+        return f"{', '.join(map(str, self.weight.shape))}, bias={self.bias is not None}"
+
+
+class HeldList(nn.ParameterList):
+    """A list of parameters: ``first, second = held()``."""
+
+    __call__ = nn.Module.__call__  # which a plain ParameterList refuses
+
+    def forward(self) -> list[Tensor]:
+        """The parameters, where they are while the operator runs."""
+        return list(self)
+
+
+_ORDINARY = (nn.Parameter, Tensor)  # a plain tensor where torch.func puts values in place of parameters
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_bare(module: Any) -> bool:
+    """Whether calling ``module`` runs the forward of its class and nothing else: no hooks, nothing put in its place.
+
+    Only then may an operator compute what ``module`` would from its parameters, without calling it.
+    """
+    own = module.__dict__
+    # accelerate puts a forward of its own on the instance
+    return "forward" not in own and not any(own[hooks] for hooks in _HOOKS) and not _has_any_global_hook()
+
+
+def is_plain_linear(module: Any) -> bool:
+    """Whether ``module`` is exactly ``nn.Linear``, bare, with an ordinary tensor as its weight.
+
+    A subclass, an adapter or a quantised layer is not, nor is one whose weight a quantiser, a sharding plan or a
+    parametrisation has put another kind of tensor in.
+    """
+    return type(module) is nn.Linear and type(module._parameters.get("weight")) in _ORDINARY and is_bare(module)

@@ -1,0 +1,27 @@
+"""Whether a model has an embedding for every id that a tokenizer makes of text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["check_tokenizer_fits"]
+
+
+def check_tokenizer_fits(tokenizer: Any, model: Any) -> None:
+    """Raise ValueError if ``tokenizer`` can turn text into ids that ``model`` has no embedding for.
+
+    Special tokens count as far as text needs them, for the end of a document: many a tokenizer was given a padding
+    token that its model never sees.
+    """
+    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    entries = getattr(embeddings, "num_embeddings", None)
+    if entries is None or not hasattr(tokenizer, "get_vocab"):
+        return  # whatever they are, they have their own ways
+    special = set(tokenizer.all_special_ids) - {tokenizer.eos_token_id}
+    ids = [index for index in tokenizer.get_vocab().values() if index not in special]
+    if ids and max(ids) >= entries:
+        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        raise ValueError(
+            f"the tokenizer {name!r} has {len(tokenizer)} entries, the model embeds {entries}: it is not "
+            "this model's tokenizer; give the one that the model was trained with"
+        )

@@ -1,0 +1,13 @@
+"""Importing this makes known what is looked up by name: kinds to the registry, models and loader to transformers.
+
+``import relinear`` sees to it that this is imported in time (``relinear.first_use``), and not before.
+"""
+
+import relinear.models.cgt_config  # the configuration, to transformers' Auto classes
+import relinear.models.head_bias
+import relinear.operators
+import relinear.residual
+import relinear.surgery.checkpoint  # noqa: F401  the loader of checkpoints with operators in them, to transformers
+from relinear.surgery import wrapped
+
+wrapped.install()

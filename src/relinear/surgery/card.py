@@ -1,0 +1,86 @@
+"""The model card: ``README.md`` beside a checkpoint says what is in it and how it is loaded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from relinear.core.attachment import attachments
+from relinear.core.aux import named_operators
+from relinear.system.files import write_text
+
+__all__ = ["is_own_card", "write_card"]
+
+_MARK = "<!-- Written by relinear; a card without this line is never overwritten. -->"
+
+
+def is_own_card(path: Path) -> bool:
+    """Whether ``path`` is free for a card: nothing is there, or one that relinear wrote."""
+    return not path.exists() or _MARK in path.read_text(encoding="utf-8", errors="replace")
+
+
+def write_card(model: Any, directory: Path) -> None:
+    """Write ``README.md`` into ``directory``, unless there is one that somebody else wrote."""
+    path = directory / "README.md"
+    if is_own_card(path):
+        write_text(path, _card(model))
+
+
+def _card(model: Any) -> str:
+    name = _base_model(model)
+    causal = type(model).__name__.endswith("ForCausalLM")
+    front = ["library_name: transformers", "tags:", "- relinear"]
+    front += [f"base_model: {name}"] if name else []
+    front += ["pipeline_tag: text-generation"] if causal else []
+    origin = f"[{name}](https://huggingface.co/{name})" if name else f"a `{type(model).__name__}`"
+    lines = ["---", *front, "---", _MARK, "", f"# {origin} with layers of relinear", ""]
+    lines += [*_table(model), "", *_how_to_load(causal), ""]
+    return "\n".join(lines)
+
+
+def _base_model(model: Any) -> str | None:
+    """The model's name on the Hub; None for a local directory and for a model that was built from a config."""
+    name = str(getattr(model.config, "_name_or_path", "") or "")
+    return name if name.count("/") == 1 and not Path(name).exists() and name[0] not in "./~" else None
+
+
+def _table(model: nn.Module) -> list[str]:
+    rows: Counter[tuple[str, int, int]] = Counter()
+    sizes: Counter[tuple[str, int, int]] = Counter()
+    for _, operator in named_operators(model):
+        row = (repr(operator.config), operator.in_features, operator.out_features)
+        rows[row] += 1
+        sizes[row] += sum(p.numel() for p in operator.parameters())
+    lines = [f"{model.num_parameters():,} parameters." if hasattr(model, "num_parameters") else ""]
+    if rows:
+        lines += ["", "| operator | in -> out | layers | parameters |", "| --- | --- | ---: | ---: |"]
+        lines += [f"| `{r[0]}` | {r[1]} -> {r[2]} | {rows[r]} | {sizes[r]:,} |" for r in rows]
+    attached = attachments(model)
+    if attached:
+        lines += ["", "Attached to the model: " + ", ".join(f"`{config!r}`" for config in attached) + "."]
+    return lines
+
+
+def _how_to_load(causal: bool) -> list[str]:
+    auto = "AutoModelForCausalLM" if causal else "AutoModel"
+    return [
+        "## Loading",
+        "",
+        "```sh",
+        "pip install relinear",
+        "```",
+        "",
+        "```python",
+        "import relinear",
+        f"from transformers import {auto}",
+        "",
+        f'model = {auto}.from_pretrained("<this repository or directory>")',
+        "```",
+        "",
+        "Programs that do not import relinear load it with `trust_remote_code=True`: `configuration_relinear.py` here",
+        "does nothing but import the installed package. Without either, loading is refused: a stock class would fill",
+        "the replaced layers with random numbers.",
+    ]

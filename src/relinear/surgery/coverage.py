@@ -1,0 +1,158 @@
+"""What of a model's linear parameters operators have taken the place of, what was left, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from relinear.core.adapters import is_adapted, is_kept_copy
+from relinear.core.operator import Operator, is_linear, linear_features
+from relinear.core.readers import reader_of_weight
+from relinear.surgery.select import OUTPUT_HEAD, OWN_PREFIX, READ_ELSEWHERE, heads
+
+__all__ = ["Coverage", "Left", "coverage", "dense_size", "warn_of_gaps"]
+
+_TIED = "tied to the embedding"
+_SUBCLASS = "a subclass of nn.Linear"
+_FUSED = "held as parameters, no nn.Linear"
+_ADAPTER = "PEFT's"
+#: what surgery cannot reach, whatever the patterns
+_OUT_OF_REACH = (READ_ELSEWHERE, _SUBCLASS, _FUSED)
+_WORTH_A_WARNING = 0.1  # of the linear parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+    """Linear maps that were left, for one reason: their class, their names, and their parameters together."""
+
+    reason: str
+    kind: str
+    names: tuple[str, ...]
+    parameters: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Coverage:
+    """Linear parameters are those of matrices (and their biases) that multiply tokens' features, dense, as they were.
+
+    Embeddings, norms and convolutions are none of them; a head that is tied to the embedding counts as embedding.
+
+    layers, parameters: what operators took the place of.
+    left: the rest, by reason.
+    """
+
+    layers: int
+    parameters: int
+    left: tuple[Left, ...]
+
+    @property
+    def total(self) -> int:
+        """Linear parameters of the model, replaced and left."""
+        return self.parameters + sum(entry.parameters for entry in self.left)
+
+    def share(self, parameters: int) -> float:
+        """``parameters`` as a share of the total."""
+        return parameters / self.total if self.total else 0.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"replaced: {self.layers} layers, {self.share(self.parameters):.1%} of the linear parameters "
+            "(embeddings left out)"
+        ]
+        for entry in self.left:
+            count = len(entry.names)
+            names = entry.names[0] if count == 1 else f"{entry.names[0]} and {count - 1} more"
+            lines.append(f"left: {self.share(entry.parameters):.1%}, {names} ({entry.kind}): {entry.reason}")
+        return "\n".join(lines)
+
+
+def dense_size(module: nn.Module) -> int:
+    """Parameters of the dense layer that an operator, or a linear layer, stands for."""
+    in_features, out_features = linear_features(module)
+    return in_features * out_features + (out_features if getattr(module, "bias", None) is not None else 0)
+
+
+def coverage(model: nn.Module, before: Mapping[str, int], reasons: Mapping[str, str]) -> Coverage:
+    """Go through ``model`` and say of every linear map in it whether an operator stands there, and if not, why.
+
+    Args:
+        model: any module, also on the meta device.
+        before: parameters of replaced layers by name; those of a dense layer where a name is missing.
+        reasons: why layers were left, by name, as the selection says; found by looking where a name is missing.
+    """
+    outputs = heads(model)
+    seen = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    layers = parameters = 0
+    groups: dict[tuple[str, str], tuple[list[str], list[int]]] = {}
+    for name, module, reason in _linear_maps(model):
+        if isinstance(module, Operator):
+            layers += 1
+            parameters += before.get(name, dense_size(module))
+            continue
+        own = [p for p in module.parameters(recurse=reason is None) if reason != _FUSED or p.ndim > 1]
+        fresh = {id(p): p.numel() for p in own if id(p) not in seen}
+        seen |= set(fresh)
+        if reason is None and own and not any(id(p) in fresh for p in own if p.ndim > 1):
+            reason = _TIED
+        if reason is None:
+            reason = OUTPUT_HEAD if id(module) in outputs else reasons.get(name) or _looked_up(model, name)
+        names, sizes = groups.setdefault((reason, type(module).__name__), ([], []))
+        names.append(name)
+        sizes.append(sum(fresh.values()))
+    left = (Left(reason, kind, tuple(names), sum(sizes)) for (reason, kind), (names, sizes) in groups.items())
+    return Coverage(layers, parameters, tuple(sorted(left, key=lambda entry: -entry.parameters)))
+
+
+def _looked_up(model: nn.Module, name: str) -> str:
+    reader = reader_of_weight(model, name) if name else None
+    return f"{READ_ELSEWHERE} ({reader})" if reader else "dense"
+
+
+def _linear_maps(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """Operators, linear layers, and what else holds matrices, each once: (name, module, why it cannot be replaced)."""
+    visited: set[int] = set()
+
+    def walk(module: Any, name: str, adapter: bool) -> Iterator[tuple[str, nn.Module, str | None]]:
+        if id(module) in visited:
+            return
+        visited.add(id(module))
+        if isinstance(module, Operator) or is_linear(module):
+            yield name, module, _ADAPTER if adapter else None
+            return
+        if isinstance(module, nn.Linear):
+            yield name, module, _ADAPTER if adapter else _SUBCLASS
+        elif _holds_matrices(module):
+            yield name, module, _ADAPTER if adapter else _FUSED
+        around = is_adapted(module)
+        for key, child in module.named_children():
+            if not key.startswith(OWN_PREFIX):
+                inside = adapter or (around and key != "base_layer") or is_kept_copy(module)
+                yield from walk(child, f"{name}.{key}" if name else key, inside)
+
+    yield from walk(model, "", False)
+
+
+def _holds_matrices(module: nn.Module) -> bool:
+    """Whether a module that is no layer of torch's holds matrices as parameters of its own: fused experts, routers."""
+    if type(module).__module__.startswith("torch.") or isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
+        return False
+    return any(p is not None and p.ndim > 1 and p.is_floating_point() for p in module._parameters.values())
+
+
+def warn_of_gaps(found: Coverage) -> None:
+    """Warn if surgery could not reach more than a tenth of the linear parameters (the output head left out)."""
+    gaps = [entry for entry in found.left if entry.reason.startswith(_OUT_OF_REACH)]
+    head = sum(entry.parameters for entry in found.left if entry.reason == OUTPUT_HEAD)
+    missing = sum(entry.parameters for entry in gaps)
+    if missing > _WORTH_A_WARNING * (found.total - head):
+        what = "; ".join(f"{len(e.names)} {e.kind} such as {e.names[0]} ({e.reason})" for e in gaps)
+        warnings.warn(
+            f'"all-linear" leaves {missing / (found.total - head):.0%} of the linear parameters (embeddings and output '
+            f"head not counted) as they were: {what}",
+            UserWarning,
+            stacklevel=4,
+        )

@@ -1,0 +1,46 @@
+"""LoRA on an operator as a whole.
+
+PEFT adapts ``nn.Linear`` and a few other classes by itself, any other by a class that its configuration names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relinear.core.operator import Operator
+
+__all__ = ["lora_on_operators_"]
+
+
+def lora_on_operators_(config: Any) -> Any:
+    """Let ``target_modules`` of a PEFT ``LoraConfig`` name operators: y = operator(x) + scaling * B A dropout(x).
+
+    ``get_peft_model(model, relinear.lora_on_operators_(LoraConfig(target_modules=["q_proj"])))``. This stays with the
+    object and is not saved with the adapter, so loading one says it again: ``PeftModel.from_pretrained(model, folder,
+    config=relinear.lora_on_operators_(LoraConfig.from_pretrained(folder)))``.
+
+    An operator has no weight that an adapter could be added to: merging is refused, the adapter stays beside it.
+    ``"all-linear"`` means plain layers (a Transponder's ``base`` among them), no operators and nothing inside them.
+
+    Args:
+        config: changed in place. Layers that are no operators are adapted as ever.
+
+    Returns:
+        ``config``.
+
+    Raises:
+        ValueError: if ``config`` is no ``LoraConfig``.
+        ImportError: without PEFT (the extra ``peft``).
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ImportError("adapters need PEFT: pip install 'relinear[peft]'") from error
+    from relinear.surgery.lora_layer import OperatorLora
+
+    if type(config) is not LoraConfig:
+        raise ValueError(
+            f"expected a peft.LoraConfig (no other adapter goes on operators), got {type(config).__name__}"
+        )
+    config._register_custom_module({Operator: OperatorLora})
+    return config

@@ -1,0 +1,54 @@
+"""PEFT's layer around an operator; a file of its own, so that importing relinear does not import PEFT."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners import lora
+from torch import nn
+
+__all__ = ["OperatorLora"]
+
+#: settings of ``init_lora_weights`` that need no weight of the layer
+_INITS = (True, False, "gaussian")
+
+
+class OperatorLora(lora.Linear):
+    """y = operator(x) + scaling * B A dropout(x); the operator is ``base_layer``."""
+
+    @property
+    def lora_variants(self) -> dict:
+        """Plain LoRA alone: DoRA and the others work on the layer's weight."""
+        return {(): None}
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        return module.in_features, module.out_features  # type: ignore[return-value]
+
+    def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device, torch.dtype]:
+        reference = next(p for p in base_layer.parameters() if p.is_floating_point())
+        return reference.device, reference.dtype
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
+        """Add an adapter.
+
+        Raises:
+            ValueError: if a setting of ``config`` needs a weight. Nothing has changed then.
+        """
+        name = type(self.get_base_layer()).__name__
+        if config.init_lora_weights not in _INITS:
+            raise ValueError(
+                f"init_lora_weights={config.init_lora_weights!r} starts from the layer's weight, and {name} has none; "
+                f"use one of {', '.join(map(repr, _INITS))}"
+            )
+        if config.use_dora:
+            raise ValueError(f"use_dora=True rescales the layer's weight, and {name} has none; use plain LoRA")
+        super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Refuse: there is no weight to add the adapter to."""
+        raise ValueError(
+            f"an adapter cannot be merged into {type(self.get_base_layer()).__name__}, which has no weight to add it "
+            "to; leave it beside the operator, or relinear.fold_ a linear operator before LoRA is put on it"
+        )

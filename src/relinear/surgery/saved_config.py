@@ -1,0 +1,112 @@
+"""How the config of a model with operators is written, so that no program loads it as something else.
+
+A stock class would take such a checkpoint for a stock model and draw the layers that it misses at random, with a mere
+warning. So ``config.json`` names a model type that only relinear knows, with a loader beside it for
+``trust_remote_code=True``: transformers then refuses what it cannot rebuild. Classes that are called by name
+(``LlamaForCausalLM.from_pretrained``) do not look at the type; these stop at ``transformers_weights``, which names no
+file of weights but what to do. In memory a config is the stock one; nothing of this is seen there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from relinear.core.record import METHOD, config_record
+from relinear.system.files import write_text
+
+__all__ = ["SavedConfig", "as_in_memory_", "needs_loader", "write_config"]
+
+_LOADER = "configuration_relinear"
+_LOADER_TEXT = '''"""Lets programs that do not import relinear load this checkpoint, with trust_remote_code=True.
+
+Some layers of this model are relinear's; they come from the installed package: `pip install relinear`. After
+`import relinear` this file is not needed, nor is trust_remote_code.
+"""
+
+from relinear import SavedConfig
+
+__all__ = ["SavedConfig"]
+'''
+_BASE_TYPE = "base_model_type"
+_HOW_TO_LOAD = (
+    "this checkpoint has layers of relinear: `pip install relinear`, then `import relinear` before loading it, or load "
+    "it through an Auto class with trust_remote_code=True"
+)
+
+
+class SavedConfig(PreTrainedConfig):
+    """Reads a ``config.json`` that ``write_config`` wrote; what it returns is the stock config (``LlamaConfig``, ...).
+
+    ``AutoConfig`` calls it, by the model type once relinear is imported, else through the loader beside the checkpoint.
+    """
+
+    model_type = METHOD
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """The stock config, read from what ``AutoConfig.from_pretrained`` takes."""
+        values, unused = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **kwargs)
+        return cls.from_dict(values, **unused)
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], **kwargs: Any) -> Any:
+        """The stock config that ``config_dict`` describes, with the record of operators in its quantization_config.
+
+        Raises:
+            ValueError: if the record of operators is gone, or the type of the model underneath is unknown.
+        """
+        values = _without_loader(config_dict)
+        base = values.pop(_BASE_TYPE, values.get("model_type"))
+        if base == METHOD or base not in CONFIG_MAPPING:
+            raise ValueError(
+                f"config.json gives {base!r} as {_BASE_TYPE}, which is no model type that transformers knows here; "
+                "upgrade transformers, or import the package that registers it"
+            )
+        config = CONFIG_MAPPING[base].from_dict(values | {"model_type": base}, **kwargs)
+        if values.get("model_type") == METHOD and not values.get("quantization_config"):
+            raise ValueError(
+                "config.json has lost its record of operators (quantization_config), so the layers cannot be rebuilt; "
+                "restore it from a copy"
+            )
+        return config
+
+
+AutoConfig.register(METHOD, SavedConfig)
+
+
+def _without_loader(values: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in values.items() if key != "transformers_weights"}
+    auto_map = {key: value for key, value in kept.pop("auto_map", {}).items() if not value.startswith(_LOADER)}
+    return kept | ({"auto_map": auto_map} if auto_map else {})
+
+
+def needs_loader(config: PreTrainedConfig) -> bool:
+    """Whether a model of this config can only be loaded by relinear: it has operators, or is a model of relinear's."""
+    return config_record(config) is not None or type(config).__module__.startswith("relinear.")
+
+
+def as_in_memory_(config: PreTrainedConfig) -> None:
+    """Take out of a config that a stock class read itself what only belongs into the file."""
+    for key in ("model_type", "transformers_weights", "auto_map", _BASE_TYPE):  # the class knows its model_type
+        config.__dict__.pop(key, None)
+
+
+def write_config(config: PreTrainedConfig, path: Path, text: str) -> None:
+    """Write ``text``, the stock JSON of ``config``, to ``path`` in the form described above; put the loader beside."""
+    values = json.loads(text)
+    base = type(config).model_type
+    known = base in CONFIG_MAPPING  # else its own remote code, by its own auto_map, has to read it
+    if known:
+        values["auto_map"] = values.get("auto_map", {}) | {"AutoConfig": f"{_LOADER}.{SavedConfig.__name__}"}
+        write_text(path.with_name(f"{_LOADER}.py"), _LOADER_TEXT)
+    if config_record(config) is not None:
+        values["transformers_weights"] = _HOW_TO_LOAD
+        if known:
+            values |= {"model_type": METHOD, _BASE_TYPE: base}
+    write_text(path, json.dumps(values, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,99 @@
+"""Where transformers has no hook for a third party, a few of its functions are wrapped, once.
+
+Each leaves alone whatever has no operators: a config without our record goes straight to the function as it was.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.quantizers.auto import AutoHfQuantizer
+
+from relinear.core.record import before_record, config_record, own_record
+from relinear.surgery.card import write_card
+from relinear.surgery.checkpoint import RelinearConfig, rebuild_
+from relinear.surgery.saved_config import as_in_memory_, needs_loader, write_config
+
+__all__ = ["install", "wrap_models"]
+
+_MARK = "_relinear_original"
+
+
+def install() -> None:
+    """Wrap what is light now, the functions of models when the first record is written or read (idempotent)."""
+    _wrap(PreTrainedConfig, "to_json_file", _to_json_file)
+    _wrap(PreTrainedConfig, "from_dict", _from_dict)
+    _wrap(AutoHfQuantizer, "merge_quantization_configs", _merge_quantization_configs)
+    if wrap_models not in before_record:
+        before_record.append(wrap_models)
+
+
+def wrap_models() -> None:
+    """Wrap the functions of models (idempotent): apart, because importing what they belong to takes seconds."""
+    from transformers.modeling_utils import PreTrainedModel
+
+    _wrap(PreTrainedModel, "save_pretrained", _save_pretrained)
+    _wrap(PreTrainedModel, "_from_config", _from_config)
+
+
+def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
+    held = owner.__dict__[name]
+    original = held.__func__ if isinstance(held, classmethod) else held
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(wrapped, _MARK, original)
+    setattr(owner, name, classmethod(wrapped) if isinstance(held, classmethod) else wrapped)
+
+
+def _to_json_file(original: Any, config: Any, json_file_path: Any, use_diff: bool = True) -> None:
+    """``config.save_pretrained`` and with it every ``model.save_pretrained`` and ``push_to_hub``."""
+    if not needs_loader(config):
+        original(config, json_file_path, use_diff=use_diff)
+    else:
+        write_config(config, Path(json_file_path), config.to_json_string(use_diff=use_diff))
+
+
+def _from_dict(original: Any, cls: Any, config_dict: Any, **kwargs: Any) -> Any:
+    """A model built from this config has to see its record."""
+    if own_record(config_dict.get("quantization_config")) is not None:
+        wrap_models()
+    return original(cls, config_dict, **kwargs)
+
+
+def _save_pretrained(original: Any, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    original(model, save_directory, *args, **kwargs)
+    is_main = args[0] if args else kwargs.get("is_main_process", True)
+    if is_main and config_record(model.config) is not None and (Path(save_directory) / "config.json").is_file():
+        write_card(model, Path(save_directory))
+
+
+def _from_config(original: Any, cls: Any, config: Any, **kwargs: Any) -> Any:
+    """A model from the config of a checkpoint has its operators, freshly initialised like the rest."""
+    record = config_record(config)
+    if record is not None:
+        as_in_memory_(config)
+    model = original(cls, config, **kwargs)
+    if record is not None:
+        rebuild_(model, RelinearConfig(**record))
+    return model
+
+
+def _merge_quantization_configs(original: Any, cls: Any, quantization_config: Any, from_args: Any) -> Any:
+    ours = own_record(quantization_config) is not None
+    if ours and from_args is not None and not isinstance(from_args, RelinearConfig):
+        raise ValueError(
+            f"the checkpoint holds relinear operators and cannot be loaded with {type(from_args).__name__} on top. "
+            "Either load it without, and quantize in place what is still dense (with torchao: "
+            "torchao.quantization.quantize_(model, ...)), or relinear.fold_ the operators into dense layers, save that "
+            "stock model, and load it with the quantization_config"
+        )
+    return original(cls, quantization_config, from_args)

@@ -1,0 +1,5 @@
+"""The version, as records of runs state it."""
+
+__all__ = ["__version__"]
+
+__version__ = "0.1.0"

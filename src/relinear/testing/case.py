@@ -1,0 +1,41 @@
+"""One variant of an operator, as the conformance suite takes it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from relinear.core.operator import OperatorConfig
+
+__all__ = ["NARROW", "ODD", "SQUARE", "WIDE", "Case"]
+
+#: shapes (in, out) that rows may take
+SQUARE, WIDE, NARROW, ODD = (16, 16), (16, 24), (24, 16), (15, 9)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One variant of one operator.
+
+    Args:
+        config: the variant.
+        shapes: (in, out) sizes it is built in; the costly tests use the first only.
+        variant: what tells the row from others of its kind, in the test's name.
+        linear: whether it has ``to_dense`` (in eval, and given the context where it is conditioned).
+        context_dim: width of the context that it reads, None where it is not conditioned.
+        exact: settings of the same kind at which a fitted weight is reproduced exactly (in eval).
+        exact_tolerance: relative error allowed there, in float64.
+        bf16_tolerance: relative error (Frobenius) of outputs and gradients in bfloat16 against float32.
+    """
+
+    config: OperatorConfig
+    shapes: tuple[tuple[int, int], ...] = (SQUARE, WIDE, NARROW)
+    variant: str = ""
+    linear: bool = True
+    context_dim: int | None = None
+    exact: OperatorConfig | None = None
+    exact_tolerance: float = 1e-10
+    bf16_tolerance: float = 2e-2
+
+    @property
+    def name(self) -> str:
+        return f"{self.config.kind}-{self.variant}" if self.variant else self.config.kind

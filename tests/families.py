@@ -1,0 +1,81 @@
+"""Tiny models of the families of decoders that surgery is tested on, built from their configs with random weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+VOCABULARY, WIDTH, LAYERS, HEADS = 96, 32, 2, 4
+
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_GROUPED = {"num_key_value_heads": 2}
+_HEAD_DIM = _GROUPED | {"head_dim": 8}
+_EXPERTS = _GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+#: model type -> settings beside the common ones
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_inner": 64},
+    "llama": _GROUPED,
+    "mistral": _GROUPED,
+    "qwen2": _GROUPED,
+    "qwen3": _HEAD_DIM,
+    "gemma": _HEAD_DIM,
+    "gemma2": _HEAD_DIM,
+    "gemma3_text": _HEAD_DIM,
+    "olmo": _GROUPED,
+    "olmo2": _GROUPED,
+    "granite": _GROUPED,
+    "smollm3": _GROUPED,
+    "phi": _GROUPED,
+    "phi3": _GROUPED,
+    "cohere": _GROUPED,
+    "stablelm": _GROUPED,
+    "starcoder2": _GROUPED,
+    "gpt_neox": {},
+    "gptj": {"rotary_dim": 4},
+    "gpt_neo": {
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 8,
+        "num_layers": LAYERS,
+        "num_heads": HEADS,
+    },
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": WIDTH},
+    "bloom": {"n_head": HEADS, "n_layer": LAYERS},
+    "falcon": {},
+    "mpt": {"d_model": WIDTH, "n_heads": HEADS, "n_layers": LAYERS},
+    "codegen": {"rotary_dim": 4},
+    "gpt_bigcode": {},
+    "mixtral": _GROUPED | {"num_local_experts": 4},
+    "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 16},
+    "qwen3_moe": _EXPERTS | {"head_dim": 8},
+    "olmoe": _EXPERTS,
+    "mamba": {"state_size": 8},
+    "glm": _HEAD_DIM,
+    "glm4": _HEAD_DIM,
+    "ministral": _HEAD_DIM,
+    "nemotron": _GROUPED,
+    "persimmon": {},
+    "xglm": {"d_model": WIDTH, "num_layers": LAYERS, "attention_heads": HEADS, "ffn_dim": 64},
+    "biogpt": {},
+}
+
+
+def make_family(kind: str, **settings: Any) -> Any:
+    """A tiny model of the family with random weights from seed 0, in evaluation mode; ``settings`` go to its config."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[kind](**(_COMMON | FAMILIES[kind] | settings))
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, float):  # two runs in training mode must agree
+            setattr(config, key, 0.0)
+    return AutoModelForCausalLM.from_config(config).eval()

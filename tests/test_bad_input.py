@@ -1,0 +1,495 @@
+"""Wrong inputs and settings: one ValueError that says what was wrong, what was expected and what is nearest to it."""
+
+import copy
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import relinear
+from cases import CASES
+from conftest import make_tiny_gpt2, make_tiny_llama
+from relinear.core.attachment import AttachmentConfig
+from relinear.core.config import UnknownSettingError, parse_setting, shown
+from relinear.core.operator import Operator, OperatorConfig
+from relinear.data.tokenizers import byte_tokenizer
+from relinear.models import model_place
+
+LOW = relinear.LowRank(rank=2)
+IDS = torch.tensor([[3, 1, 4, 1, 5]])
+LONG = "x" * 10_000
+#: no message repeats an input of 10,000 characters
+LONGEST_MESSAGE = 2_000
+
+
+def brief(value):
+    """A test's name for one of its values."""
+    return shown(value)[:24]
+
+
+def refused(function, *words, error=ValueError):
+    """The message with which ``function`` refuses; it has all ``words`` in it."""
+    with pytest.raises(error) as caught:
+        function()
+    message = str(caught.value)
+    assert len(message) <= LONGEST_MESSAGE
+    for word in words:
+        assert word in message, f"{word!r} is not in {message!r}"
+    return message
+
+
+def wrong_inputs(width):
+    """What an ``nn.Linear`` of this width would not take -> what the message says of it."""
+    return [
+        (torch.randn(3, width - 1), f"({3}, {width - 1})"),
+        (torch.randn(3, width + 1), f"({3}, {width + 1})"),
+        (torch.randn(2, 3, 2 * width), f"({2}, {3}, {2 * width})"),
+        (torch.randn(3, 1), "(3, 1)"),
+        (torch.randn(width, 3), f"({width}, 3)"),
+        (torch.randn(()), "without dimensions"),
+        (torch.ones(3, width, dtype=torch.long), "torch.int64"),
+        (torch.ones(3, width, dtype=torch.bool), "torch.bool"),
+        (torch.ones(3, width, dtype=torch.complex64), "torch.complex64"),
+        (np.zeros((3, width), dtype=np.float32), "array("),
+        (None, "None"),
+    ]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_an_operator_refuses_what_is_no_input_of_its_size(case, training):
+    width, outputs = case.shapes[0]
+    operator = case.config.build(width, outputs).train(training)
+    given = torch.randn(3, case.context_dim or 1)
+    with torch.set_grad_enabled(training), relinear.context(given):
+        for x, said in wrong_inputs(width):
+            refused(lambda x=x: operator(x), type(operator).__name__, f"(..., {width})", said)
+        assert operator(torch.randn(3, width)).shape == (3, outputs)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_compiled_or_exported_operator_keeps_the_check_out_of_its_graph(case):
+    width = case.shapes[0][0]
+    operator = case.config.build(*case.shapes[0]).eval()
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(operator, backend=backend, fullgraph=True)
+    with relinear.context(torch.randn(3, case.context_dim or 1)):
+        compiled(torch.randn(3, width))
+        assert len(seen) == 1
+        with pytest.raises(Exception, match=re.escape(f"(..., {width})")):
+            compiled(torch.randn(3, width + 1))
+
+
+def test_an_operator_is_exported_with_any_number_of_tokens():
+    operator = LOW.build(16, 24).eval()
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    exported = torch.export.export(operator, (torch.randn(3, 16),), dynamic_shapes={"x": {0: tokens}})
+    x = torch.randn(7, 16)
+    torch.testing.assert_close(exported.module()(x), operator(x))
+
+
+def test_a_strangers_operator_is_held_to_it_too():
+    class Stranger(Operator):
+        def forward(self, x):
+            return x[..., :1]
+
+    refused(lambda: Stranger(LOW, 4, 1)(torch.randn(2, 5)), "Stranger", "(..., 4)", "(2, 5)")
+
+
+def test_the_message_names_the_layer_of_the_model():
+    model = make_tiny_llama()
+    relinear.replace_(model, {"down_proj": relinear.Transponder(base=relinear.Monarch(blocks=2))})
+    for place in (model, copy.deepcopy(model)):
+        operator = place.model.layers[1].mlp.down_proj
+        refused(lambda operator=operator: operator(torch.randn(2, 3)), "model.layers.1.mlp.down_proj", "(..., 64)")
+
+
+class Narrow(nn.Module):
+    """A layer that gives one of its outputs only, which broadcasts with any stream."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)[..., :1]
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["rezero", "deepnorm", "laurel_rw", "laurel_lr:rank=4", "laurel_pa:rank=4", "post_ln", "path_transponder"],
+)
+@pytest.mark.filterwarnings("ignore:DeepNorm")
+def test_a_sub_block_that_would_broadcast_into_the_stream_is_refused(method):
+    model = make_tiny_llama()
+    relinear.attach_(model, method)
+    model(IDS)
+    mlp = model.model.layers[1].mlp
+    mlp.down_proj = Narrow(mlp.down_proj)
+    refused(lambda: model(IDS), "LlamaMLP", "32", "(1, 5, 1)")
+
+
+def test_what_the_context_manager_and_the_attention_gate_read():
+    model = make_tiny_llama()
+    relinear.attach_(model, "context_manager:dim=4,source=embeddings")
+    refused(lambda: model(inputs_embeds=torch.randn(2, 3, 7)), "ContextManager", "(..., 32)", "(2, 3, 7)")
+    model = make_tiny_llama()
+    relinear.attach_(model, "context_manager:dim=4")
+    refused(lambda: model(IDS.float()), "ContextManager", "token ids", "torch.float32")
+    model = make_tiny_llama()
+    relinear.attach_(model, "sdpa_gate")
+    gate = model.model.layers[0].self_attn.relinear_gate
+    refused(lambda: gate(torch.randn(2, 32), torch.randn(2, 64)), "(..., 32)", "(2, 64)")
+
+
+# Settings
+
+
+@pytest.mark.parametrize("config", [*OperatorConfig.kinds().values(), *AttachmentConfig.kinds().values()])
+def test_an_unknown_keyword_names_the_nearest(config):
+    for error in (ValueError, TypeError):  # what settings raise, and what a wrong keyword raises in Python
+        refused(lambda: config(nonsense_=1), config.__name__, "'nonsense_'", error=error)
+    refused(lambda: config(**{LONG: 1}), config.__name__)
+    refused(lambda: config().replace(nonsense_=1), "'nonsense_'")
+    refused(lambda: config(3), "by name")
+    assert copy.deepcopy(config()) == config()
+
+
+def test_the_nearest_keyword():
+    refused(lambda: relinear.LowRank(ranks=8), "LowRank", "did you mean 'rank'?")
+    refused(lambda: relinear.HDPL(rank=8, block=4), "HDPL", "'blocks'")
+    refused(lambda: relinear.ContextManager(dims=8), "'dim'")
+    refused(lambda: relinear.LowRank().replace(rnk=8), "'rank'")
+    assert issubclass(UnknownSettingError, TypeError)
+
+
+@pytest.mark.parametrize(
+    "value", [0, -1, 1.0, True, None, "8", float("nan"), np.float32(2), 10**30, 10**5000, LONG], ids=brief
+)
+def test_a_rank_that_is_none(value):
+    refused(lambda: relinear.LowRank(rank=value), "rank")
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), "1", True, LONG], ids=brief)
+def test_a_weight_that_is_none(value):
+    refused(lambda: relinear.HDPL(beta=value), "beta")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        ":",
+        "low_rank:",
+        "low_rank:rank",
+        "low_rank:=8",
+        "low_rank:rank=",
+        "low_rank:rank=8,rank=8",
+        "low_rank:rank=(",
+        "low_rank:rank=)(",
+        "low_rank:rank={]",
+        "low rank",
+        LONG + ":",
+        "low_rank:" + LONG,
+        "low_rank:rank=" + LONG,
+        f"low_rank:{LONG}=8",
+        "low_rank:rank=" + "9" * 10_000,
+        "low_rank:rank=" + "(" * 10_000,
+        "low_rank:rank=" + "(" * 10_000 + ")" * 10_000,
+        "low_rank:rank=" + "[" * 10_000 + "]" * 10_000,
+        "low_rank:rank=" + '{"a":' * 10_000 + "1" + "}" * 10_000,
+        "transponder:base=(" * 10_000 + "low_rank" + ")" * 10_000,
+        "transponder:base=low_rank",
+        "low_rank:kind=hdpl",
+        "low_rank:family=attachment",
+    ],
+    ids=brief,
+)
+def test_text_that_is_no_operator(text):
+    refused(lambda: OperatorConfig.read(text))
+
+
+def test_nested_text_is_still_read():
+    text = "transponder:rank=8,base=(transponder:rank=4,base=(low_rank:rank=2))"
+    inner = relinear.Transponder(rank=4, base=relinear.LowRank(rank=2))
+    assert OperatorConfig.read(text) == relinear.Transponder(rank=8, base=inner)
+    assert parse_setting('a:b={"c": 1, "d": [2]}') == {"kind": "a", "b": {"c": 1, "d": [2]}}
+
+
+def test_settings_nested_without_end():
+    values = {"kind": "low_rank"}
+    for _ in range(10_000):
+        values = {"kind": "transponder", "base": values}
+    refused(lambda: OperatorConfig.from_dict(values), "nested")
+
+
+@pytest.mark.parametrize(
+    "setting", [None, 3, [], "x", {}, {"kind": 3}, {"kind": LONG}, {"kind": "low_rank", LONG: 1}], ids=brief
+)
+def test_what_is_no_setting(setting):
+    refused(lambda: OperatorConfig.read(setting))
+
+
+def test_what_is_shown_is_short():
+    for value in (LONG, [LONG] * 100, dict.fromkeys(range(100), LONG), torch.zeros(10_000), 10**4000):
+        assert len(shown(value)) < 500
+    assert shown("short") == "'short'"
+
+
+# Surgery
+
+
+def unchanged(model, function, *words):
+    """``function(model)`` is refused, and the model stays as it was."""
+    before = {name: type(module) for name, module in model.named_modules()}
+    refused(lambda: function(model), *words)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    assert not hasattr(model.config, "quantization_config")
+
+
+@pytest.mark.parametrize("change", [relinear.replace_, relinear.plan])
+@pytest.mark.parametrize(
+    ("mapping", "options", "words"),
+    [
+        ({"all_linear": LOW}, {}, ["'all_linear'", "nearest: all-linear"]),
+        ({"All-Linear": LOW}, {}, ["nearest: all-linear"]),
+        ({"linear": LOW}, {}, ["all-linear"]),
+        ({"q_porj": LOW}, {}, ["'q_porj'", "q_proj"]),
+        ({LONG: LOW}, {}, ["matches no module"]),
+        ({"(" * 10_000: LOW}, {}, ["regular expression"]),
+        ({"a{99999999999}": LOW}, {}, ["regular expression"]),
+        ({1: LOW}, {}, ["string", "1"]),
+        ({"*": LOW}, {}, ["regular expression"]),
+        ([("q_proj", LOW)], {}, ["dict"]),
+        ("q_proj", {}, ["dict"]),
+        (LONG, {}, ["dict"]),
+        ({}, {}, ["non-empty dict"]),
+        ({"q_proj": 3}, {}, ["'q_proj'", "low_rank:rank=8"]),
+        ({"q_proj": relinear.LowRank}, {}, ["'q_proj'", "LowRank"]),
+        ({"q_proj": relinear.ReZero()}, {}, ["'q_proj'", "ReZero"]),
+        ({"q_proj": "low_rnak"}, {}, ["'q_proj'", "did you mean 'low_rank'"]),
+        ({"q_proj": "low_rank:rnk=8"}, {}, ["'q_proj'", "did you mean 'rank'"]),
+        ({"q_proj": "low_rank:rank"}, {}, ["key=value"]),
+        ({"q_proj": LONG}, {}, ["unknown operator kind"]),
+        ({"q_proj": LOW}, {"layers": "0-1"}, ["'0-1'", "range"]),
+        ({"q_proj": LOW}, {"layers": LONG}, ["layers="]),
+        ({"q_proj": LOW}, {"layers": 1.0}, ["layers=", "1.0"]),
+        ({"q_proj": LOW}, {"layers": [0, 0.5]}, ["layers=", "0.5"]),
+        ({"q_proj": LOW}, {"layers": True}, ["layers=", "True"]),
+        ({"q_proj": LOW}, {"layers": [None]}, ["layers=", "None"]),
+        ({"q_proj": LOW}, {"layers": np.array([0.0])}, ["layers="]),
+        ({"q_proj": LOW}, {"layers": -3}, ["-3", "2 layers"]),
+        ({"q_proj": LOW}, {"layers": np.int64(2)}, ["2 layers"]),
+        ({"q_proj": LOW}, {"exclude": "q_porj"}, ["exclude=", "'q_porj'", "q_proj"]),
+        ({"all-linear": LOW}, {"exclude": ["k_proj", "mpl"]}, ["'mpl'"]),
+        ({"all-linear": LOW}, {"exclude": "mlp"}, ["'mlp'", "layers in it"]),
+        ({"all-linear": LOW}, {"exclude": [LONG]}, ["exclude="]),
+        ({"all-linear": LOW}, {"exclude": 3}, ["exclude=", "3"]),
+        ({"all-linear": LOW}, {"exclude": [3]}, ["pattern", "3"]),
+        ({"all-linear": LOW}, {"exclude": "("}, ["regular expression"]),
+        ({"q_proj": LOW}, {"filter_fn": "q_proj"}, ["filter_fn", "'q_proj'"]),
+    ],
+    ids=brief,
+)
+def test_surgery_that_cannot_be_meant(change, mapping, options, words):
+    unchanged(make_tiny_llama(), lambda model: change(model, mapping, **options), *words)
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"layers": np.int64(1)}, 1),
+        ({"layers": np.arange(2)}, 2),
+        ({"layers": torch.tensor([0, -1])}, 2),
+        ({"layers": (i for i in range(1))}, 1),
+        ({"exclude": ["lm_head", "embed_tokens", "k_proj"]}, 2),
+        ({"exclude": r".*\.0\..*"}, 1),
+    ],
+)
+def test_what_stays_allowed(options, count):
+    assert len(relinear.plan(make_tiny_llama(), {"q_proj": LOW}, **options).replacements) == count
+
+
+def test_the_pattern_that_a_message_advises_leaves_out_what_it_says():
+    model = make_tiny_llama()
+    message = refused(lambda: relinear.plan(model, {"all-linear": LOW}, exclude="mlp"), "exclude=")
+    advised = message.rpartition("exclude='")[2].removesuffix("'").replace("\\\\", "\\")
+    names = [r.name for r in relinear.plan(model, {"all-linear": LOW}, exclude=advised).replacements]
+    assert names
+    assert not any(".mlp." in name for name in names)
+
+
+def test_operators_and_attachments_as_text():
+    by_text, by_config = make_tiny_llama(), make_tiny_llama()
+    text = {"q_proj": "low_rank:rank=8", "v_proj": "none", "o_proj": "dense", r".*\.up_proj": "hdpl:rank=4,blocks=2"}
+    relinear.replace_(by_text, text)
+    configs = {"q_proj": relinear.LowRank(rank=8), r".*\.up_proj": relinear.HDPL(rank=4, blocks=2)}
+    relinear.replace_(by_config, configs)
+    relinear.attach_(by_text, "context_manager:dim=4")
+    relinear.attach_(by_config, relinear.ContextManager(dim=4))
+    relinear.residual_(by_text, "laurel-lr:rank=4")
+    relinear.residual_(by_config, relinear.LaurelLR(rank=4))
+    assert by_text.config.quantization_config == by_config.config.quantization_config
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda model: relinear.replace_(model, {"q_proj": LOW}),
+        lambda model: relinear.plan(model, {"q_proj": LOW}),
+        lambda model: relinear.attach_(model, relinear.ReZero()),
+        lambda model: relinear.residual_(model, "rezero"),
+        lambda model: relinear.train_only_(model, "q_proj"),
+        relinear.summary,
+        relinear.fold_,
+        relinear.check_causality,
+    ],
+)
+@pytest.mark.parametrize("model", ["path", None, 3, LONG, LOW, make_tiny_gpt2], ids=brief)
+def test_what_is_no_model(function, model):
+    refused(lambda: function(model), "a model (an nn.Module), got")
+
+
+@pytest.mark.parametrize(
+    "setting", ["rezzero", "laurel_lr:rnk=4", "laurel_lr:rank=0", "context_managr", LONG, 3, None, LOW], ids=brief
+)
+def test_what_is_no_attachment(setting):
+    unchanged(make_tiny_llama(), lambda model: relinear.attach_(model, setting))
+    unchanged(make_tiny_llama(), lambda model: relinear.residual_(model, setting))
+
+
+@pytest.mark.parametrize("layers", ["0-1", 0.5, [None], LONG], ids=brief)
+def test_layers_of_an_attachment(layers):
+    refused(lambda: relinear.PathTransponder(layers=layers), "layers=")
+
+
+@pytest.mark.parametrize("patterns", ["(", [], "q_porj", [LONG], [3]], ids=brief)
+def test_parts_to_train_that_are_not_there(patterns):
+    refused(lambda: relinear.train_only_(make_tiny_llama(), patterns))
+
+
+# The Contextually Guided Transformer
+
+
+def cgt_config(**changes):
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    context = {"context_layer": 1, "context_size": 8, "context_heads": 2, "rank": 2, "templates": 2}
+    return relinear.CGTConfig(**(sizes | context | {"bos_token_id": None, "eos_token_id": None} | changes))
+
+
+@pytest.mark.parametrize(
+    ("keyword", "words"),
+    [
+        ("dim_x", ["'dim_x'", "n_embd"]),
+        ("ranks", ["did you mean 'rank'"]),
+        ("context_dim", ["'context_size'"]),
+        (LONG, []),
+    ],
+    ids=brief,
+)
+def test_unknown_settings_of_a_cgt(keyword, words):
+    refused(lambda: cgt_config(**{keyword: 9}), "CGTConfig", *words)
+    refused(lambda: cgt_config(**{keyword: 9}), "CGTConfig", error=TypeError)
+
+
+def test_a_size_by_its_other_name_is_checked_too():
+    refused(lambda: relinear.CGTConfig(hidden_size=50, n_head=12), "n_embd=50")
+    assert relinear.CGTConfig(hidden_size=24, num_attention_heads=2).n_embd == 24
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"torch_dtype": "bfloat16"}, {"name_or_path": "x"}, {"num_labels": 3}, {"temperature": 0.5}, {"_attn": 1}],
+    ids=brief,
+)
+def test_what_transformers_writes_is_no_unknown_setting(settings):
+    cgt_config(**settings)
+
+
+def test_a_saved_cgt_is_loaded_with_whatever_was_put_into_its_config(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = relinear.CGTForCausalLM(cgt_config()).eval()
+    model.config.somebodys_note = "kept"
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert loaded.config.somebodys_note == "kept"
+    torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits)
+    assert AutoConfig.from_pretrained(tmp_path, rank=3).rank == 3
+    config, unused = AutoConfig.from_pretrained(tmp_path, nonsense=3, return_unused_kwargs=True)
+    assert (config.rank, unused) == (2, {"nonsense": 3})
+    assert relinear.CGTConfig(**cgt_config().to_dict()).to_dict() == cgt_config().to_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("frozen_ctx", "frozen_context"), ("lables", "labels"), (LONG, "input_ids")]
+)
+def test_unknown_arguments_of_a_cgt(name, near):
+    model = relinear.CGTForCausalLM(cgt_config()).eval()
+    for call in (model, model.transformer, model.context):
+        refused(lambda call=call: call(IDS, **{name: torch.zeros(1, 8)}), near)
+
+
+def test_what_transformers_hands_to_a_cgt_is_no_unknown_argument():
+    model = relinear.CGTForCausalLM(cgt_config()).eval()
+    plain = model(IDS).logits
+    for given in ({"token_type_ids": torch.zeros_like(IDS)}, {"output_attentions": True}, {"nothing": None}):
+        torch.testing.assert_close(model(IDS, **given).logits, plain)
+    assert model(IDS, labels=IDS, num_items_in_batch=4).loss > 0
+    assert model.generate(IDS, max_new_tokens=3, do_sample=False).shape == (1, 8)
+
+
+# Models and tokenizers by name
+
+
+@pytest.mark.parametrize("name", ["tiny", "gpt2", "owner/name"])
+def test_names_of_models(name, tmp_path):
+    places = {"tiny": "preset", "gpt2": "hub", "owner/name": "hub"}
+    assert model_place(name) == places[name]
+    assert model_place(str(tmp_path)) == "directory"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tinyy", ["did you mean 'tiny'", "owner/name"]),
+        ("./tiny", ["no such directory"]),
+        ("a/b/c", ["no such directory"]),
+        ("~/nowhere-at-all", ["no such directory"]),
+        ("", []),
+        (None, ["None"]),
+        ("\0", []),
+        (LONG, []),
+        ("./" + LONG, []),
+    ],
+    ids=brief,
+)
+def test_names_of_no_model(name, words):
+    refused(lambda: model_place(name), *words, error=(ValueError, OSError))
+
+
+def test_a_tokenizer_that_does_not_fit_the_model():
+    model, tokenizer = make_tiny_llama(vocab_size=200), byte_tokenizer()
+    text = ["one two three four"] * 40
+    settings = {"tokens": 64, "validation_tokens": 32, "sequence_length": 16, "epochs": 1}
+    for function in (
+        lambda: relinear.perplexity(model, text, tokenizer),
+        lambda: relinear.lambada(model, tokenizer, text),
+        lambda: relinear.distill_(model, {"q_proj": LOW}, text, tokenizer=tokenizer, settings=settings),
+    ):
+        refused(function, "tokenizer", "258", "200")
+    assert not any(isinstance(module, Operator) for module in model.modules())
+
+
+def test_a_padding_token_that_the_model_never_sees_does_no_harm():
+    model, tokenizer = make_tiny_llama(vocab_size=257), byte_tokenizer()
+    assert tokenizer.pad_token_id == 257
+    assert relinear.perplexity(model, "one two three", tokenizer).tokens == 12

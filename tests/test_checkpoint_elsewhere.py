@@ -1,0 +1,180 @@
+"""Checkpoints in programs that do not import relinear: refused, or with their loader the same logits; never wrong."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import relinear
+from conftest import make_tiny_gpt2, make_tiny_llama
+from relinear.data.tokenizers import load_tokenizer
+from test_surgery import IDS, LOW
+
+HIDDEN = """
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "relinear":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+def elsewhere(code, folder, *, installed=True):
+    """Run ``code`` in a process of its own that has not imported relinear (nor can it, unless ``installed``)."""
+    head = "import sys, torch\n" + ("" if installed else HIDDEN)
+    source = Path(relinear.__file__).parents[1]
+    environment = os.environ | {
+        "PYTHONPATH": str(source),
+        "HF_MODULES_CACHE": str(folder / "modules"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.run(
+        [sys.executable, "-c", head + textwrap.dedent(code)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module", params=[make_tiny_llama, make_tiny_gpt2], ids=["llama", "gpt2"])
+def saved(request, tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("elsewhere")
+    model = request.param(vocab_size=300)
+    relinear.replace_(model, {"all-linear": LOW})
+    relinear.residual_(model, "rezero")
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    relinear.save_pretrained(model, folder / "model", tokenizer=load_tokenizer("bytes"))
+    torch.save(model(IDS).logits, folder / "logits.pt")
+    return folder
+
+
+@pytest.mark.parametrize("installed", [True, False], ids=["installed", "not-installed"])
+def test_without_the_flag_every_way_of_loading_is_refused(saved, installed):
+    ran = elsewhere(
+        f"""
+        import transformers
+        folder = {str(saved / "model")!r}
+        architecture = {type_of(saved)!r}
+        ways = [getattr(transformers, name).from_pretrained for name in
+                ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification", architecture)]
+        ways.append(lambda folder: transformers.pipeline("text-generation", model=folder))
+        for number, load in enumerate(ways):
+            try:
+                load(folder)
+            except Exception as error:
+                assert "trust_remote_code=True" in str(error), (number, error)
+            else:
+                raise AssertionError(number)
+        assert "relinear" not in sys.modules
+        print("refused", len(ways))
+        """,
+        saved,
+        installed=installed,
+    )
+    assert "refused 6" in ran.stdout, ran.stderr
+
+
+def type_of(saved):
+    return json.loads((saved / "model" / "config.json").read_text())["architectures"][0]
+
+
+def test_with_the_flag_the_logits_are_the_same(saved):
+    ran = elsewhere(
+        f"""
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
+        folder = {str(saved / "model")!r}
+        assert "relinear" not in sys.modules
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        assert type(model).__name__ == {type_of(saved)!r} and type(model.config).__module__.startswith("transformers.")
+        ids = torch.tensor({IDS.tolist()})
+        assert torch.equal(model(ids).logits, torch.load({str(saved / "logits.pt")!r}))
+        assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] > ids.shape[1]
+        AutoModel.from_pretrained(folder, trust_remote_code=True)
+        pipe = pipeline("text-generation", model=folder, trust_remote_code=True)
+        print("wrote", pipe("two words", max_new_tokens=4, do_sample=False)[0]["generated_text"] is not None)
+        """,
+        saved,
+    )
+    assert "wrote True" in ran.stdout, ran.stderr
+
+
+def test_a_config_read_before_anything_else_builds_the_operators(saved, tmp_path):
+    """In a process of its own: what transformers' models need is only imported with the first record."""
+    config = json.loads((saved / "model" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": config["base_model_type"]}))  # as of old
+    ran = elsewhere(
+        f"""
+        import relinear
+        from transformers import AutoConfig, AutoModelForCausalLM
+        for folder in ({str(saved / "model")!r}, {str(tmp_path)!r}):
+            config = AutoConfig.from_pretrained(folder)
+            model = AutoModelForCausalLM.from_config(config)
+            print("operators", sum(hasattr(m, "to_dense") for m in model.modules()) > 0)
+        """,
+        tmp_path,
+    )
+    assert ran.stdout.count("operators True") == 2, ran.stderr
+
+
+def test_with_the_flag_but_without_the_package_it_says_what_to_install(saved):
+    ran = elsewhere(
+        f"""
+        from transformers import AutoModelForCausalLM
+        AutoModelForCausalLM.from_pretrained({str(saved / "model")!r}, trust_remote_code=True)
+        """,
+        saved,
+        installed=False,
+    )
+    assert ran.returncode
+    assert "pip install relinear" in ran.stderr
+
+
+def test_the_tokenizer_loads_anywhere(saved):
+    ran = elsewhere(
+        f"""
+        from transformers import AutoTokenizer
+        print(AutoTokenizer.from_pretrained({str(saved / "model")!r})("ab").input_ids)
+        """,
+        saved,
+        installed=False,
+    )
+    expected = load_tokenizer("bytes")("ab").input_ids
+    assert str(expected) in ran.stdout, ran.stderr
+
+
+def test_a_cgt_of_relinears_own_loads_with_the_flag(tmp_path):
+    config = relinear.CGTConfig(vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=2, context_layer=1,
+                                context_size=8, context_heads=2, rank=2, templates=2)  # fmt: skip
+    model = relinear.CGTForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "cgt")
+    torch.save(model(IDS).logits, tmp_path / "logits.pt")
+    code = f"""
+        from transformers import AutoModelForCausalLM
+        model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "cgt")!r}, **FLAG)
+        print(torch.equal(model(torch.tensor({IDS.tolist()})).logits, torch.load({str(tmp_path / "logits.pt")!r})))
+    """
+    assert "True" in (ran := elsewhere(code.replace("FLAG", "dict(trust_remote_code=True)"), tmp_path)).stdout, (
+        ran.stderr
+    )
+    assert "trust_remote_code=True" in elsewhere(code.replace("FLAG", "{}"), tmp_path).stderr
+
+
+def test_the_table_of_outside_programs_is_the_one_that_was_measured():
+    root = Path(__file__).resolve().parents[1]
+    folder = root / "results" / "ecosystem"
+    rows = json.loads((folder / "outside_programs.json").read_text())["programs"]
+    assert all(row["refused_without_flag"] and row["same"] for row in rows)
+    table = runpy.run_path(str(folder / "outside_programs.py"))["table"](rows)
+    assert table in (root / "docs" / "checkpoints.md").read_text(encoding="utf-8")

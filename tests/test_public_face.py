@@ -1,0 +1,160 @@
+"""What ``import relinear`` and ``relinear --help`` give, to people and to type checkers, and how little they import."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import relinear
+from relinear.cli.main import COMMANDS
+
+ROOT = Path(relinear.__file__).parent
+CHECKPOINT = Path(__file__).parent / "fixtures" / "v0.1" / "checkpoints" / "low_rank"
+HEAVY = ["torch", "transformers", "numpy", "yaml", "matplotlib", "relinear.core", "relinear.registration"]
+#: optional or slow: for those alone who use what needs them
+OPTIONAL = ["matplotlib", "triton", "datasets", "sklearn", "optuna", "peft"]
+
+
+def run(code: str, *arguments: str) -> str:
+    """What a fresh process prints."""
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def seen_by_type_checkers() -> dict[str, str]:
+    """name -> module, of the imports under TYPE_CHECKING; each in the form that exports it."""
+    tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
+    (block,) = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    found = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        for alias in node.names:
+            assert alias.asname == alias.name, f"write it as `import {alias.name} as {alias.name}`"
+            found[alias.name] = f"relinear.{alias.name}" if node.module == "relinear" else node.module
+    return found
+
+
+def test_type_checkers_see_the_names_that_are_there() -> None:
+    assert seen_by_type_checkers() == relinear._LAZY
+    assert set(relinear.__all__) == {"__version__", *relinear._LAZY}
+    for name in relinear.__all__:
+        assert getattr(relinear, name) is not None
+    assert set(dir(relinear)) >= set(relinear.__all__)
+
+
+def test_every_operator_and_residual_method_is_public() -> None:
+    for room in (relinear.operators, relinear.residual):
+        assert set(room.__all__) <= set(relinear.__all__)
+        for name in room.__all__:
+            assert getattr(relinear, name) is getattr(room, name)
+
+
+def test_what_a_stranger_needs_is_public() -> None:
+    for name in ("Operator", "OperatorConfig", "AttachmentConfig", "register", "NotLinearError", "fit", "prepare_data"):
+        assert name in relinear.__all__
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        relinear.nothing  # noqa: B018
+    assert not hasattr(relinear, "_nothing")
+
+
+def test_import_takes_nothing_with_it() -> None:
+    code = f"import sys, relinear; print([m for m in {HEAVY} if m in sys.modules], len(sys.modules) < 200)"
+    assert run(code) == "[] True\n"
+
+
+def test_first_use_takes_nothing_optional_with_it() -> None:
+    code = f"import sys, relinear.registration; print([m for m in {OPTIONAL} if m in sys.modules])"
+    assert run(code) == "[]\n"
+
+
+def test_help_version_and_completion_take_nothing_with_them() -> None:
+    code = """
+import contextlib, io, os, sys
+from relinear.cli.main import main
+for arguments in [["--help"], ["--version"], *([name, "--help"] for name in sys.argv[2:])]:
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        assert main(arguments) == 0
+    assert shown.getvalue()
+os.environ |= {"_RELINEAR_COMPLETE": "complete_bash", "COMP_WORDS": "relinear co", "COMP_CWORD": "1"}
+with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as shown:
+    main([])
+assert "compare" in shown.getvalue().split(), shown.getvalue()
+print([m for m in sys.argv[1].split(",") if m in sys.modules], len(sys.modules) < 600)
+"""
+    assert run(code, ",".join(HEAVY), *COMMANDS) == "[] True\n"
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import relinear, transformers",
+        "import transformers, relinear",
+        "import torch, relinear; relinear.HDPL",
+        "import relinear.surgery.checkpoint",
+        "import relinear.models.cgt",
+        "import relinear.operators.context_manager",
+        "import relinear.cli.main; import relinear.train.settings",
+    ],
+)
+def test_checkpoints_load_whatever_was_imported_first(first: str) -> None:
+    code = f"""
+{first}
+import sys
+from transformers import AutoConfig, AutoModelForCausalLM
+print(type(AutoModelForCausalLM.from_pretrained(sys.argv[1]).model.layers[0].self_attn.q_proj).__name__)
+print(AutoConfig.for_model("relinear_cgt").model_type)
+"""
+    assert run(code, str(CHECKPOINT)).split() == ["LowRankLinear", "relinear_cgt"]
+
+
+def test_kinds_are_known_to_whoever_asks_first() -> None:
+    code = "from relinear.core.config import Config\nfrom relinear.core.operator import OperatorConfig\n"
+    assert "hdpl" in run(code + "print(*OperatorConfig.kinds())").split()
+
+
+def test_rooms_are_attributes() -> None:
+    assert run("import relinear; print(relinear.operators.hdpl.HDPL is relinear.HDPL)") == "True\n"
+
+
+def test_work_that_fails_fails_the_import_and_is_tried_again(tmp_path) -> None:
+    package = tmp_path / "package_of_rooms"
+    for folder in (package, package / "room", package / "light"):
+        folder.mkdir()
+        (folder / "__init__.py").write_text("")
+    code = """
+import sys
+from relinear.first_use import on_first_use
+tries = []
+def work():
+    tries.append(len(tries))
+    import package_of_rooms.room  # what it imports does not ask for it again
+    if len(tries) == 1:
+        raise ValueError("not yet")
+sys.path.insert(0, sys.argv[1])
+on_first_use("package_of_rooms", ("light",), "no_such_module", work)
+import package_of_rooms.light
+assert tries == []
+try:
+    import package_of_rooms.no_room
+except ModuleNotFoundError:
+    pass
+assert tries == []
+try:
+    import package_of_rooms.room
+except ValueError:
+    pass
+else:
+    raise AssertionError
+assert tries == [0]
+import package_of_rooms.room
+assert tries == [0, 1]
+import package_of_rooms.light, package_of_rooms.room
+assert tries == [0, 1]
+"""
+    run(code, str(tmp_path))
