@@ -12,8 +12,8 @@ from families import FAMILIES, VOCABULARY, make_family
 from relinear.compress import compress
 
 WANTED = [
-    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "olmo2", "mixtral",
-    "smollm3", "bloom", "gptj",
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "olmo2",
+    "mixtral", "smollm3", "bloom", "gptj",
 ]  # fmt: skip
 SETTINGS = {"tokens": 256, "sequence_length": 16, "anchor_tokens": 256, "batch_size": 4}
 

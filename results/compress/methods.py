@@ -43,6 +43,7 @@ GROUP = 64
 
 
 def texts(path: str):
+    """Documents of a file."""
     return iter_texts(DataSettings(data=path), "all")
 
 
@@ -85,6 +86,7 @@ def round_(model: nn.Module, names: list[str], bits: int) -> None:
 
 
 def main() -> None:
+    """Measure every method at every budget; rows are appended as they are measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--calibrate", nargs="+", required=True, metavar="TEXT")
