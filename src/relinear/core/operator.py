@@ -168,7 +168,7 @@ class Operator(CachingModule):
         super().__init_subclass__(**kwargs)
         # Wrapped rather than hooked: a hook would cost every call torch's slow path, and could be taken away.
         if "forward" in cls.__dict__:
-            cls.forward = _checked(cls.forward)  # type: ignore[method-assign]
+            cls.forward = _checked(cls.forward)
 
     def __init__(self, config: OperatorConfig, in_features: int, out_features: int) -> None:
         super().__init__()

@@ -120,7 +120,7 @@ class Wrapper(Operator):
         return inner if isinstance(inner, Operator) else None
 
     @property
-    def _aux_losses(self) -> dict[str, Tensor]:  # type: ignore[override]
+    def _aux_losses(self) -> dict[str, Tensor]:
         return {} if self._operator is None else self._operator._aux_losses
 
     @_aux_losses.setter
@@ -149,8 +149,9 @@ class Wrapper(Operator):
     def reset_parameters(self) -> None:
         """Initialise everything anew: the wrapped layer (where it can), then what the wrapper adds."""
         for child in self.children():
-            if callable(getattr(child, "reset_parameters", None)):
-                child.reset_parameters()  # type: ignore[operator]
+            reset = getattr(child, "reset_parameters", None)
+            if callable(reset):
+                reset()
 
     @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:
@@ -178,7 +179,8 @@ class Wrapper(Operator):
 
     def param_roles(self) -> dict[str, ParamRole]:
         roles = super().param_roles()
+        operator = self._operator
         for prefix, module in self.base.named_modules(prefix="base"):
-            if module is self._operator:
-                roles |= {f"{prefix}.{name}": role for name, role in module.param_roles().items()}  # type: ignore[operator]
+            if operator is not None and module is operator:
+                roles |= {f"{prefix}.{name}": role for name, role in operator.param_roles().items()}
         return roles
