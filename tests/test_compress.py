@@ -261,6 +261,51 @@ def test_plan_can_be_edited_and_given_back(tmp_path) -> None:
         CompressPlan.load(edited, tiny())
 
 
+def test_a_plan_for_other_layers_is_refused(tmp_path) -> None:
+    compress(tiny(), tokens(), settings=SETTINGS, out_dir=tmp_path, plan_only=True)
+    with pytest.raises(ValueError, match="which targets= and exclude= leave alone"):
+        compress(
+            tiny(),
+            tokens(),
+            settings=SETTINGS,
+            targets="q_proj",
+            plan_file=tmp_path / "plan.json",
+            out_dir=tmp_path / "b",
+        )
+    with pytest.raises(ValueError, match="lm_head lies outside of the decoder layers"):
+        compress(tiny(), tokens(), settings=SETTINGS, targets="lm_head", out_dir=tmp_path / "c")
+
+
+def test_nothing_is_kept_where_no_directory_is_given() -> None:
+    model = tiny().train()
+    report = compress(model, tokens(), keep=0.7, settings=SETTINGS)
+    assert report.parameters == sum(p.numel() for p in model.parameters())
+    assert all(module.training for module in model.modules())
+
+
+def test_experts_of_their_own_and_one_without_tokens(tmp_path) -> None:
+    class Experts(torch.nn.Module):
+        """Two routed experts as plain layers, and one that no token reaches."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x):
+            y, flat = torch.zeros_like(x), x.flatten(0, 1)
+            first = flat[:, 0] > 0
+            out = torch.zeros_like(flat)
+            out[first], out[~first] = self.experts[0](flat[first]), self.experts[1](flat[~first])
+            return y + out.view_as(x)
+
+    model = tiny()
+    model.model.layers[1].mlp = Experts()
+    report = compress(model, tokens(), keep=0.6, settings=SETTINGS, out_dir=tmp_path)
+    plans = {name: layer for name, layer in report.plan.layers.items() if ".experts." in name}
+    assert plans["model.layers.1.mlp.experts.2"].operator is None
+    assert plans["model.layers.1.mlp.experts.0"].operator is not None
+
+
 def test_another_budget_uses_the_same_statistics(tmp_path) -> None:
     phases: list[str] = []
     for keep in (0.8, 0.6):

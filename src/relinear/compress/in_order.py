@@ -128,16 +128,16 @@ def _by_input(replacements: Sequence[Replacement], calibration: Calibration) -> 
 
 
 def _replace_group(model, layers, index, original, group, calibration, wanted, states) -> None:
-    own, cross = _moments(layers, index, original, model, group[0].name, wanted, states)
-    size = len(own)
-    pull = ANCHOR_RIDGE * own.diagonal().mean() * torch.eye(size, dtype=own.dtype, device=own.device)
+    seen = _moments(layers, index, original, model, group[0].name, wanted, states)
     for replacement in group:
         source = replacement.target.module
-        weight = dense_weight(source).detach().double()
-        corrected = torch.linalg.solve(own + pull, weight @ (cross + pull), left=False)
-        moments = Moments(own, calibration.moments(replacement.name).outputs)
-        operator = _fitted(replacement.config, source, corrected, moments)
-        _put(model, replacement, operator)
+        weight, moments = dense_weight(source).detach().double(), calibration.moments(replacement.name)
+        if seen is not None:
+            own, cross = seen
+            pull = ANCHOR_RIDGE * own.diagonal().mean() * torch.eye(len(own), dtype=own.dtype, device=own.device)
+            weight = torch.linalg.solve(own + pull, weight @ (cross + pull), left=False)
+            moments = Moments(own, moments.outputs)
+        _put(model, replacement, _fitted(replacement.config, source, weight, moments))
 
 
 def _put(model: nn.Module, replacement: Replacement, operator: Operator) -> None:
@@ -145,14 +145,19 @@ def _put(model: nn.Module, replacement: Replacement, operator: Operator) -> None
     model.get_submodule(replacement.name).load_state_dict(operator.state_dict())
 
 
-def _moments(layers, index, original, model, name, wanted, states) -> tuple[Tensor, Tensor]:
-    """E[x' x'^T] and E[x x'^T] (I, I) of the input of ``name``, in float64."""
+def _moments(layers, index, original, model, name, wanted, states) -> tuple[Tensor, Tensor] | None:
+    """E[x' x'^T] and E[x x'^T] (I, I) of the input of ``name``, in float64.
+
+    None where the two models do not send the same tokens there: to an expert, after routing.
+    """
     compressed = layers.layers[index]
     inside = _name_inside(model, compressed, name)
     own, cross, tokens = torch.zeros(()), torch.zeros(()), 0
     for x, y in zip(wanted, states, strict=True):
         there = _input_of(layers, original, index, original.get_submodule(inside), x)
         here = _input_of(layers, compressed, index, compressed.get_submodule(inside), y)
+        if here is None or there is None or here.shape != there.shape:
+            return None
         tokens += len(here)
         own, cross = own + (here.T @ here).double(), cross + (there.T @ here).double()
     return own / tokens, cross / tokens
@@ -163,8 +168,8 @@ def _name_inside(model: nn.Module, layer: nn.Module, name: str) -> str:
     return name.removeprefix(f"{prefix}.")
 
 
-def _input_of(layers: LayerByLayer, layer: nn.Module, index: int, module: nn.Module, hidden: Tensor) -> Tensor:
-    """What reaches ``module`` (tokens, I) when ``layer`` runs on hidden states, which stops there."""
+def _input_of(layers: LayerByLayer, layer: nn.Module, index: int, module: nn.Module, hidden: Tensor) -> Tensor | None:
+    """What reaches ``module`` (tokens, I) when ``layer`` runs on hidden states, which stops there; None if nothing."""
     found: list[Tensor] = []
 
     def hook(module: nn.Module, args: tuple) -> None:
@@ -177,7 +182,7 @@ def _input_of(layers: LayerByLayer, layer: nn.Module, index: int, module: nn.Mod
             layers.run(layer, index, hidden)
     finally:
         handle.remove()
-    return found[0]
+    return found[0] if found else None
 
 
 # State on disk
