@@ -101,7 +101,8 @@ def compress(
         plan_only: stop after the plan, the model as it was.
         export: "plain" also writes ``out_dir/plain``, a directory that loads without relinear (``export_plain``).
         out_dir: where statistics, plan, state, report and model are kept. Killed and called again with the same
-            arguments, it goes on from where it was; another budget or menu uses the same statistics. None keeps nothing.
+            arguments, it goes on from where it was; another budget or menu uses the same statistics. None keeps
+            nothing.
         on_progress: called with a phase, how much of it is done and how much there is.
 
     Raises:
