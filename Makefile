@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 RUN_DIR ?= runs
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test check slow bench smollm2 clean
+.PHONY: help demo test check slow bench families smollm2 clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9_-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -35,6 +35,9 @@ slow: $(STAMP) ## the tests that take minutes
 
 bench: $(STAMP) ## operators against dense nn.Linear on this machine
 	$(BIN)/relinear bench --out $(RUN_DIR)/bench
+
+families: $(STAMP) ## every operator in tiny models of every family, anew: docs/families.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m relinear.testing.families --out docs/families.md --json results/families.json
 
 smollm2: $(STAMP) ## fetch a real pretrained model (SmolLM2-135M-Instruct, 98 MB) into models/smollm2
 	$(BIN)/python -m relinear.models.smollm2 --out models/smollm2

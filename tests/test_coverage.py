@@ -13,10 +13,10 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import relinear
 from conftest import make_tiny_llama
-from families import FAMILIES, VOCABULARY, make_family
 from relinear.core.modes import evaluating
 from relinear.core.operator import Operator
 from relinear.models.cgt import CGTConfig, CGTForCausalLM
+from relinear.testing.tiny_models import FAMILIES, VOCABULARY, make_family
 
 IDS = torch.randint(0, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))
 THIN = relinear.LowRank(rank=1)
@@ -112,6 +112,15 @@ def test_mamba_reads_the_weight_of_dt_proj_when_it_trains() -> None:
     relinear.replace_(model, {"in_proj": THIN})
     model.train()
     model(IDS, labels=IDS, use_cache=False).loss.backward()
+
+
+def test_rwkv_divides_the_weights_of_all_its_blocks() -> None:
+    for name in ("attention.output", "feed_forward.value"):
+        with pytest.raises(ValueError, match=r"RwkvModel\._rescale_layers reads its weight"):
+            relinear.replace_(make_family("rwkv"), {name: THIN})
+    model = make_family("rwkv", rescale_every=0)
+    relinear.replace_(model, {"attention.output": THIN})
+    assert torch.isfinite(model(IDS).logits).all()
 
 
 def test_a_read_that_the_models_settings_rule_out_is_none() -> None:

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "surgery": {"core", "system"},
     "models": {"core", "functional", "kernels"},
     "data": {"core", "system"},
-    "testing": {"core"},
+    "testing": {"core", "operators", "surgery", "system"},
     "evaluate": {"core"},
     "distill": {"core", "surgery", "data", "system"},
     "compress": {"core", "surgery", "distill", "system"},

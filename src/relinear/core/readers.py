@@ -1,8 +1,9 @@
 """What the source of the modules around a layer says of it: that its weight is read there, that its tokens are flat.
 
-T5 asks ``self.wo.weight.dtype``, Mamba multiplies with ``self.dt_proj.weight``, a CGT's T with ``self.mix.weight``: in
-their place no operator can stand. OPT's ``fc1`` and every expert see all tokens in one row: there no context of (batch,
-tokens) fits. Which layers these are is read off the source, not off a list of models.
+T5 asks ``self.wo.weight.dtype``, Mamba multiplies with ``self.dt_proj.weight``, a CGT's T with ``self.mix.weight``,
+RWKV goes through ``self.blocks`` and divides each ``block.attention.output.weight``: in their place no operator can
+stand. OPT's ``fc1`` and every expert see all tokens in one row: there no context of (batch, tokens) fits. Which layers
+these are is read off the source, not off a list of models.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import functools
 import inspect
 import operator
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -21,6 +23,7 @@ __all__ = ["flattener_of_tokens", "reader_of_weight"]
 
 #: methods that run when a model is made, not when it computes
 _SETUP = ("__init__", "_init", "init", "reset", "_reset", "tie", "_tie", "load", "_load", "prune", "extra_repr")
+_ANY = "*"  # in a path: whichever element of a list of modules
 #: code that is no model's own
 _LIBRARIES = (
     "torch.",
@@ -37,7 +40,8 @@ def reader_of_weight(model: nn.Module, name: str) -> str | None:
     module: Any = model
     for depth, part in enumerate(parts):
         kind: Any = type(module)
-        for read in _reads(kind).get(".".join(parts[depth:]), ()):
+        path = ".".join(_ANY if part.isdigit() else part for part in parts[depth:])
+        for read in _reads(kind).get(path, ()):
             if all(_known_value(test, module) is not outcome for test, outcome in read.never):
                 return read.reader
         module = getattr(module, part)
@@ -99,38 +103,60 @@ class _Read(NamedTuple):
 
 @functools.cache
 def _reads(cls: Any) -> dict[str, list[_Read]]:
-    """Dotted paths below ``self`` whose ``.weight`` the methods of ``cls`` read, with the places that do."""
+    """Dotted paths below ``self`` whose ``.weight`` the methods of ``cls`` read, with the places that do.
+
+    Elements of lists that a method goes through stand as ``*``.
+    """
     found: dict[str, list[_Read]] = {}
     for tree in _sources(cls):
         for method in ast.walk(tree):
             if isinstance(method, ast.FunctionDef) and not method.name.startswith(_SETUP):
-                for path, never in _weights_read(method, ()):
+                for path, never in _weights_read(method, _elements(method), ()):
                     found.setdefault(path, []).append(_Read(f"{cls.__name__}.{method.name}", never))
     return found
 
 
-def _weights_read(node: ast.AST, never: tuple) -> Iterator[tuple[str, tuple]]:
+def _elements(method: ast.FunctionDef) -> dict[str, str]:
+    """Loop variable -> ``a.*``, of ``for x in self.a`` and ``for i, x in enumerate(self.a)``."""
+    found: dict[str, str] = {}
+    for loop in ast.walk(method):
+        if not isinstance(loop, ast.For):
+            continue
+        target, source = loop.target, loop.iter
+        if isinstance(source, ast.Call) and ast.unparse(source.func) == "enumerate" and isinstance(target, ast.Tuple):
+            target, source = target.elts[-1], source.args[0]
+        path = _below_self(source)
+        if path and isinstance(target, ast.Name):
+            found[target.id] = f"{path}.{_ANY}"
+    return found
+
+
+def _weights_read(node: ast.AST, elements: dict[str, str], never: tuple) -> Iterator[tuple[str, tuple]]:
     if isinstance(node, ast.Attribute) and node.attr == "weight":
-        path = _below_self(node.value)
+        path = _below_self(node.value, elements)
         if path is not None:
             yield path, never
     if isinstance(node, ast.If):
-        yield from _weights_read(node.test, never)
+        yield from _weights_read(node.test, elements, never)
         for branch, outcome in ((node.body, False), (node.orelse, True)):
             for statement in branch:
-                yield from _weights_read(statement, (*never, (node.test, outcome)))
+                yield from _weights_read(statement, elements, (*never, (node.test, outcome)))
         return
     for child in ast.iter_child_nodes(node):
-        yield from _weights_read(child, never)
+        yield from _weights_read(child, elements, never)
 
 
-def _below_self(node: ast.expr) -> str | None:
-    """``a.b`` of the expression ``self.a.b``, or None for another one."""
+def _below_self(node: ast.expr, elements: Mapping[str, str] = MappingProxyType({})) -> str | None:
+    """``a.b`` of ``self.a.b``, ``a.*.b`` of ``x.b`` where ``x`` is an element of ``self.a``; None for all else."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
         node = node.value
-    return ".".join(reversed(parts)) if parts and isinstance(node, ast.Name) and node.id == "self" else None
+    if isinstance(node, ast.Name) and node.id in elements:
+        parts.append(elements[node.id])
+    elif not (isinstance(node, ast.Name) and node.id == "self"):
+        return None
+    return ".".join(reversed(parts)) or None
 
 
 def _known_value(test: ast.expr, module: Any) -> bool | None:

@@ -1,11 +1,13 @@
-"""Tiny models of the families of decoders that surgery is tested on, built from their configs with random weights."""
+"""Tiny models of the families that surgery is tested on, built from their configs with random weights."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+__all__ = ["ENCODER_DECODERS", "FAMILIES", "LAYERS", "MORE_DECODERS", "VOCABULARY", "make_family"]
 
 VOCABULARY, WIDTH, LAYERS, HEADS = 96, 32, 2, 4
 
@@ -23,7 +25,7 @@ _GROUPED = {"num_key_value_heads": 2}
 _HEAD_DIM = _GROUPED | {"head_dim": 8}
 _EXPERTS = _GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
-#: model type -> settings beside the common ones
+#: model type of a decoder -> settings beside the common ones
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_inner": 64},
     "llama": _GROUPED,
@@ -70,12 +72,40 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "biogpt": {},
 }
 
+#: decoders that the table of families runs beside those
+MORE_DECODERS: dict[str, dict[str, Any]] = {
+    "granitemoe": _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": _HEAD_DIM | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "phimoe": _GROUPED | {"num_local_experts": 4},
+    "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "falcon_mamba": {"state_size": 8},
+    "rwkv": {},
+    "lfm2": _GROUPED,
+    "cohere2": _GROUPED,
+    "helium": _HEAD_DIM,
+    "arcee": _GROUPED,
+    "seed_oss": _HEAD_DIM,
+    "exaone4": _GROUPED,
+    "olmo3": _GROUPED,
+    "apertus": _GROUPED,
+    "ernie4_5": _HEAD_DIM,
+    "hunyuan_v1_dense": _HEAD_DIM,
+    "diffllama": _GROUPED,
+    "bitnet": _GROUPED,
+}
+#: model type of an encoder and decoder -> settings beside the common ones
+ENCODER_DECODERS: dict[str, dict[str, Any]] = {
+    "t5": {"d_model": WIDTH, "d_ff": 64, "d_kv": 8, "num_layers": LAYERS, "num_heads": HEADS}
+    | {"pad_token_id": 0, "decoder_start_token_id": 0},
+}
+
 
 def make_family(kind: str, **settings: Any) -> Any:
     """A tiny model of the family with random weights from seed 0, in evaluation mode; ``settings`` go to its config."""
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[kind](**(_COMMON | FAMILIES[kind] | settings))
+    config = CONFIG_MAPPING[kind](**(_COMMON | (FAMILIES | MORE_DECODERS | ENCODER_DECODERS)[kind] | settings))
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, float):  # two runs in training mode must agree
             setattr(config, key, 0.0)
-    return AutoModelForCausalLM.from_config(config).eval()
+    auto = AutoModelForSeq2SeqLM if kind in ENCODER_DECODERS else AutoModelForCausalLM
+    return auto.from_config(config).eval()
