@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import relinear
-from families import FAMILIES, VOCABULARY, make_family
 from relinear.compress import compress
+from relinear.testing.tiny_models import FAMILIES, VOCABULARY, make_family
 
 WANTED = [
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "olmo2",
