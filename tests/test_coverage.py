@@ -257,6 +257,17 @@ def test_evaluating_restores_the_mode_of_every_module() -> None:
     assert {name: module.training for name, module in model.named_modules()} == before
 
 
+def test_what_is_put_in_while_evaluating_takes_the_mode_of_its_place() -> None:
+    model = make_tiny_llama().train()
+    model.model.layers[0].self_attn.eval()
+    with evaluating(model):
+        relinear.replace_(model, {"q_proj": relinear.Transponder(rank=2, base=THIN)})
+    for layer, mode in zip(model.model.layers, (False, True), strict=True):
+        parts = [*layer.self_attn.q_proj.modules()]
+        assert len(parts) > 2
+        assert all(part.training is mode for part in parts)
+
+
 def test_measuring_a_model_in_part_frozen_leaves_its_modes() -> None:
     model = make_tiny_llama().train()
     relinear.replace_(model, {"q_proj": THIN})

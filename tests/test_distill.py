@@ -1,5 +1,6 @@
 """relinear.distill_: recording, fitting, resuming, and the command."""
 
+import contextlib
 import copy
 import json
 import os
@@ -85,6 +86,27 @@ def test_inputs_are_recorded_with_earlier_replacements_active_and_stored_once():
     model.model.layers[1].register_forward_pre_hook(lambda *_: calls.append(1))
     with record(model, blocks, deep, batch=4):
         assert not calls  # a pass ends with the last module that is asked for
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_every_module_has_its_own_mode_afterwards(stopped):
+    model = make_tiny_llama().train()
+    model.model.layers[1].eval()
+    before = {name: module.training for name, module in model.named_modules()}
+
+    def stop(progress):
+        if stopped and (progress.phase, progress.name) == ("fit", "model.layers.1.self_attn.q_proj"):
+            raise KeyboardInterrupt
+
+    mapping = {"q_proj": relinear.Transponder(rank=2)}
+    with pytest.raises(KeyboardInterrupt) if stopped else contextlib.nullcontext():
+        relinear.distill_(model, mapping, corpus(), settings=SETTINGS, on_progress=stop)
+    after = {name: module.training for name, module in model.named_modules()}
+    assert {name: mode for name, mode in after.items() if name in before} == before
+    replaced = {name: mode for name, mode in after.items() if "q_proj." in name}
+    assert replaced
+    for name, mode in replaced.items():
+        assert mode is (".layers.0." in name), name
 
 
 def test_on_disk_gives_the_same_and_leaves_nothing(tmp_path):

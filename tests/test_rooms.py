@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "testing": {"core", "operators", "surgery", "system"},
     "evaluate": {"core"},
     "distill": {"core", "surgery", "data", "system"},
+    "compress": {"core", "surgery", "distill", "system"},
     "train": {"core", "surgery", "models", "data", "system"},
     "analysis": {"core", "surgery", "data", "models", "system"},
     "compare": {"core", "surgery", "models", "data", "train", "analysis", "system"},

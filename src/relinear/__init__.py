@@ -13,6 +13,8 @@ from relinear.system.version import __version__
 if TYPE_CHECKING:
     from relinear import clifford as clifford
     from relinear.analysis.causality import check_causality as check_causality
+    from relinear.compress import CompressSettings as CompressSettings
+    from relinear.compress import compress as compress
     from relinear.core.attachment import AttachmentConfig as AttachmentConfig
     from relinear.core.aux import aux_losses as aux_losses
     from relinear.core.config import register as register
@@ -126,6 +128,8 @@ _LAZY = {
     "prepare_data": "relinear.data",
     "from_pretrained": "relinear.surgery.checkpoint",
     "save_pretrained": "relinear.surgery.checkpoint",
+    "compress": "relinear.compress",
+    "CompressSettings": "relinear.compress",
     "SavedConfig": "relinear.surgery.saved_config",
     "distill_": "relinear.distill",
     "DistillSettings": "relinear.distill",

@@ -1,0 +1,1 @@
+"""The ``relinear`` command: one small file a command, and what commands share (options, errors, progress)."""

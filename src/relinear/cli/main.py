@@ -24,6 +24,7 @@ COMMANDS = (
     "train",
     "sweep",
     "distill",
+    "compress",
     "eval",
     "inspect",
     "specialize",

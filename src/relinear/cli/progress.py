@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["watch_comparison", "watch_distillation", "watch_training"]
+__all__ = ["watch_comparison", "watch_compression", "watch_distillation", "watch_training"]
 
 #: seconds between two lines where there is no terminal
 _QUIET = 20.0
@@ -112,6 +112,18 @@ def watch_distillation() -> Iterator[Callable[[Any], None]]:
             view.show(
                 f"{progress.phase} {progress.name}", progress.done, progress.total, _detail({"loss": progress.loss})
             )
+
+        yield on_progress
+
+
+@contextlib.contextmanager
+def watch_compression() -> Iterator[Callable[[str, int, int], None]]:
+    """A callback for ``compress(on_progress=...)``, likewise."""
+    titles = {"forward": "calibrating, forward", "backward": "calibrating, backward", "candidates": "planning"}
+    with _view() as view:
+
+        def on_progress(phase: str, done: int, total: int) -> None:
+            view.show(titles.get(phase, "fitting layers"), done, total, "")
 
         yield on_progress
 

@@ -83,7 +83,8 @@ def _outermost_stacks(model: nn.Module) -> Iterator[_Stack]:
 
 def _layer_count(model: Any) -> int | None:
     config = getattr(unwrapped(model), "config", None)
-    text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else config
+    text_config = getattr(config, "get_text_config", None)
+    text = text_config() if callable(text_config) else config
     return getattr(text, "num_hidden_layers", None)
 
 

@@ -15,14 +15,22 @@ def same_modes(model: nn.Module) -> Iterator[None]:
     """``with same_modes(model): ...`` gives every module the mode back that it had before.
 
     ``model.train(mode)`` would give all of them the mode of the root: a submodule that was kept in evaluation mode (a
-    frozen tower, dropout that is off) would start to drop out and to update its statistics.
+    frozen tower, dropout that is off) would start to drop out and to update its statistics. A module that was put in
+    meanwhile gets the mode of the one in whose place it stands, else that of the module around it.
     """
-    modes = [(module, module.training) for module in model.modules()]
+    named = list(model.named_modules())
+    modes = [(module, module.training) for _, module in named]
+    known = {id(module) for _, module in named}
+    places = {name: module.training for name, module in named}
     try:
         yield
     finally:
         for module, mode in modes:
             module.training = mode  # not by ``train``, which would reach what the module holds
+        for name, module in model.named_modules():
+            if id(module) not in known:
+                around = model.get_submodule(name.rpartition(".")[0])
+                module.training = places.get(name, around.training)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import Config, shown
+from relinear.core.moments import Moments
 from relinear.core.parameter_cache import CachingModule
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Operator",
     "OperatorConfig",
     "ParamRole",
+    "bare",
     "check_features",
     "check_model",
     "dense_bias",
@@ -131,6 +133,17 @@ class OperatorConfig(Config):
         """A config of about ``scale`` times the size (rank, blocks, ...), to match budgets; None if it has no size."""
         return None
 
+    def error_curve(self, linear: nn.Module, moments: Moments) -> list[tuple[OperatorConfig, float]]:
+        """Sizes of this operator that could take the place of ``linear``, each with its error under ``moments``.
+
+        The error is that of ``from_moments``: tr(G (W - W') A (W - W')^T). Here the one size that this config names;
+        operators that know the errors of all their sizes at once override this.
+        """
+        sizes = linear_features(linear)
+        weight = dense_weight(linear).detach().double()
+        fitted = self.build(*sizes, bias=False).from_moments(bare(linear), moments)
+        return [(self, float(moments.error(weight - fitted.to_dense().detach().double())))]
+
 
 class Operator(CachingModule):
     """A module with the contract of ``nn.Linear``: (..., in_features) -> (..., out_features), never a tuple.
@@ -155,7 +168,7 @@ class Operator(CachingModule):
         super().__init_subclass__(**kwargs)
         # Wrapped rather than hooked: a hook would cost every call torch's slow path, and could be taken away.
         if "forward" in cls.__dict__:
-            cls.forward = _checked(cls.forward)  # type: ignore[method-assign]
+            cls.forward = _checked(cls.forward)
 
     def __init__(self, config: OperatorConfig, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -178,6 +191,13 @@ class Operator(CachingModule):
         """
         raise NotLinearError(f"{self.config.kind} is not a linear map, so it has no dense matrix and cannot be folded")
 
+    def dense_chain(self) -> tuple[Tensor, ...]:
+        """Matrices (first applied first) whose product is ``to_dense()``: what plain linear layers need to stand in.
+
+        By default that matrix alone; a product of thin matrices gives its factors. Raises NotLinearError likewise.
+        """
+        return (self.to_dense(),)
+
     def dense_bias(self) -> Tensor | None:
         """The additive bias that goes with ``to_dense``, or None."""
         return self.bias
@@ -189,6 +209,29 @@ class Operator(CachingModule):
             ValueError: if this operator cannot be fitted in closed form, or the shapes differ.
         """
         raise ValueError(f"{self.config.kind} has no closed-form fit of a given weight; {self.config.fit_hint}")
+
+    def from_moments(self, linear: nn.Module, moments: Moments, *, steps: int = 100) -> Self:
+        """Overwrite the parameters with the best fit of ``linear`` under what the data are like.
+
+        Minimises tr(G (W - W') A (W - W')^T) over the operator's own dense matrix W', the moments A and G given. Here
+        by descent (L-BFGS in float64) from where ``from_linear`` ends, or from the present parameters where there is
+        no such fit; operators with an exact solution override this. The bias is taken over as it is.
+
+        Args:
+            linear: nn.Linear, Conv1D or an operator with ``to_dense``.
+            moments: of its inputs, and of the gradients at its output.
+            steps: iterations of L-BFGS at most.
+
+        Raises:
+            ValueError: if sizes differ. NotLinearError: if this operator has no dense matrix of its own.
+        """
+        weight = self.source_weight(linear)
+        moments.check(self.in_features, self.out_features)
+        if self.config.fits_weight:
+            self.from_linear(linear)
+        self.copy_bias_(linear)
+        descend_(self, weight, moments, steps)
+        return self
 
     def source_weight(self, linear: nn.Module) -> Tensor:
         """The matrix that ``from_linear`` is to fit, checked: of this shape, and no bias that would be lost."""
@@ -262,6 +305,30 @@ class Operator(CachingModule):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.config}, bias={self.bias is not None}"
+
+
+def descend_(operator: Operator, weight: Tensor, moments: Moments, steps: int) -> None:
+    """Bring ``operator``'s dense matrix nearer to ``weight`` (O, I) under ``moments``; never farther."""
+    wide = deepcopy(operator).double().train()
+    bias = wide.bias
+    parameters = [p.requires_grad_(True) for p in wide.parameters() if p is not bias]
+    weight = weight.detach().double()
+    scale = float(moments.error(weight)) or 1.0
+    optimizer = torch.optim.LBFGS(parameters, max_iter=steps, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        error = moments.error(weight - wide.to_dense()) / scale
+        error.backward()
+        return error
+
+    with torch.enable_grad():
+        start = float(moments.error(weight - wide.to_dense()).detach()) / scale
+        optimizer.step(closure)
+    with torch.no_grad():
+        if float(moments.error(weight - wide.to_dense())) / scale <= start:  # not a number counts as worse
+            for own, fitted in zip(operator.parameters(), wide.parameters(), strict=True):
+                own.copy_(fitted)
 
 
 def _checked(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -364,6 +431,14 @@ def dense_in_float32(operator: Operator) -> tuple[Tensor, Tensor | None]:
 def dense_bias(module: Any) -> Tensor | None:
     """The bias that goes with ``dense_weight``, or None."""
     return module.dense_bias() if isinstance(module, Operator) else module.bias
+
+
+def bare(linear: nn.Module) -> nn.Linear:
+    """``linear`` without its bias, as an nn.Linear that shares the weight."""
+    inputs, outputs = linear_features(linear)
+    holder = nn.Linear(inputs, outputs, bias=False, device="meta")
+    holder.weight = nn.Parameter(dense_weight(linear).detach(), requires_grad=False)
+    return holder
 
 
 _HOOKS = (

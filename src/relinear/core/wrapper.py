@@ -120,7 +120,7 @@ class Wrapper(Operator):
         return [] if base is None else [operator for _, operator in named_operators(base)]
 
     @property
-    def _aux_losses(self) -> dict[str, Tensor]:  # type: ignore[override]
+    def _aux_losses(self) -> dict[str, Tensor]:
         return _joined(operator._aux_losses for operator in self._inner)
 
     @_aux_losses.setter
@@ -149,8 +149,9 @@ class Wrapper(Operator):
     def reset_parameters(self) -> None:
         """Initialise everything anew: the wrapped layer (where it can), then what the wrapper adds."""
         for child in self.children():
-            if callable(getattr(child, "reset_parameters", None)):
-                child.reset_parameters()  # type: ignore[operator]
+            reset = getattr(child, "reset_parameters", None)
+            if callable(reset):
+                reset()
 
     @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:
@@ -179,8 +180,8 @@ class Wrapper(Operator):
     def param_roles(self) -> dict[str, ParamRole]:
         roles, inner = super().param_roles(), self._inner
         for prefix, module in self.base.named_modules(prefix="base"):
-            if any(module is operator for operator in inner):
-                roles |= {f"{prefix}.{name}": role for name, role in module.param_roles().items()}  # type: ignore[operator]
+            if isinstance(module, Operator) and any(module is operator for operator in inner):
+                roles |= {f"{prefix}.{name}": role for name, role in module.param_roles().items()}
         return roles
 
 

@@ -29,7 +29,7 @@ def _documents(data: Iterable[Any], tokenizer: Any) -> Iterator[list[int]]:
     chained = itertools.chain([first], items)
     if isinstance(first, str):
         if tokenizer is None:
-            raise ValueError("distilling on text needs the model's tokenizer: distill_(..., tokenizer=tokenizer)")
+            raise ValueError("text needs the model's tokenizer: give tokenizer=, or token ids in place of text")
         for array in encode_documents(tokenizer, chained):
             yield array.tolist()
         return

@@ -60,7 +60,8 @@ def distill_(
     places; layers named by ``settings.retrain`` are trained again to give what they gave before.
 
     Args:
-        model: any Hugging Face decoder (or a module that takes ``input_ids``); it is put into eval mode.
+        model: any Hugging Face decoder (or a module that takes ``input_ids``); fitted in eval mode, after which
+            every module has the mode that it had, and an operator that of the layer whose place it took.
         mapping, layers, exclude, filter_fn: which layers become what, as in ``replace_``.
         data: texts (``iter_texts``, a list, a generator), or tensors or mappings of token ids such as
             ``prepare_data(...).train``. Read no further than ``tokens + validation_tokens``.
@@ -101,8 +102,6 @@ def distill_(
             done.append(run.layer(number, group))
             run.keep(number, group, done)
         after = run.perplexity("after")
-    for replacement in whole.replacements:  # what was put in since has no mode of its own to go back to
-        model.get_submodule(replacement.name).train(replacement.target.module.training)
     report = DistillReport(tuple(fit for fits in done for fit in fits), settings.loss, before, after)
     _warn_of_bad_fits(report)
     if run.folder is not None:

@@ -1,13 +1,17 @@
 """Low-rank linear maps: the reference form."""
 
-# Legend: I in_features, O out_features, R rank
+# Legend: I in_features, O out_features, R rank, K = min(I, O); A, G moments of inputs and output gradients
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["low_rank", "low_rank_factors"]
+from relinear.functional.moments import moment_roots
+
+__all__ = ["WeightedSpectrum", "low_rank", "low_rank_factors", "weighted_spectrum"]
 
 
 def low_rank(x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -36,3 +40,60 @@ def low_rank_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     u, s, vh = torch.linalg.svd(weight.detach().double(), full_matrices=False)
     root = s[:rank].sqrt()
     return root[:, None] * vh[:rank], u[:, :rank] * root
+
+
+class WeightedSpectrum(NamedTuple):
+    """G^(1/2) W A^(1/2), decomposed on its smaller side.
+
+    energies: (K,) its squared singular values, falling; the error of the best fit of rank R is the sum from R on.
+    vectors: (K, K) the singular vectors of the smaller side. root, inverse: of that side's moment.
+    on_inputs: whether the smaller side is that of the inputs.
+    """
+
+    energies: Tensor
+    vectors: Tensor
+    root: Tensor
+    inverse: Tensor
+    on_inputs: bool
+
+    def factors(self, weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        """down (R, I) and up (O, R) in float64 of the best fit of rank R; ``weight`` is the (O, I) decomposed one."""
+        kept = self.vectors[:, :rank]
+        if self.on_inputs:
+            down, up = kept.T @ self.inverse, weight.double() @ self.root @ kept
+        else:
+            down, up = kept.T @ self.root @ weight.double(), self.inverse @ kept
+        # the scale is shared by both factors, as in the plain fit
+        balance = (down.norm() / up.norm().clamp_min(1e-300)).sqrt().clamp_min(1e-150)
+        return down / balance, up * balance
+
+
+def weighted_spectrum(
+    weight: Tensor, inputs: Tensor, outputs: Tensor | None = None, ridge: float = 1e-6
+) -> WeightedSpectrum:
+    """Everything that the best low-rank fits of ``weight`` under given moments need, for all ranks at once.
+
+    With M = G^(1/2) W A^(1/2) the best rank-R fit is G^(-1/2) [M]_R A^(-1/2) (Eckart-Young). Only the root of the
+    smaller side's moment is ever taken: for I <= O, [M]_R = M V V^T with the leading eigenvectors V of
+    A^(1/2) W^T G W A^(1/2), so that the fit is W A^(1/2) V V^T A^(-1/2) and G^(1/2) cancels; likewise for O < I.
+
+    Args:
+        weight: W (O, I).
+        inputs: A (I, I), second moments of the inputs.
+        outputs: G (O, O), of the output gradients; None for the identity.
+        ridge: added to the moment whose root is taken, as a share of its mean diagonal: directions that the data never
+            showed keep this little weight, and singular moments can be inverted.
+    """
+    weight = weight.detach().double()
+    a = inputs.to(weight)
+    g = None if outputs is None else outputs.to(weight)
+    on_inputs = weight.shape[1] <= weight.shape[0]
+    if on_inputs:
+        inner = weight.T @ (weight if g is None else g @ weight)
+        root, inverse = moment_roots(a, ridge)
+    else:
+        inner = weight @ a @ weight.T
+        eye = torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
+        root, inverse = (eye, eye) if g is None else moment_roots(g, ridge)
+    values, vectors = torch.linalg.eigh(root @ ((inner + inner.T) / 2) @ root)
+    return WeightedSpectrum(values.flip(0).clamp_min(0), vectors.flip(1), root, inverse, on_inputs)

@@ -13,11 +13,16 @@ from torch import Tensor, nn
 
 from relinear.core.config import check_at_least, register
 from relinear.core.dense_cache import dense_inference
-from relinear.core.operator import Operator, OperatorConfig
-from relinear.functional.low_rank import low_rank, low_rank_factors
+from relinear.core.moments import Moments
+from relinear.core.operator import Operator, OperatorConfig, dense_weight
+from relinear.functional.low_rank import low_rank, low_rank_factors, weighted_spectrum
 from relinear.kernels.choice import prefers_dense
 
 __all__ = ["LowRank", "LowRankLinear"]
+
+
+#: steps of the ranks that are considered when a size is chosen; finer only in layers below 16 times this
+RANK_STEP = 8
 
 
 class LowRankLinear(Operator):
@@ -48,14 +53,30 @@ class LowRankLinear(Operator):
     def to_dense(self) -> Tensor:
         return self.up @ self.down
 
+    def dense_chain(self) -> tuple[Tensor, ...]:
+        return self.down, self.up
+
     @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:
         """Truncated SVD of the weight: the best fit of this rank in the Frobenius norm."""
-        down, up = low_rank_factors(self.source_weight(linear), self.config.rank)
-        self.down.copy_(down)
-        self.up.copy_(up)
+        self.set_factors_(*low_rank_factors(self.source_weight(linear), self.config.rank))
         self.copy_bias_(linear)
         return self
+
+    @torch.no_grad()
+    def from_moments(self, linear: nn.Module, moments: Moments, *, steps: int = 100) -> Self:
+        """The exact solution: G^(-1/2) [G^(1/2) W A^(1/2)]_R A^(-1/2); ``steps`` has no meaning here."""
+        weight = self.source_weight(linear)
+        moments.check(self.in_features, self.out_features)
+        self.set_factors_(*weighted_spectrum(weight, moments.inputs, moments.outputs).factors(weight, self.config.rank))
+        self.copy_bias_(linear)
+        return self
+
+    @torch.no_grad()
+    def set_factors_(self, down: Tensor, up: Tensor) -> None:
+        """Take over factors (R, I) and (O, R), whatever their dtype."""
+        self.down.copy_(down)
+        self.up.copy_(up)
 
     def flops_per_token(self) -> int:
         return 2 * self.config.rank * (self.in_features + self.out_features)
@@ -88,3 +109,13 @@ class LowRank(OperatorConfig):
     def resized(self, in_features: int, out_features: int, scale: float) -> LowRank:
         rank = max(1, min(round(self.rank * scale), in_features, out_features))
         return self.replace(rank=rank)
+
+    def error_curve(self, linear: nn.Module, moments: Moments) -> list[tuple[OperatorConfig, float]]:
+        """Every multiple of ``RANK_STEP`` (finer in small layers) that saves parameters, from one decomposition."""
+        weight = dense_weight(linear).detach()
+        outputs, inputs = weight.shape
+        energies = weighted_spectrum(weight, moments.inputs, moments.outputs).energies
+        errors = energies.flip(0).cumsum(0).flip(0).tolist()
+        below = -(-inputs * outputs // (inputs + outputs))  # from this rank on nothing is saved
+        step = max(1, min(RANK_STEP, len(errors) // 16))
+        return [(self.replace(rank=rank), errors[rank]) for rank in range(step, below, step)]

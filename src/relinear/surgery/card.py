@@ -54,7 +54,8 @@ def _table(model: nn.Module) -> list[str]:
         row = (repr(operator.config), operator.in_features, operator.out_features)
         rows[row] += 1
         sizes[row] += sum(p.numel() for p in operator.parameters())
-    lines = [f"{model.num_parameters():,} parameters." if hasattr(model, "num_parameters") else ""]
+    count = getattr(model, "num_parameters", None)
+    lines = [f"{count():,} parameters." if callable(count) else ""]
     if rows:
         lines += ["", "| operator | in -> out | layers | parameters |", "| --- | --- | ---: | ---: |"]
         lines += [f"| `{r[0]}` | {r[1]} -> {r[2]} | {rows[r]} | {sizes[r]:,} |" for r in rows]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +29,7 @@ from relinear.surgery.card import is_own_card
 from relinear.surgery.saved_config import as_in_memory_
 from relinear.surgery.select import OWN_PREFIX
 from relinear.surgery.swap import swap_module
+from relinear.system.files import atomic_directory
 
 __all__ = ["RelinearConfig", "RelinearQuantizer", "from_pretrained", "rebuild_", "save_pretrained"]
 
@@ -271,32 +271,17 @@ def save_pretrained(model: Any, directory: str | Path, *, tokenizer: Any = None,
             model that was built from a config whatever the tokenizer says, else where the config says nothing.
         **kwargs: handed to ``model.save_pretrained`` (``max_shard_size``, ...).
     """
-    directory = Path(directory)
-    if directory.exists() and not directory.is_dir():
-        raise NotADirectoryError(f"{directory} is a file; choose a directory to save the model in")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
-    try:
+    with atomic_directory(directory) as temporary:
         sync_record(model)
         if tokenizer is not None:
             _take_special_tokens_(model, tokenizer)
-        card = directory / "README.md"
+        card = Path(directory) / "README.md"
         if not is_own_card(card):
             shutil.copyfile(card, temporary / card.name)
         model.save_pretrained(temporary, **kwargs)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
-        temporary.chmod(0o755)
-        if directory.exists():
-            old = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}.old."))
-            directory.replace(old / "old")
-            temporary.replace(directory)
-            shutil.rmtree(old)
-        else:
-            temporary.replace(directory)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return directory
+    return Path(directory)
 
 
 def _take_special_tokens_(model: Any, tokenizer: Any) -> None:

@@ -1,0 +1,83 @@
+"""``relinear compress``: from a pretrained model and a budget to a smaller one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["command"]
+
+
+def command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory of a saved model, or a Hub name.")],
+    data: Annotated[str, typer.Option(help="Corpus to calibrate on: `stdlib`, a file or folder, or a Hub name.")],
+    keep: Annotated[float | None, typer.Option(help="Share of the parameters to keep; 0.8 by default.")] = None,
+    out: Annotated[Path, typer.Option(help="Directory of the result.")] = Path("runs/compress"),
+    budget_of: Annotated[
+        str | None, typer.Option(help="What `--keep` is a share of: the replaceable `layers`, or the whole `model`.")
+    ] = None,
+    target: Annotated[list[str] | None, typer.Option(help="Pattern of layers that may be replaced.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave alone.")] = None,
+    menu: Annotated[
+        list[str] | None, typer.Option(help="Operator that layers may become, such as `low_rank`; several times.")
+    ] = None,
+    text_column: Annotated[str | None, typer.Option(help="Column of jsonl, parquet and Hub data.")] = None,
+    split: Annotated[str, typer.Option(help="Split of the corpus: `train`, `validation`, `test` or `all`.")] = "train",
+    tokens: Annotated[int | None, typer.Option(help="Tokens to calibrate on.")] = None,
+    fisher: Annotated[
+        bool | None, typer.Option(help="Weigh layers by the loss's gradients; without, all keep the same share.")
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="A plan to carry out, such as an edited DIR/plan.json.")] = None,
+    plan_only: Annotated[bool, typer.Option("--plan-only", help="Print the plan and stop.")] = False,
+    export: Annotated[
+        str | None, typer.Option(help="`plain`: also write DIR/plain, which loads without relinear.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting of CompressSettings.")
+    ] = None,
+) -> None:
+    """Make a pretrained model smaller: measure its layers on text, decide what each becomes, fit them, save.
+
+    Statistics are kept in DIR/calibration, so that another budget needs no second measurement. Killed and started
+    again with the same arguments, it goes on from where it was. The model is saved in DIR/model.
+
+    **Example:** `relinear compress models/smollm2 --keep 0.8 --data README.md --split all --out runs/compress`
+    """
+    import torch
+
+    from relinear.cli.errors import resumable
+    from relinear.cli.options import load_model, prepare_process, set_if_given
+    from relinear.cli.progress import watch_compression
+    from relinear.compare.recipe import parse_overrides
+    from relinear.compress import CompressSettings, compress
+    from relinear.data import DataSettings, iter_texts
+    from relinear.data.tokenizers import load_tokenizer
+
+    given = {"keep": keep, "budget_of": budget_of, "tokens": tokens, "fisher": fisher, "menu": menu or None}
+    settings = CompressSettings.load(set_if_given(given) | parse_overrides(overrides or []), "settings")
+    text = DataSettings.load({"data": data} | ({"text_column": text_column} if text_column else {}), "data")
+    prepare_process()
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"--threads must be at least 1, got {threads}")
+        torch.set_num_threads(threads)
+    loaded, tokenizer = load_model(model), load_tokenizer(model)
+    with resumable("start the same command again"), watch_compression() as on_progress:
+        report = compress(
+            loaded,
+            iter_texts(text, split),
+            tokenizer=tokenizer,
+            targets=target or "all-linear",
+            exclude=exclude,
+            settings=settings,
+            plan_file=plan,
+            plan_only=plan_only,
+            export=export,  # type: ignore[arg-type]  # checked by the function
+            out_dir=out,
+            on_progress=on_progress,
+        )
+    print(report)
+    print(f"plan: {(out / 'plan.json').resolve()}" if plan_only else f"model: {(out / 'model').resolve()}")

@@ -1,0 +1,21 @@
+"""From a pretrained model and a budget to a smaller model: calibration, plan, fits in order, what is left on disk."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from relinear.compress.export import export_plain
+from relinear.compress.run import CompressReport, compress
+from relinear.compress.settings import CompressSettings
+
+__all__ = ["CompressReport", "CompressSettings", "compress", "export_plain"]
+
+
+class _Callable(ModuleType):
+    """``relinear.compress`` is the function, or this room once something in it was imported: both can be called."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> CompressReport:
+        return compress(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -1,0 +1,319 @@
+"""Calibration: second moments of every layer's inputs and output gradients, one decoder layer at a time.
+
+Forward, the hidden states between layers go to disk; at the end stands the gradient of the loss for the last of them.
+Backward, each layer is run again with gradients, its moments are summed and written, and the gradient for the layer
+before it is kept. Memory holds the model, one layer's activations and one layer's moments. What is on disk is whole
+(files are renamed into place), so that a killed calibration goes on from the layer it was at, to the same bits.
+"""
+
+# Legend: N blocks, T tokens, D hidden size, I in_features, O out_features
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from relinear.compress.layerwise import LayerByLayer
+from relinear.core.moments import Moments
+from relinear.system.files import atomic_path, write_json
+
+__all__ = ["Calibration", "calibrate"]
+
+#: told the phase, how many decoder layers of it are done, and how many there are
+OnLayer = Callable[[str, int, int], None]
+
+
+class Calibration:
+    """The moments that a calibration left in a folder, read layer by layer.
+
+    tokens: how many were seen; loss: the model's mean loss on them in nats a token.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        record = self.folder / "calibration.json"
+        if not record.is_file():
+            raise FileNotFoundError(f"{self.folder} holds no finished calibration (no calibration.json)")
+        values = json.loads(record.read_text(encoding="utf-8"))
+        self.tokens: int = values["tokens"]
+        self.loss: float | None = values["loss"]
+        self._where: dict[str, int] = values["layers"]
+        self.counts: dict[str, int] = values["counts"]
+
+    @property
+    def names(self) -> list[str]:
+        """The linear layers that have moments, in the model's order."""
+        return list(self._where)
+
+    def input_of(self, name: str) -> str:
+        """The name of the layer whose input ``name`` reads: its own, or that of one before it in the same block."""
+        with safe_open(self.folder / _file(self._where[name]), framework="pt") as tensors:
+            return tensors.metadata().get(name, name)
+
+    def moments(self, name: str) -> Moments:
+        """The moments of the linear layer ``name``."""
+        with safe_open(self.folder / _file(self._where[name]), framework="pt") as tensors:
+            keys, about = set(tensors.keys()), tensors.metadata()
+            outputs = tensors.get_tensor(f"outputs {name}") if f"outputs {name}" in keys else None
+            return Moments(tensors.get_tensor(f"inputs {about[name]}"), outputs)
+
+
+def _file(index: int) -> str:
+    return f"moments-{index:04d}.safetensors"
+
+
+def _save(path: Path, tensors: dict[str, Tensor], about: dict[str, str] | None = None) -> None:
+    with atomic_path(path) as temporary:
+        save_file({name: value.contiguous() for name, value in tensors.items()}, temporary, metadata=about)
+
+
+def fingerprint(model: nn.Module, blocks: Tensor, names: list[str], settings: Mapping[str, Any]) -> str:
+    """Of everything that decides a calibration's result."""
+    digest = hashlib.sha256(json.dumps([names, dict(settings)], sort_keys=True).encode())
+    digest.update(blocks.numpy().tobytes())
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+class Sums:
+    """Sums of x x^T in float64 by name; inputs that are one tensor are summed once."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, Tensor] = {}
+        self.outputs: dict[str, Tensor] = {}
+        self.shared: dict[str, str] = {}
+        self.counts: dict[str, int] = {}
+        self._seen: list[tuple[Tensor, str]] = []
+
+    def new_pass(self) -> None:
+        """Forget the tensors of the pass before, whose memory may be used again."""
+        self._seen.clear()
+
+    def add_inputs(self, name: str, x: Tensor) -> None:
+        """Add inputs (..., I) of the layer ``name``."""
+        owner = next((key for tensor, key in self._seen if tensor is x), name)
+        self.shared[name] = owner
+        self.counts[name] = self.counts.get(name, 0) + x[..., 0].numel()
+        if owner == name:
+            self._seen.append((x, name))
+            _add(self.inputs, name, x)
+
+    def add_outputs(self, name: str, grad: Tensor) -> None:
+        """Add gradients (..., O) at the output of ``name``."""
+        _add(self.outputs, name, grad)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Means over the tokens that each layer saw."""
+        count = {name: max(1, self.counts[name]) for name in self.counts}
+        means = {f"inputs {name}": total / count[name] for name, total in self.inputs.items()}
+        return means | {f"outputs {name}": total / count[name] for name, total in self.outputs.items()}
+
+
+def _add(sums: dict[str, Tensor], name: str, values: Tensor) -> None:
+    rows = values.detach().reshape(-1, values.shape[-1]).float()
+    product = rows.T @ rows
+    if name in sums:
+        sums[name] += product
+    else:
+        sums[name] = product.double()
+
+
+def calibrate(
+    model: Any,
+    blocks: Tensor,
+    targets: Mapping[int, Mapping[str, nn.Module]],
+    folder: str | Path,
+    *,
+    batch: int,
+    fisher: bool,
+    on_layer: OnLayer = lambda phase, done, total: None,
+) -> Calibration:
+    """Moments of ``targets`` over ``blocks``, kept in ``folder``; goes on from what is there.
+
+    Args:
+        model: in eval mode.
+        blocks: token ids (N, T).
+        targets: index of a decoder layer -> name -> linear layer in it.
+        folder: of the calibration; one model, corpus and set of targets each.
+        batch: blocks a pass.
+        fisher: also the moments of the gradients of the summed log-likelihood at the targets' outputs.
+
+    Raises:
+        ValueError: if ``folder`` holds another calibration, or the model cannot be run layer by layer.
+    """
+    folder = Path(folder)
+    names = [name for group in targets.values() for name in group]
+    mark = fingerprint(model, blocks, names, {"fisher": fisher, "batch": batch})
+    _claim(folder, mark)
+    if (folder / "calibration.json").is_file():
+        return Calibration(folder)
+    flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    model.requires_grad_(False)
+    try:
+        _Calibrating(model, blocks, targets, folder, batch, fisher, on_layer).run()
+    finally:
+        for parameter, flag in flags.items():
+            parameter.requires_grad_(flag)
+    return Calibration(folder)
+
+
+def _claim(folder: Path, mark: str) -> None:
+    path = folder / "fingerprint.json"
+    if path.is_file():
+        if json.loads(path.read_text(encoding="utf-8")).get("fingerprint") != mark:
+            raise ValueError(
+                f"{folder} holds the calibration of another model, corpus or setting; give another directory, or "
+                "remove it"
+            )
+    else:
+        write_json(path, {"fingerprint": mark})
+
+
+class _Calibrating:
+    """One calibration under way."""
+
+    def __init__(self, model, blocks, targets, folder, batch, fisher, on_layer) -> None:
+        self.model, self.targets, self.folder, self.on_layer = model, targets, folder, on_layer
+        self.parts = blocks.to(next(model.parameters()).device).split(batch)
+        self.tokens = blocks.numel()
+        self.fisher = fisher
+        self.layers = LayerByLayer(model)
+
+    def run(self) -> None:
+        last = max(self.targets)
+        self.layers.check(self.parts[0])
+        for part in {part.shape: part for part in self.parts}.values():
+            self.layers.embed(part)  # notes the arguments of the layers for this shape
+        loss = None
+        self._forward(last)
+        if self.fisher:
+            loss = self._loss()
+            self._backward()
+        where = {name: index for index, group in self.targets.items() for name in group}
+        counts: dict[str, int] = {}
+        for index in self.targets:
+            with safe_open(self.folder / _file(index), framework="pt") as tensors:
+                counts |= json.loads(tensors.metadata()["counts"])
+        write_json(
+            self.folder / "calibration.json",
+            {"tokens": self.tokens, "loss": loss, "layers": where, "counts": counts},
+        )
+        for file in (*self.folder.glob("hidden-*"), *self.folder.glob("gradient-*")):
+            file.unlink()
+
+    @property
+    def _loss_record(self) -> Path:
+        return self.folder / "loss.json"
+
+    def _hidden(self, index: int) -> Path:
+        return self.folder / f"hidden-{index:04d}.safetensors"
+
+    def _gradient(self, index: int) -> Path:
+        return self.folder / f"gradient-{index:04d}.safetensors"
+
+    def _read(self, path: Path) -> list[Tensor]:
+        values = load_file(path)
+        return [values[str(i)] for i in range(len(values))]
+
+    def _write(self, path: Path, values: list[Tensor]) -> None:
+        _save(path, {str(i): value for i, value in enumerate(values)})
+
+    @torch.no_grad()
+    def _forward(self, last: int) -> None:
+        """Hidden states before each layer; where gradients are not wanted, the moments of inputs on the way."""
+        if self._loss_record.is_file():
+            return
+        total = len(self.layers) if self.fisher else last + 1
+        start = self._last("hidden")
+        if start is None:
+            self._write(self._hidden(0), [self.layers.embed(part) for part in self.parts])
+        for index in range(start or 0, total):
+            hidden, sums, after = self._read(self._hidden(index)), Sums(), []
+            with watched({} if self.fisher else self.targets.get(index, {}), sums, gradients=False):
+                for states in hidden:
+                    sums.new_pass()
+                    after.append(self.layers.layer(index, states))
+            if not self.fisher and index in self.targets:
+                self._keep(index, sums)
+            self._write(self._hidden(index + 1), after)
+            if not self.fisher:
+                self._hidden(index).unlink()
+            self.on_layer("forward", index + 1, total)
+
+    def _last(self, kind: str) -> int | None:
+        """The highest (hidden) or lowest (gradient) index that is on disk: where the work stands."""
+        found = sorted(int(path.stem.rpartition("-")[2]) for path in self.folder.glob(f"{kind}-*.safetensors"))
+        return (found[-1] if kind == "hidden" else found[0]) if found else None
+
+    def _loss(self) -> float:
+        """The model's mean loss; the gradient of the summed loss for the last hidden states goes to disk."""
+        if self._loss_record.is_file():
+            return json.loads(self._loss_record.read_text(encoding="utf-8"))["loss"]
+        total, count, gradients = 0.0, 0, []
+        for ids, states in zip(self.parts, self._read(self._hidden(len(self.layers))), strict=True):
+            states.requires_grad_(True)
+            with torch.enable_grad():
+                logits = self.layers.logits(states, ids)
+                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="sum")
+                (grad,) = torch.autograd.grad(loss, states)
+            total, count = total + float(loss.detach()), count + ids[:, 1:].numel()
+            gradients.append(grad)
+        self._write(self._gradient(len(self.layers)), gradients)
+        write_json(self._loss_record, {"loss": total / count})
+        return total / count
+
+    def _backward(self) -> None:
+        total = len(self.layers)
+        for index in reversed(range(self._last("gradient") or 0)):
+            sums, before = Sums(), list[Tensor]()
+            hidden, gradients = self._read(self._hidden(index)), self._read(self._gradient(index + 1))
+            with watched(self.targets.get(index, {}), sums, gradients=True):
+                for states, gradient in zip(hidden, gradients, strict=True):
+                    sums.new_pass()
+                    states.requires_grad_(True)
+                    with torch.enable_grad():
+                        output = self.layers.layer(index, states)
+                        before += torch.autograd.grad(output, states, gradient)
+            if index in self.targets:
+                self._keep(index, sums)
+            self._write(self._gradient(index), before)
+            self._gradient(index + 1).unlink()
+            self._hidden(index).unlink()
+            self.on_layer("backward", total - index, total)
+
+    def _keep(self, index: int, sums: Sums) -> None:
+        counts = dict.fromkeys(self.targets[index], 0) | sums.counts  # an expert may have seen no token
+        _save(self.folder / _file(index), sums.tensors(), dict(sums.shared) | {"counts": json.dumps(counts)})
+
+
+class watched:
+    """Within the block, what passes through ``modules`` is added to ``sums``."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], sums: Sums, *, gradients: bool) -> None:
+        self.modules, self.sums, self.gradients = modules, sums, gradients
+
+    def __enter__(self) -> None:
+        self.handles = [module.register_forward_hook(self._hook(name)) for name, module in self.modules.items()]
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _hook(self, name: str) -> Callable:
+        def seen(module: nn.Module, args: tuple, output: Tensor) -> None:
+            self.sums.add_inputs(name, args[0])
+            if self.gradients and output.requires_grad:
+                output.register_hook(lambda grad: self.sums.add_outputs(name, grad))
+
+        return seen

@@ -1,0 +1,102 @@
+"""A compressed model as a directory that needs no relinear: stock layers and one short modelling file."""
+
+from __future__ import annotations
+
+import copy
+import json
+import string
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from relinear.core.attachment import attachments
+from relinear.core.aux import named_operators
+from relinear.core.operator import NotLinearError, Operator
+from relinear.surgery.fold import fold_
+from relinear.system.files import atomic_directory, write_json, write_text
+
+__all__ = ["export_plain"]
+
+MODELLING_FILE = "modeling_factorized"
+
+
+@torch.no_grad()
+def export_plain(model: Any, directory: str | Path, *, tokenizer: Any = None) -> Path:
+    """Write ``model`` so that transformers alone loads it; all of it or nothing.
+
+    A low-rank layer becomes two nn.Linear in a row, any other operator with a dense matrix that matrix. Where factors
+    are left, a modelling file of the directory puts them in place, so that loading takes ``trust_remote_code=True`` and
+    fails without it; where none are, the directory is a stock checkpoint.
+
+    Args:
+        model: a Hugging Face decoder with operators; stays as it is.
+        directory: where to write; an existing one is replaced once the new one is complete.
+        tokenizer: saved along if given.
+
+    Raises:
+        NotLinearError: if an operator has no dense matrix. ValueError: if parts are attached to the model, which stock
+            layers cannot express.
+    """
+    attached = attachments(model)
+    if attached:
+        kinds = ", ".join(config.kind for config in attached)
+        raise ValueError(f"the model has {kinds} attached, which no stock layer can express; save it with relinear")
+    for name, operator in named_operators(model):
+        try:
+            operator.dense_chain()
+        except NotLinearError as error:
+            raise NotLinearError(f"{name}: {error}; save the model with relinear instead") from error
+    plain = copy.deepcopy(model)
+    ranks = {
+        name: _into_factors(plain, name, operator)
+        for name, operator in list(named_operators(plain))
+        if len(operator.dense_chain()) == 2
+    }
+    if list(named_operators(plain)):
+        fold_(plain, verbose=False)
+    plain.config.__dict__.pop("quantization_config", None)
+    with atomic_directory(directory) as folder:
+        plain.save_pretrained(folder)
+        if ranks:
+            _describe(plain, ranks, folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    return Path(directory)
+
+
+def _into_factors(model: nn.Module, name: str, operator: Operator) -> int:
+    """Two plain layers in place of ``operator``; the rank between them."""
+    first, second = operator.dense_chain()
+    bias = operator.dense_bias()
+    layers = []
+    for weight, offset in ((first, None), (second, bias)):
+        linear = nn.Linear(
+            weight.shape[1], weight.shape[0], offset is not None, device=weight.device, dtype=weight.dtype
+        )
+        linear.weight.copy_(weight)
+        if offset is not None:
+            linear.bias.copy_(offset)
+        layers.append(linear)
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, nn.Sequential(*layers))
+    return len(first)
+
+
+def _describe(model: Any, ranks: dict[str, int], folder: Path) -> None:
+    """The modelling file, and a config whose type no program knows unless it runs that file."""
+    model_class, config_class = type(model).__name__, type(model.config).__name__
+    template = resources.files("relinear.compress").joinpath(f"{MODELLING_FILE}.txt").read_text(encoding="utf-8")
+    names = {"model_class": model_class, "config_class": config_class, "model_type": model.config.model_type}
+    write_text(folder / f"{MODELLING_FILE}.py", string.Template(template).substitute(names))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["model_type"] = f"factorized_{model.config.model_type}"
+    config["factorized"] = ranks
+    config["architectures"] = [f"Factorized{model_class}"]
+    config["auto_map"] = {
+        "AutoConfig": f"{MODELLING_FILE}.Factorized{config_class}",
+        "AutoModelForCausalLM": f"{MODELLING_FILE}.Factorized{model_class}",
+    }
+    write_json(folder / "config.json", config)

@@ -1,0 +1,138 @@
+"""Running a stock decoder one layer at a time, so that one layer's activations are in memory at a time.
+
+A decoder layer gets, beside the hidden states, arguments that depend on the shape of the batch alone where nothing is
+padded (positions, masks). They are recorded once a shape in a pass in which every layer hands its input on, and given
+to the layer again whenever it is run by itself.
+"""
+
+# Legend: B batch, T tokens, D hidden size, V vocabulary
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relinear.core.anatomy import decoder_layers
+
+__all__ = ["LayerByLayer"]
+
+_Call = tuple[tuple, dict[str, Any]]
+
+
+class LayerByLayer:
+    """The parts of a decoder as functions of hidden states: ``embed``, ``layer``, ``logits``.
+
+    Args:
+        model: a Hugging Face decoder in eval mode.
+
+    Raises:
+        ValueError: if its list of decoder layers is not found, or running it layer by layer gives other logits than
+            running it as a whole.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.layers = tuple(decoder_layers(model))
+        self._calls: dict[tuple[int, ...], list[_Call]] = {}
+        self._returns_tuple = False
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @torch.no_grad()
+    def check(self, ids: Tensor) -> None:
+        """Raise ValueError unless the parts, put together, give what the model gives for ``ids`` (B, T)."""
+        whole = self._run(ids)
+        hidden = self.embed(ids)
+        for index in range(len(self)):
+            hidden = self.layer(index, hidden)
+        apart = self.logits(hidden, ids)
+        error = float((apart - whole).abs().max())
+        if not error <= 1e-3 * max(1.0, float(whole.abs().max())):
+            raise ValueError(
+                f"{type(self.model).__name__} run layer by layer differs from the whole model by {error:.2g} in its "
+                "logits: its layers take more from outside than hidden states and positions, which is not supported"
+            )
+
+    def _run(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids, use_cache=False).logits
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """The hidden states (B, T, D) that enter the first layer, for token ids (B, T)."""
+        calls: list[_Call] = []
+        entered: list[Tensor] = []
+        self._note_output(ids)
+
+        def hand_on(index: int) -> Callable:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                hidden, args, kwargs = _without_hidden(args, kwargs)
+                calls.append((args, kwargs))
+                if index == 0:
+                    entered.append(hidden)
+                return self._as_output(hidden)
+
+            return forward
+
+        with self._replaced([hand_on(i) for i in range(len(self))]):
+            self._run(ids)
+        self._calls.setdefault(tuple(ids.shape), calls)
+        return entered[0]
+
+    def layer(self, index: int, hidden: Tensor) -> Tensor:
+        """What layer ``index`` makes of hidden states (B, T, D) of a shape that ``embed`` has seen."""
+        return self.run(self.layers[index], index, hidden)
+
+    def run(self, layer: nn.Module, index: int, hidden: Tensor) -> Tensor:
+        """The same for a ``layer`` that could stand at ``index``."""
+        args, kwargs = self._calls[tuple(hidden.shape[:2])][index]
+        output = layer(hidden, *args, **kwargs)
+        return output[0] if isinstance(output, tuple) else output
+
+    def logits(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """Logits (B, T, V) from the hidden states that leave the last layer; ``ids`` for their shape alone."""
+
+        def give(*args: Any, **kwargs: Any) -> Any:
+            return self._as_output(hidden)
+
+        with self._replaced([give] * len(self)):
+            return self._run(ids)
+
+    @contextlib.contextmanager
+    def _replaced(self, forwards: list[Callable]) -> Iterator[None]:
+        """Within the block every layer runs the given function as its forward."""
+        for layer, forward in zip(self.layers, forwards, strict=True):
+            layer.__dict__["forward"] = forward
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.__dict__.pop("forward", None)
+
+    def _as_output(self, hidden: Tensor) -> Any:
+        return (hidden,) if self._returns_tuple else hidden
+
+    def _note_output(self, ids: Tensor) -> None:
+        """See once whether layers return tuples."""
+        if self._calls:
+            return
+
+        def note(module: nn.Module, args: tuple, output: Any) -> None:
+            self._returns_tuple = isinstance(output, tuple)
+
+        handle = self.layers[0].register_forward_hook(note)
+        try:
+            with torch.no_grad():
+                self._run(ids[:1, :2])
+        finally:
+            handle.remove()
+
+
+def _without_hidden(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple, dict[str, Any]]:
+    if args:
+        return args[0], args[1:], dict(kwargs)
+    rest = dict(kwargs)
+    return rest.pop("hidden_states"), (), rest

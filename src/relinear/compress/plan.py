@@ -1,0 +1,198 @@
+"""The plan of a compression: what every layer becomes and what that is predicted to cost; a file that can be edited."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from relinear.compress.allocate import Candidate, allocate, best_uniform
+from relinear.compress.calibrate import Calibration
+from relinear.compress.settings import CompressSettings
+from relinear.core.config import parse_setting
+from relinear.core.operator import Operator, OperatorConfig, is_linear, linear_features
+from relinear.surgery.summary import module_parameters
+from relinear.system.files import write_json
+
+__all__ = ["CompressPlan", "LayerPlan", "layer_candidates", "make_plan"]
+
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPlan:
+    """One layer: its operator (None: it stays as it is), parameters after and before, predicted nats a token."""
+
+    operator: OperatorConfig | None
+    parameters: int
+    parameters_before: int
+    nats: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return dataclasses.asdict(self) | {"operator": None if self.operator is None else self.operator.to_dict()}
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressPlan:
+    """What every layer that may be replaced becomes. ``str`` shows it by type of layer.
+
+    layers: by name, in the model's order. others: parameters of the model outside of them.
+    """
+
+    layers: dict[str, LayerPlan]
+    others: int
+
+    @property
+    def replaced(self) -> dict[str, OperatorConfig]:
+        """Name -> operator of the layers that are replaced."""
+        return {name: layer.operator for name, layer in self.layers.items() if layer.operator is not None}
+
+    @property
+    def parameters(self) -> int:
+        """Of the layers after compression."""
+        return sum(layer.parameters for layer in self.layers.values())
+
+    @property
+    def parameters_before(self) -> int:
+        """Of the layers as they are."""
+        return sum(layer.parameters_before for layer in self.layers.values())
+
+    @property
+    def nats(self) -> float | None:
+        """Predicted increase of the loss, in nats a token; None where a layer has no prediction."""
+        each = [layer.nats for layer in self.layers.values()]
+        return None if any(value is None for value in each) else sum(each)  # type: ignore[arg-type]
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, atomically."""
+        layers = {name: layer.to_dict() for name, layer in self.layers.items()}
+        write_json(path, {"format": FORMAT, "others": self.others, "layers": layers})
+
+    @classmethod
+    def load(cls, path: str | Path, model: Any) -> CompressPlan:
+        """A plan from a file, perhaps edited: sizes are counted again, operators may be objects or text.
+
+        Raises:
+            ValueError: if the file is no plan, or names a layer that the model does not have or an operator that does
+                not fit it.
+        """
+        path = Path(path)
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            layers = dict(values["layers"])
+            stated = {name: dict(layer) for name, layer in layers.items()}
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path} is no compression plan ({type(error).__name__}: {error})") from error
+        modules = dict(model.named_modules())
+        plans = {}
+        for name, layer in stated.items():
+            module = modules.get(name)
+            if module is None or not is_linear(module) or isinstance(module, Operator):
+                raise ValueError(f"{path}: the model has no linear layer {name!r}; the plan is for another model")
+            operator = _operator(layer.get("operator"), f"{path}: {name}")
+            nats = layer.get("nats")
+            plans[name] = LayerPlan(
+                operator,
+                _size(operator, module, f"{path}: {name}"),
+                module_parameters(module),
+                float(nats) if isinstance(nats, int | float) and not isinstance(nats, bool) else None,
+            )
+        whole = module_parameters(model)
+        return cls(plans, whole - sum(p.parameters_before for p in plans.values()))
+
+    def __str__(self) -> str:
+        by_type: dict[str, list[LayerPlan]] = {}
+        for name, layer in self.layers.items():
+            by_type.setdefault(name.rpartition(".")[2], []).append(layer)
+        header = ("layers", "count", "dense", "kept", "predicted nats")
+        rows: list[tuple[str, ...]] = [header]
+        for kind, layers in by_type.items():
+            rows.append((kind, *_figures(layers)))
+        rows.append(("all", *_figures(list(self.layers.values()))))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+        return "\n".join(
+            "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+            for row in rows
+        )
+
+
+def _figures(layers: list[LayerPlan]) -> tuple[str, ...]:
+    before = sum(layer.parameters_before for layer in layers)
+    kept = sum(layer.parameters for layer in layers) / before
+    nats = None if any(layer.nats is None for layer in layers) else sum(layer.nats for layer in layers)  # type: ignore[misc]
+    dense = sum(layer.operator is None for layer in layers)
+    return str(len(layers)), str(dense), f"{kept:.3f}", "" if nats is None else f"{nats:.4f}"
+
+
+def _operator(value: Any, where: str) -> OperatorConfig | None:
+    if value is None:
+        return None
+    try:
+        return OperatorConfig.from_dict(parse_setting(value) if isinstance(value, str) else value)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _size(operator: OperatorConfig | None, module: Any, where: str = "") -> int:
+    """Parameters of what ``module`` becomes."""
+    if operator is None:
+        return module_parameters(module)
+    try:
+        built = operator.build(*linear_features(module), getattr(module, "bias", None) is not None, device="meta")
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return module_parameters(built)
+
+
+def layer_candidates(
+    module: Any, name: str, calibration: Calibration, menu: tuple[OperatorConfig, ...]
+) -> list[Candidate]:
+    """What the linear layer ``module`` could become, at what cost; itself among it.
+
+    The cost is the second-order estimate 0.5 tr(G (W - W') A (W - W')^T) of the loss's increase, in nats a token.
+    """
+    dense = Candidate(None, module_parameters(module), 0.0)
+    if calibration.counts[name] < linear_features(module)[0]:
+        return [dense]  # an expert that hardly saw a token: its moments say nothing
+    moments = calibration.moments(name)
+    found = [dense]
+    for entry in menu:
+        for config, error in entry.error_curve(module, moments):
+            size = _size(config, module)
+            if size < dense.size:
+                found.append(Candidate(config, size, 0.5 * error))
+    return found
+
+
+def make_plan(
+    model: Any, candidates: Mapping[str, list[Candidate]], settings: CompressSettings, weighed: bool
+) -> CompressPlan:
+    """The best plan under the settings' budget.
+
+    Args:
+        candidates: of every layer that may be replaced.
+        weighed: whether the candidates' nats compare across layers (moments of gradients were measured); where not,
+            every layer keeps the same share.
+
+    Raises:
+        ValueError: if the budget cannot be met.
+    """
+    before = {name: max(c.size for c in options if c.config is None) for name, options in candidates.items()}
+    whole = module_parameters(model)
+    others = whole - sum(before.values())
+    budget = int(settings.keep * sum(before.values()))
+    if settings.budget_of == "model":
+        budget = int(settings.keep * whole) - others
+        if budget <= 0:
+            raise ValueError(
+                f"keep={settings.keep} of the model's {whole:,} parameters is less than the {others:,} outside of the "
+                "layers that may be replaced (embeddings, head, norms); keep more, or give budget_of=layers"
+            )
+    chosen = allocate(candidates, budget) if weighed else best_uniform(candidates, budget / sum(before.values()))
+    layers = {
+        name: LayerPlan(c.config, c.size, before[name], c.nats if weighed else None) for name, c in chosen.items()
+    }
+    return CompressPlan(layers, others)

@@ -1,0 +1,249 @@
+"""``compress``: calibrate, plan, fit, save."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from relinear.compress.allocate import Candidate
+from relinear.compress.calibrate import Calibration, calibrate
+from relinear.compress.export import export_plain
+from relinear.compress.in_order import fit_in_order, fit_without_order
+from relinear.compress.plan import CompressPlan, layer_candidates, make_plan
+from relinear.compress.settings import CompressSettings
+from relinear.core.anatomy import layer_index
+from relinear.core.config import check_choice
+from relinear.core.modes import evaluating
+from relinear.core.operator import Operator, OperatorConfig, linear_features
+from relinear.distill.record import token_blocks
+from relinear.surgery.checkpoint import save_pretrained
+from relinear.surgery.plan import Plan, Replacement, plan
+from relinear.surgery.select import ALL_LINEAR
+from relinear.surgery.summary import module_parameters
+from relinear.system.files import write_json
+
+__all__ = ["CompressReport", "compress"]
+
+#: told the phase ("forward", "backward", "candidates", "fit"), how much of it is done, and how much there is
+OnProgress = Callable[[str, int, int], None]
+
+
+def _silent(phase: str, done: int, total: int) -> None:
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressReport:
+    """What a compression did; printing it shows the plan by type of layer and the sizes.
+
+    plan: what every layer became. parameters, parameters_before: of the whole model. calibration_loss: of the original
+    on the calibration's tokens, nats a token. seconds: by phase, of this call.
+    """
+
+    plan: CompressPlan
+    parameters: int
+    parameters_before: int
+    calibration_tokens: int
+    calibration_loss: float | None
+    seconds: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        layers = {name: layer.to_dict() for name, layer in self.plan.layers.items()}
+        return {
+            "parameters": self.parameters,
+            "parameters_before": self.parameters_before,
+            "calibration": {"tokens": self.calibration_tokens, "loss": self.calibration_loss},
+            "predicted_nats": self.plan.nats,
+            "layers": layers,
+            "seconds": self.seconds,
+        }
+
+    def __str__(self) -> str:
+        share = self.parameters / self.parameters_before
+        return f"{self.plan}\nwhole model: {self.parameters_before:,} -> {self.parameters:,} parameters ({share:.3f})"
+
+
+def compress(
+    model: Any,
+    texts: Iterable[Any],
+    *,
+    keep: float | None = None,
+    tokenizer: Any = None,
+    targets: str | Iterable[str] = ALL_LINEAR,
+    exclude: str | Iterable[str] | None = None,
+    settings: CompressSettings | Mapping[str, Any] | None = None,
+    plan_file: str | Path | None = None,
+    plan_only: bool = False,
+    out_dir: str | Path | None = None,
+    export: Literal["plain"] | None = None,
+    on_progress: OnProgress = _silent,
+) -> CompressReport:
+    """Make a pretrained decoder smaller, in place: measure, decide what every layer becomes, fit it, save.
+
+    Args:
+        model: a Hugging Face decoder.
+        texts: texts, or tensors or mappings of token ids, as for ``distill_``; read as far as needed.
+        keep: share of the parameters to keep; a shorthand for the setting of this name.
+        tokenizer: of the model, needed for texts; saved beside the model.
+        targets, exclude: patterns of the linear layers that may be replaced; by default all but the head.
+        settings: ``CompressSettings`` or a mapping of its fields.
+        plan_file: a plan to carry out in place of one that is made here.
+        plan_only: stop after the plan, the model as it was.
+        export: "plain" also writes ``out_dir/plain``, a directory that loads without relinear (``export_plain``).
+        out_dir: where statistics, plan, state, report and model are kept. Killed and called again with the same
+            arguments, it goes on from where it was; another budget or menu uses the same statistics. None keeps
+            nothing.
+        on_progress: called with a phase, how much of it is done and how much there is.
+
+    Raises:
+        ValueError: if the budget cannot be met, the corpus is too short, the model is quantised or cannot be run layer
+            by layer, or ``out_dir`` holds the work on another model, corpus or plan.
+    """
+    check_choice("export", export or "plain", ["plain"])
+    given = settings.model_dump() if isinstance(settings, CompressSettings) else dict(settings or {})
+    chosen = CompressSettings.load(given if keep is None else given | {"keep": keep}, "compress settings")
+    with tempfile.TemporaryDirectory() if out_dir is None else nullcontext(out_dir) as folder, evaluating(model):
+        job = _Job(model, _targets(model, targets, exclude), chosen, Path(folder), on_progress)
+        given_plan = None if plan_file is None else job.read_plan(plan_file)
+        blocks = token_blocks(texts, tokenizer, chosen.sequence_length, chosen.tokens // chosen.sequence_length)
+        report = job.run(blocks, given_plan, plan_only)
+    if out_dir is not None and not plan_only:
+        save_pretrained(model, Path(out_dir) / "model", tokenizer=tokenizer)
+    if out_dir is not None and export is not None and not plan_only:
+        export_plain(model, Path(out_dir) / "plain", tokenizer=tokenizer)
+    return report
+
+
+class _Clock:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, phase: str) -> None:
+        """The time since the last lap belongs to ``phase``."""
+        now = time.monotonic()
+        self.seconds[phase] = now - self._last
+        self._last = now
+
+
+def _targets(model: Any, targets: str | Iterable[str], exclude: Any) -> dict[str, nn.Module]:
+    """The linear layers that may be replaced, by name."""
+    if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
+        raise ValueError(
+            f"{type(model).__name__} is quantised; compress the model in floating point, then quantise the result"
+        )
+    patterns = [targets] if isinstance(targets, str) else list(targets)
+    smallest = OperatorConfig.from_dict({"kind": "low_rank", "rank": 1})
+    found = plan(model, dict.fromkeys(patterns, smallest), exclude=exclude).replacements
+    return {r.name: r.target.module for r in found if not isinstance(r.target.module, Operator)}
+
+
+class _Job:
+    """One compression: what may be replaced, checked when made, and the steps."""
+
+    def __init__(
+        self,
+        model: Any,
+        modules: dict[str, nn.Module],
+        settings: CompressSettings,
+        folder: Path,
+        on_progress: OnProgress,
+    ) -> None:
+        self.model, self.modules, self.settings, self.folder = model, modules, settings, folder
+        self.on_progress = on_progress
+        self.menu = tuple(OperatorConfig.read(text) for text in settings.menu)
+        self.by_layer: dict[int, dict[str, nn.Module]] = {}
+        for name, module in modules.items():
+            index = layer_index(model, name)
+            if index is None:
+                raise ValueError(
+                    f"{name} lies outside of the decoder layers, which is all that is compressed: exclude it"
+                )
+            self.by_layer.setdefault(index, {})[name] = module
+        widest = max(linear_features(module)[0] for module in modules.values())
+        if settings.tokens < widest:
+            raise ValueError(
+                f"tokens={settings.tokens} are fewer than the widest layer has inputs, {widest:,}; use more"
+            )
+
+    def read_plan(self, path: str | Path) -> CompressPlan:
+        """A plan from a file. Raises ValueError if it is none for this model and these targets."""
+        found = CompressPlan.load(path, self.model)
+        strange = sorted(set(found.replaced) - set(self.modules))
+        if strange:
+            raise ValueError(f"{path} replaces {strange[0]}, which targets= and exclude= leave alone")
+        return found
+
+    def run(self, blocks: Tensor, given_plan: CompressPlan | None, plan_only: bool) -> CompressReport:
+        """Calibrate, plan and, unless ``plan_only``, fit; what is kept goes to the folder as it is made."""
+        clock = _Clock()
+        before = module_parameters(self.model)
+        calibration = calibrate(
+            self.model,
+            blocks,
+            self.by_layer,
+            self.folder / "calibration",
+            batch=self.settings.batch_size,
+            fisher=self.settings.fisher,
+            on_layer=self.on_progress,
+        )
+        clock.lap("calibration")
+        whole = given_plan or self._plan(calibration)
+        whole.save(self.folder / "plan.json")
+        clock.lap("plan")
+        if not plan_only and whole.replaced:
+            self._carry_out(blocks, calibration, whole)
+            clock.lap("fit")
+        after = whole.parameters + whole.others
+        report = CompressReport(whole, after, before, calibration.tokens, calibration.loss, clock.seconds)
+        write_json(self.folder / "report.json", report.to_dict())
+        return report
+
+    def _plan(self, calibration: Calibration) -> CompressPlan:
+        candidates: dict[str, list[Candidate]] = {}
+        for done, (name, module) in enumerate(self.modules.items(), start=1):
+            candidates[name] = layer_candidates(module, name, calibration, self.menu)
+            self.on_progress("candidates", done, len(self.modules))
+        return make_plan(self.model, candidates, self.settings, weighed=self.settings.fisher)
+
+    def _carry_out(self, blocks: Tensor, calibration: Calibration, whole: CompressPlan) -> None:
+        """Fit the planned operators and put them into the model."""
+        settings, mapping = self.settings, dict(whole.replaced)
+        replacements = plan(self.model, mapping).replacements
+        if not settings.anchor:
+            operators = fit_without_order(calibration, replacements)
+            Plan(self.model, replacements, "fresh").apply_()
+            for name, operator in operators.items():
+                self.model.get_submodule(name).load_state_dict(operator.state_dict())
+            return
+        groups: dict[int, list[Replacement]] = {}
+        for replacement in replacements:
+            index = layer_index(self.model, replacement.name)
+            assert index is not None  # checked when the job was made
+            groups.setdefault(index, []).append(replacement)
+        count = settings.anchor_tokens // settings.sequence_length
+        refinement = {k: getattr(settings, k) for k in ("refine_steps", "refine_learning_rate", "seed")}
+        what = [{name: config.to_dict() for name, config in mapping.items()}, count, refinement]
+        mark = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+        fit_in_order(
+            self.model,
+            blocks[:count],
+            calibration,
+            groups,
+            self.folder / f"fit-{mark}",
+            batch=settings.batch_size,
+            on_layer=self.on_progress,
+            **refinement,
+        )

@@ -1,0 +1,58 @@
+"""How a model is compressed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from relinear.core.settings import Settings
+
+__all__ = ["CompressSettings"]
+
+
+class CompressSettings(Settings):
+    """Settings of ``compress``. Unknown keys and values out of range are errors.
+
+    Args:
+        keep: share of the parameters that is left, between 0 and 1.
+        budget_of: what ``keep`` is a share of: the parameters of the ``layers`` that may be replaced, or of the whole
+            ``model``.
+        tokens: of the corpus, for calibration.
+        sequence_length: tokens a block of the corpus.
+        batch_size: blocks a forward pass.
+        fisher: also measure the gradients at every layer's output, which tells how much its errors matter; without
+            them layers can only be fitted, not weighed against each other, and every layer keeps the same share.
+        menu: operators that a layer may become, as text (``low_rank``, ``monarch:blocks=8``). A low-rank layer is
+            considered at every rank; other operators at the size that is named.
+        anchor: fit layers from the first to the last, on the inputs that the compressed model has there, towards the
+            outputs that the original had.
+        anchor_tokens: of the calibration's tokens, how many are used for that.
+        refine_steps: of Adam, that bring each decoder layer's output nearer to the original's after it was fitted.
+        refine_learning_rate: of these.
+        seed: of the order of blocks in refinement.
+    """
+
+    keep: float = Field(default=0.8, gt=0, lt=1)
+    budget_of: Literal["layers", "model"] = "layers"
+    tokens: int = Field(default=32768, ge=2)
+    sequence_length: int = Field(default=512, ge=2)
+    batch_size: int = Field(default=2, ge=1)
+    fisher: bool = True
+    menu: tuple[str, ...] = ("low_rank",)
+    anchor: bool = True
+    anchor_tokens: int = Field(default=32768, ge=2)
+    refine_steps: int = Field(default=0, ge=0)
+    refine_learning_rate: float = Field(default=1e-4, gt=0)
+    seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _whole_blocks(self) -> CompressSettings:
+        for name in ("tokens", "anchor_tokens"):
+            if getattr(self, name) < self.sequence_length:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is less than one block of sequence_length={self.sequence_length}"
+                )
+        if not self.menu:
+            raise ValueError("menu is empty: name at least one operator, such as low_rank")
+        return self

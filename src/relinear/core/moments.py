@@ -1,0 +1,57 @@
+"""Second moments of a layer's inputs and output gradients: what a fit needs to know of the data."""
+
+# Legend: I in_features, O out_features
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+__all__ = ["Moments"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    """Under which inputs, and for which directions of the output, a weight is to be fitted.
+
+    A fit W' of a weight W under moments minimises tr(G (W - W') A (W - W')^T), which is the mean squared error of
+    the outputs in the metric G over inputs whose second moment is A.
+
+    Args:
+        inputs: A (I, I), the mean of x x^T over tokens; symmetric, may be singular.
+        outputs: G (O, O), the mean of g g^T of the loss's gradients at the output; None stands for the identity.
+    """
+
+    inputs: Tensor
+    outputs: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, moment in (("inputs", self.inputs), ("outputs", self.outputs)):
+            if moment is None:
+                continue
+            if moment.ndim != 2 or moment.shape[0] != moment.shape[1]:
+                raise ValueError(f"moments of {name} must be a square matrix, got shape {tuple(moment.shape)}")
+            if not bool(torch.isfinite(moment).all()):
+                raise ValueError(f"moments of {name} hold values that are not finite; calibrate in another dtype")
+
+    @classmethod
+    def identity(cls, in_features: int) -> Moments:
+        """White inputs: a fit under these is the plain fit in the Frobenius norm."""
+        return cls(torch.eye(in_features, dtype=torch.float64))
+
+    def check(self, in_features: int, out_features: int) -> None:
+        """Raise ValueError unless these are moments of a layer of this size."""
+        own = self.inputs.shape[0], out_features if self.outputs is None else self.outputs.shape[0]
+        if own != (in_features, out_features):
+            raise ValueError(
+                f"moments of (in, out) sizes {own} do not fit a layer of sizes {in_features, out_features}"
+            )
+
+    def error(self, difference: Tensor) -> Tensor:
+        """tr(G D A D^T) of a difference D = W - W' (O, I), a scalar."""
+        weighted = difference @ self.inputs.to(difference)
+        if self.outputs is not None:
+            weighted = self.outputs.to(difference) @ weighted
+        return (weighted * difference).sum()

@@ -1,0 +1,376 @@
+"""Compression: what calibration measures, how budgets are met, fits in order, and that a killed run resumes."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+import relinear
+from relinear.compress import CompressSettings, compress
+from relinear.compress.allocate import Candidate, allocate, best_uniform
+from relinear.compress.calibrate import calibrate
+from relinear.compress.plan import CompressPlan
+from relinear.core.operator import is_linear
+
+SETTINGS = {"tokens": 512, "sequence_length": 16, "anchor_tokens": 512, "batch_size": 4}
+
+
+def tiny(kind: str = "llama"):
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = GPT2Config(vocab_size=50, n_embd=32, n_layer=3, n_head=2, n_positions=32)
+    else:
+        config = LlamaConfig(
+            vocab_size=50,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            initializer_range=0.2,
+        )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def tokens(count: int = 512) -> list[torch.Tensor]:
+    # a sequence with structure, so that moments are far from white
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 50, (count,), generator=generator).cumsum(0) % 50]
+
+
+def in_layers(model) -> dict[int, dict[str, torch.nn.Module]]:
+    from relinear.core.anatomy import layer_index
+
+    found: dict[int, dict[str, torch.nn.Module]] = {}
+    for name, module in model.named_modules():
+        if is_linear(module) and (index := layer_index(model, name)) is not None:
+            found.setdefault(index, {})[name] = module
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_moments_are_those_of_the_whole_model(kind: str, tmp_path) -> None:
+    model = tiny(kind)
+    blocks = tokens(128)[0].view(8, 16)
+    groups = in_layers(model)
+    calibration = calibrate(model, blocks, groups, tmp_path, batch=3, fisher=True)
+    wide = copy.deepcopy(model).double()
+    inputs, outputs = {}, {}
+    for name in calibration.names:
+
+        def hook(module, args, output, name=name):
+            inputs[name] = args[0].detach()
+            output.requires_grad_(True).retain_grad()
+            outputs[name] = output
+
+        wide.get_submodule(name).register_forward_hook(hook)
+    logits = wide(input_ids=blocks).logits
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), blocks[:, 1:].flatten(), reduction="sum")
+    loss.backward()
+    assert calibration.loss == pytest.approx(float(loss.detach()) / (8 * 15), rel=1e-5)
+    assert calibration.tokens == 128
+    for name in calibration.names:
+        moments, x, g = calibration.moments(name), inputs[name].flatten(0, 1), outputs[name].grad.flatten(0, 1)
+        assert moments.inputs.dtype == torch.float64
+        for got, rows in ((moments.inputs, x), (moments.outputs, g)):
+            wanted = rows.T @ rows / 128
+            assert float((got - wanted).norm() / wanted.norm()) < 1e-4, name
+    assert not list(tmp_path.glob("hidden-*")) + list(tmp_path.glob("gradient-*"))
+
+
+@pytest.mark.parametrize("fisher", [True, False])
+def test_killed_calibration_resumes_to_the_same_bits(fisher: bool, tmp_path) -> None:
+    blocks = tokens(128)[0].view(8, 16)
+
+    def run(folder, stop_at=None):
+        model, calls = tiny(), []
+
+        def told(phase, done, total):
+            calls.append(phase)
+            if len(calls) == stop_at:
+                raise KeyboardInterrupt
+
+        return calibrate(model, blocks, in_layers(model), folder, batch=3, fisher=fisher, on_layer=told)
+
+    whole = run(tmp_path / "whole")
+    for stop in range(1, 7 if fisher else 4):
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / f"cut{stop}", stop)
+        again = run(tmp_path / f"cut{stop}")
+        for name in whole.names:
+            first, second = whole.moments(name), again.moments(name)
+            assert torch.equal(first.inputs, second.inputs)
+            assert fisher == (first.outputs is not None)
+            assert not fisher or torch.equal(first.outputs, second.outputs)
+        assert whole.loss == again.loss
+
+
+def test_second_order_estimate_predicts_the_loss_of_a_small_change(tmp_path) -> None:
+    # With labels drawn from the model the estimate is that of the Fisher information, here one layer, slightly changed.
+    model = tiny()
+    torch.manual_seed(3)
+    with torch.no_grad():
+        ids = torch.randint(0, 50, (256, 1))
+        for _ in range(15):
+            probabilities = model(input_ids=ids).logits[:, -1].softmax(-1)
+            ids = torch.cat([ids, torch.multinomial(probabilities, 1)], 1)
+    calibration = calibrate(model, ids, in_layers(model), tmp_path, batch=64, fisher=True)
+    name = calibration.names[6]
+    module = model.get_submodule(name)
+    change = 0.1 * torch.randn_like(module.weight) * module.weight.std()
+    predicted = 0.5 * float(calibration.moments(name).error(change.double()))
+    with torch.no_grad():
+        before = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
+        module.weight += change
+        after = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
+    # divergence a token, of 15 predictions for 16 inputs
+    measured = float(F.kl_div(after, before, log_target=True, reduction="none").sum(-1).mean()) * 15 / 16
+    assert predicted == pytest.approx(measured, rel=0.35)
+
+
+def candidates() -> dict[str, list[Candidate]]:
+    low = relinear.LowRank
+    return {
+        "a": [Candidate(None, 100, 0.0)] + [Candidate(low(rank=r), 10 * r, 1.0 / r) for r in range(1, 10)],
+        "b": [Candidate(None, 200, 0.0)] + [Candidate(low(rank=r), 20 * r, 5.0 / r) for r in range(1, 10)],
+    }
+
+
+@pytest.mark.parametrize("budget", [30, 60, 110, 170, 299, 300])
+def test_allocation_is_the_best_there_is(budget: int) -> None:
+    options = candidates()
+    chosen = allocate(options, budget)
+    assert sum(c.size for c in chosen.values()) <= budget
+    best = min(a.nats + b.nats for a in options["a"] for b in options["b"] if a.size + b.size <= budget)
+    assert sum(c.nats for c in chosen.values()) == pytest.approx(best, rel=0.05)
+
+
+def test_allocation_refuses_what_cannot_be_met() -> None:
+    with pytest.raises(ValueError, match="the budget of 20 parameters cannot be met"):
+        allocate(candidates(), 20)
+    uniform = best_uniform(candidates(), 0.5)
+    assert [c.size for c in uniform.values()] == [50, 100]
+
+
+@pytest.mark.parametrize("anchor", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_compressed_model_meets_its_budget_and_loads(kind: str, anchor: bool, tmp_path) -> None:
+    model = tiny(kind)
+    before = sum(m.weight.numel() for g in in_layers(model).values() for m in g.values())
+    settings = SETTINGS | {"anchor": anchor}
+    report = compress(model, tokens(), keep=0.7, settings=settings, out_dir=tmp_path)
+    after = sum(sum(p.numel() for k, p in m.named_parameters() if k != "bias") for m in report_layers(model, report))
+    assert 0.6 * before < after <= 0.7 * before + 1000
+    assert report.parameters == sum(p.numel() for p in model.parameters())
+    loaded = relinear.from_pretrained(tmp_path / "model").eval()
+    ids = tokens()[0][:32][None]
+    with torch.no_grad():
+        assert torch.allclose(loaded(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-5)
+    assert "whole model:" in str(report)
+    assert json.loads((tmp_path / "report.json").read_text())["parameters"] == report.parameters
+
+
+def report_layers(model, report):
+    return [model.get_submodule(name) for name in report.plan.layers]
+
+
+def divergence(model, original) -> float:
+    ids = tokens()[0][:512].view(32, 16)
+    with torch.no_grad():
+        wanted, got = (m(input_ids=ids).logits.log_softmax(-1) for m in (original, model))
+    return float(F.kl_div(got, wanted, log_target=True, reduction="none").sum(-1).mean())
+
+
+def test_knowing_the_data_and_going_in_order_pays(tmp_path) -> None:
+    original = tiny()
+    results = {}
+    for name, settings in {"in order": {"anchor": True}, "at once": {"anchor": False}}.items():
+        model = copy.deepcopy(original)
+        report = compress(model, tokens(), keep=0.6, settings=SETTINGS | settings, out_dir=tmp_path / name)
+        results[name] = divergence(model, original)
+    plain = copy.deepcopy(original)
+    relinear.replace_(plain, report.plan.replaced, init="from_weight")
+    results["plain"] = divergence(plain, original)
+    assert results["in order"] < results["at once"] < results["plain"], results
+
+
+def test_refinement_brings_the_layers_nearer(tmp_path) -> None:
+    original, results = tiny(), {}
+    for steps in (0, 100):
+        model = copy.deepcopy(original)
+        settings = SETTINGS | {"refine_steps": steps, "refine_learning_rate": 3e-3}
+        compress(model, tokens(), keep=0.5, settings=settings, out_dir=tmp_path / str(steps))
+        results[steps] = divergence(model, original)
+        assert not any(p.grad is not None for p in model.parameters())
+    assert results[100] < 0.97 * results[0], results
+
+
+def test_refinement_that_does_harm_is_undone() -> None:
+    from relinear.compress.refine import refine
+
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(8, 8), [torch.randn(2, 4, 8) for _ in range(3)]
+    wanted = [layer(b).detach() + 0.01 for b in x]
+    kept = copy.deepcopy(layer.state_dict())
+    before, after = refine(layer, [layer], x, wanted, steps=3, learning_rate=100.0, seed=0)
+    assert before == after
+    assert all(torch.equal(kept[k], v) for k, v in layer.state_dict().items())
+
+
+def test_killed_fit_resumes_to_the_same_bits(tmp_path) -> None:
+    def run(folder, stop_at=None):
+        model, calls = tiny(), []
+
+        def told(phase, done, total):
+            calls.append(phase)
+            if phase == "fit" and calls.count("fit") == stop_at:
+                raise KeyboardInterrupt
+
+        compress(model, tokens(), keep=0.6, settings=SETTINGS, out_dir=folder, on_progress=told)
+        return model
+
+    whole = run(tmp_path / "whole").state_dict()
+    for stop in (1, 2, 3):
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / str(stop), stop)
+        again = run(tmp_path / str(stop)).state_dict()
+        assert whole.keys() == again.keys()
+        assert all(torch.equal(whole[key], again[key]) for key in whole)
+
+
+def test_plan_can_be_edited_and_given_back(tmp_path) -> None:
+    model = tiny()
+    compress(model, tokens(), keep=0.8, settings=SETTINGS, out_dir=tmp_path, plan_only=True)
+    assert not any(isinstance(m, relinear.core.operator.Operator) for m in model.modules())
+    values = json.loads((tmp_path / "plan.json").read_text())
+    name = "model.layers.1.mlp.down_proj"
+    for layer in values["layers"].values():
+        layer["operator"] = None
+    values["layers"][name]["operator"] = "low_rank:rank=5"
+    edited = tmp_path / "edited.json"
+    edited.write_text(json.dumps(values))
+    report = compress(model, tokens(), settings=SETTINGS, out_dir=tmp_path, plan_file=edited)
+    assert list(report.plan.replaced) == [name]
+    assert model.get_submodule(name).config == relinear.LowRank(rank=5)
+    values["layers"]["model.layers.9.mlp.down_proj"] = {"operator": None}
+    edited.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"no linear layer 'model\.layers\.9\.mlp\.down_proj'"):
+        CompressPlan.load(edited, tiny())
+
+
+def test_a_plan_for_other_layers_is_refused(tmp_path) -> None:
+    compress(tiny(), tokens(), settings=SETTINGS, out_dir=tmp_path, plan_only=True)
+    with pytest.raises(ValueError, match="which targets= and exclude= leave alone"):
+        compress(
+            tiny(),
+            tokens(),
+            settings=SETTINGS,
+            targets="q_proj",
+            plan_file=tmp_path / "plan.json",
+            out_dir=tmp_path / "b",
+        )
+    with pytest.raises(ValueError, match="lm_head lies outside of the decoder layers"):
+        compress(tiny(), tokens(), settings=SETTINGS, targets="lm_head", out_dir=tmp_path / "c")
+
+
+def test_nothing_is_kept_where_no_directory_is_given() -> None:
+    model = tiny().train()
+    report = compress(model, tokens(), keep=0.7, settings=SETTINGS)
+    assert report.parameters == sum(p.numel() for p in model.parameters())
+    assert all(module.training for module in model.modules())
+
+
+def test_experts_of_their_own_and_one_without_tokens(tmp_path) -> None:
+    class Experts(torch.nn.Module):
+        """Two routed experts as plain layers, and one that no token reaches."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x):
+            y, flat = torch.zeros_like(x), x.flatten(0, 1)
+            first = flat[:, 0] > 0
+            out = torch.zeros_like(flat)
+            out[first], out[~first] = self.experts[0](flat[first]), self.experts[1](flat[~first])
+            return y + out.view_as(x)
+
+    model = tiny()
+    model.model.layers[1].mlp = Experts()
+    report = compress(model, tokens(), keep=0.6, settings=SETTINGS, out_dir=tmp_path)
+    plans = {name: layer for name, layer in report.plan.layers.items() if ".experts." in name}
+    assert plans["model.layers.1.mlp.experts.2"].operator is None
+    assert plans["model.layers.1.mlp.experts.0"].operator is not None
+
+
+def test_another_budget_uses_the_same_statistics(tmp_path) -> None:
+    phases: list[str] = []
+    for keep in (0.8, 0.6):
+        phases.clear()
+        compress(
+            tiny(),
+            tokens(),
+            keep=keep,
+            settings=SETTINGS,
+            out_dir=tmp_path,
+            on_progress=lambda phase, done, total: phases.append(phase),
+        )
+    assert "backward" not in phases
+    assert "fit" in phases
+
+
+def test_without_gradients_every_layer_keeps_the_same_share(tmp_path) -> None:
+    report = compress(tiny(), tokens(), keep=0.6, settings=SETTINGS | {"fisher": False}, out_dir=tmp_path)
+    assert report.calibration_loss is None
+    assert report.plan.nats is None
+    shares = [layer.parameters / layer.parameters_before for layer in report.plan.layers.values()]
+    assert max(shares) <= 0.6
+
+
+def test_refusals(tmp_path) -> None:
+    with pytest.raises(ValueError, match="keep"):
+        compress(tiny(), tokens(), keep=1.5, settings=SETTINGS, out_dir=tmp_path / "a")
+    with pytest.raises(ValueError, match="the corpus has 100 tokens; 512 are to be recorded"):
+        compress(tiny(), tokens(100), settings=SETTINGS, out_dir=tmp_path / "b")
+    with pytest.raises(ValueError, match="fewer than the widest layer has inputs, 64"):
+        compress(tiny(), tokens(), settings=SETTINGS | {"tokens": 32, "anchor_tokens": 32}, out_dir=tmp_path / "c")
+    with pytest.raises(ValueError, match="unknown setting 'tokenz'; did you mean 'tokens'"):
+        CompressSettings.load({"tokenz": 3})
+    compress(tiny(), tokens(), settings=SETTINGS, out_dir=tmp_path / "d", plan_only=True)
+    with pytest.raises(ValueError, match="another model, corpus or setting"):
+        compress(tiny("gpt2"), tokens(), settings=SETTINGS, out_dir=tmp_path / "d", plan_only=True)
+    with pytest.raises(ValueError, match="cannot be met"):
+        compress(tiny(), tokens(), keep=0.01, settings=SETTINGS, out_dir=tmp_path / "d", plan_only=True)
+
+
+def test_command_line(tmp_path, capsys) -> None:
+    from relinear.cli.main import main
+    from relinear.data.tokenizers import load_tokenizer
+
+    text = tmp_path / "text.txt"
+    text.write_text("A line of text that is not like the others: %d.\n" * 200)
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(vocab_size=260, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    )
+    relinear.save_pretrained(model, tmp_path / "model", tokenizer=load_tokenizer("bytes"))
+    arguments = ["compress", str(tmp_path / "model"), "--data", str(text), "--split", "all", "--keep", "0.7"]
+    arguments += ["--out", str(tmp_path / "out"), "--tokens", "512"]
+    arguments += ["--set", "sequence_length=32", "--set", "anchor_tokens=256"]
+    assert main([*arguments, "--plan-only"]) == 0
+    printed = capsys.readouterr().out
+    assert "predicted nats" in printed
+    assert "plan:" in printed
+    assert not (tmp_path / "out" / "model").exists()
+    assert main(arguments) == 0
+    loaded = relinear.from_pretrained(tmp_path / "out" / "model")
+    assert any(isinstance(m, relinear.core.operator.Operator) for m in loaded.modules())
+    assert main([*arguments, "--keep", "7"]) == 2
+    assert "keep" in capsys.readouterr().err
+
+
+def test_the_function_and_its_room_go_by_one_name() -> None:
+    assert callable(relinear.compress)
+    assert relinear.CompressSettings is CompressSettings

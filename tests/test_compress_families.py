@@ -1,0 +1,77 @@
+"""Families of decoders through compression: compress, save, load in another process, the same logits, generate."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import relinear
+from relinear.compress import compress
+from relinear.testing.tiny_models import FAMILIES, VOCABULARY, make_family
+
+WANTED = [
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "olmo2",
+    "mixtral", "smollm3", "bloom", "gptj",
+]  # fmt: skip
+SETTINGS = {"tokens": 256, "sequence_length": 16, "anchor_tokens": 256, "batch_size": 4}
+
+ELSEWHERE = """
+import json, sys
+import torch
+import relinear
+from transformers import AutoModelForCausalLM
+found = {}
+for directory in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    ids = torch.arange(1, 13)[None]
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+        made = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    found[directory] = [logits.tolist(), made.tolist()]
+print(json.dumps(found))
+"""
+
+
+def tokens() -> list[torch.Tensor]:
+    return [torch.randint(1, VOCABULARY, (256,), generator=torch.Generator().manual_seed(0))]
+
+
+def run(kind: str, folder) -> tuple:
+    torch.manual_seed(0)
+    model = make_family(kind).eval()
+    report = compress(model, tokens(), keep=0.7, settings=SETTINGS, out_dir=folder)
+    ids = torch.arange(1, 13)[None]
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+        made = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    return report, logits, made
+
+
+def test_families_are_compressed_and_come_back(tmp_path) -> None:
+    results = {}
+    for kind in WANTED:
+        report, *results[str(tmp_path / kind / "model")] = run(kind, tmp_path / kind)
+        assert report.plan.replaced, kind
+        assert report.plan.parameters <= 0.7 * report.plan.parameters_before, kind
+    ran = subprocess.run([sys.executable, "-c", ELSEWHERE, *results], capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found = json.loads(ran.stdout.splitlines()[-1])
+    for directory, (logits, made) in results.items():
+        assert torch.allclose(torch.tensor(found[directory][0]), logits, atol=1e-4), directory
+        assert found[directory][1] == made.tolist(), directory
+
+
+def test_families_that_cannot_be_compressed_say_so(tmp_path) -> None:
+    with pytest.raises(ValueError, match="FalconLinear"):
+        run("falcon", tmp_path)
+    assert "falcon" in FAMILIES
+
+
+def test_quantised_models_are_refused(tmp_path) -> None:
+    model = make_family("llama")
+    model.is_quantized = True
+    with pytest.raises(ValueError, match="is quantised; compress the model in floating point"):
+        compress(model, tokens(), settings=SETTINGS, out_dir=tmp_path)
+    assert not any(isinstance(m, relinear.Operator) for m in model.modules())
