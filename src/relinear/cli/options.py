@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,8 @@ def model_folder(name: str) -> str:
     """The folder of the model in the directory of a run (of ``train`` or ``distill``); any other name as it is."""
     path = Path(name).expanduser()
     inside = path / "model"
-    return str(inside) if not (path / "config.json").exists() and (inside / "config.json").exists() else name
+    # os.path: a name that is too long for a file is no error here
+    return str(inside) if not isfile(path / "config.json") and isfile(inside / "config.json") else name
 
 
 def find_model(name: str, *, presets: bool = True) -> str:

@@ -90,8 +90,10 @@ def _shifts_labels(model: Any) -> bool:
     """Whether the labels of ``model`` are its inputs, of which each token predicts the next; so unless it says not."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
-    name = getattr(getattr(model, "loss_function", None), "__name__", "")
-    return name == "ForCausalLMLoss" or not (name.startswith("For") and name.endswith(("Loss", "Classification")))
+    # Not by the property ``loss_function``, which logs where a type is unknown: no compiler follows that.
+    own = getattr(model, "_loss_function", None)
+    name = getattr(model, "loss_type", None) if own is None else getattr(own, "__name__", None)
+    return name in ("ForCausalLM", "ForCausalLMLoss") or not (name or "").startswith("For")
 
 
 def _targets(inputs: Mapping[str, Any], shifted: bool) -> Tensor | None:
