@@ -14,10 +14,14 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
+    CLIPVisionConfig,
     GPTNeoXConfig,
     GraniteMoeConfig,
+    LlamaConfig,
+    LlavaConfig,
     MixtralConfig,
     QuantoConfig,
     ViTConfig,
@@ -359,3 +363,54 @@ def test_save_pretrained_is_all_or_nothing(saved, tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out"]
     with pytest.raises(NotADirectoryError):
         relinear.save_pretrained(model, target / "config.json")
+
+
+def replaced_llama():
+    model = llama()
+    relinear.replace_(model, {"q_proj": LOW})
+    return model
+
+
+@pytest.mark.parametrize(
+    "change", [lambda m: relinear.replace_(m, {"q_proj": LOW}), lambda m: relinear.residual_(m, "rezero")]
+)
+def test_a_model_with_operators_leaves_others_of_its_config_alone(change, tmp_path):
+    config = llama().config
+    changed, before = AutoModelForCausalLM.from_config(config), AutoModelForCausalLM.from_config(config)
+    change(changed)
+    after = AutoModelForCausalLM.from_config(config)
+    assert not hasattr(config, "quantization_config")
+    for stock in (before, after):
+        assert not any(isinstance(m, relinear.Operator) for m in stock.modules())
+        stock.save_pretrained(tmp_path)
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, stock.eval()(IDS).logits)
+    assert changed.config is changed.model.config
+    assert changed.config is changed.model.layers[0].self_attn.config
+
+
+def test_a_folded_model_leaves_others_of_its_config_alone(tmp_path):
+    model = replaced_llama()
+    other = AutoModelForCausalLM.from_config(model.config).eval()
+    relinear.fold_(model)
+    other.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, other(IDS).logits)
+
+
+def test_a_stock_model_made_by_its_class_from_the_config_of_another_is_saved_as_what_it_is(tmp_path):
+    model = replaced_llama()
+    stock = type(model)(model.config).eval()
+    stock.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, stock(IDS).logits)
+    assert stock.config is model.config
+    assert hasattr(model.config, "quantization_config")
+
+
+def test_operators_of_a_part_with_a_config_of_its_own_are_saved_with_the_whole(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    vision = CLIPVisionConfig(**sizes, image_size=8, patch_size=4, projection_dim=32)
+    text = LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=100)
+    model = AutoModelForImageTextToText.from_config(LlavaConfig(vision_config=vision, text_config=text)).eval()
+    relinear.replace_(model.model.language_model, {"q_proj": LOW})
+    model.save_pretrained(tmp_path)
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)

@@ -127,6 +127,7 @@ def test_work_that_fails_fails_the_import_and_is_tried_again(tmp_path) -> None:
     for folder in (package, package / "room", package / "light"):
         folder.mkdir()
         (folder / "__init__.py").write_text("")
+    (tmp_path / "stands_beside.py").write_text("")
     code = """
 import sys
 from relinear.first_use import on_first_use
@@ -137,7 +138,7 @@ def work():
     if len(tries) == 1:
         raise ValueError("not yet")
 sys.path.insert(0, sys.argv[1])
-on_first_use("package_of_rooms", ("light",), "no_such_module", work)
+on_first_use("package_of_rooms", ("light",), "stands_beside", work)
 import package_of_rooms.light
 assert tries == []
 try:
@@ -158,3 +159,43 @@ import package_of_rooms.light, package_of_rooms.room
 assert tries == [0, 1]
 """
     run(code, str(tmp_path))
+
+
+REGISTERED = "\nfrom transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as known\nprint('relinear' in known)"
+
+
+@pytest.mark.parametrize("name", ["transformers", "relinear.surgery", "relinear.operators.rotor", "relinear.no_room"])
+def test_looking_for_a_module_without_importing_it_changes_nothing(name: str) -> None:
+    """As ``is_transformers_available`` of accelerate, datasets and many others does."""
+    code = f"import relinear, importlib.util\nimportlib.util.find_spec({name!r})\nimport transformers"
+    assert run(code + REGISTERED) == "True\n"
+
+
+def test_reloading_the_package_before_its_first_use() -> None:
+    code = "import relinear, importlib\nimportlib.reload(relinear)\nimportlib.reload(relinear)\nrelinear.LowRank"
+    assert run(code + REGISTERED + "\nimportlib.reload(relinear).LowRank") == "True\n"
+
+
+def test_modules_keep_their_own_loaders() -> None:
+    code = "import relinear.surgery, sys, transformers\nfor m in (relinear.surgery, transformers):\n"
+    code += "    print(type(m.__loader__).__name__, type(m.__spec__.loader).__name__)\n"
+    code += "print(*(type(f).__module__ for f in sys.meta_path if not isinstance(f, type)))"
+    assert run(code).split()[:4] == ["SourceFileLoader"] * 4
+    assert "first_use" not in run(code)
+
+
+def test_first_use_in_several_threads() -> None:
+    code = """
+import threading, relinear
+failed = []
+def use(name):
+    try:
+        getattr(relinear, name)
+    except BaseException as error:
+        failed.append(error)
+threads = [threading.Thread(target=use, args=(name,)) for name in relinear.__all__]
+[t.start() for t in threads]
+[t.join() for t in threads]
+print(failed)
+"""
+    assert run(code + REGISTERED) == "[]\nTrue\n"

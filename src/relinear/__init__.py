@@ -159,6 +159,7 @@ on_first_use("relinear", without=("cli",), beside="transformers", work=lambda: i
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         return _room(name)
+    import_module("transformers")  # first, as it is when a program asks for it: threads then wait in one order
     module = import_module(_LAZY[name])
     value = module if _LAZY[name] == f"relinear.{name}" else getattr(module, name)
     globals()[name] = value

@@ -2,15 +2,14 @@
 
 relinear's kinds, models and loader are found by name: by transformers, and by whoever reads a setting. They have to be
 there before any room of ours runs, and when transformers can load a checkpoint. Registering them takes torch and
-transformers with it, so it waits for the first import of either a room (it then goes before the room's own code) or
-transformers (it then comes after transformers' own code).
+transformers with it, so it waits until transformers has run, which every room asks for before its own code.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -19,10 +18,10 @@ __all__ = ["on_first_use"]
 
 
 def on_first_use(package: str, without: Sequence[str], beside: str, work: Callable[[], Any]) -> None:
-    """Call ``work`` once: before the first subpackage of ``package`` runs, or after the module ``beside`` has.
+    """Call ``work`` once, after module ``beside`` has run; the subpackages of ``package`` import it before they run.
 
     Where ``beside`` has been imported already, that is now. If ``work`` fails, so does the import that asked for it,
-    and the next one tries again.
+    and the next one tries again. Looking for a module without importing it changes nothing.
 
     Args:
         package: its name.
@@ -30,10 +29,15 @@ def on_first_use(package: str, without: Sequence[str], beside: str, work: Callab
         beside: name of a top-level module.
         work: what to do; the modules that it imports do not ask for it again.
     """
+    _forget(package)  # of an import of the package that is now repeated
     if beside in sys.modules:
         work()
     else:
         sys.meta_path.insert(0, _Finder(package, without, beside, work))
+
+
+def _forget(package: str) -> None:
+    sys.meta_path[:] = [f for f in sys.meta_path if not (isinstance(f, _Finder) and f.package == package)]
 
 
 class _Finder:
@@ -49,25 +53,40 @@ class _Finder:
         is_room = package == self.package and inner != "" and inner.partition(".")[0] not in self.without
         if not is_room and name != self.beside:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            sys.meta_path.insert(0, self)
-            return spec
-        loader: Any = spec.loader
-        run = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # this once
-            if not is_room:
-                run(module)
-            try:
-                self.work()
-            except BaseException:
-                sys.meta_path.insert(0, self)
-                raise
-            if is_room:
-                run(module)
-
-        loader.exec_module = exec_module
+        others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            before, after = (self.import_beside, None) if is_room else (None, self.finish)
+            spec.loader = _Loader(spec.loader, before, after)  # type: ignore[assignment]
         return spec
+
+    def import_beside(self) -> None:
+        """What every room does first; nothing while ``beside`` itself is being imported, or was."""
+        import_module(self.beside)
+
+    def finish(self) -> None:
+        self.work()
+        _forget(self.package)
+
+
+class _Loader:
+    """A module's own loader, with a call before or after the module runs."""
+
+    def __init__(self, loader: Any, before: Callable[[], None] | None, after: Callable[[], None] | None) -> None:
+        self.loader, self.before, self.after = loader, before, after
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self.loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        if self.before is not None:
+            self.before()
+        if module.__spec__ is not None:  # from here on as if it had been found without us
+            module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        if self.after is not None:
+            self.after()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)

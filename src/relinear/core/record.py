@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -45,19 +46,34 @@ def sync_record(model: nn.Module) -> None:
     """Bring ``model.config``, the model's hooks and the operators' names up to date; call it after every surgery.
 
     ``quantization_config`` is the one key of ``config.json`` by which transformers lets a third party rebuild layers
-    before weights are loaded. A PEFT model's record and hooks are those of the model inside.
+    before weights are loaded. A PEFT model's record and hooks are those of the model inside. A record that changes is
+    written into a copy of the config, which becomes the model's: others were, or will be, built from the same one. Only
+    a model without a head, which may be a part of another one, keeps the config that it shares with it.
     """
-    model = unwrapped(model)
+    whole, model = model, unwrapped(model)
     install_aux_hooks(model)
     for name, operator in named_operators(model):
         operator.name_in_model = name
-    config = getattr(model, "config", None)
-    if config is None:
+    if getattr(model, "config", None) is None:
         return
     values = record(model)
     if values is not None:
         for call in before_record:
             call()
-        config.quantization_config = values
-    elif config_record(config) is not None:
-        del config.quantization_config
+    if values != config_record(model.config):
+        is_whole = getattr(model, "base_model", model) is not model
+        config = _config_of_its_own(model, whole) if is_whole else model.config
+        if values is not None:
+            config.quantization_config = values
+        else:
+            del config.quantization_config
+
+
+def _config_of_its_own(model: Any, whole: nn.Module) -> Any:
+    """Give ``model``, in ``whole``, a copy of its config. The configs inside stay the objects that the parts know."""
+    shared, own = model.config, copy.copy(model.config)
+    for module in whole.modules():
+        for key, value in vars(module).items():
+            if value is shared:
+                vars(module)[key] = own
+    return own

@@ -5,15 +5,18 @@ Each leaves alone whatever has no operators: a config without our record goes st
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from relinear.core.record import before_record, config_record, own_record
+from relinear.core.operator import Operator, is_linear
+from relinear.core.record import before_record, config_record, own_record, record
 from relinear.surgery.card import write_card
 from relinear.surgery.checkpoint import RelinearConfig, rebuild_
 from relinear.surgery.saved_config import as_in_memory_, needs_loader, write_config
@@ -70,20 +73,64 @@ def _from_dict(original: Any, cls: Any, config_dict: Any, **kwargs: Any) -> Any:
 
 
 def _save_pretrained(original: Any, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-    original(model, save_directory, *args, **kwargs)
-    is_main = args[0] if args else kwargs.get("is_main_process", True)
-    if is_main and config_record(model.config) is not None and (Path(save_directory) / "config.json").is_file():
-        write_card(model, Path(save_directory))
+    with _record_of_this_model(model):
+        original(model, save_directory, *args, **kwargs)
+        is_main = args[0] if args else kwargs.get("is_main_process", True)
+        if is_main and config_record(model.config) is not None and (Path(save_directory) / "config.json").is_file():
+            write_card(model, Path(save_directory))
+
+
+@contextmanager
+def _record_of_this_model(model: Any) -> Iterator[None]:
+    """Where the config says something else than the model: a stock class that was called with the config of a model
+    with operators has its config, not its operators; a part with a config of its own has operators that only it knows.
+    """
+    claimed = (config_record(model.config) or {}).get("operators", {})
+    true_record = record(model)
+    names = (true_record or {}).get("operators", {})
+    told = {name for known in claimed for name in _endings(known)}
+    if told.issuperset(map(_unwrapped_name, names)) and not any(_is_stock(model, name) for name in claimed):
+        yield
+        return
+    shared, own = model.config, copy.copy(model.config)
+    own.quantization_config = true_record
+    if true_record is None:
+        del own.quantization_config
+    model.config = own
+    try:
+        yield
+    finally:
+        model.config = shared
+
+
+def _unwrapped_name(name: str) -> str:
+    """``name`` without what FSDP, activation checkpointing and ``torch.compile`` put between its parts."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod" and not part.endswith("_wrapped_module"))
+
+
+def _endings(name: str) -> Iterator[str]:
+    """``name`` and what parts of the model, saved by themselves, call it."""
+    while name:
+        yield name
+        name = name.partition(".")[2]
+
+
+def _is_stock(model: Any, name: str) -> bool:
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        return False
+    return is_linear(module) and not isinstance(module, Operator)
 
 
 def _from_config(original: Any, cls: Any, config: Any, **kwargs: Any) -> Any:
     """A model from the config of a checkpoint has its operators, freshly initialised like the rest."""
-    record = config_record(config)
-    if record is not None:
+    asked = config_record(config)
+    if asked is not None:
         as_in_memory_(config)
     model = original(cls, config, **kwargs)
-    if record is not None:
-        rebuild_(model, RelinearConfig(**record))
+    if asked is not None:
+        rebuild_(model, RelinearConfig(**asked))
     return model
 
 
