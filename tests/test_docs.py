@@ -1,4 +1,4 @@
-"""The examples of the docs run, every operator has its page, and CONTRIBUTING's passes the suite from outside."""
+"""The examples of the docs run, tables and CONTRIBUTING are whole, and its operator passes the suite from outside."""
 
 import os
 import re
@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from cases import CASES
+from relinear.analysis.analyses import ANALYSES
+from relinear.cli.main import COMMANDS
+from relinear.compare.recipe import BUNDLED
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -34,6 +37,33 @@ def test_examples_run(page: Path, tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize("kind", sorted({case.config.kind for case in CASES}))
 def test_every_operator_has_a_page(kind: str) -> None:
     assert (ROOT / "docs" / "operators" / f"{kind}.md").is_file()
+
+
+def rows(page: str, heading: str) -> set[str]:
+    """The names at the start of the rows of the first table below a heading."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").split(f"# {heading}\n")[1].split("\n## ")[0]
+    return set(re.findall(r"`([^`]+)`", "".join(line.split("|")[1] for line in text.splitlines() if line[:1] == "|")))
+
+
+def test_tables_of_the_docs_are_whole() -> None:
+    assert rows("cli.md", "The command line") == set(COMMANDS)
+    assert rows("cli.md", "Analyses") == set(ANALYSES)
+    assert rows("recipes.md", "Recipes that come with relinear") == {path.name for path in BUNDLED.glob("*.yaml")}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for page in (ROOT / "docs" / "operators").glob("*.md"):
+        assert f"(docs/operators/{page.name})" in readme
+
+
+def test_contributing_says_where_things_go() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Where things go\n")[1]
+    ways = [part for part in text.split("\n\n") if part.startswith("**")]
+    assert len(ways) >= 5
+    for way in ways:
+        assert way.strip().count("\n") < 5, f"more than five lines: {way}"
+        for path in re.findall(r"`([\w./*]+\.\w+)`", way):
+            pattern = re.sub("KIND|NAME", "*", path)
+            above = path.startswith(("tests/", "docs/", "README"))
+            assert any((ROOT if above else ROOT / "src" / "relinear").glob(pattern)), f"{path} is nowhere"
 
 
 @pytest.mark.slow
