@@ -62,7 +62,7 @@ def sync_record(model: nn.Module) -> None:
             call()
     if values != config_record(model.config):
         is_whole = getattr(model, "base_model", model) is not model
-        config = _config_of_its_own(model, whole) if is_whole else model.config
+        config: Any = _config_of_its_own(model, whole) if is_whole else model.config
         if values is not None:
             config.quantization_config = values
         else:
