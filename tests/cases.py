@@ -1,4 +1,4 @@
-"""The table of operator variants that the conformance suite runs on: one row a variant, one twin a fast kernel.
+"""The table of operator variants that the conformance suite runs on, a row a variant, and that of the twins.
 
 Adding an operator is one row here. Nothing in the suite knows an operator by name: what differs is a field of the row.
 """
@@ -38,7 +38,7 @@ from relinear.testing import ODD, SQUARE, WIDE, Case
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Twin:
-    """A kernel and the reference of the same signature that it must agree with.
+    """A function of ``kernels`` and the reference of the same name and signature that it must agree with.
 
     Args:
         kind: stem of both files.
@@ -126,7 +126,7 @@ def _cgt_arguments(dtype: torch.dtype) -> Iterator[tuple]:
 
 
 def _sandwich_sums(dtype: torch.dtype) -> Iterator[tuple]:
-    """x (N, I, M S), left (W, O, I, L, L), right (W, O, I, R, R), S: windows, parts, more tokens than a chunk."""
+    """x (N, I, M S), left (W, O, I, L, L), right (W, O, I, R, R), S: windows, parts, more tokens than a portion."""
     for tokens, inputs, outputs, terms, size, rows, columns, parts in [
         (5, 1, 1, 1, 32, 8, 8, 1),
         (3, 2, 3, 2, 16, 4, 4, 1),
@@ -141,6 +141,22 @@ def _sandwich_sums(dtype: torch.dtype) -> Iterator[tuple]:
             torch.randn(terms, outputs, inputs, columns, columns, dtype=dtype),
             parts,
         )
+
+
+def _windows_arguments(dtype: torch.dtype) -> Iterator[tuple]:
+    """x (N, I, V), left and right (W, O, I, S, L, L): shared factors and two blocks, both bases."""
+    for inputs, outputs, terms, blocks, size, basis in [
+        (1, 1, 1, 1, 16, "spinor"),
+        (2, 3, 2, 1, 16, "blade"),
+        (2, 1, 1, 2, 32, "spinor"),
+    ]:
+        factors = [torch.randn(terms, outputs, inputs, blocks, 4, 4, dtype=dtype) for _ in range(2)]
+        yield torch.randn(5, inputs, size, dtype=dtype), *factors, basis
+
+
+def _hadamard_arguments(dtype: torch.dtype) -> Iterator[tuple]:
+    for shape in ((3, 1), (2, 5, 24), (4, 8192)):
+        yield (torch.randn(*shape, dtype=dtype),)
 
 
 def _token_kl_arguments(dtype: torch.dtype) -> Iterator[tuple]:
@@ -261,6 +277,12 @@ TWINS: list[Twin] = [
         arguments=_recurrence_arguments,
     ),
     Twin(
+        kind="block_hadamard-transform",
+        reference=functional_block_hadamard.hadamard,
+        fast=kernels_block_hadamard.hadamard,
+        arguments=_hadamard_arguments,
+    ),
+    Twin(
         kind="block_hadamard",
         reference=functional_block_hadamard.block_hadamard,
         fast=kernels_block_hadamard.block_hadamard,
@@ -275,8 +297,14 @@ TWINS: list[Twin] = [
     Twin(
         kind="rotor",
         reference=functional_rotor.shared_sandwich_sum,
-        fast=kernels_rotor.sandwich_sum,
+        fast=kernels_rotor.shared_sandwich_sum,
         arguments=_sandwich_sums,
+    ),
+    Twin(
+        kind="rotor-windows",
+        reference=functional_rotor.sandwich_windows,
+        fast=kernels_rotor.sandwich_windows,
+        arguments=_windows_arguments,
     ),
 ]
 

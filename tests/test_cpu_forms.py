@@ -7,34 +7,36 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cases import ccl_results
-from relinear.kernels import compiled, epilogue, native
-from relinear.kernels.chunks import row_chunks
-from relinear.kernels.weight_gradient import weight_gradient
+from relinear.kernels.choice import against_compiling, against_gated_products
+from relinear.kernels.cpu import compiled, epilogue
+from relinear.kernels.cpu.portions import row_portions
+from relinear.kernels.cpu.weight_gradient import weight_gradient
+from relinear.kernels.native import build
 
 
 @pytest.fixture
 def any_size(monkeypatch):
-    monkeypatch.setattr(compiled, "MIN_ENTRIES", 1)
+    monkeypatch.setattr(compiled, "FEWEST_COMPILED_ENTRIES", 1)
 
 
 def test_rows_are_covered_once():
     x = torch.zeros(10, 3)
-    covered = torch.cat([torch.arange(10)[rows] for rows in row_chunks(x, 36)])
+    covered = torch.cat([torch.arange(10)[rows] for rows in row_portions(x, 36)])
     assert covered.tolist() == list(range(10))
-    assert len(row_chunks(x, 36)) == 4
-    assert row_chunks(x[:0]) == [slice(0, 0)]
+    assert len(row_portions(x, 36)) == 4
+    assert row_portions(x[:0]) == [slice(0, 0)]
 
 
 def test_only_large_real_tensors_on_a_cpu(any_size):
     x = torch.zeros(4)
-    assert compiled.gains_from_compiling(x) == native.has_compiler()
-    assert not compiled.gains_from_compiling(x.to("meta"))
+    assert bool(against_compiling(x)) != build.has_compiler()
+    assert against_compiling(x.to("meta"))
     with FlopCounterMode(display=False):  # a mode sees operations, which a compiled chain would hide
-        assert not compiled.gains_from_compiling(x)
+        assert against_compiling(x)
 
 
 def test_small_tensors_are_left_alone():
-    assert not compiled.gains_from_compiling(torch.zeros(compiled.MIN_ENTRIES - 1))
+    assert against_compiling(torch.zeros(compiled.FEWEST_COMPILED_ENTRIES - 1))
 
 
 def test_a_failing_compiler_means_the_eager_form_and_one_warning(monkeypatch):
@@ -60,14 +62,14 @@ def test_gradients_of_weights_in_bfloat16(inputs, outputs, any_size):
         assert (mine.double() - theirs).norm() < 1e-2 * theirs.norm()
 
 
-@pytest.mark.skipif(not epilogue._has_bfloat16(), reason="oneDNN has no bfloat16 on this processor")
+@pytest.mark.skipif(not epilogue.has_bfloat16_products(), reason="oneDNN has no bfloat16 on this processor")
 @pytest.mark.parametrize("bias", [True, False])
 def test_gates_in_the_epilogues_of_products(bias):
     x, weight, factor = torch.randn(300, 16), torch.randn(256, 16) / 4, torch.randn(300, 256)
     offset = torch.randn(256)
     x, weight, factor, offset = (t.bfloat16() for t in (x, weight, factor, offset))
-    assert epilogue.gates_in_products(x, factor.numel())
-    assert not epilogue.gates_in_products(x.float(), factor.numel())
+    assert not against_gated_products(x, factor.numel())
+    assert against_gated_products(x.float(), factor.numel())
     product = x.double() @ weight.double().T
     pairs = [
         (epilogue.linear_sigmoid(x, weight, offset), torch.sigmoid(product + offset.double())),
@@ -82,7 +84,7 @@ def test_gates_in_the_epilogues_of_products(bias):
 
 def test_ccl_in_bfloat16_with_gates_in_products(monkeypatch):
     """Outputs and gradients of the path that only large layers take, against the reference in double precision."""
-    monkeypatch.setattr(epilogue, "MIN_ENTRIES", 1)
+    monkeypatch.setattr(epilogue, "FEWEST_GATED_ENTRIES", 1)
     results = ccl_results((torch.float64, torch.bfloat16), 24, 40)
     for exact, mine in zip(*results, strict=True):
         assert (mine.double() - exact).norm() < 5e-2 * exact.norm() + 1e-6

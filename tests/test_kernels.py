@@ -1,21 +1,50 @@
-"""Every fast kernel against the reference of the same signature: each row of ``cases.TWINS``."""
+"""Every twin against its reference, each row of ``cases.TWINS``; which form of it runs, and who is told."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import logging
+import os
+import subprocess
+import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import relinear
 from cases import TWINS, Twin
+from relinear import kernels
 from relinear.kernels import choice
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     assert actual.shape == expected.shape
     assert (actual - expected).norm().item() <= tolerance * max(expected.norm().item(), 1e-3)
+
+
+def twins_on_disk() -> list[tuple]:
+    """(reference, twin) of every function of ``kernels`` with one of the same name in ``functional``."""
+    found = []
+    for path in Path(next(iter(kernels.__path__))).glob("*.py"):
+        if not (path.parents[1] / "functional" / path.name).is_file() or path.stem == "__init__":
+            continue
+        fast, slow = (importlib.import_module(f"relinear.{room}.{path.stem}") for room in ("kernels", "functional"))
+        own = [f for _, f in inspect.getmembers(fast, inspect.isfunction) if f.__module__ == fast.__name__]
+        found += [(getattr(slow, f.__name__), f) for f in own if hasattr(slow, f.__name__)]
+    return found
+
+
+def test_every_twin_is_in_the_table() -> None:
+    listed = [(twin.reference, twin.fast) for twin in TWINS]
+    found = twins_on_disk()
+    assert found
+    missing = [f"{twin.__module__}.{twin.__name__}" for reference, twin in found if (reference, twin) not in listed]
+    assert not missing, f"no row of cases.TWINS for {missing}"
+    assert len(listed) == len(found), "a row of cases.TWINS pairs functions of different names"
 
 
 @pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.kind)
@@ -56,8 +85,67 @@ def test_no_kernel_of_a_gpu_inside_a_transform(monkeypatch) -> None:
     monkeypatch.setattr(choice, "HAS_TRITON", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     x = types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, numel=lambda: 8)
-    chosen = [choice.prefers_triton(x)]
-    torch.vmap(lambda t: (chosen.append(choice.prefers_triton(x)), t)[1])(torch.zeros(2))
+    chosen = [not choice.against_triton(x)]
+    torch.vmap(lambda t: (chosen.append(not choice.against_triton(x)), t)[1])(torch.zeros(2))
     with torch.autograd.forward_ad.dual_level():
-        chosen.append(choice.prefers_triton(x))
+        chosen.append(not choice.against_triton(x))
     assert chosen == [True, False, False]
+
+
+def forms_told(caplog, run) -> list[str]:
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG, logger="relinear.forms"):
+        run()
+    return [record.getMessage() for record in caplog.records if record.name == "relinear.forms"]
+
+
+@pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.kind)
+def test_forms_are_told_once_a_shape_with_reasons(twin: Twin, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(choice, "_told", set())
+    arguments = next(iter(twin.arguments(torch.float64)))
+    lines = forms_told(caplog, lambda: twin.fast(*arguments))
+    assert not forms_told(caplog, lambda: twin.fast(*arguments))
+    assert len(lines) == len(set(lines))
+    for line in lines:
+        assert "float64, cpu)" in line
+        assert "C++;" not in line
+
+
+def test_a_form_is_told_with_what_spoke_against_the_others(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(choice, "_told", set())
+    monkeypatch.setattr(choice, "HAS_TRITON", True)
+    layer = relinear.HDPL(rank=4, blocks=2).build(8, 8)
+    lines = forms_told(caplog, lambda: layer(torch.randn(3, 8)))
+    assert "hdpl (3 x 8, float32, cpu): products in place; not triton: not on an NVIDIA GPU" in lines
+    assert any("a product a block; not native: too few tokens" in line for line in lines)
+    small = forms_told(caplog, lambda: layer(torch.randn(4, 8)))
+    assert any("(4 x 8," in line for line in small)
+
+
+def test_nobody_is_told_by_default(monkeypatch) -> None:
+    monkeypatch.setattr(choice, "_tell", lambda *given: pytest.fail("told"))
+    relinear.HDPL(rank=4, blocks=2).build(8, 8)(torch.randn(3, 8)).sum().backward()
+
+
+def test_telling_breaks_no_compiled_graph(caplog) -> None:
+    layer = relinear.HDPL(rank=4, blocks=2).build(8, 8)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    assert forms_told(caplog, lambda: compiled(torch.randn(3, 8))) == []
+
+
+@pytest.mark.parametrize(("asked", "told"), [("forms", True), ("", False)])
+def test_the_environment_asks_for_forms(asked: str, told: bool) -> None:
+    code = "import torch, relinear; relinear.HDPL(rank=4, blocks=2).build(8, 8)(torch.randn(3, 8))"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"RELINEAR_LOG": asked},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ("relinear.forms: hdpl (3 x 8, float32, cpu): products in place" in run.stderr) == told
+
+
+def test_a_wrong_wish_in_the_environment_is_refused() -> None:
+    with pytest.raises(ValueError, match="RELINEAR_LOG='form' in the environment, expected 'forms'"):
+        choice._log_as_asked("form")

@@ -13,6 +13,8 @@ from cases import ccl_results
 from relinear.functional import hdpl as functional_hdpl
 from relinear.functional import transponder as reference
 from relinear.kernels import ccl, hdpl, native, transponder
+from relinear.kernels.choice import against_native
+from relinear.kernels.native import build
 
 #: of bfloat16 outputs and of single-precision ones, relative in the Frobenius norm
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -20,10 +22,10 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 @pytest.fixture
 def any_size(monkeypatch):
-    monkeypatch.setattr(native, "MIN_ENTRIES", 1)
-    monkeypatch.setattr(hdpl, "MIN_TOKENS", 1)
-    monkeypatch.setattr(hdpl, "MIN_LATENTS", 1)
-    if not native.runs_native(torch.zeros(1)):
+    monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
+    monkeypatch.setattr(hdpl, "FEWEST_NATIVE_TOKENS", 1)
+    monkeypatch.setattr(hdpl, "FEWEST_NATIVE_LATENTS", 1)
+    if against_native(torch.zeros(1)):
         pytest.skip("no C++ compiler, or RELINEAR_COMPILE_KERNELS=0")
 
 
@@ -73,16 +75,16 @@ def test_modulated_layers_in_inference(settings, leading, dtype, any_size, monke
 
 
 def test_a_few_tokens_do_not_ask_for_a_build(monkeypatch):
-    monkeypatch.setattr(native, "_was_built", lambda: False)
-    monkeypatch.setattr(native, "_is_loaded", functools.cache(lambda: pytest.fail("built")))
-    assert not native.runs_native(torch.zeros(8), entries=1, build=False)
+    monkeypatch.setattr(build, "_was_built", lambda: False)
+    monkeypatch.setattr(build, "is_loaded", functools.cache(lambda: pytest.fail("built")))
+    assert against_native(torch.zeros(8), fewest=1, may_build=False) == "not worth building the kernels"
     x = torch.randn(1, 24)
     assert relinear.Transponder().build(24, 40).eval()(x).shape == (1, 40)
 
 
 def test_training_on_few_tokens_keeps_to_one_form(any_size, monkeypatch):
     """Whether kernels have been built must not change a run that goes on after a kill."""
-    monkeypatch.setattr(native, "MIN_ENTRIES", 1 << 17)
+    monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1 << 17)
     monkeypatch.setattr(transponder, "kernels", lambda: pytest.fail("reached the kernels"))
     relinear.Transponder().build(24, 40)(torch.randn(3, 24)).sum().backward()
 
@@ -112,7 +114,7 @@ def test_the_kernels_are_what_runs(any_size, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ccl_output_and_gradients(dtype, fused, any_size, monkeypatch):
     if not fused:
-        monkeypatch.setattr(ccl, "INPUTS_PER_TOKEN", 0)
+        monkeypatch.setattr(ccl, "DEEPEST_NATIVE_PER_TOKEN", 0)
     results = ccl_results((torch.float64, dtype), 24, 41)
     for exact, mine in zip(*results, strict=True):
         assert (mine.double() - exact).norm() <= (5e-2 if dtype == torch.bfloat16 else 1e-5) * exact.norm() + 1e-6
@@ -290,9 +292,9 @@ def test_latents_of_other_strides_are_refused(any_size):
 
 
 def test_small_and_other_tensors_take_torch_operations():
-    assert not native.runs_native(torch.zeros(native.MIN_ENTRIES - 1))
-    assert not native.runs_native(torch.zeros(native.MIN_ENTRIES, dtype=torch.float64))
-    assert not native.runs_native(torch.zeros(native.MIN_ENTRIES, device="meta"))
+    assert against_native(torch.zeros(native.FEWEST_NATIVE_ENTRIES - 1))
+    assert against_native(torch.zeros(native.FEWEST_NATIVE_ENTRIES, dtype=torch.float64))
+    assert against_native(torch.zeros(native.FEWEST_NATIVE_ENTRIES, device="meta"))
 
 
 def in_a_new_process(code, **environment):
@@ -305,7 +307,12 @@ def in_a_new_process(code, **environment):
     return run.stdout.strip(), run.stderr
 
 
-LARGE = "import torch; from relinear.kernels import native; print(native.runs_native(torch.zeros(native.MIN_ENTRIES)))"
+LARGE = """
+import torch
+from relinear.kernels import choice, native
+
+print(choice.against_native(torch.zeros(native.FEWEST_NATIVE_ENTRIES)))
+"""
 
 
 def test_a_broken_compiler_means_torch_operations_and_a_warning(tmp_path):
@@ -314,12 +321,12 @@ def test_a_broken_compiler_means_torch_operations_and_a_warning(tmp_path):
     broken.chmod(0o755)
     cache = str(tmp_path / "cache")
     printed, errors = in_a_new_process(LARGE, CXX=str(broken), TORCH_EXTENSIONS_DIR=cache)
-    assert printed == "False"
+    assert printed == "the kernels could not be built"
     assert "RELINEAR_COMPILE_KERNELS=0" in errors
 
 
 def test_the_kernels_can_be_turned_off(tmp_path):
     printed, errors = in_a_new_process(LARGE, RELINEAR_COMPILE_KERNELS="0", TORCH_EXTENSIONS_DIR=str(tmp_path))
-    assert printed == "False"
+    assert printed == "no C++ compiler, or RELINEAR_COMPILE_KERNELS=0"
     assert "UserWarning" not in errors
     assert not list(tmp_path.iterdir())

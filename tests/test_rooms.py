@@ -83,13 +83,13 @@ def module_name(path: Path) -> str:
     return name.removesuffix(".__init__")
 
 
-def imported_at_once(path: Path, modules: set[str]) -> set[str]:
-    """Modules of relinear that are imported when a file is: not those in functions, or for type checkers alone."""
+def imported_by(path: Path, modules: set[str], functions: bool = False) -> set[str]:
+    """Modules of relinear that a file imports: not for type checkers alone, in functions where that is asked for."""
     found: set[str] = set()
     waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not functions:
             continue
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
@@ -104,8 +104,23 @@ def imported_at_once(path: Path, modules: set[str]) -> set[str]:
 
 def test_no_import_goes_in_a_circle() -> None:
     paths = {module_name(path): path for path in SOURCE.rglob("*.py")}
-    graph = {name: imported_at_once(path, set(paths)) for name, path in paths.items()}
+    graph = {name: imported_by(path, set(paths)) for name, path in paths.items()}
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
+
+
+def test_kernels_import_in_no_circle_inside_functions_either() -> None:
+    paths = {module_name(path): path for path in (SOURCE / "kernels").rglob("*.py")}
+    graph = {name: imported_by(path, set(paths), functions=True) for name, path in paths.items()}
+    assert "relinear.kernels.triton.hdpl" in graph["relinear.kernels.hdpl"]
+    list(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_kernels_show_twins_and_the_choice_between_their_forms() -> None:
+    """A file is the twin of that of its name in ``functional``; what else there is serves them all."""
+    stems = {path.stem for path in (SOURCE / "kernels").glob("*.py")} - {"__init__", "choice", "autograd"}
+    assert stems <= {path.stem for path in (SOURCE / "functional").glob("*.py")}
+    folders = {path.parent.name for path in (SOURCE / "kernels").glob("*/__init__.py")}
+    assert folders == {"cpu", "native", "triton"}
 
 
 def test_the_readme_shows_every_room() -> None:

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cases import CASES, TWINS, Case, Twin, every_case
 from relinear.clifford import blades
-from relinear.kernels import by_rows, derivatives, hdpl, native
+from relinear.kernels import autograd, hdpl, native
+from relinear.kernels.cpu import by_rows
 from relinear.testing.conformance import assert_close, build, call, given, inputs
 
 every_twin = pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.kind)
@@ -28,11 +29,11 @@ every_dtype = pytest.mark.parametrize("dtype", TOLERANCES, ids=["double", "singl
 
 @pytest.fixture(autouse=True)
 def _any_size(monkeypatch):
-    monkeypatch.setattr(native, "MIN_ENTRIES", 1)
-    monkeypatch.setattr(hdpl, "MIN_TOKENS", 1)
-    monkeypatch.setattr(hdpl, "MIN_LATENTS", 1)
-    monkeypatch.setattr(by_rows, "MIN_ENTRIES", 1)
-    monkeypatch.setattr(by_rows, "CHUNK_BYTES", 256)
+    monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
+    monkeypatch.setattr(hdpl, "FEWEST_NATIVE_TOKENS", 1)
+    monkeypatch.setattr(hdpl, "FEWEST_NATIVE_LATENTS", 1)
+    monkeypatch.setattr(by_rows, "FEWEST_ENTRIES_IN_PORTIONS", 1)
+    monkeypatch.setattr(by_rows, "PORTION_BYTES", 256)
 
 
 def leaves_of(arguments: tuple, dtype: torch.dtype) -> tuple[list, list[Tensor]]:
@@ -118,7 +119,7 @@ def _first(arguments: list) -> list:
 
 @every_twin
 def test_an_ordinary_backward_pass_leaves_the_reference_alone(twin: Twin, monkeypatch) -> None:
-    monkeypatch.setattr(derivatives, "_gradients_of", lambda *given: pytest.fail("asked the reference"))
+    monkeypatch.setattr(autograd, "_gradients_of", lambda *given: pytest.fail("asked the reference"))
     for dtype in TOLERANCES:
         arguments, leaves = leaves_of(next(rows_of(twin, dtype)), dtype)
         sum(r.sum() for r in tensors_of(twin.fast(*arguments))).backward()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from relinear.kernels import native
+from relinear.kernels.native import build
 from relinear.system import machine
 
 X86 = "processor\t: 0\nmodel name\t: Some CPU: fast\nflags\t\t: fpu avx2 amx_bf16\n\nprocessor\t: 1\nflags\t\t: none\n"
@@ -45,6 +45,6 @@ def test_the_machine_is_described_also_where_little_is_known(cpuinfo):
 
 
 def test_other_processors_have_kernels_of_their_own(monkeypatch):
-    before = native._library_path()
-    monkeypatch.setattr(native, "cpu_features", lambda: frozenset({"another"}))
-    assert native._library_path() != before
+    before = build._library_path()
+    monkeypatch.setattr(build, "cpu_features", lambda: frozenset({"another"}))
+    assert build._library_path() != before

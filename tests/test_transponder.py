@@ -1,4 +1,4 @@
-"""Modulators: the formula, the fast form, bit-for-bit identity, the paper's overheads, and PEFT beside them."""
+"""Modulators: the formula, the twin, bit-for-bit identity, the paper's overheads, and PEFT beside them."""
 
 import copy
 
@@ -11,7 +11,7 @@ from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear.core.operator import NotLinearError
 from relinear.functional import transponder as reference
 from relinear.kernels import transponder as fast
-from relinear.kernels.chunks import row_chunks
+from relinear.kernels.cpu.portions import row_portions
 
 I, O, R = 12, 10, 8
 IDS = torch.randint(0, 96, (2, 17), generator=torch.Generator().manual_seed(3))
@@ -40,9 +40,11 @@ def test_reference_against_the_equations():
 
 @pytest.mark.parametrize("rank", [1, 8, 32])
 @pytest.mark.parametrize("left_out", [None, "channel", "scalar"])
-@pytest.mark.parametrize("form", ["whole", "chunked"])
-def test_fast_form_is_the_reference_in_float64(rank, left_out, form, monkeypatch):
-    monkeypatch.setattr(fast, "row_chunks", lambda x, numbers=0: row_chunks(x, 4 * O if form == "chunked" else 999))
+@pytest.mark.parametrize("form", ["whole", "portions"])
+def test_twin_is_the_reference_in_float64(rank, left_out, form, monkeypatch):
+    monkeypatch.setattr(
+        fast, "row_portions", lambda x, numbers=0: row_portions(x, 4 * O if form == "portions" else 999)
+    )
     values = []
     for modulate in (reference.modulate, fast.modulate):
         t = {k: v.requires_grad_() for k, v in tensors(rank).items()}
@@ -73,9 +75,9 @@ def test_fast_form_keeps_no_gate_for_the_backward_pass():
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("chunked", [False, True])
-def test_the_linear_map_inside_gives_the_same_gradients(frozen, chunked, monkeypatch):
-    monkeypatch.setattr(fast, "row_chunks", lambda x, numbers=0: row_chunks(x, 4 * O if chunked else 999))
+@pytest.mark.parametrize("portions", [False, True])
+def test_the_linear_map_inside_gives_the_same_gradients(frozen, portions, monkeypatch):
+    monkeypatch.setattr(fast, "row_portions", lambda x, numbers=0: row_portions(x, 4 * O if portions else 999))
     generator = torch.Generator().manual_seed(4)
     results = []
     for modulated_linear in (reference.modulated_linear, fast.modulated_linear):

@@ -110,7 +110,7 @@ def test_layer_uses_its_kernel(name: str, monkeypatch) -> None:
     calls = []
     kernel = getattr(twin, function)
     monkeypatch.setattr(twin, function, lambda *given: (calls.append(function), kernel(*given))[1])
-    monkeypatch.setattr(module, "prefers_triton", lambda *given: True)
+    monkeypatch.setattr(module, "against_triton", lambda *given: "")
     actual = outcome()
     assert calls == [function]
     torch.testing.assert_close(actual, expected)
@@ -119,7 +119,7 @@ def test_layer_uses_its_kernel(name: str, monkeypatch) -> None:
 def test_modulator_of_the_cgt_uses_its_kernel(monkeypatch) -> None:
     given = draw(CASES_BY_NAME["cgt"].small[1], torch.float32)
     expected = run(kernels_cgt.modulate, given, torch.float32)
-    monkeypatch.setattr(kernels_cgt, "prefers_triton", lambda *given: True)
+    monkeypatch.setattr(kernels_cgt, "against_triton", lambda *given: "")
     actual = run(kernels_cgt.modulate, given, torch.float32)
     assert not all(torch.equal(a, e) for a, e in zip(actual, expected))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

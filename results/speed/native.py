@@ -8,6 +8,7 @@ import torch
 import relinear
 from relinear.bench.timing import interleave
 from relinear.kernels import hdpl, native
+from relinear.kernels.choice import against_native
 
 TOKENS, ROUNDS = 4096, 15
 OPERATORS = {
@@ -19,10 +20,13 @@ OPERATORS = {
 
 def call(module, x, upstream, training, kernels):
     """Inference, or forward and backward, of one contender."""
-    entries = native.MIN_ENTRIES if kernels else sys.maxsize
+    entries = native.FEWEST_NATIVE_ENTRIES if kernels else sys.maxsize
 
     def run():
-        with mock.patch.object(native, "MIN_ENTRIES", entries), mock.patch.object(hdpl, "MIN_LATENTS", entries):
+        with (
+            mock.patch.object(native, "FEWEST_NATIVE_ENTRIES", entries),
+            mock.patch.object(hdpl, "FEWEST_NATIVE_LATENTS", entries),
+        ):
             module.train(training)
             if not training:
                 with torch.no_grad():
@@ -38,7 +42,7 @@ def call(module, x, upstream, training, kernels):
 def main() -> None:
     """Print one line a shape and operator."""
     relinear.tune_allocator()
-    if not native.runs_native(torch.zeros(native.MIN_ENTRIES)):
+    if against_native(torch.zeros(native.FEWEST_NATIVE_ENTRIES)):
         sys.exit("no C++ compiler, or RELINEAR_COMPILE_KERNELS=0: nothing to compare")
     print(f"ratio to dense nn.Linear with / without the C++ kernels, float32, {TOKENS} tokens, {ROUNDS} rounds, "
           f"{torch.get_num_threads()} threads, torch {torch.__version__}")  # fmt: skip

@@ -20,7 +20,7 @@ from relinear.bench.peers import PEERS
 from relinear.bench.roofline import measure_roofline
 from relinear.core.config import parse_setting
 from relinear.core.operator import OperatorConfig
-from relinear.kernels.native import MIN_ENTRIES, runs_native
+from relinear.kernels.native.build import has_compiler, is_loaded
 from relinear.system.allocator import tune_allocator
 from relinear.system.files import write_json
 from relinear.system.machine import describe_machine
@@ -94,7 +94,8 @@ def _measure(settings: BenchSettings, report: Callable[[str], None]) -> dict[str
     # At the default of 8 a module compiled for a ninth shape runs uncompiled, and says so only in the log.
     torch._dynamo.config.recompile_limit = 64
     # A few tokens take kernels that are there and do not ask for a build, so that figures would depend on the order.
-    runs_native(torch.zeros(MIN_ENTRIES))
+    if has_compiler():
+        is_loaded()
     dtypes = [DTYPES[name] for name in settings.dtypes]
     roofs = {dtype: measure_roofline(dtype) for dtype in dtypes}
     operators = settings.parsed_operators()

@@ -23,6 +23,7 @@ __all__ = [
     "hdpl",
     "hdpl_decode",
     "hdpl_fit",
+    "hdpl_results",
     "hdpl_sample",
     "token_kl",
 ]
@@ -65,6 +66,12 @@ def hdpl(
     logvar = linear(x, logvar_weight, logvar_bias)
     z = hdpl_sample(mu, logvar, noise)
     return HDPLOutput(hdpl_decode(x, z, blocks, decoder, bias), z, mu, logvar)
+
+
+def hdpl_results(*given: Tensor | None) -> tuple[Tensor, ...]:
+    """The tensors of ``hdpl`` that differ: (y, z, mu, logvar), or (y, mu) without noise; the same arguments."""
+    y, z, mu, logvar = hdpl(*given)  # type: ignore[arg-type]
+    return (y, mu) if logvar is None else (y, z, mu, logvar)
 
 
 def hdpl_sample(mu: Tensor, logvar: Tensor, noise: Tensor) -> Tensor:

@@ -162,7 +162,7 @@ def rotor_layer(
         left, right, basis: as for ``sandwich_windows``.
         out_features: size of the result.
         window: V.
-        product: ``sandwich_windows`` or a fast twin of it.
+        product: ``sandwich_windows`` or its twin.
 
     Returns:
         (..., out_features).

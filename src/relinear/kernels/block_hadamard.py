@@ -1,4 +1,4 @@
-"""Block-Hadamard products, the fast form: the transform as a few small matrix products.
+"""Twin of ``functional.block_hadamard``: the transform as a few small matrix products.
 
 H_P = H_A (x) H_B, so the transform of P = A B coordinates is two products with Hadamard matrices of about sqrt(P)
 rows. That is more arithmetic than the log2(P) butterflies, but it runs at the rate of a matrix product instead of at
@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from relinear.functional.block_diagonal import block_diagonal, zero_padded
 from relinear.functional.block_hadamard import hadamard as butterflies
-from relinear.kernels.by_rows import by_rows
+from relinear.kernels.choice import is_traced, is_transformed
+from relinear.kernels.cpu.by_rows import by_rows
 
 __all__ = ["block_hadamard", "hadamard", "hadamard_flops"]
 
@@ -45,8 +45,7 @@ def _matrix(size: int, like: Tensor) -> Tensor:
 
     Compilers, dispatch modes and torch.func's transforms see it made, as what they make cannot be kept.
     """
-    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-    if traced or torch._C._functorch.peek_interpreter_stack() is not None or type(like) not in (Tensor, Parameter):
+    if is_traced(like) or is_transformed():
         return butterflies(torch.eye(size, dtype=like.dtype, device=like.device))
     return _constant(size, like.dtype, like.device)
 
@@ -74,7 +73,7 @@ def hadamard_flops(size: int) -> int:
 
 
 def block_hadamard(x: Tensor, blocks: Sequence[Tensor], out_features: int, bias: Tensor | None = None) -> Tensor:
-    """``functional.block_hadamard.block_hadamard`` with the fast transform, large inputs in portions of rows."""
+    """``functional.block_hadamard.block_hadamard`` with this module's transform, large inputs in portions of rows."""
 
     def product(x: Tensor, bias: Tensor | None, *blocks: Tensor) -> Tensor:
         y = zero_padded(x, blocks[0].shape[0] * blocks[0].shape[2])

@@ -1,4 +1,4 @@
-"""CCL with as few passes over memory as torch allows: gates and their products are one, forward and backward."""
+"""Twin of ``functional.ccl`` in few passes over memory: gates and their products are one, forward and backward."""
 
 # Legend: I in_features, O out_features, R rank, G width of the gate network's last hidden layer
 
@@ -10,22 +10,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relinear.kernels.autocast import lowered
-from relinear.kernels.choice import needs_reference, prefers_triton
-from relinear.kernels.chunks import row_chunks
-from relinear.kernels.derivatives import differentiable_as, kept, save, was_changed
-from relinear.kernels.epilogue import gates_in_products, linear_product, linear_sigmoid
-from relinear.kernels.native import kernels, runs_native
-from relinear.kernels.weight_gradient import weight_gradient
+from relinear.kernels.autograd import differentiable_as, kept, lowered, save, was_changed
+from relinear.kernels.choice import (
+    against_gated_products,
+    against_native,
+    against_native_product,
+    against_opaque,
+    against_triton,
+    took,
+)
+from relinear.kernels.cpu.epilogue import linear_product, linear_sigmoid
+from relinear.kernels.cpu.portions import row_portions
+from relinear.kernels.cpu.weight_gradient import weight_gradient
+from relinear.kernels.native import kernels
 
 __all__ = ["ccl"]
 
 #: size of the outputs whose gradients are computed at a time
-BACKWARD_BYTES = 1 << 22
+BACKWARD_PORTION = 1 << 22
 
 #: inputs of an output (rank and gate network together) for each token, up to which one C++ kernel takes less time than
 #: two products: it has to copy the weights
-INPUTS_PER_TOKEN = 2
+DEEPEST_NATIVE_PER_TOKEN = 2
 
 
 def ccl(
@@ -50,7 +56,9 @@ def ccl(
     neither gates nor ungated outputs are kept for the backward pass.
     """
     gates = basis_gate, basis_gate_bias, output_gate, output_gate_bias
-    if prefers_triton(x, features, basis, mix, bias, norm_gain, norm_offset, *gates):
+    triton = against_triton(x, features, basis, mix, bias, norm_gain, norm_offset, *gates)
+    took("ccl", "torch's products" if triton else "Triton", x, triton=triton)
+    if not triton:
         from relinear.kernels.triton import ccl as fused
 
         norm = norm_gain, norm_offset
@@ -67,8 +75,10 @@ def ccl(
     assert output_gate_bias is not None
     gated_bias = bias if gate_bias else None
     given = h, mix, gated_bias, features, output_gate, output_gate_bias
-    # a context that several sequences share is broadcast
-    y = _reference(*given) if needs_reference() or h.shape[:-1] != features.shape[:-1] else _gated_linear(*given)
+    shared = "a context that several sequences share" if h.shape[:-1] != features.shape[:-1] else ""
+    whole = against_opaque() or shared
+    took("ccl's output gate", "reference" if whole else "product and gate as one", h, one=whole)
+    y = _reference(*given) if whole else _gated_linear(*given)
     return y if gate_bias or bias is None else y + bias
 
 
@@ -86,17 +96,23 @@ def _gated_linear(h, mix, bias, features, weight, gate_bias) -> Tensor:
 
 def _forward(h, mix, bias, features, weight, gate_bias) -> Tensor:
     """(mix h + bias) * sigmoid(weight features + gate_bias), few enough tokens at a time to stay in cache."""
-    if gates_in_products(h, h.shape[0] * mix.shape[0]):
+    epilogue = against_gated_products(h, h.shape[0] * mix.shape[0])
+    if not epilogue:
+        took("ccl's gated product", "oneDNN's epilogue", h)
         return linear_product(h, mix, bias, linear_sigmoid(features, weight, gate_bias))
     y = h.new_empty(h.shape[0], mix.shape[0])
     gate_bias, bias = gate_bias.contiguous(), None if bias is None else bias.contiguous()
     depth = h.shape[1] + features.shape[1]
-    if h.dtype == torch.float32 and depth <= INPUTS_PER_TOKEN * h.shape[0] and runs_native(y):
+    native = against_native_product(y, depth, DEEPEST_NATIVE_PER_TOKEN * h.shape[0])
+    took("ccl's gated product", "two products and a gate" if native else "C++", h, epilogue=epilogue, native=native)
+    if not native:
         kernels().gated_product(y, h.contiguous(), mix, bias, features.contiguous(), weight, gate_bias)
         return y
-    for rows in row_chunks(y):
+    for rows in row_portions(y):
         value, logits = F.linear(h[rows], mix, bias), F.linear(features[rows], weight)
-        if runs_native(value):
+        native = against_native(value)
+        took("ccl's gate", "torch's operations" if native else "C++", value, native=native)
+        if not native:
             kernels().gate(y[rows], value, logits, gate_bias)
         else:
             torch.mul(value, logits.add_(gate_bias).sigmoid_(), out=y[rows])
@@ -110,7 +126,9 @@ def _portion_gradients(
 
     They need y and not value. Their sums are added to ``to_biases`` (2, O).
     """
-    if runs_native(y):
+    native = against_native(y)
+    took("ccl's gate backward", "torch's operations" if native else "C++", y, native=native)
+    if not native:
         to_value = torch.empty_like(y)
         kernels().gate_backward(to_value, logits, to_biases, y, grad.contiguous(), gate_bias.contiguous())
         return to_value, logits
@@ -150,7 +168,7 @@ class _GatedLinear(torch.autograd.Function):
             to_mix.add_(weight_gradient(to_value, h[rows]))
             to_weight.add_(weight_gradient(to_logits, features[rows]))
 
-        for rows in row_chunks(y, BACKWARD_BYTES):
+        for rows in row_portions(y, BACKWARD_PORTION):
             add(rows)
         to_bias, to_gate_bias = to_biases.to(mix.dtype)
         grads = to_h, to_mix.to(mix.dtype), None if bias is None else to_bias

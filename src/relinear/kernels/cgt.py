@@ -1,4 +1,4 @@
-"""Fast twin of ``functional.cgt.modulate``: the weights of a token are never built."""
+"""Twin of ``functional.cgt``: the weights of a token are never built."""
 
 # Legend: D width of x, M templates, R rank, N tokens in all
 
@@ -7,12 +7,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from relinear.kernels.choice import prefers_triton
+from relinear.kernels.choice import against_triton, took
 
 __all__ = ["modulate"]
 
 #: columns M R that the Triton kernel can hold in one tile
-LARGEST_ON_CHIP = 128
+MOST_COLUMNS_ON_CHIP = 128
 
 
 def modulate(x: Tensor, sigma: Tensor, left: Tensor, right: Tensor, right_bias: Tensor) -> Tensor:
@@ -24,7 +24,10 @@ def modulate(x: Tensor, sigma: Tensor, left: Tensor, right: Tensor, right_bias: 
     """
     templates, rank, width = left.shape
     columns = templates * rank
-    if columns <= LARGEST_ON_CHIP and prefers_triton(x, sigma, left, right, right_bias):
+    too_many = "too many columns" if columns > MOST_COLUMNS_ON_CHIP else ""
+    triton = too_many or against_triton(x, sigma, left, right, right_bias)
+    took("cgt", "three thin products" if triton else "Triton", x, triton=triton)
+    if not triton:
         from relinear.kernels.triton import cgt as fused
 
         return fused.modulate(x, sigma, left, right, right_bias)

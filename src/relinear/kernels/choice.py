@@ -1,9 +1,17 @@
-"""Which form of an operator's arithmetic is used: the reference where torch has to see every operation, dense matrices
-on a CPU by a table, measured, Triton on GPUs."""
+"""Which form an operator runs in: every question is here, every measured bound beside the kernel that it is of.
+
+A twin (a function of ``kernels`` with the name and the signature of its reference in ``functional``) has several forms:
+the reference itself, torch's operations in another order or in portions, kernels in Triton or C++, a dense matrix.
+A question ``against_...`` returns what speaks against a form, in words, and "" where it runs.
+
+The logger ``relinear.forms`` tells at level DEBUG what was chosen and what spoke against the rest, once a shape;
+``RELINEAR_LOG=forms`` in the environment, read at import, prints it to stderr.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 import os
 
@@ -11,15 +19,273 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from relinear.kernels import native
+from relinear.kernels.cpu import compiled, epilogue
+from relinear.kernels.native import build
+
 __all__ = [
     "LARGEST_DENSE",
+    "against_compiling",
+    "against_gated_products",
+    "against_native",
+    "against_native_gates",
+    "against_native_kl",
+    "against_native_layer",
+    "against_native_product",
+    "against_native_sample",
+    "against_opaque",
+    "against_portions",
+    "against_transposed_copy",
+    "against_triton",
     "dense_cost",
     "factored_cost",
+    "is_plain",
+    "is_traced",
     "is_transformed",
-    "needs_reference",
     "prefers_dense",
-    "prefers_triton",
+    "prefers_dense_to",
+    "took",
 ]
+
+FORMS = logging.getLogger("relinear.forms")
+_told: set[tuple] = set()
+
+
+def _log_as_asked(asked: str) -> None:
+    """Obey RELINEAR_LOG: nothing, or ``forms``.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    if asked in ("", "0"):
+        return
+    if asked != "forms":
+        raise ValueError(
+            f"RELINEAR_LOG={asked!r} in the environment, expected 'forms' (or nothing): change or unset it"
+        )
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    FORMS.addHandler(handler)
+    FORMS.setLevel(logging.DEBUG)
+    FORMS.propagate = False
+
+
+_log_as_asked(os.environ.get("RELINEAR_LOG", ""))
+
+
+def took(part: str, form: str, x: Tensor, **against: str) -> None:
+    """Log, where that is wanted, the form that was chosen; nothing inside compilers, which would break their graph.
+
+    Args:
+        part: the operator, or the part of it, that was asked about.
+        form: what runs.
+        x: what was asked with: its shape, dtype and device are told, and each is told of once.
+        against: the other forms and what spoke against them; "" says nothing.
+    """
+    if torch.compiler.is_compiling() or not FORMS.isEnabledFor(logging.DEBUG):
+        return
+    shape = " x ".join(str(size) for size in x.shape) or "a number"
+    _tell(part, form, f"{shape}, {str(x.dtype).removeprefix('torch.')}, {x.device.type}", against)
+
+
+def _tell(part: str, form: str, given: str, against: dict[str, str]) -> None:
+    line = part, given, form, *against.items()
+    if line not in _told:
+        _told.add(line)
+        reasons = "".join(f"; not {name}: {reason}" for name, reason in against.items() if reason)
+        FORMS.debug("%s (%s): %s%s", part, given, form, reasons)
+
+
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Whether torch interprets operations rather than runs them: inside ``torch.func``'s transforms (``vmap``, ``jvp``,
+    ``grad``, ...), with derivatives in forward mode, or where a gradient stands for many (``is_grads_batched``).
+
+    A kernel that does not consist of torch's operations would not be seen there. Compilers ask the kernels themselves.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or any(t is not None and torch._C._functorch.is_legacy_batchedtensor(t) for t in tensors)
+    )
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether operations on x are seen or replaced by others: compilers, dispatch modes, classes of tensors."""
+    return (
+        torch.compiler.is_compiling()
+        or type(x) not in (Tensor, torch.nn.Parameter)
+        or bool(torch._C._len_torch_dispatch_stack())
+    )
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether x is a tensor on a CPU, outside of tracing, fake tensors and dispatch modes."""
+    return x.device.type == "cpu" and not is_traced(x)
+
+
+def against_opaque() -> str:
+    """Against whatever torch cannot see every operation of: inside ``torch.compile``, which fuses torch's operations
+    with their surroundings, and where ``is_transformed``. The reference runs there."""
+    if torch.compiler.is_compiling():
+        return "torch.compile fuses the reference"
+    return "torch.func or a derivative in forward mode" if is_transformed() else ""
+
+
+#: the oldest GPU that the Triton kernels are compiled for: its tensor cores take bfloat16 and single precision
+OLDEST_CAPABILITY = (8, 0)
+
+
+#: whether there are Triton kernels to choose: settled once, as a compiler cannot look for packages
+HAS_TRITON = (
+    importlib.util.find_spec("triton") is not None
+    and torch.version.hip is None
+    and os.environ.get("RELINEAR_TRITON", "1") != "0"
+)
+
+
+def against_triton(x: Tensor, *others: Tensor | None) -> str:
+    """Against a Triton kernel for an operator on x and its parameters.
+
+    On NVIDIA GPUs alone, and in half precision: that of all tensors, or autocast's. ``RELINEAR_TRITON=0`` in the
+    environment, read at import, turns the kernels off.
+    """
+    if not HAS_TRITON:
+        return "no triton for NVIDIA GPUs, or RELINEAR_TRITON=0"
+    if x.device.type != "cuda":
+        return "not on an NVIDIA GPU"
+    if not x.numel():
+        return "no numbers"
+    if is_transformed():
+        return "torch.func or a derivative in forward mode"
+    given = [t.dtype for t in (x, *others) if t is not None]
+    if torch.is_autocast_enabled("cuda") and torch.float64 not in given:
+        given = [torch.get_autocast_dtype("cuda")]
+    if given[0] not in (torch.float16, torch.bfloat16) or any(dtype != given[0] for dtype in given):
+        return "not all in one half precision"
+    old = torch.cuda.get_device_capability(x.device) < OLDEST_CAPABILITY
+    return "the GPU is older than compute capability 8.0" if old else ""
+
+
+def against_native(x: Tensor, fewest: int | None = None, may_build: bool = True) -> str:
+    """Against C++ kernels for tensors like x: for large plain ones in float32 or bfloat16, where they can be built.
+
+    Args:
+        x: any tensor.
+        fewest: entries of x; ``native.FEWEST_NATIVE_ENTRIES`` by default.
+        may_build: also where the kernels are not there yet.
+    """
+    if x.numel() < (native.FEWEST_NATIVE_ENTRIES if fewest is None else fewest):
+        return "too few entries"
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        return "neither float32 nor bfloat16"
+    if not is_plain(x):
+        return "no plain tensor on a CPU"
+    if not build.has_compiler():
+        return "no C++ compiler, or RELINEAR_COMPILE_KERNELS=0"
+    if not (may_build or build.is_built()):
+        return "not worth building the kernels"
+    return "" if build.is_loaded() else "the kernels could not be built"
+
+
+def against_native_product(x: Tensor, depth: int, deepest: int, fewest_tokens: int = 0) -> str:
+    """Against a C++ kernel that sums two products: it copies their weights, and multiplies long sums more slowly.
+
+    Args:
+        x: (N, M).
+        depth: inputs of an output, of both products together.
+        deepest: the most of them that it is faster for.
+        fewest_tokens: N from which it is.
+    """
+    if x.dtype != torch.float32:
+        return "not in float32"
+    if x.shape[0] < fewest_tokens:
+        return "too few tokens"
+    return "sums that are too long" if depth > deepest else against_native(x)
+
+
+def against_native_sample(x: Tensor, noise: Tensor) -> str:
+    """Against the C++ kernel of a latent's sample, in a layer with inputs x."""
+    return "noise not in float32" if noise.dtype != torch.float32 else against_native(x)
+
+
+def against_native_kl(mu: Tensor, logvar: Tensor, fewest: int) -> str:
+    """Against the C++ kernel of a token's KL, for so many entries of mu (N, R) at least."""
+    reason = against_native(mu, fewest)
+    return reason or ("" if mu.stride(1) == 1 and mu.stride() == logvar.stride() else "rows of several layouts")
+
+
+def against_native_gates(y: Tensor, channel: Tensor, *others: Tensor) -> str:
+    """Against the C++ kernels of a modulator's gates of y (N, O), with ``channel`` (O, R) and others in y's dtype."""
+    if channel.shape[1] > native.LARGEST_NATIVE_RANK:
+        return "too large a rank"
+    reason = against_native(y)
+    return reason or ("several dtypes" if any(other.dtype != y.dtype for other in others) else "")
+
+
+def against_native_layer(
+    x: Tensor,
+    weight: Tensor,
+    down: Tensor,
+    channel: Tensor,
+    channel_alpha: Tensor | float,
+    scalar_alpha: Tensor | float,
+) -> str:
+    """Against one call for a layer and its gates, as Python's part counts for one token: inference, alphas inside B.
+
+    A few tokens are not worth a build. They are asked for here alone, outside of autograd's functions, where gradients
+    are off in training, too: training keeps to one form, whatever has been built.
+    """
+    if torch.is_grad_enabled():
+        return "gradients are recorded"
+    if channel.shape[1] > native.LARGEST_NATIVE_RANK:
+        return "too large a rank"
+    reason = against_native(x) and against_native(x, fewest=1, may_build=False)
+    if reason:
+        return reason
+    if not is_plain(weight):
+        return "no plain weight on a CPU"
+    if not (x.dtype == weight.dtype == down.dtype and channel.dtype == torch.float32):
+        return "several dtypes"
+    if isinstance(channel_alpha, Tensor) or isinstance(scalar_alpha, Tensor) or not channel_alpha == scalar_alpha == 1:
+        return "alphas are not folded into B"
+    return "autocast" if torch.is_autocast_enabled("cpu") else ""
+
+
+def against_compiling(x: Tensor) -> str:
+    """Against compiling a function of tensors like x: for large plain ones, where there is a compiler."""
+    if x.numel() < compiled.FEWEST_COMPILED_ENTRIES:
+        return "too few entries"
+    if not is_plain(x):
+        return "no plain tensor on a CPU"
+    if torch._dynamo.config.disable:
+        return "torch's compiler is disabled"
+    return "" if build.has_compiler() else "no C++ compiler, or RELINEAR_COMPILE_KERNELS=0"
+
+
+def against_transposed_copy(grad: Tensor, x: Tensor) -> str:
+    """Against the copy of a transposed matrix before the product grad^T x, which is faster in bfloat16 alone."""
+    return against_compiling(grad) if grad.dtype == x.dtype == torch.bfloat16 else "not in bfloat16"
+
+
+def against_gated_products(x: Tensor, entries: int) -> str:
+    """Against the products of ``cpu.epilogue`` for inputs like x (N, I) and a result of so many entries."""
+    if x.dtype != torch.bfloat16:
+        return "not in bfloat16"
+    if entries < epilogue.FEWEST_GATED_ENTRIES:
+        return "too few entries"
+    if not is_plain(x):
+        return "no plain tensor on a CPU"
+    return "" if epilogue.has_bfloat16_products() else "oneDNN has no bfloat16 on this processor"
+
+
+def against_portions(x: Tensor, fewest: int) -> str:
+    """Against taking x some rows at a time, computed again in the backward pass: for so many entries at least."""
+    if x.numel() < fewest:
+        return "too few entries"
+    return against_opaque() or ("" if is_plain(x) else "no plain tensor on a CPU")
+
 
 #: kind -> dtype -> (tokens up to which, largest square layer, in features, that is faster dense), fewest tokens first.
 #: Measured by results/speed/dense_or_structured.py on two AVX-512/AMX cores, at rank 64 and the default blocks; kinds
@@ -42,10 +308,25 @@ LARGEST_DENSE: dict[str, dict[torch.dtype, tuple[tuple[float, int], ...]]] = {
 
 def prefers_dense(kind: str, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
     """Whether an operator of this kind and size is faster through its dense matrix in inference on a CPU."""
-    for most, limit in LARGEST_DENSE.get(kind, {}).get(dtype, ()):
-        if tokens <= most:
-            return in_features * out_features <= limit * limit
-    return False
+    limits = (limit for most, limit in LARGEST_DENSE.get(kind, {}).get(dtype, ()) if tokens <= most)
+    dense = in_features * out_features <= next(limits, 0) ** 2
+    return _took_dense(dense, kind, in_features, out_features, dtype, tokens)
+
+
+def prefers_dense_to(
+    factored: float, kind: str, in_features: int, out_features: int, dtype: torch.dtype, tokens: int, tiled: bool
+) -> bool:
+    """Whether a dense matrix is faster than what costs ``factored``, of ``factored_cost``; ``tiled`` as there."""
+    dense = dense_cost(in_features, out_features, tokens, dtype.itemsize, tiled) < factored
+    return _took_dense(dense, kind, in_features, out_features, dtype, tokens)
+
+
+def _took_dense(dense: bool, kind: str, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
+    if FORMS.isEnabledFor(logging.DEBUG):
+        form, other = ("dense matrix", "structured") if dense else ("structured", "dense matrix")
+        given = f"{in_features} -> {out_features}, some {tokens} tokens, {str(dtype).removeprefix('torch.')}"
+        _tell(f"{kind} in inference", form, given, {other: "measured to be slower"})
+    return dense
 
 
 #: FLOPs a microsecond that a CPU multiplies at, without and with tiles for half precision
@@ -84,52 +365,3 @@ def factored_cost(
     calls = 20 + 26 * (pairs - 1)
     basis = 40 + 0.01 * (in_features + out_features) * tokens if blade else 0
     return flops * waste * tokens / (TILED_RATE if tiled else RATE) + calls + basis
-
-
-def is_transformed(*tensors: Tensor | None) -> bool:
-    """Whether torch interprets operations rather than runs them: inside ``torch.func``'s transforms (``vmap``, ``jvp``,
-    ``grad``, ...), with derivatives in forward mode, or where a gradient stands for many (``is_grads_batched``).
-
-    A kernel that does not consist of torch's operations would not be seen there. Compilers ask the kernels themselves.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    return (
-        torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or any(t is not None and torch._C._functorch.is_legacy_batchedtensor(t) for t in tensors)
-    )
-
-
-def needs_reference() -> bool:
-    """Whether a kernel leaves the work to its reference: inside ``torch.compile``, which fuses torch's operations with
-    their surroundings, and where ``is_transformed``."""
-    return torch.compiler.is_compiling() or is_transformed()
-
-
-#: the oldest GPU that the Triton kernels are compiled for: its tensor cores take bfloat16 and single precision
-OLDEST_CAPABILITY = (8, 0)
-
-
-#: whether there are Triton kernels to choose: settled once, as a compiler cannot look for packages
-HAS_TRITON = (
-    importlib.util.find_spec("triton") is not None
-    and torch.version.hip is None
-    and os.environ.get("RELINEAR_TRITON", "1") != "0"
-)
-
-
-def prefers_triton(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether an operator on x and its parameters runs as a Triton kernel rather than as torch operations.
-
-    On NVIDIA GPUs alone, and in half precision: that of all tensors, or autocast's. ``RELINEAR_TRITON=0`` in the
-    environment, read at import, turns the kernels off.
-    """
-    if not HAS_TRITON or x.device.type != "cuda" or not x.numel() or is_transformed():
-        return False
-    given = [t.dtype for t in (x, *others) if t is not None]
-    if torch.is_autocast_enabled("cuda") and torch.float64 not in given:
-        given = [torch.get_autocast_dtype("cuda")]
-    if given[0] not in (torch.float16, torch.bfloat16) or any(dtype != given[0] for dtype in given):
-        return False
-    return torch.cuda.get_device_capability(x.device) >= OLDEST_CAPABILITY

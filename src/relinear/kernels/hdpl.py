@@ -1,4 +1,4 @@
-"""HDPL without transposes: the detail path is written block by block, the context path's product added in place."""
+"""Twin of ``functional.hdpl`` without transposes: blocks write their part, the context path is added in place."""
 
 # Legend: N tokens, I in, O out, K blocks, R latent size
 
@@ -12,22 +12,28 @@ from torch.nn.functional import silu
 
 from relinear.functional import hdpl as reference
 from relinear.functional.hdpl import HDPLOutput, hdpl_sample
-from relinear.kernels.autocast import lowered
-from relinear.kernels.block_diagonal import block_diagonal_product, block_gradient
-from relinear.kernels.choice import needs_reference, prefers_triton
-from relinear.kernels.derivatives import differentiable_as, save
-from relinear.kernels.native import kernels, runs_native
-from relinear.kernels.weight_gradient import weight_gradient
+from relinear.kernels.autograd import differentiable_as, lowered, save
+from relinear.kernels.choice import (
+    against_native_kl,
+    against_native_product,
+    against_native_sample,
+    against_opaque,
+    against_triton,
+    took,
+)
+from relinear.kernels.cpu.block_diagonal import block_diagonal_product, block_gradient
+from relinear.kernels.cpu.weight_gradient import weight_gradient
+from relinear.kernels.native import kernels
 
-__all__ = ["hdpl", "reference_results", "token_kl"]
+__all__ = ["hdpl", "token_kl"]
 
 #: tokens from which one C++ kernel takes less time than a product a block and one for the latents: it copies weights
-MIN_TOKENS = 512
+FEWEST_NATIVE_TOKENS = 512
 #: inputs of an output (of its block and latent dimensions) up to which it does, for outputs and for gradients of
 #: weights: it multiplies long sums more slowly
-MAX_DEPTH, MAX_GRADIENT_DEPTH = 384, 256
+DEEPEST_NATIVE_PRODUCT, DEEPEST_NATIVE_GRADIENT = 384, 256
 #: entries of mu from which the KL is that of the C++ kernel, in place of eight passes
-MIN_LATENTS = 1 << 14
+FEWEST_NATIVE_LATENTS = 1 << 14
 
 
 def hdpl(
@@ -47,11 +53,15 @@ def hdpl(
     layout; here each block multiplies a strided view and writes to one. Compilers make in-place products into copies
     again, so under ``torch.compile`` it is the reference that runs.
     """
-    if prefers_triton(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias):
+    triton = against_triton(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias)
+    if not triton:
+        took("hdpl", "Triton", x)
         from relinear.kernels.triton import hdpl as fused
 
         return fused.hdpl(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise)
-    if needs_reference():
+    opaque = against_opaque()
+    took("hdpl", "reference" if opaque else "products in place", x, triton=triton, place=opaque)
+    if opaque:
         return reference.hdpl(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise)
     leading, kind = x.shape[:-1], x.device.type
     weights = blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias
@@ -63,14 +73,15 @@ def hdpl(
     return HDPLOutput(y, z, *posterior) if posterior else HDPLOutput(y, z, z, None)
 
 
-def _runs_native(x: Tensor, depth: int, most: int) -> bool:
-    """Whether the C++ kernels take x (N, I) and sums of ``depth`` products, of at most so many."""
-    return x.dtype == torch.float32 and x.shape[0] >= MIN_TOKENS and depth <= most and runs_native(x)
+def _against_block_low_rank(x: Tensor, depth: int) -> str:
+    return against_native_product(x, depth, DEEPEST_NATIVE_PRODUCT, FEWEST_NATIVE_TOKENS)
 
 
 def _block_low_rank(x: Tensor, s: Tensor, blocks: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
     """diag(blocks) x + up s + bias (N, O), without a graph, of x (N, I), blocks (K, O/K, I/K), s (N, R), up (O, R)."""
-    if _runs_native(x, blocks.shape[2] + up.shape[1], MAX_DEPTH):
+    native = _against_block_low_rank(x, blocks.shape[2] + up.shape[1])
+    took("hdpl's blocks and decoder", "a product a block" if native else "C++", x, native=native)
+    if not native:
         y = x.new_empty(x.shape[0], up.shape[0])
         bias = None if bias is None else bias.contiguous()
         kernels().block_low_rank(y, x.contiguous(), blocks, s.contiguous(), up, bias)
@@ -82,7 +93,11 @@ def _decoder_gradients(
     grad: Tensor, x: Tensor, s: Tensor, blocks: Tensor, decoder: Tensor, need: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of blocks and decoder, those that are needed, from that of ``_block_low_rank``'s result."""
-    if all(need) and _runs_native(x, blocks.shape[2] + decoder.shape[1], MAX_GRADIENT_DEPTH):
+    depth = blocks.shape[2] + decoder.shape[1]
+    frozen = "" if all(need) else "not all gradients are needed"
+    native = frozen or against_native_product(x, depth, DEEPEST_NATIVE_GRADIENT, FEWEST_NATIVE_TOKENS)
+    took("hdpl's gradients of weights", "a product a block" if native else "C++", x, native=native)
+    if not native:
         found = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in (blocks, decoder)]
         kernels().block_low_rank_gradient(*found, grad.contiguous(), x.contiguous(), s.contiguous())
         return found[0], found[1]
@@ -90,13 +105,11 @@ def _decoder_gradients(
     return to_blocks, weight_gradient(grad, s) if need[1] else None
 
 
-def _samples_native(x: Tensor, noise: Tensor) -> bool:
-    return noise.dtype == torch.float32 and runs_native(x)
-
-
 def _sample(x: Tensor, mu: Tensor, logvar: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """z and silu(z) (N, R) of a layer with inputs x (N, I)."""
-    if _samples_native(x, noise):
+    native = against_native_sample(x, noise)
+    took("hdpl's sample", "torch's operations" if native else "C++", x, native=native)
+    if not native:
         z, s = (x.new_empty(mu.shape) for _ in range(2))
         kernels().sample(z, s, mu, logvar, noise.contiguous())
         return z, s
@@ -123,7 +136,7 @@ def _posterior_gradient(
         need_z: whether the gradient of z is needed by itself.
     """
     to_s, to_z, *to_posterior = grads
-    if noise is not None and to_s is not None and to_z is None and not need_z and _samples_native(x, noise):
+    if noise is not None and to_s is not None and to_z is None and not need_z and not against_native_sample(x, noise):
         total = x.new_empty(len(x), 2 * z.shape[1])
         kernels().sample_backward(total, to_s, *posterior, noise.contiguous())
     else:
@@ -141,12 +154,6 @@ def _posterior_gradient(
         if grad is not None:
             part += grad
     return total, to_z
-
-
-def reference_results(*given: Any) -> tuple[Tensor, ...]:
-    """What the autograd functions return: (y, z, mu, logvar), or (y, mu) without noise; arguments as in ``hdpl``."""
-    y, z, mu, logvar = reference.hdpl(*given)
-    return (y, mu) if logvar is None else (y, z, mu, logvar)
 
 
 class _HDPL(torch.autograd.Function):
@@ -170,7 +177,7 @@ class _HDPL(torch.autograd.Function):
         save(ctx, inputs, *(output[1:] if inputs[-1] is None else output[2:]))
 
     @staticmethod
-    @differentiable_as(reference_results)
+    @differentiable_as(reference.hdpl_results)
     def backward(ctx: Any, grad_y, grad_z, grad_mu=None, grad_logvar=None):  # type: ignore[override]
         x, blocks, mu_weight, _, logvar_weight, _, decoder, _, noise, *posterior = ctx.saved_tensors
         need = ctx.needs_input_grad
@@ -195,7 +202,7 @@ class _HDPL(torch.autograd.Function):
             grads[2 : 2 + 2 * len(weights) : 2] = of_weights.chunk(len(weights))
             grads[3 : 3 + 2 * len(weights) : 2] = of_biases.chunk(len(weights))
         if need[0]:
-            if grad_y is not None and _runs_native(grad_y, blocks.shape[1] + gradient.shape[1], MAX_DEPTH):
+            if grad_y is not None and not _against_block_low_rank(grad_y, blocks.shape[1] + gradient.shape[1]):
                 grads[0] = _block_low_rank(grad_y, gradient, blocks.mT, torch.cat(weights).T)
             else:
                 to_x = torch.zeros_like(x) if grad_y is None else block_diagonal_product(grad_y, blocks.mT)
@@ -210,7 +217,7 @@ def token_kl(mu: Tensor, logvar: Tensor) -> Tensor:
 
     Where the loss is clamped for every token, as with the paper's bound nearly always, the backward costs nothing.
     """
-    if needs_reference():
+    if against_opaque():
         return reference.token_kl(mu, logvar)
     run: Any = _TokenKL.apply if torch.is_grad_enabled() else _TokenKL.forward
     kl = run(*(t.reshape(-1, t.shape[-1]) for t in (mu, logvar)))
@@ -220,7 +227,9 @@ def token_kl(mu: Tensor, logvar: Tensor) -> Tensor:
 class _TokenKL(torch.autograd.Function):
     @staticmethod
     def forward(mu, logvar):  # type: ignore[override]
-        if runs_native(mu, MIN_LATENTS) and mu.stride(1) == 1 and mu.stride() == logvar.stride():
+        native = against_native_kl(mu, logvar, FEWEST_NATIVE_LATENTS)
+        took("hdpl's KL", "torch's operations" if native else "C++", mu, native=native)
+        if not native:
             kl = torch.empty(len(mu), dtype=torch.float32)  # whatever torch's default is
             kernels().token_kl(kl, mu, logvar)
             return kl

@@ -1,4 +1,4 @@
-"""Monarch products, the fast form: what lies between both factors stays in cache."""
+"""Twin of ``functional.monarch``: what lies between both factors stays in cache."""
 
 # Legend: I in, O out, K blocks, P = ceil(I / K), S = ceil(O / K), R rank of a sub-block
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from relinear.functional import monarch as reference
-from relinear.kernels.by_rows import by_rows
+from relinear.kernels.cpu.by_rows import by_rows
 
 __all__ = ["monarch"]
 

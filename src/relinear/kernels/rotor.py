@@ -1,4 +1,4 @@
-"""Sums of sandwiches, the fast form: two products of small matrices a term, token by token in cache.
+"""Twin of ``functional.rotor``, sums of sandwiches: two products of small matrices a term, token by token in cache.
 
 The intermediate X B^T of a few hundred tokens stays in the processor's cache and is recomputed in the backward pass
 rather than kept, so that a layer needs no memory beyond its input and output.
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from relinear.functional import rotor as reference
-from relinear.kernels.choice import needs_reference, prefers_triton
-from relinear.kernels.chunks import row_chunks
-from relinear.kernels.derivatives import differentiable_as, save
+from relinear.kernels.autograd import differentiable_as, save
+from relinear.kernels.choice import against_opaque, against_triton, took
+from relinear.kernels.cpu.portions import row_portions
 
-__all__ = ["sandwich_sum", "sandwich_windows"]
+__all__ = ["sandwich_windows", "shared_sandwich_sum"]
 
 
 def _terms(left: Tensor):
@@ -54,17 +54,17 @@ def _forward(x: Tensor, left: Tensor, right: Tensor, count: int = 1) -> Tensor:
 
 def _fill(y: Tensor, x: Tensor, left: Tensor, right: Tensor) -> None:
     rows, columns, size = left.shape[-1], right.shape[-1], x.shape[-1]
-    chunks = row_chunks(x[:, 0])
-    factors = {at: _repeated(left[at], chunks[0].stop) for at in _terms(left)}
-    for chunk in chunks:
-        count = chunk.stop - chunk.start
+    portions = row_portions(x[:, 0])
+    factors = {at: _repeated(left[at], portions[0].stop) for at in _terms(left)}
+    for portion in portions:
+        count = portion.stop - portion.start
         half = x.new_empty(count * size // columns, columns)
         written = set()
         for at in _terms(left):
             _, o, i = at
-            torch.mm(_rows(x[chunk, i], columns), right[at].mT, out=half)
+            torch.mm(_rows(x[portion, i], columns), right[at].mT, out=half)
             factor, middle = factors[at][:count], half.view(count, rows, size // rows)
-            target = y[chunk, o].view(count, rows, size // rows)
+            target = y[portion, o].view(count, rows, size // rows)
             if o in written:
                 target.baddbmm_(factor, middle)
             elif target.is_contiguous():
@@ -89,28 +89,28 @@ def _add_gradients(
 ) -> None:
     """Adds to the gradients of the factors, and writes that of x."""
     rows, columns, size = left.shape[-1], right.shape[-1], x.shape[-1]
-    chunks = row_chunks(x[:, 0])
-    factors = {at: _repeated(left[at].mT, chunks[0].stop) for at in _terms(left)}
-    for chunk in chunks:
-        count = chunk.stop - chunk.start
+    portions = row_portions(x[:, 0])
+    factors = {at: _repeated(left[at].mT, portions[0].stop) for at in _terms(left)}
+    for portion in portions:
+        count = portion.stop - portion.start
         written = set()
         ready, out = -1, grad
         for at in _terms(left):
             _, o, i = at
             b = right[at]
-            source = _rows(x[chunk, i], columns)
+            source = _rows(x[portion, i], columns)
             half = (source @ b.mT).view(count, rows, size // rows)
             if o != ready:
                 # an expanded gradient (that of a sum) takes batched products several times as long; this is a view
                 # where it is contiguous, and else one copy of the portion for all terms
-                ready, out = o, grad[chunk, o].reshape(count, rows, size // rows).contiguous()
+                ready, out = o, grad[portion, o].reshape(count, rows, size // rows).contiguous()
             # token by token, then the sum: on a CPU faster than transposed copies and one long product
             grad_left[at] += torch.bmm(out, half.mT).sum(0)
             grad_half = torch.bmm(factors[at][:count], out).view(-1, columns)
             grad_right[at] += grad_half.mT @ source
             if grad_x is None:
                 continue
-            target = grad_x[chunk, i]
+            target = grad_x[portion, i]
             if i in written:
                 target += (grad_half @ b).view(count, size)
             elif target.is_contiguous():
@@ -133,9 +133,11 @@ class _SandwichSum(torch.autograd.Function):
         return *_backward(grad, x, left, right, ctx.needs_input_grad[0], ctx.plain[3]), None
 
 
-def sandwich_sum(x: Tensor, left: Tensor, right: Tensor, count: int = 1) -> Tensor:
+def shared_sandwich_sum(x: Tensor, left: Tensor, right: Tensor, count: int = 1) -> Tensor:
     """``functional.rotor.shared_sandwich_sum`` (same arguments and result)."""
-    if needs_reference():
+    opaque = against_opaque()
+    took("rotor", "reference" if opaque else "two products a term, by portions", x, portions=opaque)
+    if opaque:
         return reference.shared_sandwich_sum(x, left, right, count)
     if torch.is_grad_enabled() and (x.requires_grad or left.requires_grad or right.requires_grad):
         return _SandwichSum.apply(x, left, right, count)
@@ -144,8 +146,10 @@ def sandwich_sum(x: Tensor, left: Tensor, right: Tensor, count: int = 1) -> Tens
 
 def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spinor") -> Tensor:
     """``functional.rotor.sandwich_windows`` (same arguments and result)."""
-    if prefers_triton(x, left, right):
+    triton = against_triton(x, left, right)
+    took("rotor's windows and basis", "torch's operations" if triton else "Triton", x, triton=triton)
+    if not triton:
         from relinear.kernels.triton import rotor as fused
 
         return fused.sandwich_windows(x, left, right, basis)
-    return reference.through_blocks(x, left, right, basis, sandwich_sum)
+    return reference.through_blocks(x, left, right, basis, shared_sandwich_sum)

@@ -1,4 +1,4 @@
-"""Contextual modulators, the fast form: the gates of ``functional.transponder`` with alpha folded into B. Only the
+"""Twin of ``functional.transponder``, contextual modulators: its gates with alpha folded into B. Only the
 output (or z, where it is given) and u = A x are kept for the backward pass, and the gates are computed there again:
 since the output y is z times its gates, the gradients need grad * y and grad * gates, and never z itself."""
 
@@ -12,21 +12,26 @@ import torch
 from torch import Tensor
 
 from relinear.functional import transponder as reference
-from relinear.kernels.autocast import lowered
-from relinear.kernels.choice import is_transformed, prefers_triton
-from relinear.kernels.chunks import row_chunks
-from relinear.kernels.derivatives import differentiable_as, kept, save, was_changed
-from relinear.kernels.native import MAX_RANK, is_plain, kernels, runs_native
-from relinear.kernels.weight_gradient import weight_gradient
+from relinear.kernels.autograd import differentiable_as, kept, lowered, save, was_changed
+from relinear.kernels.choice import (
+    against_native_gates,
+    against_native_layer,
+    against_triton,
+    is_transformed,
+    took,
+)
+from relinear.kernels.cpu.portions import row_portions
+from relinear.kernels.cpu.weight_gradient import weight_gradient
+from relinear.kernels.native import kernels
 
 __all__ = ["modulate", "modulated_linear"]
 
 Alpha = Tensor | float
 
 #: portions of rows whose gradients are computed at a time: fewer cost memory, more make small products
-PORTIONS = 6
+BACKWARD_PORTIONS = 6
 #: size of a portion at least
-PORTION_BYTES = 1 << 21
+SMALLEST_BACKWARD_PORTION = 1 << 21
 
 
 def _gated(z: Tensor, half: Tensor, twice: Tensor) -> Tensor:
@@ -44,16 +49,14 @@ def _gated_backward(y: Tensor, grad: Tensor, half: Tensor, twice: Tensor) -> tup
     return to_z.to(y.dtype), to_logits.to(y.dtype), product.sum(-1, keepdim=True)
 
 
-def _runs_native(y: Tensor, channel: Tensor) -> bool:
-    return channel.shape[1] <= MAX_RANK and runs_native(y)
-
-
 def _modulated(
     z: Tensor, x: Tensor, down: Tensor, channel: Tensor | None, scalar: Tensor | None, in_place: bool
 ) -> tuple[Tensor, Tensor]:
     """The gated output (N, O) and u = A x (N, R). ``in_place``: z is not needed any more."""
     z = z.contiguous()
-    if channel is not None and _runs_native(z, channel) and z.dtype == x.dtype == down.dtype:
+    native = "no channel gate" if channel is None else against_native_gates(z, channel, x, down)
+    took("transponder's gates", "torch's operations" if native else "C++", z, native=native)
+    if channel is not None and not native:
         out, u = z if in_place else torch.empty_like(z), z.new_empty(z.shape[0], down.shape[0])
         up = channel.T.contiguous()
         kernels().modulate(out, u, z, x.contiguous(), down.contiguous(), up, scalar)
@@ -66,7 +69,7 @@ def _modulated(
     if torch.compiler.is_compiling():
         return _gated(z, torch.sigmoid(hidden @ channel.T), twice), u
     out = z if in_place else torch.empty_like(z)
-    for rows in row_chunks(z):
+    for rows in row_portions(z):
         gate = (hidden[rows] @ channel.T).sigmoid_().mul_(twice[rows])
         torch.mul(gate, z[rows], out=out[rows])
     return out, u
@@ -78,7 +81,9 @@ def _backward(
     """Gradients of z (N, O), of phi through the channel gate (N, R), of B (O, R); the sum (N, 1) of grad y."""
     if channel is None:
         return (grad * (0.5 * twice)).to(y.dtype), None, None, (grad.to(twice.dtype) * y).sum(-1, keepdim=True)
-    if _runs_native(y, channel):
+    native = against_native_gates(y, channel)
+    took("transponder's gates backward", "torch's operations" if native else "C++", y, native=native)
+    if not native:
         to_z, to_hidden, total = torch.empty_like(y), torch.empty_like(hidden), torch.empty_like(twice)
         to_up = torch.zeros_like(channel.T, memory_format=torch.contiguous_format)
         up = channel.T.contiguous()
@@ -125,7 +130,11 @@ def _gradients(
             to_channel.add_(part_channel)
         receive(rows, to_z)
 
-    for rows in [slice(None)] if whole else row_chunks(grad, max(PORTION_BYTES, -(-grad.nbytes // PORTIONS))):
+    for rows in (
+        [slice(None)]
+        if whole
+        else row_portions(grad, max(SMALLEST_BACKWARD_PORTION, -(-grad.nbytes // BACKWARD_PORTIONS)))
+    ):
         add(rows)
     if scalar is not None:
         logits = total * (1 - twice / 4)
@@ -233,28 +242,6 @@ def _ups(dtype: torch.dtype, *given: tuple[Tensor | None, Alpha]) -> list[Tensor
     return [up if up is None or (isinstance(alpha, float) and alpha == 1) else alpha * up for up, alpha in folded]
 
 
-def _runs_whole(
-    x: Tensor, weight: Tensor, down: Tensor, channel: Tensor, channel_alpha: Alpha, scalar_alpha: Alpha
-) -> bool:
-    """Whether layer and gates are one call, as Python's part counts for a single token: inference, alphas inside B.
-
-    A few tokens are not worth a build. They are asked for here alone, outside of autograd's functions, where gradients
-    are off in training, too: training keeps to one form, whatever has been built.
-    """
-    return (
-        not torch.is_grad_enabled()
-        and channel.shape[1] <= MAX_RANK
-        and (runs_native(x) or runs_native(x, entries=1, build=False))
-        and is_plain(weight)
-        and x.dtype == weight.dtype == down.dtype
-        and channel.dtype == torch.float32
-        and not isinstance(channel_alpha, Tensor)
-        and not isinstance(scalar_alpha, Tensor)
-        and channel_alpha == scalar_alpha == 1
-        and not torch.is_autocast_enabled("cpu")
-    )
-
-
 def modulated_linear(
     x: Tensor,
     weight: Tensor,
@@ -266,13 +253,21 @@ def modulated_linear(
     scalar_alpha: Alpha = 1.0,
 ) -> Tensor:
     """``functional.transponder.modulated_linear``: on a GPU one kernel, the gates in the product's epilogue."""
-    if prefers_triton(x, weight, bias, down, channel, scalar):
+    triton = against_triton(x, weight, bias, down, channel, scalar)
+    if not triton:
+        took("transponder", "Triton", x)
         from relinear.kernels.triton import transponder
 
         return transponder.modulated_linear(x, weight, bias, down, channel, scalar, channel_alpha, scalar_alpha)
     if is_transformed():
+        took("transponder", "reference", x, triton=triton, one="torch.func or a derivative in forward mode")
         return reference.modulated_linear(x, weight, bias, down, channel, scalar, channel_alpha, scalar_alpha)
-    if channel is not None and _runs_whole(x, weight, down, channel, channel_alpha, scalar_alpha):
+    if channel is None:
+        native = "no channel gate"
+    else:
+        native = against_native_layer(x, weight, down, channel, channel_alpha, scalar_alpha)
+    took("transponder", "torch's product, then gates" if native else "C++", x, triton=triton, native=native)
+    if not native:
         return kernels().modulated_linear(x, weight, bias, down, channel, scalar)
     rows, weight, bias, down = lowered(x.reshape(-1, x.shape[-1]), weight, bias, down)
     with torch.autocast(x.device.type, enabled=False):

@@ -20,9 +20,9 @@ from relinear.core.dense_cache import dense_inference
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, ParamRole
 from relinear.core.parameter_cache import CachingModule, ParameterCache, ValueCache
 from relinear.functional.rotor import branch_permutation, nearest_kronecker, rotor_layer, window_count, window_size
-from relinear.kernels.autocast import lowered
-from relinear.kernels.choice import dense_cost, factored_cost
-from relinear.kernels.chunks import CHUNK_BYTES
+from relinear.kernels.autograd import lowered
+from relinear.kernels.choice import factored_cost, prefers_dense_to
+from relinear.kernels.cpu.portions import PORTION_BYTES
 from relinear.kernels.rotor import sandwich_windows
 from relinear.system.machine import fast_bfloat16
 
@@ -185,8 +185,8 @@ class SandwichSum(CachingModule):
         self, cache: ParameterCache, tokens: int, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Tensor], Tensor]:
         """The map with everything that depends on parameters computed beforehand, the faster way."""
-        dense = dense_cost(self.in_features, self.out_features, tokens, dtype.itemsize, _tiled(dtype))
-        if device.type == "cpu" and dense < self.factored_cost(tokens, dtype):
+        asked = "rotor", self.in_features, self.out_features, dtype, tokens, _tiled(dtype)
+        if device.type == "cpu" and prefers_dense_to(self.factored_cost(tokens, dtype), *asked):
             weight = cache.get(("dense", dtype))
             if weight is None:
                 weight = cache.keep(("dense", dtype), lambda: self.dense().to(dtype).contiguous())
@@ -194,13 +194,13 @@ class SandwichSum(CachingModule):
         left, right = cache.get(("factors", dtype)) or cache.keep(
             ("factors", dtype), lambda: tuple(factor.to(dtype).contiguous() for factor in self.factors())
         )
-        small = tokens * self.window * dtype.itemsize <= CHUNK_BYTES // 2
+        small = tokens * self.window * dtype.itemsize <= PORTION_BYTES // 2
         one = (
             math.prod(self.counts) == 1 and left.shape[3] == 1 and self.in_features == self.out_features == self.window
         )
         if not (small and one and self.config.basis == "spinor"):
             return lambda x: self.apply_factors(x, left, right)
-        # for a few tokens the bookkeeping of windows and chunks would take longer than the two products
+        # for a few tokens the bookkeeping of windows and portions would take longer than the two products
         a, b = left[0, 0, 0, 0], right[0, 0, 0, 0]
         rows, columns = a.shape[0], b.shape[0]
         middle = self.shape.columns if self.config.terms != "kronecker" else columns
@@ -295,7 +295,7 @@ class RotorLinear(Operator):
         if not self.config.linear:
             return False
         factored = sum(stage.factored_cost(tokens, dtype) for stage in self._sums())
-        return dense_cost(in_features, out_features, tokens, dtype.itemsize, _tiled(dtype)) < factored
+        return prefers_dense_to(factored, kind, in_features, out_features, dtype, tokens, _tiled(dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         dense = dense_inference(self, x, self._prefers_dense)

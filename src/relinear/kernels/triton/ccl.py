@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from relinear.kernels.autocast import lowered
-from relinear.kernels.derivatives import differentiable_as, save
+from relinear.kernels.autograd import differentiable_as, lowered, save
 from relinear.kernels.triton import tiles
 from relinear.kernels.triton.tiles import add_product
 

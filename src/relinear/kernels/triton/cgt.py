@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from relinear.functional import cgt as reference
-from relinear.kernels.autocast import lowered
-from relinear.kernels.derivatives import differentiable_as, save
+from relinear.kernels.autograd import differentiable_as, lowered, save
 from relinear.kernels.triton import tiles
 from relinear.kernels.triton.tiles import add_product
 

@@ -10,11 +10,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from relinear.functional.hdpl import HDPLOutput
-from relinear.kernels.autocast import lowered
-from relinear.kernels.block_diagonal import block_gradient
-from relinear.kernels.derivatives import differentiable_as, save
-from relinear.kernels.hdpl import reference_results
+from relinear.functional.hdpl import HDPLOutput, hdpl_results
+from relinear.kernels.autograd import differentiable_as, lowered, save
+from relinear.kernels.cpu.block_diagonal import block_gradient
 from relinear.kernels.triton import tiles
 from relinear.kernels.triton.tiles import add_product
 
@@ -325,7 +323,7 @@ class _HDPL(torch.autograd.Function):
         save(ctx, inputs, output[1], *output[3:])
 
     @staticmethod
-    @differentiable_as(reference_results)
+    @differentiable_as(hdpl_results)
     def backward(ctx, grad, grad_z, grad_mu=None, grad_logvar=None):  # type: ignore[override]
         x, blocks, mu_weight, _, logvar_weight, _, decoder, _, noise, z, *logvar = ctx.saved_tensors
         need = ctx.needs_input_grad

@@ -13,8 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from relinear.functional import transponder as reference
-from relinear.kernels.autocast import lowered
-from relinear.kernels.derivatives import differentiable_as, save
+from relinear.kernels.autograd import differentiable_as, lowered, save
 from relinear.kernels.triton import tiles
 
 __all__ = ["modulated_linear"]

@@ -1,7 +1,8 @@
 """Functions that torch's compiler makes faster than eager torch is, for large tensors on CPUs.
 
 ``torch.compile`` builds one at its first use (seconds; torch keeps the result on disk). Without a C++ compiler, or with
-``RELINEAR_COMPILE_KERNELS=0`` in the environment, read once, callers take their eager form.
+``RELINEAR_COMPILE_KERNELS=0`` in the environment, read once, callers take their eager form
+(``choice.against_compiling``).
 """
 
 from __future__ import annotations
@@ -12,19 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from relinear.kernels.native import has_compiler, is_plain
-
-__all__ = ["compiled", "gains_from_compiling"]
+__all__ = ["FEWEST_COMPILED_ENTRIES", "compiled"]
 
 #: entries from which what is gained is worth the compiler's seconds: the function takes milliseconds eagerly
-MIN_ENTRIES = 1 << 20
-
-
-def gains_from_compiling(x: Tensor) -> bool:
-    """Whether a function of tensors like x is compiled: large plain ones, where there is a compiler."""
-    return x.numel() >= MIN_ENTRIES and is_plain(x) and not torch._dynamo.config.disable and has_compiler()
+FEWEST_COMPILED_ENTRIES = 1 << 20
 
 
 @functools.cache

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from relinear.kernels.compiled import compiled, gains_from_compiling
+from relinear.kernels.choice import against_transposed_copy, took
+from relinear.kernels.cpu.compiled import compiled
 
 __all__ = ["weight_gradient"]
 
@@ -23,7 +23,9 @@ def weight_gradient(grad: Tensor, x: Tensor, total: Tensor | None = None) -> Ten
     A CPU's bfloat16 product takes twice as long where its first matrix is a transposed view, more than a compiled copy
     of it costs.
     """
-    if grad.dtype == x.dtype == torch.bfloat16 and gains_from_compiling(grad):
+    reason = against_transposed_copy(grad, x)
+    took("weight's gradient", "product of a view" if reason else "product of a copy", grad, copy=reason)
+    if not reason:
         if x.shape[1] * NARROW <= grad.shape[1]:
             part = (x.T.contiguous() @ grad).T
             return part if total is None else total.add_(part)

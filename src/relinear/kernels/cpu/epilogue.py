@@ -10,22 +10,16 @@ import functools
 import torch
 from torch import Tensor
 
-from relinear.kernels.native import is_plain
-
-__all__ = ["gates_in_products", "linear_product", "linear_sigmoid"]
+__all__ = ["FEWEST_GATED_ENTRIES", "has_bfloat16_products", "linear_product", "linear_sigmoid"]
 
 #: entries of a result from which oneDNN's own overhead does not count
-MIN_ENTRIES = 1 << 16
+FEWEST_GATED_ENTRIES = 1 << 16
 
 
 @functools.cache
-def _has_bfloat16() -> bool:
+def has_bfloat16_products() -> bool:
+    """Whether oneDNN multiplies bfloat16 on this processor, which the functions below need."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def gates_in_products(x: Tensor, entries: int) -> bool:
-    """Whether the functions below take inputs like x (N, I), for a result of so many entries."""
-    return x.dtype == torch.bfloat16 and entries >= MIN_ENTRIES and is_plain(x) and _has_bfloat16()
 
 
 def linear_sigmoid(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

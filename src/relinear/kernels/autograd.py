@@ -1,4 +1,6 @@
-"""What the kernels' own autograd functions share: derivatives beyond the first, results that may change in place.
+"""What autograd functions of our own share: autocast, derivatives beyond the first, results that may change in place.
+
+torch does not know how to lower them under autocast: ``lowered`` does.
 
 A backward pass written by hand is no part of any graph. Where a graph of it is wanted (``create_graph=True``), or where
 torch maps over several gradients at once, the gradients are those of the reference instead, which is made of torch's
@@ -16,7 +18,16 @@ from torch import Tensor
 
 from relinear.kernels.choice import is_transformed
 
-__all__ = ["differentiable_as", "kept", "save", "was_changed"]
+__all__ = ["differentiable_as", "kept", "lowered", "save", "was_changed"]
+
+
+def lowered(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """The tensors as autocast would hand them to a matrix product (double precision stays); as they are without it."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return x, *others
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (x, *others))
 
 
 def save(ctx: Any, inputs: Sequence[Any], *results: Tensor | None) -> None:

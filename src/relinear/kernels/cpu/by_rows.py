@@ -10,16 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relinear.kernels.autocast import lowered
-from relinear.kernels.choice import needs_reference
-from relinear.kernels.chunks import CHUNK_BYTES, row_chunks
-from relinear.kernels.derivatives import differentiable_as, save
-from relinear.kernels.native import is_plain
+from relinear.kernels.autograd import differentiable_as, lowered, save
+from relinear.kernels.choice import against_portions, took
+from relinear.kernels.cpu.portions import PORTION_BYTES, row_portions
 
 __all__ = ["by_rows"]
 
 #: entries of an input from which on it is taken in portions
-MIN_ENTRIES = 1 << 20
+FEWEST_ENTRIES_IN_PORTIONS = 1 << 20
 
 
 def by_rows(function: Callable[..., Tensor], x: Tensor, out_features: int, *parameters: Tensor | None) -> Tensor:
@@ -34,7 +32,9 @@ def by_rows(function: Callable[..., Tensor], x: Tensor, out_features: int, *para
         out_features: O.
         parameters: what else ``function`` takes.
     """
-    if x.numel() < MIN_ENTRIES or needs_reference() or not is_plain(x):
+    reason = against_portions(x, FEWEST_ENTRIES_IN_PORTIONS)
+    took("steps of a linear map", "whole" if reason else "by portions of rows", x, portions=reason)
+    if reason:
         return function(x, *parameters)
     rows, *given = lowered(x.reshape(-1, x.shape[-1]), *parameters)
     with torch.autocast(x.device.type, enabled=False):
@@ -43,8 +43,8 @@ def by_rows(function: Callable[..., Tensor], x: Tensor, out_features: int, *para
 
 
 def _portions(x: Tensor, out_features: int) -> list[slice]:
-    """Rows of ``CHUNK_BYTES`` at a time, fewer where outputs are wider: up to twice as much of those."""
-    return row_chunks(x, min(CHUNK_BYTES, 2 * CHUNK_BYTES * x.shape[1] // max(1, out_features)))
+    """Rows of ``PORTION_BYTES`` at a time, fewer where outputs are wider: up to twice as much of those."""
+    return row_portions(x, min(PORTION_BYTES, 2 * PORTION_BYTES * x.shape[1] // max(1, out_features)))
 
 
 def _forward(function: Callable[..., Tensor], out_features: int, x: Tensor, *parameters: Tensor | None) -> Tensor:

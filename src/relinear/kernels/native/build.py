@@ -1,0 +1,113 @@
+"""Builds the C++ kernels with torch's extension loader at their first use, and keeps them on disk."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from relinear.system.machine import cpu_features
+
+__all__ = ["has_compiler", "is_built", "is_loaded"]
+
+SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+HEADER = Path(__file__).with_name("vectors.h")
+#: Apple's compiler has no OpenMP of its own, without which torch's headers run the kernels on one thread
+OPENMP = [] if sys.platform == "darwin" else ["-fopenmp"]
+NATIVE = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
+FLAGS = ["-O3", NATIVE, "-fno-math-errno", "-fno-trapping-math", *OPENMP]
+
+
+@functools.cache
+def has_compiler() -> bool:
+    """Whether compiled kernels are wanted and there is a C++ compiler for them: that of CXX, or g++, or clang++."""
+    wanted = os.environ.get("RELINEAR_COMPILE_KERNELS", "1") != "0" and os.name == "posix"
+    return wanted and any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
+
+
+def is_built() -> bool:
+    """Whether no build has to be waited for: kernels were asked for before, or were on disk when this first was."""
+    return is_loaded.cache_info().currsize > 0 or _was_built()
+
+
+@functools.cache
+def _was_built() -> bool:
+    return _library_path().exists()
+
+
+@functools.cache
+def is_loaded() -> bool:
+    """Whether the kernels can be called: loaded, and built where they have to be, when this is first asked."""
+    try:
+        path = _library_path()
+        if path.exists():
+            torch.ops.load_library(path)
+        else:
+            _build(path)
+    except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
+        warnings.warn(
+            f"the C++ kernels could not be built and torch's operations run instead, which are slower: {error}; "
+            "set RELINEAR_COMPILE_KERNELS=0 to skip the attempt",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def _library_path() -> Path:
+    """Where the compiled kernels are kept: a name for what they depend on, this processor included."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions"
+    texts = [path.read_text(encoding="utf-8") for path in (*SOURCES, HEADER)]
+    depends = [
+        *texts,
+        *FLAGS,
+        torch.__version__,
+        platform.machine(),
+        *(sorted(cpu_features()) or [platform.processor()]),
+    ]
+    key = hashlib.sha256("\0".join(depends).encode()).hexdigest()[:16]
+    return Path(root) / "relinear" / f"kernels-{key}.so"
+
+
+def _build(path: Path) -> None:
+    """Build and load the kernels. Any number of processes may do so at once, and be killed meanwhile."""
+    from torch.utils.cpp_extension import load
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder, _ninja_on_path():
+        load(
+            "relinear_kernels",
+            [str(path) for path in SOURCES],
+            extra_cflags=FLAGS,
+            extra_ldflags=OPENMP,
+            build_directory=folder,
+            is_python_module=False,
+        )
+        os.replace(Path(folder) / "relinear_kernels.so", path)
+
+
+@contextmanager
+def _ninja_on_path() -> Iterator[None]:
+    """torch looks for ninja on the path, where that of an environment that is not activated is missing."""
+    before = os.environ.get("PATH", "")
+    if shutil.which("ninja") is None and importlib.util.find_spec("ninja") is not None:
+        import ninja
+
+        os.environ["PATH"] = os.pathsep.join([before, ninja.BIN_DIR])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
