@@ -82,4 +82,4 @@ def block_hadamard(x: Tensor, blocks: Sequence[Tensor], out_features: int, bias:
         y = y[..., :out_features]
         return y if bias is None else y + bias
 
-    return by_rows(product, x, out_features, bias, *blocks)
+    return by_rows("block_hadamard", product, x, out_features, bias, *blocks)

@@ -77,7 +77,7 @@ def ccl(
     given = h, mix, gated_bias, features, output_gate, output_gate_bias
     shared = "a context that several sequences share" if h.shape[:-1] != features.shape[:-1] else ""
     whole = against_opaque() or shared
-    took("ccl's output gate", "reference" if whole else "product and gate as one", h, one=whole)
+    took("ccl's output gate", "reference" if whole else "product and gate as one", h, opaque=whole)
     y = _reference(*given) if whole else _gated_linear(*given)
     return y if gate_bias or bias is None else y + bias
 

@@ -4,7 +4,7 @@ A twin (a function of ``kernels`` with the name and the signature of its referen
 the reference itself, torch's operations in another order or in portions, kernels in Triton or C++, a dense matrix.
 A question ``against_...`` returns what speaks against a form, in words, and "" where it runs.
 
-The logger ``relinear.forms`` tells at level DEBUG what was chosen and what spoke against the rest, once a shape;
+The logger ``relinear.forms``, set to DEBUG itself, tells what was chosen and what spoke against the rest, once a shape;
 ``RELINEAR_LOG=forms`` in the environment, read at import, prints it to stderr.
 """
 
@@ -82,7 +82,8 @@ def took(part: str, form: str, x: Tensor, **against: str) -> None:
         x: what was asked with: its shape, dtype and device are told, and each is told of once.
         against: the other forms and what spoke against them; "" says nothing.
     """
-    if torch.compiler.is_compiling() or not FORMS.isEnabledFor(logging.DEBUG):
+    # the logger's own level, without its parents': asked in every forward pass, it may take no time
+    if torch.compiler.is_compiling() or not FORMS.level or not FORMS.isEnabledFor(logging.DEBUG):
         return
     shape = " x ".join(str(size) for size in x.shape) or "a number"
     _tell(part, form, f"{shape}, {str(x.dtype).removeprefix('torch.')}, {x.device.type}", against)
@@ -322,10 +323,10 @@ def prefers_dense_to(
 
 
 def _took_dense(dense: bool, kind: str, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
-    if FORMS.isEnabledFor(logging.DEBUG):
+    if FORMS.level and FORMS.isEnabledFor(logging.DEBUG):
         form, other = ("dense matrix", "structured") if dense else ("structured", "dense matrix")
         given = f"{in_features} -> {out_features}, some {tokens} tokens, {str(dtype).removeprefix('torch.')}"
-        _tell(f"{kind} in inference", form, given, {other: "measured to be slower"})
+        _tell(f"{kind} in inference", form, given, {other: "slower by what was measured"})
     return dense
 
 

@@ -60,7 +60,7 @@ def hdpl(
 
         return fused.hdpl(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise)
     opaque = against_opaque()
-    took("hdpl", "reference" if opaque else "products in place", x, triton=triton, place=opaque)
+    took("hdpl", "reference" if opaque else "products in place", x, triton=triton, opaque=opaque)
     if opaque:
         return reference.hdpl(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise)
     leading, kind = x.shape[:-1], x.device.type

@@ -18,4 +18,4 @@ def monarch(x: Tensor, right: Tensor, left: Tensor, out_features: int, bias: Ten
     def product(x: Tensor, right: Tensor, left: Tensor, bias: Tensor | None) -> Tensor:
         return reference.monarch(x, right, left, out_features, bias)
 
-    return by_rows(product, x, out_features, right, left, bias)
+    return by_rows("monarch", product, x, out_features, right, left, bias)

@@ -136,7 +136,7 @@ class _SandwichSum(torch.autograd.Function):
 def shared_sandwich_sum(x: Tensor, left: Tensor, right: Tensor, count: int = 1) -> Tensor:
     """``functional.rotor.shared_sandwich_sum`` (same arguments and result)."""
     opaque = against_opaque()
-    took("rotor", "reference" if opaque else "two products a term, by portions", x, portions=opaque)
+    took("rotor", "reference" if opaque else "two products a term, by portions", x, opaque=opaque)
     if opaque:
         return reference.shared_sandwich_sum(x, left, right, count)
     if torch.is_grad_enabled() and (x.requires_grad or left.requires_grad or right.requires_grad):

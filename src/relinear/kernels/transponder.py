@@ -260,7 +260,7 @@ def modulated_linear(
 
         return transponder.modulated_linear(x, weight, bias, down, channel, scalar, channel_alpha, scalar_alpha)
     if is_transformed():
-        took("transponder", "reference", x, triton=triton, one="torch.func or a derivative in forward mode")
+        took("transponder", "reference", x, triton=triton, opaque="torch.func or a derivative in forward mode")
         return reference.modulated_linear(x, weight, bias, down, channel, scalar, channel_alpha, scalar_alpha)
     if channel is None:
         native = "no channel gate"

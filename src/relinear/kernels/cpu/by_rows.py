@@ -20,20 +20,23 @@ __all__ = ["by_rows"]
 FEWEST_ENTRIES_IN_PORTIONS = 1 << 20
 
 
-def by_rows(function: Callable[..., Tensor], x: Tensor, out_features: int, *parameters: Tensor | None) -> Tensor:
+def by_rows(
+    name: str, function: Callable[..., Tensor], x: Tensor, out_features: int, *parameters: Tensor | None
+) -> Tensor:
     """function(x, *parameters), in portions where x is large and on a CPU.
 
     The backward pass computes the steps of each portion again, so that it needs the memory of its inputs and its
     result, whatever lies between.
 
     Args:
+        name: the operator, for ``choice.took``.
         function: of torch operations, acts on every row of x by itself, without random numbers.
         x: (..., I).
         out_features: O.
         parameters: what else ``function`` takes.
     """
     reason = against_portions(x, FEWEST_ENTRIES_IN_PORTIONS)
-    took("steps of a linear map", "whole" if reason else "by portions of rows", x, portions=reason)
+    took(name, "whole" if reason else "by portions of rows", x, portions=reason)
     if reason:
         return function(x, *parameters)
     rows, *given = lowered(x.reshape(-1, x.shape[-1]), *parameters)
