@@ -354,7 +354,7 @@ class OperatorConformance:
             with FlopCounterMode(display=False) as counter:
                 call(module, x, context)
             counted = counter.get_total_flops() / 64
-            # The counter sees products only; a fast form may need a few more or less of them than the formula.
+            # The counter sees products only; a twin may need a few more or less of them than the formula.
             assert 0.5 * counted <= module.flops_per_token() <= 2 * counted + 64 * sum(shape)
 
     def test_resized_is_a_valid_setting(self, case: Case) -> None:
