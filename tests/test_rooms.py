@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "compare": {"core", "surgery", "models", "data", "train", "analysis", "system"},
 }
 MAY_IMPORT["bench"] = set(MAY_IMPORT)
+MAY_IMPORT["studies"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = {*MAY_IMPORT, ""}  # "" is the package itself, as a user imports it
 
 

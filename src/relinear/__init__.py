@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from relinear.evaluate import perplexity as perplexity
     from relinear.models import from_preset as from_preset
     from relinear.models import preset_names as preset_names
+    from relinear.models.cgt import CGTConfig as CGTConfig
     from relinear.models.cgt import CGTForCausalLM as CGTForCausalLM
     from relinear.models.cgt import CGTForRegression as CGTForRegression
-    from relinear.models.cgt_config import CGTConfig as CGTConfig
-    from relinear.models.specialize import specialize as specialize
+    from relinear.models.cgt.specialize import specialize as specialize
     from relinear.operators import CCL as CCL
     from relinear.operators import HDPL as HDPL
     from relinear.operators import BlockHadamard as BlockHadamard
@@ -108,8 +108,8 @@ _LAZY = {
     "preset_names": "relinear.models",
     "CGTForCausalLM": "relinear.models.cgt",
     "CGTForRegression": "relinear.models.cgt",
-    "CGTConfig": "relinear.models.cgt_config",
-    "specialize": "relinear.models.specialize",
+    "CGTConfig": "relinear.models.cgt",
+    "specialize": "relinear.models.cgt.specialize",
     "AttachmentConfig": "relinear.core.attachment",
     "aux_losses": "relinear.core.aux",
     "register": "relinear.core.config",

@@ -3,7 +3,7 @@
 ``import relinear`` sees to it that this is imported in time (``relinear.first_use``), and not before.
 """
 
-import relinear.models.cgt_config  # the configuration, to transformers' Auto classes
+import relinear.models.cgt  # the configuration, to transformers' Auto classes
 import relinear.models.head_bias
 import relinear.operators
 import relinear.residual

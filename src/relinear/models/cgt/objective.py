@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from relinear.core.aux import share_of_batch
 from relinear.core.config import check_at_least, check_choice
-from relinear.models import cgt_losses
+from relinear.models.cgt import losses
 
 __all__ = ["CGTObjective", "GuidedTraining", "auxiliary_loss", "draw_splits", "real_positions", "rest_of"]
 
@@ -189,10 +189,10 @@ class CGTObjective:
     def prior(self, length: int) -> Tensor:
         """The (T, T) covariance of the prior, in float64."""
         if self.kernel == "rbf":
-            return cgt_losses.rbf_kernel(length, self.kernel_scale, self.kernel_nu)
+            return losses.rbf_kernel(length, self.kernel_scale, self.kernel_nu)
         if self.kernel == "exponential":
-            return cgt_losses.exponential_kernel(length, self.kernel_scale)
-        return cgt_losses.estimation_kernel(length, self.kernel_scale)
+            return losses.exponential_kernel(length, self.kernel_scale)
+        return losses.estimation_kernel(length, self.kernel_scale)
 
     def regularizers(
         self, context: Tensor, log_variance: Tensor | None, batch: Mapping[str, Tensor] | None = None
@@ -209,31 +209,25 @@ class CGTObjective:
         if self.continuity or self.decorrelation:
             shape = self.profile
             weights = (
-                cgt_losses.kernel_profile(self.prior(length))
-                if shape == "kernel"
-                else cgt_losses.profile(shape, length)
+                losses.kernel_profile(self.prior(length)) if shape == "kernel" else losses.profile(shape, length)
             ).to(context.device)
             if self.continuity:
-                terms["continuity"] = self.continuity * cgt_losses.continuity(
-                    context, weights, real=real, shares=shares
-                )
+                terms["continuity"] = self.continuity * losses.continuity(context, weights, real=real, shares=shares)
             if self.decorrelation:
-                terms["decorrelation"] = self.decorrelation * cgt_losses.decorrelation(context, weights, real=real)
+                terms["decorrelation"] = self.decorrelation * losses.decorrelation(context, weights, real=real)
         if self.kl or self.matching:
             prior = self.prior(length).to(context.device)
             if self.kl:
                 if log_variance is None:
                     raise ValueError("kl needs the variance of y: build the model with variational=True")
-                terms["kl"] = self.kl * cgt_losses.gaussian_process_kl(
+                terms["kl"] = self.kl * losses.gaussian_process_kl(
                     context, log_variance, prior, real=real, shares=shares
                 )
             if self.matching:
                 chosen = torch.randperm(length, device=context.device)[: self.matching_positions].sort().values
-                terms["matching"] = self.matching * cgt_losses.gaussian_process_matching(
-                    context, prior, chosen, real=real
-                )
+                terms["matching"] = self.matching * losses.gaussian_process_matching(context, prior, chosen, real=real)
         if self.moments:
-            terms["moments"] = self.moments * cgt_losses.moment_matching(context, real=real)
+            terms["moments"] = self.moments * losses.moment_matching(context, real=real)
         return terms
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Any]:
