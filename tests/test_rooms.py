@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import relinear
+from relinear.analysis.analyses import ANALYSES
 from relinear.core.operator import OperatorConfig
 
 SOURCE = Path(relinear.__file__).parent
@@ -121,6 +122,13 @@ def test_an_operator_has_the_name_of_its_files() -> None:
     for kind, config in own.items():
         assert config.__module__ == f"relinear.operators.{kind}"
         assert (SOURCE / "functional" / f"{kind}.py").is_file()
+
+
+def test_an_analysis_is_the_file_of_its_name() -> None:
+    assert [name for name in ANALYSES if not (SOURCE / "analysis" / f"{name}.py").is_file()] == []
+    for path in (SOURCE / "analysis").glob("*.py"):
+        functions = {n.name for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef)}
+        assert (functions >= {"applies", "run"}) == (path.stem in ANALYSES), path
 
 
 def test_every_file_is_in_the_wheel() -> None:
