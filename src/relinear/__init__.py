@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from relinear.core.latents import intervene as intervene
     from relinear.core.latents import latents as latents
     from relinear.core.latents import moment_alignment as moment_alignment
+    from relinear.core.objective import ObjectiveConfig as ObjectiveConfig
     from relinear.core.operator import NotLinearError as NotLinearError
     from relinear.core.operator import Operator as Operator
     from relinear.core.operator import OperatorConfig as OperatorConfig
@@ -122,6 +123,7 @@ _LAZY = {
     "intervene": "relinear.core.latents",
     "latents": "relinear.core.latents",
     "moment_alignment": "relinear.core.latents",
+    "ObjectiveConfig": "relinear.core.objective",
     "NotLinearError": "relinear.core.operator",
     "Operator": "relinear.core.operator",
     "OperatorConfig": "relinear.core.operator",

@@ -26,6 +26,7 @@ from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 from relinear.core.aux import aux_losses, operator_metrics, share_of_batch
 from relinear.core.inference import keeping_for_inference
 from relinear.core.modes import evaluating
+from relinear.core.objective import GuidedTraining
 from relinear.core.record import sync_record
 from relinear.system.machine import fast_bfloat16
 from relinear.train.optim import build_optimizer, build_schedule
@@ -213,7 +214,9 @@ class RelinearTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _note_terms(self, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
-        terms = aux_losses(self._plain_model)
+        terms = dict(aux_losses(self._plain_model))
+        if isinstance(self._plain_model, GuidedTraining):  # "ce" is what is left when the others are taken off
+            terms |= {name: value for name, value in self._plain_model.terms.items() if name != "ce"}
         if terms:
             kwargs = {**inputs, "num_items_in_batch": num_items_in_batch}
             weighted = num_items_in_batch is not None
