@@ -140,3 +140,28 @@ def test_every_file_is_in_the_wheel() -> None:
     files = {path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     assert {path for path in files if path.suffix != ".py"} == named
     assert {path.parent for path in files if path.suffix == ".py"} <= {p.parent for p in SOURCE.rglob("__init__.py")}
+
+
+def names_of(path: Path) -> set[str] | None:
+    """The ``__all__`` of a file; None where there is none that can be read off."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            try:
+                return set(ast.literal_eval(node.value))
+            except ValueError:
+                return None
+    return None
+
+
+def test_what_another_file_imports_is_in_all() -> None:
+    paths = {module_name(path): path for path in SOURCE.rglob("*.py")}
+    public = {name: names_of(path) for name, path in paths.items()}
+    past = [
+        f"{name} imports {alias.name} of {node.module}"
+        for name, path in paths.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and public.get(str(node.module)) is not None
+        for alias in node.names
+        if alias.name not in (public[str(node.module)] or ()) and f"{node.module}.{alias.name}" not in paths
+    ]
+    assert past == []

@@ -8,10 +8,13 @@ from typing import Any
 __all__ = [
     "find_model",
     "load_model",
+    "named_entries",
     "operator_mapping",
     "parse_layers",
     "parse_operators",
+    "parse_seeds",
     "prepare_process",
+    "set_if_given",
 ]
 
 _MOST_LAYERS = 100_000

@@ -23,7 +23,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
-from relinear.core.aux import aux_losses, operator_metrics, share_of_batch
+from relinear.core.aux import IGNORED_LABEL, aux_losses, operator_metrics, share_of_batch
 from relinear.core.inference import keeping_for_inference
 from relinear.core.modes import evaluating
 from relinear.core.objective import GuidedTraining
@@ -34,7 +34,6 @@ from relinear.train.settings import FitSettings
 
 __all__ = ["NonFiniteLossError", "RelinearTrainer", "SteadySampler", "last_checkpoint", "training_dtype"]
 
-IGNORED_LABEL = -100
 _RANK_SEEDS = 2_654_435_761  # far from one rank's seed to the next: seeds that users choose are close together
 _PARTIAL = ".partial"  # checkpoints are written here and renamed when they are whole
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from relinear.system.machine import cpu_features
 
-__all__ = ["MAX_RANK", "has_compiler", "is_plain", "kernels", "runs_native"]
+__all__ = ["MAX_RANK", "MIN_ENTRIES", "has_compiler", "is_plain", "kernels", "runs_native"]
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADER = Path(__file__).with_name("vectors.h")

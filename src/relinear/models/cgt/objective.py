@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from relinear.core.aux import IGNORED_LABEL
 from relinear.core.config import check_at_least, check_choice, check_type, register
 from relinear.core.objective import GuidedTraining, ObjectiveConfig
 from relinear.models.cgt import losses
@@ -18,7 +19,7 @@ from relinear.models.cgt import losses
 __all__ = ["CGTObjective", "GuidedTraining", "auxiliary_loss", "draw_splits", "real_positions", "rest_of"]
 
 #: what marks a position that does not count, by the name of a batch's entry
-_PADDING = {"labels": -100, "target_mask": 0}
+_PADDING = {"labels": IGNORED_LABEL, "target_mask": 0}
 
 
 def draw_splits(
