@@ -18,13 +18,13 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 import relinear
-from relinear.analysis import cgt_plots, cgt_tasks, cgt_text
 from relinear.analysis.plots import save_figure
-from relinear.data.tasks import ArithmeticTask
+from relinear.models.cgt.objective import CGTObjective, GuidedTraining
+from relinear.studies.cgt import contexts, measures, plots
+from relinear.studies.cgt.tasks import ArithmeticTask
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import describe_machine
 from relinear.train import FitSettings, fit
-from relinear.train.cgt_objectives import CGTObjective, GuidedTraining
 
 COLUMNS = {
     "baseline": None,
@@ -51,7 +51,7 @@ class Accuracies(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.every == 0:
-            measured = cgt_tasks.answer_accuracy(self.model, self.task, 128)
+            measured = measures.answer_accuracy(self.model, self.task, 128)
             row = {name: dataclasses.asdict(value) for name, value in measured.items()}
             self.rows.append({"step": state.global_step, **row})
             print(state.global_step, {k: round(v["symbols"], 3) for k, v in row.items()}, flush=True)
@@ -139,10 +139,10 @@ def run(options):
         objective = CGTObjective(splits=ends, shared_split=True, **given)
     began = time.time()
     result = fit(model if objective is None else GuidedTraining(model, objective), train, settings, callbacks=[curve])
-    report = cgt_tasks.arithmetic_report(model, test, 512)
+    report = measures.arithmetic_report(model, test, 512)
     if objective is None:
         for token in "=|":
-            layers = cgt_tasks.task_vector_accuracy(model, test, token, 256)
+            layers = measures.task_vector_accuracy(model, test, token, 256)
             report[f"task_vectors {token}"] = [dataclasses.asdict(layer) for layer in layers]
     print(options.column, options.seed, json.dumps(report), flush=True)
     write_json(
@@ -205,7 +205,7 @@ def collect(options):
     write_text(options.out / "table.md", "\n".join(lines) + "\n")
     print("\n".join(lines))
     for measure in ("symbols", "answers"):
-        figure = cgt_plots.accuracy_figure({c: [r["report"] for r in found] for c, found in rows.items()}, measure)
+        figure = plots.accuracy_figure({c: [r["report"] for r in found] for c, found in rows.items()}, measure)
         save_figure(figure, options.out / f"accuracy-{measure}")
     # one kept model of each column that has a context
     kept = {c: sorted((options.out / "models").glob(f"{c}-[0-9]")) for c, given in COLUMNS.items() if given is not None}
@@ -218,15 +218,15 @@ def collect(options):
     for column, folder in saved.items():
         model = relinear.CGTForCausalLM.from_pretrained(folder)
         y = model.context(ids)
-        maps[column] = cgt_text.dot_products(y)
-        spectra[column] = cgt_text.spectrum(y)
+        maps[column] = contexts.dot_products(y)
+        spectra[column] = contexts.spectrum(y)
         if column == "aux+reg":
             hidden = torch.from_numpy(np.concatenate([test.coefficients(i)[-1:] for i in range(256)]))
-            probe = cgt_tasks.linear_probe(y[:, -1], hidden)
-            save_figure(cgt_plots.probe_figure(probe.predicted, probe.truth), options.out / "probe")
+            probe = measures.linear_probe(y[:, -1], hidden)
+            save_figure(plots.probe_figure(probe.predicted, probe.truth), options.out / "probe")
     joints = range(test.example_length, test.length, test.example_length)
-    save_figure(cgt_plots.dot_product_figure(maps, joints), options.out / "dot-products")
-    save_figure(cgt_plots.spectrum_figure(spectra), options.out / "spectra")
+    save_figure(plots.dot_product_figure(maps, joints), options.out / "dot-products")
+    save_figure(plots.spectrum_figure(spectra), options.out / "spectra")
 
 
 def main():

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 import relinear
-from relinear.analysis import cgt_plots, cgt_tasks
 from relinear.analysis.plots import save_figure
-from relinear.data.tasks import RegressionTask
+from relinear.models.cgt.objective import CGTObjective, GuidedTraining
+from relinear.studies.cgt import measures, plots
+from relinear.studies.cgt.tasks import RegressionTask
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import describe_machine
 from relinear.train import FitSettings, fit
-from relinear.train.cgt_objectives import CGTObjective, GuidedTraining
 
 
 def main():
@@ -89,8 +89,8 @@ def main():
     )
     began = time.time()
     result = fit(GuidedTraining(model, objective), train, settings)
-    errors = cgt_tasks.regression_errors(model, test, options.freeze_after, options.samples)
-    ridge = cgt_tasks.ridge_errors(test, options.samples)
+    errors = measures.regression_errors(model, test, options.freeze_after, options.samples)
+    ridge = measures.ridge_errors(test, options.samples)
     rows = [
         "| examples | ridge | dynamic | dynamic / ridge | specialised | specialised / dynamic |",
         "|" + " --- |" * 6,
@@ -102,7 +102,7 @@ def main():
         rows.append(f"| {k} | " + " | ".join(cells) + " |")
     print("\n".join(rows))
     write_text(options.out / "table.md", "\n".join(rows) + "\n")
-    save_figure(cgt_plots.regression_figure(errors, ridge, noise=options.noise), options.out / "errors")
+    save_figure(plots.regression_figure(errors, ridge, noise=options.noise), options.out / "errors")
     write_json(
         options.out / "run.json",
         {

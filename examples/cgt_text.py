@@ -18,14 +18,14 @@ import numpy as np
 import torch
 
 import relinear
-from relinear.analysis import cgt_plots, cgt_text
 from relinear.analysis.plots import save_figure
-from relinear.data.tasks import TextMixture
 from relinear.data.tokenizers import load_tokenizer, train_bpe, vocabulary_size
+from relinear.models.cgt.objective import CGTObjective, GuidedTraining
+from relinear.studies.cgt import contexts, plots
+from relinear.studies.cgt.tasks import TextMixture
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import describe_machine
 from relinear.train import FitSettings, fit
-from relinear.train.cgt_objectives import CGTObjective, GuidedTraining
 
 OBJECTIVES = {
     "no-aux": {"eta": 1.0},
@@ -152,32 +152,32 @@ def figures(options):
     report, maps, spectra = {}, {}, {}
     for name, model in models.items():
         ids = excerpts(documents, options.length, options.samples, 0)
-        losses = cgt_text.losses_by_position(model, ids, options.length // 3)
-        vectors = np.concatenate([cgt_text.document_context(model, reading[a]).numpy() for a in authors])
+        losses = contexts.losses_by_position(model, ids, options.length // 3)
+        vectors = np.concatenate([contexts.document_context(model, reading[a]).numpy() for a in authors])
         y = model.context(text[None])[0].numpy()
-        maps[name] = cgt_text.dot_products(model.context(text[None]))
-        spectra[name] = cgt_text.spectrum(model.context(ids))
+        maps[name] = contexts.dot_products(model.context(text[None]))
+        spectra[name] = contexts.spectrum(model.context(ids))
         centres = torch.from_numpy(vectors).view(len(authors), per_author, -1).mean(1)
-        shifts = cgt_text.token_shifts(model, reading[authors[0]][:8], centres[0], centres[-1], 15)
+        shifts = contexts.token_shifts(model, reading[authors[0]][:8], centres[0], centres[-1], 15)
         report[name] = {
             "loss": {key: float(values.mean()) for key, values in losses.items()},
             "first_16": {key: float(values[:16].mean()) for key, values in losses.items()},
-            "clusters": cgt_text.clustering_scores(vectors, classes),
+            "clusters": contexts.clustering_scores(vectors, classes),
             "rising_tokens": {
                 "from": authors[0],
                 "to": authors[-1],
                 "tokens": [[tokenizer.decode([token]), round(value, 3)] for token, value in shifts],
             },
         }
-        save_figure(cgt_plots.position_figure(losses), options.out / f"{name}-positions")
-        save_figure(cgt_plots.context_figure(y, [cut]), options.out / f"{name}-context")
+        save_figure(plots.position_figure(losses), options.out / f"{name}-positions")
+        save_figure(plots.context_figure(y, [cut]), options.out / f"{name}-context")
         scores = report[name]["clusters"]
         title = f"{name}: y of held-out excerpts, silhouette {scores['silhouette']:.2f}, nearest neighbour of the same "
         title += f"author {scores['neighbours']:.0%} (chance {scores['chance']:.0%})"
-        points = cgt_text.embed_2d(vectors)
-        save_figure(cgt_plots.clusters_figure(points, classes, authors, title), options.out / f"{name}-authors")
-    save_figure(cgt_plots.dot_product_figure(maps, [cut]), options.out / "dot-products")
-    save_figure(cgt_plots.spectrum_figure(spectra), options.out / "spectra")
+        points = contexts.embed_2d(vectors)
+        save_figure(plots.clusters_figure(points, classes, authors, title), options.out / f"{name}-authors")
+    save_figure(plots.dot_product_figure(maps, [cut]), options.out / "dot-products")
+    save_figure(plots.spectrum_figure(spectra), options.out / "spectra")
     write_json(options.out / "report.json", report | {"joined_documents": list(sources), "joined_at": cut})
     lines = [
         "| model | dynamic | frozen | moving average | silhouette | nearest neighbour (chance) |",

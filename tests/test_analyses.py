@@ -12,8 +12,9 @@ import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear.analysis.effective_rank import effective_rank, effective_ranks, operator_gram, realised_spectra
 from relinear.analysis.fingerprints import context_fingerprints
-from relinear.analysis.gates import gate_statistics, top_tokens
-from relinear.analysis.record_gates import record_contexts, record_gates
+from relinear.analysis.gates import gate_statistics
+from relinear.analysis.recording import record_contexts, record_gates
+from relinear.analysis.top_tokens import top_tokens
 from relinear.core.context import context_owner
 
 IDS = torch.randint(0, 96, (4, 24), generator=torch.Generator().manual_seed(1))

@@ -10,9 +10,10 @@ from torch import nn
 import relinear
 from relinear.bench import peers
 from relinear.bench.operators import Case, bench_case
+from relinear.bench.run import table
 from relinear.cli.main import main
 
-CASE = Case(in_features=32, out_features=86, tokens=5, dtype=torch.float32, mode="eager", passed="step")
+CASE = Case(in_features=32, out_features=86, tokens=5, dtype=torch.float32, mode="eager", phase="step")
 
 
 #: what a peer's published form does not do: outputs from 64 inputs
@@ -50,7 +51,7 @@ def test_contenders_that_are_wrong_are_reported_and_the_others_timed(monkeypatch
         assert measured[name].error is None
         assert measured[name].timing.seconds > 0
         assert measured[name].peak_bytes > 0
-    forward = bench_case(dataclasses.replace(CASE, passed="forward"), [], rounds=3)
+    forward = bench_case(dataclasses.replace(CASE, phase="forward"), [], rounds=3)
     assert [m.contender for m in forward] == ["dense"]
 
 
@@ -67,10 +68,17 @@ def test_command(tmp_path, capfd):
     assert "rotor" in out
     found = json.loads((tmp_path / "bench" / "bench.json").read_text())
     assert found["settings"]["rounds"] == 3
-    assert all(row["for_inference"] == (row["passed"] == "forward") for row in found["rows"])
+    assert all(row["for_inference"] == (row["phase"] == "forward") for row in found["rows"])
     assert "forward: inference after relinear.for_inference_" in out
     assert (tmp_path / "bench" / "bench.png").stat().st_size > 1000
     assert main(["bench", "--shapes", "64", "--out", str(tmp_path / "other")]) == 2
     assert "IN->OUT" in capfd.readouterr().err
     assert main(["bench", "--tokens", "0", "--out", str(tmp_path / "other")]) == 2
     assert "greater than 0" in capfd.readouterr().err
+
+
+def test_results_of_earlier_versions_are_read():
+    """Their rows call the phase ``passed``."""
+    row = {"contender": "x", "in_features": 4, "out_features": 4, "tokens": 1, "dtype": "float32", "mode": "eager"}
+    row |= {"ratio": 0.5}
+    assert table([row | {"passed": "step"}]) == table([row | {"phase": "step"}])

@@ -1,16 +1,16 @@
 """The benchmarks of contexts run, and report what they say they do."""
 
-from relinear.bench import cgt
+from relinear.studies.cgt import speed
 
 
 def test_benchmarks_at_a_tiny_size():
-    cost = cgt.modulation_cost(16, tokens=32, templates=2, rounds=2)
+    cost = speed.modulation_cost(16, tokens=32, templates=2, rounds=2)
     assert cost["ratio"] > 0
     assert cost["reference_ratio"] > 0
-    speed = cgt.specialized_speed(64, 3, tokens=24, vocabulary=40, rounds=2)
-    assert set(speed) == {"stock", "specialized", "frozen", "dynamic"}
-    assert speed["stock"]["speed"] == 1.0
-    (row,) = cgt.prefix_cost(64, 3, prefixes=(8,), query=4, vocabulary=40, rounds=2)
+    found = speed.specialized_speed(64, 3, tokens=24, vocabulary=40, rounds=2)
+    assert set(found) == {"stock", "specialized", "frozen", "dynamic"}
+    assert found["stock"]["speed"] == 1.0
+    (row,) = speed.prefix_cost(64, 3, prefixes=(8,), query=4, vocabulary=40, rounds=2)
     # 3 layers of x and 2 of y, keys and values, 8 tokens, 4 bytes
     assert row["cache_bytes"] == 2 * 8 * 4 * (3 * 64 + 2 * 128)
     assert -10 < row["query_saved"] < 1

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import relinear
-from relinear.analysis import cgt_plots, cgt_tasks, cgt_text
-from relinear.data.tasks import ArithmeticTask, RegressionTask
+from relinear.studies.cgt import contexts, measures, plots
+from relinear.studies.cgt.tasks import ArithmeticTask, RegressionTask
 from test_cgt import make_cgt
 
 
@@ -32,21 +32,21 @@ class Oracle(nn.Module):
 
 def test_accuracy_counts_answer_symbols(task):
     ids = task.batch(range(8))["input_ids"]
-    assert cgt_tasks.answer_accuracy(Oracle(ids), task, 8) == {"dynamic": cgt_tasks.Accuracy(1.0, 1.0)}
+    assert measures.answer_accuracy(Oracle(ids), task, 8) == {"dynamic": measures.Accuracy(1.0, 1.0)}
     # One wrong symbol, the sign, in the last answer of every second task: 1 of 4 symbols x 4 answers, 1 of 4 answers.
     wrong = torch.zeros(task.length, dtype=torch.bool)
     wrong[task.length - 1 - 4 - 1] = True
-    result = cgt_tasks.answer_accuracy(Oracle(ids, wrong), task, 8)["dynamic"]
+    result = measures.answer_accuracy(Oracle(ids, wrong), task, 8)["dynamic"]
     assert result.symbols == pytest.approx(15 / 16)
     assert result.answers == pytest.approx(3 / 4)
     # Errors in the first half do not count.
     early = torch.arange(task.length) < 10
-    assert cgt_tasks.answer_accuracy(Oracle(ids, early), task, 8)["dynamic"].symbols == 1.0
+    assert measures.answer_accuracy(Oracle(ids, early), task, 8)["dynamic"].symbols == 1.0
 
 
 def test_specialised_accuracy_is_the_specialised_models(task):
     model = make_cgt(vocab_size=16, n_positions=task.length)
-    result = cgt_tasks.answer_accuracy(model, task, 6)["specialized"]
+    result = measures.answer_accuracy(model, task, 6)["specialized"]
     right = []
     for index in range(6):
         ids = task[index]["input_ids"]
@@ -66,18 +66,18 @@ def test_variation_is_equation_four():
         delta = sample[2:] - sample[2:].mean(0)
         scaled = delta / delta.pow(2).sum(-1).mean().sqrt()
         values.append(np.mean([(scaled[s] - scaled[s - 1]).norm().item() for s in range(4, 8)]))
-    assert cgt_tasks.context_variation(y, slice(2, 6), slice(6, 10)) == pytest.approx(np.mean(values), rel=1e-5)
-    assert cgt_tasks.context_variation(torch.ones(2, 8, 3), slice(0, 4), slice(4, 8)) == 0
+    assert measures.context_variation(y, slice(2, 6), slice(6, 10)) == pytest.approx(np.mean(values), rel=1e-5)
+    assert measures.context_variation(torch.ones(2, 8, 3), slice(0, 4), slice(4, 8)) == 0
 
 
 def test_probe_finds_what_is_linear_and_only_that():
     hidden = torch.randn(400, 2)
     y = hidden @ torch.randn(2, 6) + 0.01 * torch.randn(400, 6)
-    good = cgt_tasks.linear_probe(y, hidden)
+    good = measures.linear_probe(y, hidden)
     assert good.error < 0.01
     assert min(good.r2) > 0.98
-    assert cgt_tasks.linear_probe(torch.randn(400, 6), hidden).error > 0.8
-    constant = cgt_tasks.linear_probe(y, torch.cat([hidden[:, :1], torch.ones(400, 1)], 1))
+    assert measures.linear_probe(torch.randn(400, 6), hidden).error > 0.8
+    constant = measures.linear_probe(y, torch.cat([hidden[:, :1], torch.ones(400, 1)], 1))
     assert constant.truth.shape[1] == 1
 
 
@@ -92,7 +92,7 @@ def test_ridge_is_scikit_learns():
         for n in range(1, 8):
             fit = linear_model.Ridge(alpha=0.25, fit_intercept=False).fit(x[:n], drawn["y"][:n])
             errors[n] += (fit.predict(x[n : n + 1]) - drawn["clean"][n]).item() ** 2 / 4
-    np.testing.assert_allclose(cgt_tasks.ridge_errors(task, 4), errors, rtol=1e-8)
+    np.testing.assert_allclose(measures.ridge_errors(task, 4), errors, rtol=1e-8)
 
 
 def test_regression_errors_of_frozen_and_dynamic_models():
@@ -102,7 +102,7 @@ def test_regression_errors_of_frozen_and_dynamic_models():
     )  # fmt: skip
     model = relinear.CGTForRegression(config).eval()
     task = RegressionTask(inputs=2, outputs=1, pairs=6, size=5)
-    errors = cgt_tasks.regression_errors(model, task, (2,), 5)
+    errors = measures.regression_errors(model, task, (2,), 5)
     assert errors["dynamic"].shape == (6,)
     assert errors["frozen_2"].shape == (4,)
     with torch.no_grad():
@@ -117,32 +117,32 @@ def test_task_vectors_are_transplanted(task, token, tiny_gpt2):
     ids = task.batch(range(4))["input_ids"]
     with torch.no_grad():
         before = tiny_gpt2(ids).logits
-        results = cgt_tasks.task_vector_accuracy(tiny_gpt2, task, token, 8)
+        results = measures.task_vector_accuracy(tiny_gpt2, task, token, 8)
         assert len(results) == 2
         assert all(0 <= result.answers <= result.symbols <= 1 for result in results)
         assert torch.equal(tiny_gpt2(ids).logits, before)
     with pytest.raises(ValueError, match="token"):
-        cgt_tasks.task_vector_accuracy(tiny_gpt2, task, "*", 8)
+        measures.task_vector_accuracy(tiny_gpt2, task, "*", 8)
 
 
 def test_losses_by_position():
     model, ids = make_cgt(), torch.randint(0, 50, (3, 20))
-    losses = cgt_text.losses_by_position(model, ids, 8, baseline=model)
+    losses = contexts.losses_by_position(model, ids, 8, baseline=model)
     assert all(values.shape == (11,) for values in losses.values())
     np.testing.assert_allclose(losses["baseline"], losses["dynamic"])
     with torch.no_grad():
         mean = model(ids[:, 8:], labels=ids[:, 8:], frozen_context=model.context(ids[:, :8])[:, -1]).loss
     assert losses["specialized"].mean() == pytest.approx(mean.item(), rel=1e-5)
-    frozen = cgt_text.losses_by_position(model, ids, 8, rate=0.0)
+    frozen = contexts.losses_by_position(model, ids, 8, rate=0.0)
     np.testing.assert_allclose(frozen["average"], frozen["specialized"])
 
 
 def test_dot_products_and_spectrum():
     y = torch.cat([torch.ones(2, 3, 1) * torch.tensor([1.0, 0.0]), torch.ones(2, 4, 1) * torch.tensor([0.0, 2.0])], 1)
     expected = np.kron(np.eye(2), np.ones((4, 4)))[1:, 1:]
-    np.testing.assert_allclose(cgt_text.dot_products(y), expected)
+    np.testing.assert_allclose(contexts.dot_products(y), expected)
     wave = torch.sin(2 * torch.pi * 3 * torch.arange(24) / 24)[None, :, None]
-    spectrum = cgt_text.spectrum(5 + wave)
+    spectrum = contexts.spectrum(5 + wave)
     assert spectrum.argmax() == 3
     assert spectrum[3] == pytest.approx(1.0)
 
@@ -151,18 +151,18 @@ def test_clustering_scores():
     pytest.importorskip("sklearn")
     centres, labels = np.eye(3).repeat(10, 0), np.arange(3).repeat(10)
     close = centres + 0.01 * np.random.default_rng(0).standard_normal(centres.shape)
-    good = cgt_text.clustering_scores(close, labels)
+    good = contexts.clustering_scores(close, labels)
     assert good["silhouette"] > 0.9
     assert good["neighbours"] == 1.0
     assert good["chance"] == pytest.approx(9 / 29)
-    assert cgt_text.clustering_scores(close, labels[::-1] * 0 + np.arange(30) % 3)["silhouette"] < 0.1
-    assert cgt_text.embed_2d(close).shape == (30, 2)
+    assert contexts.clustering_scores(close, labels[::-1] * 0 + np.arange(30) % 3)["silhouette"] < 0.1
+    assert contexts.embed_2d(close).shape == (30, 2)
 
 
 def test_token_shifts():
     model, ids = make_cgt(), torch.randint(0, 50, (2, 6))
     own, other = torch.randn(2, 12)
-    shifts = cgt_text.token_shifts(model, ids, own, other, top=5)
+    shifts = contexts.token_shifts(model, ids, own, other, top=5)
     with torch.no_grad():
         rise = sum(
             sign * model(ids, frozen_context=y.expand(2, -1)).logits for sign, y in ((1, other), (-1, own))
@@ -179,16 +179,29 @@ def test_figures(tmp_path):
     rows = {"baseline": [{"dynamic": accuracy}], "CGT": [{"dynamic": accuracy, "specialized": accuracy}] * 2}
     random = np.random.default_rng(0)
     figures = {
-        "regression": cgt_plots.regression_figure(
-            {"dynamic": np.ones(9), "frozen_4": np.ones(5)}, np.ones(9), noise=0.1
-        ),
-        "accuracy": cgt_plots.accuracy_figure(rows),
-        "probe": cgt_plots.probe_figure(random.random((20, 2)), random.random((20, 2))),
-        "maps": cgt_plots.dot_product_figure({"a": np.eye(5), "b": np.eye(5)}, [2]),
-        "context": cgt_plots.context_figure(random.random((30, 6)), [10]),
-        "position": cgt_plots.position_figure({"dynamic": np.ones(40), "specialized": np.ones(40)}),
-        "clusters": cgt_plots.clusters_figure(random.random((12, 2)), [0, 1, 2] * 4, ["x", "y", "z"], "title"),
-        "spectrum": cgt_plots.spectrum_figure({"a": random.random(9)}),
+        "regression": plots.regression_figure({"dynamic": np.ones(9), "frozen_4": np.ones(5)}, np.ones(9), noise=0.1),
+        "accuracy": plots.accuracy_figure(rows),
+        "probe": plots.probe_figure(random.random((20, 2)), random.random((20, 2))),
+        "maps": plots.dot_product_figure({"a": np.eye(5), "b": np.eye(5)}, [2]),
+        "context": plots.context_figure(random.random((30, 6)), [10]),
+        "position": plots.position_figure({"dynamic": np.ones(40), "specialized": np.ones(40)}),
+        "clusters": plots.clusters_figure(random.random((12, 2)), [0, 1, 2] * 4, ["x", "y", "z"], "title"),
+        "spectrum": plots.spectrum_figure({"a": random.random(9)}),
     }
     for name, figure in figures.items():
         assert all(path.stat().st_size > 1000 for path in save_figure(figure, tmp_path / name))
+
+
+def test_measuring_leaves_every_module_in_its_mode():
+    """Studies measure while they train: what was frozen in evaluation mode stays there, what trains goes on."""
+    task = ArithmeticTask(tasks=1, examples=2, digits=1, size=2)
+    model = make_cgt(vocab_size=16, n_positions=task.length).train()
+    plain = make_cgt(vocab_size=16).train()
+    model.transformer.drop.eval()
+    modes = [module.training for module in model.modules()]
+    ids = torch.randint(16, (2, 12))
+    measures.answer_accuracy(model, task, 2)
+    contexts.losses_by_position(model, ids, 6, baseline=plain)
+    contexts.token_shifts(model, ids, *torch.randn(2, model.config.context_size), top=3)
+    assert [module.training for module in model.modules()] == modes
+    assert plain.training

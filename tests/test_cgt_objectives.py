@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from relinear.models import cgt_losses as losses
-from relinear.train import FitSettings, fit
-from relinear.train.cgt_objectives import (
+from relinear.models.cgt import losses
+from relinear.models.cgt.objective import (
     CGTObjective,
     GuidedTraining,
     auxiliary_loss,
@@ -13,6 +12,7 @@ from relinear.train.cgt_objectives import (
     real_positions,
     rest_of,
 )
+from relinear.train import FitSettings, fit
 from test_cgt import make_cgt
 
 B, T, E = 4, 6, 3

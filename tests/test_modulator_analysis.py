@@ -6,7 +6,7 @@ import torch
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear.analysis.analyses import Subject, analyze
-from relinear.analysis.modulators import modulators, record_gates, variance_split
+from relinear.analysis.modulators import modulators, record_modulators, variance_split
 
 IDS = torch.randint(0, 96, (3, 20), generator=torch.Generator().manual_seed(2))
 
@@ -32,7 +32,7 @@ def test_record_holds_the_gates_that_the_model_used():
     seen = {}
     layer = model.model.layers[1].mlp.down_proj
     layer.register_forward_hook(lambda m, a, out: seen.update(x=a[0], y=out, z=m.base(a[0])))
-    record = record_gates(model, IDS, keep="down_proj", tokens=8)
+    record = record_modulators(model, IDS, keep="down_proj", tokens=8)
     name = "model.layers.1.mlp.down_proj"
     gate = record.channel[name] * record.scalar[name][:, None]
     torch.testing.assert_close(gate, (seen["y"] / seen["z"])[0, :8], rtol=1e-4, atol=1e-5)
@@ -70,8 +70,8 @@ def test_numbers_and_figures_are_written(make, operator, tmp_path):
 
 def test_a_model_without_modulators_is_refused():
     with pytest.raises(ValueError, match="no modulator"):
-        record_gates(make_tiny_llama(), IDS)
+        record_modulators(make_tiny_llama(), IDS)
     model = make_tiny_llama()
     relinear.replace_(model, {"q_proj": relinear.Transponder()})
     with pytest.raises(ValueError, match="q_proj"):
-        record_gates(model, IDS, keep="down_proj")
+        record_modulators(model, IDS, keep="down_proj")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import relinear
+from relinear.analysis.analyses import ANALYSES
 from relinear.core.operator import OperatorConfig
 
 SOURCE = Path(relinear.__file__).parent
@@ -34,6 +35,7 @@ MAY_IMPORT = {
     "compare": {"core", "surgery", "models", "data", "train", "analysis", "system"},
 }
 MAY_IMPORT["bench"] = set(MAY_IMPORT)
+MAY_IMPORT["studies"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = {*MAY_IMPORT, ""}  # "" is the package itself, as a user imports it
 
 
@@ -137,6 +139,13 @@ def test_an_operator_has_the_name_of_its_files() -> None:
         assert (SOURCE / "functional" / f"{kind}.py").is_file()
 
 
+def test_an_analysis_is_the_file_of_its_name() -> None:
+    assert [name for name in ANALYSES if not (SOURCE / "analysis" / f"{name}.py").is_file()] == []
+    for path in (SOURCE / "analysis").glob("*.py"):
+        functions = {n.name for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef)}
+        assert (functions >= {"applies", "run"}) == (path.stem in ANALYSES), path
+
+
 def test_every_file_is_in_the_wheel() -> None:
     settings = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())
     patterns = settings["tool"]["setuptools"]["package-data"]["relinear"]
@@ -146,3 +155,28 @@ def test_every_file_is_in_the_wheel() -> None:
     files = {path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     assert {path for path in files if path.suffix != ".py"} == named
     assert {path.parent for path in files if path.suffix == ".py"} <= {p.parent for p in SOURCE.rglob("__init__.py")}
+
+
+def names_of(path: Path) -> set[str] | None:
+    """The ``__all__`` of a file; None where there is none that can be read off."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            try:
+                return set(ast.literal_eval(node.value))
+            except ValueError:
+                return None
+    return None
+
+
+def test_what_another_file_imports_is_in_all() -> None:
+    paths = {module_name(path): path for path in SOURCE.rglob("*.py")}
+    public = {name: names_of(path) for name, path in paths.items()}
+    past = [
+        f"{name} imports {alias.name} of {node.module}"
+        for name, path in paths.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and public.get(str(node.module)) is not None
+        for alias in node.names
+        if alias.name not in (public[str(node.module)] or ()) and f"{node.module}.{alias.name}" not in paths
+    ]
+    assert past == []

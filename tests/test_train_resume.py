@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from relinear.models.cgt.objective import CGTObjective, GuidedTraining
 from relinear.train import FitSettings, TrainSettings, fit, read_metrics, read_result, train
-from relinear.train.cgt_objectives import CGTObjective, GuidedTraining
 from test_cgt import make_cgt
 from train_helpers import Tokens, probe_model
 

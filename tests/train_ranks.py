@@ -9,7 +9,8 @@ from transformers import TrainerCallback
 
 import relinear
 from conftest import make_tiny_llama
-from relinear.train import FitSettings, cgt_objectives, fit
+from relinear.models.cgt import objective
+from relinear.train import FitSettings, fit
 from test_cgt import make_cgt
 from train_helpers import DATA, Gradients, probe_model
 
@@ -44,7 +45,7 @@ class Record(torch.nn.Module):
 def noisy_model(kind):
     torch.manual_seed(0)
     if kind == "splits":
-        return cgt_objectives.GuidedTraining(make_cgt(vocab_size=96), cgt_objectives.CGTObjective())
+        return objective.GuidedTraining(make_cgt(vocab_size=96), objective.CGTObjective())
     model = make_tiny_llama()
     relinear.replace_(model, {"up_proj": relinear.HDPL(rank=4)})
     return model
@@ -53,7 +54,7 @@ def noisy_model(kind):
 def noise(folder, data, settings):
     """The noise and the batches of a whole run and of one that is killed and started again, with their weights."""
     found, drawn = {}, []
-    randn, draw_splits = torch.randn, cgt_objectives.draw_splits
+    randn, draw_splits = torch.randn, objective.draw_splits
 
     def noted(draw):
         def wrapper(*args, **kwargs):
@@ -63,7 +64,7 @@ def noise(folder, data, settings):
 
         return wrapper
 
-    torch.randn, cgt_objectives.draw_splits = noted(randn), noted(draw_splits)
+    torch.randn, objective.draw_splits = noted(randn), noted(draw_splits)
     for kind in ("latents", "splits"):
         for name, stops in {"whole": (None,), "resumed": (4, None)}.items():
             batches = []

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from relinear.core.latents import intervene as intervene
     from relinear.core.latents import latents as latents
     from relinear.core.latents import moment_alignment as moment_alignment
+    from relinear.core.objective import ObjectiveConfig as ObjectiveConfig
     from relinear.core.operator import NotLinearError as NotLinearError
     from relinear.core.operator import Operator as Operator
     from relinear.core.operator import OperatorConfig as OperatorConfig
@@ -38,10 +39,10 @@ if TYPE_CHECKING:
     from relinear.evaluate import perplexity as perplexity
     from relinear.models import from_preset as from_preset
     from relinear.models import preset_names as preset_names
+    from relinear.models.cgt import CGTConfig as CGTConfig
     from relinear.models.cgt import CGTForCausalLM as CGTForCausalLM
     from relinear.models.cgt import CGTForRegression as CGTForRegression
-    from relinear.models.cgt_config import CGTConfig as CGTConfig
-    from relinear.models.specialize import specialize as specialize
+    from relinear.models.cgt.specialize import specialize as specialize
     from relinear.operators import CCL as CCL
     from relinear.operators import HDPL as HDPL
     from relinear.operators import BlockHadamard as BlockHadamard
@@ -108,8 +109,8 @@ _LAZY = {
     "preset_names": "relinear.models",
     "CGTForCausalLM": "relinear.models.cgt",
     "CGTForRegression": "relinear.models.cgt",
-    "CGTConfig": "relinear.models.cgt_config",
-    "specialize": "relinear.models.specialize",
+    "CGTConfig": "relinear.models.cgt",
+    "specialize": "relinear.models.cgt.specialize",
     "AttachmentConfig": "relinear.core.attachment",
     "aux_losses": "relinear.core.aux",
     "register": "relinear.core.config",
@@ -122,6 +123,7 @@ _LAZY = {
     "intervene": "relinear.core.latents",
     "latents": "relinear.core.latents",
     "moment_alignment": "relinear.core.latents",
+    "ObjectiveConfig": "relinear.core.objective",
     "NotLinearError": "relinear.core.operator",
     "Operator": "relinear.core.operator",
     "OperatorConfig": "relinear.core.operator",

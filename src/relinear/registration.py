@@ -3,11 +3,13 @@
 ``import relinear`` sees to it that this is imported in time (``relinear.first_use``), and not before.
 """
 
-import relinear.models.cgt_config  # the configuration, to transformers' Auto classes
+import relinear.models.cgt  # the configuration, to transformers' Auto classes
+import relinear.models.cgt.objective
 import relinear.models.head_bias
 import relinear.operators
 import relinear.residual
-import relinear.surgery.checkpoint  # noqa: F401  the loader of checkpoints with operators in them, to transformers
+import relinear.surgery.checkpoint  # the loader of checkpoints with operators in them, to transformers
+import relinear.train.distill  # noqa: F401
 from relinear.surgery import wrapped
 
 wrapped.install()

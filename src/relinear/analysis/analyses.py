@@ -1,6 +1,6 @@
 """The analyses of ``relinear analyze``: each looks at a model on tokens and gives numbers, figures and a few lines.
 
-An analysis is a module with ``applies(model) -> bool`` and ``run(subject) -> Result``, and one line in ``ANALYSES``.
+An analysis is one file with ``applies(model) -> bool`` and ``run(subject) -> Result``, and its name in ``ANALYSES``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,8 @@ from relinear.system.files import write_json
 
 __all__ = ["ANALYSES", "Result", "Subject", "analyze", "check_names"]
 
-#: name -> module
-ANALYSES = {
-    "effective_rank": "relinear.analysis.analyze_rank",
-    "gates": "relinear.analysis.analyze_gates",
-    "top_tokens": "relinear.analysis.analyze_tokens",
-    "fingerprints": "relinear.analysis.analyze_fingerprints",
-    "modulators": "relinear.analysis.analyze_modulators",
-}
+#: an analysis is the file of its name
+ANALYSES = ("effective_rank", "gates", "top_tokens", "fingerprints", "modulators")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +72,7 @@ def analyze(
     from relinear.analysis.plots import save_figure
 
     check_names(only)
-    modules: dict[str, Any] = {name: import_module(ANALYSES[name]) for name in (only or ANALYSES)}
+    modules: dict[str, Any] = {name: import_module(f"relinear.analysis.{name}") for name in (only or ANALYSES)}
     chosen = {name: module for name, module in modules.items() if only or module.applies(subject.model)}
     if not chosen:
         raise ValueError(f"no analysis applies to this model; there are: {', '.join(ANALYSES)}")

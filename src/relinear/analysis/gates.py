@@ -1,19 +1,20 @@
-"""How gates are used (CCL, Sections 4.5 and 4.6): how open, how busy, and which tokens open them."""
+"""``gates``: how gates of every layer are used (CCL, Sections 4.5 and 4.6), how open and how busy they are."""
 
 # Legend: N sequences, T tokens, K gates
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.record_gates import record_gates
+from relinear.analysis.analyses import Result, Subject
+from relinear.analysis.plots import new_figure
+from relinear.analysis.recording import gated_operators, record_gates
 
-__all__ = ["gate_statistics", "top_tokens"]
+__all__ = ["applies", "gate_statistics", "plot_gates", "run"]
 
 ACTIVE = (0.1, 0.9)  # gates between these are neither shut nor fully open
 BINS = 40
@@ -66,64 +67,63 @@ def _add(sums: dict[str, Any], gates: Tensor) -> None:
         sums[key] = sums[key] + value if key in sums else value
 
 
-def top_tokens(
-    model: nn.Module,
-    ids: Tensor,
-    *,
-    part: str = "basis",
-    count: int = 5,
-    min_occurrences: int = 3,
-    top_share: float = 0.01,
-) -> dict[str, list[dict[str, Any]]]:
-    """The tokens that open every gate most, with how much of the gate they account for.
+def applies(model: nn.Module) -> bool:
+    """Whether the model has gates that read a context."""
+    return bool(gated_operators(model))
 
-    Args:
-        model: a model with gated operators.
-        ids: (N, T) token ids; rare tokens say little, so take many.
-        part: "basis" or "output".
-        count: tokens a gate.
-        min_occurrences: tokens seen less often are not listed.
-        top_share: share of all positions that count as the gate's top ones (at least ten).
 
-    Returns:
-        {layer: a list by gate of {"tokens": ids, "values": mean gate of each, "purity", "base_rate",
-        "explained_by_token"}}. purity: share of the gate's top positions at which one of the listed tokens stands;
-        base_rate: the share of all positions that they take, so that purity / base_rate is the lift.
-        explained_by_token: share of the gate's variance that lies between tokens; 1 for a context that is a function of
-        the current token alone, whatever was learnt.
-    """
-    recorded: dict[str, list[Tensor]] = defaultdict(list)
-    for sequence in record_gates(model, ids):
-        for name, parts in sequence.items():
-            if part in parts:
-                recorded[name].append(parts[part])
-    if not recorded:
-        raise ValueError(f"no layer of this model has {part} gates")
-    tokens, inverse, occurrences = ids.flatten().unique(return_inverse=True, return_counts=True)
-    known = occurrences >= min_occurrences
-    if known.sum() < count:
-        raise ValueError(
-            f"only {int(known.sum())} tokens occur {min_occurrences} times or more; give more text than {ids.numel()} "
-            "tokens, or a smaller min_occurrences"
+def run(subject: Subject) -> Result:
+    """Statistics over all tokens of the subject."""
+    statistics = gate_statistics(subject.model, subject.ids)
+    lines = []
+    for part in ("basis", "output"):
+        rows = [parts[part] for parts in statistics.values() if part in parts]
+        if rows:
+            keys = ("mean", "entropy", "active", "shut", "open", "variation")
+            mean = {key: sum(row[key] for row in rows) / len(rows) for key in keys}
+            lines.append(
+                f"{part} gates, mean over {len(rows)} layers: value {mean['mean']:.2f}, "
+                f"entropy {mean['entropy']:.2f} nats, {mean['active']:.0%} active, {mean['shut']:.0%} shut, "
+                f"{mean['open']:.0%} open, standard deviation over tokens {mean['variation']:.2f}"
+            )
+    return Result(statistics, {"gates": plot_gates(statistics)}, "\n".join(lines))
+
+
+def plot_gates(statistics: dict[str, dict[str, dict[str, Any]]]) -> Any:
+    """The histogram of every layer as a row, darker where more gates are; entropy and active share at the right."""
+    import numpy as np
+
+    parts = [p for p in ("basis", "output") if any(p in layer for layer in statistics.values())]
+    height = 1.4 + 0.3 * len(statistics)
+    figure, axes = new_figure(6.6 * len(parts), max(2.8, height), len(parts))
+    for axis, part in zip(axes, parts, strict=True):
+        layers = {name: layer[part] for name, layer in statistics.items() if part in layer}
+        table = np.array([layer["histogram"] for layer in layers.values()])
+        image = axis.imshow(
+            table,
+            aspect="auto",
+            cmap="Blues",
+            vmin=0,
+            vmax=max(3 / BINS, float(np.quantile(table, 0.99))),
+            extent=(0, 1, len(layers), 0),
+            interpolation="nearest",
         )
-    positions = max(10, math.ceil(top_share * ids.numel()))
-    found = {}
-    for name, pieces in recorded.items():
-        gates = torch.cat(pieces).double()
-        sums = torch.zeros(len(tokens), gates.shape[1], dtype=torch.float64)
-        means = sums.index_add(0, inverse, gates) / occurrences[:, None]
-        total = (gates - gates.mean(0)).square().sum(0)
-        between = (occurrences[:, None] * (means - gates.mean(0)).square()).sum(0)
-        best = means.masked_fill(~known[:, None], -1).topk(count, dim=0).indices
-        highest = gates.topk(min(positions, len(gates)), dim=0).indices
-        found[name] = [
-            {
-                "tokens": tokens[best[:, k]].tolist(),
-                "values": means[best[:, k], k].tolist(),
-                "purity": float(torch.isin(inverse[highest[:, k]], best[:, k]).double().mean()),
-                "base_rate": float(occurrences[best[:, k]].sum() / ids.numel()),
-                "explained_by_token": float(between[k] / total[k]) if total[k] > 0 else 0.0,
-            }
-            for k in range(gates.shape[1])
-        ]
-    return found
+        for edge in ACTIVE:
+            axis.axvline(edge, color="#D55E00", lw=0.9, ls=":")
+        axis.set_yticks([i + 0.5 for i in range(len(layers))], [_short(name) for name in layers], fontsize=8)
+        for i, layer in enumerate(layers.values()):
+            axis.text(
+                1.02, i + 0.5, f"{layer['entropy']:.2f}   {layer['active']:.0%}", va="center", fontsize=8, clip_on=False
+            )
+        axis.text(1.02, -0.25, "entropy   active", fontsize=8, color="#555555", clip_on=False)
+        axis.grid(False)
+        axis.set_xlabel(f"{part} gate")
+        axis.set_title(f"{part} gates over all tokens", loc="left", pad=14)
+        figure.colorbar(image, ax=axis, label="share of gates", pad=0.16, shrink=0.8)
+    return figure
+
+
+def _short(name: str) -> str:
+    """A layer's name without the parts that all layers share."""
+    parts = [p for p in name.split(".") if p not in ("model", "transformer", "layers", "h", "base_model")]
+    return ".".join(parts)

@@ -11,7 +11,7 @@ from typing import Any
 
 from relinear.system.files import atomic_path
 
-__all__ = ["PALETTE", "REFERENCE", "colours", "new_figure", "save_figure"]
+__all__ = ["PALETTE", "REFERENCE", "colours", "new_figure", "plain_text", "save_figure"]
 
 # Okabe and Ito's colours, told apart also without colour vision, darkened where they are too light for text.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#B5468B", "#8A6D00", "#2A9DC8", "#6A3D9A", "#7F7F7F")
@@ -74,3 +74,8 @@ def save_figure(figure: Any, stem: str | Path) -> list[Path]:
         with atomic_path(svg) as temporary:
             figure.savefig(temporary, format="svg", bbox_inches="tight", metadata={"Date": None})
     return [png, svg]
+
+
+def plain_text(text: str) -> str:
+    """Text that matplotlib's font has and its markup does not read."""
+    return text.replace("\u2423", "_").replace("$", r"\$").encode("ascii", "replace").decode()

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import Field, PositiveInt, field_validator, model_validator
 from torch import nn
 
+from relinear.bench.operators import MODES
+from relinear.bench.run import DTYPES, check_names
 from relinear.bench.timing import Timing, interleave
 from relinear.core.config import nearest, shown
 from relinear.core.inference import for_inference_
 from relinear.core.operator import OperatorConfig
+from relinear.core.settings import Settings
 from relinear.models import from_preset, preset_names
 from relinear.surgery.plan import replace_
 from relinear.system.files import write_json
 from relinear.system.machine import describe_machine
 
-__all__ = ["MODEL_PASSES", "ModelMeasurement", "bench_models", "run_model_bench"]
+__all__ = ["MODEL_PASSES", "ModelBenchSettings", "ModelMeasurement", "bench_models", "run_model_bench"]
 
 MODEL_PASSES = ("step", "decode")
 
@@ -31,7 +35,7 @@ class ModelMeasurement:
 
     variant: str
     preset: str
-    passed: str
+    phase: str
     sequence_length: int
     batch_size: int
     dtype: str
@@ -83,7 +87,7 @@ def bench_models(
     preset: str,
     variants: Mapping[str, Mapping[str, OperatorConfig]],
     *,
-    passed: str = "step",
+    phase: str = "step",
     sequence_length: int = 512,
     batch_size: int = 1,
     dtype: torch.dtype = torch.float32,
@@ -100,7 +104,7 @@ def bench_models(
     Args:
         preset: name of a stock model (``relinear.preset_names()``).
         variants: name -> what ``replace_`` puts into the model.
-        passed: "step" (training: forward, backward, AdamW) or "decode" (greedy, with the cache).
+        phase: "step" (training: forward, backward, AdamW) or "decode" (greedy, with the cache).
         sequence_length: tokens a sequence (of the prompt, for "decode").
         batch_size: sequences at once.
         dtype: float32, or bfloat16 by autocast for "step" and as weights for "decode".
@@ -113,10 +117,10 @@ def bench_models(
         overrides: fields of the preset's config to change.
 
     Raises:
-        ValueError: for an unknown preset or ``passed``, or a mapping that does not fit.
+        ValueError: for an unknown preset or ``phase``, or a mapping that does not fit.
     """
-    if passed not in MODEL_PASSES:
-        raise ValueError(f"passed must be one of {', '.join(MODEL_PASSES)}, got {passed!r}")
+    if phase not in MODEL_PASSES:
+        raise ValueError(f"phase must be one of {', '.join(MODEL_PASSES)}, got {phase!r}")
     calls: dict[str, Callable[[], object]] = {}
     parameters: dict[str, int] = {}
     for name, mapping in {"dense": {}, **variants}.items():
@@ -128,22 +132,22 @@ def bench_models(
             prepare(model)
         ids = torch.randint(model.config.vocab_size, (batch_size, sequence_length))
         parameters[name] = sum(p.numel() for p in model.parameters())
-        if passed == "step":
+        if phase == "step":
             calls[name] = _training_step(model, ids, None if dtype == torch.float32 else dtype, compiled, learning_rate)
         else:
             calls[name] = _decoding(model.to(dtype), ids, new_tokens, for_inference)
     timings = interleave(calls, "dense", rounds=rounds, min_seconds=0.0, warmup=2)
-    tokens = batch_size * (sequence_length if passed == "step" else new_tokens)
+    tokens = batch_size * (sequence_length if phase == "step" else new_tokens)
     return [
         ModelMeasurement(
             variant=name,
             preset=preset,
-            passed=passed,
+            phase=phase,
             sequence_length=sequence_length,
             batch_size=batch_size,
             dtype=str(dtype).removeprefix("torch."),
             compiled=compiled,
-            for_inference=passed == "decode" and for_inference,
+            for_inference=phase == "decode" and for_inference,
             parameters=parameters[name],
             **_speed(timings[name], tokens),
         )
@@ -160,67 +164,97 @@ def _speed(timing: Timing, tokens: int) -> dict[str, float]:
     }
 
 
+class ModelBenchSettings(Settings):
+    """What to measure of whole models.
+
+    Attributes:
+        preset, sequence_length, batch_size, for_inference, rounds: see ``bench_models``.
+        passes: of "step" and "decode".
+        modes: of "eager" and "compiled". Decoding is eager only.
+        dtypes: of the computation, "fp32" and "bf16".
+        threads: of torch; None leaves its choice.
+    """
+
+    preset: str
+    passes: tuple[str, ...] = MODEL_PASSES
+    modes: tuple[str, ...] = ("eager",)
+    dtypes: tuple[str, ...] = ("fp32",)
+    sequence_length: int = Field(default=512, ge=2)
+    batch_size: PositiveInt = 1
+    for_inference: bool = True
+    rounds: PositiveInt = 7
+    threads: PositiveInt | None = None
+
+    @field_validator("preset")
+    @classmethod
+    def _known(cls, preset: str) -> str:
+        if preset not in preset_names():
+            raise ValueError(f"unknown preset {shown(preset)}; {nearest(preset, preset_names())}")
+        return preset
+
+    @model_validator(mode="after")
+    def _known_names(self) -> ModelBenchSettings:
+        check_names("pass", self.passes, MODEL_PASSES)
+        check_names("mode", self.modes, MODES)
+        check_names("dtype", self.dtypes, DTYPES)
+        return self
+
+
 def run_model_bench(
-    preset: str,
+    settings: ModelBenchSettings,
     variants: Mapping[str, Mapping[str, OperatorConfig]],
     out_dir: str | Path,
     *,
-    passes: Sequence[str] = MODEL_PASSES,
-    modes: Sequence[str] = ("eager",),
-    dtypes: Sequence[torch.dtype] = (torch.float32,),
-    sequence_length: int = 512,
-    batch_size: int = 1,
-    for_inference: bool = True,
-    rounds: int = 7,
     allocator: Mapping[str, int] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """``bench_models`` in every combination, written to ``models.json`` in ``out_dir``. Decoding is eager only.
+    """``bench_models`` in every combination, written to ``models.json`` in ``out_dir``.
 
     Operators that read a context get a context manager of the width that they ask for.
 
     Args:
-        preset, variants, sequence_length, batch_size, for_inference, rounds: see ``bench_models``.
+        settings: what to measure.
+        variants: see ``bench_models``.
         out_dir: where to write.
-        passes: of "step" and "decode".
-        modes: of "eager" and "compiled".
-        dtypes: of the computation.
         allocator: the allocator's settings, to be stated in the file.
         report: called with a line of progress before every case.
 
     Returns:
-        what the file holds: machine, allocator, and a row a variant and case.
+        what the file holds: settings, machine, allocator, and a row a variant and case.
 
     Raises:
-        ValueError: for an unknown preset or pass, or a mapping that does not fit; nothing has run then.
+        ValueError: for a mapping that does not fit; nothing has run then.
     """
-    if preset not in preset_names():
-        raise ValueError(f"unknown preset {shown(preset)}; {nearest(str(preset), preset_names())}")
-    unknown = [passed for passed in passes if passed not in MODEL_PASSES]
-    if unknown:
-        raise ValueError(f"unknown pass {unknown[0]!r} of a model; choose from {', '.join(MODEL_PASSES)}")
     for mapping in variants.values():
         with torch.device("meta"):
-            replace_(from_preset(preset), mapping, init="fresh")
+            replace_(from_preset(settings.preset), mapping, init="fresh")
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
     rows: list[dict[str, Any]] = []
-    for dtype, mode, passed in itertools.product(dtypes, modes, passes):
-        if passed == "decode" and mode == "compiled":
+    for dtype, mode, phase in itertools.product(settings.dtypes, settings.modes, settings.passes):
+        if phase == "decode" and mode == "compiled":
             continue
-        report(f"{preset}, {str(dtype).removeprefix('torch.')}, {mode}, {passed}")
+        report(f"{settings.preset}, {dtype}, {mode}, {phase}")
         measured = bench_models(
-            preset,
+            settings.preset,
             variants,
-            passed=passed,
-            sequence_length=sequence_length,
-            batch_size=batch_size,
-            dtype=dtype,
+            phase=phase,
+            sequence_length=settings.sequence_length,
+            batch_size=settings.batch_size,
+            dtype=DTYPES[dtype],
             compiled=mode == "compiled",
             prepare=_attach_contexts,
-            for_inference=for_inference,
-            rounds=rounds,
+            for_inference=settings.for_inference,
+            rounds=settings.rounds,
         )
         rows += [m.to_dict() for m in measured]
-    result = {"machine": describe_machine(), "allocator": dict(allocator or {}), "rounds": rounds, "rows": rows}
+    result = {
+        "settings": settings.model_dump(mode="json"),
+        "machine": describe_machine(),
+        "allocator": dict(allocator or {}),
+        "rounds": settings.rounds,
+        "rows": rows,
+    }
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     write_json(out_dir / "models.json", result)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -20,7 +20,7 @@ from relinear.bench.timing import Timing, interleave, peak_memory
 from relinear.core.inference import for_inference_
 from relinear.core.operator import Operator, OperatorConfig
 
-__all__ = ["DENSE", "MODES", "PASSES", "TOLERANCES", "Case", "Measurement", "bench_case", "cases"]
+__all__ = ["DENSE", "MODES", "PASSES", "TOLERANCES", "Case", "Measurement", "bench_case", "cases", "phase_of"]
 
 DENSE = "dense"
 PASSES = ("forward", "step")
@@ -34,7 +34,7 @@ class Case:
     """One cell of the table: all but the contender.
 
     Args:
-        passed: "forward" (inference) or "step" (with backward).
+        phase: "forward" (inference) or "step" (with backward).
         for_inference: whether inference is that of ``relinear.for_inference_``.
     """
 
@@ -43,14 +43,14 @@ class Case:
     tokens: int
     dtype: torch.dtype
     mode: str
-    passed: str
+    phase: str
     for_inference: bool = True
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        kept = " (for_inference_)" if self.passed == "forward" and self.for_inference else ""
+        kept = " (for_inference_)" if self.phase == "forward" and self.for_inference else ""
         sizes = f"{self.in_features} -> {self.out_features}, {self.tokens} tokens"
-        return f"{sizes}, {dtype}, {self.mode}, {self.passed}{kept}"
+        return f"{sizes}, {dtype}, {self.mode}, {self.phase}{kept}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +75,11 @@ class Measurement:
         return case | {"dtype": str(self.case.dtype).removeprefix("torch.")} | timing | flat
 
 
+def phase_of(row: Mapping[str, Any]) -> str:
+    """The phase of a written row; versions before called it ``passed``."""
+    return row["phase"] if "phase" in row else row["passed"]
+
+
 def cases(
     shapes: Iterable[tuple[int, int]],
     tokens: Iterable[int],
@@ -85,8 +90,8 @@ def cases(
 ) -> list[Case]:
     """Every combination, as cases."""
     return [
-        Case(i, o, n, dtype, mode, passed, for_inference and passed == "forward")
-        for (i, o), dtype, mode, passed, n in itertools.product(shapes, dtypes, modes, passes, tokens)
+        Case(i, o, n, dtype, mode, phase, for_inference and phase == "forward")
+        for (i, o), dtype, mode, phase, n in itertools.product(shapes, dtypes, modes, passes, tokens)
     ]
 
 
@@ -136,7 +141,7 @@ def _call(module: nn.Module, case: Case) -> Callable[[], object]:
     """The work of one contender: inference forward, or forward and backward to the input and every parameter."""
     x = torch.randn(case.tokens, case.in_features).to(case.dtype)
     run = torch.compile(module, dynamic=False) if case.mode == "compiled" else module
-    if case.passed == "forward":
+    if case.phase == "forward":
         for_inference_(module.eval(), case.for_inference)
 
         def forward() -> object:
@@ -197,13 +202,13 @@ def bench_case(
     calls = {name: _call(module, case) for name, module in modules.items()}
     with _given(_context_values(modules.values(), case.tokens), case.dtype):
         timings = interleave(calls, DENSE, rounds=rounds)
-        peaks = {name: peak_memory(call) for name, call in calls.items()} if memory and case.passed == "step" else {}
+        peaks = {name: peak_memory(call) for name, call in calls.items()} if memory and case.phase == "step" else {}
     measured = []
     for name, module in modules.items():
         flops = _flops(module, case)
         floor = None
         if roofline is not None and flops is not None:
-            passes = 3 if case.passed == "step" else 1  # backward: one product for the input, one for the weights
+            passes = 3 if case.phase == "step" else 1  # backward: one product for the input, one for the weights
             floor = roofline.floor_seconds(passes * flops, passes * _bytes_at_least(module, case))
         measured.append(
             Measurement(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from relinear.analysis.plots import colours, save_figure
-from relinear.bench.operators import DENSE
+from relinear.bench.operators import DENSE, phase_of
 
 __all__ = ["plot_bench"]
 
@@ -33,7 +33,7 @@ def plot_bench(rows: Sequence[dict[str, Any]], stem: str | Path) -> None:
         return
     names = list(dict.fromkeys(row["contender"] for row in shown))
     palette = colours([{"name": name} for name in names])
-    passes = sorted({(row["mode"], row["passed"]) for row in shown})
+    passes = sorted({(row["mode"], phase_of(row)) for row in shown})
     figure, axes = pyplot.subplots(
         1, len(panels), figsize=(2.2 + 2.6 * len(panels), 1.2 + 0.42 * len(names)), sharey=True, squeeze=False,
         layout="constrained",
@@ -44,15 +44,15 @@ def plot_bench(rows: Sequence[dict[str, Any]], stem: str | Path) -> None:
         for row in shown:
             if (row["in_features"], row["out_features"], row["dtype"]) != panel:
                 continue
-            place = passes.index((row["mode"], row["passed"]))
+            place = passes.index((row["mode"], phase_of(row)))
             y = names.index(row["contender"]) + 0.16 * (place - (len(passes) - 1) / 2)
             colour = palette[row["contender"]]
             axis.plot([row["ratio_low"], row["ratio_high"]], [y, y], color=colour, linewidth=1)
-            filled = colour if row["passed"] == "forward" else "white"
+            filled = colour if phase_of(row) == "forward" else "white"
             axis.plot(
                 row["ratio"],
                 y,
-                markers[(row["mode"], row["passed"])],
+                markers[(row["mode"], phase_of(row))],
                 color=colour,
                 markerfacecolor=filled,
                 markersize=5,

@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import Field, PositiveInt
 
-from relinear.bench.operators import DENSE, MODES, PASSES, bench_case, cases
+from relinear.bench.operators import DENSE, MODES, PASSES, bench_case, cases, phase_of
 from relinear.bench.peers import PEERS
 from relinear.bench.roofline import measure_roofline
 from relinear.core.config import parse_setting
 from relinear.core.operator import OperatorConfig
+from relinear.core.settings import Settings
 from relinear.kernels.native.build import has_compiler, is_loaded
 from relinear.system.allocator import tune_allocator
 from relinear.system.files import write_json
 from relinear.system.machine import describe_machine
 
-__all__ = ["DEFAULT_OPERATORS", "DTYPES", "BenchSettings", "check_names", "run_bench"]
+__all__ = ["DEFAULT_OPERATORS", "DTYPES", "BenchSettings", "check_names", "run_bench", "table"]
 
 #: every operator at the setting that its figures are quoted for
 DEFAULT_OPERATORS = (
@@ -47,10 +48,8 @@ def check_names(what: str, values: Iterable[str], known: Iterable[str]) -> None:
             raise ValueError(f"unknown {what} {value!r}; choose from {', '.join(known)}")
 
 
-class BenchSettings(BaseModel):
+class BenchSettings(Settings):
     """What to measure. Shapes are "IN->OUT" or "INxOUT"; operators are settings as in ``hdpl:rank=128,blocks=8``."""
-
-    model_config = ConfigDict(extra="forbid")
 
     operators: tuple[str, ...] = DEFAULT_OPERATORS
     shapes: tuple[str, ...] = ("2048->2048", "512->2048", "512->1376")
@@ -153,7 +152,7 @@ def run_bench(
     out_dir.mkdir(parents=True, exist_ok=True)
     tuned = _child(settings, tuned=True, report=report)
     if settings.untuned and "eager" in settings.modes:
-        plain = _child(settings.model_copy(update={"peers": False, "modes": ("eager",)}), tuned=False, report=report)
+        plain = _child(settings.updated(peers=False, modes=("eager",)), tuned=False, report=report)
         ratios = {_key(row): row.get("ratio") for row in plain["rows"]}
         for row in tuned["rows"]:
             row["ratio_untuned"] = ratios.get(_key(row))
@@ -166,12 +165,13 @@ def run_bench(
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[k] for k in ("contender", "in_features", "out_features", "tokens", "dtype", "mode", "passed"))
+    names = ("contender", "in_features", "out_features", "tokens", "dtype", "mode")
+    return (*(row[name] for name in names), phase_of(row))
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """The ratios as a table: a row a contender, shape, dtype and mode; a column a pass and number of tokens."""
-    columns = sorted({(row["passed"], row["tokens"]) for row in rows})
+    columns = sorted({(phase_of(row), row["tokens"]) for row in rows})
     lines: dict[tuple[Any, ...], dict[tuple[str, int], str]] = {}
     for row in rows:
         if row["contender"] == DENSE:
@@ -180,8 +180,8 @@ def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
         cell = "-" if row.get("ratio") is None else f"{row['ratio']:.2f}"
         if row.get("ratio_untuned") is not None:
             cell += f" ({row['ratio_untuned']:.2f})"
-        lines.setdefault(key, {})[(row["passed"], row["tokens"])] = cell
-    header = ["shape", "dtype", "mode", "layer", *(f"{passed}, {tokens} tok" for passed, tokens in columns)]
+        lines.setdefault(key, {})[(phase_of(row), row["tokens"])] = cell
+    header = ["shape", "dtype", "mode", "layer", *(f"{phase}, {tokens} tok" for phase, tokens in columns)]
     return [header, *([*key, *(cells.get(c, "") for c in columns)] for key, cells in lines.items())]
 
 

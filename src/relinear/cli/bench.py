@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from relinear.bench.models import ModelBenchSettings
 
 __all__ = ["command"]
 
@@ -45,27 +48,35 @@ def command(
 
     **Example:** `relinear bench --model llama-60m --operator transponder --passes step`
     """
+    from relinear.bench.models import ModelBenchSettings
     from relinear.bench.run import BenchSettings, run_bench, table
     from relinear.cli.options import set_if_given
 
     def split(text: str | None) -> tuple[str, ...] | None:
         return None if text is None else tuple(part.strip() for part in text.split(","))
 
+    chosen = {
+        "dtypes": split(dtypes),
+        "modes": split(modes),
+        "passes": split(passes),
+        "rounds": rounds,
+        "threads": threads,
+    }
     if model is not None:
-        _whole_models(model, operators, out, {"shapes": shapes, "tokens": tokens}, split(dtypes), split(modes),
-                      split(passes), sequence_length, batch_size, for_inference, rounds, threads)  # fmt: skip
+        for name, value in (("--shapes", shapes), ("--tokens", tokens)):
+            if value is not None:
+                raise ValueError(f"{name} is about single layers; with --model use --sequence-length and --batch-size")
+        size = {"preset": model, "sequence_length": sequence_length, "batch_size": batch_size}
+        values = set_if_given(chosen) | size | {"for_inference": for_inference}
+        _whole_models(ModelBenchSettings.load(values, "bench"), operators or [], out)
         return
-    settings = BenchSettings.model_validate(
+    settings = BenchSettings.load(
         set_if_given(
             {
                 "operators": tuple(operators) if operators else None,
                 "shapes": split(shapes),
                 "tokens": split(tokens),
-                "dtypes": split(dtypes),
-                "modes": split(modes),
-                "passes": split(passes),
-                "rounds": rounds,
-                "threads": threads,
+                **chosen,
             }
         )
         | {"for_inference": for_inference, "peers": peers, "untuned": untuned}
@@ -98,65 +109,28 @@ def command(
     print(f"written: {out / 'bench.json'}, {out / 'bench.png'}")
 
 
-def _whole_models(
-    preset,
-    operators,
-    out,
-    of_layers,
-    dtypes,
-    modes,
-    passes,
-    sequence_length,
-    batch_size,
-    for_inference,
-    rounds,
-    threads,
-):
-    import torch
+def _whole_models(settings: ModelBenchSettings, operators: list[str], out: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from relinear.bench.models import MODEL_PASSES, run_model_bench
-    from relinear.bench.operators import MODES
-    from relinear.bench.run import DTYPES, check_names
+    from relinear.bench.models import run_model_bench
     from relinear.cli.options import operator_mapping
     from relinear.system.allocator import tune_allocator
 
-    given = [f"--{name}" for name, value in of_layers.items() if value is not None]
-    if given:
-        raise ValueError(f"{given[0]} is about single layers; with --model use --sequence-length and --batch-size")
     if not operators:
         raise ValueError("--model needs at least one --operator to compare with the stock model")
     variants = {text: operator_mapping([text]) for text in operators}
-    dtypes, modes, passes = dtypes or ("fp32",), modes or ("eager",), passes or MODEL_PASSES
-    check_names("dtype", dtypes, DTYPES)
-    check_names("mode", modes, MODES)
-    if threads:
-        torch.set_num_threads(threads)
     console = Console(stderr=True)
     with console.status("preparing") as status:
-        result = run_model_bench(
-            preset,
-            variants,
-            out,
-            passes=passes,
-            modes=modes,
-            dtypes=[DTYPES[name] for name in dtypes],
-            sequence_length=sequence_length,
-            batch_size=batch_size,
-            for_inference=for_inference,
-            rounds=rounds or 7,
-            allocator=tune_allocator(),
-            report=status.update,
-        )
+        result = run_model_bench(settings, variants, out, allocator=tune_allocator(), report=status.update)
     shown = Table("variant", "parameters", "dtype", "mode", "pass", "tokens / s", "speed", box=None)
     for row in result["rows"]:
         mode = "compiled" if row["compiled"] else "eager"
-        cells = f"{row['parameters']:,}", row["dtype"], mode, row["passed"], f"{row['tokens_per_second']:,.0f}"
+        cells = f"{row['parameters']:,}", row["dtype"], mode, row["phase"], f"{row['tokens_per_second']:,.0f}"
         shown.add_row(row["variant"], *cells, f"{row['speedup']:.2f}")
     Console(width=max(Console().width, 110)).print(shown)
-    if "decode" in passes:
-        print(f"decode: {_inference(for_inference)}")
+    if "decode" in settings.passes:
+        print(f"decode: {_inference(settings.for_inference)}")
     print(f"speed is relative to the stock model, above 1 is faster; allocator: {result['allocator'] or 'untouched'}")
     print(f"written: {out / 'models.json'}")
 

@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 
-__all__ = ["exit_code", "is_user_error", "one_message", "resumable"]
+__all__ = ["USER_ERROR", "exit_code", "is_user_error", "one_message", "resumable"]
 
 #: shows the traceback of a user error too
 TRACEBACK_VARIABLE = "RELINEAR_TRACEBACK"

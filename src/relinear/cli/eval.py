@@ -98,7 +98,8 @@ def _run_settings(directory: str) -> tuple[str, dict[str, Any] | None]:
     """The folder of the model, and the data settings of the run that it comes from (None for a bare model)."""
     import json
 
-    from relinear.cli.options import find_model, model_folder
+    from relinear.cli.options import find_model
+    from relinear.models import model_folder
 
     path = Path(directory).expanduser()
     record = path / "run.json"

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from os.path import isfile
 from pathlib import Path
 from typing import Any
 
 __all__ = [
     "find_model",
     "load_model",
-    "model_folder",
+    "named_entries",
     "operator_mapping",
     "parse_layers",
     "parse_operators",
+    "parse_seeds",
     "prepare_process",
+    "set_if_given",
 ]
 
 _MOST_LAYERS = 100_000
@@ -104,6 +105,7 @@ def load_model(name: str, overrides: dict[str, Any] | None = None, *, meta: bool
     import torch
 
     import relinear
+    from relinear.models import model_folder
 
     name = model_folder(name)
     if find_model(name, presets=presets) == "preset":
@@ -113,14 +115,6 @@ def load_model(name: str, overrides: dict[str, Any] | None = None, *, meta: bool
         raise ValueError(f"{name} is a saved model; only presets ({', '.join(relinear.preset_names())}) take --set")
     path = Path(name).expanduser()
     return relinear.from_pretrained(path if path.exists() else name).eval()
-
-
-def model_folder(name: str) -> str:
-    """The folder of the model in the directory of a run (of ``train`` or ``distill``); any other name as it is."""
-    path = Path(name).expanduser()
-    inside = path / "model"
-    # os.path: a name that is too long for a file is no error here
-    return str(inside) if not isfile(path / "config.json") and isfile(inside / "config.json") else name
 
 
 def find_model(name: str, *, presets: bool = True) -> str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["watch_comparison", "watch_compression", "watch_distillation", "watch_training"]
+__all__ = ["watch_comparison", "watch_compression", "watch_distillation", "watch_training", "watch_trials"]
 
 #: seconds between two lines where there is no terminal
 _QUIET = 20.0

@@ -31,8 +31,8 @@ def command(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from relinear.data.tokenizers import load_tokenizer
-    from relinear.models.cgt_config import CGTConfig
-    from relinear.models.specialize import specialize
+    from relinear.models.cgt.config import CGTConfig
+    from relinear.models.cgt.specialize import specialize
 
     if not (model / "config.json").is_file():
         raise ValueError(f"{model} is no directory of a saved model: it has no config.json")

@@ -20,6 +20,10 @@ def command(
     attach: Annotated[
         list[str] | None, typer.Option("--attach", metavar="KIND:KEY=VALUE", help="Attach a model-level part.")
     ] = None,
+    objective: Annotated[
+        str | None,
+        typer.Option(metavar="KIND:KEY=VALUE", help="What is minimised: `distill:teacher=DIR`, `cgt:eta=0.5`."),
+    ] = None,
     layers: Annotated[str | None, typer.Option(help="Decoder layers for --replace, such as 0,4-11.")] = None,
     data: Annotated[str | None, typer.Option(help="`stdlib`, a file or folder, or a Hub name.")] = None,
     text_column: Annotated[str | None, typer.Option(help="Column of jsonl, parquet and Hub data.")] = None,
@@ -52,6 +56,7 @@ def command(
             "model": model,
             "operators": parse_operators(replace) if replace else None,
             "attachments": attach or None,
+            "objective": objective,
             "layers": parse_layers(layers),
             "data.data": data,
             "data.text_column": text_column,

@@ -10,7 +10,7 @@ from typing import Any
 
 from relinear.system.files import write_text
 
-__all__ = ["read_results", "write_report"]
+__all__ = ["gib", "number", "plus_minus", "read_results", "write_report"]
 
 RESULTS = "results.json"
 REPORT = "report.html"

@@ -93,7 +93,7 @@ def _check_same(out_dir: Path, described: Mapping[str, Any]) -> None:
         before = json.loads(path.read_text(encoding="utf-8"))["recipe"]
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is no record of a comparison ({error}); give another directory") from error
-    differing = list(_differences(before, json.loads(json.dumps(described))))
+    differing = list(_differences(CompareSettings.completed(before), json.loads(json.dumps(described))))
     if differing:
         lines = "\n  ".join(differing)
         raise ValueError(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from relinear.core.operator import Operator
 
 __all__ = [
+    "IGNORED_LABEL",
     "aux_losses",
     "counted_tokens",
     "install_aux_hooks",

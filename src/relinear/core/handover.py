@@ -20,7 +20,7 @@ from torch import nn
 
 from relinear.core.anatomy import attention_of, decoder_layers, takes_keywords
 
-__all__ = ["check_hands_over", "finish", "hand_over", "start"]
+__all__ = ["check_hands_over", "finish", "hand_over", "held", "let_go", "start"]
 
 
 class _Running(threading.local):

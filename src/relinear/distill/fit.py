@@ -17,7 +17,7 @@ from relinear.core.context import context
 from relinear.core.modes import evaluating
 from relinear.core.operator import Operator
 
-__all__ = ["FitError", "Pairs", "fit", "measure"]
+__all__ = ["FitError", "Pairs", "cosine_steps", "fit", "measure", "parameter_groups"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -147,11 +147,11 @@ class _Run:
 
     # State on disk
 
-    def fingerprint(self, whole: Plan) -> str:
-        """Of everything that decides the result."""
+    def fingerprint(self, whole: Plan, settings: Any) -> str:
+        """Of everything that decides the result; ``settings`` as they are written down."""
         digest = hashlib.sha256()
         what = [[r.name, r.config.to_dict()] for r in whole.replacements]
-        digest.update(json.dumps([self.settings.model_dump(mode="json"), what], sort_keys=True).encode())
+        digest.update(json.dumps([settings, what], sort_keys=True).encode())
         digest.update(self.blocks.numpy().tobytes())
         for replacement in whole.replacements:
             for parameter in replacement.target.module.parameters():
@@ -162,17 +162,20 @@ class _Run:
         """Put back what an earlier call finished; must see the model as it was at the start."""
         if self.folder is None:
             return []
-        self.mark = self.fingerprint(whole)
+        described = self.settings.model_dump(mode="json")
+        self.mark = self.fingerprint(whole, described)
         state = self.folder / "distill.json"
         if not resume or not state.is_file():
-            write_json(state, {"fingerprint": self.mark, "settings": self.settings.model_dump(mode="json"), "done": []})
+            write_json(state, {"fingerprint": self.mark, "settings": described, "done": []})
             return []
         try:
             values = json.loads(state.read_text(encoding="utf-8"))
-            known, done = values["fingerprint"], [[LayerFit(**fit) for fit in fits] for fits in values["done"]]
+            known, before = values["fingerprint"], values["settings"]
+            done = [[LayerFit(**fit) for fit in fits] for fits in values["done"]]
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{state} is not the state of a distillation ({error}); choose another out_dir") from error
-        if known != self.mark:
+        # earlier versions had fewer settings: what they wrote decided their fingerprint
+        if DistillSettings.completed(before) != described or known != self.fingerprint(whole, before):
             raise ValueError(
                 f"{self.folder} holds a distillation of another model, mapping, corpus or setting; give another "
                 "directory, or resume=False (--start-over) to discard it"

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from relinear.core.aux import IGNORED_LABEL
 from relinear.core.inference import keeping_for_inference
 from relinear.core.modes import evaluating
 from relinear.core.operator import check_model
 from relinear.core.vocabulary import check_tokenizer_fits
 
 __all__ = ["Lambada", "Perplexity", "lambada", "lm_eval", "perplexity"]
-
-_IGNORED = -100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +97,7 @@ def perplexity(
             labels = torch.stack([labels for _, labels in batch]).to(device)
             losses = _token_losses(model, ids, labels)
             total += losses.double().sum().item()
-            count += int((labels[:, 1:] != _IGNORED).sum())
+            count += int((labels[:, 1:] != IGNORED_LABEL).sum())
     if not count:
         raise ValueError("there is no token to predict: the text has fewer than two tokens")
     loss = total / count
@@ -236,7 +235,7 @@ def _text_windows(ids: Tensor, length: int, stride: int) -> Iterator[tuple[Tenso
     for start in range(0, len(ids), stride):
         window = ids[start : start + length]
         labels = window.clone()
-        labels[: done - start] = _IGNORED
+        labels[: done - start] = IGNORED_LABEL
         if len(window) > 1:
             yield window, labels
         done = start + len(window)

@@ -20,6 +20,7 @@ from torch import Tensor
 from relinear import clifford
 
 __all__ = [
+    "branch_permutation",
     "from_windows",
     "nearest_kronecker",
     "rotor_layer",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from os.path import isfile
 from pathlib import Path
 from typing import Literal
 
 from relinear.core.config import nearest, shown
 from relinear.models.presets import preset_names
 
-__all__ = ["is_fetched", "missing_directory", "model_place"]
+__all__ = ["is_fetched", "missing_directory", "model_folder", "model_place"]
 
 #: names of the Hub from before every model had an owner
 _WITHOUT_OWNER = ("distilgpt2", "gpt2", "gpt2-large", "gpt2-medium", "gpt2-xl", "openai-gpt")
@@ -72,3 +73,11 @@ def missing_directory(name: str) -> str:
     there = sorted(child.name for child in folder.iterdir() if child.is_dir()) if folder.is_dir() else []
     hint = f"in {folder} {nearest(wanted, there)}" if there else f"{folder} has no directories"
     return f"{shown(name)[1:-1]}: no such directory; {hint}"
+
+
+def model_folder(name: str) -> str:
+    """The folder of the model in the directory of a run (of ``train`` or ``distill``); any other name as it is."""
+    path = Path(name).expanduser()
+    inside = path / "model"
+    # os.path: a name that is too long for a file is no error here
+    return str(inside) if not isfile(path / "config.json") and isfile(inside / "config.json") else name

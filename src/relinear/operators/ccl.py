@@ -20,10 +20,10 @@ from relinear.core.operator import NotLinearError, Operator, OperatorConfig
 from relinear.functional.ccl import ccl_dense, gate
 from relinear.functional.low_rank import low_rank_factors
 from relinear.kernels.ccl import ccl
+from relinear.operators.context_manager import GELU_GAIN
 
 __all__ = ["CCL", "CCLLinear"]
 
-_GELU_GAIN = 1.534  # 1 / sqrt(E[gelu(z)^2]) for a standard normal z: keeps the variance through a hidden layer
 _OPEN = 2.0  # gate logit that from_linear starts at: sigmoid 0.88, open and yet far from saturated
 
 
@@ -65,10 +65,10 @@ class CCLLinear(Operator):
         if self.norm is not None:
             self.norm.reset_parameters()
         for index, layer in enumerate(self.trunk):
-            _keep_variance(layer, _GELU_GAIN if index else 1.0)
+            _keep_variance(layer, GELU_GAIN if index else 1.0)
         for last in (self.basis_gate, self.output_gate):
             if last is not None:
-                _keep_variance(last, _GELU_GAIN if self.trunk else 1.0)
+                _keep_variance(last, GELU_GAIN if self.trunk else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         features = None

@@ -20,9 +20,9 @@ from relinear.core.context import ContextOwner, check_carries_context, condition
 from relinear.core.operator import check_features
 from relinear.kernels.context_manager import linear_recurrence
 
-__all__ = ["ContextManager", "ContextState", "SharedContext"]
+__all__ = ["GELU_GAIN", "ContextManager", "ContextState", "SharedContext"]
 
-_GELU_GAIN = 1.534  # 1 / sqrt(E[gelu(z)^2]) for a standard normal z
+GELU_GAIN = 1.534  # 1 / sqrt(E[gelu(z)^2]) for a standard normal z: keeps the variance through a hidden layer
 
 
 class ContextState(LinearAttentionLayer):
@@ -159,7 +159,7 @@ class SharedContext(ContextOwner):
         if self.memory is not None:
             self.memory.reset_parameters()
         self.norm.reset_parameters()
-        for layer, gain in ((self.hidden, 1.0), (self.output, _GELU_GAIN)):
+        for layer, gain in ((self.hidden, 1.0), (self.output, GELU_GAIN)):
             nn.init.normal_(layer.weight, std=gain / math.sqrt(layer.in_features))
             nn.init.zeros_(layer.bias)
 

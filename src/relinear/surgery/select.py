@@ -19,6 +19,7 @@ from relinear.core.readers import reader_of_weight
 __all__ = [
     "ALL_LINEAR",
     "OUTPUT_HEAD",
+    "OWN_PREFIX",
     "READ_ELSEWHERE",
     "Selection",
     "Target",

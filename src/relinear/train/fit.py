@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from relinear.core.modes import same_modes
+from relinear.core.objective import GuidedTraining, Objective
 from relinear.surgery.summary import summary
 from relinear.system.machine import PeakMemory
 from relinear.train.settings import FitSettings
@@ -159,6 +160,7 @@ def fit(
     data: Any,
     settings: FitSettings | None = None,
     *,
+    objective: Objective | None = None,
     out_dir: str | Path | None = None,
     resume: bool = True,
     callbacks: Iterable[TrainerCallback] = (),
@@ -173,6 +175,8 @@ def fit(
         data: what ``prepare_data`` returns, a pair (train, validation), or a training dataset; map-style datasets of
             samples such as ``{"input_ids": (T,), "labels": (T,)}``.
         settings: how to train; the defaults of ``FitSettings`` if None.
+        objective: what is minimised in place of the model's own loss: what ``ObjectiveConfig.prepare(model)`` gives, or
+            any function (model, batch) -> (loss, its weighted terms by name, the model's output).
         out_dir: where metrics.jsonl and checkpoints go; nothing is kept if None.
         resume: continue from the last checkpoint in ``out_dir``, if there is one.
         callbacks: further transformers callbacks.
@@ -197,8 +201,9 @@ def fit(
         if out_dir is None and settings.save_every is None:
             settings = settings.updated(save_every=0)
         stack.enter_context(_prepared(model, settings))
+        trained = model if objective is None else GuidedTraining(model, objective)
         trainer = RelinearTrainer(
-            model, settings, train_data, validation, checkpoints, callbacks=callbacks, data_collator=collate
+            trained, settings, train_data, validation, checkpoints, callbacks=callbacks, data_collator=collate
         )
         throughput = Throughput(lambda: trainer.tokens_seen)
         log = MetricsLog(

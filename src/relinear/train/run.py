@@ -121,6 +121,7 @@ def _read_record(out_dir: Path) -> dict[str, Any] | None:
 
 
 def _check_same(out_dir: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    before = TrainSettings.completed(before)
     differing = [key for key in now if key not in _FREE and before.get(key) != now[key]]
     if differing:
         stated = ", ".join(f"{key} {before.get(key)!r} -> {now[key]!r}" for key in differing)
@@ -168,8 +169,11 @@ def train(
         if done is not None:
             return done
     _check_model(settings)
+    if settings.minimised is not None:
+        settings.minimised.check()
     data = prepare_data(settings.data)
     model = build_model(settings, data.vocab_size)
+    objective = None if settings.minimised is None else settings.minimised.prepare(model)
     if not resume and first:
         _clear(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -186,7 +190,14 @@ def train(
         write_json(path, record)
     try:
         result = fit(
-            model, data, settings, out_dir=out_dir, resume=resume, callbacks=callbacks, on_progress=on_progress
+            model,
+            data,
+            settings,
+            objective=objective,
+            out_dir=out_dir,
+            resume=resume,
+            callbacks=callbacks,
+            on_progress=on_progress,
         )
     except ValueError as error:
         if first:

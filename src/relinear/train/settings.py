@@ -17,6 +17,7 @@ from pydantic import (
 
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import Config
+from relinear.core.objective import ObjectiveConfig
 from relinear.core.operator import OperatorConfig
 from relinear.core.settings import Settings
 from relinear.data import DataSettings
@@ -127,6 +128,8 @@ class TrainSettings(FitSettings):
             None leaves a layer alone. Patterns as in ``relinear.replace_``.
         layers, exclude, init: as in ``relinear.replace_``.
         attachments: settings of model-level parts, applied in this order.
+        objective: what is minimised in place of the model's own loss, as a mapping with ``kind`` or as text
+            (``"distill:teacher=runs/big"``); None for the model's own. Evaluation is by the model's own always.
         data: the corpus, the tokenizer and the sequence length.
     """
 
@@ -137,6 +140,7 @@ class TrainSettings(FitSettings):
     exclude: tuple[str, ...] = ()
     init: Literal["fresh", "from_weight"] = "fresh"
     attachments: tuple[dict[str, Any], ...] = ()
+    objective: dict[str, Any] | None = None
     data: DataSettings = DataSettings()
 
     @field_validator("operators", mode="before")
@@ -152,6 +156,11 @@ class TrainSettings(FitSettings):
         if isinstance(value, str | Mapping) or not hasattr(value, "__iter__"):
             raise ValueError("expected a list of attachment settings")
         return tuple(_setting(AttachmentConfig, setting) for setting in value)
+
+    @field_validator("objective", mode="before")
+    @classmethod
+    def _objective_known(cls, value: Any) -> Any:
+        return None if value is None else _setting(ObjectiveConfig, value)
 
     @field_validator("exclude", mode="before")
     @classmethod
@@ -170,3 +179,8 @@ class TrainSettings(FitSettings):
     def attached(self) -> tuple[AttachmentConfig, ...]:
         """``attachments`` as configs."""
         return tuple(AttachmentConfig.from_dict(setting) for setting in self.attachments)
+
+    @property
+    def minimised(self) -> ObjectiveConfig | None:
+        """``objective`` as a config."""
+        return None if self.objective is None else ObjectiveConfig.from_dict(self.objective)

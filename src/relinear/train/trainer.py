@@ -23,9 +23,10 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
-from relinear.core.aux import aux_losses, operator_metrics, share_of_batch
+from relinear.core.aux import IGNORED_LABEL, aux_losses, operator_metrics, share_of_batch
 from relinear.core.inference import keeping_for_inference
 from relinear.core.modes import evaluating
+from relinear.core.objective import GuidedTraining
 from relinear.core.record import sync_record
 from relinear.system.machine import fast_bfloat16
 from relinear.train.optim import build_optimizer, build_schedule
@@ -33,7 +34,6 @@ from relinear.train.settings import FitSettings
 
 __all__ = ["NonFiniteLossError", "RelinearTrainer", "SteadySampler", "last_checkpoint", "training_dtype"]
 
-IGNORED_LABEL = -100
 _RANK_SEEDS = 2_654_435_761  # far from one rank's seed to the next: seeds that users choose are close together
 _PARTIAL = ".partial"  # checkpoints are written here and renamed when they are whole
 
@@ -213,7 +213,9 @@ class RelinearTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _note_terms(self, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
-        terms = aux_losses(self._plain_model)
+        terms = dict(aux_losses(self._plain_model))
+        if isinstance(self._plain_model, GuidedTraining):  # "ce" is what is left when the others are taken off
+            terms |= {name: value for name, value in self._plain_model.terms.items() if name != "ce"}
         if terms:
             kwargs = {**inputs, "num_items_in_batch": num_items_in_batch}
             weighted = num_items_in_batch is not None

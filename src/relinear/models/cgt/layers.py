@@ -16,7 +16,7 @@ from relinear.core.held import Held
 from relinear.core.operator import ParamRole
 from relinear.functional.cgt import generated_map, mixing
 from relinear.kernels.cgt import modulate
-from relinear.models.cgt_config import CGTConfig
+from relinear.models.cgt.config import CGTConfig
 
 __all__ = ["CGTBlock", "ContextStream", "Modulator"]
 

@@ -6,19 +6,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from relinear.core.aux import share_of_batch
-from relinear.core.config import check_at_least, check_choice
-from relinear.models import cgt_losses
+from relinear.core.aux import IGNORED_LABEL
+from relinear.core.config import check_at_least, check_choice, check_type, register
+from relinear.core.objective import GuidedTraining, ObjectiveConfig
+from relinear.models.cgt import losses
 
 __all__ = ["CGTObjective", "GuidedTraining", "auxiliary_loss", "draw_splits", "real_positions", "rest_of"]
 
 #: what marks a position that does not count, by the name of a batch's entry
-_PADDING = {"labels": -100, "target_mask": 0}
+_PADDING = {"labels": IGNORED_LABEL, "target_mask": 0}
 
 
 def draw_splits(
@@ -138,8 +139,9 @@ def _shares(batch: Mapping[str, Tensor]) -> Tensor | None:
     return None if labels is None else (labels[:, 1:] != _PADDING["labels"]).sum(1)
 
 
+@register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CGTObjective:
+class CGTObjective(ObjectiveConfig):
     """L' = eta L_ce + (1 - eta) L_aux + w_C R_C + w_D R_D (CGT, Eq. 3), with the alternatives of Appendix A.
 
     Args:
@@ -158,6 +160,8 @@ class CGTObjective:
         kernel_nu: nu of rbf.
     """
 
+    kind: ClassVar[str] = "cgt"
+
     eta: float = 0.5
     horizon: int | None = None
     splits: tuple[int, ...] | None = None
@@ -175,6 +179,7 @@ class CGTObjective:
     kernel_nu: float = 0.03
 
     def __post_init__(self) -> None:
+        check_type("eta", self.eta, float)
         if not 0 <= self.eta <= 1:
             raise ValueError(f"eta must lie in [0, 1], got {self.eta!r}")
         for name in ("continuity", "decorrelation", "kl", "matching", "moments"):
@@ -186,13 +191,28 @@ class CGTObjective:
         check_choice("profile", self.profile, ("constant", "linear", "quadratic", "second_half", "kernel"))
         check_choice("kernel", self.kernel, ("rbf", "exponential", "estimation"))
 
+    def prepare(self, model: nn.Module) -> CGTObjective:
+        """Itself, for a model that has a context.
+
+        Raises:
+            ValueError: if ``model`` is no CGT, or ``kl`` is asked of one that is not variational.
+        """
+        if not hasattr(model, "context"):
+            raise ValueError(
+                f"the cgt objective trains a CGT, got {type(model).__name__}; save a relinear.CGTForCausalLM and give "
+                "its directory as the model"
+            )
+        if self.kl and not model.config.variational:
+            raise ValueError("kl needs the variance of y: build the model with variational=True")
+        return self
+
     def prior(self, length: int) -> Tensor:
         """The (T, T) covariance of the prior, in float64."""
         if self.kernel == "rbf":
-            return cgt_losses.rbf_kernel(length, self.kernel_scale, self.kernel_nu)
+            return losses.rbf_kernel(length, self.kernel_scale, self.kernel_nu)
         if self.kernel == "exponential":
-            return cgt_losses.exponential_kernel(length, self.kernel_scale)
-        return cgt_losses.estimation_kernel(length, self.kernel_scale)
+            return losses.exponential_kernel(length, self.kernel_scale)
+        return losses.estimation_kernel(length, self.kernel_scale)
 
     def regularizers(
         self, context: Tensor, log_variance: Tensor | None, batch: Mapping[str, Tensor] | None = None
@@ -209,31 +229,25 @@ class CGTObjective:
         if self.continuity or self.decorrelation:
             shape = self.profile
             weights = (
-                cgt_losses.kernel_profile(self.prior(length))
-                if shape == "kernel"
-                else cgt_losses.profile(shape, length)
+                losses.kernel_profile(self.prior(length)) if shape == "kernel" else losses.profile(shape, length)
             ).to(context.device)
             if self.continuity:
-                terms["continuity"] = self.continuity * cgt_losses.continuity(
-                    context, weights, real=real, shares=shares
-                )
+                terms["continuity"] = self.continuity * losses.continuity(context, weights, real=real, shares=shares)
             if self.decorrelation:
-                terms["decorrelation"] = self.decorrelation * cgt_losses.decorrelation(context, weights, real=real)
+                terms["decorrelation"] = self.decorrelation * losses.decorrelation(context, weights, real=real)
         if self.kl or self.matching:
             prior = self.prior(length).to(context.device)
             if self.kl:
                 if log_variance is None:
                     raise ValueError("kl needs the variance of y: build the model with variational=True")
-                terms["kl"] = self.kl * cgt_losses.gaussian_process_kl(
+                terms["kl"] = self.kl * losses.gaussian_process_kl(
                     context, log_variance, prior, real=real, shares=shares
                 )
             if self.matching:
                 chosen = torch.randperm(length, device=context.device)[: self.matching_positions].sort().values
-                terms["matching"] = self.matching * cgt_losses.gaussian_process_matching(
-                    context, prior, chosen, real=real
-                )
+                terms["matching"] = self.matching * losses.gaussian_process_matching(context, prior, chosen, real=real)
         if self.moments:
-            terms["moments"] = self.moments * cgt_losses.moment_matching(context, real=real)
+            terms["moments"] = self.moments * losses.moment_matching(context, real=real)
         return terms
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Any]:
@@ -254,27 +268,3 @@ class CGTObjective:
             terms["aux"] = (1 - self.eta) * aux
         terms |= self.regularizers(output.context, output.context_log_variance, batch)
         return torch.stack(list(terms.values())).sum(), terms, output
-
-
-class GuidedTraining(nn.Module):
-    """A CGT together with its objective, as a module that returns a loss: what ``relinear.train.fit`` takes.
-
-    In training mode the loss is the objective's, in evaluation the model's own. ``terms`` holds the weighted terms of
-    the last training loss, detached.
-    """
-
-    def __init__(self, model: nn.Module, objective: CGTObjective):
-        super().__init__()
-        self.model = model
-        self.objective = objective
-        self.terms: dict[str, Tensor] = {}
-
-    def forward(self, num_items_in_batch: Tensor | None = None, **batch: Tensor) -> dict[str, Any]:
-        """``{"loss", "logits"}`` for a batch; weighted for accumulation when ``num_items_in_batch`` is given."""
-        if not self.training:
-            output = self.model(**batch, use_cache=False)
-            return {"loss": output.loss, "logits": output.logits}
-        loss, terms, output = self.objective(self.model, batch)
-        self.terms = {name: term.detach() for name, term in terms.items()}
-        share = share_of_batch({"num_items_in_batch": num_items_in_batch, "labels": batch.get("labels")})
-        return {"loss": loss * share, "logits": output.logits}

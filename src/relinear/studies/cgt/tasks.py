@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from relinear.core.aux import IGNORED_LABEL
+
 __all__ = ["ArithmeticTask", "RegressionTask", "TextMixture"]
 
 _SYMBOLS = "0123456789*=+-|#"
@@ -141,7 +143,7 @@ class ArithmeticTask(_Seeded):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         ids = self.encode(self.text(index))
-        labels = torch.where(self.answer_mask(), ids, -100) if self.answers_only else ids.clone()
+        labels = torch.where(self.answer_mask(), ids, IGNORED_LABEL) if self.answers_only else ids.clone()
         return {"input_ids": ids, "labels": labels}
 
 

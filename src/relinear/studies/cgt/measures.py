@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from relinear.data.tasks import ArithmeticTask, RegressionTask
+from relinear.core.modes import evaluating
+from relinear.studies.cgt.tasks import ArithmeticTask, RegressionTask
 
 __all__ = [
     "Accuracy",
@@ -65,17 +66,17 @@ def answer_accuracy(model: nn.Module, task: ArithmeticTask, count: int = 256) ->
         raise ValueError(f"accuracy is measured on the second half of the examples; the task has {task.examples}")
     answers = task.answer_mask()
     late = task.example_of() >= task.examples - second
-    model.eval()
-    results = {"dynamic": _score(model(input_ids=ids).logits, ids, answers & late, second * task.tasks)}
-    if not hasattr(model, "context"):
-        return results
-    y = model.context(ids)
-    parts = []
-    for start in range(0, task.length, task.task_length):
-        middle, end = start + (task.examples - second) * task.example_length, start + task.task_length
-        rest = ids[:, middle:end]
-        logits = model(input_ids=rest, frozen_context=y[:, middle - 1]).logits
-        parts.append(_score(logits, rest, answers[middle:end], second))
+    with evaluating(model):
+        results = {"dynamic": _score(model(input_ids=ids).logits, ids, answers & late, second * task.tasks)}
+        if not hasattr(model, "context"):
+            return results
+        y = model.context(ids)
+        parts = []
+        for start in range(0, task.length, task.task_length):
+            middle, end = start + (task.examples - second) * task.example_length, start + task.task_length
+            rest = ids[:, middle:end]
+            logits = model(input_ids=rest, frozen_context=y[:, middle - 1]).logits
+            parts.append(_score(logits, rest, answers[middle:end], second))
     return results | {"specialized": _mean(parts)}
 
 
@@ -187,20 +188,20 @@ def regression_errors(
     """
     vectors = task.batch(range(count))["vectors"]
     clean = torch.from_numpy(np.stack([drawn["clean"] for drawn in _samples(task, count)])).float()
-    model.eval()
 
     def errors(predictions: Tensor, start: int) -> np.ndarray:
         return (predictions[:, 0::2] - clean[:, start:]).square().mean((0, 2)).numpy()
 
-    results = {"dynamic": errors(model(vectors=vectors).logits, 0)}
-    for k in freeze_after:
-        y = model.context(vectors[:, : 2 * k])[:, -1]
-        results[f"frozen_{k}"] = errors(model(vectors=vectors[:, 2 * k :], frozen_context=y).logits, k)
+    with evaluating(model):
+        results = {"dynamic": errors(model(vectors=vectors).logits, 0)}
+        for k in freeze_after:
+            y = model.context(vectors[:, : 2 * k])[:, -1]
+            results[f"frozen_{k}"] = errors(model(vectors=vectors[:, 2 * k :], frozen_context=y).logits, k)
     return results
 
 
 @torch.no_grad()
-def task_vector_accuracy(model: nn.Module, task: ArithmeticTask, token: str = "=", count: int = 128) -> list[Accuracy]:
+def task_vector_accuracy(model: Any, task: ArithmeticTask, token: str = "=", count: int = 128) -> list[Accuracy]:
     """Activation transplantation into a plain GPT-2, layer by layer: the task-vector baseline of Section 4.2.
 
     The hidden state after each block at the last ``token`` of the first half of the examples replaces the one at the
@@ -230,25 +231,35 @@ def task_vector_accuracy(model: nn.Module, task: ArithmeticTask, token: str = "=
     answers = torch.zeros(query.shape[1], dtype=torch.bool)
     begin = equals + 1 + (token == "|")
     answers[begin : begin + task.digits + 3] = True
-    model.eval()
-    states = model(input_ids=shown, output_hidden_states=True).hidden_states
-    results = []
-    blocks: Any = model.transformer.h
-    for layer, block in enumerate(blocks):
-        state = states[layer + 1] if layer + 1 < len(blocks) else _last_state(model, shown)
+    with evaluating(model):
+        vectors = _states(model, shown, source)
+        return [
+            _score(_transplanted(model, block, query, vector, target), query, answers, 1)
+            for block, vector in zip(model.transformer.h, vectors, strict=True)
+        ]
 
-        def transplant(module: nn.Module, args: Any, output: Any, vector: Tensor = state[:, source]) -> Any:
-            hidden = output[0] if isinstance(output, tuple) else output
-            hidden = hidden.clone()
-            hidden[:, target] = vector
-            return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
-        handle = block.register_forward_hook(transplant)
-        try:
-            results.append(_score(model(input_ids=query).logits, query, answers, 1))
-        finally:
-            handle.remove()
-    return results
+def _states(model: Any, ids: Tensor, position: int) -> list[Tensor]:
+    """The hidden state after every block at one position, each (B, D)."""
+    # the last of hidden_states comes after the final normalisation
+    states = model(input_ids=ids, output_hidden_states=True).hidden_states[1:-1]
+    return [state[:, position] for state in (*states, _last_state(model, ids))]
+
+
+def _transplanted(model: Any, block: Any, query: Tensor, vector: Tensor, position: int) -> Tensor:
+    """The logits of ``query`` with ``vector`` in place of what ``block`` gives at ``position``."""
+
+    def transplant(module: nn.Module, args: Any, output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output
+        hidden = hidden.clone()
+        hidden[:, position] = vector
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    handle = block.register_forward_hook(transplant)
+    try:
+        return model(input_ids=query).logits
+    finally:
+        handle.remove()
 
 
 def _last_state(model: Any, ids: Tensor) -> Tensor:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from transformers import AutoConfig, GPT2Config
 
 from relinear.core.config import UnknownSettingError, check_at_least, check_choice, check_type, nearest, shown
 
-__all__ = ["CGTConfig"]
+__all__ = ["CGTConfig", "when_made"]
+
+#: called with every configuration that is made: what a model of it needs (``relinear.models.cgt`` loads the classes)
+when_made: list[Callable[[], object]] = []
 
 #: keywords that any configuration of transformers takes beside its fields, or has written in earlier versions
 _OF_TRANSFORMERS = frozenset(
@@ -125,8 +128,8 @@ class CGTConfig(GPT2Config):
         if self.add_cross_attention:
             raise ValueError("a CGT has no cross-attention; leave add_cross_attention at False")
         super().__post_init__(**kwargs)
-        # The Auto classes find the model once its configuration exists; only then is GPT-2's code loaded.
-        import relinear.models.cgt  # noqa: F401
+        for work in when_made:
+            work()
 
 
 AutoConfig.register(CGTConfig.model_type, CGTConfig)

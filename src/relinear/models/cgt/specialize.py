@@ -16,8 +16,8 @@ from relinear.core.operator import NotLinearError, dense_in_float32
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
 
-    from relinear.models.cgt import CGTForCausalLM
-    from relinear.models.cgt_layers import Modulator
+    from relinear.models.cgt.layers import Modulator
+    from relinear.models.cgt.model import CGTForCausalLM
 
 __all__ = ["specialize"]
 
@@ -50,7 +50,7 @@ def specialize(
     """
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from relinear.models.cgt import CGTForCausalLM
+    from relinear.models.cgt.model import CGTForCausalLM
 
     if not isinstance(model, CGTForCausalLM):
         raise ValueError(f"specialize takes a CGTForCausalLM, got {type(model).__name__}")

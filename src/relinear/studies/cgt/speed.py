@@ -14,10 +14,10 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from relinear.bench.timing import Timing, interleave
 from relinear.functional import cgt as reference
-from relinear.models.cgt import CGTForCausalLM
-from relinear.models.cgt_config import CGTConfig
-from relinear.models.cgt_layers import Modulator
-from relinear.models.specialize import specialize
+from relinear.models.cgt.config import CGTConfig
+from relinear.models.cgt.layers import Modulator
+from relinear.models.cgt.model import CGTForCausalLM
+from relinear.models.cgt.specialize import specialize
 
 __all__ = ["modulation_cost", "prefix_cost", "specialized_speed"]
 

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from relinear.core.modes import evaluating
+
 __all__ = [
     "clustering_scores",
     "document_context",
@@ -44,22 +46,22 @@ def losses_by_position(
     """
     if not 1 <= cut <= ids.shape[1] - 2:
         raise ValueError(f"cut={cut} must leave both parts some of the {ids.shape[1]} tokens")
-    model.eval()
     rest = ids[:, cut:]
-    y = model.context(ids[:, :cut])[:, -1]
 
     def losses(logits: Tensor) -> np.ndarray:
         flat = torch.nn.functional.cross_entropy(logits[:, :-1].mT.float(), rest[:, 1:], reduction="none")
         return flat.mean(0).numpy()
 
-    results = {
-        "dynamic": losses(model(rest, use_cache=False).logits),
-        "specialized": losses(model(rest, frozen_context=y, use_cache=False).logits),
-        "average": losses(model(rest, frozen_context=y, context_rate=rate, use_cache=False).logits),
-    }
+    with evaluating(model):
+        y = model.context(ids[:, :cut])[:, -1]
+        results = {
+            "dynamic": losses(model(rest, use_cache=False).logits),
+            "specialized": losses(model(rest, frozen_context=y, use_cache=False).logits),
+            "average": losses(model(rest, frozen_context=y, context_rate=rate, use_cache=False).logits),
+        }
     if baseline is not None:
-        baseline.eval()
-        results["baseline"] = losses(baseline(rest, use_cache=False).logits)
+        with evaluating(baseline):
+            results["baseline"] = losses(baseline(rest, use_cache=False).logits)
     return results
 
 
@@ -127,8 +129,8 @@ def token_shifts(model: Any, ids: Tensor, own: Tensor, other: Tensor, top: int =
     Returns:
         (token id, mean rise of its logit relative to the mean over the vocabulary), the largest first.
     """
-    model.eval()
-    logits = [model(ids, frozen_context=y.expand(len(ids), -1), use_cache=False).logits for y in (own, other)]
+    with evaluating(model):
+        logits = [model(ids, frozen_context=y.expand(len(ids), -1), use_cache=False).logits for y in (own, other)]
     rise = (logits[1] - logits[0]).mean((0, 1))
     rise = rise - rise.mean()
     best = rise.topk(min(top, len(rise)))

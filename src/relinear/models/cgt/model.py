@@ -23,8 +23,8 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from relinear.core.config import UnknownSettingError, nearest, shown
 from relinear.core.modes import evaluating
 from relinear.functional.cgt import moving_average
-from relinear.models.cgt_config import CGTConfig
-from relinear.models.cgt_layers import CGTBlock, Modulator
+from relinear.models.cgt.config import CGTConfig
+from relinear.models.cgt.layers import CGTBlock, Modulator
 
 __all__ = ["CGTForCausalLM", "CGTForRegression", "CGTModel", "CGTOutput"]
 

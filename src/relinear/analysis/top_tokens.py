@@ -1,0 +1,129 @@
+"""``top_tokens``: the tokens that open every basis gate, and how pure the gates are (CCL, Section 4.6)."""
+
+# Legend: N sequences, T tokens, K gates
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relinear.analysis.analyses import Result, Subject
+from relinear.analysis.plots import PALETTE, new_figure, plain_text
+from relinear.analysis.recording import gated_operators, record_gates
+
+__all__ = ["applies", "plot_top_tokens", "run", "top_tokens"]
+
+SHOWN = 12  # gates in the figure and in print
+
+
+def top_tokens(
+    model: nn.Module,
+    ids: Tensor,
+    *,
+    part: str = "basis",
+    count: int = 5,
+    min_occurrences: int = 3,
+    top_share: float = 0.01,
+) -> dict[str, list[dict[str, Any]]]:
+    """The tokens that open every gate most, with how much of the gate they account for.
+
+    Args:
+        model: a model with gated operators.
+        ids: (N, T) token ids; rare tokens say little, so take many.
+        part: "basis" or "output".
+        count: tokens a gate.
+        min_occurrences: tokens seen less often are not listed.
+        top_share: share of all positions that count as the gate's top ones (at least ten).
+
+    Returns:
+        {layer: a list by gate of {"tokens": ids, "values": mean gate of each, "purity", "base_rate",
+        "explained_by_token"}}. purity: share of the gate's top positions at which one of the listed tokens stands;
+        base_rate: the share of all positions that they take, so that purity / base_rate is the lift.
+        explained_by_token: share of the gate's variance that lies between tokens; 1 for a context that is a function of
+        the current token alone, whatever was learnt.
+    """
+    recorded: dict[str, list[Tensor]] = defaultdict(list)
+    for sequence in record_gates(model, ids):
+        for name, parts in sequence.items():
+            if part in parts:
+                recorded[name].append(parts[part])
+    if not recorded:
+        raise ValueError(f"no layer of this model has {part} gates")
+    tokens, inverse, occurrences = ids.flatten().unique(return_inverse=True, return_counts=True)
+    known = occurrences >= min_occurrences
+    if known.sum() < count:
+        raise ValueError(
+            f"only {int(known.sum())} tokens occur {min_occurrences} times or more; give more text than {ids.numel()} "
+            "tokens, or a smaller min_occurrences"
+        )
+    positions = max(10, math.ceil(top_share * ids.numel()))
+    found = {}
+    for name, pieces in recorded.items():
+        gates = torch.cat(pieces).double()
+        sums = torch.zeros(len(tokens), gates.shape[1], dtype=torch.float64)
+        means = sums.index_add(0, inverse, gates) / occurrences[:, None]
+        total = (gates - gates.mean(0)).square().sum(0)
+        between = (occurrences[:, None] * (means - gates.mean(0)).square()).sum(0)
+        best = means.masked_fill(~known[:, None], -1).topk(count, dim=0).indices
+        highest = gates.topk(min(positions, len(gates)), dim=0).indices
+        found[name] = [
+            {
+                "tokens": tokens[best[:, k]].tolist(),
+                "values": means[best[:, k], k].tolist(),
+                "purity": float(torch.isin(inverse[highest[:, k]], best[:, k]).double().mean()),
+                "base_rate": float(occurrences[best[:, k]].sum() / ids.numel()),
+                "explained_by_token": float(between[k] / total[k]) if total[k] > 0 else 0.0,
+            }
+            for k in range(gates.shape[1])
+        ]
+    return found
+
+
+def applies(model: nn.Module) -> bool:
+    """Whether the model has basis gates that read a context."""
+    return any(op.config.basis_gate for op in gated_operators(model).values() if hasattr(op.config, "basis_gate"))
+
+
+def run(subject: Subject) -> Result:
+    """Top tokens of every basis gate; the figure shows the gates with the largest lift of the middle layer."""
+    found: dict[str, list[dict[str, Any]]] = top_tokens(subject.model, subject.ids)
+    for gates in found.values():
+        for gate in gates:
+            gate["text"] = [subject.token_text(token) for token in gate["tokens"]]
+    layer = list(found)[len(found) // 2]
+    order = sorted(range(len(found[layer])), key=lambda k: found[layer][k]["purity"] - found[layer][k]["base_rate"])
+    chosen = order[::-1][:SHOWN]
+    every = [gate for gates in found.values() for gate in gates]
+    mean = {k: sum(g[k] for g in every) / len(every) for k in ("purity", "base_rate", "explained_by_token")}
+    lines = [
+        f"{len(every)} basis gates: purity {mean['purity']:.2f} on average, where chance is {mean['base_rate']:.2f}; "
+        f"{mean['explained_by_token']:.0%} of their variance is explained by the current token",
+        f"{layer}, gates of largest lift:",
+    ]
+    for k in chosen:
+        gate = found[layer][k]
+        lines.append(f"  gate {k:3d}  purity {gate['purity']:.2f} ({gate['base_rate']:.2f})  {'  '.join(gate['text'])}")
+    return Result({"layers": found}, {"top_tokens": plot_top_tokens(found[layer], chosen, layer)}, "\n".join(lines))
+
+
+def plot_top_tokens(gates: list[dict[str, Any]], chosen: list[int], layer: str) -> Any:
+    """Purity of the chosen gates beside what chance would give, with their tokens written at the bars."""
+    figure, (axis,) = new_figure(9.0, 1.2 + 0.36 * len(chosen))
+    rows = range(len(chosen))
+    axis.barh(rows, [gates[k]["purity"] for k in chosen], color=PALETTE[0], height=0.62, label="purity")
+    axis.barh(rows, [gates[k]["base_rate"] for k in chosen], color="#B0B0B0", height=0.62, label="by chance")
+    for row, k in enumerate(chosen):
+        axis.text(
+            1.02, row, "   ".join(plain_text(text) for text in gates[k]["text"]), va="center", fontsize=9, clip_on=False
+        )
+    axis.set_yticks(list(rows), [f"gate {k}" for k in chosen], fontsize=8.5)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1)
+    axis.set_xlabel("share of the gate's top positions at which one of its five tokens stands")
+    axis.set_title(f"Tokens that open the basis gates of {layer}", loc="left")
+    axis.legend(loc="lower right", bbox_to_anchor=(1.6, 1.0), ncols=2, fontsize=8.5, frameon=False)
+    return figure

@@ -1,0 +1,57 @@
+"""Objectives: what a run minimises where that is not the model's own loss, as a setting with a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from relinear.core.aux import share_of_batch
+from relinear.core.config import Config
+
+__all__ = ["GuidedTraining", "Objective", "ObjectiveConfig"]
+
+#: (model, batch) -> (the loss, a mean over the batch's targets; its weighted terms by name; the model's output)
+Objective = Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor], Any]]
+
+
+class ObjectiveConfig(Config):
+    """Base of objectives that are named in recipes and on the command line: ``relinear.register`` makes one known."""
+
+    family: ClassVar[str] = "objective"
+
+    def check(self) -> None:
+        """Raise ValueError or OSError if something that the settings name cannot be had; before data are read."""
+
+    def prepare(self, model: nn.Module) -> Objective:
+        """The function that training calls.
+
+        Raises:
+            ValueError: if ``model`` cannot be trained on this; says why and what to do.
+        """
+        raise TypeError(f"{type(self).__name__} does not say what is minimised")
+
+
+class GuidedTraining(nn.Module):
+    """A model together with its objective, as a module that returns a loss; ``relinear.train.fit`` makes one.
+
+    In training mode the loss is the objective's, in evaluation the model's own. ``terms`` holds the weighted terms of
+    the last training loss, detached.
+    """
+
+    def __init__(self, model: nn.Module, objective: Objective):
+        super().__init__()
+        self.model = model
+        self.objective = objective
+        self.terms: dict[str, Tensor] = {}
+
+    def forward(self, num_items_in_batch: Tensor | None = None, **batch: Tensor) -> dict[str, Any]:
+        """``{"loss", "logits"}`` for a batch; weighted for accumulation when ``num_items_in_batch`` is given."""
+        if not self.training:
+            output = self.model(**batch, use_cache=False)
+            return {"loss": output.loss, "logits": output.logits}
+        loss, terms, output = self.objective(self.model, batch)
+        self.terms = {name: term.detach() for name, term in terms.items()}
+        share = share_of_batch({"num_items_in_batch": num_items_in_batch, "labels": batch.get("labels")})
+        return {"loss": loss * share, "logits": output.logits}

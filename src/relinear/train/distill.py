@@ -1,0 +1,112 @@
+"""``distill``: training to give the logits of a teacher."""
+
+# Legend: B batch, T tokens, V vocabulary
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from relinear.core.aux import IGNORED_LABEL, aux_losses
+from relinear.core.config import check_at_least, check_type, register, shown
+from relinear.core.modes import evaluating
+from relinear.core.objective import Objective, ObjectiveConfig
+from relinear.models.names import model_folder, model_place
+from relinear.surgery.checkpoint import from_pretrained
+
+__all__ = ["Distill", "divergence"]
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Distill(ObjectiveConfig):
+    """w CE + (1 - w) tau^2 KL(teacher || model), both at temperature tau, over the tokens that the loss counts.
+
+    Auxiliary losses of the model's operators are added as in any other run. The teacher is in evaluation mode, takes no
+    gradient and is not saved with the run; it must embed the same vocabulary.
+
+    Args:
+        teacher: a directory with a model (or of a run that left one), or a Hub name.
+        temperature: tau; logits are divided by it. The square keeps the gradient's scale.
+        cross_entropy: w, the share of the ordinary loss; 0 leaves it out.
+    """
+
+    kind: ClassVar[str] = "distill"
+
+    teacher: str
+    temperature: float = 1.0
+    cross_entropy: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_type("teacher", self.teacher, str)
+        check_at_least("temperature", self.temperature, 0, integer=False)
+        if self.temperature == 0:
+            raise ValueError("temperature must be above 0, got 0")
+        check_at_least("cross_entropy", self.cross_entropy, 0, integer=False)
+        if not self.cross_entropy < 1:
+            raise ValueError(
+                f"cross_entropy must be below 1, got {self.cross_entropy!r}: at 1 nothing is learnt from the teacher"
+            )
+
+    def check(self) -> None:
+        """Raise ValueError or OSError where there is no such teacher."""
+        model_place(self.teacher, presets=False)
+
+    def prepare(self, model: nn.Module) -> Objective:
+        """The loss against the teacher, which is loaded here and put beside the model at its first batch.
+
+        Raises:
+            ValueError: if teacher and model have different vocabularies.
+        """
+        teacher = from_pretrained(model_folder(self.teacher)).eval().requires_grad_(False)
+        sizes = [_outputs(one) for one in (teacher, model)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"the teacher {shown(self.teacher)} has {sizes[0]} tokens, the model {sizes[1]}: a distribution over "
+                "tokens is learnt only by a model of the same ones; use the teacher's tokenizer, or another teacher"
+            )
+        return _AgainstTeacher(self, teacher)
+
+
+def _outputs(model: Any) -> int:
+    return int(model.config.get_text_config().vocab_size)
+
+
+class _AgainstTeacher:
+    """The objective with its teacher: no module, so that the teacher is neither trained nor saved with the model."""
+
+    def __init__(self, config: Distill, teacher: Any) -> None:
+        self.config, self.teacher = config, teacher
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Any]:
+        labels = batch.get("labels")
+        if labels is None:
+            raise ValueError("the distill objective needs samples with labels, which say which tokens count")
+        output = model(**batch, use_cache=False)
+        self.teacher.to(output.logits.device)
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        with torch.no_grad(), evaluating(self.teacher):
+            wanted = self.teacher(**inputs, use_cache=False).logits
+        share, aux = self.config.cross_entropy, list(aux_losses(model).values())
+        added = torch.stack([term.to(output.loss) for term in aux]).sum() if aux else output.loss.new_zeros(())
+        kl = divergence(output.logits, wanted, labels, self.config.temperature)
+        terms = {"ce": share * (output.loss - added), "kl": (1 - share) * kl}
+        return terms["ce"] + terms["kl"] + added, terms, output
+
+
+def divergence(logits: Tensor, wanted: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
+    """tau^2 KL(softmax(wanted / tau) || softmax(logits / tau)), the mean over the predictions of labels that count.
+
+    Args:
+        logits, wanted: (B, T, V).
+        labels: (B, T), -100 where a token does not count; the prediction at t is of the label at t + 1.
+        temperature: tau.
+    """
+    counted = labels[:, 1:] != IGNORED_LABEL
+    student, teacher = ((values[:, :-1][counted].float() / temperature).log_softmax(-1) for values in (logits, wanted))
+    kl = torch.nn.functional.kl_div(student, teacher, log_target=True, reduction="sum")
+    return temperature**2 * kl / counted.sum().clamp(min=1)
