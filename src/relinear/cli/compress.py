@@ -46,8 +46,6 @@ def command(
 
     **Example:** `relinear compress models/smollm2 --keep 0.8 --data README.md --split all --out runs/compress`
     """
-    import torch
-
     from relinear.cli.errors import resumable
     from relinear.cli.options import load_model, prepare_process, set_if_given
     from relinear.cli.progress import watch_compression
@@ -59,11 +57,7 @@ def command(
     given = {"keep": keep, "budget_of": budget_of, "tokens": tokens, "fisher": fisher, "menu": menu or None}
     settings = CompressSettings.load(set_if_given(given) | parse_overrides(overrides or []), "settings")
     text = DataSettings.load({"data": data} | ({"text_column": text_column} if text_column else {}), "data")
-    prepare_process()
-    if threads is not None:
-        if threads < 1:
-            raise ValueError(f"--threads must be at least 1, got {threads}")
-        torch.set_num_threads(threads)
+    prepare_process(threads)
     loaded, tokenizer = load_model(model), load_tokenizer(model)
     with resumable("start the same command again"), watch_compression() as on_progress:
         report = compress(

@@ -46,8 +46,6 @@ def command(
 
     **Example:** `relinear distill models/smollm2 -r q_proj=rotor --layers 12 --data books --out runs/rotor`
     """
-    import torch
-
     from relinear.cli.errors import resumable
     from relinear.cli.options import load_model, operator_mapping, parse_layers, prepare_process, set_if_given
     from relinear.cli.progress import watch_distillation
@@ -61,11 +59,7 @@ def command(
     settings = DistillSettings.load(set_if_given(given) | parse_overrides(overrides or []), "settings")
     mapping = operator_mapping(replace)
     text = DataSettings.load({"data": data} | ({"text_column": text_column} if text_column else {}), "data")
-    prepare_process()
-    if threads is not None:
-        if threads < 1:
-            raise ValueError(f"--threads must be at least 1, got {threads}")
-        torch.set_num_threads(threads)
+    prepare_process(threads)
     loaded, tokenizer = load_model(model), load_tokenizer(model)
     with resumable("start the same command again"), watch_distillation() as on_progress:
         report = distill_(

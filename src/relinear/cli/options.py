@@ -20,14 +20,19 @@ __all__ = [
 _MOST_LAYERS = 100_000
 
 
-def prepare_process() -> None:
-    """Ready a process that is going to compute: tune the allocator and say so."""
+def prepare_process(threads: int | None = None) -> None:
+    """Ready a process that is going to compute: set its threads (if given), tune the allocator and say so."""
     import sys
 
+    import torch
     from transformers.utils.logging import disable_progress_bar
 
     from relinear.system.allocator import tune_allocator
 
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"--threads must be at least 1, got {threads}")
+        torch.set_num_threads(threads)
     disable_progress_bar()  # of loading and writing weights: a flicker among our own
 
     thresholds = tune_allocator()
