@@ -44,7 +44,7 @@ def command(
     Statistics are kept in DIR/calibration, so that another budget needs no second measurement. Killed and started
     again with the same arguments, it goes on from where it was. The model is saved in DIR/model.
 
-    **Example:** `relinear compress models/smollm2 --keep 0.8 --data README.md --split all --out runs/compress`
+    **Example:** `relinear compress models/smollm2 --keep 0.8 --data stdlib --out runs/compress`
     """
     from relinear.cli.errors import resumable
     from relinear.cli.options import load_model, prepare_process, set_if_given
