@@ -275,6 +275,21 @@ def test_a_card_says_what_is_in_it_and_no_other_card_is_overwritten(saved, tmp_p
     assert sorted(p.name for p in stock.iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]
 
 
+def test_a_folded_model_saved_over_itself_leaves_nothing_that_tells_of_operators(saved):
+    model, directory = saved
+    relinear.fold_(model, verbose=False)
+    model.save_pretrained(directory)
+    assert sorted(p.name for p in directory.iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(directory)(IDS).logits, model(IDS).logits)
+
+
+def test_a_stock_model_leaves_the_card_and_the_loader_of_others_alone(tmp_path):
+    for name in ("README.md", "configuration_relinear.py"):
+        (tmp_path / name).write_text("mine")
+    llama().save_pretrained(tmp_path)
+    assert {(tmp_path / name).read_text() for name in ("README.md", "configuration_relinear.py")} == {"mine"}
+
+
 def test_a_push_uploads_the_loader_and_the_record(saved, monkeypatch):
     model, directory = saved
     pushed = {}

@@ -18,9 +18,9 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from relinear.core.config import shown
 from relinear.core.operator import Operator, is_linear
 from relinear.core.record import config_record, own_record, record
-from relinear.surgery.card import write_card
+from relinear.surgery.card import remove_card, write_card
 from relinear.surgery.checkpoint import RelinearConfig, rebuild_
-from relinear.surgery.saved_config import as_in_memory_, needs_loader, write_config
+from relinear.surgery.saved_config import as_in_memory_, needs_loader, remove_loader, write_config
 
 __all__ = ["install", "wrap_models"]
 
@@ -71,8 +71,18 @@ def _save_pretrained(original: Any, model: Any, save_directory: Any, *args: Any,
     with _record_of_this_model(model):
         original(model, save_directory, *args, **kwargs)
         is_main = args[0] if args else kwargs.get("is_main_process", True)
-        if is_main and config_record(model.config) is not None and (Path(save_directory) / "config.json").is_file():
-            write_card(model, Path(save_directory))
+        if is_main and (Path(save_directory) / "config.json").is_file():
+            _write_beside(model, Path(save_directory))
+
+
+def _write_beside(model: Any, directory: Path) -> None:
+    """The card of a model with operators; where a model without them was saved over one, nothing tells of that one."""
+    if config_record(model.config) is not None:
+        write_card(model, directory)
+    else:
+        remove_card(directory)
+    if not needs_loader(model.config):
+        remove_loader(directory)
 
 
 @contextmanager
