@@ -7,6 +7,7 @@ travel in ``config.json`` under ``quantization_config``, the weights in safetens
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,8 +23,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.aux import named_operators
-from relinear.core.config import nearest
-from relinear.core.operator import OperatorConfig, is_linear
+from relinear.core.config import nearest, shown
+from relinear.core.operator import OperatorConfig, check_model, is_linear
 from relinear.core.record import FORMAT_VERSION, METHOD, sync_record
 from relinear.surgery.card import is_own_card
 from relinear.surgery.saved_config import as_in_memory_
@@ -270,7 +271,11 @@ def save_pretrained(model: Any, directory: str | Path, *, tokenizer: Any = None,
         tokenizer: saved along if given. What ends and pads a text is then written into the model's config too: for a
             model that was built from a config whatever the tokenizer says, else where the config says nothing.
         **kwargs: handed to ``model.save_pretrained`` (``max_shard_size``, ...).
+
+    Raises:
+        ValueError: if ``model`` is no Hugging Face model, or ``directory`` names none. Nothing is written then.
     """
+    _check_saving(model, directory)
     with atomic_directory(directory) as temporary:
         sync_record(model)
         if tokenizer is not None:
@@ -282,6 +287,19 @@ def save_pretrained(model: Any, directory: str | Path, *, tokenizer: Any = None,
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
     return Path(directory)
+
+
+def _check_saving(model: Any, directory: Any) -> None:
+    if isinstance(model, str | os.PathLike) and isinstance(directory, nn.Module):
+        raise ValueError("save_pretrained takes the model first, then the directory; here they are swapped")
+    check_model(model, "save_pretrained")
+    if not callable(getattr(model, "save_pretrained", None)):
+        raise ValueError(
+            f"save_pretrained takes a Hugging Face model, got {type(model).__name__}, which has no config to be "
+            "rebuilt from; save the whole model that it belongs to, or its weights by safetensors.torch.save_model"
+        )
+    if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
+        raise ValueError(f"save_pretrained takes the directory to write, got {shown(directory)}")
 
 
 def _take_special_tokens_(model: Any, tokenizer: Any) -> None:
