@@ -2,6 +2,7 @@
 
 import copy
 import re
+import socket
 
 import numpy as np
 import pytest
@@ -563,6 +564,44 @@ def test_names_of_models(name, tmp_path):
 )
 def test_names_of_no_model(name, words):
     refused(lambda: model_place(name), *words, error=(ValueError, OSError))
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def asked(*args, **kwargs):
+        raise AssertionError("a network was asked")
+
+    monkeypatch.setattr(socket, "getaddrinfo", asked)
+    monkeypatch.setattr(socket.socket, "connect", asked)
+    monkeypatch.setattr("huggingface_hub.utils.get_session", asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tinyy", ["unknown model 'tinyy'", "owner/name"]),
+        ("./tiny", ["no such directory"]),
+        ("~/nowhere-at-all", ["no such directory"]),
+        ("", []),
+        (None, ["a directory", "None"]),
+        (3, ["a directory", "3"]),
+        (LONG, []),
+    ],
+    ids=brief,
+)
+def test_a_checkpoint_of_no_name_asks_no_network(name, words, no_network):
+    refused(lambda: relinear.from_pretrained(name), *words, error=(ValueError, OSError))
+
+
+def test_a_file_is_no_checkpoint(tmp_path):
+    (tmp_path / "file").touch()
+    refused(lambda: relinear.from_pretrained(tmp_path / "file"), "is a file", error=NotADirectoryError)
+
+
+def test_a_checkpoint_under_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_tiny_llama().save_pretrained(tmp_path / "saved")
+    assert relinear.from_pretrained("~/saved").config.vocab_size == make_tiny_llama().config.vocab_size
 
 
 def test_a_tokenizer_that_does_not_fit_the_model():

@@ -25,6 +25,7 @@ from relinear.core.attachment import AttachmentConfig
 from relinear.core.aux import named_operators
 from relinear.core.config import nearest, shown
 from relinear.core.operator import OperatorConfig, check_model, is_linear
+from relinear.core.places import saved_place
 from relinear.core.record import FORMAT_VERSION, METHOD, sync_record
 from relinear.surgery.card import is_own_card
 from relinear.surgery.saved_config import as_in_memory_
@@ -225,27 +226,25 @@ def _some(keys: Iterable[str], count: int = 6) -> str:
 def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: Any) -> Any:
     """Load a model strictly: every key of the checkpoint is used, and every parameter comes from it.
 
+    No network is asked for a name that can be none of the Hub's.
+
     Args:
         directory: what ``save_pretrained`` wrote (with or without operators), or a Hub name.
         auto_class: the class whose ``from_pretrained`` is called; ``AutoModelForCausalLM`` by default.
         **kwargs: handed to it (``dtype``, ``device_map``, ...).
 
     Raises:
-        ValueError: for missing or unknown keys, damaged files, unknown operators, a newer format version.
-        FileNotFoundError: if ``directory`` is a path that holds no ``config.json``.
+        ValueError: for missing or unknown keys, damaged files, unknown operators, a newer format version, and where
+            ``directory`` is neither a directory nor can be a name of the Hub.
+        FileNotFoundError: if ``directory`` is a path where nothing is, or that holds no ``config.json``.
+        NotADirectoryError: if it is a file.
     """
     from transformers import AutoModelForCausalLM
 
-    path = Path(directory)
-    looks_local = path.exists() or str(directory).startswith((".", "/", "~")) or str(directory).count("/") > 1
-    if looks_local and not (path / "config.json").is_file():
-        raise FileNotFoundError(f"{directory}: no config.json there, so no model to load")
-    if path.is_dir():
-        try:
-            json.loads((path / "config.json").read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path / 'config.json'} is not valid JSON: {error}") from error
-        _stored_shapes(sorted(path.glob("*.safetensors")))
+    name = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
+    if saved_place(name, cache_dir=kwargs.get("cache_dir")) == "directory":
+        directory = Path(name).expanduser()
+        _check_files(directory)
     loader: Any = auto_class or AutoModelForCausalLM
     model, info = loader.from_pretrained(directory, output_loading_info=True, **kwargs)
     found = {what: sorted(map(str, info[what])) for what in _PROBLEMS if info.get(what)}
@@ -255,6 +254,17 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
             f"{directory} was not fully rebuilt ({'; '.join(problems)}): its config.json does not describe its weights"
         )
     return model
+
+
+def _check_files(directory: Path) -> None:
+    path = directory / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{directory}: no config.json there, so no model to load")
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    _stored_shapes(sorted(directory.glob("*.safetensors")))
 
 
 _PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
