@@ -250,6 +250,21 @@ def test_a_skipped_layer_leaves_no_stale_loss(model):
     loss.backward()
 
 
+def test_an_operator_at_two_places_counts_with_its_last_call(model):
+    layers = model.model.layers
+    layers[1].mlp.up_proj = shared = layers[0].mlp.up_proj
+    seen = []
+    shared.register_forward_hook(lambda module, args, y: seen.append(0.1 * y.square().mean(-1)))
+    output = model(BATCH, labels=padded(BATCH))
+    counted = torch.nn.functional.pad(padded(BATCH)[:, 1:] != -100, (0, 1))
+    terms = relinear.aux_losses(model)
+    assert set(terms) == {"model.layers.0.mlp.up_proj/energy"}
+    assert len(seen) == 2
+    torch.testing.assert_close(terms["model.layers.0.mlp.up_proj/energy"], seen[1][counted].mean())
+    shared.train(False)
+    torch.testing.assert_close(output.loss - seen[1][counted].mean(), model(BATCH, labels=padded(BATCH)).loss)
+
+
 def test_deepcopy_after_a_training_forward(model):
     model(IDS, labels=IDS)
     other = copy.deepcopy(model)

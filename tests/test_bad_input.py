@@ -2,6 +2,7 @@
 
 import copy
 import re
+import socket
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from relinear.core.config import UnknownSettingError, parse_setting, shown
 from relinear.core.operator import Operator, OperatorConfig
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.models import model_place
+from relinear.models.cgt import CGTModel
 
 LOW = relinear.LowRank(rank=2)
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
@@ -351,6 +353,9 @@ def test_operators_and_attachments_as_text():
         relinear.summary,
         relinear.fold_,
         relinear.check_causality,
+        relinear.aux_losses,
+        relinear.latents,
+        lambda model: relinear.intervene(model, {}),
     ],
 )
 @pytest.mark.parametrize("model", ["path", None, 3, LONG, LOW, make_tiny_gpt2], ids=brief)
@@ -371,9 +376,85 @@ def test_layers_of_an_attachment(layers):
     refused(lambda: relinear.PathTransponder(layers=layers), "layers=")
 
 
-@pytest.mark.parametrize("patterns", ["(", [], "q_porj", [LONG], [3]], ids=brief)
+@pytest.mark.parametrize("patterns", ["(", [], "q_porj", [LONG], [3], None, 3], ids=brief)
 def test_parts_to_train_that_are_not_there(patterns):
     refused(lambda: relinear.train_only_(make_tiny_llama(), patterns))
+
+
+@pytest.mark.parametrize(
+    ("model", "directory", "words"),
+    [
+        ("out", make_tiny_llama, ["model first", "swapped"]),
+        (None, "out", ["a model (an nn.Module), got None"]),
+        ("model", "out", ["a model (an nn.Module), got 'model'"]),
+        (lambda: nn.Linear(2, 3), "out", ["Linear", "a Hugging Face model"]),
+        (make_tiny_llama, None, ["directory", "None"]),
+        (make_tiny_llama, "", ["directory"]),
+        (make_tiny_llama, 3, ["directory", "3"]),
+    ],
+    ids=brief,
+)
+def test_what_cannot_be_saved(model, directory, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, directory = (value() if callable(value) else value for value in (model, directory))
+    refused(lambda: relinear.save_pretrained(model, directory), *words)
+    assert not list(tmp_path.iterdir())
+
+
+def with_latents():
+    model = make_tiny_llama()
+    relinear.replace_(model, {"q_proj": relinear.HDPL(rank=4, blocks=2)})
+    return model
+
+
+@pytest.mark.parametrize(
+    ("edits", "words"),
+    [
+        ("nope", ["a mapping", "'nope'"]),
+        (None, ["a mapping", "None"]),
+        ([relinear.Clamp(-1, 1)], ["a mapping"]),
+        ({"q_porj": relinear.Clamp(-1, 1)}, ["'q_porj'", "q_proj"]),
+        ({3: relinear.Clamp(-1, 1)}, ["3", "q_proj"]),
+        ({"q_proj": 3}, ["q_proj", "Clamp", "3"]),
+        ({"q_proj": "clamp"}, ["q_proj", "'clamp'"]),
+        ({"q_proj": [None]}, ["q_proj", "None"]),
+    ],
+    ids=brief,
+)
+def test_interventions_are_refused_at_the_call(edits, words):
+    refused(lambda: relinear.intervene(with_latents(), edits), *words)
+
+
+def test_a_model_without_latents_is_refused_at_the_call():
+    refused(lambda: relinear.latents(make_tiny_llama()), "no operator with a latent")
+    refused(lambda: relinear.intervene(make_tiny_llama(), {}), "no operator with a latent")
+
+
+@pytest.mark.parametrize("data", [None, 3], ids=brief)
+def test_what_is_no_corpus(data, tmp_path):
+    model = make_tiny_llama()
+    words = ["data must be texts", shown(data)]
+    unchanged(model, lambda model: relinear.distill_(model, {"q_proj": LOW}, data), *words)
+    unchanged(model, lambda model: relinear.compress(model, data, keep=0.8), *words)
+
+
+@pytest.mark.parametrize("settings", [None, "corpus.txt", 3, LONG], ids=brief)
+def test_data_without_settings(settings):
+    refused(lambda: relinear.prepare_data(settings), "prepare_data takes", "DataSettings(data=")
+
+
+def test_data_settings_as_a_mapping():
+    refused(lambda: relinear.prepare_data({"dta": "stdlib"}), "data settings", "did you mean 'data'")
+
+
+class Nameless(OperatorConfig):
+    """A setting of no kind."""
+
+
+@pytest.mark.parametrize("given", ["x", None, LOW, int, nn.Linear], ids=brief)
+def test_what_cannot_be_registered(given):
+    refused(lambda: relinear.register(given), "register takes a class of settings", shown(given))
+    refused(lambda: relinear.register(Nameless), "Nameless", "kind")
 
 
 # The Contextually Guided Transformer
@@ -403,6 +484,15 @@ def test_unknown_settings_of_a_cgt(keyword, words):
 def test_a_size_by_its_other_name_is_checked_too():
     refused(lambda: relinear.CGTConfig(hidden_size=50, n_head=12), "n_embd=50")
     assert relinear.CGTConfig(hidden_size=24, num_attention_heads=2).n_embd == 24
+
+
+@pytest.mark.parametrize("config", [make_tiny_llama, make_tiny_gpt2, lambda: None, lambda: "x"])
+@pytest.mark.parametrize("model", [relinear.CGTForCausalLM, relinear.CGTForRegression, CGTModel])
+def test_a_cgt_of_another_config(model, config):
+    given = config()
+    given = given.config if isinstance(given, nn.Module) else given
+    said = shown(given) if given in (None, "x") else type(given).__name__
+    refused(lambda: model(given), model.__name__, "relinear.CGTConfig", said)
 
 
 @pytest.mark.parametrize(
@@ -474,6 +564,44 @@ def test_names_of_models(name, tmp_path):
 )
 def test_names_of_no_model(name, words):
     refused(lambda: model_place(name), *words, error=(ValueError, OSError))
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def asked(*args, **kwargs):
+        raise AssertionError("a network was asked")
+
+    monkeypatch.setattr(socket, "getaddrinfo", asked)
+    monkeypatch.setattr(socket.socket, "connect", asked)
+    monkeypatch.setattr("huggingface_hub.utils.get_session", asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tinyy", ["unknown model 'tinyy'", "owner/name"]),
+        ("./tiny", ["no such directory"]),
+        ("~/nowhere-at-all", ["no such directory"]),
+        ("", []),
+        (None, ["a directory", "None"]),
+        (3, ["a directory", "3"]),
+        (LONG, []),
+    ],
+    ids=brief,
+)
+def test_a_checkpoint_of_no_name_asks_no_network(name, words, no_network):
+    refused(lambda: relinear.from_pretrained(name), *words, error=(ValueError, OSError))
+
+
+def test_a_file_is_no_checkpoint(tmp_path):
+    (tmp_path / "file").touch()
+    refused(lambda: relinear.from_pretrained(tmp_path / "file"), "is a file", error=NotADirectoryError)
+
+
+def test_a_checkpoint_under_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_tiny_llama().save_pretrained(tmp_path / "saved")
+    assert relinear.from_pretrained("~/saved").config.vocab_size == make_tiny_llama().config.vocab_size
 
 
 def test_a_tokenizer_that_does_not_fit_the_model():

@@ -21,6 +21,7 @@ from transformers import (
     GPTNeoXConfig,
     GraniteMoeConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     LlavaConfig,
     MixtralConfig,
     QuantoConfig,
@@ -202,6 +203,50 @@ def test_a_model_from_the_config_of_a_checkpoint_has_its_operators(saved, auto):
         assert len(replaced(auto.from_config(config))) == len(replaced(model))
 
 
+def own_config_of(model, **changes):
+    """A stock config for a checkpoint of ``model``, as somebody writes one by hand."""
+    values = {k: v for k, v in model.config.to_diff_dict().items() if k not in ("model_type", "quantization_config")}
+    return type(model.config)(**values | changes)
+
+
+@pytest.mark.parametrize(
+    "load", [AutoModelForCausalLM.from_pretrained, relinear.from_pretrained, LlamaForCausalLM.from_pretrained]
+)
+def test_a_config_of_the_callers_own_does_not_hide_the_operators(saved, load):
+    model, directory = saved
+    config = own_config_of(model, use_cache=False)
+    loaded = load(directory, config=config)
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    assert not loaded.config.use_cache
+    assert not hasattr(config, "quantization_config")
+
+
+def test_a_config_of_another_model_with_operators_takes_the_record_of_the_checkpoint(saved):
+    model, directory = saved
+    other = llama()
+    relinear.replace_(other, {"k_proj": LOW})
+    loaded = AutoModelForCausalLM.from_pretrained(directory, config=other.config)
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
+def test_a_config_by_a_name_and_one_that_quantizes_are_refused(saved, tmp_path):
+    model, directory = saved
+    own_config_of(model).save_pretrained(tmp_path / "config")
+    with pytest.raises(ValueError, match="knows nothing"):
+        LlamaForCausalLM.from_pretrained(directory, config=str(tmp_path / "config"))
+    quantizing = own_config_of(model, quantization_config=QuantoConfig(weights="int8"))
+    with pytest.raises(ValueError, match=r"holds relinear operators.*torchao.*fold_"):
+        AutoModelForCausalLM.from_pretrained(directory, config=quantizing)
+
+
+def test_a_folder_of_weights_alone_still_takes_the_callers_config(tmp_path):
+    model = llama()
+    model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").unlink()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, config=model.config)
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
 @pytest.mark.parametrize("settings", [BitsAndBytesConfig(load_in_8bit=True), QuantoConfig(weights="int8")])
 def test_a_second_quantization_says_what_to_do(saved, settings):
     for load in (AutoModelForCausalLM.from_pretrained, relinear.from_pretrained):
@@ -228,6 +273,21 @@ def test_a_card_says_what_is_in_it_and_no_other_card_is_overwritten(saved, tmp_p
     stock = tmp_path / "stock"
     llama().save_pretrained(stock)
     assert sorted(p.name for p in stock.iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]
+
+
+def test_a_folded_model_saved_over_itself_leaves_nothing_that_tells_of_operators(saved):
+    model, directory = saved
+    relinear.fold_(model, verbose=False)
+    model.save_pretrained(directory)
+    assert sorted(p.name for p in directory.iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(directory)(IDS).logits, model(IDS).logits)
+
+
+def test_a_stock_model_leaves_the_card_and_the_loader_of_others_alone(tmp_path):
+    for name in ("README.md", "configuration_relinear.py"):
+        (tmp_path / name).write_text("mine")
+    llama().save_pretrained(tmp_path)
+    assert {(tmp_path / name).read_text() for name in ("README.md", "configuration_relinear.py")} == {"mine"}
 
 
 def test_a_push_uploads_the_loader_and_the_record(saved, monkeypatch):

@@ -177,10 +177,11 @@ def test_reloading_the_package_before_its_first_use() -> None:
 
 
 def test_modules_keep_their_own_loaders() -> None:
-    code = "import relinear.surgery, sys, transformers\nfor m in (relinear.surgery, transformers):\n"
+    code = "import relinear.surgery, sys, transformers, transformers.modeling_utils as models\n"
+    code += "for m in (relinear.surgery, transformers, models):\n"
     code += "    print(type(m.__spec__.loader).__name__)\n"
     code += "print(*(type(f).__module__ for f in sys.meta_path if not isinstance(f, type)))"
-    assert run(code).split()[:2] == ["SourceFileLoader"] * 2
+    assert run(code).split()[:3] == ["SourceFileLoader"] * 3
     assert "first_use" not in run(code)
 
 

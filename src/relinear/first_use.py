@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["on_first_use"]
+__all__ = ["after_import", "on_first_use"]
 
 
 def on_first_use(package: str, without: Sequence[str], beside: str, work: Callable[[], Any]) -> None:
@@ -26,7 +26,7 @@ def on_first_use(package: str, without: Sequence[str], beside: str, work: Callab
     Args:
         package: its name.
         without: subpackages that do not count.
-        beside: name of a top-level module.
+        beside: name of a module.
         work: what to do; the modules that it imports do not ask for it again.
     """
     _forget(package)  # of an import of the package that is now repeated
@@ -34,6 +34,11 @@ def on_first_use(package: str, without: Sequence[str], beside: str, work: Callab
         work()
     else:
         sys.meta_path.insert(0, _Finder(package, without, beside, work))
+
+
+def after_import(module: str, work: Callable[[], Any]) -> None:
+    """Call ``work`` once, after ``module`` (a dotted name) has run; now, where it has been imported already."""
+    on_first_use(module, without=(), beside=module, work=work)  # no import is inside a package of a dotted name
 
 
 def _forget(package: str) -> None:

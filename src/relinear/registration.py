@@ -10,6 +10,8 @@ import relinear.operators
 import relinear.residual
 import relinear.surgery.checkpoint  # the loader of checkpoints with operators in them, to transformers
 import relinear.train.distill  # noqa: F401
+from relinear.first_use import after_import
 from relinear.surgery import wrapped
 
 wrapped.install()
+after_import("transformers.modeling_utils", wrapped.wrap_models)

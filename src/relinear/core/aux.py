@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.core.operator import Operator
+from relinear.core.operator import Operator, check_model
 
 __all__ = [
     "IGNORED_LABEL",
@@ -58,8 +58,13 @@ def named_operators(model: nn.Module) -> Iterator[tuple[str, Operator]]:
 def aux_losses(model: nn.Module) -> dict[str, Tensor]:
     """Auxiliary losses of the last training forward, as ``{"layer.name/loss": scalar}``, already weighted.
 
-    Their sum is what was added to ``outputs.loss`` (before the scaling for gradient accumulation). Empty in eval.
+    Their sum is what was added to ``outputs.loss`` (before the scaling for gradient accumulation). Empty in eval. An
+    operator that one forward calls several times (a module at two places) has the term of its last call.
+
+    Raises:
+        ValueError: if ``model`` is no model.
     """
+    check_model(model, "aux_losses")
     return {
         f"{name}/{key}": value
         for name, operator in named_operators(model)

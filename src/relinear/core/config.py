@@ -72,7 +72,16 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
 
 
 def register(cls: C) -> C:
-    """Class decorator that makes a config loadable by its ``kind`` within its ``family``."""
+    """Class decorator that makes a config loadable by its ``kind`` within its ``family``.
+
+    Raises:
+        ValueError: if ``cls`` is no class of settings with both, or another class has this kind.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Config)):
+        raise ValueError(f"register takes a class of settings (of an OperatorConfig, say), got {shown(cls)}")
+    for name in ("family", "kind"):
+        if not isinstance(getattr(cls, name, None), str):
+            raise ValueError(f"register: {cls.__name__} has no {name}; it takes one as a class variable, a text")
     kinds = _REGISTRY.setdefault(cls.family, {})
     if kinds.setdefault(cls.kind, cls) is not cls:
         raise ValueError(f"{cls.family} kind {cls.kind!r} is already registered by {kinds[cls.kind].__qualname__}")

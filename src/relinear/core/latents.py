@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from relinear.core.config import nearest
-from relinear.core.operator import Operator
+from relinear.core.config import nearest, shown
+from relinear.core.operator import Operator, check_model
 
 __all__ = [
     "Add",
@@ -91,8 +92,9 @@ def latent_operators(model: nn.Module) -> dict[str, LatentOperator]:
     """Every operator of ``model`` that has a latent, by name (each once, also where it is aliased).
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is none, or ``model`` is no model.
     """
+    check_model(model, "a reader of latents")
     found = {
         name.replace("_orig_mod.", "").removesuffix("_orig_mod"): module
         for name, module in model.named_modules()
@@ -130,8 +132,7 @@ class Latents(dict[str, Latent]):
         raise KeyError(f"no latent {name!r}; {hint}")
 
 
-@contextlib.contextmanager
-def latents(model: nn.Module) -> Iterator[Latents]:
+def latents(model: nn.Module) -> AbstractContextManager[Latents]:
     """Read latents: ``with relinear.latents(model) as z: model(ids)`` then ``z["...q_proj"].mu``.
 
     Holds z, mu and sigma of the last forward of every operator that has a latent, with their graph, also after the
@@ -140,20 +141,21 @@ def latents(model: nn.Module) -> Iterator[Latents]:
     entering and leaving the block recompiles.
 
     Raises:
-        ValueError: if no operator of ``model`` has a latent.
+        ValueError: at the call, if no operator of ``model`` has a latent.
     """
-    operators = latent_operators(model)
-    record = Latents()
+    return _recorded_into(Latents(), latent_operators(model))
+
+
+@contextlib.contextmanager
+def _recorded_into(record: Latents, operators: Mapping[str, LatentOperator]) -> Iterator[Latents]:
     with _tapped(operators, observers={name: [_Keep(record, name)] for name in operators}):
         yield record
 
 
-@contextlib.contextmanager
-def observe(model: nn.Module, observer: Callable[[str, Latent], None]) -> Iterator[None]:
+def observe(model: nn.Module, observer: Callable[[str, Latent], None]) -> AbstractContextManager[None]:
     """Call ``observer(name, latent)`` for every latent that a forward within the block computes."""
     operators = latent_operators(model)
-    with _tapped(operators, observers={name: [lambda l, name=name: observer(name, l)] for name in operators}):
-        yield
+    return _tapped(operators, observers={name: [lambda l, name=name: observer(name, l)] for name in operators})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,8 +298,7 @@ def _fitting(value: Values, z: Tensor) -> Tensor:
     return value
 
 
-@contextlib.contextmanager
-def intervene(model: nn.Module, edits: Mapping[str, Edit | Sequence[Edit]]) -> Iterator[None]:
+def intervene(model: nn.Module, edits: Mapping[str, Edit | Sequence[Edit]]) -> AbstractContextManager[None]:
     """Change latents of every forward within the block: ``with relinear.intervene(model, {"q_proj": Clamp(-1, 1)}):``.
 
     Args:
@@ -307,29 +308,47 @@ def intervene(model: nn.Module, edits: Mapping[str, Edit | Sequence[Edit]]) -> I
             names reach takes the edits of all, in their order. Blocks nest, the outer edits come first.
 
     Raises:
-        ValueError: before anything has changed, on a name that is no operator with a latent (naming the nearest ones),
-            on values of a wrong shape, and in training under gradient checkpointing, where a backward after the block
-            would recompute the forward without the edits.
+        ValueError: at the call, on a name that is no operator with a latent (naming the nearest ones) and on values of
+            a wrong shape; on entry, in training under gradient checkpointing, where a backward after the block would
+            recompute the forward without the edits. Nothing has changed then.
     """
     operators = latent_operators(model)
+    chosen = _chosen_edits(operators, edits)
+    return _edited(model, {name: operators[name] for name in chosen}, chosen)
+
+
+@contextlib.contextmanager
+def _edited(
+    model: nn.Module, operators: Mapping[str, LatentOperator], edits: Mapping[str, Sequence[Edit]]
+) -> Iterator[None]:
     if model.training and getattr(model, "is_gradient_checkpointing", False):
         raise ValueError(
             "cannot intervene in training under gradient checkpointing: a backward after the block would recompute "
             "without the edits; call model.gradient_checkpointing_disable(), or model.eval()"
         )
+    with _tapped(operators, edits=edits):
+        yield
+
+
+def _chosen_edits(
+    operators: Mapping[str, LatentOperator], edits: Mapping[str, Edit | Sequence[Edit]]
+) -> dict[str, list[Edit]]:
+    """The edits of ``intervene`` by the full names of operators, checked against their latents."""
+    if not isinstance(edits, Mapping):
+        raise ValueError(f"intervene takes a mapping such as {{'q_proj': relinear.Clamp(-1, 1)}}, got {shown(edits)}")
     chosen: dict[str, list[Edit]] = {}
     for pattern, given in edits.items():
         names = [name for name in operators if name == pattern or name.endswith(f".{pattern}")]
         if not names:
-            raise ValueError(f"no operator with a latent is named {pattern!r}; {nearest(pattern, operators)}")
-        for edit in [given] if isinstance(given, Edit) else list(given):
+            near = nearest(str(pattern), operators)
+            raise ValueError(f"no operator with a latent is named {shown(pattern)}; {near}")
+        for edit in given if isinstance(given, Iterable) and not isinstance(given, str) else [given]:
             if not isinstance(edit, Edit):
-                raise ValueError(f"{pattern}: expected Clamp, Add, Replace or Inject, got {edit!r}")
+                raise ValueError(f"{pattern}: expected Clamp, Add, Replace or Inject, got {shown(edit)}")
             for name in names:
                 edit.check(name, operators[name].latent_size)
                 chosen.setdefault(name, []).append(edit)
-    with _tapped({name: operators[name] for name in chosen}, edits=chosen):
-        yield
+    return chosen
 
 
 # Moments

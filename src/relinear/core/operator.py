@@ -265,6 +265,9 @@ class Operator(CachingModule):
     def note(self, aux_losses: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
         """Keep what this training forward found, by name: a value for every token, or a mean over them.
 
+        Of several calls in one forward of a model the last one's is kept. A sum would need to know where a forward of
+        the model starts and ends, also in one that is compiled or run again, and a layer alone would add up for ever.
+
         What a layer finds when gradient checkpointing runs it again, during the backward pass, is not kept: it is that
         of a forward whose means have been taken, and nobody would tell again which tokens count.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -13,13 +13,10 @@ from relinear.core.anatomy import unwrapped
 from relinear.core.attachment import attachments
 from relinear.core.aux import install_aux_hooks, named_operators
 
-__all__ = ["FORMAT_VERSION", "METHOD", "before_record", "config_record", "own_record", "record", "sync_record"]
+__all__ = ["FORMAT_VERSION", "METHOD", "config_record", "own_record", "record", "sync_record"]
 
 METHOD = "relinear"  # the name of the quantizer that rebuilds a model
 FORMAT_VERSION = 1
-
-#: called before a record is written: what has to be ready then, but is too heavy for ``import relinear``
-before_record: list[Callable[[], None]] = []
 
 
 def record(model: nn.Module) -> dict[str, Any] | None:
@@ -57,9 +54,6 @@ def sync_record(model: nn.Module) -> None:
     if getattr(model, "config", None) is None:
         return
     values = record(model)
-    if values is not None:
-        for call in before_record:
-            call()
     if values != config_record(model.config):
         is_whole = getattr(model, "base_model", model) is not model
         config: Any = _config_of_its_own(model, whole) if is_whole else model.config

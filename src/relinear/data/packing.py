@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from relinear.core.config import shown
 from relinear.data.cache import cache_folder, cached, digest, write_tokens
 from relinear.data.corpora import Corpus, open_corpus
 from relinear.data.settings import DataSettings
@@ -85,7 +86,7 @@ def _silent(what: str, characters: int) -> None:
     return None
 
 
-def prepare_data(settings: DataSettings, *, on_progress: Progress = _silent) -> PackedData:
+def prepare_data(settings: DataSettings | Mapping[str, Any], *, on_progress: Progress = _silent) -> PackedData:
     """Tokenise and pack the training and validation splits, or open what an earlier call left in the cache.
 
     Documents are joined by the tokenizer's end-of-text token. The cache is keyed by the corpus (paths, sizes and times
@@ -93,13 +94,20 @@ def prepare_data(settings: DataSettings, *, on_progress: Progress = _silent) -> 
     for the same entry at once.
 
     Args:
-        settings: which text and tokenizer.
+        settings: which text and tokenizer: ``DataSettings`` or a mapping of its fields.
         on_progress: called with a phrase and the characters done so far, every million characters and at the end.
 
     Raises:
-        ValueError: if the corpus is absent, empty, has no training split or is too short for one block.
+        ValueError: if these are no settings; if the corpus is absent, empty, has no training split or is too short for
+            one block.
         OSError: if the cache cannot be written.
     """
+    if not isinstance(settings, DataSettings | Mapping):
+        raise ValueError(
+            "prepare_data takes relinear.data.DataSettings(data=..., tokenizer=...) or a mapping of its fields, got "
+            f"{shown(settings)}"
+        )
+    settings = DataSettings.load(settings, "data settings")
     root = cache_folder(settings.cache_dir)
     corpus = open_corpus(settings)
     missing = {"train", "validation"} - set(corpus.splits)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from relinear.core.config import shown
 from relinear.core.context import current_context
 from relinear.data.tokenizers import encode_documents
 
@@ -22,7 +23,12 @@ __all__ = ["Recording", "record", "token_blocks"]
 
 
 def _documents(data: Iterable[Any], tokenizer: Any) -> Iterator[list[int]]:
-    items = iter(data)
+    try:
+        items = iter(data)
+    except TypeError:
+        raise ValueError(
+            f"data must be texts, token tensors or mappings with input_ids, one after another, got {shown(data)}"
+        ) from None
     first = next(items, None)
     if first is None:
         return
@@ -52,7 +58,7 @@ def token_blocks(data: Iterable[Any], tokenizer: Any, sequence_length: int, coun
         count: N.
 
     Raises:
-        ValueError: if the corpus is too short, or its items are of another kind.
+        ValueError: if the corpus is too short, is none, or its items are of another kind.
     """
     if isinstance(data, str):
         data = [data]

@@ -1,7 +1,8 @@
 """Models: named sizes of stock Hugging Face models, and the one model that is no surgery on them."""
 
+from relinear.core.places import is_fetched, missing_directory
 from relinear.models.head_bias import HeadBias
-from relinear.models.names import is_fetched, missing_directory, model_folder, model_place
+from relinear.models.names import model_folder, model_place
 from relinear.models.presets import from_preset, preset_config, preset_names
 
 __all__ = [

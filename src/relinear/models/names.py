@@ -6,13 +6,10 @@ from os.path import isfile
 from pathlib import Path
 from typing import Literal
 
-from relinear.core.config import nearest, shown
+from relinear.core.places import saved_place
 from relinear.models.presets import preset_names
 
-__all__ = ["is_fetched", "missing_directory", "model_folder", "model_place"]
-
-#: names of the Hub from before every model had an owner
-_WITHOUT_OWNER = ("distilgpt2", "gpt2", "gpt2-large", "gpt2-medium", "gpt2-xl", "openai-gpt")
+__all__ = ["model_folder", "model_place"]
 
 
 def model_place(name: str, *, presets: bool = True) -> Literal["preset", "directory", "hub"]:
@@ -23,56 +20,10 @@ def model_place(name: str, *, presets: bool = True) -> Literal["preset", "direct
         presets: whether a preset would do.
 
     Raises:
-        ValueError: if it can be none of the three; names the nearest presets.
-        FileNotFoundError: if it is written as a path and there is no such directory; names what is there.
-        NotADirectoryError: if it is a file.
+        ValueError, FileNotFoundError, NotADirectoryError: as ``core.places.saved_place``, if it can be none of these.
     """
-    if not isinstance(name, str) or not name.strip() or len(name) > 4096 or "\0" in name:
-        raise ValueError(f"a model is named by a preset, a directory or a name of the Hub, got {shown(name)}")
-    if presets and name in preset_names():
-        return "preset"
-    path = Path(name).expanduser()
-    if _exists(path):
-        if not path.is_dir():
-            raise NotADirectoryError(f"{name} is a file; give the directory that the model was saved to")
-        return "directory"
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise FileNotFoundError(missing_directory(name))
-    if "/" in name or name in _WITHOUT_OWNER or is_fetched(name):
-        return "hub"
-    near, what = (f"; {nearest(name, preset_names())}", "no preset, ") if presets else ("", "")
-    raise ValueError(
-        f"unknown model {shown(name)}{near} (It is {what}no directory here, and names of the Hugging Face Hub have the "
-        "form owner/name.)"
-    )
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # a name that is too long for a file
-        return False
-
-
-def is_fetched(name: str) -> bool:
-    """Whether the Hub's client has kept a model of this name."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return isinstance(try_to_load_from_cache(name, "config.json"), str)
-    except HFValidationError:
-        return False
-
-
-def missing_directory(name: str) -> str:
-    """The message for a path where nothing is, with the nearest names in the last folder on the way that exists."""
-    path = Path(name).expanduser()
-    folder = next((parent for parent in path.parents if _exists(parent)), Path("."))
-    wanted = path.relative_to(folder).parts[0]
-    there = sorted(child.name for child in folder.iterdir() if child.is_dir()) if folder.is_dir() else []
-    hint = f"in {folder} {nearest(wanted, there)}" if there else f"{folder} has no directories"
-    return f"{shown(name)[1:-1]}: no such directory; {hint}"
+    known = preset_names() if presets else []
+    return "preset" if isinstance(name, str) and name in known else saved_place(name, presets=known)
 
 
 def model_folder(name: str) -> str:

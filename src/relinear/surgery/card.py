@@ -12,7 +12,7 @@ from relinear.core.attachment import attachments
 from relinear.core.aux import named_operators
 from relinear.system.files import write_text
 
-__all__ = ["is_own_card", "write_card"]
+__all__ = ["is_own_card", "remove_card", "write_card"]
 
 _MARK = "<!-- Written by relinear; a card without this line is never overwritten. -->"
 
@@ -27,6 +27,13 @@ def write_card(model: Any, directory: Path) -> None:
     path = directory / "README.md"
     if is_own_card(path):
         write_text(path, _card(model))
+
+
+def remove_card(directory: Path) -> None:
+    """Remove ``README.md`` from ``directory`` if it is relinear's: it tells of a model that is no longer there."""
+    path = directory / "README.md"
+    if is_own_card(path):
+        path.unlink(missing_ok=True)
 
 
 def _card(model: Any) -> str:

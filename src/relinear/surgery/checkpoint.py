@@ -7,6 +7,7 @@ travel in ``config.json`` under ``quantization_config``, the weights in safetens
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,8 +23,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.aux import named_operators
-from relinear.core.config import nearest
-from relinear.core.operator import OperatorConfig, is_linear
+from relinear.core.config import nearest, shown
+from relinear.core.operator import OperatorConfig, check_model, is_linear
+from relinear.core.places import saved_place
 from relinear.core.record import FORMAT_VERSION, METHOD, sync_record
 from relinear.surgery.card import is_own_card
 from relinear.surgery.saved_config import as_in_memory_
@@ -224,27 +226,25 @@ def _some(keys: Iterable[str], count: int = 6) -> str:
 def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: Any) -> Any:
     """Load a model strictly: every key of the checkpoint is used, and every parameter comes from it.
 
+    No network is asked for a name that can be none of the Hub's.
+
     Args:
         directory: what ``save_pretrained`` wrote (with or without operators), or a Hub name.
         auto_class: the class whose ``from_pretrained`` is called; ``AutoModelForCausalLM`` by default.
         **kwargs: handed to it (``dtype``, ``device_map``, ...).
 
     Raises:
-        ValueError: for missing or unknown keys, damaged files, unknown operators, a newer format version.
-        FileNotFoundError: if ``directory`` is a path that holds no ``config.json``.
+        ValueError: for missing or unknown keys, damaged files, unknown operators, a newer format version, and where
+            ``directory`` is neither a directory nor can be a name of the Hub.
+        FileNotFoundError: if ``directory`` is a path where nothing is, or that holds no ``config.json``.
+        NotADirectoryError: if it is a file.
     """
     from transformers import AutoModelForCausalLM
 
-    path = Path(directory)
-    looks_local = path.exists() or str(directory).startswith((".", "/", "~")) or str(directory).count("/") > 1
-    if looks_local and not (path / "config.json").is_file():
-        raise FileNotFoundError(f"{directory}: no config.json there, so no model to load")
-    if path.is_dir():
-        try:
-            json.loads((path / "config.json").read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path / 'config.json'} is not valid JSON: {error}") from error
-        _stored_shapes(sorted(path.glob("*.safetensors")))
+    name = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
+    if saved_place(name, cache_dir=kwargs.get("cache_dir")) == "directory":
+        directory = Path(name).expanduser()
+        _check_files(directory)
     loader: Any = auto_class or AutoModelForCausalLM
     model, info = loader.from_pretrained(directory, output_loading_info=True, **kwargs)
     found = {what: sorted(map(str, info[what])) for what in _PROBLEMS if info.get(what)}
@@ -254,6 +254,17 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
             f"{directory} was not fully rebuilt ({'; '.join(problems)}): its config.json does not describe its weights"
         )
     return model
+
+
+def _check_files(directory: Path) -> None:
+    path = directory / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{directory}: no config.json there, so no model to load")
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    _stored_shapes(sorted(directory.glob("*.safetensors")))
 
 
 _PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
@@ -270,7 +281,11 @@ def save_pretrained(model: Any, directory: str | Path, *, tokenizer: Any = None,
         tokenizer: saved along if given. What ends and pads a text is then written into the model's config too: for a
             model that was built from a config whatever the tokenizer says, else where the config says nothing.
         **kwargs: handed to ``model.save_pretrained`` (``max_shard_size``, ...).
+
+    Raises:
+        ValueError: if ``model`` is no Hugging Face model, or ``directory`` names none. Nothing is written then.
     """
+    _check_saving(model, directory)
     with atomic_directory(directory) as temporary:
         sync_record(model)
         if tokenizer is not None:
@@ -282,6 +297,19 @@ def save_pretrained(model: Any, directory: str | Path, *, tokenizer: Any = None,
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
     return Path(directory)
+
+
+def _check_saving(model: Any, directory: Any) -> None:
+    if isinstance(model, str | os.PathLike) and isinstance(directory, nn.Module):
+        raise ValueError("save_pretrained takes the model first, then the directory; here they are swapped")
+    check_model(model, "save_pretrained")
+    if not callable(getattr(model, "save_pretrained", None)):
+        raise ValueError(
+            f"save_pretrained takes a Hugging Face model, got {type(model).__name__}, which has no config to be "
+            "rebuilt from; save the whole model that it belongs to, or its weights by safetensors.torch.save_model"
+        )
+    if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
+        raise ValueError(f"save_pretrained takes the directory to write, got {shown(directory)}")
 
 
 def _take_special_tokens_(model: Any, tokenizer: Any) -> None:

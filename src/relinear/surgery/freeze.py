@@ -28,9 +28,11 @@ def train_only_(model: nn.Module, patterns: str | Iterable[str]) -> int:
         Number of parameters that stay trainable.
 
     Raises:
-        ValueError: if a pattern names nothing that has parameters; nothing has changed then.
+        ValueError: if there is no pattern, or one names nothing that has parameters; nothing has changed then.
     """
     check_model(model, "train_only_")
+    if not isinstance(patterns, Iterable):
+        raise ValueError(f"train_only_ takes names of modules or parameters, one or several, got {shown(patterns)}")
     wanted = [patterns] if isinstance(patterns, str) else list(patterns)
     check_patterns(wanted)
     chosen: set[int] = set()

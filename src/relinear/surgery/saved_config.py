@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from relinear.core.record import METHOD, config_record
 from relinear.system.files import write_text
 
-__all__ = ["SavedConfig", "as_in_memory_", "needs_loader", "write_config"]
+__all__ = ["SavedConfig", "as_in_memory_", "needs_loader", "remove_loader", "write_config"]
 
 _LOADER = "configuration_relinear"
 _LOADER_TEXT = '''"""Lets programs that do not import relinear load this checkpoint, with trust_remote_code=True.
@@ -89,6 +89,15 @@ def _without_loader(values: Mapping[str, Any]) -> dict[str, Any]:
 def needs_loader(config: PreTrainedConfig) -> bool:
     """Whether a model of this config can only be loaded by relinear: it has operators, or is a model of relinear's."""
     return config_record(config) is not None or type(config).__module__.startswith("relinear.")
+
+
+def remove_loader(directory: Path) -> None:
+    """Remove the loader beside a checkpoint that is now one which any program loads; a file of another stays."""
+    path = directory / f"{_LOADER}.py"
+    if path.is_file() and f"from relinear import {SavedConfig.__name__}" in path.read_text(
+        encoding="utf-8", errors="replace"
+    ):
+        path.unlink()
 
 
 def as_in_memory_(config: PreTrainedConfig) -> None:

@@ -15,11 +15,12 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
+from relinear.core.config import shown
 from relinear.core.operator import Operator, is_linear
-from relinear.core.record import before_record, config_record, own_record, record
-from relinear.surgery.card import write_card
+from relinear.core.record import config_record, own_record, record
+from relinear.surgery.card import remove_card, write_card
 from relinear.surgery.checkpoint import RelinearConfig, rebuild_
-from relinear.surgery.saved_config import as_in_memory_, needs_loader, write_config
+from relinear.surgery.saved_config import as_in_memory_, needs_loader, remove_loader, write_config
 
 __all__ = ["install", "wrap_models"]
 
@@ -27,20 +28,21 @@ _MARK = "_relinear_original"
 
 
 def install() -> None:
-    """Wrap what is light now, the functions of models when the first record is written or read (idempotent)."""
+    """Wrap what is light (idempotent); ``wrap_models`` is to be called as soon as there can be a model."""
     _wrap(PreTrainedConfig, "to_json_file", _to_json_file)
-    _wrap(PreTrainedConfig, "from_dict", _from_dict)
     _wrap(AutoHfQuantizer, "merge_quantization_configs", _merge_quantization_configs)
-    if wrap_models not in before_record:
-        before_record.append(wrap_models)
 
 
 def wrap_models() -> None:
-    """Wrap the functions of models (idempotent): apart, because importing what they belong to takes seconds."""
+    """Wrap the functions of models (idempotent): apart, because importing what they belong to takes seconds.
+
+    It cannot wait for a record to be read: a caller's own config may stand in for the one that has it.
+    """
     from transformers.modeling_utils import PreTrainedModel
 
     _wrap(PreTrainedModel, "save_pretrained", _save_pretrained)
     _wrap(PreTrainedModel, "_from_config", _from_config)
+    _wrap(PreTrainedModel, "from_pretrained", _from_pretrained)
 
 
 def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
@@ -65,19 +67,22 @@ def _to_json_file(original: Any, config: Any, json_file_path: Any, use_diff: boo
         write_config(config, Path(json_file_path), config.to_json_string(use_diff=use_diff))
 
 
-def _from_dict(original: Any, cls: Any, config_dict: Any, **kwargs: Any) -> Any:
-    """A model built from this config has to see its record."""
-    if own_record(config_dict.get("quantization_config")) is not None:
-        wrap_models()
-    return original(cls, config_dict, **kwargs)
-
-
 def _save_pretrained(original: Any, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
     with _record_of_this_model(model):
         original(model, save_directory, *args, **kwargs)
         is_main = args[0] if args else kwargs.get("is_main_process", True)
-        if is_main and config_record(model.config) is not None and (Path(save_directory) / "config.json").is_file():
-            write_card(model, Path(save_directory))
+        if is_main and (Path(save_directory) / "config.json").is_file():
+            _write_beside(model, Path(save_directory))
+
+
+def _write_beside(model: Any, directory: Path) -> None:
+    """The card of a model with operators; where a model without them was saved over one, nothing tells of that one."""
+    if config_record(model.config) is not None:
+        write_card(model, directory)
+    else:
+        remove_card(directory)
+    if not needs_loader(model.config):
+        remove_loader(directory)
 
 
 @contextmanager
@@ -134,13 +139,50 @@ def _from_config(original: Any, cls: Any, config: Any, **kwargs: Any) -> Any:
     return model
 
 
+def _from_pretrained(original: Any, cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+    """The record is the checkpoint's, whatever config the caller brings: its operators' weights fit nothing else."""
+    stored = None if config is None else _stored_record(name, kwargs)
+    if stored is None or stored == config_record(config):
+        return original(cls, name, *args, config=config, **kwargs)
+    if not isinstance(config, PreTrainedConfig):
+        raise ValueError(
+            f"{name} holds relinear operators, of which the config {shown(config)} knows nothing; leave config= out, "
+            "or give a config object"
+        )
+    other = getattr(config, "quantization_config", None)
+    if other is not None and own_record(other) is None:
+        raise ValueError(_quantized_twice(other))
+    config = copy.copy(config)
+    config.quantization_config = stored
+    return original(cls, name, *args, config=config, **kwargs)
+
+
+_WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+
+def _stored_record(name: Any, options: dict[str, Any]) -> dict[str, Any] | None:
+    """The record in the ``config.json`` beside the weights that ``from_pretrained(name, **options)`` would load."""
+    if name is None or options.get("gguf_file"):
+        return None
+    try:
+        where = {key: options[key] for key in _WHERE if key in options}
+        values, _ = PreTrainedConfig.get_config_dict(name, **where)
+    except OSError:  # there is none: the caller's config is all there is
+        return None
+    return own_record(values.get("quantization_config"))
+
+
 def _merge_quantization_configs(original: Any, cls: Any, quantization_config: Any, from_args: Any) -> Any:
     ours = own_record(quantization_config) is not None
     if ours and from_args is not None and not isinstance(from_args, RelinearConfig):
-        raise ValueError(
-            f"the checkpoint holds relinear operators and cannot be loaded with {type(from_args).__name__} on top. "
-            "Either load it without, and quantize in place what is still dense (with torchao: "
-            "torchao.quantization.quantize_(model, ...)), or relinear.fold_ the operators into dense layers, save that "
-            "stock model, and load it with the quantization_config"
-        )
+        raise ValueError(_quantized_twice(from_args))
     return original(cls, quantization_config, from_args)
+
+
+def _quantized_twice(other: Any) -> str:
+    return (
+        f"the checkpoint holds relinear operators and cannot be loaded with {type(other).__name__} on top. "
+        "Either load it without, and quantize in place what is still dense (with torchao: "
+        "torchao.quantization.quantize_(model, ...)), or relinear.fold_ the operators into dense layers, save that "
+        "stock model, and load it with the quantization_config"
+    )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, initialization
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, initialization
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
@@ -82,6 +82,12 @@ class CGTPreTrainedModel(GPT2PreTrainedModel):
         "hidden_states": OutputRecorder(CGTBlock, index=0),
         "attentions": OutputRecorder(GPT2Attention, layer_name=".attn", index=1),
     }
+
+    def __init__(self, config: CGTConfig, *args: Any, **kwargs: Any):
+        if not isinstance(config, CGTConfig):
+            given = type(config).__name__ if isinstance(config, PreTrainedConfig) else shown(config)
+            raise ValueError(f"{type(self).__name__} takes a relinear.CGTConfig, got {given}")
+        super().__init__(config, *args, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -1,0 +1,83 @@
+"""Where a saved model is, as far as its name tells: in a directory or on the Hugging Face Hub. Asks no network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from relinear.core.config import nearest, shown
+
+__all__ = ["is_fetched", "missing_directory", "saved_place"]
+
+#: names of the Hub from before every model had an owner
+_WITHOUT_OWNER = frozenset(
+    (
+        *("distilgpt2", "gpt2", "gpt2-large", "gpt2-medium", "gpt2-xl", "openai-gpt", "ctrl", "transfo-xl-wt103"),
+        *("bert-base-cased", "bert-base-uncased", "bert-large-cased", "bert-large-uncased", "distilbert-base-cased"),
+        *("distilbert-base-uncased", "distilroberta-base", "roberta-base", "roberta-large", "xlm-roberta-base"),
+        *("xlm-roberta-large", "albert-base-v2", "camembert-base", "xlnet-base-cased", "xlnet-large-cased"),
+        *("t5-small", "t5-base", "t5-large", "t5-3b", "t5-11b"),
+    )
+)
+
+
+def saved_place(name: Any, *, presets: Iterable[str] = (), cache_dir: Any = None) -> Literal["directory", "hub"]:
+    """Where the saved model ``name`` is to be had, as far as can be told without a network.
+
+    Args:
+        name: what a user wrote.
+        presets: names that would do as well, for the messages.
+        cache_dir: where the Hub's client keeps models, if not where it keeps all.
+
+    Raises:
+        ValueError: if it can be neither; names the nearest presets.
+        FileNotFoundError: if it is written as a path and there is no such directory; names what is there.
+        NotADirectoryError: if it is a file.
+    """
+    known = list(presets)
+    if not isinstance(name, str) or not name.strip() or len(name) > 4096 or "\0" in name:
+        kinds = "a preset, a directory or a name of the Hub" if known else "a directory or a name of the Hub"
+        raise ValueError(f"a model is named by {kinds}, got {shown(name)}")
+    path = Path(name).expanduser()
+    if _exists(path):
+        if not path.is_dir():
+            raise NotADirectoryError(f"{name} is a file; give the directory that the model was saved to")
+        return "directory"
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise FileNotFoundError(missing_directory(name))
+    if "/" in name or name in _WITHOUT_OWNER or is_fetched(name, cache_dir):
+        return "hub"
+    near, what = (f"; {nearest(name, known)}", "no preset, ") if known else ("", "")
+    raise ValueError(
+        f"unknown model {shown(name)}{near} (It is {what}no directory here, and names of the Hugging Face Hub have the "
+        "form owner/name.)"
+    )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that is too long for a file
+        return False
+
+
+def is_fetched(name: str, cache_dir: Any = None) -> bool:
+    """Whether the Hub's client has kept a model of this name (in ``cache_dir``; by default where it keeps all)."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json", cache_dir=cache_dir), str)
+    except HFValidationError:
+        return False
+
+
+def missing_directory(name: str) -> str:
+    """The message for a path where nothing is, with the nearest names in the last folder on the way that exists."""
+    path = Path(name).expanduser()
+    folder = next((parent for parent in path.parents if _exists(parent)), Path("."))
+    wanted = path.relative_to(folder).parts[0]
+    there = sorted(child.name for child in folder.iterdir() if child.is_dir()) if folder.is_dir() else []
+    hint = f"in {folder} {nearest(wanted, there)}" if there else f"{folder} has no directories"
+    return f"{shown(name)[1:-1]}: no such directory; {hint}"
