@@ -113,6 +113,21 @@ print(AutoConfig.for_model("relinear_cgt").model_type)
     assert run(code, str(CHECKPOINT)).split() == ["LowRankLinear", "relinear_cgt"]
 
 
+@pytest.mark.parametrize("first", ["import relinear, transformers", "import transformers.modeling_utils, relinear"])
+def test_a_config_of_the_callers_own_is_seen_through_by_the_first_load(first: str) -> None:
+    code = f"""
+{first}
+import json, pathlib, sys
+from transformers import AutoModelForCausalLM, LlamaConfig
+values = json.loads((pathlib.Path(sys.argv[1]) / "config.json").read_text())
+beyond = ("quantization_config", "model_type", "base_model_type", "auto_map", "transformers_weights")
+config = LlamaConfig(**{{key: value for key, value in values.items() if key not in beyond}})
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], config=config)
+print(type(model.model.layers[0].self_attn.q_proj).__name__)
+"""
+    assert run(code, str(CHECKPOINT)) == "LowRankLinear\n"
+
+
 def test_kinds_are_known_to_whoever_asks_first() -> None:
     code = "from relinear.core.config import Config\nfrom relinear.core.operator import OperatorConfig\n"
     assert "hdpl" in run(code + "print(*OperatorConfig.kinds())").split()
