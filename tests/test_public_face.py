@@ -100,6 +100,9 @@ print([m for m in sys.argv[1].split(",") if m in sys.modules], len(sys.modules) 
         "import relinear.models.cgt",
         "import relinear.operators.context_manager",
         "import relinear.cli.main; import relinear.train.settings",
+        "import relinear.data; relinear.data.DataSettings",
+        "from relinear.train import fit",
+        "from relinear.distill import distill_; import relinear; assert relinear.distill_ is distill_",
     ],
 )
 def test_checkpoints_load_whatever_was_imported_first(first: str) -> None:

@@ -75,21 +75,31 @@ class _Finder:
 
 
 class _Loader:
-    """A module's own loader, with a call before or after the module runs."""
+    """A module's own loader, with a call before the module is made or after it has run."""
+
+    is_loaded = False
 
     def __init__(self, loader: Any, before: Callable[[], None] | None, after: Callable[[], None] | None) -> None:
         self.loader, self.before, self.after = loader, before, after
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        if self.before is not None:
+            try:
+                self.before()
+            except BaseException:
+                sys.modules.pop(spec.name, None)  # the next import of it tries again
+                raise
+            if spec.name in sys.modules:  # what was done before needed this module, whole
+                self.is_loaded = True
+                return sys.modules[spec.name]
         module: ModuleType | None = self.loader.create_module(spec)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        if self.before is not None:
-            self.before()
         if module.__spec__ is not None:  # from here on as if it had been found without us
             module.__spec__.loader = module.__loader__ = self.loader
-        self.loader.exec_module(module)
+        if not self.is_loaded:
+            self.loader.exec_module(module)
         if self.after is not None:
             self.after()
 
