@@ -108,6 +108,27 @@ def test_killed_calibration_resumes_to_the_same_bits(fisher: bool, tmp_path) -> 
         assert whole.loss == again.loss
 
 
+def test_calibration_keeps_one_layer_in_memory(tmp_path, monkeypatch) -> None:
+    import gc
+    import weakref
+
+    from relinear.compress import calibrate as module
+
+    kept: list[weakref.ref] = []
+
+    class Watched(module.Sums):
+        def __init__(self) -> None:
+            super().__init__()
+            kept.append(weakref.ref(self))
+
+    monkeypatch.setattr(module, "Sums", Watched)
+    model = tiny()
+    calibrate(model, tokens(128)[0].view(8, 16), in_layers(model), tmp_path, batch=3, fisher=True)
+    gc.collect()
+    assert kept
+    assert not [ref for ref in kept if ref() is not None]
+
+
 def test_second_order_estimate_predicts_the_loss_of_a_small_change(tmp_path) -> None:
     # With labels drawn from the model the estimate is that of the Fisher information, here one layer, slightly changed.
     model = tiny()

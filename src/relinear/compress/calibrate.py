@@ -309,6 +309,9 @@ class watched:
     def __exit__(self, *exception: object) -> None:
         for handle in self.handles:
             handle.remove()
+        # An input's graph holds the hooks of the outputs before it, and with them the sums: a circle that no collector
+        # of Python's sees.
+        self.sums.new_pass()
 
     def _hook(self, name: str) -> Callable:
         def seen(module: nn.Module, args: tuple, output: Tensor) -> None:
