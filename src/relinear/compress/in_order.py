@@ -25,7 +25,7 @@ from relinear.compress.calibrate import Calibration
 from relinear.compress.layerwise import LayerByLayer
 from relinear.compress.refine import refine
 from relinear.core.moments import Moments
-from relinear.core.operator import Operator, OperatorConfig, dense_bias, dense_weight
+from relinear.core.operator import Operator, OperatorConfig, dense_bias, dense_weight, linear_of
 from relinear.surgery.plan import Plan, Replacement
 from relinear.system.files import atomic_path
 
@@ -41,19 +41,10 @@ class _Reached(Exception):
     """Ends a pass once every module of interest has been seen."""
 
 
-def _holder(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    outputs, inputs = weight.shape
-    linear = nn.Linear(inputs, outputs, bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
-    return linear
-
-
 def _fitted(config: OperatorConfig, source: nn.Module, weight: Tensor, moments: Moments) -> Operator:
     """The operator that replaces ``source``, fitted to ``weight`` and the source's bias."""
     operator = config.convert(source)
-    return operator.from_moments(_holder(weight, dense_bias(source)), moments)
+    return operator.from_moments(linear_of(weight, dense_bias(source)), moments)
 
 
 def fit_without_order(calibration: Calibration, replacements: Sequence[Replacement]) -> dict[str, Operator]:

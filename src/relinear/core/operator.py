@@ -23,7 +23,6 @@ __all__ = [
     "Operator",
     "OperatorConfig",
     "ParamRole",
-    "bare",
     "check_features",
     "check_model",
     "dense_bias",
@@ -33,6 +32,7 @@ __all__ = [
     "is_conv1d",
     "is_linear",
     "linear_features",
+    "linear_of",
     "swap_hooks",
 ]
 
@@ -140,9 +140,9 @@ class OperatorConfig(Config):
         operators that know the errors of all their sizes at once override this.
         """
         sizes = linear_features(linear)
-        weight = dense_weight(linear).detach().double()
-        fitted = self.build(*sizes, bias=False).from_moments(bare(linear), moments)
-        return [(self, float(moments.error(weight - fitted.to_dense().detach().double())))]
+        weight = dense_weight(linear).detach()
+        fitted = self.build(*sizes, bias=False).from_moments(linear_of(weight), moments)
+        return [(self, float(moments.error(weight.double() - fitted.to_dense().detach().double())))]
 
 
 class Operator(CachingModule):
@@ -436,12 +436,14 @@ def dense_bias(module: Any) -> Tensor | None:
     return module.dense_bias() if isinstance(module, Operator) else module.bias
 
 
-def bare(linear: nn.Module) -> nn.Linear:
-    """``linear`` without its bias, as an nn.Linear that shares the weight."""
-    inputs, outputs = linear_features(linear)
-    holder = nn.Linear(inputs, outputs, bias=False, device="meta")
-    holder.weight = nn.Parameter(dense_weight(linear).detach(), requires_grad=False)
-    return holder
+def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """An nn.Linear, not to be trained, that shares the memory of ``weight`` (O, I) and ``bias`` (O,)."""
+    outputs, inputs = weight.shape
+    linear = nn.Linear(inputs, outputs, bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return linear
 
 
 _HOOKS = (
