@@ -202,6 +202,7 @@ CASES: list[Case] = [
         exact=relinear.CCL(rank=16, norm=False, basis_gate=False, output_gate=False),
     ),
     Case(config=relinear.LowRank(rank=5), exact=relinear.LowRank(rank=16)),
+    Case(config=relinear.PivotedLowRank(rank=5), exact=relinear.PivotedLowRank(rank=16)),
     Case(config=relinear.BlockHadamard(blocks=4), exact=relinear.BlockHadamard(blocks=1)),
     Case(config=relinear.BlockHadamard(blocks=3, depth=2), variant="deep", shapes=(ODD, WIDE), bf16_tolerance=3e-2),
     Case(config=relinear.HDPL(rank=6, blocks=4, beta=0.5), linear=False, exact=relinear.HDPL(rank=32, blocks=4)),

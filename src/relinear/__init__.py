@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from relinear.operators import Monarch as Monarch
     from relinear.operators import OutputGate as OutputGate
     from relinear.operators import PathTransponder as PathTransponder
+    from relinear.operators import PivotedLowRank as PivotedLowRank
     from relinear.operators import Rotor as Rotor
     from relinear.operators import Transponder as Transponder
     from relinear.residual import DeepNorm as DeepNorm
@@ -91,6 +92,7 @@ _LAZY = {
     "Monarch": "relinear.operators",
     "OutputGate": "relinear.operators",
     "PathTransponder": "relinear.operators",
+    "PivotedLowRank": "relinear.operators",
     "Rotor": "relinear.operators",
     "Transponder": "relinear.operators",
     "DeepNorm": "relinear.residual",

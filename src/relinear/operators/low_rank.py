@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from relinear.core.config import check_at_least, register
 from relinear.core.dense_cache import dense_inference
 from relinear.core.moments import Moments
-from relinear.core.operator import Operator, OperatorConfig, dense_weight
+from relinear.core.operator import Operator, OperatorConfig, dense_weight, linear_features
 from relinear.functional.low_rank import low_rank, low_rank_factors, weighted_spectrum
 from relinear.kernels.choice import prefers_dense
 
-__all__ = ["LowRank", "LowRankLinear"]
-
+__all__ = ["LowRank", "LowRankLinear", "RankConfig"]
 
 #: steps of the ranks that are considered when a size is chosen; finer only in layers below 16 times this
 RANK_STEP = 8
@@ -82,17 +81,9 @@ class LowRankLinear(Operator):
         return 2 * self.config.rank * (self.in_features + self.out_features)
 
 
-@register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LowRank(OperatorConfig):
-    """A product of two thin matrices.
-
-    Args:
-        rank: R, the width of the bottleneck; at most min(in_features, out_features).
-    """
-
-    kind: ClassVar[str] = "low_rank"
-    module_class = LowRankLinear
+class RankConfig(OperatorConfig):
+    """What settings of one rank have in common."""
 
     rank: int = 64
 
@@ -106,16 +97,32 @@ class LowRank(OperatorConfig):
                 f"choose a rank of at most {min(in_features, out_features)}"
             )
 
-    def resized(self, in_features: int, out_features: int, scale: float) -> LowRank:
+    def resized(self, in_features: int, out_features: int, scale: float) -> Self:
         rank = max(1, min(round(self.rank * scale), in_features, out_features))
         return self.replace(rank=rank)
 
-    def error_curve(self, linear: nn.Module, moments: Moments) -> list[tuple[OperatorConfig, float]]:
-        """Every multiple of ``RANK_STEP`` (finer in small layers) that saves parameters, from one decomposition."""
+    def errors_below(self, rank: int, linear: nn.Module, moments: Moments) -> list[tuple[OperatorConfig, float]]:
+        """The error of the best fit at multiples of ``RANK_STEP`` (finer in small layers) below ``rank``."""
         weight = dense_weight(linear).detach()
-        outputs, inputs = weight.shape
         energies = weighted_spectrum(weight, moments.inputs, moments.outputs).energies
         errors = energies.flip(0).cumsum(0).flip(0).tolist()
-        below = -(-inputs * outputs // (inputs + outputs))  # from this rank on nothing is saved
         step = max(1, min(RANK_STEP, len(errors) // 16))
-        return [(self.replace(rank=rank), errors[rank]) for rank in range(step, below, step)]
+        return [(self.replace(rank=r), errors[r]) for r in range(step, rank, step)]
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LowRank(RankConfig):
+    """A product of two thin matrices.
+
+    Args:
+        rank: R, the width of the bottleneck; at most min(in_features, out_features).
+    """
+
+    kind: ClassVar[str] = "low_rank"
+    module_class = LowRankLinear
+
+    def error_curve(self, linear: nn.Module, moments: Moments) -> list[tuple[OperatorConfig, float]]:
+        """Every multiple of ``RANK_STEP`` (finer in small layers) that saves parameters, from one decomposition."""
+        inputs, outputs = linear_features(linear)
+        return self.errors_below(-(-inputs * outputs // (inputs + outputs)), linear, moments)
