@@ -26,8 +26,9 @@ from relinear.core.modes import evaluating
 from relinear.core.operator import Operator, OperatorConfig, linear_features
 from relinear.distill.record import token_blocks
 from relinear.surgery.checkpoint import save_pretrained
-from relinear.surgery.plan import Plan, Replacement, plan
+from relinear.surgery.plan import Replacement, plan
 from relinear.surgery.select import ALL_LINEAR
+from relinear.surgery.states import flat_states, place_
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import write_json
 
@@ -223,10 +224,7 @@ class _Job:
         settings, mapping = self.settings, dict(whole.replaced)
         replacements = plan(self.model, mapping).replacements
         if not settings.anchor:
-            operators = fit_without_order(calibration, replacements)
-            Plan(self.model, replacements, "fresh").apply_()
-            for name, operator in operators.items():
-                self.model.get_submodule(name).load_state_dict(operator.state_dict())
+            place_(self.model, replacements, flat_states(fit_without_order(calibration, replacements)))
             return
         groups: dict[int, list[Replacement]] = {}
         for replacement in replacements:
