@@ -29,8 +29,8 @@ MAY_IMPORT = {
     "testing": {"core", "operators", "surgery", "system"},
     "evaluate": {"core"},
     "distill": {"core", "surgery", "data", "system"},
-    "compress": {"core", "surgery", "distill", "system"},
     "train": {"core", "surgery", "models", "data", "system"},
+    "compress": {"core", "surgery", "distill", "data", "train", "system"},
     "analysis": {"core", "surgery", "data", "models", "system"},
     "compare": {"core", "surgery", "models", "data", "train", "analysis", "system"},
 }

@@ -11,6 +11,7 @@ import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear.core.operator import dense_weight
 from relinear.operators.low_rank import LowRankLinear
+from relinear.surgery.states import flat_states, place_
 
 
 def llama(**overrides):
@@ -227,3 +228,13 @@ def test_fold_gives_a_stock_model_back():
         torch.testing.assert_close(model(IDS).logits, before, atol=1e-5, rtol=1e-4)
     with pytest.raises(ValueError, match="nothing to fold"):
         relinear.fold_(llama())
+
+
+def test_planned_operators_are_put_in_place_with_known_states():
+    first, second = llama(), llama()
+    relinear.replace_(first, {"q_proj": LOW})
+    states = flat_states({name: first.get_submodule(name) for name in replaced(first)})
+    assert states.keys() <= first.state_dict().keys()
+    place_(second, relinear.plan(second, {"q_proj": LOW}).replacements, states)
+    second.load_state_dict({k: v for k, v in first.state_dict().items() if k not in states}, strict=False)
+    assert torch.equal(first(IDS).logits, second(IDS).logits)

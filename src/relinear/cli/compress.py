@@ -29,6 +29,12 @@ def command(
     fisher: Annotated[
         bool | None, typer.Option(help="Weigh layers by the loss's gradients; without, all keep the same share.")
     ] = None,
+    heal_tokens: Annotated[
+        int | None, typer.Option(help="Tokens to train the compressed model on, towards the original; none by default.")
+    ] = None,
+    heal: Annotated[
+        str | None, typer.Option(help="What is trained: `operators`, `all`, or `lora`: operators and merged adapters.")
+    ] = None,
     plan: Annotated[Path | None, typer.Option(help="A plan to carry out, such as an edited DIR/plan.json.")] = None,
     plan_only: Annotated[bool, typer.Option("--plan-only", help="Print the plan and stop.")] = False,
     export: Annotated[
@@ -55,6 +61,7 @@ def command(
     from relinear.data.tokenizers import load_tokenizer
 
     given = {"keep": keep, "budget_of": budget_of, "tokens": tokens, "fisher": fisher, "menu": menu or None}
+    given |= {"heal_tokens": heal_tokens, "heal": heal}
     settings = CompressSettings.load(set_if_given(given) | parse_overrides(overrides or []), "settings")
     text = DataSettings.load({"data": data} | ({"text_column": text_column} if text_column else {}), "data")
     prepare_process(threads)

@@ -120,6 +120,7 @@ def watch_distillation() -> Iterator[Callable[[Any], None]]:
 def watch_compression() -> Iterator[Callable[[str, int, int], None]]:
     """A callback for ``compress(on_progress=...)``, likewise."""
     titles = {"forward": "calibrating, forward", "backward": "calibrating, backward", "candidates": "planning"}
+    titles |= {"heal": "healing"}
     with _view() as view:
 
         def on_progress(phase: str, done: int, total: int) -> None:

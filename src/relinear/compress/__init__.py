@@ -5,10 +5,11 @@ from types import ModuleType
 from typing import Any
 
 from relinear.compress.export import export_plain
+from relinear.compress.heal import HealReport, heal
 from relinear.compress.run import CompressReport, compress
 from relinear.compress.settings import CompressSettings
 
-__all__ = ["CompressReport", "CompressSettings", "compress", "export_plain"]
+__all__ = ["CompressReport", "CompressSettings", "HealReport", "compress", "export_plain", "heal"]
 
 
 class _Callable(ModuleType):

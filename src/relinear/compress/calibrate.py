@@ -26,7 +26,7 @@ from relinear.compress.layerwise import LayerByLayer
 from relinear.core.moments import Moments
 from relinear.system.files import atomic_path, write_json
 
-__all__ = ["Calibration", "calibrate"]
+__all__ = ["Calibration", "calibrate", "fingerprint"]
 
 #: told the phase, how many decoder layers of it are done, and how many there are
 OnLayer = Callable[[str, int, int], None]

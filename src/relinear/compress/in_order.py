@@ -26,7 +26,8 @@ from relinear.compress.layerwise import LayerByLayer
 from relinear.compress.refine import refine
 from relinear.core.moments import Moments
 from relinear.core.operator import Operator, OperatorConfig, dense_bias, dense_weight, linear_of
-from relinear.surgery.plan import Plan, Replacement
+from relinear.surgery.plan import Replacement
+from relinear.surgery.states import flat_states, place_
 from relinear.system.files import atomic_path
 
 __all__ = ["fit_in_order", "fit_without_order"]
@@ -128,12 +129,8 @@ def _replace_group(model, layers, index, original, group, calibration, wanted, s
             pull = ANCHOR_RIDGE * own.diagonal().mean() * torch.eye(len(own), dtype=own.dtype, device=own.device)
             weight = torch.linalg.solve(own + pull, weight @ (cross + pull), left=False)
             moments = Moments(own, moments.outputs)
-        _put(model, replacement, _fitted(replacement.config, source, weight, moments))
-
-
-def _put(model: nn.Module, replacement: Replacement, operator: Operator) -> None:
-    Plan(model, (replacement,), "fresh").apply_()
-    model.get_submodule(replacement.name).load_state_dict(operator.state_dict())
+        operator = _fitted(replacement.config, source, weight, moments)
+        place_(model, [replacement], flat_states({replacement.name: operator}))
 
 
 def _moments(layers, index, original, model, name, wanted, states) -> tuple[Tensor, Tensor] | None:
@@ -187,11 +184,7 @@ def _streams(folder: Path, index: int) -> tuple[list[Tensor], list[Tensor]]:
 
 def _keep(model, replacements, folder: Path, index: int, wanted: list[Tensor], states: list[Tensor]) -> None:
     """The layer's operators, then the hidden states behind it, which say that it is done."""
-    weights = {
-        f"{r.name}.{key}": value.contiguous()
-        for r in replacements
-        for key, value in model.get_submodule(r.name).state_dict().items()
-    }
+    weights = flat_states({r.name: model.get_submodule(r.name) for r in replacements})
     if weights:
         with atomic_path(folder / f"layer-{index:04d}.safetensors") as path:
             save_file(weights, path)
@@ -209,10 +202,5 @@ def _restore(model: nn.Module, groups: Mapping[int, Sequence[Replacement]], fold
     for index, replacements in groups.items():
         if index >= start:
             continue
-        weights = load_file(folder / f"layer-{index:04d}.safetensors")
-        for replacement in replacements:
-            Plan(model, (replacement,), "fresh").apply_()
-            prefix = f"{replacement.name}."
-            own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-            model.get_submodule(replacement.name).load_state_dict(own)
+        place_(model, replacements, load_file(folder / f"layer-{index:04d}.safetensors"))
     return start

@@ -12,11 +12,13 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from relinear.compress.allocate import Candidate
 from relinear.compress.calibrate import Calibration, calibrate
 from relinear.compress.export import export_plain
+from relinear.compress.heal import HealReport, check_heal, check_healable, heal, original_copy
 from relinear.compress.in_order import fit_in_order, fit_without_order
 from relinear.compress.plan import CompressPlan, layer_candidates, make_plan
 from relinear.compress.settings import CompressSettings
@@ -26,14 +28,15 @@ from relinear.core.modes import evaluating
 from relinear.core.operator import Operator, OperatorConfig, linear_features
 from relinear.distill.record import token_blocks
 from relinear.surgery.checkpoint import save_pretrained
-from relinear.surgery.plan import Plan, Replacement, plan
+from relinear.surgery.plan import Replacement, plan
 from relinear.surgery.select import ALL_LINEAR
+from relinear.surgery.states import flat_states, place_
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import write_json
 
 __all__ = ["CompressReport", "compress"]
 
-#: told the phase ("forward", "backward", "candidates", "fit"), how much of it is done, and how much there is
+#: told the phase ("forward", "backward", "candidates", "fit", "heal"), how much of it is done, and how much there is
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -46,7 +49,7 @@ class CompressReport:
     """What a compression did; printing it shows the plan by type of layer and the sizes.
 
     plan: what every layer became. parameters, parameters_before: of the whole model. calibration_loss: of the original
-    on the calibration's tokens, nats a token. seconds: by phase, of this call.
+    on the calibration's tokens, nats a token. seconds: by phase, of this call. healing: None where there was none.
     """
 
     plan: CompressPlan
@@ -55,6 +58,7 @@ class CompressReport:
     calibration_tokens: int
     calibration_loss: float | None
     seconds: dict[str, float]
+    healing: HealReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
@@ -66,11 +70,13 @@ class CompressReport:
             "predicted_nats": self.plan.nats,
             "layers": layers,
             "seconds": self.seconds,
+            "healing": None if self.healing is None else self.healing.to_dict(),
         }
 
     def __str__(self) -> str:
         share = self.parameters / self.parameters_before
-        return f"{self.plan}\nwhole model: {self.parameters_before:,} -> {self.parameters:,} parameters ({share:.3f})"
+        text = f"{self.plan}\nwhole model: {self.parameters_before:,} -> {self.parameters:,} parameters ({share:.3f})"
+        return text if self.healing is None else f"{text}\n{self.healing}"
 
 
 def compress(
@@ -112,16 +118,26 @@ def compress(
     check_choice("export", export or "plain", ["plain"])
     given = settings.model_dump() if isinstance(settings, CompressSettings) else dict(settings or {})
     chosen = CompressSettings.load(given if keep is None else given | {"keep": keep}, "compress settings")
+    check_heal(chosen)
     with tempfile.TemporaryDirectory() if out_dir is None else nullcontext(out_dir) as folder, evaluating(model):
         job = _Job(model, _targets(model, targets, exclude), chosen, Path(folder), on_progress)
         given_plan = None if plan_file is None else job.read_plan(plan_file)
-        blocks = token_blocks(texts, tokenizer, chosen.sequence_length, chosen.tokens // chosen.sequence_length)
-        report = job.run(blocks, given_plan, plan_only)
+        blocks, further = _read(texts, tokenizer, chosen, plan_only)
+        report = job.run(blocks, further, given_plan, plan_only)
     if out_dir is not None and not plan_only:
         save_pretrained(model, Path(out_dir) / "model", tokenizer=tokenizer)
     if out_dir is not None and export is not None and not plan_only:
         export_plain(model, Path(out_dir) / "plain", tokenizer=tokenizer)
     return report
+
+
+def _read(texts: Iterable[Any], tokenizer: Any, settings: CompressSettings, plan_only: bool) -> tuple[Tensor, Tensor]:
+    """Blocks (N, T) for calibration, and those behind them for healing."""
+    count = settings.tokens // settings.sequence_length
+    further = 0 if plan_only else settings.heal_blocks + settings.held_out_blocks
+    what = "tokens plus heal_tokens and heal_held_out_tokens" if further else "tokens"
+    blocks = token_blocks(texts, tokenizer, settings.sequence_length, count + further, what)
+    return blocks[:count], blocks[count:]
 
 
 class _Clock:
@@ -186,8 +202,8 @@ class _Job:
             raise ValueError(f"{path} replaces {strange[0]}, which targets= and exclude= leave alone")
         return found
 
-    def run(self, blocks: Tensor, given_plan: CompressPlan | None, plan_only: bool) -> CompressReport:
-        """Calibrate, plan and, unless ``plan_only``, fit; what is kept goes to the folder as it is made."""
+    def run(self, blocks: Tensor, further: Tensor, given_plan: CompressPlan | None, plan_only: bool) -> CompressReport:
+        """Calibrate, plan and, unless ``plan_only``, fit and heal; what is kept goes to the folder as it is made."""
         clock = _Clock()
         before = module_parameters(self.model)
         calibration = calibrate(
@@ -203,11 +219,19 @@ class _Job:
         whole = given_plan or self._plan(calibration)
         whole.save(self.folder / "plan.json")
         clock.lap("plan")
+        healing = None
         if not plan_only and whole.replaced:
+            dense = [name for name in self.modules if name not in whole.replaced]
+            if self.settings.heal_tokens:
+                check_healable(self.settings, len(whole.replaced), len(dense))
+            teacher = original_copy(self.model) if self.settings.heal_tokens else None
             self._carry_out(blocks, calibration, whole)
             clock.lap("fit")
+            if teacher is not None:
+                healing = self._heal(teacher, further, dense)
+                clock.lap("heal")
         after = whole.parameters + whole.others
-        report = CompressReport(whole, after, before, calibration.tokens, calibration.loss, clock.seconds)
+        report = CompressReport(whole, after, before, calibration.tokens, calibration.loss, clock.seconds, healing)
         write_json(self.folder / "report.json", report.to_dict())
         return report
 
@@ -218,15 +242,28 @@ class _Job:
             self.on_progress("candidates", done, len(self.modules))
         return make_plan(self.model, candidates, self.settings, weighed=self.settings.fisher)
 
+    def _heal(self, teacher: Any, blocks: Tensor, dense: list[str]) -> HealReport:
+        """Train the compressed model on ``blocks``, but for some, spread evenly over them, that judge."""
+        judge = torch.linspace(0, len(blocks) - 1, self.settings.held_out_blocks).round().long()
+        kept = torch.ones(len(blocks), dtype=torch.bool)
+        kept[judge] = False
+        return heal(
+            self.model,
+            teacher,
+            blocks[kept],
+            blocks[judge],
+            settings=self.settings,
+            dense=dense,
+            folder=self.folder,
+            on_progress=self.on_progress,
+        )
+
     def _carry_out(self, blocks: Tensor, calibration: Calibration, whole: CompressPlan) -> None:
         """Fit the planned operators and put them into the model."""
         settings, mapping = self.settings, dict(whole.replaced)
         replacements = plan(self.model, mapping).replacements
         if not settings.anchor:
-            operators = fit_without_order(calibration, replacements)
-            Plan(self.model, replacements, "fresh").apply_()
-            for name, operator in operators.items():
-                self.model.get_submodule(name).load_state_dict(operator.state_dict())
+            place_(self.model, replacements, flat_states(fit_without_order(calibration, replacements)))
             return
         groups: dict[int, list[Replacement]] = {}
         for replacement in replacements:

@@ -30,7 +30,15 @@ class CompressSettings(Settings):
         anchor_tokens: of the calibration's tokens, how many are used for that.
         refine_steps: of Adam, that bring each decoder layer's output nearer to the original's after it was fitted.
         refine_learning_rate: of these.
-        seed: of the order of blocks in refinement.
+        seed: of the order of blocks in refinement and in healing.
+        heal_tokens: of the corpus behind the calibration's, on which the compressed model is trained as a whole to give
+            the original's logits; 0 leaves it out.
+        heal: what is trained then: the "operators"; "all" parameters; or with "lora" the operators, and adapters on
+            the layers that stayed dense, which are merged in the end.
+        heal_held_out_tokens: of the corpus, which judge: the parameters that were best there are kept.
+        heal_learning_rate: the peak; None takes 3e-4 for operators, 1e-4 for all, 1e-3 for lora.
+        heal_batch: blocks a step; ``batch_size`` of them at a time are in memory.
+        heal_rank: of the adapters.
     """
 
     keep: float = Field(default=0.8, gt=0, lt=1)
@@ -45,6 +53,12 @@ class CompressSettings(Settings):
     refine_steps: int = Field(default=0, ge=0)
     refine_learning_rate: float = Field(default=1e-4, gt=0)
     seed: int = Field(default=0, ge=0)
+    heal_tokens: int = Field(default=0, ge=0)
+    heal: Literal["operators", "all", "lora"] = "operators"
+    heal_held_out_tokens: int = Field(default=8192, ge=2)
+    heal_learning_rate: float | None = Field(default=None, gt=0)
+    heal_batch: int = Field(default=4, ge=1)
+    heal_rank: int = Field(default=16, ge=1)
 
     @model_validator(mode="after")
     def _whole_blocks(self) -> CompressSettings:
@@ -56,3 +70,34 @@ class CompressSettings(Settings):
         if not self.menu:
             raise ValueError("menu is empty: name at least one operator, such as low_rank")
         return self
+
+    @model_validator(mode="after")
+    def _healing_fits(self) -> CompressSettings:
+        if not self.heal_tokens:
+            if self.heal != "operators":
+                raise ValueError(f"heal={self.heal!r} says how, heal_tokens=0 that nothing is healed; give heal_tokens")
+            return self
+        if self.heal_blocks < self.heal_batch:
+            raise ValueError(
+                f"heal_tokens={self.heal_tokens} is less than one step of heal_batch={self.heal_batch} blocks of "
+                f"sequence_length={self.sequence_length}"
+            )
+        if not self.held_out_blocks:
+            raise ValueError(
+                f"heal_held_out_tokens={self.heal_held_out_tokens} is less than one block of "
+                f"sequence_length={self.sequence_length}"
+            )
+        if self.heal_batch > self.batch_size and self.heal_batch % self.batch_size:
+            raise ValueError(f"heal_batch={self.heal_batch} must be a multiple of batch_size={self.batch_size}")
+        return self
+
+    @property
+    def heal_blocks(self) -> int:
+        """Blocks that are trained on in healing: whole steps."""
+        blocks = self.heal_tokens // self.sequence_length
+        return blocks - blocks % self.heal_batch
+
+    @property
+    def held_out_blocks(self) -> int:
+        """Blocks that judge healing; 0 without any."""
+        return self.heal_held_out_tokens // self.sequence_length if self.heal_tokens else 0

@@ -48,7 +48,13 @@ def _documents(data: Iterable[Any], tokenizer: Any) -> Iterator[list[int]]:
         yield torch.as_tensor(ids).flatten().tolist()
 
 
-def token_blocks(data: Iterable[Any], tokenizer: Any, sequence_length: int, count: int) -> Tensor:
+def token_blocks(
+    data: Iterable[Any],
+    tokenizer: Any,
+    sequence_length: int,
+    count: int,
+    what: str = "tokens plus validation_tokens",
+) -> Tensor:
     """The first ``count`` blocks (N, T) of a corpus, read no further than needed.
 
     Args:
@@ -56,6 +62,7 @@ def token_blocks(data: Iterable[Any], tokenizer: Any, sequence_length: int, coun
         tokenizer: of the model, for texts.
         sequence_length: T.
         count: N.
+        what: the settings that decide the count, for the message.
 
     Raises:
         ValueError: if the corpus is too short, is none, or its items are of another kind.
@@ -70,8 +77,7 @@ def token_blocks(data: Iterable[Any], tokenizer: Any, sequence_length: int, coun
             break
     if len(ids) < wanted:
         raise ValueError(
-            f"the corpus has {len(ids):,} tokens; {wanted:,} are to be recorded (tokens plus validation_tokens): give "
-            "more text or lower these"
+            f"the corpus has {len(ids):,} tokens; {wanted:,} are to be recorded ({what}): give more text or lower these"
         )
     return torch.tensor(ids[:wanted]).view(count, sequence_length)
 

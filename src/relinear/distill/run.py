@@ -28,6 +28,7 @@ from relinear.distill.settings import DistillSettings
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.plan import Plan, Replacement, plan
 from relinear.surgery.select import matches
+from relinear.surgery.states import flat_states, load_states_, place_
 from relinear.system.files import atomic_path, write_json
 
 __all__ = ["distill_"]
@@ -181,11 +182,9 @@ class _Run:
                 "directory, or resume=False (--start-over) to discard it"
             )
         for number, group in enumerate(groups[: len(done)]):
-            Plan(self.model, tuple(group), "fresh").apply_()
             weights = safetensors.torch.load_file(self._weights(number))
-            for name, module in self._changed(group).items():
-                prefix = f"{name}."
-                module.load_state_dict({k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)})
+            place_(self.model, group, weights)
+            load_states_(self.model, self._retrained(group), weights)
         return done
 
     def _weights(self, number: int) -> Path:
@@ -196,13 +195,8 @@ class _Run:
         """Write the layer's weights, then that it is done: a kill between the two repeats the layer."""
         if self.folder is None:
             return
-        weights = {
-            f"{name}.{key}": value.detach().contiguous()
-            for name, module in self._changed(group).items()
-            for key, value in module.state_dict().items()
-        }
         with atomic_path(self._weights(number)) as path:
-            safetensors.torch.save_file(weights, path)
+            safetensors.torch.save_file(flat_states(self._changed(group)), path)
         finished = [[dataclasses.asdict(fit) for fit in fits] for fits in done]
         values = {"fingerprint": self.mark, "settings": self.settings.model_dump(mode="json"), "done": finished}
         write_json(self.folder / "distill.json", values)
@@ -272,11 +266,6 @@ class _Run:
         fits = self._fit_logits(number, group) if self.settings.loss == "kl" else self._fit_outputs(number, group)
         return fits + [self._retrain(name, before.pop(name)) for name in wanted]
 
-    def _place(self, group: list[Replacement], operators: Mapping[str, Operator]) -> None:
-        Plan(self.model, tuple(group), "fresh").apply_()
-        for name, operator in operators.items():
-            self.model.get_submodule(name).load_state_dict(operator.state_dict())
-
     def _fit_outputs(self, number: int, group: list[Replacement]) -> list[LayerFit]:
         settings, fits, operators = self.settings, [], {}
         dims = {r.name: r.config.context_dim for r in group if r.config.conditioned}  # type: ignore[attr-defined]
@@ -304,7 +293,7 @@ class _Run:
                 )
                 operators[replacement.name] = operator
                 fits.append(self._described(replacement, operator, start.relative, end.relative, end.cosine))
-        self._place(group, operators)
+        place_(self.model, group, flat_states(operators))
         return fits
 
     def _fit_logits(self, number: int, group: list[Replacement]) -> list[LayerFit]:
@@ -322,7 +311,7 @@ class _Run:
             on_progress=self._told("fit", group[0].name.rpartition(".")[0]),
         )
         fits = [self._described(r, operators[r.name], start, end, None) for r in group]
-        self._place(group, operators)
+        place_(self.model, group, flat_states(operators))
         return fits
 
     @staticmethod

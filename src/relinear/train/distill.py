@@ -18,7 +18,7 @@ from relinear.core.objective import Objective, ObjectiveConfig
 from relinear.models.names import model_folder, model_place
 from relinear.surgery.checkpoint import from_pretrained
 
-__all__ = ["Distill", "divergence"]
+__all__ = ["Distill", "against", "divergence"]
 
 
 @register
@@ -63,13 +63,30 @@ class Distill(ObjectiveConfig):
             ValueError: if teacher and model have different vocabularies.
         """
         teacher = from_pretrained(model_folder(self.teacher)).eval().requires_grad_(False)
-        sizes = [_outputs(one) for one in (teacher, model)]
-        if sizes[0] != sizes[1]:
-            raise ValueError(
-                f"the teacher {shown(self.teacher)} has {sizes[0]} tokens, the model {sizes[1]}: a distribution over "
-                "tokens is learnt only by a model of the same ones; use the teacher's tokenizer, or another teacher"
-            )
-        return _AgainstTeacher(self, teacher)
+        return against(teacher, model, self.temperature, self.cross_entropy, name=f" {shown(self.teacher)}")
+
+
+def against(
+    teacher: Any, model: nn.Module, temperature: float = 1.0, cross_entropy: float = 0.0, name: str = ""
+) -> Objective:
+    """The objective of ``Distill`` for a teacher that is in memory; its parameters may be ones that ``model`` shares.
+
+    Args:
+        teacher: put into evaluation mode for each batch; no gradient runs through it.
+        model: what is trained.
+        temperature, cross_entropy: as for ``Distill``.
+        name: of the teacher, for messages.
+
+    Raises:
+        ValueError: if teacher and model have different vocabularies.
+    """
+    sizes = [_outputs(one) for one in (teacher, model)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"the teacher{name} has {sizes[0]} tokens, the model {sizes[1]}: a distribution over "
+            "tokens is learnt only by a model of the same ones; use the teacher's tokenizer, or another teacher"
+        )
+    return _AgainstTeacher(teacher, temperature, cross_entropy)
 
 
 def _outputs(model: Any) -> int:
@@ -79,8 +96,8 @@ def _outputs(model: Any) -> int:
 class _AgainstTeacher:
     """The objective with its teacher: no module, so that the teacher is neither trained nor saved with the model."""
 
-    def __init__(self, config: Distill, teacher: Any) -> None:
-        self.config, self.teacher = config, teacher
+    def __init__(self, teacher: Any, temperature: float, cross_entropy: float) -> None:
+        self.teacher, self.temperature, self.cross_entropy = teacher, temperature, cross_entropy
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Any]:
         labels = batch.get("labels")
@@ -91,9 +108,9 @@ class _AgainstTeacher:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         with torch.no_grad(), evaluating(self.teacher):
             wanted = self.teacher(**inputs, use_cache=False).logits
-        share, aux = self.config.cross_entropy, list(aux_losses(model).values())
+        share, aux = self.cross_entropy, list(aux_losses(model).values())
         added = torch.stack([term.to(output.loss) for term in aux]).sum() if aux else output.loss.new_zeros(())
-        kl = divergence(output.logits, wanted, labels, self.config.temperature)
+        kl = divergence(output.logits, wanted, labels, self.temperature)
         terms = {"ce": share * (output.loss - added), "kl": (1 - share) * kl}
         return terms["ce"] + terms["kl"] + added, terms, output
 

@@ -1,0 +1,311 @@
+"""Healing: a compressed model is trained as a whole to give the logits of the original.
+
+The teacher is the original itself, held as a second set of modules that shares with the compressed model every matrix
+that is not trained (``original_copy``): healing operators takes the weights that they replaced once more, healing
+everything takes the whole model once more; Adam takes two values for each parameter that is trained.
+"""
+
+# Legend: N blocks, T tokens a block
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib.util
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from relinear.compress.calibrate import fingerprint
+from relinear.compress.settings import CompressSettings
+from relinear.core.aux import named_operators
+from relinear.core.modes import evaluating
+from relinear.core.objective import GuidedTraining
+from relinear.core.operator import is_conv1d
+from relinear.system.files import atomic_path, write_json
+from relinear.train.distill import against
+from relinear.train.fit import fit
+from relinear.train.settings import FitSettings
+
+__all__ = ["HealReport", "check_heal", "check_healable", "heal", "original_copy"]
+
+#: peak of the learning rate where the settings name none
+LEARNING_RATES = {"operators": 3e-4, "all": 1e-4, "lora": 1e-3}
+#: evaluations on the held-out part, beside that of the start
+EVALUATIONS = 8
+#: steps in which the learning rate rises, as a share of all
+WARMUP = 0.1
+
+OnHeal = Callable[[str, int, int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class HealReport:
+    """What healing did.
+
+    what: "operators", "all" or "lora". tokens, steps: trained on. best_step: after which step the parameters are those
+    that were kept; 0 where healing did not help. before, after: KL(original || model) on the held-out part, in nats a
+    token.
+    """
+
+    what: str
+    tokens: int
+    steps: int
+    best_step: int
+    before: float
+    after: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"healed ({self.what}) on {self.tokens:,} tokens in {self.steps} steps: divergence from the original "
+            f"{self.before:.4f} -> {self.after:.4f} nats on held-out text (step {self.best_step})"
+        )
+
+
+def original_copy(model: nn.Module) -> Any:
+    """``model`` as it is now, to be a teacher later: its modules are new, its matrices are shared, so take no memory.
+
+    Operators may take the place of layers of ``model`` then; what they replaced lives on here. Vectors are copied.
+    """
+    return copy.deepcopy(model, {id(p): p for p in model.parameters() if p.ndim > 1})
+
+
+def check_heal(settings: CompressSettings) -> None:
+    """Raise ImportError where the settings ask for adapters and there is no PEFT."""
+    if settings.heal_tokens and settings.heal == "lora" and importlib.util.find_spec("peft") is None:
+        raise ImportError("heal='lora' needs PEFT: pip install 'relinear[peft]'; or heal='operators'")
+
+
+def check_healable(settings: CompressSettings, operators: int, dense: int) -> None:
+    """Raise ValueError where a plan leaves nothing that this way of healing trains.
+
+    Args:
+        operators: how many layers become operators. dense: how many others an adapter could go on.
+    """
+    if settings.heal == "operators" and not operators:
+        raise ValueError(
+            "heal='operators' trains the operators, and the plan has none; use heal='all', or heal='lora' for adapters"
+        )
+    if settings.heal == "lora" and not dense:
+        raise ValueError(
+            "heal='lora' puts adapters on the layers that stay dense, and the plan leaves none; use heal='operators'"
+        )
+
+
+def heal(
+    model: Any,
+    teacher: Any,
+    blocks: Tensor,
+    held_out: Tensor,
+    *,
+    settings: CompressSettings | None = None,
+    dense: Iterable[str] = (),
+    folder: str | Path | None = None,
+    on_progress: OnHeal = lambda phase, done, total: None,
+) -> HealReport:
+    """Train ``model`` in place to give the logits of ``teacher``; what was best on the held-out part is kept.
+
+    KL(teacher || model), Adam without weight decay, a warm-up and half a cosine down to 0. Killed, it goes on from its
+    last checkpoint in ``folder``, to the same bits (on one thread).
+
+    Args:
+        model: a compressed decoder, in float32 or below; trained in float32, given back in its own dtype.
+        teacher: the original, of the same vocabulary; may share parameters with ``model``.
+        blocks: token ids (N, T) to train on, in a random order, each once.
+        held_out: token ids (N, T) that judge.
+        settings: ``heal``, ``heal_learning_rate``, ``heal_batch``, ``heal_rank``, ``batch_size`` and ``seed`` of these.
+        dense: names of the linear layers that get adapters in ``heal="lora"``.
+        folder: of state and metrics; None keeps nothing.
+        on_progress: told "heal", steps done and in all.
+
+    Raises:
+        ValueError: if nothing is left to train, or there are fewer blocks than a step takes. NonFiniteLossError: (a
+            ValueError) if training diverges.
+    """
+    chosen, dense = settings or CompressSettings(), list(dense)
+    check_heal(chosen)
+    check_healable(chosen, sum(1 for _ in named_operators(model)), len(dense))
+    if len(blocks) < chosen.heal_batch or not len(held_out):
+        raise ValueError(
+            f"healing takes at least {chosen.heal_batch} blocks (heal_batch) to train on and one that is held out, got "
+            f"{len(blocks)} and {len(held_out)}"
+        )
+    with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as home, _in_float32(model, teacher):
+        return _Healing(model, teacher, blocks, held_out, chosen, dense, Path(home), on_progress).run()
+
+
+@contextmanager
+def _in_float32(model: nn.Module, teacher: nn.Module) -> Iterator[None]:
+    """Both models in float32 within the block; afterwards ``model`` has its dtypes and flags back."""
+    before = {name: (p.dtype, p.requires_grad) for name, p in model.named_parameters()}
+    for one in (model, teacher):
+        if any(p.dtype != torch.float32 for p in one.parameters()):
+            one.float()
+    try:
+        yield
+    finally:
+        for name, parameter in model.named_parameters():
+            dtype, flag = before[name]
+            parameter.data = parameter.data.to(dtype)
+            parameter.requires_grad_(flag)
+            parameter.grad = None
+
+
+class _Judged(GuidedTraining):
+    """A model with its objective, by which it is evaluated, too: the data need not be what the original is good at."""
+
+    def forward(self, num_items_in_batch: Tensor | None = None, **batch: Tensor) -> dict[str, Any]:
+        if self.training:
+            return super().forward(num_items_in_batch, **batch)
+        loss, _, output = self.objective(self.model, batch)
+        return {"loss": loss, "logits": output.logits}
+
+
+class _Healing:
+    """One healing under way."""
+
+    def __init__(self, model, teacher, blocks, held_out, settings, dense, home, on_progress) -> None:
+        self.model, self.teacher, self.blocks, self.held_out = model, teacher, blocks, held_out
+        self.settings, self.dense, self.on_progress = settings, dense, on_progress
+        names = ("heal", "heal_learning_rate", "heal_batch", "heal_rank", "batch_size", "seed")
+        marked = {name: getattr(settings, name) for name in names}
+        both = torch.cat([blocks, held_out])
+        origin = fingerprint(teacher, both, [], {})
+        mark = fingerprint(model, both, [*dense, origin, str(len(blocks))], marked)
+        self.folder = home / f"heal-{mark[:16]}"
+        self.best = self.folder / "best.safetensors"
+        self.steps = len(blocks) // settings.heal_batch
+
+    def run(self) -> HealReport:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        record = self.folder / "healed.json"
+        tuner = self._adapt() if self.settings.heal == "lora" else None
+        try:
+            self._mark_trained()
+            if not record.is_file():
+                write_json(record, self._train())
+            report = HealReport(**json.loads(record.read_text(encoding="utf-8")))
+            self._take_best()
+        finally:
+            if tuner is not None:
+                tuner.merge_and_unload()
+                _forget_adapters(self.model)
+        shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
+        return report
+
+    def _adapt(self) -> Any:
+        """Put adapters on the dense layers: they give nothing yet."""
+        from peft import LoraConfig, LoraModel
+
+        conv = [name for name in self.dense if is_conv1d(self.model.get_submodule(name))]
+        config = LoraConfig(
+            r=self.settings.heal_rank,
+            lora_alpha=self.settings.heal_rank,
+            target_modules=self.dense,
+            fan_in_fan_out=len(conv) == len(self.dense),
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.settings.seed)
+            return LoraModel(self.model, config, "default")
+
+    def _mark_trained(self) -> None:
+        """Let those parameters train that are to; the teacher gets its own copies of them where it shares them."""
+        if self.settings.heal == "all":
+            self.model.requires_grad_(True)
+        else:
+            if self.settings.heal == "operators":
+                self.model.requires_grad_(False)
+            for _, operator in named_operators(self.model):
+                operator.requires_grad_(True)
+        _own_parameters_(self.teacher, {id(p) for p in self._trained().values()})
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def _train(self) -> dict[str, Any]:
+        settings = self.settings
+        batch = min(settings.batch_size, settings.heal_batch)
+        interval = max(1, self.steps // EVALUATIONS)
+        how = FitSettings(
+            steps=self.steps,
+            batch_size=batch,
+            accumulation=settings.heal_batch // batch,
+            learning_rate=settings.heal_learning_rate or LEARNING_RATES[settings.heal],
+            warmup_steps=min(self.steps - 1, max(1, round(WARMUP * self.steps))),
+            min_lr_ratio=0.0,
+            weight_decay=0.0,
+            seed=settings.seed,
+            device="cpu" if next(self.model.parameters()).device.type == "cpu" else "auto",
+            log_every=min(10, interval),
+            eval_every=interval,
+            save_every=interval,
+            eval_batch_size=settings.batch_size,
+        )
+        samples = [[{"input_ids": row, "labels": row} for row in part] for part in (self.blocks, self.held_out)]
+        with evaluating(self.model):
+            result = fit(
+                _Judged(self.model, against(self.teacher, self.model)),
+                tuple(samples),
+                how,
+                out_dir=self.folder,
+                on_progress=self._told,
+            )
+        step, loss = self._best_so_far()
+        first = result.curve[0]["validation_loss"]
+        tokens = self.steps * settings.heal_batch * self.blocks.shape[1]
+        return HealReport(settings.heal, tokens, self.steps, step, first, loss).to_dict()
+
+    def _told(self, progress: Any) -> None:
+        if progress.phase == "evaluate":
+            self._keep_if_best(progress.step, progress.validation_loss)
+        if progress.phase in ("train", "save"):
+            self.on_progress("heal", progress.step, progress.steps)
+
+    def _best_so_far(self) -> tuple[int, float]:
+        if not self.best.is_file():
+            return -1, float("inf")
+        with safe_open(self.best, framework="pt") as tensors:
+            about = tensors.metadata()
+        return int(about["step"]), float(about["loss"])
+
+    def _keep_if_best(self, step: int, loss: float) -> None:
+        if loss < self._best_so_far()[1]:
+            values = {name: p.detach().contiguous() for name, p in self._trained().items()}
+            with atomic_path(self.best) as path:
+                save_file(values, path, metadata={"step": str(step), "loss": repr(loss)})
+
+    @torch.no_grad()
+    def _take_best(self) -> None:
+        values = load_file(self.best)
+        for name, parameter in self._trained().items():
+            parameter.copy_(values[name])
+
+
+def _own_parameters_(teacher: nn.Module, shared: set[int]) -> None:
+    """Give ``teacher`` copies of those of its parameters whose identity is in ``shared``, tied ones staying tied."""
+    own: dict[int, nn.Parameter] = {}
+    for module in teacher.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in shared:
+                if id(parameter) not in own:
+                    own[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+                module._parameters[name] = own[id(parameter)]
+
+
+def _forget_adapters(model: Any) -> None:
+    """Take from a model what PEFT noted on it: no adapter is left."""
+    for name in ("peft_config", "active_adapter", "_hf_peft_config_loaded"):
+        model.__dict__.pop(name, None)

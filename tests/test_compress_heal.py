@@ -1,0 +1,147 @@
+"""Healing: a compressed model comes nearer to its original, never further away; killed, it resumes to the same bits."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import relinear
+from relinear.compress import CompressSettings, compress, heal
+from relinear.compress.heal import original_copy
+from relinear.testing.tiny_models import VOCABULARY, make_family
+
+SETTINGS = {"tokens": 256, "sequence_length": 16, "anchor_tokens": 256, "batch_size": 4}
+HEALED = SETTINGS | {"heal_tokens": 4096, "heal_held_out_tokens": 256, "heal_learning_rate": 3e-3}
+
+
+def tokens(count: int = 8192) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(1, VOCABULARY, (count,), generator=generator).cumsum(0) % VOCABULARY]
+
+
+def pretrained(kind: str = "llama"):
+    """A tiny model that is sure of its predictions."""
+    model = make_family(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)
+    return model
+
+
+def divergence(model, original) -> float:
+    ids = tokens()[0][-512:].view(32, 16)
+    with torch.no_grad():
+        wanted, got = (m(input_ids=ids).logits.log_softmax(-1) for m in (original, model))
+    return float(F.kl_div(got, wanted, log_target=True, reduction="none").sum(-1).mean())
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("what", ["operators", "all", "lora"])
+def test_healing_brings_the_model_nearer_to_the_original(kind: str, what: str, tmp_path) -> None:
+    original = pretrained(kind)
+    before, after = copy.deepcopy(original), copy.deepcopy(original)
+    compress(before, tokens(), keep=0.6, settings=SETTINGS)
+    flags = {name: p.requires_grad for name, p in before.named_parameters()}
+    settings = HEALED | {"heal": what, "heal_learning_rate": 5e-4 if what == "all" else 3e-3}
+    report = compress(after, tokens(), keep=0.6, settings=settings, out_dir=tmp_path)
+    assert divergence(after, original) < 0.9 * divergence(before, original)
+    assert report.healing.after <= report.healing.before
+    assert report.healing.steps == 64
+    assert {name: p.requires_grad for name, p in after.named_parameters()} == flags
+    assert not any(p.grad is not None for p in after.parameters())
+    assert {n: p.shape for n, p in after.named_parameters()} == {n: p.shape for n, p in before.named_parameters()}
+    changed = {n for n, p in after.named_parameters() if not torch.equal(p, before.get_parameter(n))}
+    replaced = tuple(f"{name}." for name in report.plan.replaced)
+    assert any(name.startswith(replaced) for name in changed)
+    assert (what == "operators") == all(name.startswith(replaced) for name in changed)
+    loaded = relinear.from_pretrained(tmp_path / "model").eval()
+    ids = tokens()[0][None, :16]
+    with torch.no_grad():
+        assert torch.allclose(loaded(input_ids=ids).logits, after.eval()(input_ids=ids).logits, atol=1e-5)
+    assert "on held-out text" in str(report)
+
+
+@pytest.mark.parametrize("what", ["operators", "all", "lora"])
+def test_killed_healing_resumes_to_the_same_bits(what: str, tmp_path) -> None:
+    def run(folder, stop_at=None):
+        model = pretrained()
+
+        def told(phase, done, total):
+            if phase == "heal" and done == stop_at:
+                raise KeyboardInterrupt
+
+        settings = HEALED | {"heal": what, "heal_tokens": 1024}
+        compress(model, tokens(), keep=0.6, settings=settings, out_dir=folder, on_progress=told)
+        return model.state_dict()
+
+    whole = run(tmp_path / "whole")
+    for stop in (1, 7, 16):
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / str(stop), stop)
+        again = run(tmp_path / str(stop))
+        assert whole.keys() == again.keys()
+        assert all(torch.equal(whole[key], again[key]) for key in whole), stop
+    assert not list(tmp_path.rglob("checkpoints"))
+
+
+def test_healing_that_does_harm_is_undone() -> None:
+    original = pretrained()
+    model = copy.deepcopy(original)
+    relinear.replace_(model, {"mlp.down_proj": relinear.LowRank(rank=30)}, init="from_weight")
+    start = copy.deepcopy(model.state_dict())
+    blocks = tokens(64 * 16)[0].view(64, 16)
+    settings = CompressSettings.load(HEALED | {"heal_learning_rate": 30.0})
+    report = heal(model, original, blocks[:48], blocks[48:], settings=settings)
+    assert report.best_step == 0
+    assert report.before == report.after
+    assert all(torch.equal(value, start[key]) for key, value in model.state_dict().items())
+
+
+def test_the_teacher_takes_no_memory_until_it_must() -> None:
+    model = pretrained()
+    teacher = original_copy(model)
+    shared = {id(p) for p in model.parameters()} & {id(p) for p in teacher.parameters()}
+    assert shared == {id(p) for p in model.parameters() if p.ndim > 1}
+    relinear.replace_(model, {"mlp.down_proj": relinear.LowRank(rank=4)}, init="from_weight")
+    assert all(type(m) is not relinear.LowRank for m in teacher.modules())
+    ids = tokens()[0][None, :16]
+    wanted = teacher(input_ids=ids).logits
+    blocks = tokens(64 * 16)[0].view(64, 16)
+    settings = CompressSettings.load(HEALED | {"heal": "all"})
+    heal(model, teacher, blocks[:48], blocks[48:], settings=settings)
+    assert torch.equal(wanted, teacher(input_ids=ids).logits)
+
+
+def test_half_precision_is_healed_in_full_and_given_back() -> None:
+    model = pretrained().bfloat16()
+    report = compress(model, tokens(), keep=0.6, settings=HEALED | {"heal_tokens": 1024})
+    assert report.healing.after < report.healing.before
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"heal": "all"}, "heal_tokens=0 that nothing is healed"),
+        ({"heal_tokens": 63}, "less than one step of heal_batch=4 blocks of sequence_length=16"),
+        ({"heal_tokens": 64, "heal_held_out_tokens": 15}, "less than one block"),
+        ({"heal_tokens": 96, "heal_batch": 6}, "heal_batch=6 must be a multiple of batch_size=4"),
+        ({"heal_tokens": 100_000}, "tokens plus heal_tokens and heal_held_out_tokens"),
+        ({"heal_tokens": 64, "heal": "some"}, "heal"),
+    ],
+)
+def test_refusals_before_anything_is_computed(settings: dict, message: str, tmp_path) -> None:
+    with pytest.raises(ValueError, match=message):
+        compress(pretrained(), tokens(), settings=SETTINGS | settings, out_dir=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_plans_that_leave_nothing_to_train_are_refused(tmp_path) -> None:
+    settings = HEALED | {"heal": "lora"}
+    with pytest.raises(ValueError, match="adapters on the layers that stay dense, and the plan leaves none"):
+        compress(pretrained(), tokens(), keep=0.2, targets="mlp.down_proj", settings=settings, out_dir=tmp_path)
+    assert not (tmp_path / "model").exists()
+    with pytest.raises(ValueError, match="trains the operators, and the plan has none"):
+        heal(pretrained(), pretrained(), *tokens(1024)[0].view(64, 16).split(32))
