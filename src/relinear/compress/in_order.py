@@ -3,7 +3,7 @@
 For a layer of weight W let x be what the original model feeds it and x' what the compressed one does. Among all
 matrices, W* = W C A'^(-1) with C = E[x x'^T] and A' = E[x' x'^T] is nearest to the original's outputs, and for any
 other W' the excess is tr((W* - W') A' (W* - W')^T): the operator is fitted to W* under A'. A ridge draws W* towards W
-where the data say little.
+where the data say little. A layer that stays dense takes W* itself, which costs no parameter.
 """
 
 # Legend: N blocks, T tokens, D hidden size, I in_features, O out_features
@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from relinear.compress.refine import refine
 from relinear.core.moments import Moments
 from relinear.core.operator import Operator, OperatorConfig, dense_bias, dense_weight, linear_of
 from relinear.surgery.plan import Replacement
-from relinear.surgery.states import flat_states, place_
+from relinear.surgery.states import flat_states, load_states_, place_
 from relinear.system.files import atomic_path
 
 __all__ = ["fit_in_order", "fit_without_order"]
@@ -67,6 +68,7 @@ def fit_in_order(
     folder: Path,
     *,
     batch: int,
+    kept: Mapping[int, Sequence[str]] = MappingProxyType({}),
     refine_steps: int = 0,
     refine_learning_rate: float = 1e-4,
     seed: int = 0,
@@ -81,24 +83,28 @@ def fit_in_order(
         groups: index of a decoder layer -> what is replaced in it.
         folder: of the state.
         batch: blocks a pass.
+        kept: index of a decoder layer -> linear layers in it that stay dense, whose weights are to make up for what
+            changed before them.
         refine_steps, refine_learning_rate, seed: of the refinement of each decoder layer after it was fitted.
     """
     folder.mkdir(parents=True, exist_ok=True)
     layers = LayerByLayer(model)
     parts = blocks.to(next(model.parameters()).device).split(batch)
-    last = max(groups)
+    last = max((*groups, *kept))
     embedded = [layers.embed(part) for part in parts]
-    start = _restore(model, groups, folder)
+    start = _restore(model, groups, kept, folder)
     wanted, states = (embedded, embedded) if start == 0 else _streams(folder, start)
     for index in range(start, last + 1):
-        original = copy.deepcopy(layers.layers[index]) if index in groups else layers.layers[index]
-        for group in _by_input(groups.get(index, ()), calibration):
-            _replace_group(model, layers, index, original, group, calibration, wanted, states)
+        planned = {r.name: r for r in groups.get(index, ())}
+        names = [*planned, *kept.get(index, ())]
+        original = copy.deepcopy(layers.layers[index]) if names else layers.layers[index]
+        for group in _by_input(names, calibration):
+            _fit_group(model, layers, index, original, group, planned, calibration, wanted, states)
         wanted = [layers.run(original, index, x) for x in wanted]
-        if refine_steps and index in groups:
+        if refine_steps and planned:
             refine(
                 partial(layers.layer, index),
-                [model.get_submodule(r.name) for r in groups[index]],
+                [model.get_submodule(name) for name in planned],
                 states,
                 wanted,
                 steps=refine_steps,
@@ -106,31 +112,38 @@ def fit_in_order(
                 seed=seed,
             )
         states = [layers.layer(index, x) for x in states]
-        _keep(model, groups.get(index, ()), folder, index, wanted, states)
+        _keep(model, names, folder, index, wanted, states)
         on_layer("fit", index + 1, last + 1)
 
 
-def _by_input(replacements: Sequence[Replacement], calibration: Calibration) -> Iterator[list[Replacement]]:
-    """Replacements of a decoder layer, those that read one tensor together, in the order in which they run."""
-    found: dict[str, list[Replacement]] = {}
+def _by_input(names: Iterable[str], calibration: Calibration) -> Iterable[list[str]]:
+    """Linear layers of a decoder layer, those that read one tensor together, in the order in which they run."""
+    found: dict[str, list[str]] = {}
     order = {name: place for place, name in enumerate(calibration.names)}
-    for replacement in sorted(replacements, key=lambda r: order[r.name]):
-        found.setdefault(calibration.input_of(replacement.name), []).append(replacement)
-    yield from found.values()
+    for name in sorted(names, key=lambda name: order[name]):
+        found.setdefault(calibration.input_of(name), []).append(name)
+    return found.values()
 
 
-def _replace_group(model, layers, index, original, group, calibration, wanted, states) -> None:
-    seen = _moments(layers, index, original, model, group[0].name, wanted, states)
-    for replacement in group:
-        source = replacement.target.module
-        weight, moments = dense_weight(source).detach().double(), calibration.moments(replacement.name)
+def _fit_group(model, layers, index, original, group, planned, calibration, wanted, states) -> None:
+    """Fit the layers of one input: replace those that are planned, correct the others."""
+    seen = _moments(layers, index, original, model, group[0], wanted, states)
+    for name in group:
+        source = model.get_submodule(name)
+        weight, moments = dense_weight(source).detach().double(), calibration.moments(name)
         if seen is not None:
-            own, cross = seen
-            pull = ANCHOR_RIDGE * own.diagonal().mean() * torch.eye(len(own), dtype=own.dtype, device=own.device)
-            weight = torch.linalg.solve(own + pull, weight @ (cross + pull), left=False)
-            moments = Moments(own, moments.outputs)
-        operator = _fitted(replacement.config, source, weight, moments)
-        place_(model, [replacement], flat_states({replacement.name: operator}))
+            weight, moments = _corrected(weight, *seen), Moments(seen[0], moments.outputs)
+        if name in planned:
+            operator = _fitted(planned[name].config, source, weight, moments)
+            place_(model, [planned[name]], flat_states({name: operator}))
+        elif seen is not None:
+            dense_weight(source).copy_(weight)
+
+
+def _corrected(weight: Tensor, own: Tensor, cross: Tensor) -> Tensor:
+    """W* (O, I): nearest to the original's outputs on the compressed model's inputs."""
+    pull = ANCHOR_RIDGE * own.diagonal().mean() * torch.eye(len(own), dtype=own.dtype, device=own.device)
+    return torch.linalg.solve(own + pull, weight @ (cross + pull), left=False)
 
 
 def _moments(layers, index, original, model, name, wanted, states) -> tuple[Tensor, Tensor] | None:
@@ -182,9 +195,9 @@ def _streams(folder: Path, index: int) -> tuple[list[Tensor], list[Tensor]]:
     return tuple([values[f"{kind} {i}"] for i in range(count)] for kind in ("wanted", "states"))  # type: ignore
 
 
-def _keep(model, replacements, folder: Path, index: int, wanted: list[Tensor], states: list[Tensor]) -> None:
-    """The layer's operators, then the hidden states behind it, which say that it is done."""
-    weights = flat_states({r.name: model.get_submodule(r.name) for r in replacements})
+def _keep(model, names, folder: Path, index: int, wanted: list[Tensor], states: list[Tensor]) -> None:
+    """What was fitted of the layer, then the hidden states behind it, which say that it is done."""
+    weights = flat_states({name: model.get_submodule(name) for name in names})
     if weights:
         with atomic_path(folder / f"layer-{index:04d}.safetensors") as path:
             save_file(weights, path)
@@ -195,12 +208,15 @@ def _keep(model, replacements, folder: Path, index: int, wanted: list[Tensor], s
     (folder / f"streams-{index:04d}.safetensors").unlink(missing_ok=True)
 
 
-def _restore(model: nn.Module, groups: Mapping[int, Sequence[Replacement]], folder: Path) -> int:
+def _restore(
+    model: nn.Module, groups: Mapping[int, Sequence[Replacement]], kept: Mapping[int, Sequence[str]], folder: Path
+) -> int:
     """Put back the layers that are done; the index of the first that is not."""
     found = [int(path.stem.rpartition("-")[2]) for path in folder.glob("streams-*.safetensors")]
     start = max(found, default=0)
-    for index, replacements in groups.items():
-        if index >= start:
-            continue
-        place_(model, replacements, load_file(folder / f"layer-{index:04d}.safetensors"))
+    for index in sorted({*groups, *kept}):
+        if index < start:
+            weights = load_file(folder / f"layer-{index:04d}.safetensors")
+            place_(model, groups.get(index, ()), weights)
+            load_states_(model, kept.get(index, ()), weights)
     return start

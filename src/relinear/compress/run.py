@@ -7,6 +7,7 @@ import hashlib
 import json
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -272,7 +273,8 @@ class _Job:
             groups.setdefault(index, []).append(replacement)
         count = settings.anchor_tokens // settings.sequence_length
         refinement = {k: getattr(settings, k) for k in ("refine_steps", "refine_learning_rate", "seed")}
-        what = [{name: config.to_dict() for name, config in mapping.items()}, count, refinement]
+        kept = self._correctable(calibration, whole) if settings.correct_dense else {}
+        what = [{name: config.to_dict() for name, config in mapping.items()}, count, refinement, kept]
         mark = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
         fit_in_order(
             self.model,
@@ -281,6 +283,21 @@ class _Job:
             groups,
             self.folder / f"fit-{mark}",
             batch=settings.batch_size,
+            kept=kept,
             on_layer=self.on_progress,
             **refinement,
         )
+
+    def _correctable(self, calibration: Calibration, whole: CompressPlan) -> dict[int, list[str]]:
+        """The layers that stay dense and may take other weights: theirs alone, with inputs that are known."""
+        uses = Counter(id(p) for _, p in self.model.named_parameters(remove_duplicate=False))
+        return {
+            index: [
+                name
+                for name, module in modules.items()
+                if name not in whole.replaced
+                and calibration.counts[name] >= linear_features(module)[0]
+                and all(uses[id(p)] == 1 for p in module.parameters())
+            ]
+            for index, modules in self.by_layer.items()
+        }

@@ -27,6 +27,8 @@ class CompressSettings(Settings):
             considered at every rank; other operators at the size that is named.
         anchor: fit layers from the first to the last, on the inputs that the compressed model has there, towards the
             outputs that the original had.
+        correct_dense: layers that stay dense take part in that: their weights are fitted to make up for what changed
+            before them.
         anchor_tokens: of the calibration's tokens, how many are used for that.
         refine_steps: of Adam, that bring each decoder layer's output nearer to the original's after it was fitted.
         refine_learning_rate: of these.
@@ -49,6 +51,7 @@ class CompressSettings(Settings):
     fisher: bool = True
     menu: tuple[str, ...] = ("low_rank",)
     anchor: bool = True
+    correct_dense: bool = True
     anchor_tokens: int = Field(default=32768, ge=2)
     refine_steps: int = Field(default=0, ge=0)
     refine_learning_rate: float = Field(default=1e-4, gt=0)
