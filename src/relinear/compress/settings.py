@@ -50,7 +50,7 @@ class CompressSettings(Settings):
     batch_size: int = Field(default=2, ge=1)
     fisher: bool = True
     menu: tuple[str, ...] = ("low_rank",)
-    anchor: bool = True
+    anchor: bool = False
     correct_dense: bool = True
     anchor_tokens: int = Field(default=32768, ge=2)
     refine_steps: int = Field(default=0, ge=0)

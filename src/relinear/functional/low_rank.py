@@ -11,18 +11,7 @@ from torch import Tensor
 
 from relinear.functional.moments import moment_roots
 
-__all__ = [
-    "WeightedSpectrum",
-    "low_rank",
-    "low_rank_factors",
-    "pivoted_factors",
-    "pivoted_low_rank",
-    "pivoted_product",
-    "weighted_spectrum",
-]
-
-#: entries of a pivoted basis stay below this in magnitude, so that nothing is lost in rounding
-LARGEST_PIVOTED = 1.05
+__all__ = ["WeightedSpectrum", "low_rank", "low_rank_factors", "weighted_spectrum"]
 
 
 def low_rank(x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -36,56 +25,6 @@ def low_rank(x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None = None) ->
     """
     y = torch.nn.functional.linear(torch.nn.functional.linear(x, down), up)
     return y if bias is None else y + bias
-
-
-def pivoted_low_rank(x: Tensor, order: Tensor, mix: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = (x_S + mix x_rest) up^T + bias: a product of rank R in which R of the inputs stand for themselves.
-
-    Args:
-        x: (..., I).
-        order: (I,) integers, a permutation of the inputs; the first R of them are S.
-        mix: (R, I - R), what the rest adds.
-        up: (O, R).
-        bias: (O,) or None.
-    """
-    return pivoted_product(x.index_select(-1, order), mix, up, bias)
-
-
-def pivoted_product(x: Tensor, mix: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same for inputs (..., I) that are in order already."""
-    rank = up.shape[1]
-    z = x[..., :rank] + torch.nn.functional.linear(x[..., rank:], mix)
-    return torch.nn.functional.linear(z, up, bias)
-
-
-def pivoted_factors(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same product up @ down with an identity inside ``down``: order (I,), mix (R, I - R), up (O, R); in float64.
-
-    ``down`` restricted to R of its columns, D_S, is taken into the other factor: D_S^(-1) down holds an identity, which
-    is neither stored nor multiplied by. S starts from the pivots of an LU decomposition; columns are then exchanged
-    until no entry of ``mix`` exceeds ``LARGEST_PIVOTED`` (the volume of D_S grows with each exchange, so this ends).
-
-    Args:
-        down: (R, I) with R at most I.
-        up: (O, R).
-    """
-    rank = len(down)
-    tall = down.detach().double().T
-    pivots, lower, _ = torch.linalg.lu(tall)
-    order = pivots.argmax(0)
-    mix = torch.linalg.solve_triangular(lower[:rank], lower[rank:], upper=False, left=False, unitriangular=True)
-    while mix.numel():
-        row, column = divmod(int(mix.abs().argmax()), rank)
-        pivot = mix[row, column].clone()
-        if pivot.abs() <= LARGEST_PIVOTED:
-            break
-        change = mix[row].clone()
-        change[column] -= 1
-        rows = mix[:, column].clone()
-        rows[row] += 1
-        mix -= torch.outer(rows, change / pivot)
-        order[[column, rank + row]] = order[[rank + row, column]]
-    return order, mix.T, up.double() @ tall[order[:rank]].T
 
 
 def low_rank_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:

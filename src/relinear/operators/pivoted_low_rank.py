@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from relinear.core.config import register
 from relinear.core.moments import Moments
 from relinear.core.operator import Operator, OperatorConfig, linear_features
-from relinear.functional.low_rank import low_rank_factors, pivoted_factors, weighted_spectrum
-from relinear.kernels.pivoted import pivoted_low_rank
+from relinear.functional.low_rank import low_rank_factors, weighted_spectrum
+from relinear.functional.pivoted_low_rank import pivoted_factors
+from relinear.kernels.pivoted_low_rank import pivoted_low_rank
 from relinear.operators.low_rank import RankConfig
 
 __all__ = ["PivotedLowRank", "PivotedLowRankLinear"]
@@ -42,7 +43,7 @@ class PivotedLowRankLinear(Operator):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Pivots spread evenly; ``mix`` with variance 1 / I, ``up`` so that unit-variance outputs come out; zero bias."""
+        """Pivots spread evenly; ``mix`` has variance 1 / I, ``up`` such that unit variance comes out; zero bias."""
         rank, inputs = self.config.rank, self.in_features
         pivots = torch.arange(rank, device=self.order.device) * inputs // rank
         rest = torch.ones(inputs, dtype=torch.bool, device=self.order.device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from relinear.functional import low_rank as reference
+from relinear.functional import pivoted_low_rank as reference
 from relinear.kernels.choice import against_opaque
 
 __all__ = ["pivoted_low_rank"]
@@ -27,7 +27,7 @@ class _Permuted(torch.autograd.Function):
 
 
 def pivoted_low_rank(x: Tensor, order: Tensor, mix: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As ``functional.low_rank.pivoted_low_rank``."""
+    """As ``functional.pivoted_low_rank.pivoted_low_rank``."""
     if not x.requires_grad or against_opaque():
         return reference.pivoted_low_rank(x, order, mix, up, bias)
     return reference.pivoted_product(_Permuted.apply(x, order), mix, up, bias)
