@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from relinear.compress.calibrate import Calibration, calibrate
 from relinear.compress.export import export_plain
 from relinear.compress.heal import HealReport, check_heal, check_healable, heal, original_copy
 from relinear.compress.in_order import fit_in_order, fit_without_order
+from relinear.compress.neurons import NEURONS, Neurons
 from relinear.compress.plan import CompressPlan, layer_candidates, make_plan
 from relinear.compress.settings import CompressSettings
 from relinear.core.anatomy import layer_index
@@ -179,7 +181,7 @@ class _Job:
     ) -> None:
         self.model, self.modules, self.settings, self.folder = model, modules, settings, folder
         self.on_progress = on_progress
-        self.menu = tuple(OperatorConfig.read(text) for text in settings.menu)
+        self.menu = tuple(OperatorConfig.read(text) for text in settings.menu if text != NEURONS)
         self.by_layer: dict[int, dict[str, nn.Module]] = {}
         for name, module in modules.items():
             index = layer_index(model, name)
@@ -193,9 +195,23 @@ class _Job:
             raise ValueError(
                 f"tokens={settings.tokens} are fewer than the widest layer has inputs, {widest:,}; use more"
             )
+        self.neurons: Neurons | None = None
+        if settings.menu == (NEURONS,):
+            self.neurons = Neurons(model, modules)
+            self.width = self.neurons.fitting_width(self._parameter_limit())
+
+    def _parameter_limit(self) -> float:
+        """How many parameters the layers that may be replaced may have."""
+        layers = sum(module_parameters(module) for module in self.modules.values())
+        whole = module_parameters(self.model)
+        return self.settings.keep * (layers if self.settings.budget_of == "layers" else whole) - (
+            0 if self.settings.budget_of == "layers" else whole - layers
+        )
 
     def read_plan(self, path: str | Path) -> CompressPlan:
         """A plan from a file. Raises ValueError if it is none for this model and these targets."""
+        if self.neurons is not None:
+            raise ValueError("menu: neurons has one width for all layers, by the budget: it takes no plan")
         found = CompressPlan.load(path, self.model)
         strange = sorted(set(found.replaced) - set(self.modules))
         if strange:
@@ -216,16 +232,22 @@ class _Job:
             on_layer=self.on_progress,
         )
         clock.lap("calibration")
-        whole = given_plan or self._plan(calibration)
+        narrowed = None
+        if self.neurons is not None:
+            narrowed = self.neurons.fitted(calibration, self.width, partial(self.on_progress, "candidates"))
+        whole = given_plan or self._plan(calibration, narrowed)
         whole.save(self.folder / "plan.json")
         clock.lap("plan")
         healing = None
-        if not plan_only and whole.replaced:
+        if not plan_only and (whole.replaced or narrowed):
             dense = [name for name in self.modules if name not in whole.replaced]
             if self.settings.heal_tokens:
                 check_healable(self.settings, len(whole.replaced), len(dense))
             teacher = original_copy(self.model) if self.settings.heal_tokens else None
-            self._carry_out(blocks, calibration, whole)
+            if self.neurons is not None and narrowed is not None:
+                self.neurons.apply_(narrowed)
+            else:
+                self._carry_out(blocks, calibration, whole)
             clock.lap("fit")
             if teacher is not None:
                 healing = self._heal(teacher, further, dense)
@@ -235,7 +257,11 @@ class _Job:
         write_json(self.folder / "report.json", report.to_dict())
         return report
 
-    def _plan(self, calibration: Calibration) -> CompressPlan:
+    def _plan(self, calibration: Calibration, narrowed: Mapping[str, Any] | None) -> CompressPlan:
+        if self.neurons is not None and narrowed is not None:
+            others = module_parameters(self.model) - sum(module_parameters(m) for m in self.modules.values())
+            costs = {name: 0.5 * error for name, (_, _, error) in narrowed.items()} if self.settings.fisher else {}
+            return self.neurons.plan(self.width, others, costs)
         candidates: dict[str, list[Candidate]] = {}
         for done, (name, module) in enumerate(self.modules.items(), start=1):
             candidates[name] = layer_candidates(module, name, calibration, self.menu)
