@@ -69,7 +69,7 @@ def command(
     with resumable("start the same command again"), watch_compression() as on_progress:
         report = compress(
             loaded,
-            iter_texts(text, split),
+            iter_texts(text, split, conversations=True),
             tokenizer=tokenizer,
             targets=target or "all-linear",
             exclude=exclude,

@@ -100,7 +100,8 @@ def compress(
 
     Args:
         model: a Hugging Face decoder.
-        texts: texts, or tensors or mappings of token ids, as for ``distill_``; read as far as needed.
+        texts: texts, conversations (lists of ``{"role", "content"}``, written by the tokenizer's chat template), or
+            tensors or mappings of token ids, as for ``distill_``; read as far as needed.
         keep: share of the parameters to keep; a shorthand for the setting of this name.
         tokenizer: of the model, needed for texts; saved beside the model.
         targets, exclude: patterns of the linear layers that may be replaced; by default all but the head.
