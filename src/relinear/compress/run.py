@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from relinear.compress.allocate import Candidate
 from relinear.compress.calibrate import Calibration, calibrate
 from relinear.compress.export import export_plain
+from relinear.compress.export_gguf import check_gguf, check_gguf_operators, export_gguf
 from relinear.compress.heal import HealReport, check_heal, check_healable, heal, original_copy
 from relinear.compress.in_order import fit_in_order, fit_without_order
 from relinear.compress.neurons import NEURONS, Neurons
@@ -93,7 +94,7 @@ def compress(
     plan_file: str | Path | None = None,
     plan_only: bool = False,
     out_dir: str | Path | None = None,
-    export: Literal["plain"] | None = None,
+    export: Literal["plain", "gguf"] | None = None,
     on_progress: OnProgress = _silent,
 ) -> CompressReport:
     """Make a pretrained decoder smaller, in place: measure, decide what every layer becomes, fit it, save.
@@ -108,7 +109,8 @@ def compress(
         settings: ``CompressSettings`` or a mapping of its fields.
         plan_file: a plan to carry out in place of one that is made here.
         plan_only: stop after the plan, the model as it was.
-        export: "plain" also writes ``out_dir/plain``, a directory that loads without relinear (``export_plain``).
+        export: "plain" also writes ``out_dir/plain``, a directory that loads without relinear (``export_plain``);
+            "gguf" writes ``out_dir/model.gguf`` of a Llama without factors (``export_gguf``).
         out_dir: where statistics, plan, state, report and model are kept. Killed and called again with the same
             arguments, it goes on from where it was; another budget or menu uses the same statistics. None keeps
             nothing.
@@ -118,19 +120,24 @@ def compress(
         ValueError: if the budget cannot be met, the corpus is too short, the model is quantised or cannot be run layer
             by layer, or ``out_dir`` holds the work on another model, corpus or plan.
     """
-    check_choice("export", export or "plain", ["plain"])
+    check_choice("export", export or "plain", ["plain", "gguf"])
     given = settings.model_dump() if isinstance(settings, CompressSettings) else dict(settings or {})
     chosen = CompressSettings.load(given if keep is None else given | {"keep": keep}, "compress settings")
     check_heal(chosen)
+    if export == "gguf":
+        check_gguf(model, tokenizer)
     with tempfile.TemporaryDirectory() if out_dir is None else nullcontext(out_dir) as folder, evaluating(model):
         job = _Job(model, _targets(model, targets, exclude), chosen, Path(folder), on_progress)
         given_plan = None if plan_file is None else job.read_plan(plan_file)
         blocks, further = _read(texts, tokenizer, chosen, plan_only)
+        job.one_matrix_each = export == "gguf"
         report = job.run(blocks, further, given_plan, plan_only)
     if out_dir is not None and not plan_only:
         save_pretrained(model, Path(out_dir) / "model", tokenizer=tokenizer)
-    if out_dir is not None and export is not None and not plan_only:
+    if out_dir is not None and not plan_only and export == "plain":
         export_plain(model, Path(out_dir) / "plain", tokenizer=tokenizer)
+    if out_dir is not None and not plan_only and export == "gguf":
+        export_gguf(model, Path(out_dir) / "model.gguf", tokenizer=tokenizer)
     return report
 
 
@@ -182,6 +189,7 @@ class _Job:
     ) -> None:
         self.model, self.modules, self.settings, self.folder = model, modules, settings, folder
         self.on_progress = on_progress
+        self.one_matrix_each = False
         self.menu = tuple(OperatorConfig.read(text) for text in settings.menu if text != NEURONS)
         self.by_layer: dict[int, dict[str, nn.Module]] = {}
         for name, module in modules.items():
@@ -239,6 +247,8 @@ class _Job:
         whole = given_plan or self._plan(calibration, narrowed)
         whole.save(self.folder / "plan.json")
         clock.lap("plan")
+        if self.one_matrix_each:
+            check_gguf_operators(whole.replaced, {name: linear_features(m) for name, m in self.modules.items()})
         healing = None
         if not plan_only and (whole.replaced or narrowed):
             dense = [name for name in self.modules if name not in whole.replaced]
