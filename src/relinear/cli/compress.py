@@ -38,7 +38,7 @@ def command(
     plan: Annotated[Path | None, typer.Option(help="A plan to carry out, such as an edited DIR/plan.json.")] = None,
     plan_only: Annotated[bool, typer.Option("--plan-only", help="Print the plan and stop.")] = False,
     export: Annotated[
-        str | None, typer.Option(help="`plain`: also write DIR/plain, which loads without relinear.")
+        str | None, typer.Option(help="`plain`: also DIR/plain, which loads without relinear; `gguf`: DIR/model.gguf.")
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     overrides: Annotated[
@@ -69,7 +69,7 @@ def command(
     with resumable("start the same command again"), watch_compression() as on_progress:
         report = compress(
             loaded,
-            iter_texts(text, split),
+            iter_texts(text, split, conversations=True),
             tokenizer=tokenizer,
             targets=target or "all-linear",
             exclude=exclude,

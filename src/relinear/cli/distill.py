@@ -65,7 +65,7 @@ def command(
         report = distill_(
             loaded,
             mapping,
-            iter_texts(text, split),
+            iter_texts(text, split, conversations=True),
             layers=parse_layers(layers),
             exclude=exclude,
             tokenizer=tokenizer,

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,8 +20,10 @@ from torch import Tensor, nn
 from relinear.compress.allocate import Candidate
 from relinear.compress.calibrate import Calibration, calibrate
 from relinear.compress.export import export_plain
+from relinear.compress.export_gguf import check_gguf, check_gguf_operators, export_gguf
 from relinear.compress.heal import HealReport, check_heal, check_healable, heal, original_copy
 from relinear.compress.in_order import fit_in_order, fit_without_order
+from relinear.compress.neurons import NEURONS, Neurons
 from relinear.compress.plan import CompressPlan, layer_candidates, make_plan
 from relinear.compress.settings import CompressSettings
 from relinear.core.anatomy import layer_index
@@ -92,21 +95,23 @@ def compress(
     plan_file: str | Path | None = None,
     plan_only: bool = False,
     out_dir: str | Path | None = None,
-    export: Literal["plain"] | None = None,
+    export: Literal["plain", "gguf"] | None = None,
     on_progress: OnProgress = _silent,
 ) -> CompressReport:
     """Make a pretrained decoder smaller, in place: measure, decide what every layer becomes, fit it, save.
 
     Args:
         model: a Hugging Face decoder.
-        texts: texts, or tensors or mappings of token ids, as for ``distill_``; read as far as needed.
+        texts: texts, conversations (lists of ``{"role", "content"}``, written by the tokenizer's chat template), or
+            tensors or mappings of token ids, as for ``distill_``; read as far as needed.
         keep: share of the parameters to keep; a shorthand for the setting of this name.
         tokenizer: of the model, needed for texts; saved beside the model.
         targets, exclude: patterns of the linear layers that may be replaced; by default all but the head.
         settings: ``CompressSettings`` or a mapping of its fields.
         plan_file: a plan to carry out in place of one that is made here.
         plan_only: stop after the plan, the model as it was.
-        export: "plain" also writes ``out_dir/plain``, a directory that loads without relinear (``export_plain``).
+        export: "plain" also writes ``out_dir/plain``, a directory that loads without relinear (``export_plain``);
+            "gguf" writes ``out_dir/model.gguf`` of a Llama without factors (``export_gguf``).
         out_dir: where statistics, plan, state, report and model are kept. Killed and called again with the same
             arguments, it goes on from where it was; another budget or menu uses the same statistics. None keeps
             nothing.
@@ -116,19 +121,24 @@ def compress(
         ValueError: if the budget cannot be met, the corpus is too short, the model is quantised or cannot be run layer
             by layer, or ``out_dir`` holds the work on another model, corpus or plan.
     """
-    check_choice("export", export or "plain", ["plain"])
+    check_choice("export", export or "plain", ["plain", "gguf"])
     given = settings.model_dump() if isinstance(settings, CompressSettings) else dict(settings or {})
     chosen = CompressSettings.load(given if keep is None else given | {"keep": keep}, "compress settings")
     check_heal(chosen)
+    if export == "gguf":
+        check_gguf(model, tokenizer)
     with tempfile.TemporaryDirectory() if out_dir is None else nullcontext(out_dir) as folder, evaluating(model):
         job = _Job(model, _targets(model, targets, exclude), chosen, Path(folder), on_progress)
         given_plan = None if plan_file is None else job.read_plan(plan_file)
         blocks, further = _read(texts, tokenizer, chosen, plan_only)
+        job.one_matrix_each = export == "gguf"
         report = job.run(blocks, further, given_plan, plan_only)
     if out_dir is not None and not plan_only:
         save_pretrained(model, Path(out_dir) / "model", tokenizer=tokenizer)
-    if out_dir is not None and export is not None and not plan_only:
+    if out_dir is not None and not plan_only and export == "plain":
         export_plain(model, Path(out_dir) / "plain", tokenizer=tokenizer)
+    if out_dir is not None and not plan_only and export == "gguf":
+        export_gguf(model, Path(out_dir) / "model.gguf", tokenizer=tokenizer)
     return report
 
 
@@ -180,7 +190,8 @@ class _Job:
     ) -> None:
         self.model, self.modules, self.settings, self.folder = model, modules, settings, folder
         self.on_progress = on_progress
-        self.menu = tuple(OperatorConfig.read(text) for text in settings.menu)
+        self.one_matrix_each = False
+        self.menu = tuple(OperatorConfig.read(text) for text in settings.menu if text != NEURONS)
         self.by_layer: dict[int, dict[str, nn.Module]] = {}
         for name, module in modules.items():
             index = layer_index(model, name)
@@ -194,9 +205,23 @@ class _Job:
             raise ValueError(
                 f"tokens={settings.tokens} are fewer than the widest layer has inputs, {widest:,}; use more"
             )
+        self.neurons: Neurons | None = None
+        if settings.menu == (NEURONS,):
+            self.neurons = Neurons(model, modules)
+            self.width = self.neurons.fitting_width(self._parameter_limit())
+
+    def _parameter_limit(self) -> float:
+        """How many parameters the layers that may be replaced may have."""
+        layers = sum(module_parameters(module) for module in self.modules.values())
+        whole = module_parameters(self.model)
+        return self.settings.keep * (layers if self.settings.budget_of == "layers" else whole) - (
+            0 if self.settings.budget_of == "layers" else whole - layers
+        )
 
     def read_plan(self, path: str | Path) -> CompressPlan:
         """A plan from a file. Raises ValueError if it is none for this model and these targets."""
+        if self.neurons is not None:
+            raise ValueError("menu: neurons has one width for all layers, by the budget: it takes no plan")
         found = CompressPlan.load(path, self.model)
         strange = sorted(set(found.replaced) - set(self.modules))
         if strange:
@@ -217,16 +242,24 @@ class _Job:
             on_layer=self.on_progress,
         )
         clock.lap("calibration")
-        whole = given_plan or self._plan(calibration)
+        narrowed = None
+        if self.neurons is not None:
+            narrowed = self.neurons.fitted(calibration, self.width, partial(self.on_progress, "candidates"))
+        whole = given_plan or self._plan(calibration, narrowed)
         whole.save(self.folder / "plan.json")
         clock.lap("plan")
+        if self.one_matrix_each:
+            check_gguf_operators(whole.replaced, {name: linear_features(m) for name, m in self.modules.items()})
         healing = None
-        if not plan_only and whole.replaced:
+        if not plan_only and (whole.replaced or narrowed):
             dense = [name for name in self.modules if name not in whole.replaced]
             if self.settings.heal_tokens:
                 check_healable(self.settings, len(whole.replaced), len(dense))
             teacher = original_copy(self.model) if self.settings.heal_tokens else None
-            self._carry_out(blocks, calibration, whole)
+            if self.neurons is not None and narrowed is not None:
+                self.neurons.apply_(narrowed)
+            else:
+                self._carry_out(blocks, calibration, whole)
             clock.lap("fit")
             if teacher is not None:
                 healing = self._heal(teacher, further, dense)
@@ -236,7 +269,11 @@ class _Job:
         write_json(self.folder / "report.json", report.to_dict())
         return report
 
-    def _plan(self, calibration: Calibration) -> CompressPlan:
+    def _plan(self, calibration: Calibration, narrowed: Mapping[str, Any] | None) -> CompressPlan:
+        if self.neurons is not None and narrowed is not None:
+            others = module_parameters(self.model) - sum(module_parameters(m) for m in self.modules.values())
+            costs = {name: 0.5 * error for name, (_, _, error) in narrowed.items()} if self.settings.fisher else {}
+            return self.neurons.plan(self.width, others, costs)
         candidates: dict[str, list[Candidate]] = {}
         for done, (name, module) in enumerate(self.modules.items(), start=1):
             candidates[name] = layer_candidates(module, name, calibration, self.menu)

@@ -24,7 +24,8 @@ class CompressSettings(Settings):
         fisher: also measure the gradients at every layer's output, which tells how much its errors matter; without
             them layers can only be fitted, not weighed against each other, and every layer keeps the same share.
         menu: operators that a layer may become, as text (``low_rank``, ``monarch:blocks=8``). A low-rank layer is
-            considered at every rank; other operators at the size that is named.
+            considered at every rank; other operators at the size that is named. ``neurons``, by itself: narrower MLPs,
+            as wide in every layer, of a stock model; the budget decides how wide.
         anchor: fit layers from the first to the last, on the inputs that the compressed model has there, towards the
             outputs that the original had.
         correct_dense: layers that stay dense take part in that: their weights are fitted to make up for what changed
@@ -72,6 +73,10 @@ class CompressSettings(Settings):
                 )
         if not self.menu:
             raise ValueError("menu is empty: name at least one operator, such as low_rank")
+        if "neurons" in self.menu and len(self.menu) > 1:
+            raise ValueError("menu: neurons narrows all layers alike, so it stands alone; name no operator beside it")
+        if self.menu == ("neurons",) and self.heal_tokens and self.heal == "operators":
+            raise ValueError("menu: neurons leaves no operators to heal; give heal=all, or heal=lora for adapters")
         return self
 
     @model_validator(mode="after")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from relinear.data.cache import cache_folder
+from relinear.data.chat import Conversation
 from relinear.data.hub import hub_sources
 from relinear.data.settings import DataSettings
 from relinear.data.sources import Source, local_sources, stdlib_source
@@ -45,18 +46,31 @@ def open_corpus(settings: DataSettings) -> Corpus:
     )
 
 
-def iter_texts(settings: DataSettings, split: str = "train") -> Iterator[str]:
+def iter_texts(settings: DataSettings, split: str = "train", *, conversations: bool = False) -> Iterator[str]:
     """The documents of one split, in a fixed order.
 
     Args:
         settings: which corpus, and how it is divided.
         split: ``train`` or ``validation``; ``test`` where the corpus brings one; ``all`` for every document of a corpus
             that brings no splits.
+        conversations: whether the caller knows what to do with a ``Conversation``.
 
     Raises:
-        ValueError: if the corpus is absent, empty, or has no such split (lists those it has).
+        ValueError: if the corpus is absent, empty, or has no such split (lists those it has); or if it holds
+            conversations, and they are not asked for.
     """
-    return open_corpus(settings).documents(split)
+    documents = open_corpus(settings).documents(split)
+    return documents if conversations else _only_text(documents, settings)
+
+
+def _only_text(documents: Iterator[str], settings: DataSettings) -> Iterator[str]:
+    for document in documents:
+        if isinstance(document, Conversation):
+            raise ValueError(
+                f"{settings.data!r} holds conversations, which only compress, distill and training read; choose a "
+                "column of text with text_column (--text-column)"
+            )
+        yield document
 
 
 class Corpus:
@@ -113,6 +127,8 @@ class Corpus:
 
     def _divided(self, split: str) -> Iterator[str]:
         # Held out of the source's training documents, for want of a validation split.
+        if isinstance(self._lone_document, Conversation):
+            raise ValueError(f"{self.settings.data!r} is one conversation, which cannot be divided; read it whole")
         if self._lone_document:
             yield from (text for text in (_cut(self._lone_document, self.settings.validation_fraction)[split],) if text)
             return

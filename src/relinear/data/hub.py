@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from relinear.data.cache import cached
+from relinear.data.chat import as_document, is_conversation
 from relinear.data.sources import SPLIT_NAMES, Source, choose_column, files_source
 
 __all__ = ["hub_in_reach", "hub_sources"]
@@ -95,13 +96,15 @@ def _hub_column(where: str, part: Any, text_column: str | None) -> str:
         strings = [
             key for key, feature in features.items() if getattr(feature, "dtype", "") in ("string", "large_string")
         ]
-    return choose_column(where, text_column, columns, strings)
+    others = [key for key in columns if key not in strings]
+    row = next(iter(part), {}) if others else {}
+    return choose_column(where, text_column, columns, strings, [key for key in others if is_conversation(row.get(key))])
 
 
 def _hub_source(name: str, part: Any, column: str) -> Source:
     def documents() -> Iterator[str]:
         for batch in part.select_columns([column]).iter(batch_size=256):
             for text in batch[column]:
-                yield text or ""
+                yield as_document(text or "") or ""
 
     return Source(documents, ["hub", name, column, part._fingerprint])

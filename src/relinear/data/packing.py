@@ -180,7 +180,8 @@ def _tokenizer(name: str, corpus: Corpus, root: Path, on_progress: Progress) -> 
         tokenizer = load_tokenizer(name)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         content = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
-        return tokenizer, [digest(content), separator_id(tokenizer)]
+        template = getattr(tokenizer, "chat_template", None)
+        return tokenizer, [digest(content), separator_id(tokenizer), *([digest(template)] if template else [])]
 
     def build(folder: Path) -> dict[str, Any]:
         total = sum(len(text) for text in corpus.documents("train"))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from relinear.core.config import nearest
+from relinear.data.chat import as_document, is_conversation
 
 __all__ = ["SPLIT_NAMES", "Source", "choose_column", "files_source", "local_sources", "stdlib_source"]
 
@@ -128,13 +129,15 @@ def _read_jsonl(path: Path, text_column: str | None) -> Iterator[str]:
                     raise ValueError(f"{path}, line {number}: expected an object, got {type(row).__name__}")
                 if column is None:
                     strings = [key for key, value in row.items() if isinstance(value, str)]
-                    column = choose_column(str(path), text_column, list(row), strings)
+                    chats = [key for key, value in row.items() if is_conversation(value)]
+                    column = choose_column(str(path), text_column, list(row), strings, chats)
                 if column not in row:
                     raise ValueError(f"{path}, line {number}: no column {column!r}; it has {', '.join(row)}")
-                text = row[column]
-                if text is not None and not isinstance(text, str):
-                    raise ValueError(f"{path}, line {number}: {column!r} is {type(text).__name__}, expected text")
-                yield text or ""
+                text = as_document(row[column] or "")
+                if text is None:
+                    found = type(row[column]).__name__
+                    raise ValueError(f"{path}, line {number}: {column!r} is {found}, expected text or messages")
+                yield text
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from error
 
@@ -152,32 +155,51 @@ def _read_parquet(path: Path, text_column: str | None) -> Iterator[str]:
         strings = [
             field.name for field in schema if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)
         ]
-        column = choose_column(str(path), text_column, schema.names, strings)
+        chats = [field.name for field in schema if _holds_messages(pa, field.type)]
+        column = choose_column(str(path), text_column, schema.names, strings, chats)
         try:
             for batch in file.iter_batches(batch_size=64, columns=[column]):
                 for text in batch.column(0):
-                    yield text.as_py() or ""
+                    yield as_document(text.as_py() or "") or ""
         except (pa.ArrowException, OSError) as error:
             raise ValueError(f"{path} is damaged ({str(error).splitlines()[0]})") from error
+
+
+def _holds_messages(pa: Any, kind: Any) -> bool:
+    listed = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    messages = listed and pa.types.is_struct(kind.value_type)
+    return bool(messages) and {"role", "content"} <= {field.name for field in kind.value_type}
 
 
 _READERS = {".txt": _read_text, ".md": _read_text, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
 
 
-def choose_column(where: str, wanted: str | None, columns: Sequence[str], strings: Sequence[str]) -> str:
-    """The text column: the one asked for, else ``text``, else the only one of strings. Raises ValueError."""
+def choose_column(
+    where: str, wanted: str | None, columns: Sequence[str], strings: Sequence[str], chats: Sequence[str] = ()
+) -> str:
+    """The column of documents: the one asked for, else ``text``, ``messages``, or the only one of strings.
+
+    Args:
+        where: the file or data set, for messages.
+        wanted: what was asked for, or None.
+        columns: all there are. strings: those of text. chats: those of conversations.
+
+    Raises:
+        ValueError: if the one that was asked for is not there or holds neither, or none is the obvious one.
+    """
     if wanted is not None:
         if wanted not in columns:
             raise ValueError(
                 f"{where}: no column {wanted!r}; {nearest(wanted, columns)}; columns: {', '.join(columns)}"
             )
-        if wanted not in strings:
+        if wanted not in (*strings, *chats):
             raise ValueError(
                 f"{where}: column {wanted!r} holds no text; columns of text: {', '.join(strings) or 'none'}"
             )
         return wanted
-    if "text" in strings:
-        return "text"
+    for name, members in (("text", strings), ("messages", chats)):
+        if name in members:
+            return name
     if len(strings) == 1:
         return strings[0]
     raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from relinear.data.chat import Closed, spoken
 from relinear.data.hub import hub_in_reach
 
 __all__ = [
@@ -161,7 +162,7 @@ def _batches(documents: Iterable[str]) -> Iterator[tuple[list[str], list[bool]]]
         pieces = list(_pieces(document))
         for i, piece in enumerate(pieces):
             texts.append(piece)
-            ends.append(i == len(pieces) - 1)
+            ends.append(i == len(pieces) - 1 and not isinstance(document, Closed))
             characters += len(piece)
             if characters >= _BATCH_CHARACTERS:
                 yield texts, ends
@@ -179,11 +180,14 @@ def _encode_batch(tokenizer: Any, texts: list[str]) -> list[Any]:
 
 
 def encode_documents(tokenizer: Any, documents: Iterable[str]) -> Iterator[np.ndarray]:
-    """The token ids of all documents in order, each document closed by ``separator_id``, as arrays of some length."""
+    """The token ids of all documents in order, each document closed by ``separator_id``, as arrays of some length.
+
+    Conversations are written by the tokenizer's chat template, and closed where that does not close them.
+    """
     separator = separator_id(tokenizer)
     as_bytes = _is_byte_tokenizer(tokenizer)
     special = re.compile("|".join(map(re.escape, (END, PAD))))
-    for texts, ends in _batches(documents):
+    for texts, ends in _batches(spoken(tokenizer, documents)):
         # Text that spells out a special token goes through the tokenizer, which gives it that token's id.
         if as_bytes and not any(special.search(text) for text in texts):
             encoded = [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]

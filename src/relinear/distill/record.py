@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from relinear.core.config import shown
 from relinear.core.context import current_context
+from relinear.data.chat import as_document
 from relinear.data.tokenizers import encode_documents
 
 __all__ = ["Recording", "record", "token_blocks"]
@@ -33,10 +34,10 @@ def _documents(data: Iterable[Any], tokenizer: Any) -> Iterator[list[int]]:
     if first is None:
         return
     chained = itertools.chain([first], items)
-    if isinstance(first, str):
+    if as_document(first) is not None:
         if tokenizer is None:
             raise ValueError("text needs the model's tokenizer: give tokenizer=, or token ids in place of text")
-        for array in encode_documents(tokenizer, chained):
+        for array in encode_documents(tokenizer, map(_text, chained)):
             yield array.tolist()
         return
     for item in chained:
@@ -46,6 +47,13 @@ def _documents(data: Iterable[Any], tokenizer: Any) -> Iterator[list[int]]:
                 f"data must hold texts, token tensors or mappings with input_ids, got {type(item).__name__}"
             )
         yield torch.as_tensor(ids).flatten().tolist()
+
+
+def _text(item: Any) -> str:
+    document = as_document(item)
+    if document is None:
+        raise ValueError(f"data began with text or messages, and goes on with {shown(item)}; give one kind")
+    return document
 
 
 def token_blocks(
@@ -58,7 +66,9 @@ def token_blocks(
     """The first ``count`` blocks (N, T) of a corpus, read no further than needed.
 
     Args:
-        data: texts (tokenised as one stream), or tensors of token ids, or mappings with ``input_ids``, end to end.
+        data: texts and conversations (tokenised as one stream), or tensors of token ids, or mappings with
+            ``input_ids``, end to end. A conversation is a list of ``{"role", "content"}``, or a mapping with such a
+            list as ``messages``; the tokenizer's chat template makes text of it.
         tokenizer: of the model, for texts.
         sequence_length: T.
         count: N.

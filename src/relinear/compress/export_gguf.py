@@ -1,0 +1,197 @@
+"""A model of stock Llama layers as one GGUF file, which llama.cpp and its kin run."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relinear.core.attachment import attachments
+from relinear.core.aux import named_operators
+from relinear.core.operator import OperatorConfig
+from relinear.surgery.fold import fold_
+from relinear.system.files import atomic_path
+
+__all__ = ["check_gguf", "check_gguf_operators", "export_gguf"]
+
+#: class and model type of what GGUF's architecture "llama" stands for here
+_CLASS, _ARCHITECTURE = "LlamaForCausalLM", "llama"
+_DIGITS = {"type": "Digits", "individual_digits": True}
+#: pre-tokenizers that are known to llama.cpp: how it calls them, and the steps before bytes
+_PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {"gpt-2": [], "smollm": [_DIGITS]}
+
+
+def check_gguf(model: Any, tokenizer: Any) -> None:
+    """Raise ValueError, or ImportError, unless ``export_gguf`` can write models like this one."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError("GGUF files need the package gguf: pip install 'relinear[gguf]'")
+    if type(model).__name__ != _CLASS:
+        raise ValueError(f"GGUF files are written of {_CLASS} alone, got {type(model).__name__}; export it as plain")
+    if attachments(model):
+        kinds = ", ".join(config.kind for config in attachments(model))
+        raise ValueError(f"the model has {kinds} attached, which no GGUF file can express; save it with relinear")
+    config = model.config
+    unlike = {
+        "attention_bias": bool(getattr(config, "attention_bias", False)),
+        "mlp_bias": bool(getattr(config, "mlp_bias", False)),
+        f"hidden_act={config.hidden_act}": config.hidden_act != "silu",
+        f"rope_type={_rope(config).get('rope_type')}": _rope(config).get("rope_type", "default") != "default",
+    }
+    found = [name for name, there in unlike.items() if there]
+    if found:
+        raise ValueError(f"a GGUF file is not written of a Llama with {', '.join(found)}; export it as plain")
+    if tokenizer is None:
+        raise ValueError("a GGUF file holds the tokenizer: give tokenizer=")
+    _pre_tokenizer(tokenizer)
+
+
+def check_gguf_operators(configs: dict[str, OperatorConfig], sizes: dict[str, tuple[int, int]]) -> None:
+    """Raise ValueError if a planned operator is no single matrix.
+
+    Args:
+        configs: what layers become, by name. sizes: their (in_features, out_features).
+    """
+    for name, config in configs.items():
+        if len(config.build(*sizes[name], device="meta").dense_chain()) > 1:
+            raise ValueError(
+                f"{name} becomes {config}, a product of matrices, and no layer of a GGUF file is one; give the menu "
+                "neurons, or export it as plain"
+            )
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    return getattr(config, "rope_parameters", None) or {}
+
+
+def _pre_tokenizer(tokenizer: Any) -> str:
+    """llama.cpp's name of how the tokenizer cuts text before its merges."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError("a GGUF file is written of a fast tokenizer alone; load it by AutoTokenizer")
+    described = json.loads(backend.to_str())
+    pre = described["pre_tokenizer"] or {}
+    steps = list(pre.get("pretokenizers", [pre]))
+    last = steps.pop() if steps else {}
+    plain = last.get("type") == "ByteLevel" and last.get("use_regex", True) and not last.get("add_prefix_space", True)
+    name = next((name for name, wanted in _PRE_TOKENIZERS.items() if steps == wanted), None)
+    if described["model"].get("type") != "BPE" or described["normalizer"] or not plain or name is None:
+        raise ValueError(
+            "a GGUF file is written with byte-level BPE tokenizers that cut text as GPT-2's or SmolLM's does, and this "
+            "one is another; export the model as plain and convert that directory by llama.cpp's own script"
+        )
+    return name
+
+
+@torch.no_grad()
+def export_gguf(model: Any, path: str | Path, *, tokenizer: Any) -> Path:
+    """Write ``model`` and its tokenizer as a GGUF file, all of it or nothing; weights keep their precision.
+
+    Args:
+        model: a ``LlamaForCausalLM``, after ``neurons`` or as it was; operators with one dense matrix become it.
+        path: the file to write.
+        tokenizer: of the model: byte-level BPE.
+
+    Raises:
+        ValueError: if the model or the tokenizer is one that these files, or this writer, cannot express.
+        ImportError: without the package gguf.
+    """
+    check_gguf(model, tokenizer)
+    operators = dict(named_operators(model))
+    sizes = {name: (operator.in_features, operator.out_features) for name, operator in operators.items()}
+    check_gguf_operators({name: operator.config for name, operator in operators.items()}, sizes)
+    if operators:
+        model = copy.deepcopy(model)
+        fold_(model, verbose=False)
+        if list(named_operators(model)):
+            raise ValueError(
+                f"{next(named_operators(model))[0]} has no matrix of its own; save the model with relinear"
+            )
+    from gguf import GGUFWriter
+
+    with atomic_path(path) as temporary:
+        writer = GGUFWriter(temporary, _ARCHITECTURE)
+        _write_config(writer, model.config)
+        _write_tokenizer(writer, tokenizer, model.config.vocab_size)
+        _write_tensors(writer, model)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return Path(path)
+
+
+def _write_config(writer: Any, config: Any) -> None:
+    heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    writer.add_name(Path(getattr(config, "_name_or_path", "") or "model").name)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_size)
+    writer.add_value_length(head_size)
+    writer.add_rope_dimension_count(head_size)
+    writer.add_rope_freq_base(float(_rope(config).get("rope_theta", 10000.0)))
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def _write_tokenizer(writer: Any, tokenizer: Any, entries: int) -> None:
+    from gguf import TokenType
+
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    added = {token["id"]: token for token in described["added_tokens"]}
+    names = {number: token for token, number in tokenizer.get_vocab().items()}
+    kinds = []
+    for number in range(entries):
+        kind = TokenType.NORMAL if number in names else TokenType.UNUSED
+        if number in added:
+            kind = TokenType.CONTROL if added[number]["special"] else TokenType.USER_DEFINED
+        kinds.append(kind)
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in described["model"]["merges"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_pre_tokenizer(tokenizer))
+    writer.add_token_list([names.get(number, f"[unused{number}]") for number in range(entries)])
+    writer.add_token_types(kinds)
+    writer.add_token_merges(merges)
+    for name in ("bos", "eos", "pad", "unk"):
+        number = getattr(tokenizer, f"{name}_token_id")
+        if number is not None:
+            getattr(writer, f"add_{name}_token_id")(number)
+    writer.add_add_bos_token(False)
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _write_tensors(writer: Any, model: Any) -> None:
+    from gguf import MODEL_ARCH, GGMLQuantizationType, get_tensor_name_map
+    from gguf.quants import quantize
+
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
+    kinds = {torch.float16: GGMLQuantizationType.F16, torch.bfloat16: GGMLQuantizationType.BF16}
+    types = set()
+    for name, value in model.named_parameters():  # a tied head is the embedding, and not written again
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            raise ValueError(f"{name} has no place in a GGUF file of a Llama; export the model as plain")
+        kind = kinds.get(value.dtype, GGMLQuantizationType.F32) if value.ndim > 1 else GGMLQuantizationType.F32
+        types.add(kind if value.ndim > 1 else None)
+        rows = _interleaved(name, value.detach().float().cpu(), model.config).contiguous().numpy()
+        writer.add_tensor(found, quantize(rows, kind), raw_dtype=kind)
+    kind = next(kind for kind in types if kind is not None)
+    writer.add_file_type({GGMLQuantizationType.F16: 1, GGMLQuantizationType.BF16: 32}.get(kind, 0))
+
+
+def _interleaved(name: str, weight: Tensor, config: Any) -> Tensor:
+    """Query and key rows as rotary positions pair them in GGUF: neighbours, not halves of a head."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+    if heads is None:
+        return weight
+    return weight.view(heads, 2, -1, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)

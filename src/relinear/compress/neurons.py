@@ -1,0 +1,296 @@
+"""The menu entry ``neurons``: narrower MLPs, the same width in all layers, so that the result is a stock model.
+
+Of the inputs h of a down projection W (O, I) with second moment A, those S are kept whose loss is least, and W becomes
+W' = W A[:, S] A[S, S]^(-1), the best that the kept ones can do; a ridge stands in for what the data do not show. Which
+go is decided greedily from behind (the optimal brain surgeon): with H = A^(-1), taking neuron j away from the present
+W' costs w_j^T G w_j / H_jj, after which W' and H are brought up to date.
+"""
+
+# Legend: I neurons, O hidden size, G moment of gradients (O, O), S kept neurons
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from relinear.compress.calibrate import Calibration
+from relinear.compress.plan import CompressPlan, LayerPlan
+from relinear.core.anatomy import attention_of, decoder_layers
+from relinear.core.modes import evaluating
+from relinear.core.moments import Moments
+from relinear.core.operator import dense_bias, dense_weight, is_conv1d, is_linear, linear_features
+from relinear.surgery.summary import module_parameters
+from relinear.surgery.swap import swap_module
+
+__all__ = ["NEURONS", "Neurons", "fewer_neurons"]
+
+#: as it is written in a menu
+NEURONS = "neurons"
+#: widths are multiples of this
+STEP = 8
+#: share of the inputs' mean square that is added to their moments
+RIDGE = 1e-4
+#: portions in which neurons are taken away
+PORTIONS = 128
+#: attributes of a config that hold an MLP's width
+_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "ffn_hidden_dim")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mlp:
+    """Linear layers of an MLP: those that make its neurons (one, two with a gate, or both fused), and the one after."""
+
+    layer: nn.Module
+    readers: dict[str, Any]
+    writer_name: str
+    writer: Any
+
+    @property
+    def width(self) -> int:
+        """I, the number of neurons."""
+        return linear_features(self.writer)[0]
+
+    def narrowed(self, kept: Tensor, weight: Tensor) -> dict[str, tuple[nn.Module, nn.Module]]:
+        """Name -> (layer, the one that takes its place) where neurons ``kept`` are left, read through ``weight``."""
+        found = {}
+        for name, reader in self.readers.items():
+            parts = linear_features(reader)[1] // self.width
+            rows = torch.cat([kept + part * self.width for part in range(parts)])
+            bias = dense_bias(reader)
+            found[name] = reader, _like(reader, dense_weight(reader)[rows], None if bias is None else bias[rows])
+        return found | {self.writer_name: (self.writer, _like(self.writer, weight, dense_bias(self.writer)))}
+
+
+def _like(layer: Any, weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """A stock layer of the class of ``layer`` with other weights (O, I)."""
+    reference = layer.weight
+    weight = weight.detach().to(reference.dtype)
+    new: Any
+    if is_conv1d(layer):
+        new = type(layer)(weight.shape[0], weight.shape[1])
+        weight = weight.T
+    else:
+        new = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    new.weight = nn.Parameter(weight.contiguous(), reference.requires_grad)
+    if bias is not None:
+        new.bias = nn.Parameter(bias.detach().clone(), layer.bias.requires_grad)
+    return new.train(layer.training)
+
+
+@torch.no_grad()
+def fewer_neurons(weight: Tensor, moments: Moments, width: int) -> tuple[Tensor, Tensor, float]:
+    """Which neurons to keep, and the weight that reads them.
+
+    Args:
+        weight: W (O, I) of the down projection.
+        moments: of its inputs and, where they were measured, of the gradients at its output.
+        width: how many neurons are left.
+
+    Returns:
+        S (width,), ascending; W' (O, width) in float64; the error tr(G (W - W') A (W - W')^T).
+    """
+    weight, inputs = weight.detach().double(), moments.inputs.double()
+    count = weight.shape[1]
+    scale = float(inputs.diagonal().mean()) or 1.0
+    ridged = inputs + RIDGE * scale * torch.eye(count, dtype=torch.float64, device=inputs.device)
+    left, now, inverse = torch.arange(count, device=inputs.device), weight, torch.linalg.inv(ridged)
+    portion = max(1, (count - width) // PORTIONS)
+    while len(left) > width:
+        weighted = now if moments.outputs is None else moments.outputs.to(now) @ now
+        cost = (now * weighted).sum(0) / inverse.diagonal()
+        order = cost.argsort(stable=True)
+        number = min(portion, len(left) - width)
+        gone, stay = order[:number], order[number:].sort().values
+        step = torch.linalg.solve(inverse[gone][:, gone], inverse[gone][:, stay])
+        now = now[:, stay] - now[:, gone] @ step
+        inverse = inverse[stay][:, stay] - inverse[stay][:, gone] @ step
+        left = left[stay]
+    fitted = torch.linalg.solve(ridged[left][:, left], weight @ ridged[:, left], left=False)
+    difference = weight.clone()
+    difference[:, left] -= fitted
+    return left, fitted, float(moments.error(difference))
+
+
+class Neurons:
+    """The MLPs of a model, which can be made narrower; nothing has changed yet.
+
+    Args:
+        model: a stock Hugging Face decoder in evaluation mode.
+        modules: the linear layers that may be replaced, by name.
+
+    Raises:
+        ValueError: if the model's layers have no MLP of linear layers around neurons that act by themselves, some of
+            these layers are left out, or no setting of its config says how wide they are.
+    """
+
+    def __init__(self, model: Any, modules: Mapping[str, nn.Module]) -> None:
+        self.model, self.modules = model, dict(modules)
+        names = {id(module): name for name, module in model.named_modules()}
+        self.mlps = [_mlp(index, layer, names) for index, layer in enumerate(decoder_layers(model))]
+        widths = sorted({mlp.width for mlp in self.mlps})
+        if len(widths) > 1:
+            raise ValueError(f"neurons: the layers' MLPs have several widths ({widths}), a stock config one")
+        self.width = widths[0]
+        missing = [name for mlp in self.mlps for name in (*mlp.readers, mlp.writer_name) if name not in self.modules]
+        if missing:
+            raise ValueError(f"neurons: every layer's MLP is narrowed, so {missing[0]} must be among the targets")
+        self._check_neurons_act_alone()
+        self.setting = self._setting()
+
+    def _narrowed(self, mlp: _Mlp, kept: Tensor) -> dict[str, tuple[nn.Module, nn.Module]]:
+        return mlp.narrowed(kept, dense_weight(mlp.writer)[:, kept])
+
+    @torch.no_grad()
+    def _check_neurons_act_alone(self) -> None:
+        """Taking neurons away must be the same as silencing them."""
+        mlp = self.mlps[0]
+        kept = torch.arange(0, self.width, 2, device=mlp.writer.weight.device)
+        silent = torch.zeros(self.width, dtype=mlp.writer.weight.dtype, device=kept.device)
+        silent[kept] = 1.0
+        ids = torch.arange(8, device=kept.device)[None]
+        with evaluating(self.model):
+            handle = mlp.writer.register_forward_pre_hook(lambda module, args: (args[0] * silent,))
+            try:
+                wanted = self.model(input_ids=ids).logits
+            finally:
+                handle.remove()
+            replaced = self._narrowed(mlp, kept)
+            try:
+                self._swap(replaced)
+                got = self.model(input_ids=ids).logits
+            except RuntimeError as error:
+                raise ValueError(self._refusal(f"does not run with a narrower MLP ({error})")) from error
+            finally:
+                self._swap({name: (new, old) for name, (old, new) in replaced.items()})
+        difference = float((wanted - got).abs().max())
+        if not difference <= 1e-3 * max(1.0, float(wanted.abs().max())):
+            raise ValueError(self._refusal("mixes its neurons before they are read, so none can go by itself"))
+
+    def _refusal(self, why: str) -> str:
+        return f"neurons: {type(self.model).__name__} {why}; use another menu, such as low_rank"
+
+    def _swap(self, replaced: Mapping[str, tuple[nn.Module, nn.Module]]) -> None:
+        for name, (old, new) in replaced.items():
+            swap_module(self.model, [name], old, new)
+
+    def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        """The shapes that parameters should have, at a width."""
+        shapes = {name: tuple(value.shape) for name, value in self.model.named_parameters()}
+        kept = torch.arange(width)
+        for mlp in self.mlps:
+            for name, (_, new) in self._narrowed(mlp, kept).items():
+                shapes |= {f"{name}.{key}": tuple(value.shape) for key, value in new.named_parameters()}
+        return shapes
+
+    def _setting(self) -> str:
+        """The attribute of the config that holds the width, found by building the stock model on no device."""
+        wanted = self._shapes(STEP)
+        for name in _WIDTHS:
+            config = copy.deepcopy(self.model.config)
+            if not hasattr(config, name):
+                continue
+            setattr(config, name, STEP)
+            with torch.device("meta"):
+                built = AutoModelForCausalLM.from_config(config)
+            if type(built) is type(self.model) and wanted == {k: tuple(v.shape) for k, v in built.named_parameters()}:
+                return name
+        raise ValueError(self._refusal(f"has no setting for the width of its MLPs (tried {', '.join(_WIDTHS)})"))
+
+    def fitting_width(self, limit: float) -> int:
+        """The largest width, a multiple of 8, at which the layers that may be replaced have ``limit`` parameters.
+
+        Raises:
+            ValueError: if the other layers alone exceed that.
+        """
+        whole = sum(module_parameters(module) for module in self.modules.values())
+        each = sum(self._by_layer(self.width).values()) - sum(self._by_layer(self.width - 1).values())
+        width = self.width - -(-int(max(0, whole - limit)) // each)
+        width -= width % STEP
+        if width < STEP:
+            least = whole - (self.width - STEP) * each
+            raise ValueError(
+                f"the budget of {int(limit):,} parameters cannot be met by fewer neurons: with {STEP} of them in each "
+                f"layer {least:,} are left; keep more, or give another menu"
+            )
+        return width
+
+    def _by_layer(self, width: int) -> dict[str, int]:
+        """Parameters of the MLPs' layers at a width."""
+        found = {}
+        for mlp in self.mlps:
+            for name, module in {**mlp.readers, mlp.writer_name: mlp.writer}.items():
+                inputs, outputs = linear_features(module)
+                bias = dense_bias(module) is not None
+                if name == mlp.writer_name:
+                    found[name] = outputs * width + outputs * bias
+                else:
+                    found[name] = (inputs + bias) * outputs // mlp.width * width
+        return found
+
+    def plan(self, width: int, others: int, nats: Mapping[str, float]) -> CompressPlan:
+        """The plan that this width is.
+
+        Args:
+            width: of every layer.
+            others: parameters of the model outside of the layers that may be replaced.
+            nats: predicted cost by down projection, where it is known.
+        """
+        sizes = self._by_layer(width)
+        layers = {}
+        for name, module in self.modules.items():
+            before = module_parameters(module)
+            layers[name] = LayerPlan(None, sizes.get(name, before), before, nats.get(name, 0.0) if nats else None)
+        return CompressPlan(layers, others)
+
+    def fitted(
+        self, calibration: Calibration, width: int, on_layer: Callable[[int, int], None]
+    ) -> dict[str, tuple[Tensor, Tensor, float]]:
+        """By down projection: the neurons that are kept, the weight that reads them, and the error."""
+        found = {}
+        for done, mlp in enumerate(self.mlps, start=1):
+            moments = calibration.moments(mlp.writer_name)
+            found[mlp.writer_name] = fewer_neurons(dense_weight(mlp.writer), moments, width)
+            on_layer(done, len(self.mlps))
+        return found
+
+    @torch.no_grad()
+    def apply_(self, fitted: Mapping[str, tuple[Tensor, Tensor, float]]) -> None:
+        """Narrow every MLP, and the model's config."""
+        width = self.width
+        for mlp in self.mlps:
+            kept, weight, _ = fitted[mlp.writer_name]
+            width = len(kept)
+            self._swap(mlp.narrowed(kept.to(mlp.writer.weight.device), weight))
+            for owner in mlp.layer.modules():
+                if vars(owner).get(self.setting) == self.width:
+                    setattr(owner, self.setting, width)
+        setattr(self.model.config, self.setting, width)
+
+
+def _mlp(index: int, layer: nn.Module, names: Mapping[int, str]) -> _Mlp:
+    """The MLP of a decoder layer: what is linear in it and not in its attention."""
+    inside = {id(module) for module in attention_of(index, layer).modules()}
+    found = {names[id(m)]: m for m in layer.modules() if is_linear(m) and id(m) not in inside}
+    where = f"layer {index} ({type(layer).__name__})"
+    if len(found) < 2:
+        raise ValueError(
+            f"neurons: {where} has no MLP of plain linear layers (experts held as one tensor have none); use another "
+            "menu, such as low_rank"
+        )
+    *readers, writer_name = found
+    writer = found[writer_name]
+    width, hidden = linear_features(writer)
+    shapes = [linear_features(found[name]) for name in readers]
+    if shapes not in ([(hidden, width)], [(hidden, width)] * 2, [(hidden, 2 * width)]):
+        stated = ", ".join(f"{name.rpartition('.')[2]} {linear_features(module)}" for name, module in found.items())
+        raise ValueError(
+            f"neurons: {where} has an MLP of another kind than one that is {width} wide, with a gate or without "
+            f"((in, out) sizes {stated}); use another menu, such as low_rank"
+        )
+    return _Mlp(layer, {name: found[name] for name in readers}, writer_name, writer)

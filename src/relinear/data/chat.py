@@ -1,0 +1,67 @@
+"""Conversations: lists of messages, which a tokenizer's chat template turns into text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+__all__ = ["Closed", "Conversation", "as_document", "is_conversation", "spoken"]
+
+
+class Conversation(str):
+    """A document that is a conversation; as a string it is its messages as JSON, so that it can be told from others."""
+
+    __slots__ = ()
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages, in order."""
+        return json.loads(self)
+
+
+class Closed(str):
+    """Text that ends as its tokenizer ends a document, so that nothing is put behind it."""
+
+    __slots__ = ()
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether ``value`` is a list of messages, ``{"role": ..., "content": ...}`` each."""
+    return (
+        isinstance(value, list | tuple)
+        and len(value) > 0
+        and all(isinstance(m, Mapping) and isinstance(m.get("role"), str) and "content" in m for m in value)
+    )
+
+
+def as_document(value: Any) -> str | None:
+    """Text as it is, messages (or a mapping with ``messages``) as a ``Conversation``; None for anything else."""
+    if isinstance(value, str):
+        return value
+    messages = value.get("messages") if isinstance(value, Mapping) else value
+    return Conversation(json.dumps([dict(m) for m in messages])) if is_conversation(messages) else None
+
+
+def spoken(tokenizer: Any, documents: Iterable[str]) -> Iterator[str]:
+    """The documents, each conversation as the text that the tokenizer's chat template makes of it.
+
+    Raises:
+        ValueError: if there is a conversation and the tokenizer has no template, or the template refuses it.
+    """
+    for document in documents:
+        yield _rendered(tokenizer, document) if isinstance(document, Conversation) else document
+
+
+def _rendered(tokenizer: Any, conversation: Conversation) -> str:
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            f"the data hold conversations, and the tokenizer {tokenizer.name_or_path!r} has no chat template to write "
+            "them by; give the tokenizer of a model that was trained on chats, or a column of text"
+        )
+    try:
+        text = tokenizer.apply_chat_template(conversation.messages, tokenize=False)
+    except Exception as error:  # templates raise what they like
+        raise ValueError(f"the tokenizer's chat template refuses {conversation[:200]}: {error}") from error
+    end = tokenizer.eos_token
+    return Closed(text) if end and text.rstrip().endswith(end) else text

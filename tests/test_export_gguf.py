@@ -1,0 +1,112 @@
+"""GGUF files: read back by another program's reader, they give the same logits."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import relinear
+from relinear.compress import compress, export_gguf
+from relinear.data.tokenizers import byte_tokenizer, train_bpe
+
+gguf = pytest.importorskip("gguf")
+TEXT = "The quick brown fox jumps over 123 lazy dogs, and then 45 more. "
+
+
+def tokenizer_of(digits: bool = False):
+    tokenizer = train_bpe([TEXT * 20], 300, len(TEXT) * 20)
+    if digits:
+        from tokenizers import pre_tokenizers
+
+        steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    return tokenizer
+
+
+def llama(**settings):
+    torch.manual_seed(0)
+    config = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 5000.0, "max_position_embeddings": 64}
+    config |= {"initializer_range": 0.2}
+    return AutoModelForCausalLM.from_config(LlamaConfig(**(config | settings))).eval()
+
+
+def read(path):
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+
+
+def assert_same(path, model, atol: float = 1e-5) -> None:
+    ids = torch.arange(3, 19)[None]
+    with torch.no_grad():
+        assert torch.allclose(read(path)(input_ids=ids).logits, model.float()(input_ids=ids).logits, atol=atol)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_file_gives_the_same_logits(tied: bool, dtype, tmp_path) -> None:
+    model = llama(tie_word_embeddings=tied).to(dtype)
+    path = export_gguf(model, tmp_path / "model.gguf", tokenizer=tokenizer_of())
+    wanted = llama(tie_word_embeddings=tied)
+    wanted.load_state_dict(model.state_dict())
+    assert_same(path, wanted)
+    assert path.stat().st_size < 80_000 * dtype.itemsize // 2 + 40_000
+
+
+def test_narrowed_models_are_exported(tmp_path) -> None:
+    model, settings = llama(), {"tokens": 256, "sequence_length": 16, "anchor_tokens": 256, "menu": ["neurons"]}
+    ids = [torch.randint(0, 320, (256,), generator=torch.Generator().manual_seed(0))]
+    compress(model, ids, keep=0.8, settings=settings, tokenizer=tokenizer_of(), out_dir=tmp_path, export="gguf")
+    assert model.config.intermediate_size < 64
+    assert_same(tmp_path / "model.gguf", model)
+
+
+def test_operators_of_one_matrix_are_exported(tmp_path) -> None:
+    model = llama()
+    relinear.replace_(model, {"q_proj": relinear.Monarch(blocks=4)})
+    path = export_gguf(model, tmp_path / "model.gguf", tokenizer=tokenizer_of())
+    assert isinstance(model.model.layers[0].self_attn.q_proj, relinear.Operator)
+    assert_same(path, model)
+
+
+@pytest.mark.parametrize("digits", [True, False])
+def test_the_tokenizer_is_in_the_file(digits: bool, tmp_path) -> None:
+    tokenizer = tokenizer_of(digits)
+    tokenizer.chat_template = "{{ messages }}"
+    path = export_gguf(llama(), tmp_path / "model.gguf", tokenizer=tokenizer)
+    fields = gguf.GGUFReader(path).fields
+
+    def value(name: str):
+        return fields[f"tokenizer.{name}"].contents()
+
+    tokens = value("ggml.tokens")
+    assert {token: number for number, token in enumerate(tokens) if not token.startswith("[unused")} == (
+        tokenizer.get_vocab()
+    )
+    assert len(tokens) == 320
+    assert value("ggml.model") == "gpt2"
+    assert value("ggml.pre") == ("smollm" if digits else "gpt-2")
+    assert value("ggml.eos_token_id") == tokenizer.eos_token_id
+    assert tokens[value("ggml.eos_token_id")] == tokenizer.eos_token
+    assert value("ggml.token_type")[tokenizer.eos_token_id] == gguf.TokenType.CONTROL
+    assert value("chat_template") == "{{ messages }}"
+    # every merge makes an entry of the vocabulary
+    assert all(merge.replace(" ", "") in tokenizer.get_vocab() for merge in value("ggml.merges"))
+
+
+def test_refusals_before_anything_is_computed(tmp_path) -> None:
+    settings = {"tokens": 256, "sequence_length": 16, "anchor_tokens": 256}
+    ids = [torch.randint(0, 320, (256,), generator=torch.Generator().manual_seed(0))]
+
+    def refused(match: str, model, tokenizer, **further):
+        with pytest.raises(ValueError, match=match):
+            compress(model, ids, settings=settings | further, tokenizer=tokenizer, out_dir=tmp_path, export="gguf")
+        assert not (tmp_path / "model.gguf").exists()
+        assert not (tmp_path / "model").exists()
+
+    refused("a product of matrices", llama(), tokenizer_of())
+    refused("holds the tokenizer", llama(), None)
+    refused("cut text as GPT-2's or SmolLM's", llama(), byte_tokenizer())
+    refused("attention_bias", llama(attention_bias=True), tokenizer_of())
+    refused("rope_type=linear", llama(rope_parameters={"rope_type": "linear", "factor": 2.0}), tokenizer_of())
+    from relinear.testing.tiny_models import make_family
+
+    refused("of LlamaForCausalLM alone, got Qwen2ForCausalLM", make_family("qwen2"), tokenizer_of())
