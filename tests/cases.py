@@ -174,6 +174,7 @@ def _hdpl_arguments(dtype: torch.dtype) -> Iterator[tuple]:
         weights = (draw(4, 3, 2), draw(5, 8), draw(5), draw(5, 8), draw(5), draw(12, 5), draw(12) if bias else None)
         yield (draw(*leading, 8), *weights, draw(*leading, 5) if noise else None)
     yield (draw(2, 8, 6).transpose(1, 2), *weights, draw(2, 6, 5))
+    yield (draw(7, 8), *weights[:3], None, None, *weights[5:], None)
 
 
 CASES: list[Case] = [
@@ -208,6 +209,12 @@ CASES: list[Case] = [
     Case(config=relinear.HDPL(rank=6, blocks=4, beta=0.5), linear=False, exact=relinear.HDPL(rank=32, blocks=4)),
     Case(config=relinear.HDPL(rank=5, blocks=2, bound="free_bits"), variant="free_bits", linear=False),
     Case(config=relinear.HDPL(rank=4, blocks=3, bound="geometric_jsd"), variant="jsd", shapes=(ODD,), linear=False),
+    Case(
+        config=relinear.HDPL(rank=6, blocks=4, noise=False, init="authors"),
+        variant="no_noise",
+        linear=False,
+        exact=relinear.HDPL(rank=32, blocks=4, noise=False),
+    ),
     # The kink of its PReLU makes the network's gradient jump with rounding; the smooth row holds it to more.
     Case(config=relinear.Rotor(), linear=False, shapes=(SQUARE, (24, 40), ODD), bf16_tolerance=0.25),
     Case(config=relinear.Rotor(activation="gelu"), variant="smooth", linear=False, bf16_tolerance=4e-2),

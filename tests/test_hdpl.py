@@ -8,6 +8,8 @@ from torch import nn
 from torch.distributions import Normal, kl_divergence
 
 import relinear
+from relinear.compare.recipe import read_recipe
+from relinear.compare.settings import CompareSettings
 from relinear.functional.hdpl import bounded_kl, free_bits_kl, gaussian_kl, geometric_jsd, hdpl, hdpl_fit, token_kl
 
 
@@ -191,3 +193,115 @@ def test_noise_differs_between_forwards_and_not_between_seeds() -> None:
     torch.manual_seed(3)
     assert torch.equal(module(x), first)
     assert not torch.equal(first, second)
+
+
+def as_the_authors_start(layer: nn.Conv1d, square: bool) -> torch.Tensor:
+    """The authors' initialisation of the block-diagonal path, with torch's own functions on a convolution."""
+    if square:
+        nn.init.dirac_(layer.weight)
+        with torch.no_grad():
+            layer.weight.add_(torch.randn_like(layer.weight), alpha=0.01)
+    else:
+        nn.init.orthogonal_(layer.weight)
+    return layer.weight.detach()[..., 0]
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (32, 128), (64, 32)])
+def test_the_authors_start_is_that_of_their_convolution(inputs: int, outputs: int) -> None:
+    square = inputs == outputs
+    theirs = as_the_authors_start(nn.Conv1d(inputs, outputs, 1, groups=8, bias=False), square).unflatten(0, (8, -1))
+    ours = relinear.HDPL(rank=6, blocks=8, init="authors").build(inputs, outputs)
+    for blocks in (theirs, ours.blocks.detach()):
+        if square:
+            first = torch.zeros(8, 8, 8)
+            first[0] = torch.eye(8)
+            assert (blocks - first).std().item() == pytest.approx(0.01, rel=0.2)
+        else:
+            whole = blocks.flatten(0, 1)
+            torch.testing.assert_close(whole.T @ whole, torch.eye(inputs // 8), atol=1e-5, rtol=0)
+    torch.testing.assert_close(ours.blocks.norm(), theirs.norm(), rtol=0.01, atol=0)
+    # block-wise orthogonality is sqrt(8) larger wherever an output block is at least as large as an input block
+    if outputs > inputs:
+        text = relinear.HDPL(rank=6, blocks=8).build(inputs, outputs)
+        assert (text.blocks.norm() / ours.blocks.norm()).item() == pytest.approx(8**0.5, rel=1e-5)
+
+
+def test_the_authors_encoders_have_torchs_biases_and_no_variance_weight() -> None:
+    module = relinear.HDPL(rank=512, blocks=4, init="authors").build(64, 96)
+    for encoder in (module.mu, module.logvar):
+        assert encoder.bias.abs().max().item() == pytest.approx(1 / 8, rel=0.05)
+        assert abs(encoder.bias.mean().item()) < 0.02
+    assert not module.logvar.weight.any()
+    assert not module.bias.any()
+    torch.testing.assert_close(module.mu.weight.T @ module.mu.weight, torch.eye(64), atol=1e-5, rtol=0)
+    assert not relinear.HDPL(rank=6, blocks=4).build(64, 96).mu.bias.any()
+
+
+def test_without_noise_it_is_two_deterministic_paths_and_no_regulariser() -> None:
+    module = relinear.HDPL(rank=5, blocks=4, noise=False).build(8, 12, dtype=torch.float64)
+    x = torch.randn(2, 6, 8, dtype=torch.float64, requires_grad=True)
+    y = module(x)
+    z = x @ module.mu.weight.T + module.mu.bias
+    expected = x @ torch.block_diag(*module.blocks).T + (z * z.sigmoid()) @ module.decoder.weight.T + module.bias
+    torch.testing.assert_close(y, expected)
+    assert torch.equal(module.eval()(x), y)
+    assert "logvar.weight" not in dict(module.named_parameters())
+    leaves = [x, *module.parameters()]
+    mine, theirs = (torch.autograd.grad(out.square().sum(), leaves) for out in (y, expected))
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+    module.train()(x)
+    assert module.aux_losses() == {}
+    assert module.metrics() == {}
+
+
+def test_without_noise_the_paths_are_those_of_eval_and_the_size_less_by_the_variance_encoder() -> None:
+    with_noise = relinear.HDPL(rank=5, blocks=4).build(8, 12).eval()
+    without = relinear.HDPL(rank=5, blocks=4, noise=False).build(8, 12)
+    without.load_state_dict({k: v for k, v in with_noise.state_dict().items() if not k.startswith("logvar")})
+    x = torch.randn(7, 8)
+    torch.testing.assert_close(without(x), with_noise(x))
+    targets = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    with torch.device("meta"):
+        model = relinear.from_preset("hdpl-67m")
+        relinear.replace_(model, {name: relinear.HDPL(rank=128, blocks=8, noise=False) for name in targets})
+    assert sum(p.numel() for p in model.parameters()) == 62_531_072 - 4 * 5 * 128 * (512 + 1)
+
+
+def test_without_noise_latents_are_points_and_can_be_edited() -> None:
+    model = nn.Sequential(relinear.HDPL(rank=4, blocks=2, noise=False).build(8, 8))
+    x = torch.randn(3, 8)
+    with relinear.latents(model) as z:
+        model(x)
+    latent = z["0"]
+    assert torch.equal(latent.z, latent.mu)
+    assert not latent.sigma.any()
+    with relinear.intervene(model, {"0": relinear.Replace(0.0)}):
+        torch.testing.assert_close(model(x), x @ torch.block_diag(*model[0].blocks).T + model[0].bias)
+
+
+def test_a_bound_needs_a_posterior() -> None:
+    with pytest.raises(ValueError, match="noise=True only"):
+        relinear.HDPL(noise=False, bound="geometric_jsd")
+
+
+def test_settings_written_before_there_was_a_choice_mean_what_they_meant() -> None:
+    before = {"kind": "hdpl", "rank": 4, "blocks": 2, "beta": 0.001, "bound": "clamp", "free_nats": None}
+    read = relinear.HDPL.from_dict(before)
+    assert read == relinear.HDPL(rank=4, blocks=2, noise=True, init="blocks")
+
+
+def test_the_authors_recipe_is_what_their_code_does() -> None:
+    recipe = CompareSettings.load(read_recipe("hdpl-authors"))
+    runs = {name: recipe.settings_of(name) for name in recipe.entries}
+    tokens = {name: s.steps * s.batch_size * s.accumulation * s.data.sequence_length for name, s in runs.items()}
+    assert tokens["baseline"] == tokens["hybrid"] == tokens["hybrid-no-noise"] == 163_840_000
+    assert tokens["baseline-1b"] == tokens["hybrid-1b"] == 1_310_720_000
+    for run in runs.values():
+        assert (run.max_grad_norm, run.min_lr_ratio, run.decay_embeddings) == (0, 0, True)
+        assert (run.learning_rate, run.warmup_steps, run.weight_decay, run.betas) == (8e-4, 1000, 0.1, (0.9, 0.95))
+    (operator,) = runs["hybrid"].operators.values()
+    assert (operator["rank"], operator["blocks"], operator["beta"], operator["init"]) == (128, 8, 0.001, "authors")
+    text = CompareSettings.load(read_recipe("hdpl")).settings_of("hybrid")
+    assert text.steps * text.batch_size * text.accumulation * text.data.sequence_length == 1_310_720_000
+    assert (text.min_lr_ratio, text.max_grad_norm, text.decay_embeddings) == (0.1, 1.0, False)

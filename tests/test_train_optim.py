@@ -36,6 +36,17 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay(make, tied):
     assert sum(len(group["params"]) for group in parameter_groups(model, SETTINGS)) == len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("make", [make_tiny_llama, make_tiny_gpt2])
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_decay_where_that_is_asked_for_and_nothing_else_changes(make, tied):
+    model = make(tied=tied)
+    relinear.attach_(model, relinear.ContextManager(dim=8))
+    before, after = by_name(model), by_name(model, SETTINGS.updated(decay_embeddings=True))
+    changed = {name for name in before if before[name]["weight_decay"] != after[name]["weight_decay"]}
+    assert changed == {n for n in before if any(part in n for part in ("embed_tokens", "wte", "wpe", "embedding"))}
+    assert all(after[name]["weight_decay"] == 0.3 for name in changed)
+
+
 def test_fan_in_is_that_of_the_product():
     model = make_tiny_gpt2()
     roles = parameter_roles(model)

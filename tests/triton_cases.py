@@ -54,9 +54,9 @@ def _modulated(tokens, i, o, rank, bias=True, channel=True, scalar=True) -> tupl
     return ((*leading, i), (o, i), (o,) if bias else None, (rank, i), *gates)
 
 
-def _hdpl(tokens, i, o, blocks, rank, bias=True, noise=True) -> tuple:
+def _hdpl(tokens, i, o, blocks, rank, bias=True, noise=True, logvar=True) -> tuple:
     leading = tokens if isinstance(tokens, tuple) else (tokens,)
-    encoders = ((rank, i), (rank,), (rank, i), (rank,))
+    encoders = ((rank, i), (rank,), *(((rank, i), (rank,)) if logvar else (None, None)))
     last = ((o, rank), (o,) if bias else None, (*leading, rank) if noise else None)
     return ((*leading, i), (blocks, o // blocks, i // blocks), *encoders, *last)
 
@@ -102,6 +102,7 @@ CASES = [
             _hdpl((2, 35), 74, 274, 2, 70),
             _hdpl(5, 33, 39, 3, 9, bias=False),
             _hdpl((3, 6), 20, 10, 2, 5, noise=False),
+            _hdpl((3, 6), 20, 10, 2, 5, noise=False, logvar=False),
         ),
         large=(_hdpl(4096, 128, 256, 2, 64),),
     ),

@@ -204,11 +204,17 @@ class SubBlock(NamedTuple):
 
 
 class Path(NamedTuple):
-    """A sub-block whose output is added to the stream, one after the other or both at once (parallel layers)."""
+    """A sub-block whose output is added to the stream, one after the other or both at once (parallel layers).
+
+    owner: the decoder layer; norm_name: attribute name of the norm in it that reads the stream for the sub-block (one
+    for both in some parallel layers), None where there is none to be told.
+    """
 
     layer: int
     role: Literal["attention", "mlp"]
     module: nn.Module
+    owner: nn.Module
+    norm_name: str | None
 
 
 def _chosen(model: nn.Module, layers: Iterable[int] | None) -> list[tuple[int, nn.Module]]:
@@ -325,7 +331,8 @@ def _paths(index: int, layer: nn.Module) -> list[Path]:
         raise ValueError(
             f"{where} lets {taking} add the stream by itself, so what it returns cannot be gated apart from the stream"
         )
-    known = [names for pairs in _PRE_NORM if (names := {norm for norm, _ in pairs}) <= norms]
+    readers = _readers(norms)
+    known = [set(names) for pairs in _PRE_NORM if set(names := tuple(norm for norm, _ in pairs)) <= norms]
     if "mlp" not in children or not (known or _is_parallel(layer)):
         raise ValueError(f"{where} {_shape_of(layer)}; gates on sub-blocks' outputs need pre-norm or parallel layers")
     if known and norms - known[0]:
@@ -333,4 +340,17 @@ def _paths(index: int, layer: nn.Module) -> list[Path]:
             f"{where} has sandwich norms ({', '.join(sorted(norms - known[0]))}): a gate before a norm would have its "
             "scale taken out again; put Transponder on the projections instead"
         )
-    return [Path(index, "attention", attention_of(index, layer)), Path(index, "mlp", children["mlp"])]
+    attention = attention_of(index, layer)
+    return [
+        Path(index, "attention", attention, layer, readers[0]),
+        Path(index, "mlp", children["mlp"], layer, readers[1]),
+    ]
+
+
+def _readers(norms: set[str]) -> tuple[str | None, str | None]:
+    """Names of the norms of a layer that read the stream for its attention and for its MLP."""
+    for names in (*(tuple(norm for norm, _ in pairs) for pairs in _PRE_NORM), ("ln_attn", "ln_mlp")):
+        if set(names) == norms:
+            return names[0], names[1]
+    (only,) = norms if len(norms) == 1 else (None,)
+    return only, only

@@ -94,6 +94,8 @@ class Config:
 
     family: ClassVar[str]
     kind: ClassVar[str]
+    #: settings that came later than others -> what is meant where they were written without them
+    formerly: ClassVar[Mapping[str, Any]] = {}
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
         if args:
@@ -114,7 +116,14 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The config that ``to_dict`` wrote. Raises ValueError on an unknown kind, an unknown key or a bad value."""
+        """The config that ``to_dict`` wrote, of this version or an earlier one.
+
+        ``to_dict`` writes every setting. Where all of those are given that an earlier version knew, the later ones
+        (``formerly``) are taken as they were meant then, whatever has become the default since.
+
+        Raises:
+            ValueError: on an unknown kind, an unknown key or a bad value.
+        """
         if not isinstance(values, Mapping):
             raise ValueError(f"a {cls.family} setting must be a mapping with a 'kind', got {shown(values)}")
         values = dict(values)
@@ -130,7 +139,8 @@ class Config:
             decoded = {key: _decode(value) for key, value in values.items()}
         except RecursionError:
             raise ValueError(f"{kind}: settings are nested too deeply") from None
-        return target(**decoded)
+        known_before = {f.name for f in dataclasses.fields(target)} - target.formerly.keys()
+        return target(**(dict(target.formerly) if known_before <= decoded.keys() else {}) | decoded)
 
     @classmethod
     def read(cls, setting: Self | str | Mapping[str, Any]) -> Self:

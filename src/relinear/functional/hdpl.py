@@ -43,8 +43,8 @@ def hdpl(
     blocks: Tensor,
     mu_weight: Tensor,
     mu_bias: Tensor,
-    logvar_weight: Tensor,
-    logvar_bias: Tensor,
+    logvar_weight: Tensor | None,
+    logvar_bias: Tensor | None,
     decoder: Tensor,
     bias: Tensor | None = None,
     noise: Tensor | None = None,
@@ -55,7 +55,7 @@ def hdpl(
         x: (..., I).
         blocks: (K, O/K, I/K).
         mu_weight, mu_bias: (R, I) and (R,), the encoder of the mean.
-        logvar_weight, logvar_bias: (R, I) and (R,), the encoder of log sigma^2; unused without noise.
+        logvar_weight, logvar_bias: (R, I) and (R,), the encoder of log sigma^2; unused without noise, and may be None.
         decoder: D (O, R).
         bias: (O,) or None.
         noise: standard normal (..., R), or None for the deterministic form.
@@ -63,6 +63,7 @@ def hdpl(
     mu = linear(x, mu_weight, mu_bias)
     if noise is None:
         return HDPLOutput(hdpl_decode(x, mu, blocks, decoder, bias), mu, mu, None)
+    assert logvar_weight is not None, "noise needs an encoder of the variance"
     logvar = linear(x, logvar_weight, logvar_bias)
     z = hdpl_sample(mu, logvar, noise)
     return HDPLOutput(hdpl_decode(x, z, blocks, decoder, bias), z, mu, logvar)

@@ -5,30 +5,59 @@ Transponder", Eq. 4 and 5)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-__all__ = ["modulate", "modulate_static", "modulated_linear", "modulator_gate"]
+__all__ = ["PHI", "modulate", "modulate_static", "modulated_linear", "modulator_gate"]
 
 Alpha = Tensor | float
 
 
-def modulator_gate(x: Tensor, down: Tensor, up: Tensor, alpha: Alpha = 1.0) -> Tensor:
-    """2 sigmoid(alpha B phi(A x)) with phi = sigmoid: values in (0, 2), and exactly 1 where B is 0.
+def _itself(u: Tensor) -> Tensor:
+    return u
+
+
+#: the pointwise functions of a bottleneck by name
+PHI: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "relu": torch.relu,
+    "gelu": torch.nn.functional.gelu,
+    "silu": torch.nn.functional.silu,
+    "none": _itself,
+}
+
+
+def modulator_gate(
+    x: Tensor,
+    down: Tensor,
+    up: Tensor,
+    alpha: Alpha = 1.0,
+    phi: str = "sigmoid",
+    down_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+) -> Tensor:
+    """2 sigmoid(alpha (B phi(A x + a) + b)): values in (0, 2), and exactly 1 where B and b are 0.
 
     Args:
         x: (..., I), what the modulated projection reads.
         down: A (R, I).
         up: B, (O, R) for a channel gate, (1, R) for a scalar gate.
         alpha: curvature of the outer sigmoid, a positive number or a tensor of one element.
+        phi: a name in ``PHI``; the paper's example is "sigmoid" (Eq. 4), and its Eq. 9 has none.
+        down_bias: a (R,), or None for zero.
+        up_bias: b, as long as B, or None for zero.
 
     Returns:
         (..., O) or (..., 1), in float32 (float64 for float64 inputs).
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    hidden = torch.sigmoid(torch.nn.functional.linear(x, down).to(wide))
+    hidden = PHI[phi](torch.nn.functional.linear(x, down, down_bias).to(wide))
     with torch.autocast(x.device.type, enabled=False):  # the gate stays in float32
-        return 2 * torch.sigmoid(alpha * torch.nn.functional.linear(hidden, up.to(wide)))
+        offset = None if up_bias is None else up_bias.to(wide)
+        return 2 * torch.sigmoid(alpha * torch.nn.functional.linear(hidden, up.to(wide), offset))
 
 
 def modulate(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear as affine
 
-from relinear.core.config import check_at_least, check_choice, check_divides, register
+from relinear.core.config import check_at_least, check_choice, check_divides, check_type, register
 from relinear.core.held import Held
 from relinear.core.latents import Latent, LatentOperator
 from relinear.core.operator import OperatorConfig
@@ -37,7 +37,7 @@ class HDPLLinear(LatentOperator):
     """y = diag(W_1 .. W_K) x + D silu(z) + bias with z ~ N(mu(x), sigma(x)^2) in training and z = mu(x) in eval.
 
     Parameters: ``blocks`` (K, O/K, I/K), ``mu.weight`` (R, I), ``mu.bias`` (R,), ``logvar.weight`` (R, I),
-    ``logvar.bias`` (R,), ``decoder.weight`` (O, R), optional ``bias`` (O,).
+    ``logvar.bias`` (R,), ``decoder.weight`` (O, R), optional ``bias`` (O,). Without noise there is no ``logvar``.
     """
 
     config: HDPL
@@ -49,7 +49,7 @@ class HDPLLinear(LatentOperator):
         k = config.blocks
         self.blocks = nn.Parameter(torch.empty(k, out_features // k, in_features // k, **kw))
         self.mu = Held(config.rank, in_features, **kw)
-        self.logvar = Held(config.rank, in_features, **kw)
+        self.logvar = Held(config.rank, in_features, **kw) if config.noise else None
         self.decoder = Held(out_features, config.rank, bias=False, **kw)
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
         self.reset_parameters()
@@ -60,38 +60,54 @@ class HDPLLinear(LatentOperator):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The authors' initialisation.
+        """Identities and orthogonal matrices, over each block or as the authors' code draws them.
 
-        In a square layer every block starts as the identity plus noise of 0.01; other blocks, the encoder of mu and the
-        decoder are orthogonal; the encoder of the variance starts at zero (sigma = 1), as do all biases.
+        In either form the encoder of mu and the decoder are orthogonal, the encoder of the variance starts at zero
+        (sigma = 1) and so does the additive bias.
+
+        "blocks", what the paper's text suggests: in a square layer every block is the identity plus noise of 0.01;
+        other blocks are orthogonal each, and all biases zero.
+
+        "authors", what their code does: in a square layer block 0 alone is the identity, and all of them have noise of
+        0.01 (``dirac_`` is called without the groups of the convolution); in other layers the blocks on top of each
+        other, the (O, I / K) weight of the convolution, are one orthogonal matrix, which makes each block sqrt(K)
+        smaller where O is at least I; the biases of both encoders are uniform within 1 / sqrt(I), torch's default.
         """
+        authors = self.config.init == "authors"
         if self.in_features == self.out_features:
             nn.init.normal_(self.blocks, std=0.01)
-            self.blocks.diagonal(dim1=1, dim2=2).add_(1)
+            (self.blocks[:1] if authors else self.blocks).diagonal(dim1=1, dim2=2).add_(1)
         else:
-            for block in self.blocks:
-                _orthogonal_(block)
+            for matrix in [self.blocks.flatten(0, 1)] if authors else self.blocks:
+                _orthogonal_(matrix)
         _orthogonal_(self.mu.weight)
         _orthogonal_(self.decoder.weight)
-        for zero in (self.mu.bias, self.logvar.weight, self.logvar.bias, self.bias):
-            if zero is not None:
-                nn.init.zeros_(zero)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+        if self.logvar is not None:
+            nn.init.zeros_(self.logvar.weight)
+        bound = 1 / math.sqrt(self.in_features)
+        for encoder in (self.mu, self.logvar):
+            if encoder is not None and encoder.bias is not None:
+                nn.init.uniform_(encoder.bias, -bound, bound) if authors else nn.init.zeros_(encoder.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         noise = None
-        if self.training:
+        if self.training and self.logvar is not None:
             # One draw for all tokens and dimensions, in at least float32, where the generator is fastest.
             dtype = torch.promote_types(x.dtype, torch.float32)
             noise = torch.randn(*x.shape[:-1], self.config.rank, device=x.device, dtype=dtype)
-        to_mu, to_logvar, decoder = self.mu(), self.logvar(), self.decoder()[0]
+        to_mu, decoder = self.mu(), self.decoder()[0]
+        to_logvar = (None, None) if self.logvar is None else self.logvar()
         tap = self._latent_tap
         if tap is None or not tap.edits:
             weights = (to_mu[0], to_mu[1], to_logvar[0], to_logvar[1], decoder)
             y, z, mu, logvar = hdpl(x, self.blocks, *weights, self.bias, noise)
             if tap is not None:
-                tap(Latent(z, mu, affine(x, *to_logvar) if logvar is None else logvar))
+                tap(Latent(z, mu, _log_variance(x, mu, *to_logvar) if logvar is None else logvar))
         else:
-            mu, logvar = affine(x, *to_mu), affine(x, *to_logvar)
+            mu = affine(x, *to_mu)
+            logvar = _log_variance(x, mu, *to_logvar)
             z = mu if noise is None else hdpl_sample(mu, logvar, noise)
             z = tap(Latent(z, mu, logvar))
             y = hdpl_decode(x, z, self.blocks, decoder, self.bias)
@@ -137,14 +153,21 @@ class HDPLLinear(LatentOperator):
         self.mu.weight[: 2 * pairs].copy_(torch.cat([down, -down]))
         self.decoder.weight.copy_(nn.functional.pad(torch.cat([up, -up], 1), (0, self.config.rank - 2 * pairs)))
         self.mu.bias.zero_()
-        self.logvar.weight.zero_()
-        self.logvar.bias.fill_(_FITTED_LOGVAR)
+        if self.logvar is not None:
+            self.logvar.weight.zero_()
+            self.logvar.bias.fill_(_FITTED_LOGVAR)
         self.copy_bias_(linear)
         return self
 
     def flops_per_token(self) -> int:
-        """Of a training forward; eval saves the variance encoder's 2 R I."""
-        return 2 * sum(p.numel() for p in (self.blocks, self.mu.weight, self.logvar.weight, self.decoder.weight))
+        """Of a training forward; eval saves the variance encoder's 2 R I, which there is none of without noise."""
+        encoders = [encoder for encoder in (self.mu, self.logvar) if encoder is not None]
+        return 2 * sum(p.numel() for p in (self.blocks, self.decoder.weight, *(e.weight for e in encoders)))
+
+
+def _log_variance(x: Tensor, mu: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """log sigma^2 (..., R) of inputs x (..., I): of its encoder, or -inf, that is sigma = 0, where there is none."""
+    return torch.full_like(mu, -math.inf) if weight is None else affine(x, weight, bias)
 
 
 def _orthogonal_(matrix: Tensor) -> None:
@@ -167,6 +190,12 @@ class HDPL(OperatorConfig):
             metric ``clamped``). "free_bits": each dimension's KL above ``free_nats``. "geometric_jsd": the closed form
             of the divergence that the paper's is a proxy of. The last two do regularise.
         free_nats: free nats of a latent dimension with "free_bits"; None shares the paper's ln 2 out over R dimensions.
+        noise: sample z in training (the paper). False is the ablation without the variational part: the same two paths
+            with z = mu(x) always, in training as in eval. Nothing is sampled, so there is no posterior and nothing to
+            hold against the prior: no encoder of the variance, no auxiliary loss, no metrics; ``beta`` has no effect.
+        init: how the parameters start. "blocks": identity or orthogonal block by block, as the text suggests.
+            "authors": as the authors' code draws them, where only block 0 is an identity, orthogonality is that of the
+            whole convolution, and the encoders' biases are uniform. ``HDPLLinear.reset_parameters`` says both exactly.
     """
 
     kind: ClassVar[str] = "hdpl"
@@ -177,12 +206,20 @@ class HDPL(OperatorConfig):
     beta: float = 0.001
     bound: str = "clamp"
     free_nats: float | None = None
+    noise: bool = True
+    init: str = "blocks"
 
     def __post_init__(self) -> None:
         check_at_least("rank", self.rank, 1)
         check_at_least("blocks", self.blocks, 1)
         check_at_least("beta", self.beta, 0, integer=False)
         check_choice("bound", self.bound, ("clamp", "free_bits", "geometric_jsd"))
+        check_type("noise", self.noise, bool)
+        check_choice("init", self.init, ("blocks", "authors"))
+        if not self.noise and self.bound != "clamp":
+            raise ValueError(
+                f"bound={self.bound!r} has a meaning with noise=True only: without noise there is no posterior to bound"
+            )
         if self.free_nats is not None:
             check_at_least("free_nats", self.free_nats, 0, integer=False)
             if self.bound != "free_bits":

@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from relinear.core.anatomy import paths
+from relinear.core.anatomy import Path, paths
 from relinear.core.attachment import AttachmentConfig
-from relinear.core.config import layer_indices, register
+from relinear.core.config import check_choice, layer_indices, register
 from relinear.core.operator import check_features
 from relinear.operators.transponder import ModulatorSettings, build_modulator
 
@@ -21,8 +22,33 @@ _NAME = "relinear_modulator"
 
 
 def modulate_output(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    """Forward hook of a sub-block: scale what it returns (a tensor, or a tuple that starts with one)."""
-    x = args[0] if args else kwargs["hidden_states"]
+    """Forward hook of a sub-block: scale what it returns by gates of what it reads."""
+    return _modulated(module, args[0] if args else kwargs["hidden_states"], output)
+
+
+class _Stream:
+    """The hooks of a sub-block whose gates read the stream: it is seen where the norm before the sub-block reads it."""
+
+    def __init__(self) -> None:
+        self.x: Tensor | None = None
+
+    def enter(self, norm: nn.Module, args: tuple) -> None:
+        """Forward pre-hook of the norm: remember the stream."""
+        self.x = args[0]
+
+    def modulate(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        """Forward hook of the sub-block: scale what it returns by gates of the stream."""
+        x, self.x = self.x, None
+        assert x is not None, "the norm of this sub-block has not run"
+        return _modulated(module, x, output)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A forward that failed half-way may have left a tensor with a graph, which cannot be copied.
+        return {"x": None}
+
+
+def _modulated(module: nn.Module, x: Tensor, output: Any) -> Any:
+    """``output`` of a sub-block, a tensor or a tuple that starts with one, times its gates of x."""
     # a narrower output would be stretched over the stream's width
     check_features(output[0] if isinstance(output, tuple) else output, x.shape[-1], module)
     if isinstance(output, tuple):
@@ -35,43 +61,61 @@ def modulate_output(module: nn.Module, args: tuple, kwargs: dict[str, Any], outp
 class PathTransponder(ModulatorSettings, AttachmentConfig):
     """Y_l = Y_{l-1} + F(Y_{l-1}) * G(Y_{l-1}): one modulator for every self-attention and MLP of the decoder.
 
-    The gate reads what the sub-block reads (the normalised stream, as the projection-level modulators do). Each
-    modulator is the submodule ``relinear_modulator`` of its sub-block, which PEFT's ``modules_to_save=["modulator"]``
-    finds too. Table 1's Modulator-path-scalar is ``channel=False``, Modulator-path-channel ``scalar=False``.
+    Each modulator is the submodule ``relinear_modulator`` of its sub-block, which PEFT's
+    ``modules_to_save=["modulator"]`` finds too. Table 1's Modulator-path-scalar is ``channel=False``,
+    Modulator-path-channel ``scalar=False``.
 
     Args:
         attention, mlp: which sub-blocks are modulated.
         layers: decoder layers by index, negative ones from the end; None for all.
-        rank, channel, scalar, contextual, learnable_alpha, init: see ``ModulatorSettings``.
+        reads: what the gates read: "stream", Y_{l-1} as it is (Eq. 7), whose size grows with depth in a pre-norm model;
+            or "normed", what the sub-block itself reads, as the projection-level modulators do. Models saved before
+            there was a choice have the latter.
+        rank, channel, scalar, contextual, learnable_alpha, init, phi, shared, biases: see ``ModulatorSettings``.
     """
 
     kind: ClassVar[str] = "path_transponder"
+    formerly: ClassVar[Mapping[str, Any]] = {**ModulatorSettings.formerly, "reads": "normed"}
 
     attention: bool = True
     mlp: bool = True
     layers: tuple[int, ...] | None = None
+    reads: str = "stream"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_choice("reads", self.reads, ("stream", "normed"))
         if not self.attention and not self.mlp:
             raise ValueError("a path-level modulator needs attention=True, mlp=True or both")
         if self.layers is not None:
             object.__setattr__(self, "layers", layer_indices(self.layers))
 
-    def _targets(self, model: nn.Module) -> list[nn.Module]:
+    def _targets(self, model: nn.Module) -> list[Path]:
         wanted = {"attention": self.attention, "mlp": self.mlp}
-        return [path.module for path in paths(model, self.layers) if wanted[path.role]]
+        return [path for path in paths(model, self.layers) if wanted[path.role]]
 
     def check(self, model: nn.Module) -> None:
-        for module in self._targets(model):
-            if hasattr(module, _NAME):
-                raise ValueError(f"{type(module).__name__} already has a modulator; start from a model without one")
+        for path in self._targets(model):
+            name = type(path.module).__name__
+            if hasattr(path.module, _NAME):
+                raise ValueError(f"{name} already has a modulator; start from a model without one")
+            if self.reads == "stream" and path.norm_name is None:
+                raise ValueError(
+                    f"layer {path.layer}: no norm reads the stream for {name}, so that its gates cannot be shown the "
+                    "stream; use reads='normed'"
+                )
 
     def attach(self, model: nn.Module) -> None:
         width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
-        for module in self._targets(model):
+        for path in self._targets(model):
+            module = path.module
             reference = next(p for p in module.parameters() if p.is_floating_point())
             modulator = build_modulator(self, width, width, device=reference.device, dtype=reference.dtype)
             module.add_module(_NAME, modulator.requires_grad_(reference.requires_grad).train(module.training))
             # prepended: a residual method that reads this sub-block's output must see it modulated
-            module.register_forward_hook(modulate_output, prepend=True, with_kwargs=True)
+            if self.reads == "normed" or path.norm_name is None:
+                module.register_forward_hook(modulate_output, prepend=True, with_kwargs=True)
+            else:
+                stream = _Stream()
+                getattr(path.owner, path.norm_name).register_forward_pre_hook(stream.enter)
+                module.register_forward_hook(stream.modulate, prepend=True)

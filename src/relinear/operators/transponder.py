@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,8 @@ from relinear.core.held import is_bare, is_plain_linear
 from relinear.core.operator import NotLinearError
 from relinear.core.parameter_cache import CachingModule
 from relinear.core.wrapper import Wrapper, WrapperConfig
-from relinear.functional.transponder import modulate_static, modulator_gate
+from relinear.functional.transponder import PHI, modulate_static, modulator_gate
+from relinear.kernels.choice import took
 from relinear.kernels.transponder import modulate, modulated_linear
 
 __all__ = ["Modulator", "ModulatorSettings", "StaticModulator", "Transponder", "TransponderLinear", "build_modulator"]
@@ -44,60 +46,96 @@ class _Alphas(nn.Module):
         return {name: float(self._alpha(f"{name}_log_alpha")) for name in names}
 
 
+_BIASES = ("down_bias", "scalar_down_bias", "channel_bias", "scalar_bias")
+
+
 class Modulator(CachingModule, _Alphas):
     """Gates in (0, 2) that read the layer's input: z -> z * channel gate * scalar gate (Eq. 4, 5, 9, 10).
 
     Parameters: ``down`` A (R, I), shared by both gates; ``channel_up`` (O, R) and ``scalar_up`` (1, R), the two B;
-    ``channel_log_alpha`` and ``scalar_log_alpha`` (1,). No biases: the paper's "zero biases" and its parameter counts
-    both say that there are none. ``forward(x, z)`` takes the input (..., I) and the output (..., O) of the layer.
+    ``channel_log_alpha`` and ``scalar_log_alpha`` (1,). With ``shared=False`` the scalar gate's own A is
+    ``scalar_down`` (R, I); with ``biases=True`` every A and B has one: ``down_bias`` and ``scalar_down_bias`` (R,),
+    ``channel_bias`` (O,), ``scalar_bias`` (1,). ``forward(x, z)`` takes the input (..., I) and the output (..., O) of
+    the layer.
+
+    Other settings of phi, ``shared`` and ``biases`` than the defaults run as plain torch operations.
     """
 
     fixed_fan_in = ("channel_up", "scalar_up")
+    scalar_down: nn.Parameter | None
     channel_up: nn.Parameter | None
     scalar_up: nn.Parameter | None
+    down_bias: nn.Parameter | None
+    scalar_down_bias: nn.Parameter | None
+    channel_bias: nn.Parameter | None
+    scalar_bias: nn.Parameter | None
     channel_log_alpha: nn.Parameter | None
     scalar_log_alpha: nn.Parameter | None
 
     def __init__(self, settings: ModulatorSettings, in_features: int, out_features: int, device=None, dtype=None):
         super().__init__()
         kw = {"device": device, "dtype": dtype}
-        self.down = nn.Parameter(torch.empty(settings.rank, in_features, **kw))
+        rank, biases = settings.rank, settings.biases
+        self.down = nn.Parameter(torch.empty(rank, in_features, **kw))
         for name, wanted, size in (("channel", settings.channel, out_features), ("scalar", settings.scalar, 1)):
-            self.register_parameter(
-                f"{name}_up", nn.Parameter(torch.empty(size, settings.rank, **kw)) if wanted else None
-            )
+            self._add(f"{name}_up", wanted, (size, rank), kw)
             if wanted:
                 self._add_alpha(f"{name}_log_alpha", settings.learnable_alpha, kw)
             else:
                 self.register_parameter(f"{name}_log_alpha", None)
-        self.init = settings.init
+            self._add(f"{name}_bias", wanted and biases, (size,), kw)
+        separate = settings.channel and settings.scalar and not settings.shared
+        self._add("scalar_down", separate, (rank, in_features), kw)
+        self._add("down_bias", biases, (rank,), kw)
+        self._add("scalar_down_bias", separate and biases, (rank,), kw)
+        self.init, self.phi = settings.init, settings.phi
+        #: what keeps the gates from the kernels, which know one form: a shared A, sigmoids, no biases
+        self.against_kernels = next(
+            (why for why, so in (("phi", self.phi != "sigmoid"), ("biases", biases), ("two A", separate)) if so), ""
+        )
         self.reset_parameters()
+
+    def _add(self, name: str, wanted: bool, shape: tuple[int, ...], kw: dict[str, Any]) -> None:
+        self.register_parameter(name, nn.Parameter(torch.empty(*shape, **kw)) if wanted else None)
 
     @torch.no_grad()
     def reset_parameters(self, identity: bool | None = None) -> None:
-        """Kaiming uniform A and B with the gain of ``nn.Linear`` (bound 1 / sqrt(fan-in)); B = 0 for the identity.
+        """A and B uniform, biases zero, alpha = 1.
 
-        The paper names the scheme and not its gain; this one keeps the gates of a fresh modulator within about 0.3
-        of 1.
+        The paper says "Kaiming uniform (He et al., 2015)": "he" has that paper's bound sqrt(6 / fan-in). "kaiming" has
+        1 / sqrt(fan-in), sqrt(6) times less, which is what ``nn.Linear`` makes of torch's function of that name; the
+        gates of a fresh modulator then vary about a fourth as much from token to token. "identity" draws A by the
+        latter and makes B zero.
 
         Args:
             identity: start with all gates at 1; as the settings say by default.
         """
         identity = self.init == "identity" if identity is None else identity
-        nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
+        slope = 0.0 if self.init == "he" else math.sqrt(5)  # of the leaky rectifier in torch's bound
+        for down in (self.down, self.scalar_down):
+            if down is not None:
+                nn.init.kaiming_uniform_(down, a=slope)
         for up in (self.channel_up, self.scalar_up):
             if up is not None:
-                nn.init.zeros_(up) if identity else nn.init.kaiming_uniform_(up, a=math.sqrt(5))
-        for log_alpha in (self.channel_log_alpha, self.scalar_log_alpha):
-            if log_alpha is not None:
-                nn.init.zeros_(log_alpha)
+                nn.init.zeros_(up) if identity else nn.init.kaiming_uniform_(up, a=slope)
+        for name in ("channel_log_alpha", "scalar_log_alpha", *_BIASES):
+            if getattr(self, name) is not None:
+                nn.init.zeros_(getattr(self, name))
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        if self.against_kernels:
+            took("transponder's gates", "reference", z, option=self.against_kernels)
+            gated = z
+            for gate in self.gates_of(x).values():
+                gated = gated * gate
+            return gated.to(z.dtype)
         alphas = self._alpha("channel_log_alpha"), self._alpha("scalar_log_alpha")
         return modulate(z, x, self.down, self.channel_up, self.scalar_up, *alphas)
 
     def after_linear(self, x: Tensor, linear: nn.Module) -> Tensor:
         """``forward(x, linear(x))`` for an ``nn.Linear``, in one kernel where there is one."""
+        if self.against_kernels:
+            return self(x, linear(x))
         weight, bias = linear._parameters["weight"], linear._parameters["bias"]
         assert weight is not None
         if x.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -123,15 +161,22 @@ class Modulator(CachingModule, _Alphas):
 
     def gates_of(self, x: Tensor) -> dict[str, Tensor]:
         """The gates for the input x (..., I): "channel" (..., O) and "scalar" (..., 1), in float32 at least."""
+        own = self.scalar_down is not None
+        scalar_down = (self.scalar_down, self.scalar_down_bias) if own else (self.down, self.down_bias)
+        parts = {
+            "channel": (self.down, self.down_bias, self.channel_up, self.channel_bias),
+            "scalar": (*scalar_down, self.scalar_up, self.scalar_bias),
+        }
         return {
-            name: modulator_gate(x, self.down, up, self._alpha(f"{name}_log_alpha"))
-            for name, up in (("channel", self.channel_up), ("scalar", self.scalar_up))
-            if up is not None
+            name: modulator_gate(x, down, up, self._alpha(f"{name}_log_alpha"), self.phi, down_bias, up_bias)
+            for name, (down, down_bias, up, up_bias) in parts.items()
+            if down is not None and up is not None
         }
 
     def is_neutral(self) -> bool:
         """Whether every gate is exactly 1 whatever the input."""
-        return all(up is None or not bool(up.any()) for up in (self.channel_up, self.scalar_up))
+        last = self.channel_up, self.scalar_up, self.channel_bias, self.scalar_bias
+        return all(part is None or not bool(part.any()) for part in last)
 
     def static_gate(self) -> Tensor | None:
         """The gate as a vector (O,) or (1,) if it does not depend on the input, else None."""
@@ -140,9 +185,11 @@ class Modulator(CachingModule, _Alphas):
     def flops_per_token(self) -> int:
         """Two thin products; a gate costs about eight operations an entry (sigmoid, scale, product)."""
         rank, in_features = self.down.shape
+        downs = 1 if self.scalar_down is None else 2
         ups = sum(up.shape[0] for up in (self.channel_up, self.scalar_up) if up is not None)
         width = self.channel_up.shape[0] if self.channel_up is not None else 0
-        return 2 * rank * (in_features + ups) + 8 * (rank + ups) + 2 * width
+        biases = sum(getattr(self, name).numel() for name in _BIASES if getattr(self, name) is not None)
+        return 2 * rank * (downs * in_features + ups) + 8 * (downs * rank + ups) + 2 * width + biases
 
 
 class StaticModulator(_Alphas):
@@ -208,22 +255,35 @@ class ModulatorSettings:
         scalar: one gate for every token.
         contextual: gates read the input; False replaces them by learnt constants beta_1 beta_2 (Table 4).
         learnable_alpha: the curvature alpha is learnt (one a gate); False keeps it at 1 (Table 4).
-        init: "kaiming" for training from scratch, or "identity": all gates are exactly 1 at first, so that a pretrained
-            model computes the same bits as before.
+        init: for training from scratch "he", the paper's, or "kaiming", sqrt(6) times narrower, which was the default
+            once; or "identity": all gates are exactly 1 at first, so that a pretrained model computes the same bits as
+            before.
+        phi: what is between A and B (Eq. 4): "sigmoid", "tanh", "relu", "gelu", "silu", or "none" (Eq. 9 has none).
+        shared: both gates read the input through one A, as the paper's one per cent implies; False gives each its own.
+        biases: A and B have biases, which start at zero. The paper initialises "zero biases" that its equations do not
+            have, and its one per cent allows either.
+
+    The last three have a meaning for gates that read the input, ``shared`` where there are both.
     """
+
+    formerly: ClassVar[Mapping[str, Any]] = {"phi": "sigmoid", "shared": True, "biases": False}
 
     rank: int = 8
     channel: bool = True
     scalar: bool = True
     contextual: bool = True
     learnable_alpha: bool = True
-    init: str = "kaiming"
+    init: str = "he"
+    phi: str = "sigmoid"
+    shared: bool = True
+    biases: bool = False
 
     def __post_init__(self) -> None:
         check_at_least("rank", self.rank, 1)
-        for name in ("channel", "scalar", "contextual", "learnable_alpha"):
+        for name in ("channel", "scalar", "contextual", "learnable_alpha", "shared", "biases"):
             check_type(name, getattr(self, name), bool)
-        check_choice("init", self.init, ("kaiming", "identity"))
+        check_choice("init", self.init, ("he", "kaiming", "identity"))
+        check_choice("phi", self.phi, PHI)
         if not self.channel and not self.scalar:
             raise ValueError("a modulator needs channel=True, scalar=True or both")
 
@@ -288,7 +348,7 @@ class Transponder(ModulatorSettings, WrapperConfig):
     ``channel=False`` and ``scalar=False``; the path-level ones are ``PathTransponder``.
 
     Args:
-        rank, channel, scalar, contextual, learnable_alpha, init: see ``ModulatorSettings``.
+        rank, channel, scalar, contextual, learnable_alpha, init, phi, shared, biases: see ``ModulatorSettings``.
         base: operator inside, ``Transponder(base=HDPL(...))``; None keeps the layer that is there.
     """
 

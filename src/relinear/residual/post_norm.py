@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from relinear.core.anatomy import SubBlock, decoder, sub_blocks
 from relinear.core.config import check_type, register
-from relinear.core.operator import Operator, is_conv1d
+from relinear.core.operator import Operator, is_conv1d, swap_hooks
 from relinear.core.wrapper import Wrapper
 from relinear.residual.junction import ResidualConfig
 
@@ -59,8 +59,9 @@ class PostLN(ResidualConfig):
         return 1.0
 
     def site(self, block: SubBlock, index: int, count: int) -> nn.Module:
-        norm = block.norm
-        setattr(block.owner, block.norm_name, nn.Identity())
+        norm, place = block.norm, nn.Identity()
+        swap_hooks(norm, place)  # of what looks at the stream, which this place still reads
+        setattr(block.owner, block.norm_name, place)
         return _PostNorm(norm, self.alpha(count // 2))
 
     def attach(self, model: nn.Module) -> None:

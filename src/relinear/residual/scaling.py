@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from relinear.core.anatomy import sub_blocks
 from relinear.core.config import check_type, register
+from relinear.core.operator import swap_hooks
 from relinear.residual.junction import SITE, Junction, ResidualConfig, reference_parameter
 
 __all__ = ["LayerNormScaling", "ReZero"]
@@ -59,7 +60,9 @@ class ReZero(ResidualConfig):
                 site = _Scale(reference.device, reference.dtype)
                 owner.add_module(SITE, site.train(owner.training).requires_grad_(reference.requires_grad))
             if not self.keep_norms:
-                setattr(block.owner, block.norm_name, nn.Identity())
+                place = nn.Identity()
+                swap_hooks(block.norm, place)  # of what looks at the stream, which this place still reads
+                setattr(block.owner, block.norm_name, place)
             self.connect(block, Junction(owner))
 
 

@@ -52,11 +52,12 @@ def parameter_groups(model: nn.Module, settings: FitSettings) -> list[dict[str, 
     """
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     parameters = dict(model.named_parameters())
+    tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)} if settings.decay_embeddings else set()
     for name, role in parameter_roles(model).items():
         rate = settings.learning_rate * role.lr_multiplier
         if settings.fan_in_base is not None and role.fan_in is not None and role.fan_in_scales:
             rate *= settings.fan_in_base / role.fan_in
-        decay = settings.weight_decay if role.weight_decay else 0.0
+        decay = settings.weight_decay if role.weight_decay or parameters[name] in tables else 0.0
         groups.setdefault((rate, decay), []).append(parameters[name])
     if not groups:
         raise ValueError("the model has no trainable parameters; call model.requires_grad_(True) on what should learn")

@@ -40,6 +40,8 @@ class FitSettings(Settings):
             all after ``warmup_steps``.
         warmup_steps: None takes a tenth of the steps (onecycle: three tenths, its own default).
         weight_decay: of matrices; norms, biases and embeddings have none.
+        decay_embeddings: give embeddings the decay of matrices, as training code does that decays whatever has two
+            dimensions; those of attached parts too.
         betas, eps: of Adam.
         max_grad_norm: gradients are scaled down to this norm; 0 turns it off.
         fan_in_base: None, or the fan-in at which ``learning_rate`` holds: the rate of every matrix is then multiplied
@@ -70,6 +72,7 @@ class FitSettings(Settings):
     warmup_steps: NonNegativeInt | None = None
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     weight_decay: NonNegativeFloat = 0.1
+    decay_embeddings: bool = False
     betas: tuple[float, float] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     max_grad_norm: NonNegativeFloat = 1.0
