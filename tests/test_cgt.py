@@ -335,3 +335,48 @@ def test_summary_counts_every_product_of_the_generated_operators():
         assert row.flops_per_token == modulator.flops_per_token()
         assert row.parameters == sum(p.numel() for p in modulator.parameters())
     assert relinear.summary(model).parameters == sum(p.numel() for p in model.parameters())
+
+
+def make_regression(**overrides):
+    settings = {
+        "n_positions": 16,
+        "n_embd": 8,
+        "n_layer": 2,
+        "n_head": 2,
+        "context_layer": 1,
+        "context_size": 4,
+        "context_heads": 2,
+        "input_features": 3,
+        "output_features": 1,
+    }
+    return relinear.CGTForRegression(relinear.CGTConfig(**(settings | overrides))).eval()
+
+
+def test_padded_vectors_enter_with_zeros_to_the_width_of_the_model(tmp_path):
+    """As in Section 4.1: x starts from the vector, zeros after it and its position; y from its position alone."""
+    model, vectors = make_regression(vector_input="padded"), torch.randn(2, 6, 3)
+    assert not any("vector_in" in name for name in model.state_dict())
+    start = torch.zeros(2, 6, 12)
+    start[..., :3] = vectors
+    seen = {}
+    model.transformer.h[0].register_forward_pre_hook(lambda module, args: seen.update(x=args[0], y=args[1]))
+    with torch.no_grad():
+        found = model(vectors=vectors).logits
+        torch.testing.assert_close(seen["x"], start[..., :8] + model.transformer.wpe.weight[:6])
+        torch.testing.assert_close(seen["y"], model.transformer.context_wpe.weight[:6].expand(2, -1, -1))
+        torch.testing.assert_close(found, model.head(model.transformer(inputs_embeds=start).last_hidden_state))
+        model.save_pretrained(tmp_path)
+        loaded = relinear.CGTForRegression.from_pretrained(tmp_path)
+        torch.testing.assert_close(loaded(vectors=vectors).logits, found)
+    with pytest.raises(ValueError, match="cannot be padded"):
+        make_regression(vector_input="padded", input_features=9)
+    with pytest.raises(ValueError, match="vector_input"):
+        make_regression(vector_input="zeros")
+
+
+def test_settings_without_a_way_in_mean_the_learned_one():
+    """Checkpoints of before the choice say nothing of it."""
+    old = make_regression().config.to_dict()
+    del old["vector_input"]
+    model = relinear.CGTForRegression(relinear.CGTConfig.from_dict(old))
+    assert isinstance(model.vector_in, nn.Linear)
