@@ -13,11 +13,13 @@ import time
 from pathlib import Path
 
 import torch
+from transformers import GPT2Config
 
 import relinear
 from relinear.analysis.plots import save_figure
 from relinear.models.cgt.objective import CGTObjective, GuidedTraining
 from relinear.studies.cgt import measures, plots
+from relinear.studies.cgt.baselines import PlainRegression
 from relinear.studies.cgt.tasks import RegressionTask
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import describe_machine
@@ -78,6 +80,7 @@ def parse(arguments=None):
     parser.add_argument("--min-lr-ratio", type=float, default=0.01)
     parser.add_argument("--weight-decay", type=float, default=0.0)
     parser.add_argument("--beta2", type=float, default=0.98)
+    parser.add_argument("--baseline", action="store_true", help="train a plain GPT-2 of the same width too (Figure 4)")
     parser.add_argument("--freeze-after", type=int, nargs="+", default=[5, 10, 20])
     parser.add_argument("--samples", type=int, default=2048, help="sequences of the measurement")
     parser.add_argument("--seed", type=int, default=0)
@@ -112,6 +115,21 @@ def make_config(options, task):
         bos_token_id=None,
         eos_token_id=None,
     )
+
+
+def make_baseline(options, task):
+    """A plain Transformer of the CGT's width and layers, without its y."""
+    sizes = {"n_positions": 2 * options.pairs, "n_embd": options.width, "n_head": options.heads}
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(
+        n_layer=options.layers,
+        initializer_range=options.initializer_range,
+        activation_function="gelu_pytorch_tanh",
+        vocab_size=1,
+        **sizes,
+        **off,
+    )
+    return PlainRegression(config, task.features, task.outputs, options.vectors)
 
 
 def make_objective(options):
@@ -153,6 +171,11 @@ def main():
     began = time.time()
     result = fit(GuidedTraining(model, objective), train, settings)
     errors = measures.regression_errors(model, test, options.freeze_after, options.samples)
+    if options.baseline:
+        torch.manual_seed(options.seed)
+        plain = make_baseline(options, train)
+        fit(plain, train, settings)
+        errors["baseline"] = measures.regression_errors(plain, test, (), options.samples)["dynamic"]
     ridge = measures.ridge_errors(test, options.samples)
     rows = [
         "| examples | ridge | dynamic | dynamic / ridge | specialised | specialised / dynamic |",

@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config
 
 import relinear
 from relinear.studies.cgt import contexts, measures, plots
+from relinear.studies.cgt.baselines import PlainRegression
 from relinear.studies.cgt.tasks import ArithmeticTask, RegressionTask
+from relinear.train import FitSettings, fit
 from test_cgt import make_cgt
 
 
@@ -172,6 +175,30 @@ def test_regression_errors_of_frozen_and_dynamic_models():
         frozen = model(vectors[:, 4:], frozen_context=model.context(vectors)[:, 3]).logits[:, 0, 0]
     clean = torch.tensor([task.sample(i)["clean"][2, 0] for i in range(5)]).float()
     assert errors["frozen_2"][0] == pytest.approx((frozen - clean).square().mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("vector_input", ["learned", "padded"])
+def test_plain_baseline_of_regression(vector_input):
+    """What GPT-2 gives for the embedded vectors, read out; it learns, and is measured like a CGT."""
+    config = GPT2Config(n_embd=16, n_head=2, n_layer=2, n_positions=12, vocab_size=1)
+    task = RegressionTask(inputs=2, outputs=1, pairs=6, size=64)
+    plain = PlainRegression(config, 3, 1, vector_input).eval()
+    batch = task.batch(range(4))
+    with torch.no_grad():
+        found = plain(**batch)
+        start = torch.cat([batch["vectors"], torch.zeros(4, 12, 13)], -1)
+        start = start if plain.vector_in is None else plain.vector_in(batch["vectors"])
+        hidden = plain.transformer(inputs_embeds=start).last_hidden_state
+        torch.testing.assert_close(found.logits, plain.head(hidden))
+        error = (found.logits[:, 0::2] - batch["vectors"][:, 1::2, 2:]).square().mean()
+        torch.testing.assert_close(found.loss, error)
+    settings = FitSettings(steps=8, batch_size=8, learning_rate=1e-2, dtype="float32", device="cpu", log_every=1)
+    curve = fit(plain, task, settings).curve
+    assert curve[-1]["loss"] < curve[0]["loss"]
+    errors = measures.regression_errors(plain, task, (), 5)
+    assert errors["dynamic"].shape == (6,)
+    with pytest.raises(ValueError, match="padded"):
+        PlainRegression(config, 17, 1, "padded")
 
 
 @pytest.mark.parametrize("token", ["=", "|"])

@@ -66,6 +66,8 @@ def test_regression_of_the_paper():
     assert (config.n_layer, config.context_layer, config.n_embd, config.context_size) == (8, 7, 128, 64)
     assert (config.rank, config.templates, config.vector_input) == (4, 8, "padded")
     assert module.make_objective(options).splits == tuple(range(2, 127, 2))
+    plain = module.make_baseline(options, train)
+    assert (plain.transformer.config.n_layer, plain.transformer.config.n_embd, plain.vector_in) == (8, 128, None)
 
 
 def test_vae_columns_weigh_the_divergence():

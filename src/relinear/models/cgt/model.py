@@ -26,7 +26,7 @@ from relinear.functional.cgt import moving_average
 from relinear.models.cgt.config import CGTConfig
 from relinear.models.cgt.layers import CGTBlock, Modulator
 
-__all__ = ["CGTForCausalLM", "CGTForRegression", "CGTModel", "CGTOutput"]
+__all__ = ["CGTForCausalLM", "CGTForRegression", "CGTModel", "CGTOutput", "squared_error"]
 
 #: arguments of a forward that a user may have meant
 _ARGUMENTS = (
@@ -429,12 +429,15 @@ class CGTForRegression(_CGTWithHead):
         """
         outputs = self._bare(vectors, **kwargs)
         predictions = self.head(outputs.last_hidden_state)
-        loss = None
-        if targets is not None:
-            errors = (predictions - targets).square().mean(-1)
-            weights = torch.ones_like(errors) if target_mask is None else (target_mask != 0).to(errors.dtype)
-            loss = (errors * weights).sum() / weights.sum().clamp(min=1)
+        loss = None if targets is None else squared_error(predictions, targets, target_mask)
         return _with_head(outputs, loss, predictions)
+
+
+def squared_error(predictions: Tensor, targets: Tensor, target_mask: Tensor | None) -> Tensor:
+    """Mean squared error of predictions (B, T, F) at the positions that ``target_mask`` (B, T) counts; all for None."""
+    errors = (predictions - targets).square().mean(-1)
+    weights = torch.ones_like(errors) if target_mask is None else (target_mask != 0).to(errors.dtype)
+    return (errors * weights).sum() / weights.sum().clamp(min=1)
 
 
 def _check_arguments(kwargs: dict[str, Any]) -> None:
