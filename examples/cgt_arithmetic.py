@@ -164,6 +164,7 @@ def make_objective(options, task):
         shared_split=examples,
         horizon=options.horizon,
         profile=options.profile,
+        kernel=options.kernel,
         kl_reduction=options.kl_reduction,
         **weights,
     )
@@ -310,6 +311,7 @@ def parse(arguments=None):
     parser.add_argument("--continuity", type=float, default=0.08, help="w_C, of the columns with regularisers")
     parser.add_argument("--decorrelation", type=float, help="w_D; half of w_C by default, as in the paper")
     parser.add_argument("--profile", default="constant", help="zeta_C = zeta_D, see CGTObjective")
+    parser.add_argument("--kernel", choices=("rbf", "exponential", "estimation"), default="rbf", help="the prior of y")
     parser.add_argument("--kl", type=float, default=0.1, help="beta_y, of the column vae")
     parser.add_argument("--kl-reduction", default="mean", help="what beta_y weighs, see CGTObjective")
     parser.add_argument("--layers", type=int, default=3)

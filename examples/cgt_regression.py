@@ -73,6 +73,7 @@ def parse(arguments=None):
     parser.add_argument("--continuity", type=float, default=0.0, help="w_C")
     parser.add_argument("--decorrelation", type=float, help="w_D; half of w_C by default, as in the paper")
     parser.add_argument("--profile", default="constant", help="zeta_C = zeta_D, see CGTObjective")
+    parser.add_argument("--kernel", choices=("rbf", "exponential", "estimation"), default="rbf", help="the prior of y")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
@@ -143,6 +144,7 @@ def make_objective(options):
         continuity=options.continuity,
         decorrelation=half if options.decorrelation is None else options.decorrelation,
         profile=options.profile,
+        kernel=options.kernel,
     )
 
 

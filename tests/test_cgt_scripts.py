@@ -78,6 +78,16 @@ def test_vae_columns_weigh_the_divergence():
         assert (objective.kl, objective.kl_reduction, objective.continuity) == (wanted, "components", 0.0)
 
 
+def test_profile_of_a_prior_is_an_option():
+    for name in ("cgt_arithmetic", "cgt_regression"):
+        module = script(name)
+        given = ["run"] if name == "cgt_arithmetic" else []
+        options = module.parse([*given, "--profile", "kernel", "--kernel", "estimation"])
+        arguments = (module.make_task(options, "train", 2),) if given else ()
+        objective = module.make_objective(options, *arguments)
+        assert (objective.profile, objective.kernel) == ("kernel", "estimation")
+
+
 def test_arithmetic_runs_and_collects(tmp_path, monkeypatch):
     module = script("cgt_arithmetic")
     monkeypatch.setattr(module, "save_figure", lambda figure, path: None)
