@@ -4,7 +4,9 @@
     python examples/cgt_arithmetic.py collect --out results/cgt/arithmetic
 
 ``run`` trains one model and writes its settings, its curve and its measurements to COLUMN-SEED.json, and the model to
-models/COLUMN-SEED/ with --save; ``collect`` makes the table and the figures of what is there.
+models/COLUMN-SEED/ with --save; ``collect`` makes the table and the figures of what is there. What is not given is the
+small task above; ``--paper`` starts from the paper's sizes, task, loss and schedule (Section 4.2 and Appendix B.2)
+instead, and the other options change that.
 """
 
 import argparse
@@ -26,16 +28,45 @@ from relinear.system.files import write_json, write_text
 from relinear.system.machine import describe_machine
 from relinear.train import FitSettings, fit
 
+#: for each column of Table 1, and of Figure 17, which terms of the loss it has; None for plain GPT-2
 COLUMNS = {
     "baseline": None,
     "baseline-equal": None,
-    "no-aux": {"eta": 1.0},
-    "aux": {"eta": 0.5},
-    "aux+reg": {"eta": 0.5, "continuity": 0.08, "decorrelation": 0.04},
-    "vae-0.01": {"eta": 0.5, "kl": 0.01},
-    "vae-0.3": {"eta": 0.5, "kl": 0.3},
+    "no-aux": (),
+    "reg": ("regularisers",),
+    "aux": ("auxiliary",),
+    "aux+reg": ("auxiliary", "regularisers"),
+    "vae": ("auxiliary", "kl"),
+    "vae-0.01": ("auxiliary", "kl"),
+    "vae-0.3": ("auxiliary", "kl"),
 }
-PAPER = {
+#: what ``--paper`` sets: Section 4.2 and Appendix B.2 of the paper
+PAPER_SETTINGS = {
+    "tasks": 4,
+    "examples": 4,
+    "digits": 3,
+    "a": (0.0, 10.0),
+    "b": (-10.0, 10.0),
+    "real": True,
+    "loss": "all",
+    "splits": "anywhere",
+    "layers": 6,
+    "width": 112,
+    "heads": 7,
+    "context_layer": 4,
+    "context_size": 64,
+    "context_heads": 4,
+    "rank": 4,
+    "templates": 16,
+    "steps": 400_000,
+    "batch_size": 128,
+    "learning_rate": 5e-4,
+    "warmup": 10_000,
+    "min_lr_ratio": 0.0,
+    "weight_decay": 1e-8,
+    "beta2": 0.999,
+}
+PUBLISHED = {
     "baseline": "77.7 %",
     "no-aux": "79.0 / 15.3 %",
     "aux": "77.5 / 77.0 %",
@@ -66,7 +97,7 @@ def make_task(options, split, size):
         a_range=tuple(options.a),
         b_range=tuple(options.b),
         integers=not options.real,
-        answers_only=True,
+        answers_only=options.loss == "answers",
         size=size,
         seed=options.seed if split == "train" else 0,
         split=split,
@@ -106,10 +137,36 @@ def make_model(options, task, column):
             context_heads=options.context_heads,
             rank=options.rank,
             templates=options.templates,
+            mixing=options.mixing,
             variational=column.startswith("vae"),
             context_norm=not column.startswith("vae"),
             **shared,
         )
+    )
+
+
+def make_objective(options, task):
+    """The loss of a column: Eq. 3, or Eq. 2 in the VAE form."""
+    terms = COLUMNS[options.column]
+    if terms is None:
+        return None
+    examples = options.splits == "examples"
+    weights = {}
+    if "regularisers" in terms:
+        half = options.continuity / 2
+        weights["continuity"] = options.continuity
+        weights["decorrelation"] = half if options.decorrelation is None else options.decorrelation
+    if "kl" in terms:
+        weights["kl"] = float(options.column.partition("-")[2] or options.kl)
+    return CGTObjective(
+        eta=options.eta if "auxiliary" in terms else 1.0,
+        splits=tuple(range(task.example_length, task.length, task.example_length)) if examples else None,
+        shared_split=examples,
+        horizon=options.horizon,
+        profile=options.profile,
+        kernel=options.kernel,
+        kl_reduction=options.kl_reduction,
+        **weights,
     )
 
 
@@ -123,23 +180,19 @@ def run(options):
         steps=options.steps,
         batch_size=options.batch_size,
         learning_rate=options.learning_rate,
-        weight_decay=0.01,
-        betas=(0.9, 0.98),
-        warmup_steps=min(50, options.steps // 4),
-        min_lr_ratio=0.02,
+        weight_decay=options.weight_decay,
+        betas=(0.9, options.beta2),
+        warmup_steps=min(options.warmup, options.steps // 4),
+        min_lr_ratio=options.min_lr_ratio,
         dtype="float32",
         seed=options.seed,
         threads=options.threads,
         save_every=0,
     )
-    given = COLUMNS[options.column]
-    objective = None
-    if given is not None:
-        ends = tuple(range(train.example_length, train.length, train.example_length))
-        objective = CGTObjective(splits=ends, shared_split=True, **given)
+    objective = make_objective(options, train)
     began = time.time()
     result = fit(model if objective is None else GuidedTraining(model, objective), train, settings, callbacks=[curve])
-    report = measures.arithmetic_report(model, test, 512)
+    report = measures.arithmetic_report(model, test, 512) | {"guessing": measures.guessing_accuracy(test, 512)}
     if objective is None:
         for token in "=|":
             layers = measures.task_vector_accuracy(model, test, token, 256)
@@ -172,6 +225,7 @@ def collect(options):
     rows = {column: found for column, found in rows.items() if found}
 
     def cell(found, *keys):
+        """Mean and spread of one entry of the reports."""
         values = []
         for one in found:
             value = one["report"]
@@ -183,10 +237,15 @@ def collect(options):
         spread = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
         return f"{np.mean(values):.3f}{spread}"
 
+    # Runs of version 0.1 probed the last token alone.
+    for one in runs:
+        if "probe_error" in one["report"]:
+            one["report"]["probe"] = {"last": {"error": one["report"].pop("probe_error")}}
     lines = [
         "| column | seeds | parameters | symbols, dynamic | symbols, specialised | answers, dynamic | "
-        "answers, specialised | variation (Eq. 4) | probe error | paper, dynamic / specialised |",
-        "|" + " --- |" * 10,
+        "answers, specialised | specialised, examples in context | variation (Eq. 4) | probe error, anywhere | "
+        "last token | average | guessing | paper, dynamic / specialised |",
+        "|" + " --- |" * 14,
     ]
     for column, found in rows.items():
         cells = [
@@ -197,9 +256,11 @@ def collect(options):
             cell(found, "specialized", "symbols"),
             cell(found, "dynamic", "answers"),
             cell(found, "specialized", "answers"),
+            cell(found, "specialized_ctx", "answers"),
             cell(found, "variation"),
-            cell(found, "probe_error"),
-            PAPER.get(column, "–"),
+            *(cell(found, "probe", where, "error") for where in ("anywhere", "last", "average")),
+            cell(found, "guessing"),
+            PUBLISHED.get(column, "–"),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     write_text(options.out / "table.md", "\n".join(lines) + "\n")
@@ -221,17 +282,18 @@ def collect(options):
         maps[column] = contexts.dot_products(y)
         spectra[column] = contexts.spectrum(y)
         if column == "aux+reg":
-            hidden = torch.from_numpy(np.concatenate([test.coefficients(i)[-1:] for i in range(256)]))
-            probe = measures.linear_probe(y[:, -1], hidden)
+            hidden = torch.from_numpy(np.concatenate([test.coefficients(i) for i in range(256)]))
+            probe = measures.linear_probe(measures.probe_features(y, test, "average").flatten(0, 1), hidden)
             save_figure(plots.probe_figure(probe.predicted, probe.truth), options.out / "probe")
     joints = range(test.example_length, test.length, test.example_length)
     save_figure(plots.dot_product_figure(maps, joints), options.out / "dot-products")
     save_figure(plots.spectrum_figure(spectra), options.out / "spectra")
 
 
-def main():
+def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "collect"))
+    parser.add_argument("--paper", action="store_true", help="start from the paper's settings (400,000 steps)")
     parser.add_argument("--column", choices=list(COLUMNS), default="aux")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("results/cgt/arithmetic"))
@@ -242,6 +304,16 @@ def main():
     parser.add_argument("--a", type=float, nargs=2, default=(0, 5), help="interval of a")
     parser.add_argument("--b", type=float, nargs=2, default=(0, 0), help="interval of b")
     parser.add_argument("--real", action="store_true", help="real coefficients, as in the paper")
+    parser.add_argument("--loss", choices=("answers", "all"), default="answers", help="symbols that the loss counts")
+    parser.add_argument("--splits", choices=("examples", "anywhere"), default="examples", help="where y is frozen")
+    parser.add_argument("--horizon", type=int, help="Delta of the auxiliary loss; 10 in some of the paper's runs")
+    parser.add_argument("--eta", type=float, default=0.5)
+    parser.add_argument("--continuity", type=float, default=0.08, help="w_C, of the columns with regularisers")
+    parser.add_argument("--decorrelation", type=float, help="w_D; half of w_C by default, as in the paper")
+    parser.add_argument("--profile", default="constant", help="zeta_C = zeta_D, see CGTObjective")
+    parser.add_argument("--kernel", choices=("rbf", "exponential", "estimation"), default="rbf", help="the prior of y")
+    parser.add_argument("--kl", type=float, default=0.1, help="beta_y, of the column vae")
+    parser.add_argument("--kl-reduction", default="mean", help="what beta_y weighs, see CGTObjective")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--width", type=int, default=48)
     parser.add_argument("--heads", type=int, default=3)
@@ -250,12 +322,23 @@ def main():
     parser.add_argument("--context-heads", type=int, default=3)
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--templates", type=int, default=8)
+    parser.add_argument("--mixing", choices=("tanh", "softmax"), default="tanh")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--warmup", type=int, default=50, help="steps, a quarter of all at most")
+    parser.add_argument("--min-lr-ratio", type=float, default=0.02)
+    parser.add_argument("--weight-decay", type=float, default=0.01)
+    parser.add_argument("--beta2", type=float, default=0.98)
     parser.add_argument("--every", type=int, default=100, help="steps between measurements")
     parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
+    if parser.parse_known_args(arguments)[0].paper:
+        parser.set_defaults(**PAPER_SETTINGS)
+    return parser.parse_args(arguments)
+
+
+def main():
+    options = parse()
     run(options) if options.what == "run" else collect(options)
 
 

@@ -3,8 +3,8 @@
     python examples/cgt_regression.py --out results/cgt/regression
 
 Ridge regression with the true noise is the optimal predictor of this task. The horizontal axis of the figure counts the
-examples that a prediction may use, in the context or through the frozen y. At the paper's size: --inputs 16 --pairs 64
---noise 0.1 --layers 8 --context-layer 7 --width 128 --context-size 64 --steps 400000 --batch-size 128.
+examples that a prediction may use, in the context or through the frozen y. ``--paper`` starts from the paper's sizes,
+vectors, loss and schedule (Section 4.3, Appendices B.2 and D.2), and the other options change that.
 """
 
 import argparse
@@ -13,23 +13,53 @@ import time
 from pathlib import Path
 
 import torch
+from transformers import GPT2Config
 
 import relinear
 from relinear.analysis.plots import save_figure
 from relinear.models.cgt.objective import CGTObjective, GuidedTraining
 from relinear.studies.cgt import measures, plots
+from relinear.studies.cgt.baselines import PlainRegression
 from relinear.studies.cgt.tasks import RegressionTask
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import describe_machine
 from relinear.train import FitSettings, fit
 
+#: what ``--paper`` sets; eta = 0.5 without regularisers, the base experiments of Appendix D.2
+PAPER_SETTINGS = {
+    "inputs": 16,
+    "pairs": 64,
+    "noise": 0.1,
+    "layout": "shared",
+    "vectors": "padded",
+    "layers": 8,
+    "context_layer": 7,
+    "width": 128,
+    "heads": 8,
+    "context_size": 64,
+    "context_heads": 4,
+    "rank": 4,
+    "templates": 8,
+    "initializer_range": 0.02,
+    "steps": 400_000,
+    "batch_size": 128,
+    "learning_rate": 5e-4,
+    "warmup": 10_000,
+    "min_lr_ratio": 0.0,
+    "weight_decay": 1e-8,
+    "beta2": 0.999,
+}
 
-def main():
+
+def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--paper", action="store_true", help="start from the paper's settings (400,000 steps)")
     parser.add_argument("--out", type=Path, default=Path("results/cgt/regression"))
     parser.add_argument("--inputs", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=26)
     parser.add_argument("--noise", type=float, default=1.0)
+    parser.add_argument("--layout", choices=("separate", "shared"), default="separate", help="features of x and y")
+    parser.add_argument("--vectors", choices=("learned", "padded"), default="learned", help="how vectors enter")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--context-layer", type=int, default=3)
     parser.add_argument("--width", type=int, default=48)
@@ -40,20 +70,35 @@ def main():
     parser.add_argument("--templates", type=int, default=8)
     parser.add_argument("--initializer-range", type=float, default=0.1, help="GPT-2's 0.02 is for width 768")
     parser.add_argument("--eta", type=float, default=0.5)
+    parser.add_argument("--continuity", type=float, default=0.0, help="w_C")
+    parser.add_argument("--decorrelation", type=float, help="w_D; half of w_C by default, as in the paper")
+    parser.add_argument("--profile", default="constant", help="zeta_C = zeta_D, see CGTObjective")
+    parser.add_argument("--kernel", choices=("rbf", "exponential", "estimation"), default="rbf", help="the prior of y")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--warmup", type=int, default=50, help="steps, a quarter of all at most")
+    parser.add_argument("--min-lr-ratio", type=float, default=0.01)
+    parser.add_argument("--weight-decay", type=float, default=0.0)
+    parser.add_argument("--beta2", type=float, default=0.98)
+    parser.add_argument("--baseline", action="store_true", help="train a plain GPT-2 of the same width too (Figure 4)")
     parser.add_argument("--freeze-after", type=int, nargs="+", default=[5, 10, 20])
     parser.add_argument("--samples", type=int, default=2048, help="sequences of the measurement")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    sizes = {"inputs": options.inputs, "pairs": options.pairs, "noise": options.noise}
+    if parser.parse_known_args(arguments)[0].paper:
+        parser.set_defaults(**PAPER_SETTINGS)
+    return parser.parse_args(arguments)
+
+
+def make_tasks(options):
+    sizes = {name: getattr(options, name) for name in ("inputs", "pairs", "noise", "layout")}
     train = RegressionTask(**sizes, size=options.steps * options.batch_size, seed=options.seed)
-    test = RegressionTask(**sizes, size=options.samples, split="test")
-    torch.manual_seed(options.seed)
-    config = relinear.CGTConfig(
+    return train, RegressionTask(**sizes, size=options.samples, split="test")
+
+
+def make_config(options, task):
+    return relinear.CGTConfig(
         n_positions=2 * options.pairs,
         n_embd=options.width,
         n_head=options.heads,
@@ -64,23 +109,61 @@ def main():
         rank=options.rank,
         templates=options.templates,
         initializer_range=options.initializer_range,
-        input_features=train.features,
-        output_features=train.outputs,
+        input_features=task.features,
+        output_features=task.outputs,
+        vector_input=options.vectors,
         activation_function="gelu_pytorch_tanh",
         bos_token_id=None,
         eos_token_id=None,
     )
+
+
+def make_baseline(options, task):
+    """A plain Transformer of the CGT's width and layers, without its y."""
+    sizes = {"n_positions": 2 * options.pairs, "n_embd": options.width, "n_head": options.heads}
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(
+        n_layer=options.layers,
+        initializer_range=options.initializer_range,
+        activation_function="gelu_pytorch_tanh",
+        vocab_size=1,
+        **sizes,
+        **off,
+    )
+    return PlainRegression(config, task.features, task.outputs, options.vectors)
+
+
+def make_objective(options):
+    # Splits between pairs: the rest begins with an x, as a specialised model's input does. Positions start again there,
+    # and where x and y share their features nothing else would tell a rest that begins with a y.
+    half = options.continuity / 2
+    return CGTObjective(
+        eta=options.eta,
+        shared_split=True,
+        splits=tuple(range(2, 2 * options.pairs - 1, 2)),
+        continuity=options.continuity,
+        decorrelation=half if options.decorrelation is None else options.decorrelation,
+        profile=options.profile,
+        kernel=options.kernel,
+    )
+
+
+def main():
+    options = parse()
+    torch.set_num_threads(options.threads)
+    train, test = make_tasks(options)
+    torch.manual_seed(options.seed)
+    config = make_config(options, train)
     model = relinear.CGTForRegression(config)
-    # Splits between pairs: the rest begins with an x, as a specialised model's input does.
-    objective = CGTObjective(eta=options.eta, shared_split=True, splits=tuple(range(2, 2 * options.pairs - 1, 2)))
+    objective = make_objective(options)
     settings = FitSettings(
         steps=options.steps,
         batch_size=options.batch_size,
         learning_rate=options.learning_rate,
-        warmup_steps=min(50, options.steps // 4),
-        min_lr_ratio=0.01,
-        weight_decay=0.0,
-        betas=(0.9, 0.98),
+        warmup_steps=min(options.warmup, options.steps // 4),
+        min_lr_ratio=options.min_lr_ratio,
+        weight_decay=options.weight_decay,
+        betas=(0.9, options.beta2),
         dtype="float32",
         seed=options.seed,
         threads=options.threads,
@@ -90,6 +173,11 @@ def main():
     began = time.time()
     result = fit(GuidedTraining(model, objective), train, settings)
     errors = measures.regression_errors(model, test, options.freeze_after, options.samples)
+    if options.baseline:
+        torch.manual_seed(options.seed)
+        plain = make_baseline(options, train)
+        fit(plain, train, settings)
+        errors["baseline"] = measures.regression_errors(plain, test, (), options.samples)["dynamic"]
     ridge = measures.ridge_errors(test, options.samples)
     rows = [
         "| examples | ridge | dynamic | dynamic / ridge | specialised | specialised / dynamic |",

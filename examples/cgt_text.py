@@ -27,11 +27,23 @@ from relinear.system.files import write_json, write_text
 from relinear.system.machine import describe_machine
 from relinear.train import FitSettings, fit
 
-OBJECTIVES = {
-    "no-aux": {"eta": 1.0},
-    "aux": {"eta": 0.5},
-    "aux+reg": {"eta": 0.5, "continuity": 0.08, "decorrelation": 0.04},
-}
+#: which terms of the loss a model has
+NAMES = {"no-aux": (), "reg": ("regularisers",), "aux": ("auxiliary",), "aux+reg": ("auxiliary", "regularisers")}
+
+
+def make_objective(options):
+    terms = NAMES[options.name]
+    weights = {}
+    if "regularisers" in terms:
+        half = options.continuity / 2
+        weights["continuity"] = options.continuity
+        weights["decorrelation"] = half if options.decorrelation is None else options.decorrelation
+    return CGTObjective(
+        eta=options.eta if "auxiliary" in terms else 1.0,
+        shared_split=not options.own_splits,
+        horizon=options.horizon,
+        **weights,
+    )
 
 
 def read_books(options):
@@ -86,13 +98,15 @@ def run(options):
         context_layer=options.context_layer,
         context_size=options.context_size,
         context_heads=options.context_heads,
+        rank=options.rank,
+        templates=options.templates,
         initializer_range=options.initializer_range,
         activation_function="gelu_pytorch_tanh",
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
     )
     model = relinear.CGTForCausalLM(config)
-    objective = CGTObjective(shared_split=True, **OBJECTIVES[options.name])
+    objective = make_objective(options)
     settings = FitSettings(
         steps=options.steps,
         batch_size=options.batch_size,
@@ -142,7 +156,7 @@ def figures(options):
     tokenizer, _, held_out = prepare(options)
     authors = list(held_out)
     documents = [document for texts in held_out.values() for document in texts]
-    names = [name for name in OBJECTIVES if (options.out / "models" / name).is_dir()]
+    names = [name for name in NAMES if (options.out / "models" / name).is_dir()]
     models = {name: relinear.CGTForCausalLM.from_pretrained(options.out / "models" / name).eval() for name in names}
     joined = TextMixture(documents, length=options.length, start=options.length // 2, finish=options.length // 2)
     text, cut, sources = joined.sample(3)
@@ -193,10 +207,10 @@ def figures(options):
     print("\n".join(lines), json.dumps(report, indent=1))
 
 
-def main():
+def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("prepare", "run", "figures"))
-    parser.add_argument("--name", choices=list(OBJECTIVES), default="aux+reg")
+    parser.add_argument("--name", choices=list(NAMES), default="aux+reg")
     parser.add_argument("--books", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("results/cgt/text"))
     parser.add_argument("--characters", type=int, default=40_000, help="of each book")
@@ -210,6 +224,13 @@ def main():
     parser.add_argument("--context-layer", type=int, default=4)
     parser.add_argument("--context-size", type=int, default=48)
     parser.add_argument("--context-heads", type=int, default=3)
+    parser.add_argument("--rank", type=int, default=4)
+    parser.add_argument("--templates", type=int, default=16)
+    parser.add_argument("--eta", type=float, default=0.5)
+    parser.add_argument("--continuity", type=float, default=0.08, help="w_C (0.04 or 0.08 in the paper)")
+    parser.add_argument("--decorrelation", type=float, help="w_D; half of w_C by default, as in the paper")
+    parser.add_argument("--horizon", type=int, help="Delta of the auxiliary loss")
+    parser.add_argument("--own-splits", action="store_true", help="y frozen at another place in each sequence")
     parser.add_argument("--initializer-range", type=float, default=0.02)
     parser.add_argument("--steps", type=int, default=700)
     parser.add_argument("--batch-size", type=int, default=16)
@@ -218,7 +239,11 @@ def main():
     parser.add_argument("--samples", type=int, default=160)
     parser.add_argument("--excerpts", type=int, default=24, help="of each author, for the clusters")
     parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main():
+    options = parse()
     if options.what == "prepare":
         _, train, held_out = prepare(options)
         print(sum(map(len, train)), "training tokens;", {a: len(t) for a, t in held_out.items()}, "held out")

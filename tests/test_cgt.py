@@ -335,3 +335,114 @@ def test_summary_counts_every_product_of_the_generated_operators():
         assert row.flops_per_token == modulator.flops_per_token()
         assert row.parameters == sum(p.numel() for p in modulator.parameters())
     assert relinear.summary(model).parameters == sum(p.numel() for p in model.parameters())
+
+
+def make_regression(**overrides):
+    settings = {
+        "n_positions": 16,
+        "n_embd": 8,
+        "n_layer": 2,
+        "n_head": 2,
+        "context_layer": 1,
+        "context_size": 4,
+        "context_heads": 2,
+        "input_features": 3,
+        "output_features": 1,
+    }
+    return relinear.CGTForRegression(relinear.CGTConfig(**(settings | overrides))).eval()
+
+
+def test_padded_vectors_enter_with_zeros_to_the_width_of_the_model(tmp_path):
+    """As in Section 4.1: x starts from the vector, zeros after it and its position; y from its position alone."""
+    model, vectors = make_regression(vector_input="padded"), torch.randn(2, 6, 3)
+    assert not any("vector_in" in name for name in model.state_dict())
+    start = torch.zeros(2, 6, 12)
+    start[..., :3] = vectors
+    seen = {}
+    model.transformer.h[0].register_forward_pre_hook(lambda module, args: seen.update(x=args[0], y=args[1]))
+    with torch.no_grad():
+        found = model(vectors=vectors).logits
+        torch.testing.assert_close(seen["x"], start[..., :8] + model.transformer.wpe.weight[:6])
+        torch.testing.assert_close(seen["y"], model.transformer.context_wpe.weight[:6].expand(2, -1, -1))
+        torch.testing.assert_close(found, model.head(model.transformer(inputs_embeds=start).last_hidden_state))
+        model.save_pretrained(tmp_path)
+        loaded = relinear.CGTForRegression.from_pretrained(tmp_path)
+        torch.testing.assert_close(loaded(vectors=vectors).logits, found)
+    with pytest.raises(ValueError, match="cannot be padded"):
+        make_regression(vector_input="padded", input_features=9)
+    with pytest.raises(ValueError, match="vector_input"):
+        make_regression(vector_input="zeros")
+
+
+def test_settings_without_a_way_in_mean_the_learned_one():
+    """Checkpoints of before the choice say nothing of it."""
+    old = make_regression().config.to_dict()
+    del old["vector_input"]
+    model = relinear.CGTForRegression(relinear.CGTConfig.from_dict(old))
+    assert isinstance(model.vector_in, nn.Linear)
+
+
+def plain_cgt(state, config, ids):
+    """A CGT written down from Section 3.1 and Appendix B.1 with matrices alone: (logits, y) of one sequence (T,)."""
+
+    def weights(name):
+        return state[f"{name}.weight"], state[f"{name}.bias"]
+
+    def normal(x, name):
+        gain, shift = weights(name)
+        centred = x - x.mean(-1, keepdim=True)
+        return gain * centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() + shift
+
+    def affine(x, name):
+        matrix, shift = weights(name)
+        return x @ matrix + shift
+
+    def attention(x, name, heads):
+        rows = []
+        parts = [part.chunk(heads, -1) for part in affine(x, f"{name}.c_attn").chunk(3, -1)]
+        for query, key, value in zip(*parts, strict=True):
+            scores = query @ key.T / key.shape[-1] ** 0.5
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+            rows.append(scores.softmax(-1) @ value)
+        return affine(torch.cat(rows, -1), f"{name}.c_proj")
+
+    def mlp(x, name):
+        inner = affine(x, f"{name}.c_fc")
+        gelu = 0.5 * inner * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (inner + 0.044715 * inner**3)))
+        return affine(gelu, f"{name}.c_proj")
+
+    def operator(x, y, name):
+        sigma = torch.tanh(y @ state[f"{name}.mix.weight"].T + state[f"{name}.mix.bias"])
+        left = torch.einsum("tm,mkd->tdk", sigma, state[f"{name}.left"])
+        right = torch.einsum("tm,mkd->tdk", sigma, state[f"{name}.right"])
+        last = torch.einsum("tm,mk->tk", sigma, state[f"{name}.right_bias"])
+        right = torch.cat([right, last[:, None]], 1)  # (T, dim x + 1, r)
+        extended = torch.cat([x, torch.ones(len(x), 1)], 1)
+        return x + torch.einsum("tik,tjk,tj->ti", left, right, extended)
+
+    where = torch.arange(len(ids))
+    x = state["transformer.wte.weight"][ids] + state["transformer.wpe.weight"][where]
+    y = state["transformer.context_wte.weight"][ids] + state["transformer.context_wpe.weight"][where]
+    for layer in range(config.context_layer):
+        h, c = f"transformer.h.{layer}", f"transformer.h.{layer}.context"
+        n = normal(x, f"{h}.ln_1")
+        y = y + attention(torch.cat([n, normal(y, f"{c}.ln_1")], -1), f"{c}.attn", config.context_heads)
+        x = x + attention(n, f"{h}.attn", config.n_head)
+        n = normal(x, f"{h}.ln_2")
+        y = y + mlp(torch.cat([n, normal(y, f"{c}.ln_2")], -1), f"{c}.mlp")
+        x = x + mlp(n, f"{h}.mlp")
+    y = normal(y, "transformer.context_ln")
+    for layer in range(config.context_layer, config.n_layer):
+        h = f"transformer.h.{layer}"
+        x = x + attention(operator(normal(x, f"{h}.ln_1"), y, f"{h}.modulate_attn"), f"{h}.attn", config.n_head)
+        x = x + mlp(operator(normal(x, f"{h}.ln_2"), y, f"{h}.modulate_mlp"), f"{h}.mlp")
+    return normal(x, "transformer.ln_f") @ state["lm_head.weight"].T, y
+
+
+def test_model_is_the_papers_equations(model, ids):
+    with torch.no_grad():
+        found = model(ids)
+        for row, logits, context in zip(ids, found.logits, found.context, strict=True):
+            wanted, y = plain_cgt(model.state_dict(), model.config, row)
+            torch.testing.assert_close(context, y, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)

@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config
 
 import relinear
 from relinear.studies.cgt import contexts, measures, plots
+from relinear.studies.cgt.baselines import PlainRegression
 from relinear.studies.cgt.tasks import ArithmeticTask, RegressionTask
+from relinear.train import FitSettings, fit
 from test_cgt import make_cgt
 
 
@@ -57,6 +60,68 @@ def test_specialised_accuracy_is_the_specialised_models(task):
                 guess = stock(rest[None]).logits[0, :-1].argmax(-1)
             right.append((guess == rest[1:])[task.answer_mask()[1:18]])
     assert result.symbols == pytest.approx(torch.stack(right).float().mean().item())
+
+
+def test_specialised_accuracy_with_the_examples_in_context(task):
+    """ "ctx" of Figure 9: the stock model that y at the middle makes, run over the task from its first example on."""
+    model = make_cgt(vocab_size=16, n_positions=task.length)
+    result = measures.answer_accuracy(model, task, 6)["specialized_ctx"]
+    right = []
+    for index in range(6):
+        ids = task[index]["input_ids"]
+        y = model.context(ids[None])[0]
+        for start in (0, 36):
+            stock = relinear.specialize(model, context=y[start + 17])
+            whole = ids[start : start + 36]
+            with torch.no_grad():
+                guess = stock(whole[None]).logits[0, :-1].argmax(-1)
+            for example in (2, 3):
+                answer = slice(9 * example + 4, 9 * example + 8)
+                right.append((guess[answer.start - 1 : answer.stop - 1] == whole[answer]).float())
+    assert result.symbols == pytest.approx(torch.stack(right).mean().item())
+    assert result.answers == pytest.approx(torch.stack(right).amin(-1).mean().item())
+
+
+def test_probe_reads_anywhere_in_the_second_half(task):
+    y = torch.arange(task.length).float()[None, :, None].expand(40, -1, 2).contiguous()
+    for number, start in enumerate((0, 36)):
+        late = range(start + 18, start + 36)
+        anywhere = measures.probe_features(y, task)[:, number, 0].tolist()
+        assert set(anywhere) <= set(late)
+        assert len(set(anywhere)) > 10
+        assert set(measures.probe_features(y, task, "last")[:, number, 0].tolist()) == {late[-1]}
+        assert set(measures.probe_features(y, task, "average")[:, number, 0].tolist()) == {np.mean(late)}
+    assert torch.equal(measures.probe_features(y, task, seed=3), measures.probe_features(y, task, seed=3))
+    with pytest.raises(ValueError, match="where"):
+        measures.probe_features(y, task, "first")
+
+
+def test_report_probes_each_place_with_samples_held_out(task):
+    """The error of a least-squares fit on the first half of the samples, all of their tasks, at the drawn positions."""
+    model = make_cgt(vocab_size=16, n_positions=task.length)
+    report = measures.arithmetic_report(model, task, 60)
+    assert set(report) == {"dynamic", "specialized", "specialized_ctx", "variation", "probe"}
+    assert set(report["probe"]) == {"anywhere", "average", "last"}
+    y = model.context(task.batch(range(60))["input_ids"])
+    read = measures.probe_features(y, task).double().reshape(120, -1).numpy()
+    hidden = np.concatenate([task.coefficients(index) for index in range(60)])
+    x = (read - read[:60].mean(0)) / read[:60].std(0, ddof=1)
+    t = (hidden - hidden[:60].mean(0)) / hidden[:60].std(0, ddof=1)
+    fitted = np.linalg.lstsq(np.r_[x[:60], np.sqrt(0.06) * np.eye(12)], np.r_[t[:60], np.zeros((12, 2))], rcond=None)[0]
+    error = np.square(x[60:] @ fitted - t[60:]).mean()
+    assert report["probe"]["anywhere"]["error"] == pytest.approx(error, rel=1e-6)
+
+
+def test_guessing_is_the_most_frequent_answer():
+    """One digit, a in -5 .. 5 and b = 0: 0 if the number is 0, else one of eleven answers: 2 / 11 of 18.2 %."""
+    whole = ArithmeticTask(tasks=1, digits=1, a_range=(-5, 5), b_range=(0, 0), integers=True, size=400)
+    zeros = np.mean([whole.numbers(index)[..., 0] == 0 for index in range(400)])
+    assert measures.guessing_accuracy(whole, 400) == pytest.approx(zeros + (1 - zeros) / 11)
+    assert zeros + (1 - zeros) / 11 == pytest.approx(2 / 11, abs=0.02)
+    # a in [0, 1) alone: A a falls evenly into A cells (0 is one more for A = 0).
+    real = ArithmeticTask(tasks=1, digits=1, a_range=(0, 1), b_range=(0, 0), size=100)
+    cells = np.maximum([real.numbers(index)[..., 0] for index in range(100)], 1)
+    assert measures.guessing_accuracy(real, 100) == pytest.approx((1 / cells).mean(), abs=0.02)
 
 
 def test_variation_is_equation_four():
@@ -110,6 +175,30 @@ def test_regression_errors_of_frozen_and_dynamic_models():
         frozen = model(vectors[:, 4:], frozen_context=model.context(vectors)[:, 3]).logits[:, 0, 0]
     clean = torch.tensor([task.sample(i)["clean"][2, 0] for i in range(5)]).float()
     assert errors["frozen_2"][0] == pytest.approx((frozen - clean).square().mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("vector_input", ["learned", "padded"])
+def test_plain_baseline_of_regression(vector_input):
+    """What GPT-2 gives for the embedded vectors, read out; it learns, and is measured like a CGT."""
+    config = GPT2Config(n_embd=16, n_head=2, n_layer=2, n_positions=12, vocab_size=1)
+    task = RegressionTask(inputs=2, outputs=1, pairs=6, size=64)
+    plain = PlainRegression(config, 3, 1, vector_input).eval()
+    batch = task.batch(range(4))
+    with torch.no_grad():
+        found = plain(**batch)
+        start = torch.cat([batch["vectors"], torch.zeros(4, 12, 13)], -1)
+        start = start if plain.vector_in is None else plain.vector_in(batch["vectors"])
+        hidden = plain.transformer(inputs_embeds=start).last_hidden_state
+        torch.testing.assert_close(found.logits, plain.head(hidden))
+        error = (found.logits[:, 0::2] - batch["vectors"][:, 1::2, 2:]).square().mean()
+        torch.testing.assert_close(found.loss, error)
+    settings = FitSettings(steps=8, batch_size=8, learning_rate=1e-2, dtype="float32", device="cpu", log_every=1)
+    curve = fit(plain, task, settings).curve
+    assert curve[-1]["loss"] < curve[0]["loss"]
+    errors = measures.regression_errors(plain, task, (), 5)
+    assert errors["dynamic"].shape == (6,)
+    with pytest.raises(ValueError, match="padded"):
+        PlainRegression(config, 17, 1, "padded")
 
 
 @pytest.mark.parametrize("token", ["=", "|"])
@@ -176,7 +265,10 @@ def test_figures(tmp_path):
     from relinear.analysis.plots import save_figure
 
     accuracy = {"symbols": 0.9, "answers": 0.5}
-    rows = {"baseline": [{"dynamic": accuracy}], "CGT": [{"dynamic": accuracy, "specialized": accuracy}] * 2}
+    rows = {
+        "baseline": [{"dynamic": accuracy}],
+        "CGT": [{"dynamic": accuracy, "specialized": accuracy, "specialized_ctx": accuracy}] * 2,
+    }
     random = np.random.default_rng(0)
     figures = {
         "regression": plots.regression_figure({"dynamic": np.ones(9), "frozen_4": np.ones(5)}, np.ones(9), noise=0.1),

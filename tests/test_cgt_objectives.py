@@ -73,7 +73,12 @@ def test_kl_is_equation_two(y):
             for s in range(T):
                 total += 0.5 * (-sigma[b, s, i].log() + inverse[s, s] * sigma[b, s, i])
                 total += sum(0.5 * inverse[s, t] * y[b, s, i] * y[b, t, i] for t in range(T))
+    for reduction, terms in (("sum", 1), ("components", T), ("mean", T * E)):
+        value = losses.gaussian_process_kl(y, log_variance, kernel, reduction=reduction)
+        torch.testing.assert_close(value, total / (B * terms))
     torch.testing.assert_close(losses.gaussian_process_kl(y, log_variance, kernel), total / (B * T * E))
+    objective = CGTObjective(kl=0.3, kernel="exponential", kernel_scale=0.5, kl_reduction="sum")
+    torch.testing.assert_close(objective.regularizers(y, log_variance)["kl"], 0.3 * total / B)
 
 
 def test_kernels_are_the_papers():
@@ -93,15 +98,66 @@ def test_estimation_kernel_is_the_covariance_of_running_means():
     torch.testing.assert_close(torch.cov(estimates.T), losses.estimation_kernel(T, 0.8).float(), atol=0.02, rtol=0.02)
 
 
-def test_kernel_profile():
-    """Uniform away from the ends for a stationary kernel, growing for estimation (Appendix A.3)."""
-    zeta = losses.kernel_profile(losses.exponential_kernel(20, 0.2))
-    torch.testing.assert_close(zeta[1:-1], zeta[1].expand(18), rtol=1e-4, atol=1e-4)
-    growing = losses.kernel_profile(losses.estimation_kernel(20, 1.0))
-    assert (growing[1:-1].diff() > 0).all()
-    inverse = torch.linalg.inv(losses.estimation_kernel(5, 1.0))
-    slow = torch.tensor([-sum(inverse[s, t] * (s - t) ** 2 for t in range(5)) for s in range(5)])
-    torch.testing.assert_close(losses.kernel_profile(losses.estimation_kernel(5, 1.0)), (slow / slow.mean()).float())
+@pytest.mark.parametrize(
+    ("make", "values"),
+    [
+        (losses.rbf_kernel, lambda d, scale: 0.03 * (d == 0) + 0.97 * torch.exp(-(d**2) / (2 * scale**2))),
+        (losses.exponential_kernel, lambda d, scale: torch.exp(-d / scale)),
+    ],
+)
+@pytest.mark.parametrize("scale", [2.0, 5.0])
+def test_profile_of_a_uniform_prior_is_constant(make, values, scale):
+    """kappa_2 by its definition (Appendix A.3), the ends out of account: K on a long ring, inverted there."""
+    ring = 512
+    distance = torch.arange(ring, dtype=torch.float64)
+    row = values(torch.minimum(distance, ring - distance), scale)
+    circulant = torch.stack([row.roll(s) for s in range(ring)])
+    inverse = torch.linalg.inv(circulant)
+    kappa = []
+    for tau in (200.5, 201.5, 260.5, 300.5):
+        deltas = torch.arange(1, 180, 2)
+        first, second = (tau + deltas / 2).long(), (tau - deltas / 2).long()
+        kappa.append((inverse[first, second] * deltas**2).sum())
+    kappa = torch.stack(kappa)
+    assert (kappa < 0).all()
+    torch.testing.assert_close(kappa, kappa[:1].expand(4), rtol=1e-6, atol=1e-6)
+    for length in (2, 20, 60):
+        torch.testing.assert_close(losses.kernel_profile(make(length, scale / length)), torch.ones(length))
+
+
+def test_profile_of_estimation_grows_as_a_square():
+    """Anti-diagonals of K^-1 by loops; for Eq. 1 the inverse has three diagonals and zeta(s) = s (s - 1)."""
+    length = 7
+    inverse = torch.linalg.inv(losses.estimation_kernel(length, 0.8))
+    steps = torch.zeros(length, dtype=torch.float64)
+    for s in range(length):
+        for t in range(length):
+            whole, half = divmod(s + t, 2)
+            share = -inverse[s, t] * (s - t) ** 2
+            if half:
+                steps[whole + 1] += share
+            elif s != t:
+                steps[whole] += share / 2
+                steps[whole + 1] += share / 2
+    steps[0] = steps[1]
+    zeta = losses.kernel_profile(losses.estimation_kernel(length, 0.8))
+    torch.testing.assert_close(zeta, (steps / steps.mean()).float())
+    square = torch.tensor([2.0, 2, 6, 12, 20, 30, 42])
+    torch.testing.assert_close(zeta, square / square.mean())
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "exponential", "estimation"])
+def test_profile_of_a_prior_never_rewards_a_jump(kernel):
+    weights = losses.kernel_profile(CGTObjective(kernel=kernel).prior(40))
+    assert weights.min() > 0
+    for at in range(1, 40):
+        y = torch.eye(2)[(torch.arange(40) >= at).long()][None]
+        assert losses.continuity(y, weights) > 0
+    bent = torch.diag(torch.linspace(1, 9, 12, dtype=torch.float64))
+    with pytest.raises(ValueError, match="reward jumps"):
+        losses.kernel_profile(bent @ losses.rbf_kernel(12, 0.3) @ bent)
+    with pytest.raises(ValueError, match="1 position"):
+        losses.kernel_profile(torch.eye(1))
 
 
 def test_gaussian_process_matching(y):
@@ -225,6 +281,22 @@ def test_variational_objective():
         CGTObjective(kl=0.1)(make_cgt().train(), {"input_ids": ids, "labels": ids})
     with pytest.raises(ValueError, match="eta"):
         CGTObjective(eta=1.5)
+
+
+def test_variational_auxiliary_loss_freezes_the_drawn_context():
+    """One sequence at a time, with y as it was drawn for the main loss (Figure 1b, Appendix A.1)."""
+    model = make_cgt(variational=True, context_norm=False).train()
+    ids = torch.randint(0, 50, (3, 9))
+    batch = {"input_ids": ids, "labels": ids}
+    for choice in ("sample", "mean"):
+        _, terms, output = CGTObjective(eta=0.4, splits=(4,), aux_context=choice)(model, batch)
+        assert (output.context_sample - output.context).abs().max() > 0.1
+        again = model(ids, frozen_context=output.context_sample)
+        torch.testing.assert_close(again.logits, output.logits)
+        y = output.context_sample if choice == "sample" else output.context
+        alone = [model(row[None, 4:], labels=row[None, 4:], frozen_context=v[None, 3]).loss for row, v in zip(ids, y)]
+        torch.testing.assert_close(terms["aux"], 0.6 * torch.stack(alone).mean())
+    assert model.eval()(ids).context_sample is None
 
 
 def test_accumulated_micro_batches_give_the_gradient_of_one_batch():

@@ -72,6 +72,18 @@ def test_regression_interleaves_x_and_y():
     assert np.std(drawn["y"] - drawn["clean"]) < 0.3
 
 
+def test_regression_may_share_features():
+    """Each of x and y from the first feature on, as vectors that are padded one by one."""
+    task = RegressionTask(inputs=5, outputs=2, pairs=7, layout="shared", size=3)
+    item, drawn = task[1], task.sample(1)
+    assert item["vectors"].shape == (14, 5)
+    torch.testing.assert_close(item["vectors"][0::2], torch.from_numpy(drawn["x"]).float())
+    torch.testing.assert_close(item["vectors"][1::2, :2], torch.from_numpy(drawn["y"]).float())
+    assert item["vectors"][1::2, 2:].abs().sum() == 0
+    with pytest.raises(ValueError, match="layout"):
+        RegressionTask(layout="stacked")
+
+
 def test_mixture_joins_two_documents():
     documents = [np.full(40, 1), np.full(50, 2), np.full(5, 3), np.full(60, 4)]
     task = TextMixture(documents, length=32, start=10, finish=20, size=200)

@@ -57,6 +57,8 @@ class CGTConfig(GPT2Config):
         variational: the VAE form (Appendix A.1): y is drawn around its mean in training and is its mean in evaluation.
         input_features, output_features: for ``CGTForRegression``: sizes of the vectors that take the place of tokens
             and of the predictions. None for language models.
+        vector_input: how vectors enter a ``CGTForRegression``: ``learned``, by a linear map, or ``padded`` with zeros
+            to the width of the model, as in the paper.
 
     Raises:
         ValueError: for an unknown keyword (names the nearest), if a size is not positive, does not divide, or the layer
@@ -79,6 +81,7 @@ class CGTConfig(GPT2Config):
     variational: bool = False
     input_features: int | None = None
     output_features: int | None = None
+    vector_input: str = "learned"
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -113,6 +116,12 @@ class CGTConfig(GPT2Config):
             if getattr(self, name) is not None:
                 check_at_least(name, getattr(self, name), 1)
         check_choice("mixing", self.mixing, ("tanh", "softmax"))
+        check_choice("vector_input", self.vector_input, ("learned", "padded"))
+        if self.vector_input == "padded" and (self.input_features or 0) > self.n_embd:
+            raise ValueError(
+                f"input_features={self.input_features} cannot be padded to the x stream's n_embd={self.n_embd}; make "
+                'n_embd at least as large, or use vector_input="learned"'
+            )
         check_at_least("context_layer", self.context_layer, 0)
         if self.context_layer >= self.n_layer:
             raise ValueError(

@@ -110,15 +110,43 @@ def profile(kind: str, length: int) -> Tensor:
 
 
 def kernel_profile(kernel: Tensor) -> Tensor:
-    """zeta(s) = -kappa_2(s) with kappa_2(s) = sum_t K^-1[s, t] (s - t)^2 (CGT, Appendix A.3), scaled to mean one.
+    """zeta = -kappa_2 of a prior (CGT, Appendix A.3), (T,) with mean one: how much a step of y costs at each position.
+
+    With tau = (s + t) / 2 and delta = s - t, kappa_2(tau) = sum_delta K^-1[tau + delta/2, tau - delta/2] delta^2 runs
+    over an anti-diagonal of K^-1. The step from s - 1 to s has tau = s - 1/2; an anti-diagonal whose tau is a whole
+    number goes to the two steps beside it by halves. The first position, which no step leads to, has the weight of the
+    first step (decorrelation reads it).
+
+    A stationary kernel has constant weights: the paper leaves the ends of the sequence out of account, so that K^-1 is
+    that of the whole line, stationary as well, with -kappa_2 = sum_delta K(delta) delta^2 / (sum_delta K(delta))^2.
+    (The inverse of the finite matrix would not do: for the RBF kernel it oscillates from the ends inward, weights of
+    both signs hundreds of times their mean.)
 
     Args:
-        kernel: (T, T), the prior covariance of y.
+        kernel: (T, T) with T >= 2, the prior covariance of y.
+
+    Raises:
+        ValueError: if a weight is negative, so that large steps would be rewarded there.
     """
-    inverse = torch.linalg.inv(kernel.double())
-    s = torch.arange(len(kernel), dtype=torch.float64, device=kernel.device)
-    kappa = -(inverse * (s[:, None] - s).square()).sum(-1)
-    return (kappa / kappa.mean()).float()
+    wide = kernel.double()
+    length = len(wide)
+    if length < 2:
+        raise ValueError(f"a profile weighs steps between positions; the kernel has {length} position")
+    distances = _distances(length).to(wide)
+    if torch.allclose(wide[1:, 1:], wide[:-1, :-1], rtol=1e-9, atol=1e-12):
+        steps = (wide[0] * distances[0].square()).sum().expand(length - 1)
+    else:
+        terms = -torch.linalg.inv(wide) * distances.square()
+        sums = (torch.arange(length)[:, None] + torch.arange(length)).to(wide.device)
+        taus = wide.new_zeros(2 * length - 1).index_add(0, sums.flatten(), terms.flatten())
+        steps = taus[1::2] + (taus[:-2:2] + taus[2::2]) / 2
+    if steps.min() < 0:
+        raise ValueError(
+            f"-kappa_2 of this kernel falls to {steps.min() / steps.abs().mean():.3g} times its mean size, which would "
+            "reward jumps there; choose a kernel whose correlation falls with distance, or a profile by name"
+        )
+    zeta = torch.cat([steps[:1], steps])
+    return (zeta / zeta.mean()).float()
 
 
 def _distances(length: int) -> Tensor:
@@ -152,10 +180,11 @@ def gaussian_process_kl(
     kernel: Tensor,
     *,
     constants: bool = False,
+    reduction: str = "mean",
     real: Tensor | None = None,
     shares: Tensor | None = None,
 ) -> Tensor:
-    """The KL terms of the VAE loss (CGT, Eq. 2 and 7) for beta_y = 1, averaged over samples, positions and components.
+    """The KL terms of the VAE loss (CGT, Eq. 2 and 7) for beta_y = 1, averaged over samples.
 
     1/2 sum_is [-log sigma + K^-1_ss sigma] + 1/2 sum_ist K^-1_st mu_is mu_it, where sigma is the **variance** of q:
     that reading makes it the divergence between q = N(mu, diag sigma) and the Gaussian process N(0, K), up to constants
@@ -165,8 +194,12 @@ def gaussian_process_kl(
         mean, log_variance: (B, T, E).
         kernel: (T, T).
         constants: add log det K - T, which makes the value the divergence itself.
+        reduction: ``sum`` over positions and components, as Eq. 2 is written; ``components``, that sum divided by the
+            number of positions, which is the evidence bound per token beside a loss per token; ``mean``, divided by the
+            number of components too.
         real, shares: see the head of this file; the prior of a sample is that of its real positions alone.
     """
+    check_choice("reduction", reduction, ("mean", "components", "sum"))
     length = mean.shape[1]
     if kernel.shape != (length, length):
         raise ValueError(f"the kernel must be {length} by {length} for {length} positions, got {tuple(kernel.shape)}")
@@ -184,7 +217,8 @@ def gaussian_process_kl(
     total = quadratic + diagonal
     if constants:
         total = total + mean.shape[2] * (torch.logdet(wide).to(mean) - counts)
-    return 0.5 * _average(total / (counts * mean.shape[2]), shares)
+    divisors = {"sum": 1, "components": counts, "mean": counts * mean.shape[2]}
+    return 0.5 * _average(total / divisors[reduction], shares)
 
 
 def _moments(y: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

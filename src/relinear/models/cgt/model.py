@@ -26,7 +26,7 @@ from relinear.functional.cgt import moving_average
 from relinear.models.cgt.config import CGTConfig
 from relinear.models.cgt.layers import CGTBlock, Modulator
 
-__all__ = ["CGTForCausalLM", "CGTForRegression", "CGTModel", "CGTOutput"]
+__all__ = ["CGTForCausalLM", "CGTForRegression", "CGTModel", "CGTOutput", "squared_error"]
 
 #: arguments of a forward that a user may have meant
 _ARGUMENTS = (
@@ -59,6 +59,7 @@ class CGTOutput(ModelOutput):
         past_key_values: the cache, with entries for the x layers, then for the y layers.
         context: (B, T, E), y as computed for each token (its mean in the VAE form); None where it was given instead.
         context_log_variance: (B, T, E), of the VAE form.
+        context_sample: (B, T, E), the y that the VAE form drew in training and that the upper layers read.
         hidden_states, attentions: as in GPT-2, of the x stream.
     """
 
@@ -68,6 +69,7 @@ class CGTOutput(ModelOutput):
     past_key_values: Cache | None = None
     context: Tensor | None = None
     context_log_variance: Tensor | None = None
+    context_sample: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
 
@@ -214,6 +216,7 @@ class CGTModel(CGTPreTrainedModel):
             past_key_values=past_key_values if use_cache else None,
             context=computed,
             context_log_variance=log_variance,
+            context_sample=used if log_variance is not None and self.training and frozen_context is None else None,
         )
 
     def _check_context(self, frozen: Tensor | None, rate: float, shape: torch.Size) -> None:
@@ -377,9 +380,11 @@ class CGTForCausalLM(_CGTWithHead, GenerationMixin):
 class CGTForRegression(_CGTWithHead):
     """A CGT that reads vectors and predicts vectors, for in-context regression (CGT, Section 4.1).
 
-    The paper pads a vector with zeros to the width of the embedding, which is a fixed linear map; here that map is
-    learnt (one for both streams), and so is the read-out. It starts at the scale of the position embeddings, as GPT-2's
-    token embedding does: were it larger, positions, which tell which x belongs to which y, would hardly be seen.
+    With ``vector_input="padded"`` a vector enters as in the paper: padded with zeros to the width of the embedding, so
+    that the x stream starts from it and the y stream from its position alone. By default that fixed linear map is
+    learnt (one for both streams). It starts at the scale of the position embeddings, as GPT-2's token embedding does:
+    were it larger, as padded vectors are, positions, which tell which x belongs to which y, would hardly be seen. The
+    read-out, of which the paper says nothing, is learnt in both.
     """
 
     def __init__(self, config: CGTConfig):
@@ -390,14 +395,20 @@ class CGTForRegression(_CGTWithHead):
                 f"{config.output_features!r}"
             )
         self.transformer = CGTModel(config)
-        self.vector_in = nn.Linear(config.input_features, config.n_embd + config.context_size)
+        width = config.n_embd + config.context_size
+        learned = config.vector_input == "learned"
+        self.vector_in = nn.Linear(config.input_features, width) if learned else None
         self.head = nn.Linear(config.n_embd, config.output_features)
         self.post_init()
 
     def _bare(self, vectors: Tensor, **kwargs: Any) -> CGTOutput:
         if vectors.ndim != 3 or vectors.shape[-1] != self.config.input_features:
             raise ValueError(f"vectors must be (B, T, {self.config.input_features}), got {tuple(vectors.shape)}")
-        return self.transformer(inputs_embeds=self.vector_in(vectors), **kwargs)
+        if self.vector_in is not None:
+            return self.transformer(inputs_embeds=self.vector_in(vectors), **kwargs)
+        missing = self.config.n_embd + self.config.context_size - vectors.shape[-1]
+        padded = nn.functional.pad(vectors, (0, missing)).to(self.transformer.wpe.weight.dtype)
+        return self.transformer(inputs_embeds=padded, **kwargs)
 
     @can_return_tuple
     def forward(
@@ -418,12 +429,15 @@ class CGTForRegression(_CGTWithHead):
         """
         outputs = self._bare(vectors, **kwargs)
         predictions = self.head(outputs.last_hidden_state)
-        loss = None
-        if targets is not None:
-            errors = (predictions - targets).square().mean(-1)
-            weights = torch.ones_like(errors) if target_mask is None else (target_mask != 0).to(errors.dtype)
-            loss = (errors * weights).sum() / weights.sum().clamp(min=1)
+        loss = None if targets is None else squared_error(predictions, targets, target_mask)
         return _with_head(outputs, loss, predictions)
+
+
+def squared_error(predictions: Tensor, targets: Tensor, target_mask: Tensor | None) -> Tensor:
+    """Mean squared error of predictions (B, T, F) at the positions that ``target_mask`` (B, T) counts; all for None."""
+    errors = (predictions - targets).square().mean(-1)
+    weights = torch.ones_like(errors) if target_mask is None else (target_mask != 0).to(errors.dtype)
+    return (errors * weights).sum() / weights.sum().clamp(min=1)
 
 
 def _check_arguments(kwargs: dict[str, Any]) -> None:
@@ -440,6 +454,7 @@ def _with_head(outputs: CGTOutput, loss: Tensor | None, logits: Tensor) -> CGTOu
         past_key_values=outputs.past_key_values,
         context=outputs.context,
         context_log_variance=outputs.context_log_variance,
+        context_sample=outputs.context_sample,
         hidden_states=outputs.hidden_states,
         attentions=outputs.attentions,
     )

@@ -152,6 +152,12 @@ class CGTObjective(ObjectiveConfig):
         profile: zeta_C = zeta_D: ``constant``, ``linear``, ``quadratic``, ``second_half``, or ``kernel``, which derives
             it from the prior's kernel (Appendix A.3).
         kl: beta_y of the VAE form; needs a model with ``variational=True``.
+        kl_reduction: what beta_y weighs beside the loss per token: ``mean``, the KL per token and component;
+            ``components``, the KL per token (the evidence bound); ``sum``, the KL of the sequence, as Eq. 2 is written.
+            beta_y of one is beta_y / E, or beta_y / (T E), of the mean. The paper's 0.01, "virtually non-existent",
+            fits the mean.
+        aux_context: what L_aux freezes in the VAE form: ``sample``, the y that was drawn (the paper's: y takes the
+            place of its mean throughout), or ``mean``.
         matching: weight of R_P, the Gaussian-process matching regulariser, estimated on ``matching_positions`` random
             positions.
         moments: weight of R'_D, its simplified form.
@@ -171,6 +177,8 @@ class CGTObjective(ObjectiveConfig):
     decorrelation: float = 0.0
     profile: str = "constant"
     kl: float = 0.0
+    kl_reduction: Literal["mean", "components", "sum"] = "mean"
+    aux_context: Literal["sample", "mean"] = "sample"
     matching: float = 0.0
     matching_positions: int = 16
     moments: float = 0.0
@@ -189,6 +197,8 @@ class CGTObjective(ObjectiveConfig):
             check_at_least("horizon", self.horizon, 1)
         check_choice("positions", self.positions, ("restart", "continue"))
         check_choice("profile", self.profile, ("constant", "linear", "quadratic", "second_half", "kernel"))
+        check_choice("kl_reduction", self.kl_reduction, ("mean", "components", "sum"))
+        check_choice("aux_context", self.aux_context, ("sample", "mean"))
         check_choice("kernel", self.kernel, ("rbf", "exponential", "estimation"))
 
     def prepare(self, model: nn.Module) -> CGTObjective:
@@ -241,7 +251,7 @@ class CGTObjective(ObjectiveConfig):
                 if log_variance is None:
                     raise ValueError("kl needs the variance of y: build the model with variational=True")
                 terms["kl"] = self.kl * losses.gaussian_process_kl(
-                    context, log_variance, prior, real=real, shares=shares
+                    context, log_variance, prior, reduction=self.kl_reduction, real=real, shares=shares
                 )
             if self.matching:
                 chosen = torch.randperm(length, device=context.device)[: self.matching_positions].sort().values
@@ -264,7 +274,9 @@ class CGTObjective(ObjectiveConfig):
                 shared=self.shared_split,
                 device=output.context.device,
             )
-            aux = auxiliary_loss(model, batch, output.context, splits, horizon=self.horizon, positions=self.positions)
+            drawn = output.context_sample if self.aux_context == "sample" else None
+            y = output.context if drawn is None else drawn
+            aux = auxiliary_loss(model, batch, y, splits, horizon=self.horizon, positions=self.positions)
             terms["aux"] = (1 - self.eta) * aux
         terms |= self.regularizers(output.context, output.context_log_variance, batch)
         return torch.stack(list(terms.values())).sum(), terms, output

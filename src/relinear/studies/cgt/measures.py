@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from relinear.core.config import check_choice
 from relinear.core.modes import evaluating
 from relinear.studies.cgt.tasks import ArithmeticTask, RegressionTask
 
@@ -21,7 +22,9 @@ __all__ = [
     "answer_accuracy",
     "arithmetic_report",
     "context_variation",
+    "guessing_accuracy",
     "linear_probe",
+    "probe_features",
     "regression_errors",
     "ridge_errors",
     "task_vector_accuracy",
@@ -57,8 +60,9 @@ def answer_accuracy(model: nn.Module, task: ArithmeticTask, count: int = 256) ->
         count: B.
 
     Returns:
-        ``dynamic``: the whole sample in context, y computed for each token. ``specialized``, of a CGT: y frozen at the
-        end of the first half, whose examples are then taken out of the context.
+        ``dynamic``: the whole sample in context, y computed for each token. Of a CGT also ``specialized``: y frozen at
+        the end of the first half, whose examples are then taken out of the context; and ``specialized_ctx``: the same
+        y, for all tokens of the task, with its examples in the context ("ctx" in Figure 9; Figures 7 and 8).
     """
     ids = task.batch(range(count))["input_ids"]
     second = task.examples // 2
@@ -71,13 +75,39 @@ def answer_accuracy(model: nn.Module, task: ArithmeticTask, count: int = 256) ->
         if not hasattr(model, "context"):
             return results
         y = model.context(ids)
-        parts = []
+        without: list[Accuracy] = []
+        within: list[Accuracy] = []
         for start in range(0, task.length, task.task_length):
             middle, end = start + (task.examples - second) * task.example_length, start + task.task_length
-            rest = ids[:, middle:end]
-            logits = model(input_ids=rest, frozen_context=y[:, middle - 1]).logits
-            parts.append(_score(logits, rest, answers[middle:end], second))
-    return results | {"specialized": _mean(parts)}
+            for parts, begin in ((without, middle), (within, start)):
+                rest = ids[:, begin:end]
+                logits = model(input_ids=rest, frozen_context=y[:, middle - 1]).logits
+                parts.append(_score(logits, rest, (answers & late)[begin:end], second))
+    return results | {"specialized": _mean(without), "specialized_ctx": _mean(within)}
+
+
+def guessing_accuracy(task: ArithmeticTask, count: int = 256, draws: int = 4096) -> float:
+    """Share of answers that are right for the best guess from the query's two numbers alone, without any example.
+
+    The best guess is the answer that most coefficients give. Whole coefficients are all tried; of real ones the guess
+    is made from ``draws`` and its share counted among as many others.
+
+    Args:
+        task: the queries are the examples of its first ``count`` samples.
+        count, draws: see above.
+    """
+    if task.integers:
+        ranges = [np.arange(int(low), int(high) + 1) for low, high in (task.a_range, task.b_range)]
+        tried = counted = np.stack(np.meshgrid(*ranges), -1).reshape(-1, 2)
+    else:
+        generator = np.random.default_rng(0)
+        tried, counted = (task.draw_coefficients(generator, draws) for _ in range(2))
+    queries = np.concatenate([task.numbers(index).reshape(-1, 2) for index in range(count)])
+    right = 0.0
+    for query in queries:
+        values, votes = np.unique(np.trunc(tried @ query), return_counts=True)
+        right += np.mean(np.trunc(counted @ query) == values[votes.argmax()])
+    return right / len(queries)
 
 
 def context_variation(y: Tensor, first: slice, second: slice) -> float:
@@ -134,25 +164,51 @@ def linear_probe(features: Tensor, targets: Tensor, held_out: float = 0.5, penal
     return Probe(errors.mean().item(), r2, predicted.numpy(), t[split:].numpy())
 
 
-def arithmetic_report(model: nn.Module, task: ArithmeticTask, count: int = 256) -> dict[str, Any]:
-    """The rows of Table 1 for one model: accuracies, variation of y (Eq. 4) and error of the linear probe.
+def probe_features(y: Tensor, task: ArithmeticTask, where: str = "anywhere", seed: int = 0) -> Tensor:
+    """What a probe of the coefficients reads in each task of each sample, (B, K, E).
 
-    The probe reads y at the end of the task; the variation is the mean over the tasks of a sample.
+    Args:
+        y: (B, T, E), the contexts of samples of ``task``.
+        task: of K tasks.
+        where: ``anywhere``, y at one position of the second half of the examples, drawn for each sample and task, as in
+            the paper's Section 4.2; ``average``, its mean over that half (the paper's Figure 3b); ``last``, y at the
+            end of the task.
+        seed: of the drawn positions.
+    """
+    check_choice("where", where, ("anywhere", "average", "last"))
+    half = (task.examples - task.examples // 2) * task.example_length
+    late = y.view(len(y), task.tasks, task.task_length, -1)[:, :, half:]
+    if where == "average":
+        return late.mean(2)
+    if where == "last":
+        return late[:, :, -1]
+    generator = torch.Generator().manual_seed(seed)
+    at = torch.randint(late.shape[2], (*late.shape[:2], 1, 1), generator=generator).to(y.device)
+    return late.take_along_dim(at, 2).squeeze(2)
+
+
+def arithmetic_report(model: nn.Module, task: ArithmeticTask, count: int = 256) -> dict[str, Any]:
+    """The rows of Table 1 for one model: accuracies, variation of y (Eq. 4) and errors of the linear probe.
+
+    The variation is the mean over the tasks of a sample. ``probe`` has error and R^2 for each place that y is read at
+    (``probe_features``), with the last half of the samples held out.
     """
     accuracy = answer_accuracy(model, task, count)
     report: dict[str, Any] = {name: dataclasses.asdict(value) for name, value in accuracy.items()}
     if not hasattr(model, "context"):
         return report
     y = model.context(task.batch(range(count))["input_ids"])
-    coefficients = torch.from_numpy(np.stack([task.coefficients(i) for i in range(count)]))
     half = (task.examples - task.examples // 2) * task.example_length
     starts = range(0, task.length, task.task_length)
     report["variation"] = float(
         np.mean([context_variation(y, slice(s, s + half), slice(s + half, s + task.task_length)) for s in starts])
     )
-    ends = torch.cat([y[:, s + task.task_length - 1] for s in starts])
-    probe = linear_probe(ends, torch.cat([coefficients[:, k] for k in range(task.tasks)]))
-    return report | {"probe_error": probe.error, "probe_r2": list(probe.r2)}
+    hidden = torch.from_numpy(np.stack([task.coefficients(i) for i in range(count)])).flatten(0, 1)
+    report["probe"] = {}
+    for where in ("anywhere", "average", "last"):
+        probe = linear_probe(probe_features(y, task, where).flatten(0, 1), hidden)
+        report["probe"][where] = {"error": probe.error, "r2": list(probe.r2)}
+    return report
 
 
 def _samples(task: RegressionTask, count: int) -> Iterator[dict[str, np.ndarray]]:

@@ -46,23 +46,25 @@ def regression_figure(errors: Mapping[str, np.ndarray], ridge: np.ndarray, *, no
 
 
 def accuracy_figure(rows: Mapping[str, Sequence[Mapping[str, Any]]], measure: str = "symbols") -> Any:
-    """Accuracy with y computed and with y frozen, one pair of bars a column of Table 1, a dot for each seed.
+    """Accuracy with y computed and with y frozen, the bars of each column of Table 1, a dot for each seed.
+
+    y frozen is shown with its examples out of the context and, where that was measured, in it (CGT, Figure 9).
 
     Args:
         rows: for each column the reports (``arithmetic_report``) of its seeds.
         measure: ``symbols`` or ``answers``.
     """
-    figure, (axes,) = new_figure(max(8.4, 1.6 * len(rows)), 4.2)
+    figure, (axes,) = new_figure(max(8.4, 2.0 * len(rows)), 4.2)
     named = set()
     for place, reports in enumerate(rows.values()):
-        for offset, mode, colour in ((-0.18, "dynamic", PALETTE[0]), (0.18, "specialized", PALETTE[1])):
+        modes = [m for m in ("dynamic", "specialized", "specialized_ctx") if any(m in r for r in reports)]
+        for offset, mode, colour in zip((-0.28, 0.0, 0.28), modes, PALETTE):
             values = [report[mode][measure] for report in reports if mode in report]
-            if values:
-                label = None if mode in named else mode
-                named.add(mode)
-                axes.bar(place + offset, np.mean(values), 0.32, color=colour, alpha=0.8, label=label)
-                axes.plot([place + offset] * len(values), values, ls="", marker="o", ms=4, color="#222222")
-                axes.text(place + offset, max(values) + 0.02, f"{np.mean(values):.1%}", ha="center", fontsize=9)
+            label = None if mode in named else mode
+            named.add(mode)
+            axes.bar(place + offset, np.mean(values), 0.26, color=colour, alpha=0.8, label=label)
+            axes.plot([place + offset] * len(values), values, ls="", marker="o", ms=4, color="#222222")
+            axes.text(place + offset, max(values) + 0.02, f"{np.mean(values):.1%}", ha="center", fontsize=9)
     axes.set_xticks(range(len(rows)), list(rows))
     axes.set_ylim(0, 1.22)
     axes.set_yticks(np.linspace(0, 1, 6))

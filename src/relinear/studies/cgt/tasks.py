@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from relinear.core.aux import IGNORED_LABEL
+from relinear.core.config import check_choice
 
 __all__ = ["ArithmeticTask", "RegressionTask", "TextMixture"]
 
@@ -101,14 +102,21 @@ class ArithmeticTask(_Seeded):
         """The hidden (a, b) of every task of a sample, (tasks, 2)."""
         return self._draw(index)[0]
 
-    def _draw(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        generator = self.generator(index)
+    def draw_coefficients(self, generator: np.random.Generator, count: int) -> np.ndarray:
+        """``count`` draws of (a, b) from the distribution of the task, (count, 2)."""
         low, high = np.array([self.a_range, self.b_range], dtype=float).T
         if self.integers:
-            hidden = generator.integers(low.astype(int), high.astype(int) + 1, size=(self.tasks, 2)).astype(float)
-        else:
-            hidden = generator.uniform(low, high, size=(self.tasks, 2))
+            return generator.integers(low.astype(int), high.astype(int) + 1, size=(count, 2)).astype(float)
+        return generator.uniform(low, high, size=(count, 2))
+
+    def _draw(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        generator = self.generator(index)
+        hidden = self.draw_coefficients(generator, self.tasks)
         return hidden, generator.integers(0, 10**self.digits, size=(self.tasks, self.examples, 2))
+
+    def numbers(self, index: int) -> np.ndarray:
+        """The two integers of every example of a sample, (tasks, examples, 2)."""
+        return self._draw(index)[1]
 
     def text(self, index: int) -> str:
         """The sample as one line of text."""
@@ -150,13 +158,16 @@ class ArithmeticTask(_Seeded):
 class RegressionTask(_Seeded):
     """Linear regression in context (CGT, Section 4.1): x_1, y_1, ..., x_N, y_N with y = U x + b + eps q.
 
-    Every component is standard normal; U and b are drawn for each sample. A vector has ``inputs`` + ``outputs``
-    features: x fills the first, y the others, the rest is zero.
+    Every component is standard normal; U and b are drawn for each sample.
 
     Args:
         inputs, outputs: d_in and d_out; 16 and 1 in the paper.
         pairs: N.
         noise: eps.
+        layout: ``separate``: a vector has ``inputs`` + ``outputs`` features, x fills the first, y the others, the rest
+            is zero. ``shared``: it has as many as the longer of the two, and both begin at the first; only their
+            positions tell x from y, as in the paper, which pads each of them to the width of the model
+            (``CGTConfig(vector_input="padded")`` does the rest of the padding).
         size, seed, split: as in ``ArithmeticTask``.
     """
 
@@ -167,16 +178,19 @@ class RegressionTask(_Seeded):
         outputs: int = 1,
         pairs: int = 64,
         noise: float = 0.1,
+        layout: str = "separate",
         size: int = 1_000_000,
         seed: int = 0,
         split: str = "train",
     ) -> None:
         super().__init__(size, seed, split)
+        check_choice("layout", layout, ("separate", "shared"))
         for name, value in (("inputs", inputs), ("outputs", outputs), ("pairs", pairs)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.inputs, self.outputs, self.pairs, self.noise = inputs, outputs, pairs, noise
-        self.features = inputs + outputs
+        self.layout = layout
+        self.features = inputs + outputs if layout == "separate" else max(inputs, outputs)
 
     def sample(self, index: int) -> dict[str, np.ndarray]:
         """x (N, inputs), y (N, outputs), clean (N, outputs) without noise, u (outputs, inputs), b (outputs,)."""
@@ -198,7 +212,8 @@ class RegressionTask(_Seeded):
         vectors = torch.zeros(2 * self.pairs, self.features)
         targets = torch.zeros(2 * self.pairs, self.outputs)
         vectors[0::2, : self.inputs] = torch.from_numpy(drawn["x"]).float()
-        vectors[1::2, self.inputs :] = torch.from_numpy(drawn["y"]).float()
+        first = self.inputs if self.layout == "separate" else 0
+        vectors[1::2, first : first + self.outputs] = torch.from_numpy(drawn["y"]).float()
         targets[0::2] = torch.from_numpy(drawn["y"]).float()
         return {"vectors": vectors, "targets": targets, "target_mask": torch.arange(2 * self.pairs) % 2 == 0}
 

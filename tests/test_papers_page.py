@@ -1,0 +1,66 @@
+"""docs/papers.md names nothing that is not there, and every row of it has a test or a reason."""
+
+import functools
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+NAMES = sorted(set(re.findall(r"`([^`\s]+)`", PAGE)))
+CODE = [name for name in NAMES if name.startswith("relinear.")]
+TESTS = [name for name in NAMES if re.match(r"(test_\w+::)?test_", name)]
+FILES = [name for name in NAMES if re.match(r"(src|docs|examples|results|tests)/", name)]
+
+
+@functools.cache
+def defined(stem: str) -> set[str]:
+    """The tests of a file, methods of classes among them."""
+    text = (ROOT / "tests" / f"{stem}.py").read_text(encoding="utf-8")
+    return set(re.findall(r"^\s*def (test_\w+)\(", text, flags=re.M))
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_the_place_in_the_code_is_there(name: str) -> None:
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for attribute in parts[count:]:
+            found = getattr(found, attribute)
+        return
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("name", TESTS)
+def test_the_test_is_there(name: str) -> None:
+    stem, separator, test = name.partition("::")
+    assert separator, f"write the file too: file::{name}"
+    assert test in defined(stem)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_file_is_there(name: str) -> None:
+    assert (ROOT / name).exists()
+
+
+def tables() -> list[list[str]]:
+    """The rows of all tables, heads and rules left out, as cells."""
+    rows = []
+    for block in re.findall(r"(?:^\|.*\n)+", PAGE, flags=re.M):
+        lines = block.strip().splitlines()[2:]
+        rows += [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    return rows
+
+
+def test_every_row_has_a_test_or_a_reason() -> None:
+    assert len(tables()) > 40
+    for row in tables():
+        paper, here, checked, differs = row
+        assert paper
+        assert here or differs, f"neither a place nor a reason: {paper}"
+        assert "test_" in checked or differs, f"neither a test nor a reason: {paper}"
