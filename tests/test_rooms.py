@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "compress": {"core", "surgery", "distill", "system"},
     "train": {"core", "surgery", "models", "data", "system"},
     "analysis": {"core", "surgery", "data", "models", "system"},
-    "compare": {"core", "surgery", "models", "data", "train", "analysis", "system"},
+    "compare": {"core", "surgery", "models", "data", "train", "analysis", "evaluate", "system"},
 }
 MAY_IMPORT["bench"] = set(MAY_IMPORT)
 MAY_IMPORT["studies"] = set(MAY_IMPORT)
