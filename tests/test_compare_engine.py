@@ -9,15 +9,22 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import relinear
+from relinear.cli.main import main
+from relinear.compare.gaps import gap, interval, replicates, too_small
 from relinear.compare.match import matched, measure_size
+from relinear.compare.results import gap_notes
 from relinear.compare.run import compare, plan_comparison
 from relinear.compare.settings import CompareSettings, Tune
-from relinear.compare.tune import open_study, tune_learning_rate
+from relinear.compare.tune import Trials, check_neighbours, open_study, tune, tune_learning_rate
+from relinear.data import prepare_data
+from relinear.evaluate import KneserNey
 from relinear.train.run import build_model
 from relinear.train.settings import TrainSettings
+from relinear.train.trainer import SteadySampler
 
 VOCABULARY = 258
 WIDTH = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -168,6 +175,114 @@ def test_divergence_everywhere_is_an_error(tmp_path):
         tune_learning_rate(Tune(), open_study(tmp_path, "x"), lambda rate: None)
 
 
+def test_rate_and_initialisation_are_found_one_after_the_other(tmp_path):
+    tried = []
+
+    def evaluate(rate, spread):
+        tried.append((rate, spread))
+        if rate > 0.1:
+            return None
+        # the best rate depends on the initialisation: 4e-3 at 0.02, 2e-3 at 0.1
+        best = 4e-3 * (0.02 / spread) ** (math.log(2) / math.log(5))
+        return math.log(rate / best) ** 2 + math.log(spread / 0.1) ** 2
+
+    settings = Tune(learning_rates=(1e-3, 2e-3, 4e-3, 8e-3), initializer_range=(0.02, 0.05, 0.1), extensions=2)
+    rate, spread, found = tune(settings, Trials(open_study(tmp_path, "x"), evaluate), 0.02)
+    assert (rate, spread) == (2e-3, 0.1)
+    assert tried[:4] == [(1e-3, 0.02), (2e-3, 0.02), (4e-3, 0.02), (8e-3, 0.02)]
+    assert tried[4:7] == [(4e-3, 0.05), (4e-3, 0.1), (4e-3, 0.2)]  # the grid grew once
+    assert tried[7:] == [(2e-3, 0.1), (8e-3, 0.1), (1e-3, 0.1)]  # downhill, and a look at the other side
+    assert len(found["trials"]) == len(tried) == len(set(tried))
+    assert {(t["learning_rate"], t["initializer_range"]) for t in found["trials"]} == set(tried)
+    assert not found["edge"]
+    assert not found["initializer_edge"]
+    before = len(tried)
+    assert tune(settings, Trials(open_study(tmp_path, "x"), evaluate), 0.02) == (rate, spread, found)
+    assert len(tried) == before
+
+
+def test_trials_that_were_added_by_hand_are_recorded(tmp_path):
+    settings = Tune(learning_rates=(1.0, 2.0), extensions=0)
+    study = open_study(tmp_path, "x")
+    Trials(study, lambda rate, _: 7.0).loss(16.0)
+    _, found = tune_learning_rate(settings, study, lambda rate: rate)
+    assert [t["learning_rate"] for t in found["trials"]] == [1.0, 2.0, 16.0]
+
+
+@pytest.mark.parametrize(
+    ("start", "best", "moves", "ends", "edge", "tried"),
+    [
+        (2e-3, 2e-3, 2, 2e-3, False, [2e-3, 1e-3, 4e-3]),
+        (4e-3, 4e-3, 2, 4e-3, False, [4e-3, 2e-3, 8e-3]),  # beyond the end of the grid too
+        (4e-3, 1e-3, 2, 1e-3, False, [4e-3, 2e-3, 8e-3, 1e-3, 5e-4]),
+        (4e-3, 1e-3, 1, 1e-3, True, [4e-3, 2e-3, 8e-3, 1e-3]),
+        (4e-3, 5e-4, 0, 2e-3, True, [4e-3, 2e-3, 8e-3]),
+        (3e-3, 3e-3, 2, 3e-3, False, [3e-3, 2e-3, 4e-3]),  # a rate that is not of the grid
+    ],
+)
+def test_the_chosen_rate_is_held_against_its_neighbours(tmp_path, start, best, moves, ends, edge, tried):
+    seen = []
+
+    def evaluate(rate, _):
+        seen.append(rate)
+        return abs(math.log(rate / best))
+
+    settings = Tune(learning_rates=(1e-3, 2e-3, 4e-3), extensions=moves)
+    rate, found = check_neighbours(settings, Trials(open_study(tmp_path, "x"), evaluate), start)
+    assert rate == ends
+    assert seen == tried
+    assert (found["from"], found["moved"], found["edge"]) == (start, start != ends, edge)
+
+
+# Gaps
+
+
+def test_a_gap_has_its_mean_and_the_interval_of_its_spread():
+    generator = np.random.default_rng(0)
+    shared = generator.normal(5, 1, 1000)  # how hard a block is: the same for both, and no part of the gap
+    reference = [shared + generator.normal(0, 0.1, 1000) for _ in range(3)]
+    own = [losses - 0.05 + generator.normal(0, 0.1, 1000) for losses in reference]
+    found = gap(own, reference)
+    assert found["mean"] == pytest.approx(-0.05, abs=0.01)
+    assert found["low"] < found["mean"] < found["high"] < 0
+    assert found["standard_error"] == pytest.approx(0.1 / math.sqrt(3 * 1000), rel=0.15)
+    assert found["values"] == pytest.approx([float((a - b).mean()) for a, b in zip(own, reference, strict=True)])
+    assert gap(own, reference) == found
+    assert too_small({"near": found | {"mean": 0.001}, "far": found}) == ["near"]
+
+
+@pytest.mark.parametrize(("error", "warned"), [(0.024, False), (0.026, True)])
+def test_an_evaluation_too_small_is_said_to_be(text, error, warned):
+    recipe = CompareSettings.load(small(text, reference="dense"))
+    found = {"mean": -0.1, "low": -0.2, "high": 0.0, "values": [-0.1], "standard_error": error, "blocks": 9}
+    notes = gap_notes(recipe, [{"name": "dense", "gap": None}, {"name": "hdpl", "gap": found}])
+    said = [note for note in notes if note.startswith("Evaluation too small for the gaps discussed: hdpl (-0.1000")]
+    assert bool(said) == warned
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    hits = 0
+    for trial in range(200):
+        generator = np.random.default_rng(trial)
+        seeds = generator.normal(0, 0.05, (8, 1))
+        low, high = interval(replicates(0.3 + seeds + generator.normal(0, 0.5, 400) / 1.0, 400, seed=trial))
+        hits += low < 0.3 < high
+    assert 175 <= hits <= 198
+
+
+def test_blocks_of_any_number_keep_the_mean():
+    losses = np.random.default_rng(0).normal(size=(2, 1003))
+    assert replicates(losses, 4000).mean() == pytest.approx(losses.mean(), abs=0.01)
+
+
+def test_gaps_of_runs_without_blocks_are_over_seeds_alone():
+    found = gap([np.asarray([1.0]), np.ones(4)], [np.full(4, 2.0), np.full(4, 2.5)])
+    assert (found["mean"], found["values"], found["standard_error"]) == (-1.25, [-1.0, -1.5], None)
+    assert found["low"] < -1.25 < found["high"]
+    alone = gap([np.asarray([1.0])], [np.asarray([2.0])])
+    assert (alone["mean"], alone["low"], alone["high"]) == (-1.0, None, None)
+
+
 # Whole comparisons
 
 
@@ -199,6 +314,92 @@ def test_results_hold_what_was_asked(finished):
     assert results["entries"][0]["speed"]["train_ratio"] == 1
     assert any("edge of the grid" in note for note in results["notes"])
     assert {event.stage for event in events} >= {"match", "tune", "train", "speed"}  # and "data", unless it is cached
+
+
+def test_every_run_leaves_the_losses_of_its_blocks(finished):
+    out, _recipe, results, _ = finished
+    for entry in results["entries"]:
+        for run in entry["runs"]:
+            blocks = np.load(out / "runs" / entry["name"] / f"seed-{run['seed']}" / "block_losses.npy")
+            assert blocks.shape == (20,)
+            assert blocks.mean() == pytest.approx(run["validation_loss"], rel=1e-5)
+
+
+def test_the_ngram_line_counts_what_the_first_seed_saw(finished, text):
+    out, recipe, results, _ = finished
+    counted = results["ngram"]
+    assert (counted["order"], counted["tokens"]) == (5, 4 * 2 * 32)  # bytes; steps, batch, length
+    data = prepare_data(recipe["train"]["data"])
+    seen = [data.train[i]["input_ids"].numpy() for i in SteadySampler(len(data.train), 8, 0)]
+    held_out = np.stack([block["input_ids"].numpy() for block in data.validation])
+    expected = KneserNey(np.stack(seen), data.vocab_size, 5).losses(held_out).mean()
+    assert counted["validation_loss"] == pytest.approx(expected)
+    assert any("5-grams" in note for note in results["notes"])
+    assert json.loads((out / "ngram.json").read_text()) == counted
+
+
+@pytest.fixture(scope="module")
+def judged(text, tmp_path_factory):
+    """A comparison with a reference, tuned initialisations and a check at full length."""
+    out = tmp_path_factory.mktemp("judged") / "out"
+    tune = {"learning_rates": [1e-3, 4e-3], "initializer_range": [0.05, 0.1], "fraction": 0.5, "extensions": 0}
+    entries = {
+        "dense": "dense",
+        "plain": {"operator": "dense", "duration": 1.5, "set": {"model_overrides.initializer_range": 0.02}},
+        "low_rank": "low_rank:rank=4",
+    }
+    recipe = small(text, entries=entries, tune=tune | {"check_full_length": True}, match="width", reference="dense")
+    return out, recipe, compare(recipe, out, isolate=False)
+
+
+def test_gaps_are_paired_and_stated(judged, capsys):
+    out, _recipe, results = judged
+    losses = {e["name"]: [run["validation_loss"] for run in e["runs"]] for e in results["entries"]}
+    gaps = {e["name"]: e["gap"] for e in results["entries"]}
+    assert gaps["dense"] is None
+    for name in ("plain", "low_rank"):
+        pairs = zip(losses[name], losses["dense"], strict=True)
+        assert gaps[name]["values"] == pytest.approx([a - b for a, b in pairs], abs=1e-5)
+        assert gaps[name]["low"] <= gaps[name]["mean"] <= gaps[name]["high"]
+        assert gaps[name]["blocks"] == 20
+    warned = any(note.startswith("Evaluation too small for the gaps discussed:") for note in results["notes"])
+    assert warned == bool(too_small({name: found for name, found in gaps.items() if found}))
+    assert main(["report", str(out)]) == 0
+    assert "gap to dense" in capsys.readouterr().out
+    assert "gap to dense" in (out / "report.html").read_text()
+
+
+def test_initialisations_are_tuned_for_every_entry_that_brings_none(judged):
+    out, _recipe, results = judged
+    for entry in results["entries"]:
+        spread = entry["settings"]["model_overrides"].get("initializer_range")
+        tried = {t.get("initializer_range") for t in entry["tuning"]["trials"]}
+        if entry["name"] == "plain":
+            assert (spread, tried) == (0.02, {None})
+        else:
+            assert tried == {0.02, 0.05, 0.1}
+            assert spread == entry["tuning"]["initializer_range"]
+        full = entry["tuning"]["full_length"]
+        assert len(full["trials"]) == 3
+        assert entry["learning_rate"] == min(full["trials"], key=lambda t: t["validation_loss"])["learning_rate"]
+        steps = 6 if entry["name"] == "plain" else 4
+        assert {t["steps"] for t in full["trials"]} == {steps}
+        assert {t["steps"] for t in entry["tuning"]["trials"]} == {steps // 2}
+        assert entry["runs"][0]["steps"] == steps
+        run = json.loads((out / "runs" / entry["name"] / "seed-1" / "run.json").read_text())
+        assert run["settings"]["model_overrides"].get("initializer_range") == spread
+
+
+def test_initialisations_of_a_model_that_brings_its_weights_are_not_tuned(text, tmp_path):
+    from relinear.models import from_preset
+
+    from_preset("tiny", **WIDTH).save_pretrained(tmp_path / "model")
+    recipe = small(text, tune={"initializer_range": True})
+    recipe["train"] = {k: v for k, v in recipe["train"].items() if k != "model_overrides"}
+    recipe["train"]["model"] = str(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"dense: tune.initializer_range is for models drawn anew"):
+        compare(recipe, tmp_path / "out", isolate=False)
+    assert not (tmp_path / "out").exists()
 
 
 def test_started_again_nothing_is_done_again(finished):

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "train": {"core", "surgery", "models", "data", "system"},
     "compress": {"core", "surgery", "distill", "data", "train", "system"},
     "analysis": {"core", "surgery", "data", "models", "system"},
-    "compare": {"core", "surgery", "models", "data", "train", "analysis", "system"},
+    "compare": {"core", "surgery", "models", "data", "train", "analysis", "evaluate", "system"},
 }
 MAY_IMPORT["bench"] = set(MAY_IMPORT)
 MAY_IMPORT["studies"] = set(MAY_IMPORT)

@@ -15,13 +15,16 @@ def print_results(results: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from relinear.compare.report import gib, number, plus_minus
+    from relinear.compare.report import gap_text, gib, number, plus_minus
 
     entries = results["entries"]
     several = len(entries[0]["runs"]) > 1
     table = Table(title=results["name"], title_justify="left", title_style="bold", header_style="bold", box=_box())
     table.add_column("entry", no_wrap=True)
     table.add_column("validation loss", justify="right")
+    reference, counted = results.get("reference"), results.get("ngram")  # older comparisons have neither
+    if reference:
+        table.add_column(f"gap to {reference}", justify="right", no_wrap=True)
     table.add_column("perplexity", justify="right")
     table.add_column("at step 0", justify="right")
     table.add_column("parameters", justify="right")
@@ -38,6 +41,7 @@ def print_results(results: Mapping[str, Any]) -> None:
         table.add_row(
             entry["name"],
             plus_minus(entry["validation_loss"]),
+            *([gap_text(entry["gap"])] if reference else []),
             plus_minus(entry["perplexity"], 2),
             f"{entry['initial_perplexity']['mean']:.1f}",
             number(entry["parameters"]),
@@ -47,8 +51,11 @@ def print_results(results: Mapping[str, Any]) -> None:
             number(entry["learning_rate"]) + edge,
             style="bold" if entry["validation_loss"]["mean"] == best and several else None,
         )
+    if counted:
+        loss, gap = f"{counted['validation_loss']:.3f}", ["–"] if reference else []
+        table.add_row(f"{counted['order']}-grams", loss, *gap, f"{counted['perplexity']:.2f}", style="dim")
     # A pipe or a log has no width: rich would take 80 columns and fold the table.
-    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 132))
+    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 160 if reference else 132))
     console = Console(width=width, highlight=False)
     console.print(table)
     for text in (results["budget"], results["match"]["text"], *results["notes"]):

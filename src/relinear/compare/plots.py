@@ -15,6 +15,7 @@ from relinear.analysis.plots import colours, new_figure
 __all__ = ["curves", "pareto", "pareto_front", "speeds", "spread_labels", "tuning"]
 
 Entry = Mapping[str, Any]
+_COUNTED = "#8C8C8C"  # the n-gram line, which is no entry
 
 
 def spread_labels(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
@@ -31,8 +32,11 @@ def spread_labels(wanted: Sequence[float], gap: float, low: float, high: float) 
     return placed
 
 
-def curves(entries: Sequence[Entry]) -> Any:
-    """Validation loss against training tokens, mean over seeds, with the band from the lowest to the highest seed."""
+def curves(entries: Sequence[Entry], ngram: Mapping[str, Any] | None = None) -> Any:
+    """Validation loss against training tokens, mean over seeds, with the band from the lowest to the highest seed.
+
+    ``ngram`` (of ``results.json``) is a line across: what counting comes to with as many tokens.
+    """
     palette = colours(entries)
     series = {entry["name"]: _mean_curve(entry) for entry in entries}
     series = {name: points for name, points in series.items() if len(points) > 1}
@@ -46,6 +50,9 @@ def curves(entries: Sequence[Entry]) -> Any:
     # (With a handful of evaluations there would be nothing left to see.)
     cut = 0.15 if min(len(points) for points in series.values()) > 4 else 0.0
     top = max(next((p[3] for p in points if p[0] >= cut * points[-1][0]), points[0][3]) for points in series.values())
+    if ngram is not None:
+        bottom, top = min(bottom, ngram["validation_loss"]), max(top, ngram["validation_loss"])
+        axes.axhline(ngram["validation_loss"], color=_COUNTED, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
     margin = 0.05 * (top - bottom) or 0.1
     low, high = bottom - margin, top + margin
     for name, points in series.items():
@@ -53,7 +60,10 @@ def curves(entries: Sequence[Entry]) -> Any:
         axes.plot(x, [p[1] for p in points], color=palette[name], linewidth=1.8, marker="o", markersize=2.5)
         if any(p[2] != p[3] for p in points):
             axes.fill_between(x, [p[2] for p in points], [p[3] for p in points], color=palette[name], alpha=0.15, lw=0)
-    ends = {name: points[-1] for name, points in series.items()}
+    ends: dict[str, tuple[float, ...]] = {name: points[-1] for name, points in series.items()}
+    if ngram is not None:
+        counted = f"{ngram['order']}-grams"
+        ends[counted], palette = (last_token, ngram["validation_loss"]), palette | {counted: _COUNTED}
     places = spread_labels([end[1] for end in ends.values()], 0.05 * (high - low), low, high)
     for (name, end), place in zip(ends.items(), places, strict=True):
         _label_at_end(axes, f"{name}  {end[1]:.3f}", end[0] / scale, end[1], place, palette[name])
@@ -209,12 +219,13 @@ def tuning(entries: Sequence[Entry]) -> Any:
     figure, (axes,) = new_figure(8.4, 4.2)
     ends = {}
     for entry in tuned:
-        trials = sorted((t["learning_rate"], t["validation_loss"]) for t in entry["tuning"]["trials"])
+        trials = sorted((t["learning_rate"], t["validation_loss"]) for t in _shown_trials(entry["tuning"]))
         finite = [(rate, loss) for rate, loss in trials if loss is not None]
         if not finite:
             continue
         axes.plot(*zip(*finite, strict=True), color=palette[entry["name"]], marker="o", ms=4, lw=1.5)
-        best = min(finite, key=lambda t: t[1])
+        chosen = [t for t in finite if t[0] == entry["learning_rate"]]
+        best = chosen[0] if chosen else min(finite, key=lambda t: t[1])
         axes.plot(*best, marker="o", ms=10, mfc="none", color=palette[entry["name"]])
         ends[entry["name"]] = finite[-1]
     if not ends:
@@ -227,10 +238,17 @@ def tuning(entries: Sequence[Entry]) -> Any:
     axes.set_xlabel("learning rate")
     axes.set_ylabel("validation loss (nats per token)")
     axes.set_title("Tuning: short runs by learning rate (ring: chosen)", loc="left")
-    rates = sorted({t["learning_rate"] for entry in tuned for t in entry["tuning"]["trials"]})
+    rates = sorted({t["learning_rate"] for entry in tuned for t in _shown_trials(entry["tuning"])})
     axes.set_xticks(rates, [f"{rate:.2g}" for rate in rates])
     axes.minorticks_off()
     return figure
+
+
+def _shown_trials(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The short runs at the initialisation that was chosen; where there are none, those of full length."""
+    trials = record["trials"] or record.get("full_length", {}).get("trials", [])
+    chosen = record.get("initializer_range")
+    return [t for t in trials if chosen is None or t.get("initializer_range") == chosen]
 
 
 def _si(largest: float) -> tuple[float, str]:

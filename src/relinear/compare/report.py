@@ -10,7 +10,7 @@ from typing import Any
 
 from relinear.system.files import write_text
 
-__all__ = ["gib", "number", "plus_minus", "read_results", "write_report"]
+__all__ = ["gap_text", "gib", "number", "plus_minus", "read_results", "write_report"]
 
 RESULTS = "results.json"
 REPORT = "report.html"
@@ -60,7 +60,7 @@ def write_report(directory: str | Path) -> Path:
     results = read_results(directory)
     figures = []
     for name, description in _FIGURES.items():
-        figure = getattr(plots, name)(results["entries"])
+        figure = getattr(plots, name)(results["entries"], **_more(name, results))
         if figure is not None:
             _, svg = save_figure(figure, directory / "plots" / name)
             image = base64.b64encode(svg.read_bytes()).decode("ascii")
@@ -68,6 +68,11 @@ def write_report(directory: str | Path) -> Path:
     path = directory / REPORT
     write_text(path, render(results, figures))
     return path
+
+
+def _more(figure: str, results: Mapping[str, Any]) -> dict[str, Any]:
+    """What a figure shows beside the entries."""
+    return {"ngram": results.get("ngram")} if figure == "curves" else {}
 
 
 def render(results: Mapping[str, Any], figures: list[dict[str, str]]) -> str:
@@ -87,6 +92,7 @@ def render(results: Mapping[str, Any], figures: list[dict[str, str]]) -> str:
         "number": number,
         "plus_minus": plus_minus,
         "gib": gib,
+        "gap_text": gap_text,
         "settings": _settings,
         "plain": _plain,
     }
@@ -109,6 +115,14 @@ def plus_minus(statistic: Mapping[str, Any], digits: int = 3) -> str:
     """Mean and, over several seeds, the sample standard deviation."""
     mean = f"{statistic['mean']:.{digits}f}"
     return mean if statistic["spread"] is None else f"{mean} ± {statistic['spread']:.{digits}f}"
+
+
+def gap_text(gap: Mapping[str, Any] | None) -> str:
+    """A gap with its interval: -0.120 [-0.131, -0.108]."""
+    if gap is None:
+        return "–"
+    mean = f"{gap['mean']:+.3f}"
+    return mean if gap["low"] is None else f"{mean} [{gap['low']:+.3f}, {gap['high']:+.3f}]"
 
 
 def gib(value: float | None) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from relinear.compare.gaps import too_small
 from relinear.compare.match import Size
 from relinear.compare.plan import Planned, match_target
 from relinear.compare.settings import CompareSettings
@@ -15,7 +16,7 @@ from relinear.core.config import Config
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import training_dtype
 
-__all__ = ["comparison_result", "entry_result"]
+__all__ = ["comparison_result", "entry_result", "gap_notes"]
 
 
 def _statistic(values: list[float]) -> dict[str, Any]:
@@ -25,9 +26,17 @@ def _statistic(values: list[float]) -> dict[str, Any]:
 
 
 def entry_result(
-    planned: Planned, rate: float, tuning: Any, runs: list[dict[str, Any]], speed: dict[str, Any] | None
+    planned: Planned, settings: TrainSettings, tuning: Any, runs: list[dict[str, Any]], speed: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """An entry of ``results.json``: what it is, how it was tuned, and what its runs (one a seed) came to."""
+    """An entry of ``results.json``: what it is, how it was tuned, and what its runs (one a seed) came to.
+
+    Args:
+        planned: the entry at its size.
+        settings: of its final runs, with what tuning chose.
+        tuning: what it tried.
+        runs: what ``train`` returned for every seed.
+        speed: what was measured.
+    """
     kept = ("seed", "validation_loss", "perplexity", "initial_perplexity", "steps", "tokens_per_second")
     short = [
         {key: run[key] for key in (*kept, "peak_memory_bytes", "aux")} | {"curve": _curve(run["curve"])} for run in runs
@@ -38,11 +47,11 @@ def entry_result(
     return {
         "name": planned.name,
         "operators": "; ".join(stated) or "dense",
-        "settings": planned.settings.updated(learning_rate=rate).model_dump(mode="json"),
+        "settings": settings.model_dump(mode="json"),
         "parameters": planned.size.parameters,
         "flops_per_token": planned.size.flops,
         "deviation": planned.deviation,
-        "learning_rate": rate,
+        "learning_rate": settings.learning_rate,
         "tuning": tuning,
         "validation_loss": _statistic([run["validation_loss"] for run in runs]),
         "perplexity": _statistic([run["perplexity"] for run in runs]),
@@ -69,24 +78,35 @@ def _curve(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def comparison_result(
-    recipe: CompareSettings, data: Any, planned: list[Planned], entries: list[dict[str, Any]]
+    recipe: CompareSettings,
+    data: Any,
+    planned: list[Planned],
+    entries: list[dict[str, Any]],
+    counted: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """``results.json`` but for when, where and by which command it was made: entries, and what a reader must know."""
+    """``results.json`` but for when, where and by which command it was made: entries, and what a reader must know.
+
+    ``counted`` is the n-gram line, from ``count_ngrams``.
+    """
     settings = planned[0].settings
     per_step = settings.batch_size * settings.accumulation * settings.data.sequence_length
     counts = data.description["splits"]["train"]
     passes = settings.steps * per_step / counts["tokens"]
+    other = [f"{p.name} for {p.settings.steps:,}" for p in planned if p.settings.steps != settings.steps]
     budget = (
         f"Every entry was trained for {settings.steps:,} steps of {per_step:,} tokens ({settings.steps * per_step:,} "
         f"tokens, {passes:.2g} passes over the {counts['tokens']:,} training tokens of {settings.data.data}), on "
         f"{len(recipe.seeds)} seed{'s' if len(recipe.seeds) > 1 else ''}, in {_precision(settings)}."
     )
+    budget += f" Other steps: {', '.join(other)}." if other else ""
     return {
         "name": recipe.name,
         "description": recipe.description,
         "budget": budget,
         "match": _match_text(recipe, {p.name: p.size for p in planned}),
-        "notes": _notes(recipe, entries),
+        "notes": _notes(recipe, entries) + gap_notes(recipe, entries) + _counting_notes(counted, entries),
+        "reference": recipe.reference,
+        "ngram": counted,
         "data": data.description,
         "entries": entries,
     }
@@ -127,6 +147,45 @@ def _notes(recipe: CompareSettings, entries: list[dict[str, Any]]) -> list[str]:
     edges = [entry["name"] for entry in entries if entry["tuning"] and entry["tuning"]["edge"]]
     if edges:
         notes.append(f"The best learning rate lies at the edge of the grid for {', '.join(edges)}: widen the grid.")
+    ranges = [e["name"] for e in entries if e["tuning"] and e["tuning"].get("initializer_edge")]
+    if ranges:
+        notes.append(f"The best initialisation lies at the edge of its grid for {', '.join(ranges)}: widen the grid.")
+    moved = [e["name"] for e in entries if e["tuning"] and e["tuning"].get("full_length", {}).get("moved")]
+    if moved:
+        notes.append(f"At full length another rate than in short runs was best, and taken, for {', '.join(moved)}.")
     if recipe.tune is None and len({entry["learning_rate"] for entry in entries}) == 1 and len(entries) > 1:
         notes.append("All entries share one learning rate, which may suit some better than others; see --tune.")
     return notes
+
+
+def gap_notes(recipe: CompareSettings, entries: list[dict[str, Any]]) -> list[str]:
+    """What the gaps of entries are, and for which of them the evaluation is too small."""
+    gaps = {entry["name"]: entry["gap"] for entry in entries if entry.get("gap")}
+    if not gaps:
+        return []
+    notes = [
+        f"Gaps are validation losses less that of {recipe.reference}, on the same seeds and blocks, with 95 % "
+        "intervals of a bootstrap over "
+        + ("seeds and validation blocks." if len(recipe.seeds) > 1 else "validation blocks alone.")
+    ]
+    if any(found["standard_error"] is None for found in gaps.values()):
+        notes.append("Losses by block were not kept for all runs: their gaps have intervals over seeds alone.")
+    small = [
+        f"{name} ({gaps[name]['mean']:+.4f}, one paired standard error {gaps[name]['standard_error']:.4f})"
+        for name in too_small(gaps)
+    ]
+    if small:
+        notes.append(f"Evaluation too small for the gaps discussed: {', '.join(small)}; raise max_validation_tokens.")
+    return notes
+
+
+def _counting_notes(counted: Mapping[str, Any] | None, entries: list[dict[str, Any]]) -> list[str]:
+    if counted is None:
+        return []
+    loss = counted["validation_loss"]
+    behind = [entry["name"] for entry in entries if entry["validation_loss"]["mean"] > loss]
+    lost = f" Behind it: {', '.join(behind)}." if behind else " No entry is behind it."
+    return [
+        f"Kneser-Ney {counted['order']}-grams, counted in {counted['tokens']:,} of the tokens that the entries see, "
+        f"come to {loss:.3f} on the same blocks.{lost}"
+    ]

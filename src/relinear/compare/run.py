@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import json
 import shlex
@@ -11,21 +12,27 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from relinear.compare.counting import count_ngrams
+from relinear.compare.gaps import gap
 from relinear.compare.plan import Event, OnEvent, Planned, plan_comparison
 from relinear.compare.results import comparison_result, entry_result
-from relinear.compare.settings import CompareSettings
-from relinear.compare.tune import open_study, tune_learning_rate
+from relinear.compare.settings import CompareSettings, lasting
+from relinear.compare.tune import Trials, check_neighbours, open_study, tune
 from relinear.compare.worker import InProcess, Worker
 from relinear.data import prepare_data
-from relinear.models import model_place
+from relinear.models import model_place, preset_config, preset_names
 from relinear.system.files import write_json
 from relinear.system.machine import describe_machine
+from relinear.train.run import read_result
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
 
 __all__ = ["RESULTS", "Event", "Planned", "compare", "plan_comparison"]
 
 RUN, RESULTS, SPEED = "run.json", "results.json", "speed.json"
+BLOCK_LOSSES = "block_losses.npy"
 FORMAT = 1
 
 
@@ -39,7 +46,8 @@ def compare(
     """Carry out a comparison and leave its results in ``out_dir``.
 
     ``out_dir`` gets ``run.json`` (recipe, sizes, machine), ``tuning/`` and ``runs/ENTRY/seed-N/`` (a run's own
-    ``run.json`` and ``metrics.jsonl``), ``speed.json`` and, at the end, ``results.json``. Started again with the same
+    ``run.json``, ``metrics.jsonl`` and ``block_losses.npy``), ``ngram.json``, ``speed.json`` and, at the end,
+    ``results.json``. Started again with the same
     recipe it goes on where it was, or returns the results if it had ended.
 
     Args:
@@ -64,6 +72,7 @@ def compare(
         return json.loads((out_dir / RESULTS).read_text(encoding="utf-8"))
     for name in recipe.entries:
         model_place(recipe.settings_of(name).model)
+        _check_tunable(recipe, name)
     data = prepare_data(
         recipe.train.data, on_progress=lambda what, done: on_event(Event("data", what, done, detail={}))
     )
@@ -81,6 +90,16 @@ def compare(
             worker.close()
         write_json(out_dir / RESULTS, results)
     return results
+
+
+def _check_tunable(recipe: CompareSettings, name: str) -> None:
+    """Refuse a search over initialisations of a model whose weights are read."""
+    tuned = recipe.tune is not None and recipe.tune.initializer_range is not None
+    model = recipe.settings_of(name).model
+    if tuned and recipe.entries[name].learning_rate is None and model not in preset_names():
+        raise ValueError(
+            f"{name}: tune.initializer_range is for models drawn anew, of presets; {model!r} brings its weights"
+        )
 
 
 def _check_same(out_dir: Path, described: Mapping[str, Any]) -> None:
@@ -156,6 +175,22 @@ def _now() -> str:
     return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    """An entry's settings with what tuning found, and what it tried (None where nothing was)."""
+
+    settings: TrainSettings
+    record: dict[str, Any] | None
+
+
+def _at(settings: TrainSettings, rate: float, initializer_range: float | None) -> TrainSettings:
+    """``settings`` at a learning rate and, unless it is None, an initialisation."""
+    overrides = dict(settings.model_overrides)
+    if initializer_range is not None:
+        overrides["initializer_range"] = initializer_range
+    return settings.updated(learning_rate=rate, model_overrides=overrides)
+
+
 class _Comparison:
     """The work that is left once the sizes are known."""
 
@@ -173,58 +208,116 @@ class _Comparison:
         self.ended = 0
         self.total = len(planned) * len(recipe.seeds)
         if recipe.tune is not None:
-            self.total += sum(self._is_tuned(p.name) for p in planned) * len(recipe.tune.learning_rates)
+            trials = len(recipe.tune.learning_rates) + len(recipe.tune.initializer_range or ())
+            self.total += sum(self._is_tuned(p.name) for p in planned) * trials
+            self.total += 3 * len(planned) * recipe.tune.check_full_length
 
     def carry_out(self) -> dict[str, Any]:
-        tuned = {p.name: self._tune(p) for p in self.planned}
-        rates = {p.name: tuned[p.name][0] if tuned[p.name] else p.settings.learning_rate for p in self.planned}
-        runs = {p.name: [self._final_run(p, rates[p.name], seed) for seed in self.recipe.seeds] for p in self.planned}
-        speed = self._speed()
+        chosen = {p.name: self._tune(p) for p in self.planned}
+        final = {name: choice.settings for name, choice in chosen.items()}
+        runs = {
+            p.name: [self._final_run(p.name, final[p.name], seed) for seed in self.recipe.seeds] for p in self.planned
+        }
+        counted = self._count()
+        speed = self._speed(final)
+        gaps = self._gaps()
         entries = [
-            entry_result(p, rates[p.name], tuned[p.name][1] if tuned[p.name] else None, runs[p.name], speed.get(p.name))
-            | {"dense": self.recipe.entries[p.name].dense}
+            entry_result(p, final[p.name], chosen[p.name].record, runs[p.name], speed.get(p.name))
+            | {"dense": self.recipe.entries[p.name].dense, "gap": gaps.get(p.name)}
             for p in self.planned
         ]
         record = json.loads((self.out_dir / RUN).read_text(encoding="utf-8"))
         return {
             "format": FORMAT,
-            **comparison_result(self.recipe, self.data, self.planned, entries),
+            **comparison_result(self.recipe, self.data, self.planned, entries, counted),
             **{key: record[key] for key in ("recipe", "machine", "command")},
             "finished": _now(),
         }
+
+    def _count(self) -> dict[str, Any] | None:
+        if self.recipe.ngram_order is None:
+            return None
+        self.on_event(Event("ngram", f"counting {self.recipe.ngram_order}-grams", 0, 0, self.ended, self.total))
+        return count_ngrams(self.recipe, self.data, self.out_dir)
+
+    def _gaps(self) -> dict[str, dict[str, Any]]:
+        """Of every entry but the reference, by name."""
+        if self.recipe.reference is None:
+            return {}
+        losses = {p.name: [self._losses(p.name, seed) for seed in self.recipe.seeds] for p in self.planned}
+        reference = losses.pop(self.recipe.reference)
+        return {name: gap(own, reference) for name, own in losses.items()}
+
+    def _losses(self, name: str, seed: int) -> np.ndarray:
+        """A run's losses by validation block; its one loss where an earlier version did not keep them."""
+        folder = self._folder(name, seed)
+        if (folder / BLOCK_LOSSES).is_file():
+            return np.load(folder / BLOCK_LOSSES, allow_pickle=False)
+        return np.asarray([read_result(folder).validation_loss])
 
     # Tuning
 
     def _is_tuned(self, name: str) -> bool:
         return self.recipe.tune is not None and self.recipe.entries[name].learning_rate is None
 
-    def _tune(self, planned: Planned) -> Any:
-        tune = self.recipe.tune
-        if tune is None or not self._is_tuned(planned.name):
-            return None
-        folder = self.out_dir / "tuning"
-        steps = max(1, round(tune.fraction * planned.settings.steps))
-        changes: dict[str, Any] = {"steps": steps, "seed": tune.seed, "eval_every": 0, "save_model": False}
-        if planned.settings.warmup_steps is not None:
-            changes["warmup_steps"] = min(steps - 1, round(tune.fraction * planned.settings.warmup_steps))
+    def _tune(self, planned: Planned) -> _Choice:
+        """The entry's settings with the learning rate and the initialisation that suit it."""
+        settings, given = self.recipe.tune, planned.settings
+        if settings is None:
+            return _Choice(given, None)
+        rate, spread, record = given.learning_rate, None, None
+        if self._is_tuned(planned.name):
+            spread = None if settings.initializer_range is None else self._written_range(planned)
+            short = self._trials(planned, planned.name, settings.fraction, "")
+            rate, spread, record = tune(settings, short, spread)
+            record["trials"] = self._told(planned, record["trials"], settings.fraction)
+        if settings.check_full_length:
+            whole = self._trials(planned, f"{planned.name}, full length", 1.0, "full-length-")
+            rate, full = check_neighbours(settings, whole, rate, spread)
+            full["trials"] = self._told(planned, full["trials"], 1.0)
+            # "edge" speaks of the rate that is used
+            record = (record or {"trials": []}) | {"full_length": full, "edge": full["edge"]}
+        if record is not None and spread is not None:
+            record["initializer_range"] = spread
+        return _Choice(_at(given, rate, spread), record)
 
-        def evaluate(rate: float) -> float | None:
-            settings = planned.settings.updated(learning_rate=rate, **changes)
-            what = f"tuning {planned.name}, learning rate {rate:g}"
+    def _written_range(self, planned: Planned) -> float | None:
+        if self.recipe.keeps_initialisation(planned.name):
+            return None
+        return preset_config(planned.settings.model, **planned.settings.model_overrides).initializer_range
+
+    def _short(self, planned: Planned, fraction: float) -> TrainSettings:
+        short = lasting(planned.settings, fraction)
+        return short.updated(seed=self.recipe.tune.seed, eval_every=0, save_model=False)
+
+    def _told(self, planned: Planned, trials: list[dict[str, Any]], fraction: float) -> list[dict[str, Any]]:
+        """Trials with what their runs have in common: everything needed to say what was tried."""
+        short = self._short(planned, fraction)
+        return [trial | {"steps": short.steps, "seed": short.seed} for trial in trials]
+
+    def _trials(self, planned: Planned, study: str, fraction: float, prefix: str) -> Trials:
+        folder = self.out_dir / "tuning"
+
+        def evaluate(rate: float, spread: float | None) -> float | None:
+            stated = "" if spread is None else f", initializer_range {spread:g}"
+            what = f"tuning {study}, learning rate {rate:g}{stated}"
+            name = f"{prefix}{rate:g}" + ("" if spread is None else f"-init-{spread:g}")
+            settings = _at(self._short(planned, fraction), rate, spread)
             try:
-                return self._run("tune", what, settings, folder / planned.name / f"{rate:g}")["validation_loss"]
+                return self._run("tune", what, settings, folder / planned.name / name)["validation_loss"]
             except NonFiniteLossError:
                 return None
 
-        return tune_learning_rate(tune, open_study(folder, planned.name), evaluate)
+        return Trials(open_study(folder, study), evaluate)
 
     # Training
 
-    def _final_run(self, planned: Planned, rate: float, seed: int) -> dict[str, Any]:
-        settings = planned.settings.updated(learning_rate=rate, seed=seed)
-        what = planned.name if len(self.recipe.seeds) == 1 else f"{planned.name}, seed {seed}"
-        folder = self.out_dir / "runs" / planned.name / f"seed-{seed}"
-        return {"seed": seed} | self._run("train", what, settings, folder)
+    def _folder(self, name: str, seed: int) -> Path:
+        return self.out_dir / "runs" / name / f"seed-{seed}"
+
+    def _final_run(self, name: str, settings: TrainSettings, seed: int) -> dict[str, Any]:
+        what = name if len(self.recipe.seeds) == 1 else f"{name}, seed {seed}"
+        return {"seed": seed} | self._run("train", what, settings.updated(seed=seed), self._folder(name, seed))
 
     def _run(self, stage: str, what: str, settings: TrainSettings, folder: Path) -> dict[str, Any]:
         def tell(progress: Mapping[str, Any]) -> None:
@@ -247,7 +340,7 @@ class _Comparison:
 
     # Speed
 
-    def _speed(self) -> dict[str, Any]:
+    def _speed(self, final: Mapping[str, TrainSettings]) -> dict[str, Any]:
         path, speed = self.out_dir / SPEED, self.recipe.speed
         if speed.seconds == 0:
             return {}
@@ -259,7 +352,7 @@ class _Comparison:
             self.on_event(Event("speed", what, progress["step"], progress["steps"], self.ended, self.total))
 
         self.on_event(Event("speed", what, 0, 0, self.ended, self.total))
-        settings = {p.name: p.settings.model_dump(mode="json") for p in self.planned}
+        settings = {name: value.model_dump(mode="json") for name, value in final.items()}
         entries = self.recipe.entries
         full = [p.name for p in self.planned if entries[p.name].dense and entries[p.name].how == "fixed"]
         reference = full[0] if full else "dense at full size"

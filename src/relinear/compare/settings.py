@@ -22,9 +22,11 @@ from relinear.core.config import nearest, parse_setting
 from relinear.core.settings import Settings
 from relinear.train.settings import TrainSettings
 
-__all__ = ["CompareSettings", "Entry", "Match", "Speed", "Tune"]
+__all__ = ["CompareSettings", "Entry", "Match", "Speed", "Tune", "lasting"]
 
 DENSE = "dense"
+INITIALIZER_RANGES = (0.02, 0.05, 0.1)
+_INITIALIZER = "initializer_range"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+=-]*")
 
 
@@ -39,6 +41,7 @@ class Entry(Settings):
         operators: further pattern -> setting, looked at before ``target``; None leaves a layer alone.
         attachments: settings of model-level parts.
         learning_rate: in place of the recipe's; it is then not tuned.
+        duration: of the recipe's budget: 2 trains on twice the tokens, as a dense model of equal time may need.
         resize: what is changed to match the budget: "operator" (its rank, blocks, ...; the default where there is an
             operator), "width" (of the whole model), or "fixed" (nothing; the default for dense).
         set: other training settings in which this entry differs, by dotted name.
@@ -49,6 +52,7 @@ class Entry(Settings):
     operators: dict[str, dict[str, Any] | None] = Field(default_factory=dict)
     attachments: tuple[dict[str, Any], ...] = ()
     learning_rate: PositiveFloat | None = None
+    duration: PositiveFloat = 1.0
     resize: Literal["operator", "width", "fixed"] | None = None
     set: dict[str, Any] = Field(default_factory=dict)
 
@@ -112,26 +116,41 @@ class Match(Settings):
 
 
 class Tune(Settings):
-    """How each entry gets a learning rate of its own: short runs over a grid, on one seed.
+    """How each entry gets a learning rate, and an initialisation, of its own: short runs over grids, on one seed.
 
     Attributes:
         learning_rates: the grid.
+        initializer_range: None leaves the initialisation as it is written. Else a grid of standard deviations for the
+            model's weights (``true``: 0.02, 0.05, 0.1): first the rate is found at the written initialisation, then
+            this at that rate, then the rate again around where it was. An entry whose ``set`` has one keeps it.
         fraction: of the steps that a short run takes.
         seed: of the short runs; not one of the final seeds, so that none is favoured.
-        extensions: how often the grid grows by one value where the best is at its edge.
+        extensions: how often each grid grows by one value where the best is at its edge.
+        check_full_length: hold the rate that was chosen (or that the entry brings) against its two neighbours in runs
+            of full length, and take the better one; at most ``extensions`` further steps follow.
+        at: where a comparison has several budgets: "smallest" tunes at the first and holds the rate against its
+            neighbours at the second, "each" tunes at all of them.
     """
 
     learning_rates: tuple[PositiveFloat, ...] = Field(default=(5e-4, 1e-3, 2e-3, 4e-3), min_length=2)
+    initializer_range: tuple[PositiveFloat, ...] | None = Field(default=None, min_length=2)
     fraction: float = Field(default=0.25, gt=0, le=1)
     seed: NonNegativeInt = 1000
     extensions: NonNegativeInt = 2
+    check_full_length: bool = False
+    at: Literal["smallest", "each"] = "smallest"
 
-    @field_validator("learning_rates")
+    @field_validator("initializer_range", mode="before")
     @classmethod
-    def _ascending(cls, rates: tuple[float, ...]) -> tuple[float, ...]:
-        if len(set(rates)) != len(rates):
-            raise ValueError(f"learning rates come twice: {rates}")
-        return tuple(sorted(rates))
+    def _default_ranges(cls, value: Any) -> Any:
+        return {True: INITIALIZER_RANGES, False: None}[value] if isinstance(value, bool) else value
+
+    @field_validator("learning_rates", "initializer_range")
+    @classmethod
+    def _ascending(cls, values: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        if values is not None and len(set(values)) != len(values):
+            raise ValueError(f"a value comes twice: {values}")
+        return None if values is None else tuple(sorted(values))
 
 
 class Speed(Settings):
@@ -158,6 +177,9 @@ class CompareSettings(Settings):
         match: how sizes are made equal.
         seeds: a run of every entry for each.
         tune: None trains all at ``train.learning_rate`` (or the entry's own); ``true`` takes the defaults.
+        reference: the entry that the gaps of the others are stated against, with intervals; None states none.
+        ngram: longest n-grams of the Kneser-Ney model that stands beside the entries as a reference; "auto" takes 5
+            for bytes and 3 for other tokens, None (or ``false``) leaves it out.
         speed: how throughput is measured.
     """
 
@@ -171,6 +193,13 @@ class CompareSettings(Settings):
     seeds: tuple[NonNegativeInt, ...] = Field(default=(0,), min_length=1)
     tune: Tune | None = None
     speed: Speed = Speed()
+    reference: str | None = None
+    ngram: Literal["auto"] | PositiveInt | None = "auto"
+
+    @field_validator("ngram", mode="before")
+    @classmethod
+    def _ngram_or_not(cls, value: Any) -> Any:
+        return {True: "auto", False: None}[value] if isinstance(value, bool) else value
 
     @field_validator("entries", mode="before")
     @classmethod
@@ -208,6 +237,8 @@ class CompareSettings(Settings):
     def _consistent(self) -> CompareSettings:
         if isinstance(self.match.to, str) and self.match.to not in self.entries:
             raise ValueError(f"match.to names no entry: {self.match.to!r}; {nearest(self.match.to, self.entries)}")
+        if self.reference is not None and self.reference not in self.entries:
+            raise ValueError(f"reference names no entry: {self.reference!r}; {nearest(self.reference, self.entries)}")
         if self.train.operators or self.train.attachments:
             raise ValueError("train.operators and train.attachments belong to the entries of a comparison")
         if self.tokens is not None and "steps" in self.train.model_fields_set:
@@ -223,6 +254,20 @@ class CompareSettings(Settings):
             return self.train.steps
         t = self.train
         return max(1, math.ceil(self.tokens / (t.batch_size * t.accumulation * t.data.sequence_length)))
+
+    @property
+    def ngram_order(self) -> int | None:
+        """``ngram`` with "auto" filled in."""
+        if self.ngram != "auto":
+            return self.ngram
+        return 5 if self.train.data.tokenizer == "bytes" else 3
+
+    def keeps_initialisation(self, name: str) -> bool:
+        """Whether an entry brings an initialisation of its own, which is then not tuned."""
+        changes = self.entries[name].set
+        overrides = changes.get("model_overrides")
+        nested = isinstance(overrides, Mapping) and _INITIALIZER in overrides
+        return nested or f"model_overrides.{_INITIALIZER}" in changes
 
     def settings_of(self, name: str) -> TrainSettings:
         """The training settings of an entry, at the size that it is written with, for the first seed.
@@ -242,4 +287,16 @@ class CompareSettings(Settings):
             changes["learning_rate"] = entry.learning_rate
         # Only what was written: a default of the model's fields must stay a default.
         written = self.train.model_dump(exclude_unset=True)
-        return TrainSettings.load(apply_overrides(written | changes, entry.set), f"entries.{name}")
+        settings = TrainSettings.load(apply_overrides(written | changes, entry.set), f"entries.{name}")
+        return settings if entry.duration == 1 else lasting(settings, entry.duration)
+
+
+def lasting(settings: TrainSettings, fraction: float) -> TrainSettings:
+    """A whole run of ``fraction`` times the steps, with warm-up and evaluations that keep their places in it."""
+    steps = max(1, round(fraction * settings.steps))
+    changes: dict[str, Any] = {"steps": steps}
+    if settings.warmup_steps is not None:
+        changes["warmup_steps"] = min(steps - 1, round(fraction * settings.warmup_steps))
+    if settings.eval_every:
+        changes["eval_every"] = max(1, round(fraction * settings.eval_every))
+    return settings.updated(**changes)

@@ -1,17 +1,21 @@
-"""A learning rate for every entry: short runs over a grid, kept in an optuna study that a killed run goes on with."""
+"""A learning rate, and an initialisation, for every entry: short runs over grids, kept in an optuna study that a killed
+run goes on with."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from relinear.compare.settings import Tune
 
-__all__ = ["open_study", "tune_learning_rate"]
+__all__ = ["Trials", "check_neighbours", "open_study", "tune", "tune_learning_rate"]
 
 STORAGE = "optuna.db"
+# The ranges are the same for every trial, as optuna asks for; they only have to hold every value.
+_LOWEST, _HIGHEST = 1e-12, 1e3
 
 
 def open_study(folder: str | Path, name: str, sampler: Any = None) -> Any:
@@ -35,62 +39,165 @@ def open_study(folder: str | Path, name: str, sampler: Any = None) -> Any:
     return study
 
 
-def tune_learning_rate(
-    settings: Tune, study: Any, evaluate: Callable[[float], float | None]
-) -> tuple[float, dict[str, Any]]:
-    """The best learning rate of the grid, which grows where the best is at its edge.
+class Trials:
+    """The losses of a study by learning rate and initialisation: what it has is not run again.
 
     Args:
-        settings: the grid and how often it may grow.
-        study: from ``open_study``; rates that it has results for are not run again.
-        evaluate: learning rate -> validation loss, or None where training diverged.
-
-    Returns:
-        The rate, and what was tried: ``{"trials": [{"learning_rate", "validation_loss"}], "edge": bool}``.
-
-    Raises:
-        ValueError: if training diverged at every rate.
+        study: from ``open_study``.
+        evaluate: (learning rate, initialisation or None) -> validation loss, or None where training diverged.
     """
-    rates = list(settings.learning_rates)
-    losses: dict[float, float] = {}
-    for extension in range(settings.extensions + 1):
-        for rate in rates:
-            if rate not in losses:
-                losses[rate] = _trial(study, rate, evaluate)
-        best = min(rates, key=lambda rate: losses[rate])
-        if not math.isfinite(losses[best]):
-            # A still lower rate is the only way on; the grid below its lowest is not searched blindly.
-            raise ValueError(f"training diverged at every learning rate of the grid {rates}; lower tune.learning_rates")
-        if extension == settings.extensions or best not in (rates[0], rates[-1]):
-            break
-        if best == rates[0]:
-            rates.insert(0, _rounded(rates[0] * rates[0] / rates[1]))
-        else:
-            rates.append(_rounded(rates[-1] * rates[-1] / rates[-2]))
-    trials = [
-        {"learning_rate": rate, "validation_loss": losses[rate] if math.isfinite(losses[rate]) else None}
-        for rate in rates
-    ]
-    return best, {"trials": trials, "edge": best in (rates[0], rates[-1])}
+
+    def __init__(self, study: Any, evaluate: Callable[[float, float | None], float | None]) -> None:
+        self.study, self.evaluate = study, evaluate
+
+    def loss(self, rate: float, initializer_range: float | None = None) -> float:
+        """Validation loss of a trial; infinite where it diverged."""
+        import optuna
+
+        wanted = {"learning_rate": rate, "initializer_range": initializer_range}
+        wanted = {name: value for name, value in wanted.items() if value is not None}
+        done = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
+        for trial in self.study.get_trials(deepcopy=False, states=done):
+            if trial.params == wanted:
+                return trial.value if trial.state == done[0] else math.inf
+        self.study.enqueue_trial(wanted)
+        distribution = optuna.distributions.FloatDistribution(_LOWEST, _HIGHEST, log=True)
+        trial = self.study.ask(dict.fromkeys(wanted, distribution))
+        loss = self.evaluate(rate, initializer_range)
+        if loss is None:
+            self.study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+            return math.inf
+        self.study.tell(trial, loss)
+        return loss
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every trial that has ended, whoever asked for it: its settings, and its loss (None where it diverged)."""
+        import optuna
+
+        done = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
+        found = [
+            dict(trial.params) | {"validation_loss": trial.value if trial.state == done[0] else None}
+            for trial in self.study.get_trials(deepcopy=False, states=done)
+        ]
+        return sorted(found, key=lambda row: (row.get("initializer_range", 0.0), row["learning_rate"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Best:
+    """The best of a grid as it has grown. edge: whether it lies at an end of it."""
+
+    value: float
+    grid: tuple[float, ...]
+
+    @property
+    def edge(self) -> bool:
+        return self.value in (self.grid[0], self.grid[-1])
+
+
+def _below(grid: Sequence[float]) -> float:
+    return _rounded(grid[0] * grid[0] / grid[1])
+
+
+def _above(grid: Sequence[float]) -> float:
+    return _rounded(grid[-1] * grid[-1] / grid[-2])
 
 
 def _rounded(rate: float) -> float:
     return float(f"{rate:.3g}")
 
 
-def _trial(study: Any, rate: float, evaluate: Callable[[float], float | None]) -> float:
-    import optuna
+def _search(grid: Sequence[float], extensions: int, loss: Callable[[float], float]) -> _Best:
+    """The best value of ``grid``, which grows by one value up to ``extensions`` times while the best is at an end."""
+    values = list(grid)
+    for extension in range(extensions + 1):
+        losses = {value: loss(value) for value in values}
+        best = _Best(min(values, key=losses.__getitem__), tuple(values))
+        if not math.isfinite(losses[best.value]) or extension == extensions or not best.edge:
+            break
+        if best.value == values[0]:
+            values.insert(0, _below(values))
+        else:
+            values.append(_above(values))
+    return best
 
-    done = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
-    for trial in study.get_trials(deepcopy=False, states=done):
-        if trial.params.get("learning_rate") == rate:
-            return trial.value if trial.state == done[0] else math.inf
-    study.enqueue_trial({"learning_rate": rate})
-    # The range is the same for every trial, as optuna asks for; it only has to hold every rate.
-    trial = study.ask({"learning_rate": optuna.distributions.FloatDistribution(1e-12, 1e3, log=True)})
-    loss = evaluate(rate)
-    if loss is None:
-        study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-        return math.inf
-    study.tell(trial, loss)
-    return loss
+
+def _descend(grid: Sequence[float], start: float, moves: int, loss: Callable[[float], float]) -> _Best:
+    """From ``start`` to the better neighbour, up to ``moves`` times; beyond its ends the grid goes on as it ends."""
+    values, best = sorted({*grid, start}), start
+    for _ in range(moves + 1):
+        if best == values[0]:
+            values.insert(0, _below(values))
+        if best == values[-1]:
+            values.append(_above(values))
+        place = values.index(best)
+        around = values[place - 1 : place + 2]
+        better = min([best, *around], key=loss)
+        if better == best:
+            break
+        best = better
+    return _Best(best, tuple(around))  # at an end of these where the last move was the last allowed
+
+
+def tune(settings: Tune, trials: Trials, initializer_range: float | None = None) -> tuple[float, float | None, Any]:
+    """The best learning rate of the grid and, where that is tuned, the best initialisation.
+
+    One coordinate after the other: the rate at the written initialisation, the initialisation at that rate, and where
+    that has changed, the rate again, downhill from where it was. Grids grow where the best is at their edge.
+
+    Args:
+        settings: the grids and how often they may grow.
+        trials: what is known, and how to learn more.
+        initializer_range: the written initialisation; None leaves it out of the search.
+
+    Returns:
+        The rate, the initialisation (None where it was left out) and what was tried: ``{"trials", "edge"}`` and, where
+        it was tuned, ``initializer_edge``.
+
+    Raises:
+        ValueError: if training diverged at every rate.
+    """
+    rate = _search(settings.learning_rates, settings.extensions, lambda value: trials.loss(value, initializer_range))
+    if not math.isfinite(trials.loss(rate.value, initializer_range)):
+        # A still lower rate is the only way on; the grid below its lowest is not searched blindly.
+        grid = list(settings.learning_rates)
+        raise ValueError(f"training diverged at every learning rate of the grid {grid}; lower tune.learning_rates")
+    if initializer_range is None or settings.initializer_range is None:
+        return rate.value, initializer_range, {"trials": trials.rows(), "edge": rate.edge}
+    grid = sorted({*settings.initializer_range, initializer_range})
+    first = rate.value
+    spread = _search(grid, settings.extensions, lambda value: trials.loss(first, value))
+    if spread.value != initializer_range:
+        rate = _descend(
+            settings.learning_rates, first, settings.extensions, lambda value: trials.loss(value, spread.value)
+        )
+    record = {"trials": trials.rows(), "edge": rate.edge, "initializer_edge": spread.edge}
+    return rate.value, spread.value, record
+
+
+def tune_learning_rate(
+    settings: Tune, study: Any, evaluate: Callable[[float], float | None]
+) -> tuple[float, dict[str, Any]]:
+    """``tune`` over the learning rate alone: study from ``open_study``, evaluate: learning rate -> loss or None."""
+    rate, _, record = tune(settings, Trials(study, lambda rate, _: evaluate(rate)))
+    return rate, record
+
+
+def check_neighbours(
+    settings: Tune, trials: Trials, rate: float, initializer_range: float | None = None
+) -> tuple[float, dict[str, Any]]:
+    """``rate`` or the better of its neighbours in the grid, and so on up to ``settings.extensions`` times more.
+
+    Returns:
+        The rate, and what was tried: ``{"trials", "from", "moved", "edge"}``.
+
+    Raises:
+        ValueError: if training diverged at all of them.
+    """
+    best = _descend(
+        settings.learning_rates, rate, settings.extensions, lambda value: trials.loss(value, initializer_range)
+    )
+    if not math.isfinite(trials.loss(best.value, initializer_range)):
+        raise ValueError(
+            f"training diverged at {rate:g} and at the learning rates beside it; lower tune.learning_rates"
+        )
+    return best.value, {"trials": trials.rows(), "from": rate, "moved": best.value != rate, "edge": best.edge}

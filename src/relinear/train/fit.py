@@ -177,7 +177,8 @@ def fit(
         settings: how to train; the defaults of ``FitSettings`` if None.
         objective: what is minimised in place of the model's own loss: what ``ObjectiveConfig.prepare(model)`` gives, or
             any function (model, batch) -> (loss, its weighted terms by name, the model's output).
-        out_dir: where metrics.jsonl and checkpoints go; nothing is kept if None.
+        out_dir: where metrics.jsonl, checkpoints and block_losses.npy (a language model's loss on every validation
+            sample at the end, in order) go; nothing is kept if None.
         resume: continue from the last checkpoint in ``out_dir``, if there is one.
         callbacks: further transformers callbacks.
         on_progress: called with a ``Progress`` after every step, evaluation and checkpoint.
@@ -203,7 +204,14 @@ def fit(
         stack.enter_context(_prepared(model, settings))
         trained = model if objective is None else GuidedTraining(model, objective)
         trainer = RelinearTrainer(
-            trained, settings, train_data, validation, checkpoints, callbacks=callbacks, data_collator=collate
+            trained,
+            settings,
+            train_data,
+            validation,
+            checkpoints,
+            callbacks=callbacks,
+            data_collator=collate,
+            block_losses=None if out_dir is None else home / "block_losses.npy",
         )
         throughput = Throughput(lambda: trainer.tokens_seen)
         log = MetricsLog(

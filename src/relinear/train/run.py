@@ -141,8 +141,9 @@ def train(
 ) -> TrainResult:
     """Carry out a run and leave its results in ``out_dir``.
 
-    ``out_dir`` gets ``run.json`` (settings, machine, model, data, status, result), ``metrics.jsonl``, the trained model
-    with its tokenizer in ``model/``, and checkpoints while the run goes on. Started again with the same settings, a run
+    ``out_dir`` gets ``run.json`` (settings, machine, model, data, status, result), ``metrics.jsonl``,
+    ``block_losses.npy`` (the loss of every validation block at the end), the trained model with its tokenizer in
+    ``model/``, and checkpoints while the run goes on. Started again with the same settings, a run
     that was killed continues from its last checkpoint to exactly the same result (on one thread, to the last bit), and
     one that had ended returns its result.
 
@@ -216,5 +217,5 @@ def _clear(out_dir: Path) -> None:
     """Remove what an earlier run wrote, and nothing else."""
     for name in ("checkpoints", "model"):
         shutil.rmtree(out_dir / name, ignore_errors=True)
-    for name in ("run.json", "metrics.jsonl"):
+    for name in ("run.json", "metrics.jsonl", "block_losses.npy"):
         (out_dir / name).unlink(missing_ok=True)

@@ -14,9 +14,11 @@ from pathlib import Path
 from pickle import UnpicklingError  # raised by torch.load(weights_only=True) for what it refuses
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import Dataset, Sampler
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -28,6 +30,7 @@ from relinear.core.inference import keeping_for_inference
 from relinear.core.modes import evaluating
 from relinear.core.objective import GuidedTraining
 from relinear.core.record import sync_record
+from relinear.system.files import atomic_path
 from relinear.system.machine import fast_bfloat16
 from relinear.train.optim import build_optimizer, build_schedule
 from relinear.train.settings import FitSettings
@@ -120,6 +123,7 @@ class RelinearTrainer(Trainer):
         out_dir: where checkpoints go.
         callbacks: further transformers callbacks.
         data_collator: makes a batch of samples; stacks tensors by default.
+        block_losses: file (npy) for the loss of every validation sample at the end of training; None writes none.
     """
 
     def __init__(
@@ -132,6 +136,7 @@ class RelinearTrainer(Trainer):
         *,
         callbacks: Iterable[TrainerCallback] = (),
         data_collator: Callable | None = None,
+        block_losses: Path | None = None,
     ) -> None:
         cuda = settings.device != "cpu" and torch.cuda.is_available()
         if settings.device == "cuda" and not cuda:
@@ -159,6 +164,7 @@ class RelinearTrainer(Trainer):
         self._last_drain = 0
         self._terms: dict[str, Tensor] = {}
         self._home = out_dir
+        self._block_losses = block_losses
         self._plain_model: Any = model
         self._redirect: Path | None = None
 
@@ -289,6 +295,8 @@ class RelinearTrainer(Trainer):
         """
         start, model = time.perf_counter(), self._plain_model
         sums = torch.zeros(2, dtype=torch.float64)
+        last = self.state.global_step == self.settings.steps and self.args.world_size == 1
+        blocks: list[Tensor | None] = []
         eager, lowered = torch.compiler.set_stance("force_eager"), self.autocast_smart_context_manager()
         with evaluating(model), eager, lowered, keeping_for_inference(model):
             for inputs in self.get_eval_dataloader(eval_dataset):
@@ -298,9 +306,12 @@ class RelinearTrainer(Trainer):
                 labels = inputs.get("labels")
                 count = 1 if labels is None else (labels[..., 1:] != IGNORED_LABEL).sum()
                 sums += torch.stack([loss.double() * count, torch.as_tensor(count, dtype=torch.float64)]).cpu()
+                if last and self._block_losses is not None:
+                    blocks.append(_block_losses(output, labels))
         total, count = self.accelerator.reduce(sums.to(self.args.device), "sum").tolist()
         value = total / max(count, 1)
         self._check_finite(value, "validation loss")
+        self._write_block_losses(blocks, value)
         metrics = {
             f"{metric_key_prefix}_loss": value,
             f"{metric_key_prefix}_perplexity": math.exp(min(value, 700.0)),
@@ -309,6 +320,18 @@ class RelinearTrainer(Trainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _write_block_losses(self, blocks: list[Tensor | None], loss: float) -> None:
+        """Before the loss is logged, so that a run which has logged its last one also has those of the blocks."""
+        found = [block for block in blocks if block is not None]
+        if self._block_losses is None or not found or len(found) < len(blocks):
+            return
+        losses = torch.cat(found)
+        # A model may have a loss of its own, of which this is no division.
+        if not math.isclose(float(losses.mean()), loss, rel_tol=1e-2):
+            return
+        with atomic_path(self._block_losses) as temporary, temporary.open("wb") as file:
+            np.save(file, losses.numpy().astype(np.float32), allow_pickle=False)
 
     # Checkpoints
 
@@ -372,6 +395,17 @@ class RelinearTrainer(Trainer):
         """The model alone: Trainer would pickle its arguments beside it."""
         if self.args.should_save:
             save_model(self.model, Path(output_dir or self._home))
+
+
+def _block_losses(output: Any, labels: Tensor | None) -> Tensor | None:
+    """Mean loss (B,) of each row's next tokens; None where the model predicts none."""
+    logits = output.get("logits") if isinstance(output, dict) else None
+    if logits is None or labels is None or logits.dim() != 3 or logits.shape[:2] != labels.shape:
+        return None
+    # Row by row, in float32: at once, a vocabulary of 50,000 would take gigabytes more.
+    rows = zip(logits[:, :-1], labels[:, 1:], strict=True)
+    losses = [F.cross_entropy(row.float(), label, ignore_index=IGNORED_LABEL) for row, label in rows]
+    return torch.stack(losses).double().cpu()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,117 @@
+"""Counting as a language model: interpolated modified Kneser-Ney n-grams, the line that a trained model must pass."""
+
+# Legend: N blocks, T tokens a block, V vocabulary
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+__all__ = ["KneserNey"]
+
+# What is taken off counts of 1, 2 and more where too few n-grams are seen to estimate it.
+_DISCOUNTS = (0.5, 1.0, 1.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Order:
+    """All n-grams of one length: codes in ascending order, and what their contexts leave to shorter ones.
+
+    grams: code of every n-gram seen; kept: its count less the discount.
+    contexts: code of every context; totals: its counts; spare: what discounts took off them.
+    """
+
+    grams: np.ndarray
+    kept: np.ndarray
+    contexts: np.ndarray
+    totals: np.ndarray
+    spare: np.ndarray
+
+    @classmethod
+    def of(cls, grams: np.ndarray, counts: np.ndarray, vocab_size: int) -> _Order:
+        """From n-grams in ascending order and their counts."""
+        off = np.asarray((0.0, *_discounts(counts)))[np.minimum(counts, 3)]
+        contexts = grams // vocab_size
+        starts = np.flatnonzero(np.diff(contexts, prepend=-1))
+        spare = np.add.reduceat(off, starts)
+        return cls(grams, counts - off, contexts[starts], np.add.reduceat(counts, starts), spare)
+
+    def interpolate(self, codes: np.ndarray, shorter: np.ndarray, vocab_size: int) -> np.ndarray:
+        """Probability of the last token of each n-gram after the others, given that by n-grams one shorter."""
+        kept = np.where(*_found(self.grams, codes, self.kept), 0.0)
+        seen, totals = _found(self.contexts, codes // vocab_size, self.totals)
+        _, spare = _found(self.contexts, codes // vocab_size, self.spare)
+        return np.where(seen, (kept + spare * shorter) / totals, shorter)
+
+
+def _found(known: np.ndarray, wanted: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which of ``wanted`` are among the sorted ``known``, and the values there (any value elsewhere)."""
+    places = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+    return known[places] == wanted, values[places]
+
+
+def _discounts(counts: np.ndarray) -> tuple[float, ...]:
+    """What is taken off counts of 1, of 2, and of 3 and more (Chen and Goodman 1999, equation 17)."""
+    n = [int((counts == i).sum()) for i in (1, 2, 3, 4)]
+    if not n[0] or not n[1]:
+        return _DISCOUNTS
+    y = n[0] / (n[0] + 2 * n[1])
+    estimates = [i - (i + 1) * y * n[i] / n[i - 1] if n[i - 1] else 0.0 for i in (1, 2, 3)]
+    return tuple(found if 0 < found < i else _DISCOUNTS[i - 1] for i, found in enumerate(estimates, 1))
+
+
+def _codes(blocks: np.ndarray, order: int, vocab_size: int) -> np.ndarray:
+    """Every n-gram within a block as one number: (N, T - order + 1)."""
+    count = blocks.shape[1] - order + 1
+    codes = np.zeros((len(blocks), count), dtype=np.int64)
+    for offset in range(order):
+        codes *= vocab_size
+        codes += blocks[:, offset : offset + count]
+    return codes
+
+
+class KneserNey:
+    """An interpolated n-gram model with modified Kneser-Ney smoothing (Chen and Goodman 1999).
+
+    The longest n-grams are counted; of shorter ones the different tokens before them are. What discounts take off goes
+    to the next shorter ones, and from single tokens to all of the vocabulary alike, so that every token of every
+    context has a probability and those of a context sum to one.
+
+    Args:
+        blocks: (N, T) token ids to count in; no n-gram crosses from one block into another.
+        vocab_size: V, ids are below it.
+        order: the n of the longest n-grams; at most T.
+
+    Raises:
+        ValueError: if there is nothing to count, ids or order are out of range, or V to the power of ``order`` exceeds
+            what 64 bits hold.
+    """
+
+    def __init__(self, blocks: np.ndarray, vocab_size: int, order: int) -> None:
+        blocks = np.asarray(blocks)
+        if blocks.ndim != 2 or not blocks.size:
+            raise ValueError(f"n-grams are counted in blocks (N, T) of token ids, got an array of shape {blocks.shape}")
+        if not 1 <= order <= blocks.shape[1]:
+            raise ValueError(f"order must be from 1 to the {blocks.shape[1]} tokens of a block, got {order}")
+        if vocab_size**order >= 1 << 63:
+            raise ValueError(f"{order}-grams of {vocab_size:,} tokens do not fit 64 bits; lower the order")
+        if blocks.min() < 0 or blocks.max() >= vocab_size:
+            raise ValueError(f"token ids must be from 0 to {vocab_size - 1}, got {blocks.min()} to {blocks.max()}")
+        self.order, self.vocab_size = order, vocab_size
+        grams, counts = np.unique(_codes(blocks, order, vocab_size), return_counts=True)
+        orders = [_Order.of(grams, counts, vocab_size)]
+        for shorter in range(order - 1, 0, -1):
+            grams, counts = np.unique(grams % vocab_size**shorter, return_counts=True)
+            orders.append(_Order.of(grams, counts, vocab_size))
+        self._orders = orders[::-1]
+
+    def losses(self, blocks: np.ndarray) -> np.ndarray:
+        """Loss in nats (N, T - 1) of every token but the first of blocks (N, T), given those before it in its block."""
+        blocks = np.asarray(blocks)
+        probability = np.full(blocks.shape, 1 / self.vocab_size)
+        for order, counted in enumerate(self._orders[: blocks.shape[1]], 1):
+            shorter = probability[:, order - 1 :]
+            codes = _codes(blocks, order, self.vocab_size)
+            probability[:, order - 1 :] = counted.interpolate(codes, shorter, self.vocab_size)
+        return -np.log(probability[:, 1:])
