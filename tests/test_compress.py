@@ -15,7 +15,7 @@ from relinear.compress.calibrate import calibrate
 from relinear.compress.plan import CompressPlan
 from relinear.core.operator import is_linear
 
-SETTINGS = {"tokens": 512, "sequence_length": 16, "anchor_tokens": 512, "batch_size": 4}
+SETTINGS = {"tokens": 512, "sequence_length": 16, "anchor_tokens": 512, "batch_size": 4, "anchor": True}
 
 
 def tiny(kind: str = "llama"):
@@ -222,7 +222,8 @@ def test_refinement_brings_the_layers_nearer(tmp_path) -> None:
     original, results = tiny(), {}
     for steps in (0, 100):
         model = copy.deepcopy(original)
-        settings = SETTINGS | {"refine_steps": steps, "refine_learning_rate": 3e-3, "correct_dense": False}
+        settings = SETTINGS | {"refine_steps": steps, "refine_learning_rate": 3e-3}
+        settings |= {"correct_dense": False, "menu": ["low_rank"]}
         compress(model, tokens(), keep=0.5, settings=settings, out_dir=tmp_path / str(steps))
         results[steps] = divergence(model, original)
         assert not any(p.grad is not None for p in model.parameters())
@@ -341,6 +342,24 @@ def test_another_budget_uses_the_same_statistics(tmp_path) -> None:
         )
     assert "backward" not in phases
     assert "fit" in phases
+
+
+def test_without_order_each_layer_is_told_and_fitted_alike(tmp_path) -> None:
+    phases, models = [], []
+    for folder in ("one", "one", "other"):  # again in the same place: nothing is left that changes the result
+        model = tiny()
+        compress(
+            model,
+            tokens(),
+            keep=0.6,
+            settings=SETTINGS | {"anchor": False},
+            out_dir=tmp_path / folder,
+            on_progress=lambda phase, done, total: phases.append((phase, done == total)),
+        )
+        models.append(model.state_dict())
+    assert phases.count(("fit", True)) == 3
+    for other in models[1:]:
+        assert all(torch.equal(value, other[key]) for key, value in models[0].items())
 
 
 def test_without_gradients_every_layer_keeps_the_same_share(tmp_path) -> None:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import relinear
@@ -54,12 +55,17 @@ def alone(directory, trust: str = "trust") -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
 
 
+@pytest.mark.parametrize("operator", [relinear.LowRank(rank=5), relinear.PivotedLowRank(rank=5)], ids=lambda c: c.kind)
 @pytest.mark.parametrize("kind", list(MODELS))
-def test_loads_and_generates_without_relinear(kind: str, tmp_path) -> None:
-    model = model_of(kind)
+def test_loads_and_generates_without_relinear(kind: str, operator, tmp_path) -> None:
+    model = model_of(kind, operator)
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     export_plain(model, tmp_path / "plain", tokenizer=load_tokenizer("bytes"))
     assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+    written = load_file(tmp_path / "plain" / "model.safetensors")
+    assert sum(v.numel() for v in written.values() if v.is_floating_point()) == sum(
+        p.numel() for p in model.parameters()
+    )
     ids = torch.arange(3, 13)[None]
     with torch.no_grad():
         wanted, made = model(ids).logits, model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from relinear.core.attachment import attachments
 from relinear.core.aux import named_operators
@@ -27,9 +27,10 @@ MODELLING_FILE = "modeling_factorized"
 def export_plain(model: Any, directory: str | Path, *, tokenizer: Any = None) -> Path:
     """Write ``model`` so that transformers alone loads it; all of it or nothing.
 
-    A low-rank layer becomes two nn.Linear in a row, any other operator with a dense matrix that matrix. Where factors
-    are left, a modelling file of the directory puts them in place, so that loading takes ``trust_remote_code=True`` and
-    fails without it; where none are, the directory is a stock checkpoint.
+    A low-rank layer becomes two nn.Linear in a row (where the first holds an identity, that is not stored), any other
+    operator with a dense matrix that matrix. Where factors are left, a modelling file of the directory puts them in
+    place, so that loading takes ``trust_remote_code=True`` and fails without it; where none are, the directory is a
+    stock checkpoint.
 
     Args:
         model: a Hugging Face decoder with operators; stays as it is.
@@ -50,7 +51,7 @@ def export_plain(model: Any, directory: str | Path, *, tokenizer: Any = None) ->
         except NotLinearError as error:
             raise NotLinearError(f"{name}: {error}; save the model with relinear instead") from error
     plain = copy.deepcopy(model)
-    ranks = {
+    factors = {
         name: _into_factors(plain, name, operator)
         for name, operator in list(named_operators(plain))
         if len(operator.dense_chain()) == 2
@@ -60,32 +61,50 @@ def export_plain(model: Any, directory: str | Path, *, tokenizer: Any = None) ->
     plain.config.__dict__.pop("quantization_config", None)
     with atomic_directory(directory) as folder:
         plain.save_pretrained(folder)
-        if ranks:
-            _describe(plain, ranks, folder)
+        if factors:
+            _describe(plain, factors, folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
     return Path(directory)
 
 
-def _into_factors(model: nn.Module, name: str, operator: Operator) -> int:
-    """Two plain layers in place of ``operator``; the rank between them."""
+class _Pivoted(nn.Module):
+    """A thin product of which some inputs come through as they are; the modelling file has the same."""
+
+    def __init__(self, weight: Tensor, pivots: Tensor) -> None:
+        super().__init__()
+        rest = torch.ones(weight.shape[1], dtype=torch.bool, device=weight.device)
+        rest[pivots] = False
+        self.register_buffer("order", torch.cat((pivots, rest.nonzero().flatten())).int())
+        self.mix = _linear(weight[:, rest])
+
+
+def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device=weight.device, dtype=weight.dtype)
+    linear.weight.copy_(weight)
+    if bias is not None:
+        linear.bias.copy_(bias)
+    return linear
+
+
+def _pivots(thin: Tensor) -> Tensor | None:
+    """For each row of a matrix (R, I) a column that is 1 there and 0 elsewhere, (R,); None if a row has none."""
+    units = (thin != 0).sum(0).eq(1) & thin.eq(1).any(0)
+    found = (thin.eq(1) & units).int()
+    return found.argmax(1) if bool(found.any(1).all()) else None
+
+
+def _into_factors(model: nn.Module, name: str, operator: Operator) -> dict[str, Any]:
+    """Two plain layers in place of ``operator``; what the config says of them."""
     first, second = operator.dense_chain()
-    bias = operator.dense_bias()
-    layers = []
-    for weight, offset in ((first, None), (second, bias)):
-        linear = nn.Linear(
-            weight.shape[1], weight.shape[0], offset is not None, device=weight.device, dtype=weight.dtype
-        )
-        linear.weight.copy_(weight)
-        if offset is not None:
-            linear.bias.copy_(offset)
-        layers.append(linear)
+    pivots = _pivots(first)
+    thin = _linear(first) if pivots is None else _Pivoted(first, pivots)
     parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, nn.Sequential(*layers))
-    return len(first)
+    setattr(model.get_submodule(parent), child, nn.Sequential(thin, _linear(second, operator.dense_bias())))
+    return {"rank": len(first), "pivoted": pivots is not None}
 
 
-def _describe(model: Any, ranks: dict[str, int], folder: Path) -> None:
+def _describe(model: Any, factors: dict[str, Any], folder: Path) -> None:
     """The modelling file, and a config whose type no program knows unless it runs that file."""
     model_class, config_class = type(model).__name__, type(model.config).__name__
     template = resources.files("relinear.compress").joinpath(f"{MODELLING_FILE}.txt").read_text(encoding="utf-8")
@@ -93,7 +112,7 @@ def _describe(model: Any, ranks: dict[str, int], folder: Path) -> None:
     write_text(folder / f"{MODELLING_FILE}.py", string.Template(template).substitute(names))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["model_type"] = f"factorized_{model.config.model_type}"
-    config["factorized"] = ranks
+    config["factorized"] = factors
     config["architectures"] = [f"Factorized{model_class}"]
     config["auto_map"] = {
         "AutoConfig": f"{MODELLING_FILE}.Factorized{config_class}",

@@ -49,13 +49,18 @@ def _fitted(config: OperatorConfig, source: nn.Module, weight: Tensor, moments: 
     return operator.from_moments(linear_of(weight, dense_bias(source)), moments)
 
 
-def fit_without_order(calibration: Calibration, replacements: Sequence[Replacement]) -> dict[str, Operator]:
+def fit_without_order(
+    calibration: Calibration,
+    replacements: Sequence[Replacement],
+    on_layer: OnLayer = lambda phase, done, total: None,
+) -> dict[str, Operator]:
     """Every operator fitted to its own layer under the original model's moments."""
     fitted = {}
-    for replacement in replacements:
+    for done, replacement in enumerate(replacements, start=1):
         source = replacement.target.module
         weight = dense_weight(source).detach().double()
         fitted[replacement.name] = _fitted(replacement.config, source, weight, calibration.moments(replacement.name))
+        on_layer("fit", done, len(replacements))
     return fitted
 
 

@@ -301,7 +301,8 @@ class _Job:
         settings, mapping = self.settings, dict(whole.replaced)
         replacements = plan(self.model, mapping).replacements
         if not settings.anchor:
-            place_(self.model, replacements, flat_states(fit_without_order(calibration, replacements)))
+            fitted = fit_without_order(calibration, replacements, self.on_progress)
+            place_(self.model, replacements, flat_states(fitted))
             return
         groups: dict[int, list[Replacement]] = {}
         for replacement in replacements:

@@ -50,7 +50,7 @@ class CompressSettings(Settings):
     sequence_length: int = Field(default=512, ge=2)
     batch_size: int = Field(default=2, ge=1)
     fisher: bool = True
-    menu: tuple[str, ...] = ("low_rank",)
+    menu: tuple[str, ...] = ("pivoted_low_rank",)
     anchor: bool = False
     correct_dense: bool = True
     anchor_tokens: int = Field(default=32768, ge=2)

@@ -59,9 +59,12 @@ class PivotedLowRankLinear(Operator):
         return pivoted_low_rank(x, self.order, self.mix, self.up, self.bias)
 
     def to_dense(self) -> Tensor:
+        down, up = self.dense_chain()
+        return up @ down
+
+    def dense_chain(self) -> tuple[Tensor, ...]:
         identity = torch.eye(self.config.rank, dtype=self.mix.dtype, device=self.mix.device)
-        down = torch.cat((identity, self.mix), 1)[:, self.order.argsort()]
-        return self.up @ down
+        return torch.cat((identity, self.mix), 1)[:, self.order.argsort()], self.up
 
     @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:

@@ -1,0 +1,46 @@
+"""Low-rank products with an identity inside."""
+
+import pytest
+import torch
+
+import relinear
+from relinear.core.moments import Moments
+from relinear.functional.pivoted_low_rank import LARGEST_PIVOTED, pivoted_factors, pivoted_low_rank
+
+
+@pytest.mark.parametrize("sizes", [(5, 12, 9), (12, 12, 20), (1, 4, 3), (40, 96, 40), (3, 3, 1)])
+def test_the_product_stays_and_entries_are_bounded(sizes: tuple[int, int, int]) -> None:
+    rank, inputs, outputs = sizes
+    torch.manual_seed(0)
+    down, up = torch.randn(rank, inputs).double(), torch.randn(outputs, rank).double()
+    x = torch.randn(7, inputs).double()
+    order, mix, left = pivoted_factors(down, up)
+    assert sorted(order.tolist()) == list(range(inputs))
+    assert mix.shape == (rank, inputs - rank)
+    assert not mix.numel() or float(mix.abs().max()) <= LARGEST_PIVOTED
+    assert torch.allclose(pivoted_low_rank(x, order, mix, left), x @ down.T @ up.T, atol=1e-10)
+
+
+def test_factors_that_lack_rank_keep_their_product() -> None:
+    torch.manual_seed(0)
+    down = torch.randn(2, 10).double()
+    down, up = torch.cat([down, down[:1]]), torch.randn(6, 3).double()
+    x = torch.randn(4, 10).double()
+    assert torch.allclose(pivoted_low_rank(x, *pivoted_factors(down, up)), x @ down.T @ up.T, atol=1e-10)
+
+
+def test_the_same_map_as_low_rank_with_fewer_parameters_and_flops() -> None:
+    torch.manual_seed(0)
+    linear, a, g = torch.nn.Linear(30, 20), torch.randn(90, 30), torch.randn(90, 20)
+    moments = Moments(a.T @ a / 90, g.T @ g / 90)
+    x = torch.randn(5, 30)
+    for rank in (1, 7, 20):
+        plain = relinear.LowRank(rank=rank).convert(linear).from_moments(linear, moments)
+        pivoted = relinear.PivotedLowRank(rank=rank).convert(linear).from_moments(linear, moments)
+        assert torch.allclose(pivoted(x), plain(x), atol=1e-5)
+        assert torch.allclose(pivoted.to_dense(), plain.to_dense(), atol=1e-5)
+        sizes = [sum(p.numel() for p in m.parameters()) for m in (plain, pivoted)]
+        assert sizes[0] - sizes[1] == rank**2
+        assert plain.flops_per_token() - pivoted.flops_per_token() == 2 * rank**2
+    assert torch.allclose(pivoted(x), linear(x), atol=1e-5)  # at full rank, and no larger than it
+    assert sizes[1] == sum(p.numel() for p in linear.parameters())
