@@ -27,10 +27,12 @@ from torch import Tensor, nn
 
 from relinear.compress.calibrate import fingerprint
 from relinear.compress.settings import CompressSettings
+from relinear.compress.whiten import WhitenedSteps
 from relinear.core.aux import named_operators
 from relinear.core.modes import evaluating
+from relinear.core.moments import Moments
 from relinear.core.objective import GuidedTraining
-from relinear.core.operator import is_conv1d
+from relinear.core.operator import Operator, is_conv1d, is_linear
 from relinear.system.files import atomic_path, write_json
 from relinear.train.distill import against
 from relinear.train.fit import fit
@@ -39,7 +41,7 @@ from relinear.train.settings import FitSettings
 __all__ = ["HealReport", "check_heal", "check_healable", "heal", "original_copy"]
 
 #: peak of the learning rate where the settings name none
-LEARNING_RATES = {"operators": 3e-4, "all": 1e-4, "lora": 1e-3}
+LEARNING_RATES = {"operators": 2e-5, "all": 2e-5, "lora": 1e-3}
 #: evaluations on the held-out part, beside that of the start
 EVALUATIONS = 8
 #: steps in which the learning rate rises, as a share of all
@@ -113,6 +115,7 @@ def heal(
     *,
     settings: CompressSettings | None = None,
     dense: Iterable[str] = (),
+    moments: Callable[[str], Moments | None] = lambda name: None,
     folder: str | Path | None = None,
     on_progress: OnHeal = lambda phase, done, total: None,
 ) -> HealReport:
@@ -128,6 +131,8 @@ def heal(
         held_out: token ids (N, T) that judge.
         settings: ``heal``, ``heal_learning_rate``, ``heal_batch``, ``heal_rank``, ``batch_size`` and ``seed`` of these.
         dense: names of the linear layers that get adapters in ``heal="lora"``.
+        moments: of a linear layer of this name in the original, where they are known: steps are then taken in
+            coordinates in which all directions cost alike (``WhitenedSteps``). Not for ``heal="lora"``.
         folder: of state and metrics; None keeps nothing.
         on_progress: told "heal", steps done and in all.
 
@@ -144,7 +149,7 @@ def heal(
             f"{len(blocks)} and {len(held_out)}"
         )
     with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as home, _in_float32(model, teacher):
-        return _Healing(model, teacher, blocks, held_out, chosen, dense, Path(home), on_progress).run()
+        return _Healing(model, teacher, blocks, held_out, chosen, dense, moments, Path(home), on_progress).run()
 
 
 @contextmanager
@@ -177,9 +182,9 @@ class _Judged(GuidedTraining):
 class _Healing:
     """One healing under way."""
 
-    def __init__(self, model, teacher, blocks, held_out, settings, dense, home, on_progress) -> None:
+    def __init__(self, model, teacher, blocks, held_out, settings, dense, moments, home, on_progress) -> None:
         self.model, self.teacher, self.blocks, self.held_out = model, teacher, blocks, held_out
-        self.settings, self.dense, self.on_progress = settings, dense, on_progress
+        self.settings, self.dense, self.moments, self.on_progress = settings, dense, moments, on_progress
         names = ("heal", "heal_learning_rate", "heal_batch", "heal_rank", "batch_size", "seed")
         marked = {name: getattr(settings, name) for name in names}
         both = torch.cat([blocks, held_out])
@@ -235,6 +240,22 @@ class _Healing:
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
+    def _known(self) -> dict[nn.Parameter, Moments]:
+        """The moments of matrices that are trained, where they are known."""
+        found: dict[nn.Parameter, Moments] = {}
+        for name, module in self.model.named_modules():
+            moments = self.moments(name) if isinstance(module, Operator) or is_linear(module) else None
+            if moments is None:
+                continue
+            if isinstance(module, Operator):
+                own = module.parameter_moments(moments)
+            elif not is_conv1d(module):
+                own = {"weight": moments}
+            else:  # which holds its weight the other way round
+                own = {} if moments.outputs is None else {"weight": Moments(moments.outputs, moments.inputs)}
+            found |= {p: own[key] for key, p in module.named_parameters(recurse=False) if key in own}
+        return {p: m for p, m in found.items() if p.requires_grad}
+
     def _train(self) -> dict[str, Any]:
         settings = self.settings
         batch = min(settings.batch_size, settings.heal_batch)
@@ -261,6 +282,7 @@ class _Healing:
                 tuple(samples),
                 how,
                 out_dir=self.folder,
+                callbacks=[WhitenedSteps(self._known())] if self.settings.heal != "lora" else [],
                 on_progress=self._told,
             )
         step, loss = self._best_so_far()

@@ -262,7 +262,7 @@ class _Job:
                 self._carry_out(blocks, calibration, whole)
             clock.lap("fit")
             if teacher is not None:
-                healing = self._heal(teacher, further, dense)
+                healing = self._heal(calibration, teacher, further, dense)
                 clock.lap("heal")
         after = whole.parameters + whole.others
         report = CompressReport(whole, after, before, calibration.tokens, calibration.loss, clock.seconds, healing)
@@ -280,11 +280,12 @@ class _Job:
             self.on_progress("candidates", done, len(self.modules))
         return make_plan(self.model, candidates, self.settings, weighed=self.settings.fisher)
 
-    def _heal(self, teacher: Any, blocks: Tensor, dense: list[str]) -> HealReport:
+    def _heal(self, calibration: Calibration, teacher: Any, blocks: Tensor, dense: list[str]) -> HealReport:
         """Train the compressed model on ``blocks``, but for some, spread evenly over them, that judge."""
         judge = torch.linspace(0, len(blocks) - 1, self.settings.held_out_blocks).round().long()
         kept = torch.ones(len(blocks), dtype=torch.bool)
         kept[judge] = False
+        known = {name for name, m in self.modules.items() if calibration.counts[name] >= linear_features(m)[0]}
         return heal(
             self.model,
             teacher,
@@ -292,6 +293,7 @@ class _Job:
             blocks[judge],
             settings=self.settings,
             dense=dense,
+            moments=lambda name: calibration.moments(name) if name in known else None,
             folder=self.folder,
             on_progress=self.on_progress,
         )

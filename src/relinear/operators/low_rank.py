@@ -18,7 +18,7 @@ from relinear.core.operator import Operator, OperatorConfig, dense_weight, linea
 from relinear.functional.low_rank import low_rank, low_rank_factors, weighted_spectrum
 from relinear.kernels.choice import prefers_dense
 
-__all__ = ["LowRank", "LowRankLinear", "RankConfig"]
+__all__ = ["LowRank", "LowRankLinear", "RankConfig", "moments_of_factors"]
 
 #: steps of the ranks that are considered when a size is chosen; finer only in layers below 16 times this
 RANK_STEP = 8
@@ -72,6 +72,10 @@ class LowRankLinear(Operator):
         return self
 
     @torch.no_grad()
+    def parameter_moments(self, moments: Moments) -> dict[str, Moments]:
+        return moments_of_factors(moments, self.down, self.up)
+
+    @torch.no_grad()
     def set_factors_(self, down: Tensor, up: Tensor) -> None:
         """Take over factors (R, I) and (O, R), whatever their dtype."""
         self.down.copy_(down)
@@ -79,6 +83,16 @@ class LowRankLinear(Operator):
 
     def flops_per_token(self) -> int:
         return 2 * self.config.rank * (self.in_features + self.out_features)
+
+
+def moments_of_factors(moments: Moments, down: Tensor, up: Tensor) -> dict[str, Moments]:
+    """The moments of the factors (R, I) and (O, R) of a product that has ``moments`` as a whole."""
+    a, g = moments.inputs, moments.outputs
+    down, up = down.to(a), up.to(a)
+    return {
+        "down": Moments(a, up.T @ up if g is None else up.T @ g @ up),
+        "up": Moments(down @ a @ down.T, g),
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from relinear.core.operator import Operator, OperatorConfig, linear_features
 from relinear.functional.low_rank import low_rank_factors, weighted_spectrum
 from relinear.functional.pivoted_low_rank import pivoted_factors
 from relinear.kernels.pivoted_low_rank import pivoted_low_rank
-from relinear.operators.low_rank import RankConfig
+from relinear.operators.low_rank import RankConfig, moments_of_factors
 
 __all__ = ["PivotedLowRank", "PivotedLowRankLinear"]
 
@@ -78,6 +78,12 @@ class PivotedLowRankLinear(Operator):
         moments.check(self.in_features, self.out_features)
         spectrum = weighted_spectrum(weight, moments.inputs, moments.outputs)
         return self._take(linear, *spectrum.factors(weight, self.config.rank))
+
+    @torch.no_grad()
+    def parameter_moments(self, moments: Moments) -> dict[str, Moments]:
+        both = moments_of_factors(moments, *self.dense_chain())
+        rest = self.order[self.config.rank :]
+        return {"mix": Moments(moments.inputs[rest][:, rest], both["down"].outputs), "up": both["up"]}
 
     def _take(self, linear: nn.Module, down: Tensor, up: Tensor) -> Self:
         order, mix, up = pivoted_factors(down, up)
