@@ -13,9 +13,10 @@ import copy
 import dataclasses
 import importlib.util
 import json
+import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,11 @@ from relinear.train.settings import FitSettings
 
 __all__ = ["HealReport", "check_heal", "check_healable", "heal", "original_copy"]
 
-#: peak of the learning rate where the settings name none
-LEARNING_RATES = {"operators": 2e-5, "all": 2e-5, "lora": 1e-3}
+#: what a step that moves every parameter by the learning rate, in directions that do not conspire, is to cost at its
+#: peak in whitened coordinates, in nats a token: 0.5 N lr^2 for N parameters
+STEP_NATS = 0.015
+#: peak of the learning rate where nothing is whitened and the settings name none
+PLAIN_RATE, LORA_RATE = 1e-5, 1e-3
 #: evaluations on the held-out part, beside that of the start
 EVALUATIONS = 8
 #: steps in which the learning rate rises, as a share of all
@@ -189,7 +193,8 @@ class _Healing:
         marked = {name: getattr(settings, name) for name in names}
         both = torch.cat([blocks, held_out])
         origin = fingerprint(teacher, both, [], {})
-        mark = fingerprint(model, both, [*dense, origin, str(len(blocks))], marked)
+        known = [name for name, _ in model.named_modules() if moments(name) is not None]
+        mark = fingerprint(model, both, [*dense, origin, str(len(blocks)), *known], marked)
         self.folder = home / f"heal-{mark[:16]}"
         self.best = self.folder / "best.safetensors"
         self.steps = len(blocks) // settings.heal_batch
@@ -241,8 +246,10 @@ class _Healing:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def _known(self) -> dict[nn.Parameter, Moments]:
-        """The moments of matrices that are trained, where they are known."""
+        """The moments of matrices that are trained, where they are known; none where adapters are trained."""
         found: dict[nn.Parameter, Moments] = {}
+        if self.settings.heal == "lora":
+            return found
         for name, module in self.model.named_modules():
             moments = self.moments(name) if isinstance(module, Operator) or is_linear(module) else None
             if moments is None:
@@ -256,15 +263,20 @@ class _Healing:
             found |= {p: own[key] for key, p in module.named_parameters(recurse=False) if key in own}
         return {p: m for p, m in found.items() if p.requires_grad}
 
+    def _learning_rate(self, whitened: Mapping[nn.Parameter, Moments]) -> float:
+        if whitened:
+            return math.sqrt(2 * STEP_NATS / sum(p.numel() for p in whitened))
+        return LORA_RATE if self.settings.heal == "lora" else PLAIN_RATE
+
     def _train(self) -> dict[str, Any]:
-        settings = self.settings
+        settings, whitened = self.settings, self._known()
         batch = min(settings.batch_size, settings.heal_batch)
         interval = max(1, self.steps // EVALUATIONS)
         how = FitSettings(
             steps=self.steps,
             batch_size=batch,
             accumulation=settings.heal_batch // batch,
-            learning_rate=settings.heal_learning_rate or LEARNING_RATES[settings.heal],
+            learning_rate=settings.heal_learning_rate or self._learning_rate(whitened),
             warmup_steps=min(self.steps - 1, max(1, round(WARMUP * self.steps))),
             min_lr_ratio=0.0,
             weight_decay=0.0,
@@ -282,7 +294,7 @@ class _Healing:
                 tuple(samples),
                 how,
                 out_dir=self.folder,
-                callbacks=[WhitenedSteps(self._known())] if self.settings.heal != "lora" else [],
+                callbacks=[WhitenedSteps(whitened)],
                 on_progress=self._told,
             )
         step, loss = self._best_so_far()
