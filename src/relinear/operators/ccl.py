@@ -78,23 +78,25 @@ class CCLLinear(Operator):
         factors, norm, outer = (self.basis, self.mix, self.bias), _affine(self.norm), _affine(self.output_gate)
         if self.config.composition == "gates":
             return ccl(x, features, *factors, *norm, *_affine(self.basis_gate), *outer, self.config.gate_bias)
-        shares = self._shares(features)
-        return ccl_templates(x, features, shares, *factors, *norm, *outer, self.config.gate_bias)
-
-    def _shares(self, features: Tensor | None) -> Tensor:
-        """The share of every template, (..., E); with "selection" most of them are zero."""
-        config = self.config
         assert features is not None
         probabilities = template_shares(features, *_affine(self.basis_gate))
-        if config.composition != "selection":
-            return probabilities
-        shares = largest_shares(probabilities, config.selected)
-        if self.training and config.balance:
-            # the Switch Transformer's loss against collapse: E sum_e f_e p_e, f_e the share of tokens that choose e
-            used = (shares.detach() > 0).to(shares.dtype).reshape(-1, config.templates).mean(0) / config.selected
-            loss = config.templates * (probabilities * used).sum(-1)
-            self.note({"balance": config.balance * loss}, {"busiest": used.max()})
-        return shares
+        shares = self._shares(probabilities)
+        if self.training and self.config.composition == "selection" and self.config.balance:
+            self._balance(probabilities, shares)
+        return ccl_templates(x, features, shares, *factors, *norm, *outer, self.config.gate_bias)
+
+    def _shares(self, probabilities: Tensor) -> Tensor:
+        """What a token takes of every template, (..., E): its probability, or zero where it is not selected."""
+        if self.config.composition == "selection":
+            return largest_shares(probabilities, self.config.selected)
+        return probabilities
+
+    def _balance(self, probabilities: Tensor, shares: Tensor) -> None:
+        """The Switch Transformer's loss against collapse: E sum_e f_e p_e, f_e the share of tokens that choose e."""
+        config = self.config
+        used = (shares.detach() > 0).to(shares.dtype).reshape(-1, config.templates).mean(0) / config.selected
+        loss = config.templates * (probabilities * used).sum(-1)
+        self.note({"balance": config.balance * loss}, {"busiest": used.max()})
 
     def _features(self, context: Tensor) -> Tensor:
         features = context.to(self.basis.dtype)
@@ -105,6 +107,8 @@ class CCLLinear(Operator):
     def gates(self, context: Tensor | None = None) -> dict[str, Tensor]:
         """The gates for a context (..., C): {"basis": (..., R), "output": (..., O)}, without those that are off.
 
+        With templates "basis" is the share of the template that each feature belongs to.
+
         Args:
             context: by default that of the forward pass or ``relinear.context`` block which is running.
         """
@@ -113,10 +117,14 @@ class CCLLinear(Operator):
         if context is None:
             context = current_context(None, self.config.context_dim, "ccl")
         features = self._features(context)
-        parts = {"basis": self.basis_gate, "output": self.output_gate}
-        gates = {name: gate(features, *_affine(last)) for name, last in parts.items() if last is not None}
+        gates = {}
         if self.config.composition != "gates":
-            gates["basis"] = self._shares(features).repeat_interleave(self.config.rank // self.config.templates, -1)
+            shares = self._shares(template_shares(features, *_affine(self.basis_gate)))
+            gates["basis"] = shares.repeat_interleave(self.config.rank // self.config.templates, -1)
+        elif self.basis_gate is not None:
+            gates["basis"] = gate(features, *_affine(self.basis_gate))
+        if self.output_gate is not None:
+            gates["output"] = gate(features, *_affine(self.output_gate))
         return gates
 
     def factors(self) -> tuple[Tensor, Tensor]:
