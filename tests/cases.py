@@ -202,6 +202,19 @@ CASES: list[Case] = [
         variant="static",
         exact=relinear.CCL(rank=16, norm=False, basis_gate=False, output_gate=False),
     ),
+    Case(
+        config=relinear.CCL(rank=6, context_dim=6, norm=False, composition="remixing", templates=3),
+        variant="remixing",
+        context_dim=6,
+        exact=relinear.CCL(rank=18, context_dim=6, norm=False, composition="remixing", templates=3),
+    ),
+    Case(
+        config=relinear.CCL(rank=6, context_dim=6, composition="selection", templates=3, output_gate=False),
+        variant="selection",
+        linear=False,
+        context_dim=6,
+        bf16_tolerance=0.5,  # a token whose two best templates are nearly level takes another one
+    ),
     Case(config=relinear.LowRank(rank=5), exact=relinear.LowRank(rank=16)),
     Case(config=relinear.PivotedLowRank(rank=5), exact=relinear.PivotedLowRank(rank=16)),
     Case(config=relinear.BlockHadamard(blocks=4), exact=relinear.BlockHadamard(blocks=1)),
@@ -239,6 +252,7 @@ CASES: list[Case] = [
     Case(config=relinear.Transponder(rank=3, channel=False), variant="scalar", linear=False, shapes=(WIDE, ODD)),
     Case(config=relinear.Transponder(rank=20, scalar=False, learnable_alpha=False), variant="channel", linear=False),
     Case(config=relinear.Transponder(contextual=False), variant="static", exact=relinear.Transponder(init="identity")),
+    Case(config=relinear.Transponder(phi="gelu", shared=False, biases=True), variant="free", linear=False),
     Case(config=relinear.Transponder(base=relinear.HDPL(rank=6, blocks=4)), variant="on_hdpl", linear=False),
     Case(
         config=relinear.Transponder(base=relinear.CCL(rank=5, context_dim=6)),

@@ -1,13 +1,14 @@
-"""Context-conditioned linear maps (CCL): the reference form of Eq. 1 to 5."""
+"""Context-conditioned linear maps (CCL): the reference form of Eq. 1 to 5, and two ways without gates on the basis."""
 
-# Legend: T tokens, I in_features, O out_features, R rank (d_basis), G width of the gate network's last hidden layer
+# Legend: T tokens, I in_features, O out_features, R rank (d_basis), G width of the gate network's last hidden layer,
+# E templates
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["ccl", "ccl_dense", "gate"]
+__all__ = ["ccl", "ccl_dense", "ccl_templates", "gate", "largest_shares", "template_shares"]
 
 
 def gate(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -50,23 +51,91 @@ def ccl(
         gate_bias: Eq. 4, where g_out gates the bias too; False is the paper's Figure 3, y * g_out + b.
         eps: of the LayerNorm.
     """
-    h = _upcast(x) @ _upcast(basis).T
-    if norm_gain is not None:
-        assert norm_offset is not None
-        centred = h - h.mean(-1, keepdim=True)
-        h = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * norm_gain + norm_offset
+    h = _basis_features(x, basis, norm_gain, norm_offset, eps)
     if basis_gate is not None:
         assert features is not None
         assert basis_gate_bias is not None
         h = h * gate(features, basis_gate, basis_gate_bias)
+    return _mixed(h, features, mix, bias, output_gate, output_gate_bias, gate_bias).to(x.dtype)
+
+
+def ccl_templates(
+    x: Tensor,
+    features: Tensor | None,
+    shares: Tensor,
+    basis: Tensor,
+    mix: Tensor,
+    bias: Tensor | None = None,
+    norm_gain: Tensor | None = None,
+    norm_offset: Tensor | None = None,
+    output_gate: Tensor | None = None,
+    output_gate_bias: Tensor | None = None,
+    gate_bias: bool = True,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``ccl`` with the basis in E templates of R / E features each, and a share of every template in place of g_basis.
+
+    Template e is the low-rank map U_e V_e of part e of ``mix`` and ``basis``: without norm and output gate this is
+    y = sum_e shares_e U_e V_e x + b. All templates are computed, also those of no share.
+
+    Args:
+        shares: (..., E), of ``template_shares`` or ``largest_shares``.
+        x, features, basis, mix, bias, norm_gain, norm_offset, output_gate, output_gate_bias, gate_bias, eps: as in
+            ``ccl``.
+    """
+    h = _basis_features(x, basis, norm_gain, norm_offset, eps)
+    h = h * shares.repeat_interleave(basis.shape[0] // shares.shape[-1], -1)
+    return _mixed(h, features, mix, bias, output_gate, output_gate_bias, gate_bias).to(x.dtype)
+
+
+def template_shares(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """softmax(phi(c)) over E templates, (..., E), in float32 for half precision.
+
+    Args:
+        features: (..., G), the gate network's last hidden layer.
+        weight, bias: (E, G) and (E,), its last layer.
+    """
+    features, weight, bias = _upcast(features), _upcast(weight), _upcast(bias)
+    return torch.softmax(features @ weight.T + bias, -1)
+
+
+def largest_shares(shares: Tensor, selected: int) -> Tensor:
+    """``shares`` (..., E) with all but the ``selected`` largest at zero.
+
+    Those keep their values, as in the Switch Transformer (Fedus et al., 2022), through which the choice is learnt.
+    """
+    chosen = shares.topk(selected, -1).indices
+    return torch.zeros_like(shares).scatter(-1, chosen, shares.gather(-1, chosen))
+
+
+def _basis_features(x: Tensor, basis: Tensor, gain: Tensor | None, offset: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm(x W_basis) (Eq. 1), or without the norm; (..., R), at least float32."""
+    h = _upcast(x) @ _upcast(basis).T
+    if gain is None:
+        return h
+    assert offset is not None
+    centred = h - h.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * gain + offset
+
+
+def _mixed(
+    h: Tensor,
+    features: Tensor | None,
+    mix: Tensor,
+    bias: Tensor | None,
+    output_gate: Tensor | None,
+    output_gate_bias: Tensor | None,
+    gate_bias: bool,
+) -> Tensor:
+    """(h W_mix + b) * g_out (Eq. 4), or without the gate; (..., O), at least float32."""
     y = h @ _upcast(mix).T
     b = torch.zeros_like(y[..., :1]) if bias is None else bias
     if output_gate is None:
-        return (y + b).to(x.dtype)
+        return y + b
     assert features is not None
     assert output_gate_bias is not None
     g_out = gate(features, output_gate, output_gate_bias)
-    return ((y + b) * g_out if gate_bias else y * g_out + b).to(x.dtype)
+    return (y + b) * g_out if gate_bias else y * g_out + b
 
 
 def ccl_dense(basis: Tensor, mix: Tensor, g_basis: Tensor | None, g_out: Tensor | None) -> Tensor:

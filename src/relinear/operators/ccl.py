@@ -1,6 +1,6 @@
 """Context-conditioned linear layers: a low-rank map whose basis and outputs are gated by a shared causal context."""
 
-# Legend: T tokens, I in_features, O out_features, R rank, C context_dim, G gate width
+# Legend: T tokens, I in_features, O out_features, R rank, C context_dim, G gate width, E templates
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relinear.core.config import check_at_least, check_type, register
+from relinear.core.config import check_at_least, check_choice, check_divides, check_type, register
 from relinear.core.context import current_context
 from relinear.core.held import Held
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig
-from relinear.functional.ccl import ccl_dense, gate
+from relinear.functional.ccl import ccl_dense, ccl_templates, gate, largest_shares, template_shares
 from relinear.functional.low_rank import low_rank_factors
 from relinear.kernels.ccl import ccl
 from relinear.operators.context_manager import GELU_GAIN
@@ -31,8 +31,9 @@ class CCLLinear(Operator):
     """y = ((LayerNorm(x W_basis) * g_basis) W_mix + b) * g_out, the gates sigmoids of a network of the context.
 
     Parameters: ``basis`` (R, I), ``mix`` (O, R), optional ``bias`` (O,), ``norm`` (gain and offset of R), ``trunk``
-    (the gate network's hidden layers), ``basis_gate`` (R, G) and ``output_gate`` (O, G) with biases, its last layer.
-    Needs a context (``relinear.ContextManager`` or ``relinear.context``) unless both gates are off.
+    (the gate network's hidden layers), ``basis_gate`` (R, G) and ``output_gate`` (O, G) with biases, its last layer;
+    with templates ``basis_gate`` is (E, G). Needs a context (``relinear.ContextManager`` or ``relinear.context``)
+    unless both gates are off.
     """
 
     config: CCL
@@ -48,7 +49,7 @@ class CCLLinear(Operator):
         self.norm = Held(rank, **kw) if config.norm else None
         layers = itertools.pairwise(sizes) if config.conditioned else ()
         self.trunk = nn.ModuleList([Held(b, a, **kw) for a, b in layers])
-        self.basis_gate = Held(rank, sizes[-1], **kw) if config.basis_gate else None
+        self.basis_gate = Held(config.basis_gates, sizes[-1], **kw) if config.basis_gate else None
         self.output_gate = Held(out_features, sizes[-1], **kw) if config.output_gate else None
         self.reset_parameters()
 
@@ -74,8 +75,28 @@ class CCLLinear(Operator):
         features = None
         if self.config.conditioned:
             features = self._features(current_context(x, self.config.context_dim, "ccl"))
-        parts = (*_affine(self.norm), *_affine(self.basis_gate), *_affine(self.output_gate), self.config.gate_bias)
-        return ccl(x, features, self.basis, self.mix, self.bias, *parts)
+        factors, norm, outer = (self.basis, self.mix, self.bias), _affine(self.norm), _affine(self.output_gate)
+        if self.config.composition == "gates":
+            return ccl(x, features, *factors, *norm, *_affine(self.basis_gate), *outer, self.config.gate_bias)
+        assert features is not None
+        probabilities = template_shares(features, *_affine(self.basis_gate))
+        shares = self._shares(probabilities)
+        if self.training and self.config.composition == "selection" and self.config.balance:
+            self._balance(probabilities, shares)
+        return ccl_templates(x, features, shares, *factors, *norm, *outer, self.config.gate_bias)
+
+    def _shares(self, probabilities: Tensor) -> Tensor:
+        """What a token takes of every template, (..., E): its probability, or zero where it is not selected."""
+        if self.config.composition == "selection":
+            return largest_shares(probabilities, self.config.selected)
+        return probabilities
+
+    def _balance(self, probabilities: Tensor, shares: Tensor) -> None:
+        """The Switch Transformer's loss against collapse: E sum_e f_e p_e, f_e the share of tokens that choose e."""
+        config = self.config
+        used = (shares.detach() > 0).to(shares.dtype).reshape(-1, config.templates).mean(0) / config.selected
+        loss = config.templates * (probabilities * used).sum(-1)
+        self.note({"balance": config.balance * loss}, {"busiest": used.max()})
 
     def _features(self, context: Tensor) -> Tensor:
         features = context.to(self.basis.dtype)
@@ -86,6 +107,8 @@ class CCLLinear(Operator):
     def gates(self, context: Tensor | None = None) -> dict[str, Tensor]:
         """The gates for a context (..., C): {"basis": (..., R), "output": (..., O)}, without those that are off.
 
+        With templates "basis" is the share of the template that each feature belongs to.
+
         Args:
             context: by default that of the forward pass or ``relinear.context`` block which is running.
         """
@@ -94,8 +117,15 @@ class CCLLinear(Operator):
         if context is None:
             context = current_context(None, self.config.context_dim, "ccl")
         features = self._features(context)
-        parts = {"basis": self.basis_gate, "output": self.output_gate}
-        return {name: gate(features, *_affine(last)) for name, last in parts.items() if last is not None}
+        gates = {}
+        if self.config.composition != "gates":
+            shares = self._shares(template_shares(features, *_affine(self.basis_gate)))
+            gates["basis"] = shares.repeat_interleave(self.config.rank // self.config.templates, -1)
+        elif self.basis_gate is not None:
+            gates["basis"] = gate(features, *_affine(self.basis_gate))
+        if self.output_gate is not None:
+            gates["output"] = gate(features, *_affine(self.output_gate))
+        return gates
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """(mix (O, R), basis (R, I)): W_eff is diag(g_out) mix diag(g_basis) basis."""
@@ -130,17 +160,19 @@ class CCLLinear(Operator):
         """Truncated SVD of the weight with open gates: exactly the best fit of this rank, whatever the context.
 
         The gates start constant at 0.88 (zero weights, open biases) and the factors make up for it; training lets the
-        context move them.
+        context move them. With "remixing" all templates start with an equal share.
 
         Raises:
-            ValueError: with the LayerNorm, under which no given weight is reproduced.
+            ValueError: with the LayerNorm or with "selection", under which no given weight is reproduced.
         """
-        if self.norm is not None:
+        if not self.config.fits_weight:
             raise ValueError(f"ccl cannot take over a weight; {self.config.fit_hint}")
         fitted = min(self.config.rank, self.in_features, self.out_features)
         down, up = low_rank_factors(self.source_weight(linear), fitted)
         opening = 1 / (1 + math.exp(-_OPEN))
-        inner = opening if self.basis_gate is not None else 1.0
+        inner = 1.0 if self.basis_gate is None else opening
+        if self.config.composition != "gates":
+            inner = 1 / self.config.templates
         outer = opening if self.output_gate is not None else 1.0
         self.mix.zero_()  # a rank above the layer's own leaves basis rows that nothing reads yet
         self.basis[:fitted].copy_(down)
@@ -157,7 +189,9 @@ class CCLLinear(Operator):
     def flops_per_token(self) -> int:
         rank, out = self.config.rank, self.out_features
         hidden = sum(a * b for a, b in itertools.pairwise(self.config.gate_sizes())) if self.config.conditioned else 0
-        gates = (rank if self.basis_gate is not None else 0) + (out if self.output_gate is not None else 0)
+        gates = (self.config.basis_gates if self.basis_gate is not None else 0) + (
+            out if self.output_gate is not None else 0
+        )
         network = 2 * (hidden + self.config.gate_sizes()[-1] * gates)
         return 2 * rank * (self.in_features + out) + network + gates
 
@@ -185,6 +219,15 @@ class CCL(OperatorConfig):
         gate_depth: hidden layers of the gate network, with GELU; 0 reads the gates off the context by one matrix.
         gate_width: G, their width; None means context_dim.
         norm: LayerNorm with gain and offset after the basis (Eq. 1). ``from_linear`` and ``to_dense`` need False.
+        composition: what makes the operator of a token out of the basis. "gates": a gate for every basis feature
+            (the paper). The other two are the baselines that its Section 4.2 names and does not define; they have
+            ``templates`` low-rank maps of rank R / E in the same basis and mix matrices, and a softmax over them on the
+            gate network's last layer. "remixing": a mixture of all templates, y = sum_e p_e U_e V_e x (dynamic
+            composition without gates on features). "selection": the ``selected`` largest p_e alone (experts).
+        templates: E, for the latter two; must divide rank.
+        selected: templates a token uses, with "selection".
+        balance: weight of the Switch Transformer's loss that keeps all templates in use, with "selection"; 0 is none.
+            The share of tokens that chose a template is taken over all tokens of one forward pass.
 
     Both gates off is the paper's "Static Linear": a low-rank layer that needs no context. With one hidden layer of the
     context's width in every gate network and the manager's default MLP, replacing the MLPs of the paper's Base-64 gives
@@ -202,6 +245,10 @@ class CCL(OperatorConfig):
     gate_depth: int = 1
     gate_width: int | None = None
     norm: bool = True
+    composition: str = "gates"
+    templates: int = 8
+    selected: int = 1
+    balance: float = 0.01
 
     def __post_init__(self) -> None:
         check_at_least("rank", self.rank, 1)
@@ -212,6 +259,24 @@ class CCL(OperatorConfig):
         check_type("gate_width", self.gate_width, int, type(None))
         if self.gate_width is not None:
             check_at_least("gate_width", self.gate_width, 1)
+        check_choice("composition", self.composition, ("gates", "remixing", "selection"))
+        check_at_least("templates", self.templates, 1)
+        check_at_least("selected", self.selected, 1)
+        check_at_least("balance", self.balance, 0, integer=False)
+        if self.composition != "gates":
+            self._check_templates()
+
+    def _check_templates(self) -> None:
+        if not self.basis_gate:
+            raise ValueError(f"composition={self.composition!r} takes the place of the basis gate, which is off")
+        check_divides("templates", self.templates, rank=self.rank)
+        if self.selected > self.templates:
+            raise ValueError(f"selected={self.selected} exceeds templates={self.templates}")
+
+    @property
+    def basis_gates(self) -> int:
+        """Outputs of the gate network for the basis: one a feature, or one a template."""
+        return self.rank if self.composition == "gates" else self.templates
 
     @property
     def conditioned(self) -> bool:  # type: ignore[override]
@@ -220,12 +285,14 @@ class CCL(OperatorConfig):
 
     @property
     def fits_weight(self) -> bool:  # type: ignore[override]
-        """Whether a given weight can be taken over: not through a LayerNorm."""
-        return not self.norm
+        """Whether a given weight can be taken over: not through a LayerNorm, nor by a part of the basis."""
+        return not self.norm and self.composition != "selection"
 
     @property
     def fit_hint(self) -> str:  # type: ignore[override]
         """What to do where it cannot."""
+        if self.composition == "selection":
+            return "a token uses a part of the basis alone; use init='fresh', or relinear.distill_ to fit it on data"
         return (
             "the LayerNorm between basis and gate rescales every token: use norm=False, which starts as the best "
             "low-rank fit, or init='fresh', or relinear.distill_ to fit it on data"
@@ -236,4 +303,5 @@ class CCL(OperatorConfig):
         return (self.context_dim, *[self.gate_width or self.context_dim] * self.gate_depth)
 
     def resized(self, in_features: int, out_features: int, scale: float) -> CCL:
-        return self.replace(rank=max(1, round(self.rank * scale)))
+        step = 1 if self.composition == "gates" else self.templates
+        return self.replace(rank=step * max(1, round(self.rank * scale / step)))
