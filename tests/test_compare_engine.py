@@ -18,6 +18,8 @@ from relinear.compare.gaps import gap, interval, replicates, too_small
 from relinear.compare.match import matched, measure_size
 from relinear.compare.results import gap_notes
 from relinear.compare.run import compare, plan_comparison
+from relinear.compare.scaling import at_size, crossing, fit_power_law, scale
+from relinear.compare.series import at_budget
 from relinear.compare.settings import CompareSettings, Tune
 from relinear.compare.tune import Trials, check_neighbours, open_study, tune, tune_learning_rate
 from relinear.data import prepare_data
@@ -521,3 +523,156 @@ def test_isolated_runs_equal_those_in_process(text, tmp_path):
     there = compare(recipe, tmp_path / "there")
     assert losses(here) == losses(there)
     assert all(entry["peak_memory_bytes"] > 0 for entry in there["entries"])
+
+
+# Budgets
+
+
+@pytest.fixture(scope="module")
+def over_budgets(text, tmp_path_factory):
+    """Three budgets with a warm-up, tuned at the smallest."""
+    out = tmp_path_factory.mktemp("budgets") / "out"
+    tune = {"learning_rates": [1e-3, 4e-3], "initializer_range": [0.02, 0.1], "fraction": 1, "extensions": 0}
+    recipe = small(text, entries={"dense": "dense", "low_rank": "low_rank:rank=4"}, match="width", seeds=[0])
+    recipe |= {"budgets": ["0.512k", 128, 256], "reference": "dense", "tune": tune}
+    recipe["train"] = {key: value for key, value in recipe["train"].items() if key != "steps"}
+    recipe["train"] |= {"warmup_steps": 4, "eval_every": 4, "save_model": False}
+    return out, recipe, compare(recipe, out, isolate=False)
+
+
+def test_every_budget_has_whole_schedules_and_its_own_gaps(over_budgets, capsys):
+    out, _recipe, results = over_budgets
+    assert [budget["tokens"] for budget in results["budgets"]] == [128, 256, 512]
+    for budget, steps in zip(results["budgets"], (2, 4, 8), strict=True):
+        for entry in budget["entries"]:
+            run = json.loads((out / budget["folder"] / "runs" / entry["name"] / "seed-0" / "run.json").read_text())
+            found = {key: run["settings"][key] for key in ("steps", "warmup_steps", "eval_every", "learning_rate")}
+            places = {"warmup_steps": steps // 2, "eval_every": steps // 2}
+            assert found == {"steps": steps, "learning_rate": entry["learning_rate"]} | places
+        assert budget["entries"][1]["gap"]["blocks"] == 20
+        assert budget["ngram"]["tokens"] == budget["tokens"]
+    last = results["budgets"][-1]["entries"]
+    assert [entry["validation_loss"] for entry in results["entries"]] == [entry["validation_loss"] for entry in last]
+    assert json.loads((out / "results.json").read_text()) == json.loads(json.dumps(results))
+    assert main(["report", str(out)]) == 0
+    assert "gap to dense by budget" in capsys.readouterr().out
+    assert "Gap to dense by budget" in (out / "report.html").read_text()
+    assert (out / "plots" / "budgets.svg").is_file()
+
+
+def test_what_the_smallest_budget_found_is_checked_at_the_next_and_handed_on(over_budgets):
+    first, second, third = over_budgets[2]["budgets"]
+    for a, b, c in zip(first["entries"], second["entries"], third["entries"], strict=True):
+        assert {t["initializer_range"] for t in a["tuning"]["trials"]} == {0.02, 0.1}
+        assert a["initializer_range"] == b["initializer_range"] == c["initializer_range"]
+        checked = b["tuning"]["full_length"]
+        assert checked["from"] == a["learning_rate"]
+        assert len(checked["trials"]) == 3
+        assert {t["steps"] for t in checked["trials"]} == {4}
+        assert c["learning_rate"] == b["learning_rate"]
+        assert c["tuning"] is None
+
+
+def test_budgets_go_on_where_they_were(over_budgets):
+    out, recipe, results = over_budgets
+    (out / "results.json").unlink()
+    (out / "budgets" / "512" / "results.json").unlink()
+    events = []
+    again = compare(recipe, out, isolate=False, on_event=events.append)
+    assert again["budgets"] == results["budgets"]
+    assert {event.stage for event in events} <= {"match", "data", "train", "ngram"}
+    assert max(event.runs for event in events) <= 2  # of the last budget alone, and those are there
+
+
+def test_every_budget_may_be_tuned(text):
+    recipe = CompareSettings.load(
+        {"entries": {"dense": "dense"}, "budgets": ["1M", "2.5M"], "reference": "dense", "tune": {"at": "each"}}
+    )
+    assert recipe.budgets == (1_000_000, 2_500_000)
+    assert [at_budget(recipe, index, {}).tune for index in (0, 1)] == [recipe.tune] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"reference": None}, "name the entry"),
+        ({"tokens": 5000}, "one of them"),
+        ({"train": {"steps": 9}}, "one of them"),
+        ({"budgets": [100, 100]}, "come twice"),
+        ({"budgets": ["3X"]}, "integer"),
+        ({"entries": {"dense": {"set": {"steps": 9}}}}, "use duration"),
+        ({"sizes": [8, 16, 24, 32]}, "not both"),
+    ],
+)
+def test_wrong_budgets(changes, said):
+    recipe = {"entries": {"dense": "dense"}, "budgets": [100, 200], "reference": "dense"}
+    with pytest.raises(ValueError, match=said):
+        CompareSettings.load(recipe | changes)
+
+
+# Sizes
+
+
+@pytest.fixture(scope="module")
+def scaled(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("sizes") / "out"
+    recipe = small(text, entries={"dense": "dense", "low_rank": "low_rank:rank=4"}, match="width", seeds=[0])
+    recipe |= {"sizes": [16, 32, 48, 64], "reference": "dense", "speed": {"seconds": 0.1, "rounds": 3}}
+    recipe["train"] |= {"save_model": False, "learning_rate": 0.01}
+    return out, recipe, scale(recipe, out, isolate=False)
+
+
+def test_sizes_have_dense_controls_and_grow_together(scaled, capsys):
+    out, recipe, results = scaled
+    entries = {entry["name"]: entry for entry in results["entries"]}
+    assert list(entries) == ["dense", "low_rank", "dense-narrower", "dense-shallower"]
+    assert [e["dense"] for e in entries.values()] == [True, False, True, True]
+    sized = at_size(CompareSettings.load(recipe), 64, VOCABULARY)
+    settings = {name: sized.settings_of(name) for name in sized.entries}
+    assert {name: s.model_overrides["hidden_size"] for name, s in settings.items()} == {
+        "dense": 64,
+        "low_rank": 64,
+        "dense-narrower": 48,
+        "dense-shallower": 64,
+    }
+    assert settings["dense-shallower"].model_overrides["num_hidden_layers"] == 1
+    assert settings["dense"].model_overrides["intermediate_size"] == 128
+    assert settings["low_rank"].operators["all-linear"]["rank"] == 8
+    for entry in results["entries"]:
+        flops = [point["flops"] for point in entry["points"]]
+        assert flops == sorted(flops)
+        assert [point["tokens"] for point in entry["points"]] == [256] * 4
+    assert len([line for line in results["verdicts"] if line.startswith("low_rank")]) == 6
+    assert json.loads((out / "scale.json").read_text()) == json.loads(json.dumps(results))
+    assert scale(recipe, out, isolate=False) == json.loads(json.dumps(results))
+    assert main(["report", str(out)]) == 0
+    assert "loss at width" in capsys.readouterr().out
+    assert (out / "plots" / "scale.svg").is_file()
+    with pytest.raises(ValueError, match="relinear scale"):
+        compare(recipe, out / "other", isolate=False)
+
+
+def test_a_power_law_is_found_again_and_crossings_are_where_they_are():
+    x = np.asarray([1e9, 3e9, 1e10, 3e10])
+    steep, flat = 20 * x**-0.1, 5 * x**-0.04
+    fits = [fit_power_law(x, np.stack([y, y * 1.01], axis=1)) for y in (steep, flat)]
+    assert fits[0][1] == pytest.approx([0.1, 0.1])
+    assert np.exp(fits[0][0]) == pytest.approx([20, 20.2])
+    meeting = (20 / 5) ** (1 / 0.06)
+    assert crossing(*fits, 1e9, 1e11) == pytest.approx([meeting] * 2)
+    assert np.isnan(crossing(*fits, 1e11, 1e12)).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sizes": [16, 32, 48]}, "at least 4"),
+        ({"match": "parameters"}, "leave match at width"),
+        ({"entries": {"a": "low_rank:rank=4"}, "reference": "a"}, "dense entry"),
+        ({"tokens": 5000, "sizes": {"widths": [16, 32, 48, 64], "tokens_per_parameter": 20}}, "one of them"),
+    ],
+)
+def test_wrong_sizes(changes, said):
+    recipe = {"entries": {"dense": "dense"}, "sizes": [16, 32, 48, 64], "reference": "dense"}
+    with pytest.raises(ValueError, match=said):
+        CompareSettings.load(recipe | changes)

@@ -21,6 +21,7 @@ COMMANDS = (
     "analyze",
     "bench",
     "compare",
+    "scale",
     "train",
     "sweep",
     "distill",

@@ -1,4 +1,4 @@
-"""Many runs side by side: recipes, matched sizes, tuning, seeds, speeds, sweeps, and the report of it all."""
+"""Many runs side by side: recipes, matched sizes, tuning, seeds, budgets, scaling, speeds, sweeps, and the report."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from relinear.compare.plan import Event, plan_comparison
     from relinear.compare.report import read_results, write_report
     from relinear.compare.run import compare
+    from relinear.compare.scaling import scale
     from relinear.compare.settings import CompareSettings
 
 # Imported on first use: a recipe is read, and its faults are told, before torch and transformers are there.
@@ -16,10 +17,11 @@ _LAZY = {
     "compare": "run",
     "plan_comparison": "plan",
     "read_results": "report",
+    "scale": "scaling",
     "write_report": "report",
 }
 
-__all__ = ["CompareSettings", "Event", "compare", "plan_comparison", "read_results", "write_report"]
+__all__ = ["CompareSettings", "Event", "compare", "plan_comparison", "read_results", "scale", "write_report"]
 
 
 def __getattr__(name: str) -> Any:

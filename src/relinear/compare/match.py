@@ -17,7 +17,7 @@ from relinear.surgery.summary import summary
 from relinear.train.run import build_model
 from relinear.train.settings import TrainSettings
 
-__all__ = ["Size", "matched", "measure_size", "skeleton"]
+__all__ = ["Size", "at_width", "matched", "measure_size", "scaled_operators", "skeleton"]
 
 # A size may grow or shrink by this factor in the search.
 _LARGEST_FACTOR = 4096.0
@@ -97,18 +97,7 @@ def _operator_sizes(
     settings: TrainSettings, vocab_size: int, measure: Callable[[TrainSettings], float], target: int, name: str
 ) -> None:
     """Bisect over the scale of all operators; their sizes grow with it, in steps."""
-    replacements = plan(
-        skeleton(settings.updated(operators={}), vocab_size),
-        settings.mapping,
-        layers=settings.layers,
-        exclude=settings.exclude or None,
-    ).replacements
-    shapes: dict[str, list[tuple[int, int]]] = {}
-    for replacement in replacements:
-        shape = (replacement.in_features, replacement.out_features)
-        seen = shapes.setdefault(replacement.target.pattern, [])
-        if shape not in seen:
-            seen.append(shape)
+    shapes = _shapes(settings, vocab_size)
 
     def at(scale: float) -> float:
         operators: dict[str, Any] = dict(settings.operators)
@@ -127,6 +116,33 @@ def _operator_sizes(
             low = middle
         else:
             high = middle
+
+
+def _shapes(settings: TrainSettings, vocab_size: int) -> dict[str, list[tuple[int, int]]]:
+    """The different (in, out) of the layers that each pattern replaces."""
+    replacements = plan(
+        skeleton(settings.updated(operators={}), vocab_size),
+        settings.mapping,
+        layers=settings.layers,
+        exclude=settings.exclude or None,
+    ).replacements
+    shapes: dict[str, list[tuple[int, int]]] = {}
+    for replacement in replacements:
+        shape = (replacement.in_features, replacement.out_features)
+        seen = shapes.setdefault(replacement.target.pattern, [])
+        if shape not in seen:
+            seen.append(shape)
+    return shapes
+
+
+def scaled_operators(settings: TrainSettings, vocab_size: int, scale: float) -> dict[str, Any]:
+    """``settings.operators`` at ``scale`` times their sizes, for the model's own; one without a size stays as it is."""
+    operators: dict[str, Any] = dict(settings.operators)
+    for pattern, found in _shapes(settings, vocab_size).items():
+        config = settings.mapping[pattern]
+        if config is not None and all(config.resized(*shape, scale) is not None for shape in found):
+            operators[pattern] = _resized(config, found, scale, pattern).to_dict()
+    return operators
 
 
 def _resized(config: OperatorConfig, shapes: list[tuple[int, int]], scale: float, name: str) -> OperatorConfig:
@@ -159,7 +175,7 @@ def _widths(
         found = []
         for size in candidates:
             try:
-                found.append((size, measure(_at_width(settings, config, heads * size))))
+                found.append((size, measure(at_width(settings, config, heads * size))))
             except ValueError:  # an operator in the model may not take this width
                 continue
         return found
@@ -172,7 +188,8 @@ def _widths(
     sizes(iter(range(below, above + 1, 2 * max(1, (above - below) // 64))))
 
 
-def _at_width(settings: TrainSettings, config: Any, width: int) -> TrainSettings:
+def at_width(settings: TrainSettings, config: Any, width: int) -> TrainSettings:
+    """``settings`` with the model, whose ``config`` is given, at another width; its MLP grows or shrinks with it."""
     overrides = dict(settings.model_overrides) | {"hidden_size": width}
     overrides.pop("n_embd", None)
     inner = "n_inner" if hasattr(config, "n_inner") else "intermediate_size"

@@ -6,13 +6,14 @@ show.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from relinear.analysis.plots import colours, new_figure
 
-__all__ = ["curves", "pareto", "pareto_front", "speeds", "spread_labels", "tuning"]
+__all__ = ["budgets", "curves", "pareto", "pareto_front", "scaling", "speeds", "spread_labels", "tuning"]
 
 Entry = Mapping[str, Any]
 _COUNTED = "#8C8C8C"  # the n-gram line, which is no entry
@@ -241,6 +242,71 @@ def tuning(entries: Sequence[Entry]) -> Any:
     rates = sorted({t["learning_rate"] for entry in tuned for t in _shown_trials(entry["tuning"])})
     axes.set_xticks(rates, [f"{rate:.2g}" for rate in rates])
     axes.minorticks_off()
+    return figure
+
+
+def budgets(entries: Sequence[Entry], budgets: Sequence[Mapping[str, Any]] | None, reference: str | None) -> Any:
+    """Gap to the reference against the budget, with 95 % intervals; the reference is the line at 0."""
+    if not budgets or len(budgets) < 2:
+        return None
+    palette = colours(entries)
+    figure, (axes,) = new_figure(8.4, 4.6)
+    tokens = [budget["tokens"] for budget in budgets]
+    axes.set_xscale("log")
+    axes.axhline(0, color="#888888", lw=1, zorder=1)
+    ends: dict[str, float] = {}
+    for name in (entry["name"] for entry in entries if entry.get("gap")):
+        gaps = [next(e["gap"] for e in budget["entries"] if e["name"] == name) for budget in budgets]
+        _gap_line(axes, tokens, gaps, palette[name])
+        ends[name] = gaps[-1]["mean"]
+    low, high = axes.get_ylim()
+    places = spread_labels(list(ends.values()), 0.055 * (high - low), low, high)
+    for (name, end), place in zip(ends.items(), places, strict=True):
+        _label_at_end(axes, f"{name}  {end:+.3f}", tokens[-1], end, place, palette[name])
+    axes.set_ylim(low, high)
+    axes.set_xticks(tokens, [_short(value) for value in tokens])
+    axes.minorticks_off()
+    axes.set_xlabel("training tokens, each with a whole schedule")
+    axes.set_ylabel(f"validation loss less {reference}'s")
+    axes.set_title(f"Gap to {reference} by budget (95 % intervals; below 0 is better)", loc="left")
+    return figure
+
+
+def _gap_line(axes: Any, x: Sequence[float], gaps: Sequence[Mapping[str, Any]], colour: str) -> None:
+    means = [gap["mean"] for gap in gaps]
+    axes.plot(x, means, color=colour, marker="o", ms=4, lw=1.6)
+    if all(gap["low"] is not None for gap in gaps):
+        axes.fill_between(
+            x, [gap["low"] for gap in gaps], [gap["high"] for gap in gaps], color=colour, alpha=0.15, lw=0
+        )
+
+
+def scaling(results: Mapping[str, Any]) -> Any:
+    """Of ``scale.json``: loss against training FLOPs and against training time, with every entry's power law."""
+    entries = results["entries"]
+    shown = [axis for axis in ("flops", "seconds") if all(entry[axis] for entry in entries)]
+    palette = colours(entries)
+    dense = [entry["name"] for entry in entries if entry["dense"]]
+    # dense models share a colour; line and marker tell them apart
+    styles = dict(zip(dense, (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D")), strict=False))
+    figure, panels = new_figure(4.8 * len(shown) + 1.2, 4.6, len(shown), sharey=True)
+    for axes, axis in zip(panels, shown, strict=True):
+        for entry in entries:
+            x, y = zip(*sorted((p[axis], p["validation_loss"]["mean"]) for p in entry["points"]), strict=True)
+            fit = [math.exp(entry[axis]["fit"]["log_a"]) * place ** -entry[axis]["fit"]["b"] for place in x]
+            style, marker = styles.get(entry["name"], ("-", "o"))
+            axes.plot(x, fit, color=palette[entry["name"]], lw=1.4, linestyle=style, label=entry["name"])
+            axes.plot(x, y, marker, ms=4.5, color=palette[entry["name"]])
+        places = [point[axis] for entry in entries for point in entry["points"]]
+        low, high = min(places), max(places)
+        axes.set_xscale("log")
+        ticks = [low, math.sqrt(low * high), high]
+        axes.set_xticks(ticks, [f"{tick:.2g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set_xlabel("training FLOPs" if axis == "flops" else "seconds of training")
+    panels[0].set_ylabel("validation loss (nats per token)")
+    panels[0].set_title("Loss against compute", loc="left")
+    panels[-1].legend(frameon=False, fontsize=8.5, loc="center left", bbox_to_anchor=(1.02, 0.5))
     return figure
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from relinear.system.files import write_text
 
-__all__ = ["gap_text", "gib", "number", "plus_minus", "read_results", "write_report"]
+__all__ = ["budget_rows", "gap_text", "gib", "number", "plus_minus", "read_results", "write_report", "write_scale_plot"]
 
 RESULTS = "results.json"
 REPORT = "report.html"
@@ -21,6 +21,7 @@ _FIGURES = {
     "curves": "Validation loss against training tokens, one line an entry.",
     "pareto": "Validation loss against parameters (left) and FLOPs per token (right), one point an entry.",
     "speeds": "Training and inference tokens per second as ratios to the reference, one bar an entry.",
+    "budgets": "Gap to the reference against the budget, one line an entry, with 95 % intervals.",
     "tuning": "Validation loss of the tuning runs against the learning rate, one line an entry.",
 }
 
@@ -70,8 +71,20 @@ def write_report(directory: str | Path) -> Path:
     return path
 
 
+def write_scale_plot(directory: str | Path) -> Path:
+    """Draw plots/scale.png and .svg beside ``scale.json``; returns the picture. Raises as ``read_scale``."""
+    from relinear.analysis.plots import save_figure
+    from relinear.compare import plots
+    from relinear.compare.scaling import read_scale
+
+    directory = Path(directory)
+    return save_figure(plots.scaling(read_scale(directory)), directory / "plots" / "scale")[0]
+
+
 def _more(figure: str, results: Mapping[str, Any]) -> dict[str, Any]:
     """What a figure shows beside the entries."""
+    if figure == "budgets":
+        return {"budgets": results.get("budgets"), "reference": results.get("reference")}
     return {"ngram": results.get("ngram")} if figure == "curves" else {}
 
 
@@ -97,7 +110,11 @@ def render(results: Mapping[str, Any], figures: list[dict[str, str]]) -> str:
         "plain": _plain,
     }
     return environment.get_template(REPORT).render(
-        results=results, entries=results["entries"], figures=figures, colours=colours(results["entries"])
+        results=results,
+        entries=results["entries"],
+        budgets=budget_rows(results),
+        figures=figures,
+        colours=colours(results["entries"]),
     )
 
 
@@ -123,6 +140,22 @@ def gap_text(gap: Mapping[str, Any] | None) -> str:
         return "–"
     mean = f"{gap['mean']:+.3f}"
     return mean if gap["low"] is None else f"{mean} [{gap['low']:+.3f}, {gap['high']:+.3f}]"
+
+
+def budget_rows(results: Mapping[str, Any]) -> list[list[str]]:
+    """Entry by budget: a head row, then a row an entry with its gaps; the reference and the n-grams have losses."""
+    budgets = results.get("budgets") or []
+    if not budgets:
+        return []
+    rows = [["tokens", *(number(budget["tokens"]) for budget in budgets)]]
+    for index, entry in enumerate(budgets[-1]["entries"]):
+        cells = [budget["entries"][index] for budget in budgets]
+        texts = [gap_text(cell["gap"]) if cell["gap"] else plus_minus(cell["validation_loss"]) for cell in cells]
+        rows.append([entry["name"] + " (loss)" * (entry["gap"] is None), *texts])
+    if all(budget["ngram"] for budget in budgets):
+        losses = [f"{budget['ngram']['validation_loss']:.3f}" for budget in budgets]
+        rows.append([f"{budgets[-1]['ngram']['order']}-grams (loss)", *losses])
+    return rows
 
 
 def gib(value: float | None) -> str:

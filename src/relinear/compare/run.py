@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import datetime
 import json
-import shlex
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from relinear.compare.counting import count_ngrams
+from relinear.compare.folder import BLOCK_LOSSES, FORMAT, RESULTS, SPEED, check_same, locked, now, record_start
 from relinear.compare.gaps import gap
 from relinear.compare.plan import Event, OnEvent, Planned, plan_comparison
 from relinear.compare.results import comparison_result, entry_result
+from relinear.compare.series import carry_out_budgets
 from relinear.compare.settings import CompareSettings, lasting
 from relinear.compare.tune import Trials, check_neighbours, open_study, tune
 from relinear.compare.worker import InProcess, Worker
 from relinear.data import prepare_data
 from relinear.models import model_place, preset_config, preset_names
 from relinear.system.files import write_json
-from relinear.system.machine import describe_machine
 from relinear.train.run import read_result
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
 
 __all__ = ["RESULTS", "Event", "Planned", "compare", "plan_comparison"]
-
-RUN, RESULTS, SPEED = "run.json", "results.json", "speed.json"
-BLOCK_LOSSES = "block_losses.npy"
-FORMAT = 1
 
 
 def compare(
@@ -66,8 +59,10 @@ def compare(
     """
     recipe = CompareSettings.load(recipe)
     out_dir = Path(out_dir)
+    if recipe.sizes is not None:
+        raise ValueError("the recipe has sizes: start it with relinear scale (relinear.compare.scale)")
     described = recipe.model_dump(mode="json")
-    _check_same(out_dir, described)
+    check_same(out_dir, described)
     if (out_dir / RESULTS).is_file():
         return json.loads((out_dir / RESULTS).read_text(encoding="utf-8"))
     for name in recipe.entries:
@@ -80,16 +75,28 @@ def compare(
         if recipe.settings_of(name).data != recipe.train.data:
             raise ValueError(f"entries.{name}.set changes the data; all entries of a comparison share one corpus")
     planned = plan_comparison(recipe, data.vocab_size, on_event)
-    with _lock(out_dir):
-        _write_run(out_dir, described, planned)
-        worker = Worker(out_dir / "worker.log") if isolate else InProcess()
-        try:
-            state = _Comparison(recipe, out_dir, planned, data, worker, on_event)
-            results = state.carry_out()
-        finally:
-            worker.close()
+    with locked(out_dir):
+        started = record_start(out_dir, described, planned)
+        if recipe.budgets is not None:
+
+            def carry_out(at_one: CompareSettings, folder: Path) -> dict[str, Any]:
+                return compare(at_one, folder, isolate=isolate, on_event=on_event)
+
+            results = carry_out_budgets(recipe, out_dir, carry_out) | _start(started)
+        else:
+            worker = Worker(out_dir / "worker.log") if isolate else InProcess()
+            try:
+                state = _Comparison(recipe, out_dir, planned, data, worker, on_event, started)
+                results = state.carry_out()
+            finally:
+                worker.close()
         write_json(out_dir / RESULTS, results)
     return results
+
+
+def _start(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What results take from ``run.json``."""
+    return {key: record[key] for key in ("recipe", "machine", "command")}
 
 
 def _check_tunable(recipe: CompareSettings, name: str) -> None:
@@ -100,79 +107,6 @@ def _check_tunable(recipe: CompareSettings, name: str) -> None:
         raise ValueError(
             f"{name}: tune.initializer_range is for models drawn anew, of presets; {model!r} brings its weights"
         )
-
-
-def _check_same(out_dir: Path, described: Mapping[str, Any]) -> None:
-    path = out_dir / RUN
-    if not path.is_file():
-        if (out_dir / RESULTS).is_file():
-            raise ValueError(f"{out_dir} holds {RESULTS} but no {RUN}; give another directory")
-        return
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))["recipe"]
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is no record of a comparison ({error}); give another directory") from error
-    differing = list(_differences(CompareSettings.completed(before), json.loads(json.dumps(described))))
-    if differing:
-        lines = "\n  ".join(differing)
-        raise ValueError(
-            f"{out_dir} holds a comparison with another recipe; give another --out, or go back to the old settings:"
-            f"\n  {lines}"
-        )
-
-
-def _differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
-    """``a.b: old -> new`` for every value in which two trees of JSON differ."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in [*before, *(key for key in now if key not in before)]:
-            inner = f"{path}.{key}" if path else key
-            if key not in now:
-                yield f"{inner}: {before[key]!r} -> (gone)"
-            elif key not in before:
-                yield f"{inner}: (not there) -> {now[key]!r}"
-            else:
-                yield from _differences(before[key], now[key], inner)
-        if list(before) != list(now) and set(before) == set(now) and path == "entries":
-            yield f"entries: order {', '.join(before)} -> {', '.join(now)}"
-    elif before != now:
-        yield f"{path}: {before!r} -> {now!r}"
-
-
-@contextlib.contextmanager
-def _lock(out_dir: Path) -> Iterator[None]:
-    """One process at a time in ``out_dir``."""
-    from filelock import FileLock, Timeout
-
-    out_dir.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(out_dir / ".lock", timeout=0):
-            yield
-    except Timeout:
-        raise ValueError(f"another process is at work in {out_dir}; wait for it, or give another directory") from None
-
-
-def _write_run(out_dir: Path, described: Mapping[str, Any], planned: list[Planned]) -> None:
-    if (out_dir / RUN).is_file():
-        return
-    entries = {
-        p.name: {
-            "parameters": p.size.parameters,
-            "flops_per_token": p.size.flops,
-            "deviation": p.deviation,
-            "settings": p.settings.model_dump(mode="json"),
-        }
-        for p in planned
-    }
-    record = {"format": FORMAT, "recipe": described, "entries": entries, "machine": describe_machine()}
-    write_json(out_dir / RUN, record | {"command": _command(), "started": _now()})
-
-
-def _command() -> str:
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-
-
-def _now() -> str:
-    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,9 +136,10 @@ class _Comparison:
         data: Any,
         worker: Worker | InProcess,
         on_event: OnEvent,
+        started: Mapping[str, Any],
     ) -> None:
         self.recipe, self.out_dir, self.planned, self.data = recipe, out_dir, planned, data
-        self.worker, self.on_event = worker, on_event
+        self.worker, self.on_event, self.started = worker, on_event, started
         self.ended = 0
         self.total = len(planned) * len(recipe.seeds)
         if recipe.tune is not None:
@@ -226,12 +161,11 @@ class _Comparison:
             | {"dense": self.recipe.entries[p.name].dense, "gap": gaps.get(p.name)}
             for p in self.planned
         ]
-        record = json.loads((self.out_dir / RUN).read_text(encoding="utf-8"))
         return {
             "format": FORMAT,
             **comparison_result(self.recipe, self.data, self.planned, entries, counted),
-            **{key: record[key] for key in ("recipe", "machine", "command")},
-            "finished": _now(),
+            **_start(self.started),
+            "finished": now(),
         }
 
     def _count(self) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from relinear.core.config import nearest, parse_setting
 from relinear.core.settings import Settings
 from relinear.train.settings import TrainSettings
 
-__all__ = ["CompareSettings", "Entry", "Match", "Speed", "Tune", "lasting"]
+__all__ = ["CompareSettings", "Entry", "Match", "Sizes", "Speed", "Tune", "lasting"]
 
 DENSE = "dense"
 INITIALIZER_RANGES = (0.02, 0.05, 0.1)
@@ -165,6 +165,36 @@ class Speed(Settings):
     rounds: PositiveInt = 25
 
 
+class Sizes(Settings):
+    """At which sizes the entries are compared by ``relinear scale``.
+
+    Attributes:
+        widths: of the reference's model, at least four; all else of an entry's width grows with it.
+        tokens_per_parameter: budget of every size, by the parameters of the dense model; None takes the recipe's.
+    """
+
+    widths: tuple[PositiveInt, ...] = Field(min_length=4)
+    tokens_per_parameter: PositiveFloat | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return value if isinstance(value, Mapping | Sizes) else {"widths": value}
+
+    @field_validator("widths")
+    @classmethod
+    def _ascending(cls, widths: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(widths)) != len(widths):
+            raise ValueError(f"widths come twice: {widths}")
+        return tuple(sorted(widths))
+
+
+def _tokens(value: Any) -> Any:
+    """A number of tokens, also written as 300k, 20.5M or 1G."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kMG])", value.strip()) if isinstance(value, str) else None
+    return value if found is None else round(float(found[1]) * {"k": 1e3, "M": 1e6, "G": 1e9}[found[2]])
+
+
 class CompareSettings(Settings):
     """A whole comparison.
 
@@ -173,7 +203,10 @@ class CompareSettings(Settings):
         entries: name -> entry.
         target: patterns that an entry's ``operator`` goes to.
         train: what all entries share (see ``TrainSettings``).
-        tokens: budget in training tokens, in place of ``train.steps``.
+        tokens: budget in training tokens, in place of ``train.steps``; 20.5M is a number.
+        budgets: several such budgets: every entry is trained to each, with a whole schedule. Settings of steps within
+            a run (warm-up, evaluations) are those of the largest and shrink with the budget.
+        sizes: widths to compare at; such a recipe is for ``relinear scale``.
         match: how sizes are made equal.
         seeds: a run of every entry for each.
         tune: None trains all at ``train.learning_rate`` (or the entry's own); ``true`` takes the defaults.
@@ -189,12 +222,31 @@ class CompareSettings(Settings):
     target: tuple[str, ...] = ("all-linear",)
     train: TrainSettings = TrainSettings()
     tokens: PositiveInt | None = None
+    budgets: tuple[PositiveInt, ...] | None = Field(default=None, min_length=1)
+    sizes: Sizes | None = None
     match: Match = Match()
     seeds: tuple[NonNegativeInt, ...] = Field(default=(0,), min_length=1)
     tune: Tune | None = None
     speed: Speed = Speed()
     reference: str | None = None
     ngram: Literal["auto"] | PositiveInt | None = "auto"
+
+    @field_validator("tokens", mode="before")
+    @classmethod
+    def _tokens_text(cls, value: Any) -> Any:
+        return _tokens(value)
+
+    @field_validator("budgets", mode="before")
+    @classmethod
+    def _budgets_text(cls, value: Any) -> Any:
+        return [_tokens(one) for one in value] if isinstance(value, list | tuple) else value
+
+    @field_validator("budgets")
+    @classmethod
+    def _budgets_ascending(cls, budgets: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if budgets is not None and len(set(budgets)) != len(budgets):
+            raise ValueError(f"budgets come twice: {budgets}")
+        return None if budgets is None else tuple(sorted(budgets))
 
     @field_validator("ngram", mode="before")
     @classmethod
@@ -243,17 +295,44 @@ class CompareSettings(Settings):
             raise ValueError("train.operators and train.attachments belong to the entries of a comparison")
         if self.tokens is not None and "steps" in self.train.model_fields_set:
             raise ValueError("give the budget as tokens or as train.steps, not both")
+        self._check_series()
         for name in self.entries:
             self.settings_of(name)
         return self
 
+    def _check_series(self) -> None:
+        """Several budgets or sizes: one budget of its own for every run, and an entry to hold the others against."""
+        if self.budgets is not None and (self.tokens is not None or "steps" in self.train.model_fields_set):
+            raise ValueError("give budgets, tokens or train.steps, one of them")
+        if self.budgets is None and self.sizes is None:
+            return
+        what = "sizes" if self.budgets is None else "budgets"
+        if self.budgets is not None and self.sizes is not None:
+            raise ValueError("give budgets or sizes, not both: every size has one budget")
+        if self.reference is None:
+            raise ValueError(f"{what} are there for gaps: name the entry that they refer to, as reference: dense")
+        fixed = [name for name, entry in self.entries.items() if "steps" in entry.set]
+        if fixed:
+            raise ValueError(f"entries.{fixed[0]}.set.steps is one number for all {what}; use duration: 2.0")
+        if self.sizes is None:
+            return
+        if not any(entry.dense for entry in self.entries.values()):
+            raise ValueError("sizes need a dense entry: narrower and shallower models are made of it")
+        if self.match.by != "width":
+            raise ValueError("sizes scale every entry from what is written: leave match at width")
+        if self.sizes.tokens_per_parameter is not None and (
+            self.tokens is not None or "steps" in self.train.model_fields_set
+        ):
+            raise ValueError("give sizes.tokens_per_parameter, tokens or train.steps, one of them")
+
     @property
     def steps(self) -> int:
-        """Optimiser steps of every final run."""
-        if self.tokens is None:
+        """Optimiser steps of every final run; with several budgets, of the largest."""
+        tokens = self.tokens if self.budgets is None else self.budgets[-1]
+        if tokens is None:
             return self.train.steps
         t = self.train
-        return max(1, math.ceil(self.tokens / (t.batch_size * t.accumulation * t.data.sequence_length)))
+        return max(1, math.ceil(tokens / (t.batch_size * t.accumulation * t.data.sequence_length)))
 
     @property
     def ngram_order(self) -> int | None:
@@ -281,7 +360,7 @@ class CompareSettings(Settings):
             for pattern in entry.target or self.target:
                 operators.setdefault(pattern, entry.operator)
         changes = {"operators": operators, "attachments": list(entry.attachments), "seed": self.seeds[0]}
-        if self.tokens is not None:
+        if self.tokens is not None or self.budgets is not None:
             changes["steps"] = self.steps
         if entry.learning_rate is not None:
             changes["learning_rate"] = entry.learning_rate

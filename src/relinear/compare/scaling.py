@@ -1,0 +1,329 @@
+"""Loss against compute over sizes: a power law for every entry, and where, if at all, it crosses the dense ones.
+
+Every width is a comparison of its own, in ``sizes/WIDTH/``. Beside the entries of the recipe there are always a
+narrower and a shallower dense model: an operator that loses to one of them saves nothing.
+"""
+
+# Legend: K sizes, R replicates
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relinear.compare.folder import BLOCK_LOSSES, check_same, locked, record_start
+from relinear.compare.gaps import interval, replicates
+from relinear.compare.match import at_width, measure_size, scaled_operators
+from relinear.compare.plan import Event, OnEvent
+from relinear.compare.run import compare
+from relinear.compare.settings import CompareSettings
+from relinear.data import prepare_data
+from relinear.models import preset_config, preset_names
+from relinear.system.files import write_json
+
+__all__ = ["SCALE", "at_size", "crossing", "fit_power_law", "read_scale", "scale"]
+
+SCALE, SIZES = "scale.json", "sizes"
+NARROWER, SHALLOWER = "dense-narrower", "dense-shallower"
+FORMAT = 1
+_SHARE = 0.75  # of the width or the depth that the controls keep
+# A backward pass takes two forward ones.
+_PASSES = 3
+AXES = {"flops": "training FLOPs", "seconds": "seconds of training"}
+
+
+def scale(
+    recipe: CompareSettings | Mapping[str, Any],
+    out_dir: str | Path,
+    *,
+    isolate: bool = True,
+    on_event: OnEvent = lambda event: None,
+) -> dict[str, Any]:
+    """Compare at every width of ``recipe.sizes``, and fit loss against training FLOPs and against training time.
+
+    ``out_dir`` gets ``sizes/WIDTH/`` (a comparison each) and ``scale.json``. Started again it goes on where it was.
+
+    Args:
+        recipe: ``CompareSettings`` or a mapping of them, with ``sizes`` and ``reference``.
+        out_dir: directory of the whole.
+        isolate: train every run in a process of its own.
+        on_event: told what is going on.
+
+    Returns:
+        What ``scale.json`` holds: ``entries`` with their ``points`` (a size each) and, for both axes, ``fits`` and
+        ``crossings``; see ``docs/compare.md``.
+
+    Raises:
+        ValueError: for settings that are wrong or a directory that holds something else, as ``compare``.
+        OSError: if ``out_dir`` cannot be written.
+    """
+    recipe = CompareSettings.load(recipe)
+    if recipe.sizes is None:
+        raise ValueError("a recipe for scaling says at which widths: sizes: [32, 48, 64, 96]")
+    out_dir = Path(out_dir)
+    described = recipe.model_dump(mode="json")
+    check_same(out_dir, described)
+    if (out_dir / SCALE).is_file():
+        return read_scale(out_dir)
+    data = prepare_data(recipe.train.data, on_progress=lambda what, done: on_event(Event("data", what, done)))
+    recipes = {width: at_size(recipe, width, data.vocab_size) for width in recipe.sizes.widths}
+    with locked(out_dir):
+        record = record_start(out_dir, described, [])
+        found = {
+            width: compare(sized, out_dir / SIZES / str(width), isolate=isolate, on_event=on_event)
+            for width, sized in recipes.items()
+        }
+        results = {"format": FORMAT, "name": recipe.name, "description": recipe.description} | _summary(
+            recipe, out_dir, found
+        )
+        results |= {key: record[key] for key in ("recipe", "machine", "command")}
+        write_json(out_dir / SCALE, results)
+    return results
+
+
+def read_scale(directory: str | Path) -> dict[str, Any]:
+    """What ``scale.json`` in ``directory`` says.
+
+    Raises:
+        FileNotFoundError: if nothing has finished there.
+        ValueError: if the file is damaged or written by a newer relinear.
+    """
+    path = Path(directory) / SCALE
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: start relinear scale, or start it again to go on")
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        version = results["format"]
+        results["entries"][0]["points"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it and start again") from error
+    if version > FORMAT:
+        raise ValueError(f"{path} has format {version}, this relinear reads up to {FORMAT}; upgrade relinear")
+    return results
+
+
+# Sizes
+
+
+def at_size(recipe: CompareSettings, width: int, vocab_size: int) -> CompareSettings:
+    """The comparison at one width: all entries scaled from the recipe's, and the two dense controls.
+
+    Widths, MLPs and operators grow by the same factor, heads and depth stay; an operator without a size stays as it is.
+
+    Raises:
+        ValueError: if a model is no preset, or an entry cannot take the width.
+    """
+    base = _hidden_size(recipe, str(recipe.reference))
+    factor = width / base
+    values = recipe.model_dump(exclude_unset=True) | {"sizes": None, "name": f"{recipe.name} at width {width}"}
+    entries: dict[str, Any] = {}
+    for name, entry in values["entries"].items():
+        own = round(factor * _hidden_size(recipe, name))
+        entries[name] = entry | _scaled(recipe, name, own, factor, vocab_size)
+    reference = next(name for name, entry in recipe.entries.items() if entry.dense)
+    entries |= _controls(recipe, reference, width, vocab_size)
+    values |= {"entries": entries}
+    per_parameter = recipe.sizes.tokens_per_parameter if recipe.sizes else None
+    if per_parameter is not None:
+        sized = CompareSettings.load(values).settings_of(reference)
+        values["tokens"] = max(1, round(per_parameter * measure_size(sized, vocab_size).parameters))
+    return CompareSettings.load(values, f"width {width}")
+
+
+def _hidden_size(recipe: CompareSettings, name: str) -> int:
+    settings = recipe.settings_of(name)
+    if settings.model not in preset_names():
+        raise ValueError(f"{name}: the width of {settings.model!r} cannot be changed, only that of presets")
+    return preset_config(settings.model, **settings.model_overrides).hidden_size
+
+
+def _scaled(recipe: CompareSettings, name: str, width: int, factor: float, vocab_size: int) -> dict[str, Any]:
+    """What changes in an entry at ``width``."""
+    settings = recipe.settings_of(name)
+    config = preset_config(settings.model, **settings.model_overrides)
+    if width % config.num_attention_heads:
+        raise ValueError(f"{name}: width {width} is no multiple of its {config.num_attention_heads} heads")
+    sized = at_width(settings, config, width)
+    entry = recipe.entries[name]
+    changes: dict[str, Any] = {"set": _with_overrides(recipe, entry.set, sized.model_overrides)}
+    if settings.operators:
+        operators = scaled_operators(sized, vocab_size, factor)
+        changes |= {"operator": None, "target": None, "operators": operators}
+    return changes
+
+
+def _with_overrides(
+    recipe: CompareSettings, changes: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """An entry's ``set`` that comes to these ``model_overrides``, whatever it said of them."""
+    kept = {key: value for key, value in changes.items() if not key.startswith("model_overrides")}
+    shared = recipe.train.model_overrides
+    if set(shared) - set(overrides):
+        return kept | {"model_overrides": dict(overrides)}
+    # Only what differs: an initialisation that all share is not the entry's own, and stays to be tuned.
+    return kept | {f"model_overrides.{key}": value for key, value in overrides.items() if shared.get(key) != value}
+
+
+def _controls(recipe: CompareSettings, reference: str, width: int, vocab_size: int) -> dict[str, Any]:
+    """A narrower and a shallower dense model, where the recipe has none of these names."""
+    settings, entry = recipe.settings_of(reference), recipe.entries[reference]
+    config = preset_config(settings.model, **settings.model_overrides)
+    heads, layers = config.num_attention_heads, config.num_hidden_layers
+    head = width // heads
+    narrow = min(2 * round(_SHARE * head / 2), head - 2)  # rotary embeddings need even heads
+    if narrow < 2 or layers < 2:
+        raise ValueError(f"width {width} with {heads} heads and {layers} layers leaves no smaller dense model")
+    shallow = at_width(settings, config, width).model_overrides
+    shallow |= {"num_hidden_layers": min(round(_SHARE * layers), layers - 1)}
+    shallow.pop("n_layer", None)
+    shared = entry.model_dump(exclude_unset=True)
+    found = {
+        NARROWER: shared | _scaled(recipe, reference, heads * narrow, 1.0, vocab_size),
+        SHALLOWER: shared | {"set": _with_overrides(recipe, entry.set, shallow)},
+    }
+    return {name: control for name, control in found.items() if name not in recipe.entries}
+
+
+# Fits
+
+
+def fit_power_law(x: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(log a, b) of ``loss = a * x ** -b`` by least squares of the logarithms: x (K,), losses (K, R) -> (R,), (R,)."""
+    slope, start = np.polyfit(np.log(x), np.log(losses), 1)
+    return start, -slope
+
+
+def crossing(
+    own: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray], low: float, high: float
+) -> np.ndarray:
+    """Where two power laws meet between ``low`` and ``high`` (R,); NaN where they do not."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        meeting = (own[0] - other[0]) / (own[1] - other[1])
+    inside = (meeting >= math.log(low)) & (meeting <= math.log(high))
+    return np.exp(np.where(inside, meeting, np.nan))
+
+
+def _summary(recipe: CompareSettings, out_dir: Path, found: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    names = [entry["name"] for entry in next(iter(found.values()))["entries"]]
+    points = {name: [_point(width, results, name) for width, results in found.items()] for name in names}
+    drawn = {name: _drawn(recipe, out_dir, name, points[name]) for name in names}
+    dense = {entry["name"] for entry in next(iter(found.values()))["entries"] if entry["dense"]}
+    entries = []
+    for name in names:
+        axes = {axis: _axis(name, axis, points, drawn, dense) for axis in AXES}
+        entries.append({"name": name, "dense": name in dense, "points": points[name]} | axes)
+    return {"reference": recipe.reference, "entries": entries, "verdicts": _verdicts(entries)}
+
+
+def _point(width: int, results: Mapping[str, Any], name: str) -> dict[str, Any]:
+    entry = next(entry for entry in results["entries"] if entry["name"] == name)
+    settings, run = entry["settings"], entry["runs"][0]
+    tokens = run["steps"] * settings["batch_size"] * settings["accumulation"] * settings["data"]["sequence_length"]
+    speed = (entry["speed"] or {}).get("train_tokens_per_second")
+    if speed is None:  # not measured in turn: what the runs themselves had
+        rates = [run["tokens_per_second"] for run in entry["runs"]]
+        speed = None if None in rates else float(np.median(rates))
+    return {
+        "width": width,
+        "parameters": entry["parameters"],
+        "tokens": tokens,
+        "flops": _PASSES * entry["flops_per_token"] * tokens,
+        "seconds": None if speed is None else tokens / speed,
+        "learning_rate": entry["learning_rate"],
+        "validation_loss": entry["validation_loss"],
+        "gap": entry["gap"],
+    }
+
+
+def _drawn(recipe: CompareSettings, out_dir: Path, name: str, points: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """Bootstrapped losses (K, R): seeds and blocks are drawn alike for all entries and sizes."""
+    rows = []
+    for point in points:
+        runs = out_dir / SIZES / str(point["width"]) / "runs" / name
+        rows.append(
+            replicates(np.stack([np.load(runs / f"seed-{s}" / BLOCK_LOSSES) for s in recipe.seeds]).astype(float))
+        )
+    return np.stack(rows)
+
+
+def _axis(
+    name: str,
+    axis: str,
+    points: Mapping[str, Sequence[Mapping[str, Any]]],
+    drawn: Mapping[str, np.ndarray],
+    dense: set[str],
+) -> dict[str, Any] | None:
+    """The fit of an entry against one axis, and where it crosses each dense entry; None where the axis is unknown."""
+    places = {other: [point[axis] for point in points[other]] for other in {name, *dense}}
+    if any(None in place for place in places.values()):
+        return None
+    fits = {other: fit_power_law(np.asarray(place, float), drawn[other]) for other, place in places.items()}
+    middles = {other: _middle(points[other], places[other]) for other in places}
+    own: dict[str, Any] = {"log_a": float(middles[name][0][0]), "b": float(middles[name][1][0])}
+    own |= {f"{key}_interval": interval(values) for key, values in zip(("log_a", "b"), fits[name], strict=True)}
+    crossings: dict[str, dict[str, Any] | None] = {}
+    for other in sorted(dense - {name}) if name not in dense else []:
+        low, high = max(map(min, (places[name], places[other]))), min(map(max, (places[name], places[other])))
+        if low < high:
+            crossings[other] = _crossing(middles[name], middles[other], fits[name], fits[other], low, high)
+        else:
+            crossings[other] = None
+    return {"fit": own, "crossings": crossings}
+
+
+def _middle(points: Sequence[Mapping[str, Any]], places: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    means = np.asarray([[point["validation_loss"]["mean"]] for point in points])
+    return fit_power_law(np.asarray(places, float), means)
+
+
+def _crossing(own: Any, other: Any, own_drawn: Any, other_drawn: Any, low: float, high: float) -> dict[str, Any]:
+    """Where (and whether) two fits meet in the range that both have points in, and their gaps at its ends."""
+    meeting = float(crossing(own, other, low, high)[0])
+    replicated = crossing(own_drawn, other_drawn, low, high)
+    inside = replicated[np.isfinite(replicated)]
+    gaps = {}
+    for end, place in (("low", low), ("high", high)):
+        middle, drawn = (_at(a, place) - _at(b, place) for a, b in ((own, other), (own_drawn, other_drawn)))
+        gaps[end] = {"at": place, "gap": float(middle[0]), "interval": interval(drawn)}
+    return {
+        "at": meeting if math.isfinite(meeting) else None,
+        "interval": interval(inside) if len(inside) > 1 else None,
+        "share": len(inside) / len(replicated),
+        "ends": gaps,
+    }
+
+
+def _at(fit: tuple[np.ndarray, np.ndarray], place: float) -> np.ndarray:
+    return np.exp(fit[0] - fit[1] * math.log(place))
+
+
+def _verdicts(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = []
+    for entry in entries:
+        for axis, unit in AXES.items():
+            for other, found in ((entry[axis] or {}).get("crossings") or {}).items():
+                lines.append(f"{entry['name']} and {other}, by {unit}: {_verdict(found)}")
+    return lines
+
+
+def _verdict(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return "no range that both have sizes in."
+    low, high = found["ends"]["low"], found["ends"]["high"]
+    ends = "; ".join(
+        f"at {end['at']:.2g} {end['gap']:+.3f} [{end['interval'][0]:+.3f}, {end['interval'][1]:+.3f}]"
+        for end in (low, high)
+    )
+    if found["at"] is None:
+        side = "ahead" if high["gap"] < 0 else "behind"
+        return (
+            f"do not cross in the range, {side} throughout ({ends}; a crossing in {found['share']:.0%} of replicates)."
+        )
+    within = "" if found["interval"] is None else f" [{found['interval'][0]:.2g}, {found['interval'][1]:.2g}]"
+    after = "ahead beyond" if high["gap"] < 0 else "behind beyond"
+    return f"cross at {found['at']:.2g}{within}, {after} ({ends}; in {found['share']:.0%} of replicates)."

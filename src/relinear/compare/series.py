@@ -1,0 +1,116 @@
+"""A comparison at several budgets: every entry trained to each with a schedule of its own, and how the gaps move.
+
+A prefix of a longer run is no shorter run: its learning rate has not come down. Every budget is a comparison of its
+own, in ``budgets/TOKENS/``; what is tuned at one is handed on to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from relinear.compare.settings import CompareSettings
+
+__all__ = ["BUDGETS", "at_budget", "carry_out_budgets", "with_choices"]
+
+BUDGETS = "budgets"
+# Of these an entry may set its own; they say where something happens within a run, and shrink with it.
+_PLACES = ("warmup_steps", "eval_every")
+
+
+def carry_out_budgets(
+    recipe: CompareSettings, out_dir: Path, carry_out: Callable[[CompareSettings, Path], dict[str, Any]]
+) -> dict[str, Any]:
+    """The results of the largest budget, with ``budgets``: what each of them came to.
+
+    Args:
+        recipe: with ``budgets``.
+        out_dir: of the whole; a budget's comparison goes to a folder within.
+        carry_out: makes a comparison with one budget in a folder, or reads its results.
+    """
+    chosen: dict[str, dict[str, float]] = {}
+    rows, results = [], {}
+    for index, tokens in enumerate(recipe.budgets or ()):
+        folder = Path(BUDGETS) / str(tokens)
+        results = carry_out(at_budget(recipe, index, chosen), out_dir / folder)
+        for entry in results["entries"]:
+            chosen.setdefault(entry["name"], {}).update(_choice(entry))
+        rows.append(_row(tokens, str(folder), results))
+    return results | {"name": recipe.name, BUDGETS: rows, "notes": results["notes"] + _notes(recipe)}
+
+
+def at_budget(recipe: CompareSettings, index: int, chosen: Mapping[str, Mapping[str, float]]) -> CompareSettings:
+    """The comparison at one budget.
+
+    Args:
+        recipe: with ``budgets``.
+        index: of the budget.
+        chosen: what smaller budgets have found, as ``with_choices`` takes it.
+    """
+    budgets = recipe.budgets or ()
+    share = budgets[index] / budgets[-1]
+    values = recipe.model_dump(exclude_unset=True)
+    values |= {"budgets": None, "tokens": budgets[index], "name": f"{recipe.name} at {budgets[index]:,} tokens"}
+    values["train"] = _shortened(values.get("train", {}), share)
+    values["entries"] = {
+        name: entry | {"set": _shortened(entry.get("set", {}), share)} for name, entry in values["entries"].items()
+    }
+    if index < len(budgets) - 1:
+        values["speed"] = {"seconds": 0}  # the same at every budget
+    if recipe.tune is not None and recipe.tune.at == "smallest" and index:
+        values["entries"] = with_choices(values["entries"], chosen)
+        values["tune"] = recipe.tune.model_dump() | {"check_full_length": True} if index == 1 else None
+    return CompareSettings.load(values, f"budget of {budgets[index]:,} tokens")
+
+
+def with_choices(
+    entries: Mapping[str, dict[str, Any]], chosen: Mapping[str, Mapping[str, float]]
+) -> dict[str, dict[str, Any]]:
+    """Entries with the ``learning_rate`` and, where there is one, the ``initializer_range`` chosen for each."""
+    found = {}
+    for name, entry in entries.items():
+        choice = chosen[name]
+        found[name] = entry | {"learning_rate": choice["learning_rate"]}
+        if "initializer_range" in choice:
+            # by its dotted name: the overrides that all entries share stay as they are
+            change = {"model_overrides.initializer_range": choice["initializer_range"]}
+            found[name] |= {"set": entry.get("set", {}) | change}
+    return found
+
+
+def _shortened(settings: Mapping[str, Any], share: float) -> dict[str, Any]:
+    """Settings of a run with the places in it moved to a run of ``share`` times the length."""
+    moved = {key: round(share * settings[key]) for key in _PLACES if settings.get(key)}
+    return dict(settings) | {key: max(1, value) for key, value in moved.items()}
+
+
+def _choice(entry: Mapping[str, Any]) -> dict[str, float]:
+    choice = {"learning_rate": entry["learning_rate"]}
+    found = (entry["tuning"] or {}).get("initializer_range")
+    return choice if found is None else choice | {"initializer_range": found}
+
+
+def _row(tokens: int, folder: str, results: Mapping[str, Any]) -> dict[str, Any]:
+    kept = ("name", "learning_rate", "tuning", "validation_loss", "gap")
+    entries = []
+    for entry in results["entries"]:
+        runs = [{key: run[key] for key in ("seed", "steps", "tokens_per_second")} for run in entry["runs"]]
+        overrides = entry["settings"]["model_overrides"]
+        spread = {"initializer_range": overrides.get("initializer_range")}
+        entries.append({key: entry[key] for key in kept} | spread | {"runs": runs})
+    return {"tokens": tokens, "folder": folder, "ngram": results["ngram"], "entries": entries}
+
+
+def _notes(recipe: CompareSettings) -> list[str]:
+    budgets = recipe.budgets or ()
+    notes = [
+        f"Every entry was trained to each of {len(budgets)} budgets with a complete schedule; the table is of the last."
+    ]
+    if recipe.tune is not None and len(budgets) > 1:
+        at = {
+            "smallest": "at the smallest budget, and held against their neighbours in whole runs at the next",
+            "each": "at each budget",
+        }
+        notes.append(f"Learning rates were tuned {at[recipe.tune.at]}.")
+    return notes
