@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -487,15 +487,15 @@ class Rotor(OperatorConfig):
 
     kind: ClassVar[str] = "rotor"
     module_class = RotorLinear
-    added: ClassVar[tuple[str, ...]] = (
-        "windows",
-        "activate_entry",
-        "slopes",
-        "gains",
-        "residual",
-        "permute_terms",
-        "power_iterations",
-    )
+    formerly: ClassVar[Mapping[str, Any]] = {
+        "windows": "wrapped",
+        "activate_entry": False,
+        "slopes": "branch",
+        "gains": "variance",
+        "residual": False,
+        "permute_terms": False,
+        "power_iterations": None,
+    }
 
     width: int = 3
     depth: int = 2
