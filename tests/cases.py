@@ -245,6 +245,25 @@ CASES: list[Case] = [
         shapes=(SQUARE, (32, 32)),
         exact=relinear.Rotor(depth=0, terms="kronecker", width=64),
     ),
+    Case(
+        config=relinear.Rotor(depth=0, permute_terms=True, windows="spread", scale=True),
+        variant="permuted",
+        shapes=((24, 40), SQUARE, (11, 13)),
+    ),
+    # In front of a LayerNorm a scale has no gradient but rounding.
+    Case(
+        config=relinear.Rotor.authors(activation="elu", normalize=False, init_std=0.3, residual=True),
+        variant="authors",
+        linear=False,
+        shapes=((11, 13), SQUARE, (8, 8)),
+        bf16_tolerance=4e-2,
+    ),
+    Case(
+        config=relinear.Rotor.authors(activation="none", normalize=False, depth=1, residual=True, scale=False),
+        variant="authors-product",
+        shapes=(SQUARE, (24, 40)),
+        bf16_tolerance=4e-2,
+    ),
     Case(config=relinear.Monarch(blocks=4), exact=relinear.Monarch(blocks=4, rank=4)),
     Case(config=relinear.Monarch(blocks=4, rank=2), variant="padded", shapes=(ODD, (9, 15))),
     Case(config=relinear.OutputGate(), linear=False),

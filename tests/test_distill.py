@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import hashlib
 import json
 import os
 import signal
@@ -226,8 +227,177 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.parametrize("retrain", [None, "o_proj"])
-def test_resuming_is_exact(tmp_path, retrain):
+def outputs_of(model, name, blocks):
+    """What a module gives for blocks (N, T): (N T, O)."""
+    found = []
+    module = model.get_submodule(name)
+    handle = module.register_forward_hook(
+        lambda module, args, output: found.append(output[0] if isinstance(output, tuple) else output)
+    )
+    with torch.no_grad():
+        model(blocks)
+    handle.remove()
+    return found[0].flatten(0, 1)
+
+
+def relative(got, wanted):
+    return ((got - wanted).square().sum() / wanted.square().sum()).item()
+
+
+@pytest.mark.parametrize("loss", ["mse", "kl"])
+def test_the_original_models_outputs_are_the_target(loss):
+    model, original = make_tiny_llama(), make_tiny_llama()
+    original.load_state_dict(model.state_dict())
+    other, held_out = copy.deepcopy(model), token_blocks(corpus(), None, 32, 80)[64:]
+    mapping = {
+        r".*\.0\..*o_proj": None,
+        r".*\.0\..*proj": relinear.LowRank(rank=1),
+        ".*1.self_attn.q_proj": relinear.LowRank(rank=32),
+        ".*1.self_attn.v_proj": relinear.LowRank(rank=16),
+    }
+    settings = SETTINGS | {"epochs": 8, "loss": loss, "retrain": "o_proj"}
+    relinear.distill_(other, mapping, corpus(), settings=settings)
+    report = relinear.distill_(model, mapping, corpus(), settings=settings | {"target": "original"})
+    if loss == "kl":
+        with torch.no_grad():
+            logs = [m(held_out).logits.log_softmax(-1) for m in (original, model, other)]
+        ours, theirs = ((logs[0].exp() * (logs[0] - log)).sum(-1).mean().item() for log in logs[1:])
+        assert ours < theirs
+        return
+    for fit in report.layers[-3:]:
+        wanted = outputs_of(original, fit.name, held_out)
+        if not fit.retrained:
+            assert fit.error == pytest.approx(relative(outputs_of(model, fit.name, held_out), wanted), rel=1e-4)
+        assert relative(outputs_of(model, fit.name, held_out), wanted) < relative(
+            outputs_of(other, fit.name, held_out), wanted
+        )
+
+
+@pytest.mark.parametrize("config", OPERATORS, ids=lambda config: config.kind + getattr(config, "terms", ""))
+def test_a_bias_starts_at_the_mean_of_the_target(config, tmp_path):
+    model, original = make_tiny_llama(), make_tiny_llama()
+    original.load_state_dict(model.state_dict())
+    train = token_blocks(corpus(), None, 32, 80)[:64]
+    name = "model.layers.1.self_attn.q_proj"
+    settings = SETTINGS | {"bias": True, "learning_rate": 1e-12}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nothing is learnt at such a rate
+        relinear.distill_(model, {"q_proj": config}, corpus(), layers=[1], settings=settings, out_dir=tmp_path)
+    wanted, got = (outputs_of(m, name, train).mean(0) for m in (original, model))
+    bias = model.get_submodule(name).bias
+    if config.fits_weight:
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
+    else:
+        torch.testing.assert_close(bias, wanted, atol=1e-5, rtol=1e-4)
+    assert bias.abs().max() > 0 or config.fits_weight
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    assert torch.equal(loaded.get_submodule(name).bias, bias)
+    torch.testing.assert_close(loaded(corpus()[:2]).logits, model(corpus()[:2]).logits)
+
+
+def test_a_bias_where_a_layer_has_one_and_where_none_can_be():
+    model = make_tiny_gpt2()
+    name, train = "transformer.h.1.attn.c_attn", token_blocks(corpus(), None, 32, 80)[:64]
+    wanted = outputs_of(model, name, train).mean(0)
+    settings = SETTINGS | {"bias": True, "init": "fresh", "learning_rate": 1e-12}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nothing is learnt at such a rate
+        relinear.distill_(model, {"c_attn": relinear.LowRank(rank=2)}, corpus(), layers=[1], settings=settings)
+    torch.testing.assert_close(model.get_submodule(name).bias, wanted, atol=1e-5, rtol=1e-4)
+    assert "layer_bias" not in str(model.config.quantization_config)
+    model = make_tiny_llama()
+    relinear.replace_(model, {"q_proj": relinear.LowRank(rank=2)}, layers=0)
+    before = weights(model)
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj is an operator without a bias"):
+        relinear.distill_(
+            model, {".*[qk]_proj": relinear.LowRank(rank=1)}, corpus(), settings=SETTINGS | {"bias": True}
+        )
+    assert weights(model).keys() == before.keys()
+
+
+@pytest.mark.parametrize("loss", ["mse", "cosine"])
+def test_targets_of_a_layer_are_trained_together(loss):
+    model, original = make_tiny_llama(), make_tiny_llama()
+    original.load_state_dict(model.state_dict())
+    held_out = token_blocks(corpus(), None, 32, 80)[64:]
+    settings = SETTINGS | {"joint": True, "loss": loss, "epochs": 3, "learning_rate": 0.01}
+    report = relinear.distill_(
+        model, {".*[qkv]_proj": relinear.LowRank(rank=2)}, corpus(), layers=[1], settings=settings
+    )
+    assert len(report.layers) == 3
+    name = "model.layers.1.self_attn"
+    error = relative(outputs_of(model, name, held_out), outputs_of(original, name, held_out))
+    for fit in report.layers:
+        assert fit.joint_error == pytest.approx(error, rel=1e-4)
+        if loss == "mse":
+            assert fit.joint_error < 0.98 * fit.joint_start_error
+        own = relative(outputs_of(model, fit.name, held_out), outputs_of(original, fit.name, held_out))
+        assert fit.error == pytest.approx(own, rel=1e-4)
+    assert "joint error" in str(report)
+    assert all(p.requires_grad for p in model.parameters())
+    for settings, match in [
+        (SETTINGS | {"joint": True, "loss": "kl"}, "joint=True is for"),
+        (SETTINGS | {"joint": True}, "no module inside the model holds lm_head"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            relinear.distill_(original, {"lm_head": relinear.LowRank(rank=2)}, corpus(), settings=settings)
+
+
+def test_a_directory_of_the_first_version_goes_on(tmp_path):
+    """It had fewer settings, of distillations and of operators, and did not write the operators down."""
+    config = relinear.Transponder(rank=2, base=relinear.Rotor(scale=True), **relinear.Transponder.formerly)
+    mapping = {"q_proj": config}
+    model = make_tiny_llama()
+    start = weights(model)
+
+    def stop(progress):
+        if progress.phase == "fit" and ".1." in progress.name:
+            raise Stop
+
+    with pytest.raises(Stop):
+        relinear.distill_(model, mapping, corpus(), settings=SETTINGS, out_dir=tmp_path, on_progress=stop)
+    state = json.loads((tmp_path / "distill.json").read_text())
+    settings = {k: v for k, v in state["settings"].items() if k not in ("target", "bias", "joint")}
+    operators = [
+        [
+            name,
+            {k: v for k, v in values.items() if k not in config.formerly}
+            | {"base": {k: v for k, v in values["base"].items() if k not in config.base.formerly}},
+        ]
+        for name, values in state["operators"]
+    ]
+    assert operators[0][1]["base"].keys() > {"family", "kind", "width", "seed"}
+    digest = hashlib.sha256(json.dumps([settings, operators], sort_keys=True).encode())
+    digest.update(token_blocks(corpus(), None, 32, 80).numpy().tobytes())
+    for layer in range(2):
+        digest.update(start[f"model.layers.{layer}.self_attn.q_proj.weight"].view(torch.uint8).numpy().tobytes())
+    old = {"fingerprint": digest.hexdigest(), "settings": settings, "done": state["done"]}
+    (tmp_path / "distill.json").write_text(json.dumps(old))
+    model = make_tiny_llama()
+    model.load_state_dict(start)
+    fitted = []
+    relinear.distill_(
+        model,
+        mapping,
+        corpus(),
+        settings=SETTINGS,
+        out_dir=tmp_path,
+        on_progress=lambda progress: progress.phase == "fit" and fitted.append(progress.name),
+    )
+    assert all(".1." in name for name in fitted)
+    (tmp_path / "distill.json").write_text(json.dumps(old))
+    other = {"q_proj": config.replace(base=config.base.replace(residual=True))}
+    model = make_tiny_llama()
+    model.load_state_dict(start)
+    with pytest.raises(ValueError, match="another"):
+        relinear.distill_(model, other, corpus(), settings=SETTINGS, out_dir=tmp_path)
+
+
+MORE = {"target": "original", "joint": True, "bias": True, "retrain": "o_proj"}
+
+
+@pytest.mark.parametrize("more", [{}, {"retrain": "o_proj"}, MORE, MORE | {"joint": False, "loss": "kl"}], ids=str)
+def test_resuming_is_exact(tmp_path, more):
     def run(folder, stop_at=None, resume=True):
         model = make_tiny_llama()
         model.load_state_dict(start)
@@ -240,7 +410,7 @@ def test_resuming_is_exact(tmp_path, retrain):
             model,
             {".*[qv]_proj": relinear.Rotor(scale=True)},
             corpus(),
-            settings=SETTINGS | {"retrain": retrain},
+            settings=SETTINGS | more,
             out_dir=folder,
             resume=resume,
             on_progress=watch,

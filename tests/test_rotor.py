@@ -1,13 +1,18 @@
 """Rotor layers beyond the conformance suite: the paper's map, exact counts, windows, the cache of inference."""
 
 import copy
+import functools
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import relinear
 from relinear import clifford
-from relinear.functional.rotor import from_windows, to_windows
+from relinear.core.moments import Moments
+from relinear.core.operator import linear_of
+from relinear.functional.rotor import branch_permutation, from_windows, to_windows
 from relinear.operators.rotor import SandwichSum
 
 D = torch.float64
@@ -78,6 +83,21 @@ def test_windows_cover_every_coordinate_and_are_averaged():
     torch.testing.assert_close(from_windows(other, 11), x + torch.tensor([1.0] * 5 + [0] * 3 + [2] * 3))
 
 
+@pytest.mark.parametrize("size", range(8, 33))
+def test_spread_windows_start_at_equal_distances(size):
+    x = torch.arange(float(size))
+    windows = to_windows(x, 8, "spread")
+    count = len(windows)
+    assert windows[:, 0].tolist() == [i * size // count for i in range(count)]
+    assert all((w.diff() % size == 1).all() for w in windows)
+    torch.testing.assert_close(from_windows(windows, size, "spread"), x)
+    reached = torch.stack([(windows == coordinate).any(-1).sum() for coordinate in range(size)])
+    first = windows.clone()
+    first[0] += 1
+    mean = torch.where(torch.isin(x, windows[0]), 1 / reached, 0.0)
+    torch.testing.assert_close(from_windows(first, size, "spread"), x + mean)
+
+
 @pytest.mark.parametrize("terms", ["rotor", "multivector", "kronecker"])
 @pytest.mark.parametrize("scale", [True, False])
 def test_fresh_layers_keep_the_variance(terms, scale):
@@ -97,6 +117,305 @@ def test_an_unknown_or_impossible_setting_is_refused():
             relinear.Rotor(**settings)
     with pytest.raises(ValueError, match="at least two"):
         relinear.Rotor().build(1, 8)
+
+
+def test_settings_that_say_nothing_together_are_refused():
+    for settings, match in [
+        ({"depth": 0, "activate_entry": True}, "activate_entry=True .* depth"),
+        ({"depth": 0, "residual": True}, "residual=True .* depth"),
+        ({"depth": 1, "permute_terms": True}, "permute_terms=True .* depth=1"),
+        ({"power_iterations": 0}, "power_iterations"),
+        ({"power_iterations": 3, "terms": "multivector"}, "power_iterations .* multivector"),
+        ({"windows": "x"}, "windows"),
+        ({"slopes": "x"}, "slopes"),
+        ({"gains": "x"}, "gains"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            relinear.Rotor(**settings)
+
+
+# The authors' network, against one written anew with the ``clifford`` package
+
+ACTIVATIONS = {
+    "relu": torch.nn.ReLU(),
+    "gelu": torch.nn.GELU(),
+    "silu": torch.nn.SiLU(),
+    "leaky_relu": torch.nn.LeakyReLU(0.01),
+    "elu": torch.nn.ELU(),
+}
+
+
+@functools.cache
+def layout(n):
+    return pytest.importorskip("clifford").Cl(n)[0]
+
+
+def packaged(coordinates, n, grade):
+    """The vector (grade 1) or bivector (grade 2) of the package with these coordinates."""
+    value = np.zeros(2**n)
+    start = {1: 1, 2: 1 + n}[grade]
+    value[start : start + len(coordinates)] = coordinates
+    return layout(n).MultiVector(value)
+
+
+def packaged_exp(beta, n):
+    """By the power series, scaled and squared."""
+    b = packaged(beta, n, 2)
+    total = term = 1 + 0 * b
+    for k in range(1, 22):
+        term = term * (b / 2**6) / k
+        total = total + term
+    for _ in range(6):
+        total = total * total
+    return total
+
+
+def packaged_sandwich(left, right, n):
+    """The 2^n x 2^n matrix of x -> exp(left) x exp(right)~."""
+    r, s = (packaged_exp(beta, n) for beta in (left, right))
+    blades = np.eye(2**n)
+    return torch.from_numpy(np.stack([(r * layout(n).MultiVector(blade) * ~s).value for blade in blades], axis=1))
+
+
+def packaged_layer(state, name, x, out_features, window, branch=None):
+    """Every pair of windows by its own sandwich and scale; the mean over all pairs that reach an output."""
+    left, right, scale = (state[f"{name}.{key}"][0].numpy() for key in ("left", "right", "scale"))
+    n, in_features = window.bit_length() - 1, x.shape[-1]
+    outputs, inputs = (-(-size // window) for size in (out_features, in_features))
+    y, count = torch.zeros(len(x), out_features, dtype=D), torch.zeros(out_features, dtype=D)
+    for o in range(outputs):
+        to = (torch.arange(window) + o * out_features // outputs) % out_features
+        for i in range(inputs):
+            source = (torch.arange(window) + i * in_features // inputs) % in_features
+            at = (o if branch is None else branch, i)
+            y[:, to] += scale[at] * x[:, source] @ packaged_sandwich(left[at], right[at], n).T
+            count[to] += 1
+    return y / count
+
+
+def authors_network(module, x):
+    config, state = module.config, {k: v.detach() for k, v in module.state_dict().items()}
+    window = 8
+    activation = ACTIVATIONS.get(config.activation)
+    if activation is None:
+        activation = torch.nn.PReLU(dtype=D)
+        activation.weight.data = state["slope"]
+    norm = torch.nn.LayerNorm(window, elementwise_affine=False, dtype=D)
+
+    def after(y, permutation):
+        return activation(norm(y[:, torch.from_numpy(permutation)]))
+
+    y = after(
+        packaged_layer(state, "entry", x, window, window),
+        branch_permutation(window, 1, config.seed, config.depth),
+    )
+    if config.residual and x.shape == y.shape:
+        y = y + x
+    for step in range(config.depth):
+        permutations = branch_permutation(window, config.width, config.seed, step).reshape(config.width, window)
+        y = sum(
+            state[f"hidden.{step}.mix"][branch]
+            * after(
+                packaged_layer(state, f"hidden.{step}.rotors", y, window, window, branch),
+                permutations[branch] - branch * window,
+            )
+            for branch in range(config.width)
+        )
+    z = packaged_layer(state, "exit", y, module.out_features, window)
+    if config.residual and z.shape == y.shape:
+        z = z + y
+    return z
+
+
+@pytest.mark.parametrize("activation", ["prelu", *ACTIVATIONS])
+@pytest.mark.parametrize(("shape", "residual"), [((11, 13), False), ((11, 8), True), ((8, 8), True)], ids=str)
+@torch.no_grad()
+def test_the_authors_network(activation, shape, residual):
+    module = relinear.Rotor.authors(activation=activation, residual=residual).build(*shape, bias=False, dtype=D)
+    for parameter in module.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    x = torch.randn(5, shape[0], dtype=D)
+    torch.testing.assert_close(module(x), authors_network(module, x), atol=1e-11, rtol=1e-11)
+
+
+def test_the_authors_network_starts_as_theirs():
+    config = relinear.Rotor.authors()
+    assert (config.depth, config.width, config.rotors, config.residual) == (2, 3, "double", False)
+    module = config.build(2048, 2048, bias=False)
+    assert sum(p.numel() for p in module.parameters()) == 8 * (110 + 1) + 2 * 3 + 1
+    for name, parameter in module.named_parameters():
+        if name.rpartition(".")[2] in ("scale", "mix"):
+            assert (parameter == 1).all(), name
+        elif name == "slope":
+            assert parameter.item() == 0.25
+        else:
+            assert 0.8 < parameter.std() < 1.2, name
+    assert relinear.Rotor.authors(width=1).width == 1
+
+
+# The plain sum, and what it can become
+
+
+def dimensions(config, size, terms):
+    """Of the space that ``terms`` single terms fill, each drawn as the ones of a sum are."""
+    with torch.no_grad():
+        maps = [config.build(size, size, bias=False, dtype=D).to_dense().flatten() for _ in range(terms)]
+    return torch.linalg.matrix_rank(torch.stack(maps), rtol=1e-9).item()
+
+
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_a_plain_sum_of_rotors_never_becomes_a_general_matrix(size):
+    one = relinear.Rotor(depth=0, width=1, init_std=1.0)
+    assert dimensions(one, size, size**2 + 9) == size**2 // 4
+    general = dimensions(one.replace(terms="multivector"), size, size**2 + 9)
+    assert general == (size**2 // 2 if size == 8 else size**2)  # n = 3 is odd
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_a_sum_of_permuted_terms_is_any_matrix(size):
+    """Enough of its own terms fill all dimensions, so that a matrix is found by solving for the scales alone."""
+    terms = size**2 + 16
+    module = relinear.Rotor(depth=0, width=terms, permute_terms=True, scale=True, init_std=1.0)
+    module = module.build(size, size, bias=False, dtype=D)
+    wanted = torch.linalg.qr(torch.randn(size, size, dtype=D)).Q
+    with torch.no_grad():
+        maps = []
+        for term in range(terms):
+            module.entry.scale.zero_()[term] = 1
+            maps.append(module.to_dense().flatten())
+        basis = torch.stack(maps, dim=1)
+        module.entry.scale.copy_(torch.linalg.lstsq(basis, wanted.reshape(-1, 1)).solution.reshape(-1, 1, 1))
+    torch.testing.assert_close(module.to_dense(), wanted)
+    x = torch.randn(5, size, dtype=D)
+    torch.testing.assert_close(module(x), x @ wanted.T)
+
+
+def test_permuted_terms_are_fitted_to_an_orthogonal_map_that_the_plain_sum_cannot_be():
+    wanted = torch.linalg.qr(torch.randn(8, 8, dtype=D)).Q
+    moments, errors = Moments.identity(8), []
+    for permuted in (False, True):
+        torch.manual_seed(1)
+        config = relinear.Rotor(depth=0, width=16, scale=True, init_std=1.0, permute_terms=permuted)
+        module = config.build(8, 8, bias=False, dtype=D).from_moments(linear_of(wanted), moments, steps=500)
+        errors.append(((module.to_dense() - wanted).norm() / wanted.norm()).item())
+    assert errors[0] > 0.5
+    assert errors[1] < 1e-4
+
+
+# Algorithms 1 and 2 in place of the exponential
+
+
+def packaged_parts(beta, vectors, iterations):
+    """Algorithm 1 with one more step of Algorithm 2 a plane, in the terms of geometric algebra; (parts, vectors)."""
+    n = vectors.shape[-1]
+
+    def step(v, b):
+        v = (v | b) | b
+        return v / abs(v)
+
+    def turned(b, v):
+        for _ in range(iterations):
+            v = step(v, b)
+        return v
+
+    whole = packaged(beta, n, 2)
+    rest, found = whole, []
+    for v in vectors:
+        v = turned(rest, packaged(v, n, 1))
+        found.append(v)
+        rest = rest - (v ^ (v | rest))
+    parts, rest = [], whole
+    for v in found:
+        v = step(v, rest)
+        parts.append(v ^ (v | rest))
+        rest = rest - parts[-1]
+    return [*parts, rest], np.stack([v.value[1 : n + 1] for v in found])
+
+
+@pytest.mark.parametrize("n", [4, 5, 6])
+def test_few_power_iterations_give_the_rotors_of_algorithm_2(n):
+    """Before it has converged, too; the next forward pass starts where this one ended."""
+    config = relinear.Rotor(depth=0, width=1, basis="blade", power_iterations=2, init_std=1.0)
+    module = config.build(2**n, 2**n, bias=False, dtype=D)
+    x = torch.randn(3, 2**n, dtype=D)
+    for _ in range(2):
+        rotors = []
+        for name in ("left", "right"):
+            beta = getattr(module.entry, name)[0, 0, 0].detach().numpy()
+            vectors = getattr(module.entry, f"{name}_vectors")[:, 0, 0, 0].clone().numpy()
+            parts, vectors = packaged_parts(beta, vectors, 2)
+            rotor = 1.0
+            for b in parts:
+                size = abs(b)
+                rotor = rotor * (np.cos(size) + np.sin(size) / size * b)
+            rotors.append((rotor, vectors))
+        (r, _), (s, _) = rotors
+        expected = np.stack([(r * layout(n).MultiVector(row) * ~s).value for row in x.numpy()])
+        torch.testing.assert_close(module(x), torch.from_numpy(expected))
+        for name, (_, vectors) in zip(("left", "right"), rotors):
+            kept = getattr(module.entry, f"{name}_vectors")[:, 0, 0, 0]
+            torch.testing.assert_close(kept, torch.from_numpy(vectors))
+
+
+def separated(*counts, n):
+    """Random bivectors whose planes have norms of 2.4, 1.2, 0.6 and so on: a power iteration tells them apart."""
+    frame = torch.linalg.qr(torch.randn(*counts, n, n, dtype=D)).Q
+    matrix = torch.zeros(n, n, dtype=D)
+    for plane in range(n // 2):
+        matrix[2 * plane, 2 * plane + 1] = 2.4 * 0.5**plane
+    return clifford.bivector_from_matrix(frame @ (matrix - matrix.T) @ frame.mT)
+
+
+@pytest.mark.parametrize("rotors", ["single", "double"])
+@pytest.mark.parametrize("size", [4, 64, 192])
+def test_power_iterations_from_a_warm_start_reach_the_exact_rotors(size, rotors):
+    """Two a forward pass are few; over thirty passes they add up."""
+    exact = relinear.Rotor(depth=0, width=2, rotors=rotors).build(size, size, dtype=D)
+    with torch.no_grad():
+        for parameter in exact.entry.parameters():
+            parameter.copy_(separated(*exact.entry.counts, n=size.bit_length() - 1))
+    module = relinear.Rotor(depth=0, width=2, rotors=rotors, power_iterations=2).build(size, size, dtype=D)
+    missing, unknown = module.load_state_dict(exact.state_dict(), strict=False)
+    assert not unknown
+    assert all(name.endswith("_vectors") for name in missing)
+    x = torch.randn(5, size, dtype=D)
+    first = module(x)
+    for _ in range(30):
+        module.entry.factors()
+    torch.testing.assert_close(module(x), exact(x), atol=1e-6, rtol=1e-6)
+    assert size == 4 or (first - exact(x)).norm() > 1e-3 * first.norm()
+
+
+def test_power_iterations_are_the_same_again_in_evaluation_and_after_loading():
+    config = relinear.Rotor.authors(power_iterations=2)
+    module = config.build(24, 40, dtype=D)
+    x = torch.randn(5, 24, dtype=D, requires_grad=True)
+    before = {k: v.clone() for k, v in module.state_dict().items() if k.endswith("_vectors")}
+    assert len(before) == 2 * 4
+    module.eval()
+    with torch.no_grad():
+        y = module(x)
+        assert torch.equal(module(x), y)
+    assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items() if k in before)
+    twin = config.build(24, 40, dtype=D).train()
+    module.train()
+    for _ in range(2):
+        twin.load_state_dict(module.state_dict())
+        results = [m(x).sum() for m in (module, twin)]
+        assert results[0].item() == results[1].item()
+    assert not all(torch.equal(v, before[k]) for k, v in module.state_dict().items() if k in before)
+
+
+def test_power_iterations_under_gradient_checkpointing():
+    module = relinear.Rotor.authors(power_iterations=2).build(16, 16, dtype=D)
+    twin = copy.deepcopy(module)
+    x = torch.randn(5, 16, dtype=D)
+    module(x).square().sum().backward()
+    checkpoint(twin, x, use_reentrant=False).square().sum().backward()
+    for (name, one), other in zip(module.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, msg=name)
+    compiled = torch.compile(copy.deepcopy(module), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), module(x))
 
 
 def counting(module: SandwichSum):

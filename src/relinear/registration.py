@@ -9,6 +9,7 @@ import relinear.models.head_bias
 import relinear.operators
 import relinear.residual
 import relinear.surgery.checkpoint  # the loader of checkpoints with operators in them, to transformers
+import relinear.surgery.layer_bias
 import relinear.train.distill  # noqa: F401
 from relinear.first_use import after_import
 from relinear.surgery import wrapped

@@ -26,6 +26,11 @@ def command(
     epochs: Annotated[int | None, typer.Option(help="Passes over them.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Of Adam, falling along a cosine.")] = None,
     loss: Annotated[str | None, typer.Option(help="`mse`, `cosine`, or `kl` of the final logits.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="What to give: `layer`, as the layer does, or `original`, as the model did.")
+    ] = None,
+    joint: Annotated[bool, typer.Option("--joint", help="Then train a decoder layer's operators together.")] = False,
+    bias: Annotated[bool, typer.Option("--bias", help="A bias for all, started at the mean.")] = False,
     retrain: Annotated[
         str | None, typer.Option(help="Layers to train again behind the replaced ones: `o_proj`.")
     ] = None,
@@ -56,6 +61,7 @@ def command(
 
     given = {"tokens": tokens, "epochs": epochs, "learning_rate": learning_rate, "loss": loss}
     given |= {"retrain": retrain, "seed": seed, "on_disk": on_disk or None}
+    given |= {"target": target, "joint": joint or None, "bias": bias or None}
     settings = DistillSettings.load(set_if_given(given) | parse_overrides(overrides or []), "settings")
     mapping = operator_mapping(replace)
     text = DataSettings.load({"data": data} | ({"text_column": text_column} if text_column else {}), "data")

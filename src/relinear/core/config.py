@@ -22,6 +22,7 @@ __all__ = [
     "check_choice",
     "check_divides",
     "check_type",
+    "first_settings",
     "layer_indices",
     "nearest",
     "parse_setting",
@@ -199,6 +200,23 @@ def _decode(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_decode(item) for item in value)
     return value
+
+
+def first_settings(config: Config) -> dict[str, Any] | None:
+    """``config.to_dict()`` as it was before there was what is in ``formerly``; None where that means another."""
+    values = config.to_dict()
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in config.formerly:
+            if value != config.formerly[field.name]:
+                return None
+            del values[field.name]
+        elif isinstance(value, Config):
+            inner = first_settings(value)
+            if inner is None:
+                return None
+            values[field.name] = {"family": value.family} | inner
+    return values
 
 
 def check_type(name: str, value: Any, *types: type) -> None:

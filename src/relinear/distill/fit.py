@@ -17,7 +17,18 @@ from relinear.core.context import context
 from relinear.core.modes import evaluating
 from relinear.core.operator import Operator
 
-__all__ = ["FitError", "Pairs", "cosine_steps", "fit", "measure", "parameter_groups"]
+__all__ = [
+    "FitError",
+    "Pairs",
+    "Sums",
+    "better",
+    "cosine_steps",
+    "fit",
+    "loss_value",
+    "measure",
+    "parameter_groups",
+    "start_bias_",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,21 +60,66 @@ class FitError:
     cosine: float
 
 
+class Sums:
+    """What a ``FitError`` is made of, in double precision, part by part."""
+
+    def __init__(self) -> None:
+        self._wrong = self._total = self._cosine = 0.0
+        self._rows = 0
+
+    def add(self, got: Tensor, wanted: Tensor) -> None:
+        """Rows (N, O) of outputs, and of what was wanted."""
+        got, wanted = got.double(), wanted.double()
+        self._wrong += float((got - wanted).square().sum())
+        self._total += float(wanted.square().sum())
+        self._cosine += float(torch.nn.functional.cosine_similarity(got, wanted, dim=-1).sum())
+        self._rows += len(got)
+
+    def error(self) -> FitError:
+        """Of all rows so far."""
+        return FitError(self._wrong / max(self._total, 1e-30), self._cosine / self._rows)
+
+
+def _parts(rows: slice, chunk: int = 4096) -> list[slice]:
+    return [slice(start, min(start + chunk, rows.stop)) for start in range(rows.start, rows.stop, chunk)]
+
+
 @torch.no_grad()
-def measure(module: nn.Module, pairs: Pairs, rows: slice, chunk: int = 4096) -> FitError:
+def measure(module: nn.Module, pairs: Pairs, rows: slice) -> FitError:
     """Errors of ``module`` (in eval mode) on ``rows``, accumulated in double precision."""
-    wrong = total = cosine = 0.0
+    sums = Sums()
     with evaluating(module):
-        for start in range(rows.start, rows.stop, chunk):
-            part = slice(start, min(start + chunk, rows.stop))
-            got, wanted = pairs.run(module, part).double(), pairs.outputs(part).double()
-            wrong += float((got - wanted).square().sum())
-            total += float(wanted.square().sum())
-            cosine += float(torch.nn.functional.cosine_similarity(got, wanted, dim=-1).sum())
-    return FitError(wrong / max(total, 1e-30), cosine / (rows.stop - rows.start))
+        for part in _parts(rows):
+            sums.add(pairs.run(module, part), pairs.outputs(part))
+    return sums.error()
 
 
-def _loss(kind: str, got: Tensor, wanted: Tensor, mean_square: float) -> Tensor:
+@torch.no_grad()
+def start_bias_(module: Operator, pairs: Pairs, rows: slice, *, fitted: bool) -> None:
+    """Start the bias of ``module`` at the mean of what it is to give.
+
+    Args:
+        rows: over which the mean is taken.
+        fitted: whether the rest of it gives an estimate already (a closed-form fit): the mean is then of what is
+            missing, and the bias that is there stays in.
+    """
+    assert module.bias is not None
+    total: Tensor | float = 0.0
+    with evaluating(module):
+        for part in _parts(rows):
+            wanted = pairs.outputs(part).double()
+            total = total + (wanted - pairs.run(module, part).double() if fitted else wanted).sum(0)
+    mean = total / (rows.stop - rows.start)
+    module.bias.copy_(module.bias + mean if fitted else mean)
+
+
+def better(kind: str, after: FitError, before: FitError) -> bool:
+    """Whether a fit by this loss ended no worse than it began; not a number counts as worse."""
+    return after.cosine >= before.cosine if kind == "cosine" else after.relative <= before.relative
+
+
+def loss_value(kind: str, got: Tensor, wanted: Tensor, mean_square: float) -> Tensor:
+    """The loss "mse", relative to ``mean_square``, or "cosine" of outputs (..., O)."""
     if kind == "cosine":
         return 1 - torch.nn.functional.cosine_similarity(got, wanted, dim=-1).mean()
     return (got - wanted).square().mean() / mean_square
@@ -126,7 +182,7 @@ def fit(
             if len(rows) < batch:
                 break
             got = pairs.run(module, rows)
-            value = _loss(loss, got, pairs.outputs(rows).to(got), mean_square)
+            value = loss_value(loss, got, pairs.outputs(rows).to(got), mean_square)
             if isinstance(module, Operator):
                 value = value + sum(module.aux_losses().values())
             optimizer.zero_grad()
@@ -138,8 +194,7 @@ def fit(
                 on_progress(step, steps, float(value.detach()))
     module.eval()
     after = measure(module, pairs, held_out)
-    better = after.cosine >= before.cosine if loss == "cosine" else after.relative <= before.relative
-    if not better:  # not a number counts as worse
+    if not better(loss, after, before):
         module.load_state_dict(start)
         after = before
     return before, after

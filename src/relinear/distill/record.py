@@ -20,7 +20,7 @@ from relinear.core.context import current_context
 from relinear.data.chat import as_document
 from relinear.data.tokenizers import encode_documents
 
-__all__ = ["Recording", "record", "token_blocks"]
+__all__ = ["Recording", "output_of", "record", "token_blocks"]
 
 
 def _documents(data: Iterable[Any], tokenizer: Any) -> Iterator[list[int]]:
@@ -223,3 +223,26 @@ def record(
         for handle in handles:
             handle.remove()
     return recording
+
+
+def output_of(model: nn.Module, name: str, ids: Tensor) -> Tensor:
+    """What the module ``name`` gives (the first of several) in a pass of ``model`` over ids (N, T), which ends there.
+
+    Raises:
+        ValueError: if that is no tensor, or the module is never called.
+    """
+    found: list[Tensor] = []
+
+    def hook(module: nn.Module, args: tuple, output: Any) -> None:
+        found.append(output[0] if isinstance(output, tuple | list) else output)
+        raise _Done
+
+    handle = model.get_submodule(name).register_forward_hook(hook)
+    try:
+        with contextlib.suppress(_Done):
+            model(input_ids=ids, **({"use_cache": False} if hasattr(model, "generate") else {}))
+    finally:
+        handle.remove()
+    if not found or not isinstance(found[0], Tensor):
+        raise ValueError(f"{name or 'the model'} gives no tensor in a forward pass, so there is nothing to fit it to")
+    return found[0]

@@ -31,6 +31,8 @@ class LayerFit:
         fitting; with the loss "kl" the divergence of the final logits in nats a token.
     cosine: mean cosine of a token's output with the wanted one (None with the loss "kl").
     retrained: whether this is a layer that was trained again rather than replaced.
+    joint_start_error, joint_error: where the targets of a decoder layer were trained together, the same error of the
+        output of the module that holds them, before and after that.
     """
 
     name: str
@@ -41,6 +43,8 @@ class LayerFit:
     error: float
     cosine: float | None
     retrained: bool = False
+    joint_start_error: float | None = None
+    joint_error: float | None = None
 
     @property
     def worse_than_zeros(self) -> bool:
@@ -67,7 +71,9 @@ class DistillReport:
 
     def __str__(self) -> str:
         error = "KL (nats)" if self.loss == "kl" else "error"
-        rows = [("layer", "operator", "parameters", "before", f"start {error}", error, "cosine", "")]
+        together = any(fit.joint_error is not None for fit in self.layers)
+        joint = ("start joint error", "joint error") if together else ()
+        rows = [("layer", "operator", "parameters", "before", f"start {error}", error, "cosine", *joint, "")]
         for fit in self.layers:
             cosine = "" if fit.cosine is None else f"{fit.cosine:.4f}"
             operator = "retrained" if fit.retrained else fit.operator
@@ -78,7 +84,9 @@ class DistillReport:
                 f"{fit.error:.4f}",
             )
             remark = "worse than an output of zeros" if fit.worse_than_zeros else ""
-            rows.append((fit.name, operator, *figures, cosine, remark))
+            pair = (fit.joint_start_error, fit.joint_error) if together else ()
+            ends = ["" if value is None else f"{value:.4f}" for value in pair]
+            rows.append((fit.name, operator, *figures, cosine, *ends, remark))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = []
         for row in rows:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
 import itertools
 import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,20 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from relinear.core.adapters import stock_name
 from relinear.core.anatomy import layer_index
+from relinear.core.config import first_settings
 from relinear.core.modes import evaluating
 from relinear.core.operator import Operator, OperatorConfig, is_linear
 from relinear.core.vocabulary import check_tokenizer_fits
-from relinear.distill.fit import Pairs, fit
-from relinear.distill.logits import fit_logits, held_out_perplexity
-from relinear.distill.record import record, token_blocks
+from relinear.distill.fit import FitError, Pairs, fit, measure, start_bias_
+from relinear.distill.logits import fit_jointly, fit_logits, held_out_perplexity, swapped
+from relinear.distill.record import Recording, record, token_blocks
 from relinear.distill.report import DistillProgress, DistillReport, LayerFit
 from relinear.distill.settings import DistillSettings
 from relinear.surgery.checkpoint import save_pretrained
-from relinear.surgery.plan import Plan, Replacement, plan
+from relinear.surgery.layer_bias import LayerBias
+from relinear.surgery.plan import Plan, Replacement, attach_, plan
 from relinear.surgery.select import matches
 from relinear.surgery.states import flat_states, load_states_, place_
 from relinear.system.files import atomic_path, write_json
@@ -57,8 +61,9 @@ def distill_(
     """Replace layers of a pretrained model by operators fitted to what the layers do on a corpus, in place.
 
     Decoder layer by decoder layer: the inputs of its targets are recorded with every earlier replacement active; each
-    operator is fitted to the outputs that its layer gives for them (Adam, cosine schedule); the operators take their
-    places; layers named by ``settings.retrain`` are trained again to give what they gave before.
+    operator is fitted to the outputs that its layer gives for them, or gave in the original model (Adam, cosine
+    schedule); the operators take their places; layers named by ``settings.retrain`` are trained again to give what they
+    gave before.
 
     Args:
         model: any Hugging Face decoder (or a module that takes ``input_ids``); fitted in eval mode, after which
@@ -85,6 +90,8 @@ def distill_(
     whole = plan(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
     if not whole.replacements:
         raise ValueError("the mapping leaves every layer alone: there is nothing to distill")
+    if settings.bias:
+        _check_biases(whole)
     if tokenizer is not None:
         check_tokenizer_fits(tokenizer, model)
     length = settings.sequence_length
@@ -95,8 +102,13 @@ def distill_(
     groups = [
         list(group) for _, group in itertools.groupby(whole.replacements, key=lambda r: layer_index(model, r.name))
     ]
+    if settings.joint:
+        for group in groups:
+            _holder(group)
     with evaluating(model):
         before = run.perplexity("before")
+    if settings.bias:
+        _give_biases_(model, whole)
     done = run.restore(groups, whole, resume)
     with evaluating(model):
         for number, group in enumerate(groups[len(done) :], start=len(done)):
@@ -128,6 +140,50 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+def _as_written(whole: Plan, state: Mapping[str, Any]) -> list[list]:
+    """How the operators of ``whole`` may stand in a state on disk; none where it says others."""
+    configs = [(r.name, r.config) for r in whole.replacements]
+    if "operators" in state:
+        written = state["operators"]
+        try:
+            known = [(name, OperatorConfig.from_dict(values)) for name, values in written]
+        except (ValueError, TypeError):
+            return []
+        return [written] if known == configs else []
+    # the first version did not write them down
+    first = [[name, first_settings(config)] for name, config in configs]
+    now = [[name, config.to_dict()] for name, config in configs]
+    return [now] if any(values is None for _, values in first) else [now, first]
+
+
+def _holder(group: list[Replacement]) -> str:
+    """The name of the nearest module that holds all targets of a group."""
+    parents = [r.name.split(".")[:-1] for r in group]
+    common = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*parents, strict=False))
+    holder = ".".join(parts[0] for parts in common)
+    if not holder:
+        names = ", ".join(r.name for r in group)
+        raise ValueError(f"joint=True: no module inside the model holds {names}; leave out what stands by itself")
+    return holder
+
+
+def _check_biases(whole: Plan) -> None:
+    """Raise ValueError where ``bias`` asks for one that a layer cannot be given."""
+    for r in whole.replacements:
+        if isinstance(r.target.module, Operator) and r.target.module.bias is None:
+            raise ValueError(
+                f"bias=True: {r.name} is an operator without a bias already ({r.target.module.config}), and only plain "
+                "linear layers can be given one; leave it out with exclude="
+            )
+
+
+def _give_biases_(model: nn.Module, whole: Plan) -> None:
+    """A bias of zeros to every target that has none, so that its operator has one, in checkpoints too."""
+    names = [stock_name(r.name) for r in whole.replacements if getattr(r.target.module, "bias", None) is None]
+    if names:
+        attach_(model, LayerBias(layers=tuple(names)))
+
+
 @dataclasses.dataclass
 class _Run:
     model: nn.Module
@@ -136,6 +192,8 @@ class _Run:
     train_blocks: int
     folder: Path | None
     on_progress: OnProgress
+    #: copies of the layers that were replaced or trained again, under all their names, for the target "original"
+    originals: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
 
     @property
     def train_tokens(self) -> int:
@@ -148,11 +206,10 @@ class _Run:
 
     # State on disk
 
-    def fingerprint(self, whole: Plan, settings: Any) -> str:
-        """Of everything that decides the result; ``settings`` as they are written down."""
+    def fingerprint(self, whole: Plan, settings: Any, operators: list) -> str:
+        """Of everything that decides the result; ``settings`` and ``operators`` as they are written down."""
         digest = hashlib.sha256()
-        what = [[r.name, r.config.to_dict()] for r in whole.replacements]
-        digest.update(json.dumps([settings, what], sort_keys=True).encode())
+        digest.update(json.dumps([settings, operators], sort_keys=True).encode())
         digest.update(self.blocks.numpy().tobytes())
         for replacement in whole.replacements:
             for parameter in replacement.target.module.parameters():
@@ -164,10 +221,15 @@ class _Run:
         if self.folder is None:
             return []
         described = self.settings.model_dump(mode="json")
-        self.mark = self.fingerprint(whole, described)
+        operators = [[r.name, r.config.to_dict()] for r in whole.replacements]
+        self.known_by = {
+            "fingerprint": self.fingerprint(whole, described, operators),
+            "settings": described,
+            "operators": operators,
+        }
         state = self.folder / "distill.json"
         if not resume or not state.is_file():
-            write_json(state, {"fingerprint": self.mark, "settings": described, "done": []})
+            write_json(state, self.known_by | {"done": []})
             return []
         try:
             values = json.loads(state.read_text(encoding="utf-8"))
@@ -176,12 +238,14 @@ class _Run:
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{state} is not the state of a distillation ({error}); choose another out_dir") from error
         # earlier versions had fewer settings: what they wrote decided their fingerprint
-        if DistillSettings.completed(before) != described or known != self.fingerprint(whole, before):
+        marks = [self.fingerprint(whole, before, written) for written in _as_written(whole, values)]
+        if DistillSettings.completed(before) != described or known not in marks:
             raise ValueError(
                 f"{self.folder} holds a distillation of another model, mapping, corpus or setting; give another "
                 "directory, or resume=False (--start-over) to discard it"
             )
         for number, group in enumerate(groups[: len(done)]):
+            self.remember(self._copies(group))
             weights = safetensors.torch.load_file(self._weights(number))
             place_(self.model, group, weights)
             load_states_(self.model, self._retrained(group), weights)
@@ -198,8 +262,7 @@ class _Run:
         with atomic_path(self._weights(number)) as path:
             safetensors.torch.save_file(flat_states(self._changed(group)), path)
         finished = [[dataclasses.asdict(fit) for fit in fits] for fits in done]
-        values = {"fingerprint": self.mark, "settings": self.settings.model_dump(mode="json"), "done": finished}
-        write_json(self.folder / "distill.json", values)
+        write_json(self.folder / "distill.json", self.known_by | {"done": finished})
 
     def _changed(self, group: list[Replacement]) -> dict[str, nn.Module]:
         """The operators of a group and the layers that are trained again after it."""
@@ -241,8 +304,8 @@ class _Run:
             self.model, self.blocks, modules, batch=self.settings.record_batch, folder=folder, on_progress=told, **kw
         )
 
-    def _fresh(self, replacement: Replacement, number: int, source: nn.Module) -> Operator:
-        """A new operator, the same whenever it is asked for."""
+    def _fresh(self, replacement: Replacement, number: int, source: nn.Module) -> tuple[Operator, bool]:
+        """A new operator, the same whenever it is asked for, and whether it was fitted to the weight."""
         config, settings = replacement.config, self.settings
         key = hashlib.sha256(f"{settings.seed} {number} {replacement.name}".encode()).digest()
         init: Any = "from_weight" if settings.init == "auto" and config.fits_weight else "fresh"
@@ -250,62 +313,148 @@ class _Run:
             torch.manual_seed(int.from_bytes(key[:4], "little"))
             if init == "from_weight":
                 try:
-                    return config.convert(source, init)
+                    return config.convert(source, init), True
                 except ValueError:  # only some shapes of some operators have a closed form
                     torch.manual_seed(int.from_bytes(key[:4], "little"))
-            return config.convert(source, "fresh")
+            return config.convert(source, "fresh"), False
 
     def layer(self, number: int, group: list[Replacement]) -> list[LayerFit]:
         """Fit and replace the targets of one decoder layer."""
         retrained = self._retrained(group)
         wanted = {name: copy.deepcopy(module) for name, module in retrained.items()}
+        copies = self._copies(group)
         before = {}
         if wanted:
-            with self._record(retrained, outputs=retrained) as recording:
+            with swapped(self.model, self.originals), self._record(retrained, outputs=retrained) as recording:
                 before = {name: recording.inputs(name).clone() for name in wanted}
         fits = self._fit_logits(number, group) if self.settings.loss == "kl" else self._fit_outputs(number, group)
-        return fits + [self._retrain(name, before.pop(name)) for name in wanted]
+        fits += [self._retrain(name, before.pop(name)) for name in wanted]
+        self.remember(copies)
+        return fits
+
+    def _copies(self, group: list[Replacement]) -> dict[str, nn.Module]:
+        """What a group is about to change, as it is, where the target asks for it: name -> copy, aliases included."""
+        if self.settings.target != "original":
+            return {}
+        changed = {id(module): copy.deepcopy(module) for module in self._changed(group).values()}
+        named = self.model.named_modules(remove_duplicate=False)
+        return {name: changed[id(module)] for name, module in named if id(module) in changed}
+
+    def remember(self, copies: Mapping[str, nn.Module]) -> None:
+        """Copies of what has been changed since: parts of the original model."""
+        self.originals.update(copies)
+
+    @contextlib.contextmanager
+    def _pairs(self, group: list[Replacement]) -> Iterator[dict[str, Pairs]]:
+        """What each target of a group sees, and what its operator is to give for it."""
+        modules = {r.name: r.target.module for r in group}
+        dims = {r.name: r.config.context_dim for r in group if r.config.conditioned}  # type: ignore[attr-defined]
+        with contextlib.ExitStack() as stack:
+            recording = stack.enter_context(self._record(modules, context_dims=dims))
+            originally = None
+            if self.originals:
+                with swapped(self.model, self.originals):
+                    originally = stack.enter_context(self._record(modules, outputs=modules))
+            yield {r.name: self._pair(r, recording, originally) for r in group}
+
+    @staticmethod
+    def _pair(replacement: Replacement, recording: Recording, originally: Recording | None) -> Pairs:
+        name = replacement.name
+        inputs, contexts = recording.inputs(name), recording.contexts(name)
+        if originally is not None:
+            wanted = originally.inputs(name)
+            return Pairs(inputs, lambda rows: wanted[rows].float(), contexts)
+        source = copy.deepcopy(replacement.target.module)
+        reference = next(source.parameters())
+
+        @torch.no_grad()
+        def outputs(rows: Tensor | slice) -> Tensor:
+            return source(inputs[rows].to(reference)).float()
+
+        return Pairs(inputs, outputs, contexts)
+
+    def _started(self, replacement: Replacement, number: int, source: nn.Module, pairs: Pairs | None) -> Operator:
+        """A new operator, with its bias at the mean where that is asked for."""
+        operator, fitted = self._fresh(replacement, number, source)
+        if pairs is not None and self.settings.bias:
+            start_bias_(operator, pairs, slice(0, self.train_tokens), fitted=fitted)
+        return operator
 
     def _fit_outputs(self, number: int, group: list[Replacement]) -> list[LayerFit]:
-        settings, fits, operators = self.settings, [], {}
-        dims = {r.name: r.config.context_dim for r in group if r.config.conditioned}  # type: ignore[attr-defined]
-        with self._record({r.name: r.target.module for r in group}, context_dims=dims) as recording:
+        settings, starts, operators = self.settings, {}, {}
+        joint: tuple[FitError, FitError] | None = None
+        with self._pairs(group) as pairs:
             for replacement in group:
-                source = copy.deepcopy(replacement.target.module)
-                operator = self._fresh(replacement, number, copy.deepcopy(source).float())
-                inputs = recording.inputs(replacement.name)
-                reference = next(source.parameters())
-
-                @torch.no_grad()
-                def outputs(rows, source=source, inputs=inputs, reference=reference) -> Tensor:
-                    return source(inputs[rows].to(reference)).float()
-
-                start, end = fit(
-                    operator,
-                    Pairs(inputs, outputs, recording.contexts(replacement.name)),
+                name = replacement.name
+                source = copy.deepcopy(replacement.target.module).float()
+                operators[name] = self._started(replacement, number, source, pairs[name])
+                starts[name] = fit(
+                    operators[name],
+                    pairs[name],
                     train_rows=self.train_tokens,
                     epochs=settings.epochs,
                     batch_size=settings.batch_size,
                     learning_rate=settings.learning_rate,
                     loss=settings.loss,
                     seed=settings.seed,
-                    on_progress=self._told("fit", replacement.name),
+                    on_progress=self._told("fit", name),
                 )
-                operators[replacement.name] = operator
-                fits.append(self._described(replacement, operator, start.relative, end.relative, end.cosine))
+            if settings.joint:
+                joint = self._fit_jointly(group, operators)
+                held_out = slice(self.train_tokens, self.blocks.numel())
+                starts = {n: (start, measure(operators[n], pairs[n], held_out)) for n, (start, _) in starts.items()}
+        fits = []
+        for replacement in group:
+            start, end = starts[replacement.name]
+            described = self._described(
+                replacement, operators[replacement.name], start.relative, end.relative, end.cosine
+            )
+            if joint is not None:
+                errors = {"joint_start_error": joint[0].relative, "joint_error": joint[1].relative}
+                described = dataclasses.replace(described, **errors)
+            fits.append(described)
         place_(self.model, group, flat_states(operators))
         return fits
 
-    def _fit_logits(self, number: int, group: list[Replacement]) -> list[LayerFit]:
-        operators = {r.name: self._fresh(r, number, copy.deepcopy(r.target.module)) for r in group}
-        everywhere = {name: operators[r.name] for r in group for name in (r.name, *r.target.aliases)}
-        start, end = fit_logits(
+    def _everywhere(self, group: list[Replacement], operators: Mapping[str, Operator]) -> dict[str, Operator]:
+        return {name: operators[r.name] for r in group for name in (r.name, *r.target.aliases)}
+
+    @property
+    def _blocks_a_step(self) -> int:
+        return max(1, min(self.settings.record_batch, self.settings.batch_size // self.settings.sequence_length))
+
+    def _fit_jointly(self, group: list[Replacement], operators: Mapping[str, Operator]) -> tuple[FitError, FitError]:
+        """Train fitted operators on what the nearest module that holds them all gives."""
+        holder = _holder(group)
+        return fit_jointly(
             self.model,
-            everywhere,
+            self._everywhere(group, operators),
+            holder,
             self.blocks,
+            originals=self.originals,
+            loss=self.settings.loss,
             train_blocks=self.train_blocks,
             epochs=self.settings.epochs,
-            batch=max(1, min(self.settings.record_batch, self.settings.batch_size // self.settings.sequence_length)),
+            batch=self._blocks_a_step,
+            learning_rate=self.settings.learning_rate,
+            seed=self.settings.seed,
+            on_progress=self._told("fit", holder),
+        )
+
+    def _fit_logits(self, number: int, group: list[Replacement]) -> list[LayerFit]:
+        nothing: contextlib.AbstractContextManager[dict[str, Pairs]] = contextlib.nullcontext({})
+        with self._pairs(group) if self.settings.bias else nothing as pairs:
+            operators = {
+                r.name: self._started(r, number, copy.deepcopy(r.target.module), pairs.get(r.name)) for r in group
+            }
+        start, end = fit_logits(
+            self.model,
+            self._everywhere(group, operators),
+            self.blocks,
+            originals=self.originals,
+            train_blocks=self.train_blocks,
+            epochs=self.settings.epochs,
+            batch=self._blocks_a_step,
             learning_rate=self.settings.learning_rate,
             seed=self.settings.seed,
             on_progress=self._told("fit", group[0].name.rpartition(".")[0]),

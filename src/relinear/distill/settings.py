@@ -24,6 +24,14 @@ class DistillSettings(Settings):
         learning_rate: of Adam, falling to 0 along a cosine. The paper's rotors take 0.05, matrices much less.
         loss: "mse": squared error of the layer's output over its mean square; "cosine": one minus the cosine of
             each token's output; "kl": of the model's final logits, all layers of a decoder layer fitted together.
+        target: what an operator is fitted to: "layer": what the layer whose place it takes gives for its inputs, with
+            earlier replacements active; "original": what the layer gave in the original model for the same tokens, so
+            that an operator also makes up for the replacements before it (the inputs are the same). "original" keeps a
+            copy of every replaced layer until the end.
+        joint: once each operator has been fitted to its own target, train those of a decoder layer together until the
+            module that holds them all (``self_attn`` for q, k and v) gives what it gave; same loss, epochs and rate.
+        bias: give layers without a bias one, and start every operator's at the mean of what it is to give (after a
+            closed-form fit: at the mean of what is missing).
         init: "auto" starts from the closed-form fit of the weight where the operator has one, else fresh; "fresh" draws
             new parameters always. Where the fit ends worse than it began (on the validation tokens) the start is kept.
         retrain: pattern of linear layers that are trained again after the replacements of their decoder layer, to give
@@ -41,6 +49,9 @@ class DistillSettings(Settings):
     epochs: int = Field(default=1, ge=1)
     learning_rate: float = Field(default=0.01, gt=0)
     loss: Literal["mse", "cosine", "kl"] = "mse"
+    target: Literal["layer", "original"] = "layer"
+    joint: bool = False
+    bias: bool = False
     init: Literal["auto", "fresh"] = "auto"
     retrain: str | None = None
     retrain_learning_rate: float = Field(default=1e-3, gt=0)
@@ -54,4 +65,12 @@ class DistillSettings(Settings):
                 raise ValueError(
                     f"{name}={getattr(self, name)} is less than one block of sequence_length={self.sequence_length}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _one_way_to_fit_together(self) -> DistillSettings:
+        if self.joint and self.loss == "kl":
+            raise ValueError(
+                "joint=True is for the losses 'mse' and 'cosine': 'kl' fits a decoder layer together anyway"
+            )
         return self

@@ -11,6 +11,7 @@ have the same form.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -18,19 +19,25 @@ import torch
 from torch import Tensor
 
 from relinear import clifford
+from relinear.clifford.blades import device_table, take_last
 
 __all__ = [
     "branch_permutation",
     "from_windows",
     "nearest_kronecker",
+    "power_step",
+    "product_of_simple_rotors",
     "rotor_layer",
     "sandwich_sum",
     "sandwich_windows",
     "shared_coordinates",
     "shared_sandwich_sum",
+    "simple_parts",
     "spin_tables",
+    "term_orders",
     "through_blocks",
     "to_windows",
+    "turned_vectors",
     "window_count",
     "window_size",
 ]
@@ -46,20 +53,46 @@ def window_count(size: int, window: int) -> int:
     return -(-size // window)
 
 
-def to_windows(x: Tensor, window: int) -> Tensor:
-    """Windows (..., count, V) of x (..., size): one after another, the last wrapping round to the beginning."""
+def _spread_coordinates(size: int, window: int) -> np.ndarray:
+    """The coordinate at every place of windows that start at i size / count and wrap round: (count V,)."""
+    count = window_count(size, window)
+    starts = [i * size // count for i in range(count)]
+    return np.concatenate([np.arange(start, start + window) % size for start in starts])
+
+
+def _spread_places(size: int, window: int) -> np.ndarray:
+    """The first and the last place of every coordinate among those of ``_spread_coordinates``: (2 size,)."""
+    coordinates = _spread_coordinates(size, window)
+    places = [np.flatnonzero(coordinates == coordinate) for coordinate in range(size)]
+    assert all(1 <= len(found) <= 2 for found in places)
+    return np.array([[found[0] for found in places], [found[-1] for found in places]]).ravel()
+
+
+def to_windows(x: Tensor, window: int, layout: str = "wrapped") -> Tensor:
+    """Windows (..., count, V) of x (..., size).
+
+    Args:
+        layout: "wrapped": one after another, the last wrapping round to the beginning; "spread": at equal distances,
+            from i size / count on. The same where ``window`` divides the size.
+    """
     missing = -x.shape[-1] % window
-    if missing:
+    if missing and layout == "spread":
+        x = take_last(x, device_table(_spread_coordinates, (x.shape[-1], window), x))
+    elif missing:
         x = torch.cat((x, x[..., :missing]), dim=-1)
     return x.unflatten(-1, (-1, window))
 
 
-def from_windows(y: Tensor, size: int) -> Tensor:
-    """Coordinates (..., size) of windows (..., count, V): each the mean over the windows that reach it."""
+def from_windows(y: Tensor, size: int, layout: str = "wrapped") -> Tensor:
+    """Coordinates (..., size) of windows (..., count, V) in a layout: each the mean over the windows that reach it."""
+    window = y.shape[-1]
     y = y.flatten(-2)
     wrapped = y.shape[-1] - size
     if not wrapped:
         return y
+    if layout == "spread":
+        first, last = take_last(y, device_table(_spread_places, (size, window), y)).chunk(2, dim=-1)
+        return (first + last) / 2
     return torch.cat(((y[..., :wrapped] + y[..., size:]) / 2, y[..., wrapped:size]), dim=-1)
 
 
@@ -70,6 +103,13 @@ def branch_permutation(window: int, branches: int, seed: int, step: int) -> np.n
     """
     draw = np.random.RandomState([seed, step])
     return np.concatenate([draw.permutation(window) + branch * window for branch in range(branches)])
+
+
+def term_orders(window: int, terms: int, seed: int) -> np.ndarray:
+    """An order of a window's coordinates for every term of a sum, the first as they are: indices (terms V,)."""
+    orders = [np.arange(window)]
+    orders += [np.random.RandomState([seed, 0, term]).permutation(window) for term in range(1, terms)]
+    return np.concatenate(orders)
 
 
 def sandwich_sum(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -155,6 +195,8 @@ def rotor_layer(
     window: int,
     basis: str = "spinor",
     product: Callable[..., Tensor] = sandwich_windows,
+    layout: str = "wrapped",
+    orders: Tensor | None = None,
 ) -> Tensor:
     """A layer of sandwiches: windows of the input, ``sandwich_windows``, mean over the windows of the output.
 
@@ -164,13 +206,96 @@ def rotor_layer(
         out_features: size of the result.
         window: V.
         product: ``sandwich_windows`` or its twin.
+        layout: of the windows, see ``to_windows``.
+        orders: (W V,), the order in which each term reads a window (``term_orders``); None where all read it as it is.
 
     Returns:
         (..., out_features).
     """
-    windows = to_windows(x.reshape(-1, x.shape[-1]), window)
+    windows = to_windows(x.reshape(-1, x.shape[-1]), window, layout)
+    if orders is not None:
+        # a window in another order is another input window, and a term that reads it alone one of a single term
+        windows = take_last(windows, orders).unflatten(-1, (-1, window)).transpose(1, 2).flatten(1, 2)
+        left, right = (factor.transpose(0, 1).flatten(1, 2).unsqueeze(0) for factor in (left, right))
     y = product(windows, left, right, basis)
-    return from_windows(y, out_features).reshape(*x.shape[:-1], out_features)
+    return from_windows(y, out_features, layout).reshape(*x.shape[:-1], out_features)
+
+
+def power_step(matrix: Tensor, vector: Tensor) -> Tensor:
+    """One step of Algorithm 2 of the paper: v <- B _| (B _| v), normalised; v itself where that is zero.
+
+    Args:
+        matrix: (..., n, n), of the bivector B.
+        vector: (..., n).
+    """
+    step = (matrix @ (matrix @ vector.unsqueeze(-1))).squeeze(-1)
+    norm = torch.linalg.vector_norm(step, dim=-1, keepdim=True)
+    moves = norm > torch.finfo(norm.dtype).tiny
+    return torch.where(moves, step / torch.where(moves, norm, 1.0), vector)
+
+
+def _largest_part(matrix: Tensor, vector: Tensor) -> Tensor:
+    """The simple part v ^ (v _| B) of B, as a matrix; the largest one where v lies in the largest plane."""
+    image = (matrix @ vector.unsqueeze(-1)).squeeze(-1)
+    outer = image.unsqueeze(-1) * vector.unsqueeze(-2)
+    return outer - outer.mT
+
+
+@torch.no_grad()
+def turned_vectors(beta: Tensor, vectors: Tensor, iterations: int) -> Tensor:
+    """Vectors turned towards the planes of bivectors, the largest first, from where they are (Algorithm 2).
+
+    Args:
+        beta: (..., P).
+        vectors: (J - 1, ..., n), J = n // 2; those of an earlier beta are a warm start.
+        iterations: steps for each plane.
+
+    Returns:
+        (J - 1, ..., n).
+    """
+    matrix, found = clifford.bivector_to_matrix(beta), []
+    for vector in vectors:
+        for _ in range(iterations):
+            vector = power_step(matrix, vector)
+        found.append(vector)
+        matrix = matrix - _largest_part(matrix, vector)
+    return torch.stack(found) if found else vectors
+
+
+def simple_parts(beta: Tensor, vectors: Tensor) -> Tensor:
+    """Simple parts (J, ..., P) of bivectors (..., P): Algorithm 1 with one differentiable step of Algorithm 2 a plane.
+
+    They sum to ``beta``; the last is what the others leave, simple as far as these have converged.
+
+    Args:
+        vectors: (J - 1, ..., n), of ``turned_vectors``.
+    """
+    matrix, parts = clifford.bivector_to_matrix(beta), []
+    for vector in vectors:
+        part = _largest_part(matrix, power_step(matrix, vector))
+        parts.append(part)
+        matrix = matrix - part
+    return clifford.bivector_from_matrix(torch.stack([*parts, matrix]))
+
+
+def product_of_simple_rotors(parts: Tensor) -> tuple[Tensor, Tensor]:
+    """``clifford.left_factor`` and ``clifford.right_factor`` of the product of cos|b| + b sin|b| / |b| over parts b.
+
+    Args:
+        parts: (J, ..., P).
+
+    Returns:
+        (..., L, L) and (..., R, R).
+    """
+    angle = torch.linalg.vector_norm(parts, dim=-1)[..., None, None]
+    elements = clifford.to_spin(clifford.embed_bivector(parts))
+    # even elements act alike on both blocks
+    left = clifford.left_multiplication(elements)[..., 0, :, :]
+    right = -clifford.right_multiplication(elements)[..., 0, :, :]
+    eye, sinc = torch.eye(left.shape[-1], dtype=left.dtype, device=left.device), torch.sinc(angle / torch.pi)
+    rotors = (torch.cos(angle) * eye + sinc * left, torch.cos(angle) * eye + sinc * right)
+    first, second = (functools.reduce(torch.matmul, side.unbind(0)) for side in rotors)
+    return first, second
 
 
 def nearest_kronecker(weight: Tensor, rows: int, columns: int, terms: int) -> tuple[Tensor, Tensor]:

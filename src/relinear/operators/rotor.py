@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -19,23 +19,43 @@ from relinear.core.config import check_at_least, check_choice, check_type, regis
 from relinear.core.dense_cache import dense_inference
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, ParamRole
 from relinear.core.parameter_cache import CachingModule, ParameterCache, ValueCache
-from relinear.functional.rotor import branch_permutation, nearest_kronecker, rotor_layer, window_count, window_size
+from relinear.functional.rotor import (
+    branch_permutation,
+    nearest_kronecker,
+    product_of_simple_rotors,
+    rotor_layer,
+    simple_parts,
+    term_orders,
+    turned_vectors,
+    window_count,
+    window_size,
+)
 from relinear.kernels.autograd import lowered
-from relinear.kernels.choice import factored_cost, prefers_dense_to
+from relinear.kernels.choice import factored_cost, is_transformed, prefers_dense_to
 from relinear.kernels.cpu.portions import PORTION_BYTES
 from relinear.kernels.rotor import sandwich_windows
 from relinear.system.machine import fast_bfloat16
 
 __all__ = ["Rotor", "RotorLinear"]
 
+
+def _elu(x: Tensor) -> Tensor:
+    # torch.nn.functional.elu under torch.compile is wrong about the strides of its gradient
+    return torch.where(x > 0, x, torch.expm1(x.clamp(max=0)))
+
+
 _ACTIVATIONS = {
     "prelu": None,
     "relu": torch.relu,
     "gelu": torch.nn.functional.gelu,
     "silu": torch.nn.functional.silu,
+    "leaky_relu": torch.nn.functional.leaky_relu,
+    "elu": _elu,
     "none": None,
 }
 
+
+_SLOPE = 0.25  # of a fresh PReLU
 
 _ROTOR_PARAMETERS = {"left", "right", "scale"}
 
@@ -49,12 +69,15 @@ class SandwichSum(CachingModule):
 
     Parameters: ``left`` and ``right`` (W, o, i, P) bivectors of the rotors (``left`` alone where they are single), or
     (W, o, i, V) elements of the algebra, or free factors (W, o, i, L, L) and (W, o, i, R, R); optional ``scale``
-    (W, o, i).
+    (W, o, i). With ``power_iterations`` also the buffers ``left_vectors`` and ``right_vectors`` (J - 1, W, o, i, n), at
+    which the next decomposition starts.
     """
 
     left: nn.Parameter
     right: nn.Parameter | None
     scale: nn.Parameter | None
+    left_vectors: Tensor
+    right_vectors: Tensor
     _known: ValueCache | None = None
 
     def __init__(self, config: Rotor, in_features: int, out_features: int, window: int, terms: int, device, dtype):
@@ -73,6 +96,9 @@ class SandwichSum(CachingModule):
         single = config.terms == "rotor" and config.rotors == "single"
         self.register_parameter("right", None if single else nn.Parameter(torch.empty(*counts, *right, **kw)))
         self.register_parameter("scale", nn.Parameter(torch.empty(counts, **kw)) if config.scale else None)
+        if config.power_iterations is not None:
+            for name in ("left_vectors",) if single else ("left_vectors", "right_vectors"):
+                self.register_buffer(name, torch.empty(max(n // 2 - 1, 0), *counts, n, **kw))
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -84,24 +110,55 @@ class SandwichSum(CachingModule):
     def reset_parameters(self) -> None:
         """Rotors by ``init_std`` (see ``Rotor``); general terms normal, such that variance is kept; scales likewise."""
         terms, _, inputs = self.counts
-        summed = terms * inputs
+        kept = (terms * inputs) ** -0.5 / self._share  # the factor of a term that keeps the variance of the sum
         for parameter in (self.left, self.right):
             if parameter is None:
                 continue
             if self.config.terms == "rotor":
                 nn.init.normal_(parameter, std=self.config.init_std)
             else:
-                share = 1.0 if self.config.scale else summed**-0.25  # of 1 / sqrt(summed), half for either factor
+                share = 1.0 if self.config.scale else kept**0.5  # half for either factor
                 nn.init.normal_(parameter, std=share / math.sqrt(parameter.shape[-1]))
         if self.scale is not None:
-            nn.init.constant_(self.scale, summed**-0.5)
+            nn.init.constant_(self.scale, 1.0 if self.config.gains == "ones" else kept)
+        for vectors in self._buffers.values():
+            nn.init.normal_(cast("Tensor", vectors))
+            cast("Tensor", vectors).div_(cast("Tensor", vectors).norm(dim=-1, keepdim=True))
+
+    @property
+    def _share(self) -> float:
+        """Of every input window in an output: spread windows are averaged, others summed."""
+        return 1 / self.counts[2] if self.config.windows == "spread" else 1.0
+
+    def _rotor_factors(self) -> tuple[Tensor, Tensor]:
+        right = self.left if self.right is None else self.right
+        if self.config.power_iterations is None:
+            return clifford.left_factor(self.left), clifford.right_factor(right)
+        a, b = product_of_simple_rotors(self._parts(self.left, "left_vectors"))
+        if self.right is None:
+            return a, b
+        return a, product_of_simple_rotors(self._parts(self.right, "right_vectors"))[1]
+
+    def _parts(self, beta: Tensor, name: str) -> Tensor:
+        """Simple parts by Algorithms 1 and 2 of the paper, from where the last ones in training ended."""
+        wide = torch.promote_types(beta.dtype, torch.float32)
+        beta, stored = beta.to(wide), getattr(self, name)
+        again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        if again:  # gradient checkpointing: what the forward pass found is there
+            return simple_parts(beta, stored.to(wide, copy=True))
+        assert self.config.power_iterations is not None
+        vectors = turned_vectors(beta, stored.to(wide), self.config.power_iterations)
+        if self.training and torch.is_grad_enabled() and not is_transformed():
+            with torch.no_grad():
+                stored.copy_(vectors)
+        return simple_parts(beta, vectors)
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Left (W, o, i, S, L, L) and right (W, o, i, S, R, R) matrices, in at least single precision."""
         right = self.left if self.right is None else self.right
         with torch.autocast(self.left.device.type, enabled=False):
             if self.config.terms == "rotor":
-                a, b = clifford.left_factor(self.left).unsqueeze(3), clifford.right_factor(right).unsqueeze(3)
+                a, b = (factor.unsqueeze(3) for factor in self._rotor_factors())
             elif self.config.terms == "kronecker":
                 wide = torch.promote_types(self.left.dtype, torch.float32)
                 a, b = self.left.to(wide).unsqueeze(3), right.to(wide).unsqueeze(3)
@@ -112,11 +169,17 @@ class SandwichSum(CachingModule):
                 a, b = clifford.left_multiplication(elements[0]), clifford.right_multiplication(elements[1])
             if self.scale is not None:
                 a = a * self.scale[..., None, None, None]
+            if self._share != 1:
+                a = a * self._share
         return a, b
 
     def apply_factors(self, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """The map itself, with factors in the dtype of ``x``."""
-        return rotor_layer(x, left, right, self.out_features, self.window, self.config.basis, sandwich_windows)
+        orders, terms = None, self.counts[0]
+        if self.config.permute_terms and terms > 1:
+            orders = device_table(term_orders, (self.window, terms, self.config.seed), x)
+        settings = self.config.basis, sandwich_windows, self.config.windows, orders
+        return rotor_layer(x, left, right, self.out_features, self.window, *settings)
 
     def dense(self) -> Tensor:
         """The (O, I) matrix in at least single precision."""
@@ -212,6 +275,26 @@ class SandwichSum(CachingModule):
         return direct
 
 
+def _activated(config: Rotor, x: Tensor, window: int, step: int, slopes: Tensor | None) -> Tensor:
+    """What follows a rotor layer (..., W V) within the network: (..., W, V), permuted, normalised and activated.
+
+    Args:
+        step: number of the step, for the permutation.
+        slopes: of the PReLU, (W,) or (1,); None for other activations.
+    """
+    branches = x.shape[-1] // window
+    if config.permute:
+        sizes = (window, branches, config.seed, step)
+        x = x.index_select(-1, device_table(branch_permutation, sizes, x))
+    x = x.unflatten(-1, (branches, window))
+    if config.normalize:
+        x = torch.nn.functional.layer_norm(x, (window,))
+    if slopes is not None:
+        return torch.where(x > 0, x, slopes.to(x.dtype).unsqueeze(-1) * x)
+    activation = _ACTIVATIONS[config.activation]
+    return x if activation is None else activation(x)
+
+
 class _Branches(nn.Module):
     """One hidden step: W parallel sandwiches, each permuted, normalised and activated, mixed by learnt scalars."""
 
@@ -224,32 +307,19 @@ class _Branches(nn.Module):
         self.rotors = SandwichSum(config, window, window * config.width, window, 1, device, dtype)
         kw = {"device": device, "dtype": dtype}
         self.mix = nn.Parameter(torch.empty(config.width, **kw))
-        has_slopes = config.activation == "prelu"
+        has_slopes = config.activation == "prelu" and config.slopes == "branch"
         self.register_parameter("slopes", nn.Parameter(torch.empty(config.width, **kw)) if has_slopes else None)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         self.rotors.reset_parameters()
-        nn.init.constant_(self.mix, self.config.width**-0.5)
+        nn.init.constant_(self.mix, 1.0 if self.config.gains == "ones" else self.config.width**-0.5)
         if self.slopes is not None:
-            nn.init.constant_(self.slopes, 0.25)
+            nn.init.constant_(self.slopes, _SLOPE)
 
-    def forward(self, x: Tensor) -> Tensor:
-        width = self.config.width
-        branches = self.rotors(x)
-        if self.config.permute:
-            sizes = (self.window, width, self.config.seed, self.index)
-            order = device_table(branch_permutation, sizes, x)
-            branches = branches.index_select(-1, order)
-        branches = branches.unflatten(-1, (width, self.window))
-        if self.config.normalize:
-            branches = torch.nn.functional.layer_norm(branches, (self.window,))
-        if self.slopes is not None:
-            slopes = self.slopes.to(branches.dtype).unsqueeze(-1)
-            branches = torch.where(branches > 0, branches, slopes * branches)
-        else:
-            activation = _ACTIVATIONS[self.config.activation]
-            branches = branches if activation is None else activation(branches)
+    def forward(self, x: Tensor, slope: Tensor | None = None) -> Tensor:
+        slopes = slope if self.slopes is None else self.slopes
+        branches = _activated(self.config, self.rotors(x), self.window, self.index, slopes)
         return torch.einsum("...wv,w->...v", branches, self.mix.to(branches.dtype))
 
 
@@ -257,11 +327,13 @@ class RotorLinear(Operator):
     """The plain sum of sandwiches (depth 0), or the network of the paper (depth >= 1).
 
     Parameters of ``SandwichSum`` under ``entry``; with depth >= 1 also ``hidden.k.rotors``, ``hidden.k.mix`` (W,),
-    ``hidden.k.slopes`` (W,) and ``exit``; optional ``bias`` (O,).
+    ``hidden.k.slopes`` (W,) and ``exit``; optional ``bias`` (O,). ``slope`` (1,) is that of the entry layer's PReLU or,
+    where it is shared, of every one.
     """
 
     config: Rotor
     exit: SandwichSum | None
+    slope: nn.Parameter | None
 
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
         super().__init__(config, in_features, out_features)
@@ -274,6 +346,10 @@ class RotorLinear(Operator):
         else:
             self.entry = SandwichSum(config, in_features, out_features, window, config.width, **kw)
             self.hidden, self.exit = nn.ModuleList(), None
+        has_slope = (
+            config.depth and config.activation == "prelu" and (config.activate_entry or config.slopes == "shared")
+        )
+        self.register_parameter("slope", nn.Parameter(torch.empty(1, **kw)) if has_slope else None)
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
         self.reset_parameters()
 
@@ -288,6 +364,8 @@ class RotorLinear(Operator):
         """Every stage by its own rule; zero bias."""
         for stage in self._stages():
             stage.reset_parameters()
+        if self.slope is not None:
+            nn.init.constant_(self.slope, _SLOPE)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -302,9 +380,22 @@ class RotorLinear(Operator):
         if dense is not None:
             return dense
         (x,) = lowered(x)
-        for stage in (self.entry,) if self.exit is None else self._stages():
-            x = stage(x)
-        return x if self.bias is None else x + self.bias.to(x.dtype)
+        y = self._without_bias(x)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _without_bias(self, x: Tensor) -> Tensor:
+        y = self.entry(x)
+        if self.exit is None:
+            return y
+        window, residual = self.entry.window, self.config.residual
+        if self.config.activate_entry:
+            y = _activated(self.config, y, window, self.config.depth, self.slope).squeeze(-2)
+        if residual and self.in_features == window:
+            y = y + x
+        for step in self.hidden:
+            y = step(y, self.slope)
+        z = self.exit(y)
+        return z + y if residual and self.out_features == window else z
 
     def to_dense(self) -> Tensor:
         if not self.config.linear:
@@ -315,9 +406,7 @@ class RotorLinear(Operator):
         if self.exit is None:
             return self.entry.dense().to(self.entry.left.dtype)
         eye = torch.eye(self.in_features, dtype=self.entry.left.dtype, device=self.entry.left.device)
-        for stage in self._stages():
-            eye = stage(eye)
-        return eye.T
+        return self._without_bias(eye).T
 
     @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:
@@ -338,7 +427,8 @@ class RotorLinear(Operator):
         return self
 
     def flops_per_token(self) -> int:
-        pointwise = 12 * self.config.width * self.entry.window * self.config.depth
+        activated = self.config.width * self.config.depth + self.config.activate_entry
+        pointwise = 12 * self.entry.window * activated
         return sum(stage.flops_per_token() for stage in self._sums()) + pointwise
 
     def param_roles(self) -> dict[str, ParamRole]:
@@ -373,17 +463,39 @@ class Rotor(OperatorConfig):
         terms: "rotor"; "multivector": general a_w x b_w (Lemma 1), 2 V parameters a pair of windows; "kronecker": free
             Kronecker factors. They cost the same to run and show what the rotor constraint costs and buys. For
             n = 5, 6, 7 modulo 8 general elements are those of Cl(0, n), which has the smaller matrices.
-        activation: "prelu", "relu", "gelu", "silu" or "none", in the hidden steps.
+        activation: "prelu", "relu", "gelu", "silu", "leaky_relu" (slope 0.01), "elu" or "none", in the hidden steps.
         normalize: whether branches are normalised (LayerNorm without parameters).
         permute: whether branches are permuted, at random but for good (by ``seed``).
         scale: a learnt factor for every term and pair of windows; without it a rotor layer cannot change norms.
         init_std: standard deviation of fresh bivector coordinates.
         lr_multiplier: of the bivectors, on the learning rate of a training recipe.
         seed: of the permutations.
+        windows: "wrapped": one after another, the last wrapping round to the beginning, input windows summed;
+            "spread": the i-th of c windows of d coordinates starts at i d / c, and input windows are averaged.
+        activate_entry: whether permutation, normalisation and activation follow the entry layer too.
+        slopes: "branch": every branch learns a slope of its PReLU; "shared": one slope for the whole network.
+        gains: how ``scale`` and the mixing scalars start: "variance": such that variance is kept; "ones": at 1.
+        residual: whether the entry and the exit layer add their input, where they have as many inputs as outputs.
+        permute_terms: with ``depth`` 0, whether every term but the first reads a window in an order of its own (fixed,
+            by ``seed``). Without it the sums of rotor terms, however many, fill a space of V^2 / 4 of the V^2
+            dimensions of matrices (general terms V^2 / 2 for odd n, all for even n); with it all of them.
+        power_iterations: None: exact exponentials of bivectors; else they are decomposed by Algorithms 1 and 2 of the
+            paper, with so many iterations a plane in every forward pass (the authors: at most 20), from where those of
+            the last training step ended, of which one more is differentiated. Its gradient is biased
+            (see ``clifford.decompose``); it is there for reproduction.
     """
 
     kind: ClassVar[str] = "rotor"
     module_class = RotorLinear
+    formerly: ClassVar[Mapping[str, Any]] = {
+        "windows": "wrapped",
+        "activate_entry": False,
+        "slopes": "branch",
+        "gains": "variance",
+        "residual": False,
+        "permute_terms": False,
+        "power_iterations": None,
+    }
 
     width: int = 3
     depth: int = 2
@@ -397,6 +509,13 @@ class Rotor(OperatorConfig):
     init_std: float = 0.02
     lr_multiplier: float = 1.0
     seed: int = 0
+    windows: str = "wrapped"
+    activate_entry: bool = False
+    slopes: str = "branch"
+    gains: str = "variance"
+    residual: bool = False
+    permute_terms: bool = False
+    power_iterations: int | None = None
 
     def __post_init__(self) -> None:
         check_at_least("width", self.width, 1)
@@ -405,13 +524,51 @@ class Rotor(OperatorConfig):
         check_choice("basis", self.basis, ("spinor", "blade"))
         check_choice("terms", self.terms, ("rotor", "multivector", "kronecker"))
         check_choice("activation", self.activation, _ACTIVATIONS)
-        for name in ("normalize", "permute", "scale"):
+        check_choice("windows", self.windows, ("wrapped", "spread"))
+        check_choice("slopes", self.slopes, ("branch", "shared"))
+        check_choice("gains", self.gains, ("variance", "ones"))
+        for name in ("normalize", "permute", "scale", "activate_entry", "residual", "permute_terms"):
             check_type(name, getattr(self, name), bool)
         check_at_least("init_std", self.init_std, 0, integer=False)
         if not self.init_std > 0:
             raise ValueError(f"init_std must be positive, got {self.init_std!r}: equal rotors would stay equal")
         check_at_least("lr_multiplier", self.lr_multiplier, 0, integer=False)
         check_at_least("seed", self.seed, 0)
+        self._check_depth()
+        if self.power_iterations is not None:
+            check_at_least("power_iterations", self.power_iterations, 1)
+            if self.terms != "rotor":
+                raise ValueError(f"power_iterations decompose the bivectors of rotors; terms={self.terms!r} has none")
+
+    def _check_depth(self) -> None:
+        for name in ("activate_entry", "residual"):
+            if getattr(self, name) and not self.depth:
+                raise ValueError(f"{name}=True is about a network's layers and needs a depth of 1 or more, got depth=0")
+        if self.permute_terms and self.depth:
+            raise ValueError(
+                f"permute_terms=True is about the plain sum, depth=0, got depth={self.depth}; the branches of a "
+                "network are permuted by permute=True"
+            )
+
+    @classmethod
+    def authors(cls, **changes: Any) -> Rotor:
+        """The network as the authors' code builds it, up to what ``changes`` says otherwise.
+
+        Blade coordinates, standard normal bivectors, a scale for every rotor that starts at 1 as the mixing scalars
+        do, permutation, LayerNorm and PReLU after the entry layer too, one slope, spread windows averaged on either
+        side; depth 2, width 3, double rotors, no residual, as in their settings. Their exponentials come from a power
+        iteration that has converged as a rule: ``power_iterations=20`` adds it, and with it its biased gradient.
+        """
+        settings: dict[str, Any] = {
+            "basis": "blade",
+            "scale": True,
+            "init_std": 1.0,
+            "windows": "spread",
+            "activate_entry": True,
+            "slopes": "shared",
+            "gains": "ones",
+        }
+        return cls(**settings | changes)
 
     @property
     def linear(self) -> bool:
@@ -421,7 +578,7 @@ class Rotor(OperatorConfig):
     @property
     def fits_weight(self) -> bool:  # type: ignore[override]
         """Only a plain sum of free Kronecker factors in the spinor basis has a closed-form fit."""
-        return self.depth == 0 and self.terms == "kronecker" and self.basis == "spinor"
+        return self.depth == 0 and self.terms == "kronecker" and self.basis == "spinor" and not self.permute_terms
 
     def check_shape(self, in_features: int, out_features: int) -> None:
         if min(in_features, out_features) < 2:

@@ -1,0 +1,64 @@
+"""Biases for linear layers that a stock model builds without, so that what takes their places has them too."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from relinear.core.attachment import AttachmentConfig
+from relinear.core.config import register, shown
+
+__all__ = ["LayerBias"]
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerBias(AttachmentConfig):
+    """Give linear layers a bias that starts at zero, which leaves the model's outputs as they are.
+
+    The layers stay the stock ``nn.Linear``; an operator that takes the place of one afterwards has a bias as well.
+
+    Args:
+        layers: names of the layers in the model.
+    """
+
+    kind: ClassVar[str] = "layer_bias"
+
+    layers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, tuple) or not self.layers or not all(isinstance(n, str) for n in self.layers):
+            raise ValueError(f"layers must be a tuple of names of linear layers, got {shown(self.layers)}")
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ValueError unless all layers are there, plain, and without a bias."""
+        for name in self.layers:
+            layer = _layer(model, name)
+            if type(layer) is not nn.Linear:
+                what = "no such module" if layer is None else type(layer).__name__
+                raise ValueError(f"layer_bias: {name} must be an nn.Linear of {type(model).__name__}; it is {what}")
+            if layer.bias is not None:
+                raise ValueError(f"layer_bias: {name} has a bias already")
+
+    def attach(self, model: nn.Module) -> None:
+        """Register ``bias`` (O,) on every layer, like its weight in device, dtype and whether it is trained."""
+        for name in self.layers:
+            layer = _layer(model, name)
+            assert layer is not None
+            weight = layer.weight
+            zeros = torch.zeros(layer.out_features, device=weight.device, dtype=weight.dtype)
+            layer.bias = nn.Parameter(zeros, requires_grad=weight.requires_grad)
+
+
+def _layer(model: nn.Module, name: str) -> nn.Linear | None:
+    """The module of this name; the base-model prefix comes and goes between AutoModel classes."""
+    prefix = getattr(model, "base_model_prefix", "")
+    for candidate in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
+        try:
+            return model.get_submodule(candidate)  # type: ignore[return-value]
+        except AttributeError:
+            continue
+    return None
