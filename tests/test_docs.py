@@ -16,7 +16,7 @@ from relinear.compare.recipe import BUNDLED
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     *sorted((ROOT / "docs" / "operators").glob("*.md")),
-    *(ROOT / "docs" / f"{p}.md" for p in ("latents", "outside", "residual")),
+    *(ROOT / "docs" / f"{p}.md" for p in ("clifford", "latents", "outside", "residual")),
 ]
 
 

@@ -1,12 +1,17 @@
 """Clifford algebra Cl(n, 0), n = 1 to 12: products, exponentials and decompositions, batched and differentiable.
 
 Multivectors are (..., 2^n) blade coordinates in the order of the ``clifford`` package, bivectors (..., n(n-1)/2).
+``Algebra`` and ``Multivector`` add operators and named blades to them, and signatures (p, q, r) of up to 6 dimensions.
 """
 
+from relinear.clifford.bivectors import bivector_from_matrix, bivector_to_matrix
 from relinear.clifford.blades import bivector_dimension, embed_bivector, multivector_dimension, take_bivector
-from relinear.clifford.decomposition import bivector_from_matrix, bivector_to_matrix, decompose, log
+from relinear.clifford.decomposition import decompose
+from relinear.clifford.exponential import exp
+from relinear.clifford.logarithm import log
 from relinear.clifford.matrices import from_matrix, to_matrix
-from relinear.clifford.products import exp, geometric_product, reverse, sandwich
+from relinear.clifford.multivector import Algebra, Multivector
+from relinear.clifford.products import geometric_product, reverse, sandwich
 from relinear.clifford.spin import (
     SpinShape,
     from_spin,
@@ -20,6 +25,8 @@ from relinear.clifford.spin import (
 )
 
 __all__ = [
+    "Algebra",
+    "Multivector",
     "SpinShape",
     "bivector_dimension",
     "bivector_from_matrix",

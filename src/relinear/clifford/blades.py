@@ -30,6 +30,7 @@ __all__ = [
     "multivector_dimension",
     "take_bivector",
     "take_last",
+    "values_are_at_hand",
 ]
 
 MAX_DIMENSION = 12
@@ -141,3 +142,15 @@ def device_table(
     if torch.compiler.is_compiling():
         return _opaque(table.__module__, table.__name__, sizes, like.device, dtype)
     return _on_device(table, sizes, like.device, dtype)
+
+
+def values_are_at_hand(x: Tensor) -> bool:
+    """Whether numbers may be looked at: not while a compiler or a map over a batch is at work."""
+    if torch.compiler.is_compiling():
+        return False
+    transforms = torch._C._functorch
+    while transforms.is_functorch_wrapped_tensor(x):
+        if transforms.is_batchedtensor(x):
+            return False
+        x = transforms.get_unwrapped(x)
+    return True

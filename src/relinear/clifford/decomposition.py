@@ -1,4 +1,4 @@
-"""Invariant decomposition of bivectors and the logarithm of rotors.
+"""Invariant decomposition of bivectors.
 
 A bivector B of Cl(n, 0) is the antisymmetric matrix K with K_ij = beta_ij; in a suitable orthonormal basis it is
 block-diagonal, sum_j sigma_j (p_j q_j^T - q_j p_j^T), and its simple parts are b_j = sigma_j p_j q_j: they commute, and
@@ -14,50 +14,28 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from relinear.clifford.bivectors import bivector_from_matrix, bivector_to_matrix
 from relinear.clifford.blades import (
     bivector_dimension,
     compute_dtype,
-    device_table,
-    embed_bivector,
-    grades,
-    multivector_dimension,
 )
-from relinear.clifford.matrices import to_matrix, vector_matrices
-from relinear.clifford.products import exp, geometric_product, reverse
 
-__all__ = ["bivector_from_matrix", "bivector_to_matrix", "decompose", "log"]
+__all__ = ["decompose", "first_order", "plane_basis", "spectral_basis"]
 
 
-def _pairs(n: int) -> np.ndarray:
-    return np.array([[i, j] for i in range(n) for j in range(i + 1, n)], dtype=np.int64).reshape(-1, 2).T
+def plane_basis(columns: Tensor) -> Tensor:
+    """An orthonormal basis (..., n, n) of planes, of pairs of columns (..., n, n) that span them as far as they can.
 
-
-def bivector_to_matrix(beta: Tensor) -> Tensor:
-    """The antisymmetric matrix (..., n, n) with K_ij = beta_ij for i < j, of a bivector (..., P)."""
-    n = bivector_dimension(beta)
-    rows, columns = device_table(_pairs, n, beta)
-    upper = beta.new_zeros(*beta.shape[:-1], n * n).index_copy(-1, rows * n + columns, beta).unflatten(-1, (n, n))
-    return upper - upper.mT
-
-
-def bivector_from_matrix(matrix: Tensor) -> Tensor:
-    """The bivector (..., P) of the antisymmetric part of a matrix (..., n, n)."""
-    rows, columns = device_table(_pairs, matrix.shape[-1], matrix)
-    antisymmetric = (matrix - matrix.mT) / 2
-    return antisymmetric[..., rows, columns]
-
-
-def _plane_basis(columns: Tensor) -> Tensor:
-    # Householder QR gives an orthonormal basis even where columns vanish or repeat; what it invents then lies in the
-    # complement of the planes before it, which is where the planes that are still missing lie.
+    Householder QR gives one even where columns vanish or repeat; what it invents then lies in the complement of the
+    planes before it, which is where the planes that are still missing lie.
+    """
     return torch.linalg.qr(columns).Q
 
 
-def _spectral_basis(basis: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+def spectral_basis(basis: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvectors U (..., n, n) and eigenvalues (..., n) of the Hermitian matrix i K, planes first.
 
     Columns are (p_j - i q_j)/sqrt(2) for the J planes, then their conjugates, then the vector left over (odd n).
@@ -74,9 +52,15 @@ def _spectral_basis(basis: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
 class _FirstOrder(torch.autograd.Function):
     """A gradient, on the way through which any further derivative is refused; ``sources`` are what it depends on."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, gradient: Tensor, *sources: Tensor) -> Tensor:
+    def forward(gradient: Tensor, *sources: Tensor) -> Tensor:
         return gradient.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        pass
 
     @staticmethod
     def backward(ctx, *grads):
@@ -86,14 +70,16 @@ class _FirstOrder(torch.autograd.Function):
         )
 
 
-def _first_order(backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def first_order(backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A backward pass by hand, of a function that saved its argument first, whose own derivatives are refused.
 
     torch's ``once_differentiable`` is silent where the incoming gradient is constant.
     """
 
     @functools.wraps(backward)
-    def run(ctx: Any, grad: Tensor) -> Tensor:
+    def run(ctx: Any, grad: Tensor, *_: None) -> Tensor:
+        if torch.compiler.is_compiling():  # compilers take no further derivatives themselves
+            return backward(ctx, grad)
         with torch.no_grad():
             gradient = backward(ctx, grad)
         return _FirstOrder.apply(gradient, ctx.saved_tensors[0], grad) if torch.is_grad_enabled() else gradient
@@ -102,7 +88,7 @@ def _first_order(backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class _Decompose(torch.autograd.Function):
-    """K (..., n, n) -> the matrices of its simple parts (..., J, n, n), by norm, descending.
+    """K (..., n, n) -> the matrices of its simple parts (..., J, n, n), by norm, descending; their basis and angles.
 
     b_j is a spectral function of the Hermitian matrix i K, equal to the eigenvalue on its own plane and to 0 elsewhere.
     Its derivative between eigenvectors of planes j and k has the weight lambda_j / (lambda_j - lambda_k). Written for
@@ -114,26 +100,33 @@ class _Decompose(torch.autograd.Function):
     exponential. At an exact repeat, where the single parts are undefined, it is left out.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, matrix: Tensor) -> Tensor:
+    def forward(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         n = matrix.shape[-1]
         count = n // 2
         vectors = torch.linalg.eigh(1j * matrix).eigenvectors[..., n - count :].flip(-1)
         columns = torch.stack((vectors.real, vectors.imag), dim=-1).flatten(-2)
         rest = matrix.new_zeros(*matrix.shape[:-1], n - 2 * count)
-        basis = _plane_basis(torch.cat((columns, rest), dim=-1))
+        basis = plane_basis(torch.cat((columns, rest), dim=-1))
         p, q = basis[..., 0 : 2 * count : 2], basis[..., 1 : 2 * count : 2]
         angles = (p * (matrix @ q)).sum(-2)
-        ctx.save_for_backward(matrix, basis, angles)
         plane = torch.einsum("...ij,...kj->...jik", p, q)
-        return angles[..., None, None] * (plane - plane.mT)
+        return angles[..., None, None] * (plane - plane.mT), basis, angles
 
     @staticmethod
-    @_first_order
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        _, basis, angles = output
+        ctx.save_for_backward(*inputs, basis, angles)
+        ctx.mark_non_differentiable(basis, angles)
+
+    @staticmethod
+    @first_order
     def backward(ctx, grad: Tensor) -> Tensor:
         _, basis, angles = ctx.saved_tensors
         count = angles.shape[-1]
-        u, eigenvalues = _spectral_basis(basis, angles)
+        u, eigenvalues = spectral_basis(basis, angles)
         antisymmetric = (grad - grad.mT) / 2
         local = u.mH.unsqueeze(-3) @ antisymmetric.to(u.dtype) @ u.unsqueeze(-3)
         n = u.shape[-1]
@@ -239,110 +232,6 @@ def decompose(beta: Tensor, *, method: str = "spectral", iterations: int = 1000,
     elif beta.is_complex():
         parts = _decompose_complex(matrix)
     else:
-        parts = _Decompose.apply(matrix)
+        parts, _, _ = _Decompose.apply(matrix)
     parts = torch.where(finite[..., None, None, None], parts, math.nan)
     return bivector_from_matrix(parts).to(beta.dtype)
-
-
-def _rotation(rotor: Tensor) -> Tensor:
-    """O (..., n, n) with r e_j r~ = sum_i O_ij e_i, of an even multivector."""
-    n = multivector_dimension(rotor)
-    forward, backward = (to_matrix(x)[..., 0, :, :].unsqueeze(-3) for x in (rotor, reverse(rotor)))
-    vectors = device_table(vector_matrices, n, rotor, forward.dtype)
-    turned = forward @ vectors @ backward
-    return torch.einsum("ikl,...jkl->...ij", vectors.conj(), turned).real / vectors.shape[-1]
-
-
-class _Log(torch.autograd.Function):
-    """rotor (..., V) -> K (..., n, n) with exp of its bivector equal to the rotor, on the manifold of rotors.
-
-    d exp(B) = exp(B) Psi(dB), Psi = (1 - exp(-ad_B)) / ad_B, so that dB = Psi^-1 of the bivector part of r~ dr. In the
-    eigenbasis of i K, ad_B is multiplication by differences of eigenvalues.
-    """
-
-    @staticmethod
-    def forward(ctx, rotor: Tensor) -> Tensor:
-        n = multivector_dimension(rotor)
-        rotation = _rotation(rotor)
-        eigenvalues, vectors = torch.linalg.eig(rotation)
-        # Largest angle first; a conjugate pair is adjacent and stays so. Real eigenvalues, -1 first and +1 last, are
-        # paired among themselves.
-        order = eigenvalues.angle().abs().argsort(dim=-1, descending=True, stable=True)
-        eigenvalues = eigenvalues.gather(-1, order)
-        vectors = vectors.gather(-1, order.unsqueeze(-2).expand_as(vectors))
-        basis = _plane_basis(torch.where((eigenvalues.imag < 0).unsqueeze(-2), vectors.imag, vectors.real))
-        count = n // 2
-        p, q = basis[..., 0 : 2 * count : 2], basis[..., 1 : 2 * count : 2]
-        turned_p, turned_q = rotation @ p, rotation @ q
-        sine = ((p * turned_q).sum(-2) - (q * turned_p).sum(-2)) / 2
-        cosine = ((p * turned_p).sum(-2) + (q * turned_q).sum(-2)) / 2
-        angles = torch.atan2(sine, cosine) / 2
-        plane = torch.einsum("...ij,...kj->...jik", p, q)
-        plane = plane - plane.mT
-        if count:
-            # exp and -exp turn vectors alike: where the sign is wrong, the largest plane goes the other way round
-            found = exp(bivector_from_matrix((angles[..., None, None] * plane).sum(-3)))
-            wrong = (found * rotor).sum(-1) < 0
-            shift = math.pi * (1 - 2 * (angles[..., 0] > 0).to(angles.dtype))
-            first = torch.where(wrong, angles[..., 0] + shift, angles[..., 0])
-            angles = torch.cat((first.unsqueeze(-1), angles[..., 1:]), dim=-1)
-        ctx.save_for_backward(rotor, basis, angles)
-        return (angles[..., None, None] * plane).sum(-3)
-
-    @staticmethod
-    @_first_order
-    def backward(ctx, grad: Tensor) -> Tensor:
-        rotor, basis, angles = ctx.saved_tensors
-        u, eigenvalues = _spectral_basis(basis, angles)
-        # exp(2 K) turns vectors: ad_B on matrices is the commutator with 2 K = -2 i (i K)
-        z = -2j * (eigenvalues.unsqueeze(-1) - eigenvalues.unsqueeze(-2))
-        small = z.abs() < 1e-4
-        safe = torch.where(small, 1.0 + 0j, z)
-        inverse = torch.where(small, 1 + z / 2 + z * z / 12, safe / (1 - torch.exp(-safe)))
-        antisymmetric = (grad - grad.mT) / 2
-        local = u.mH @ antisymmetric.to(u.dtype) @ u
-        pulled = (u @ (local * inverse.conj()) @ u.mH).real
-        # K_ij = beta_ij and K_ji = -beta_ij each carry half of the gradient of beta_ij
-        bivector = 2 * bivector_from_matrix(pulled)
-        # the transpose of dr -> <r~ dr>_2
-        return geometric_product(rotor, embed_bivector(bivector))
-
-
-def _is_even(n: int) -> np.ndarray:
-    return 1 - grades(n) % 2
-
-
-def log(rotor: Tensor) -> Tensor:
-    """The bivector of a rotor: exp(log(r)) = r.
-
-    Every simple part has a norm of at most pi/2, but for the largest one where r is minus such an exponential (up to
-    pi there). The gradient is that on the manifold of rotors; differentiable once, and not differentiable where the
-    logarithm jumps (a vector is turned by half a turn in two planes, or r = -1).
-
-    Args:
-        rotor: (..., V), real, even, r r~ = 1.
-
-    Returns:
-        (..., P).
-
-    Raises:
-        ValueError: if the rotor is complex, not even or not normalised, or is -1 in Cl(1).
-    """
-    n = multivector_dimension(rotor)
-    if rotor.is_complex():
-        raise ValueError(
-            "log needs a real rotor: a complex one may have no logarithm (its rotation may not be diagonalisable)"
-        )
-    exact = rotor.to(compute_dtype(rotor.dtype))
-    even = exact * device_table(_is_even, n, rotor, exact.dtype)
-    worst = torch.maximum((exact - even).norm(dim=-1), (even.norm(dim=-1) - 1).abs()).detach().flatten().tolist()
-    if not all(error < torch.finfo(exact.dtype).eps ** 0.25 for error in worst):
-        raise ValueError(
-            "log needs rotors (even, r r~ = 1); the worst one here has an odd part or an error of its norm of "
-            f"{max(worst):.3g}; exp of a bivector gives rotors"
-        )
-    if n == 1:
-        if bool((exact[..., 0] < 0).any()):
-            raise ValueError("-1 has no logarithm in Cl(1), which has no bivectors")
-        return rotor[..., :0]
-    return bivector_from_matrix(_Log.apply(even)).to(rotor.dtype)

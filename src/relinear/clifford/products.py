@@ -1,6 +1,7 @@
-"""Products and exponentials of multivectors in blade coordinates, batched and differentiable.
+"""Products of multivectors in blade coordinates, batched and differentiable.
 
-Everything goes through matrices of size 2^floor(n/2): no Cayley table (which grows as 8^n) and no 2^n x 2^n matrix.
+Above n = 4 everything goes through matrices of size 2^floor(n/2): no table of products of blades, which grows as 8^n,
+and no 2^n x 2^n matrix. Up to n = 4 the table is the faster way.
 Half-precision inputs are computed in single precision; batch dimensions broadcast.
 """
 
@@ -8,14 +9,37 @@ Half-precision inputs are computed in single precision; batch dimensions broadca
 
 from __future__ import annotations
 
+import functools
+import itertools
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from relinear.clifford.blades import bivector_dimension, compute_dtype, device_table, grades, multivector_dimension
-from relinear.clifford.matrices import bivector_matrices, from_matrix, matrix_exp, to_matrix
+from relinear.clifford.blades import blade_masks, compute_dtype, device_table, grades, multivector_dimension
+from relinear.clifford.matrices import from_matrix, to_matrix
 
-__all__ = ["exp", "geometric_product", "reverse", "sandwich"]
+__all__ = ["geometric_product", "geometric_table", "reverse", "sandwich", "table_product"]
+
+LARGEST_TABLE = 4
+
+
+def geometric_table(p: int, q: int, r: int) -> np.ndarray:
+    """Products of blades of Cl(p, q, r), (V, V, V): entry [i, k, j] is the coordinate k of blade i times blade j.
+
+    Of the n = p + q + r vectors the first r square to 0, the next p to 1 and the last q to -1.
+    """
+    n = p + q + r
+    masks = blade_masks(n)
+    position = {mask: index for index, mask in enumerate(masks)}
+    table = np.zeros((len(masks),) * 3)
+    for (i, a), (j, b) in itertools.product(enumerate(masks), repeat=2):
+        if (a & b) & ((1 << r) - 1):
+            continue
+        swaps = sum((a >> bit + 1).bit_count() for bit in range(n) if b >> bit & 1)
+        negative = (a & b) >> r + p
+        table[i, position[a ^ b], j] = 1 - 2 * ((swaps + negative.bit_count()) % 2)
+    return table
 
 
 def _reverse_signs(n: int) -> np.ndarray:
@@ -23,22 +47,28 @@ def _reverse_signs(n: int) -> np.ndarray:
     return 1 - 2 * (grade * (grade - 1) // 2 % 2)
 
 
-def _result(matrix: Tensor, *inputs: Tensor) -> Tensor:
-    """Blade coordinates in the dtype that the inputs promote to."""
-    dtype = inputs[0].dtype
-    for other in inputs[1:]:
-        dtype = torch.promote_types(dtype, other.dtype)
-    if not (dtype.is_floating_point or dtype.is_complex):
-        dtype = compute_dtype(dtype)
-    x = from_matrix(matrix)
-    return (x if dtype.is_complex else x.real).to(dtype)
-
-
-def _same_dimension(*inputs: Tensor) -> int:
+def _common(*inputs: Tensor) -> tuple[list[Tensor], torch.dtype]:
+    """The inputs in the dtype to compute in, and the dtype of the result; ValueError on different algebras."""
     dimensions = [multivector_dimension(x) for x in inputs]
     if len(set(dimensions)) > 1:
         raise ValueError(f"multivectors of different algebras: last dimensions {[x.shape[-1] for x in inputs]}")
-    return dimensions[0]
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in inputs))
+    exact = compute_dtype(dtype)
+    return [x.to(exact) for x in inputs], dtype if dtype.is_floating_point or dtype.is_complex else exact
+
+
+def table_product(a: Tensor, b: Tensor, table: Tensor) -> Tensor:
+    """sum_ij a_i table_ikj b_j of a (..., V), b (..., V) and a table (V, V, V): (..., V)."""
+    return ((a @ table.flatten(1)).unflatten(-1, table.shape[1:]) @ b.unsqueeze(-1)).squeeze(-1)
+
+
+def _product(first: Tensor, *others: Tensor) -> Tensor:
+    n = multivector_dimension(first)
+    if n <= LARGEST_TABLE:
+        table = device_table(geometric_table, (n, 0, 0), first, first.dtype)
+        return functools.reduce(lambda a, b: table_product(a, b, table), others, first)
+    x = from_matrix(functools.reduce(torch.matmul, map(to_matrix, (first, *others))))
+    return x if first.is_complex() else x.real
 
 
 def reverse(a: Tensor) -> Tensor:
@@ -62,9 +92,8 @@ def geometric_product(a: Tensor, b: Tensor) -> Tensor:
     Raises:
         ValueError: if the last dimensions differ or are no power of two from 2 to 4096.
     """
-    _same_dimension(a, b)
-    dtype = torch.promote_types(a.dtype, b.dtype)
-    return _result(to_matrix(a.to(dtype)) @ to_matrix(b.to(dtype)), a, b)
+    factors, dtype = _common(a, b)
+    return _product(*factors).to(dtype)
 
 
 def sandwich(r: Tensor, x: Tensor, s: Tensor | None = None) -> Tensor:
@@ -79,31 +108,5 @@ def sandwich(r: Tensor, x: Tensor, s: Tensor | None = None) -> Tensor:
     Raises:
         ValueError: if the last dimensions differ or are no power of two from 2 to 4096.
     """
-    s = r if s is None else s
-    _same_dimension(r, x, s)
-    dtype = torch.promote_types(torch.promote_types(r.dtype, x.dtype), s.dtype)
-    left, middle, right = (to_matrix(t.to(dtype)) for t in (r, x, reverse(s)))
-    return _result(left @ middle @ right, r, x, s)
-
-
-def exp(beta: Tensor) -> Tensor:
-    """The exponential of a bivector: a rotor, exp(b) = cos|b| + sin|b| b / |b| for a simple b.
-
-    It turns vectors by v -> r v r~, a rotation by twice the norm of each simple part.
-
-    Args:
-        beta: (..., P), any real or complex dtype.
-
-    Returns:
-        (..., V): an even multivector with r r~ = 1.
-
-    Raises:
-        ValueError: if the last dimension is no n(n-1)/2 for n from 1 to 12.
-    """
-    n = bivector_dimension(beta)
-    dtype = torch.promote_types(compute_dtype(beta.dtype), torch.complex64)
-    generators = device_table(bivector_matrices, n, beta, dtype)
-    size = generators.shape[-1]
-    generator = (beta.to(dtype) @ generators.flatten(1)).unflatten(-1, (size, size))
-    blocks = matrix_exp(generator).unsqueeze(-3).expand(*beta.shape[:-1], 1 + n % 2, size, size)
-    return _result(blocks, beta)
+    (r, x, s), dtype = _common(r, x, r if s is None else s)
+    return _product(r, x, reverse(s)).to(dtype)

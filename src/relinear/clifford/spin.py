@@ -35,7 +35,7 @@ from relinear.clifford.blades import (
     multivector_dimension,
     take_last,
 )
-from relinear.clifford.matrices import matrix_exp
+from relinear.clifford.exponential import exp, represented_exp
 from relinear.clifford.strings import hadamard, string_signs, strings_from_matrix, strings_to_matrix
 
 __all__ = [
@@ -208,59 +208,6 @@ def _unit_matrices(components: int) -> tuple[np.ndarray, np.ndarray]:
     return left, right
 
 
-def _bivector_factors(n: int, side: int) -> np.ndarray:
-    _, rows, components, _ = spin_shape(n)
-    units = _unit_matrices(components)[side]
-    columns = np.arange(rows)
-    factors = []
-    for element in _elements(n)[bivector_slice(n)]:
-        matrix = np.zeros((rows, rows))
-        matrix[columns ^ element.a, columns] = element.sign * string_signs(element.b, rows)
-        unit = units[element.h]
-        factors.append(np.kron(matrix, unit) if side == 0 else np.kron(unit, matrix))
-    return np.array(factors).reshape(len(factors), rows * components, rows * components)
-
-
-def _left_bivectors(n: int) -> np.ndarray:
-    return _bivector_factors(n, 0)
-
-
-def _right_bivectors(n: int) -> np.ndarray:
-    return _bivector_factors(n, 1)
-
-
-def _exponential(beta: Tensor, table) -> Tensor:
-    n = bivector_dimension(beta)
-    dtype = compute_dtype(beta.dtype)
-    generators = device_table(table, n, beta, dtype)
-    return matrix_exp((beta.to(dtype) @ generators.flatten(1)).unflatten(-1, generators.shape[1:]))
-
-
-def left_factor(beta: Tensor) -> Tensor:
-    """A with A @ X = r x for the rotor r = exp(beta), X seen as (S, K F, K).
-
-    Args:
-        beta: bivectors (..., P).
-
-    Returns:
-        (..., K F, K F) in at least single precision; orthogonal for real beta.
-    """
-    return _exponential(beta, _left_bivectors)
-
-
-def right_factor(beta: Tensor) -> Tensor:
-    """B with X @ B^T = x s~ for the rotor s = exp(beta), X seen as (S, K, F K): a weight for ``F.linear``.
-
-    Args:
-        beta: bivectors (..., P).
-
-    Returns:
-        (..., F K, F K) in at least single precision; orthogonal for real beta.
-    """
-    # The right action of s~ = exp(-beta) on row vectors is exp(-R); R is antisymmetric, so its transpose is exp(R).
-    return _exponential(beta, _right_bivectors)
-
-
 def _left_units(components: int) -> np.ndarray:
     return _unit_matrices(components)[0]
 
@@ -295,3 +242,60 @@ def right_multiplication(b: Tensor) -> Tensor:
     matrix = _element_matrix(b)
     units = device_table(_right_units, matrix.shape[-2], b, matrix.dtype)
     return torch.einsum("...lhr,hdc->...crdl", matrix, units).flatten(-4, -3).flatten(-2)
+
+
+def _bivector_factors(n: int, side: int) -> np.ndarray:
+    _, rows, components, _ = spin_shape(n)
+    units = _unit_matrices(components)[side]
+    columns = np.arange(rows)
+    factors = []
+    for element in _elements(n)[bivector_slice(n)]:
+        matrix = np.zeros((rows, rows))
+        matrix[columns ^ element.a, columns] = element.sign * string_signs(element.b, rows)
+        unit = units[element.h]
+        factors.append(np.kron(matrix, unit) if side == 0 else np.kron(unit, matrix))
+    return np.array(factors).reshape(len(factors), rows * components, rows * components)
+
+
+def _left_bivectors(n: int) -> np.ndarray:
+    return _bivector_factors(n, 0)
+
+
+def _right_bivectors(n: int) -> np.ndarray:
+    return _bivector_factors(n, 1)
+
+
+def left_factor(beta: Tensor) -> Tensor:
+    """A with A @ X = r x for the rotor r = exp(beta), X seen as (S, K F, K).
+
+    Args:
+        beta: bivectors (..., P).
+
+    Returns:
+        (..., K F, K F) in at least single precision; orthogonal for real beta.
+    """
+    beta = beta.to(compute_dtype(beta.dtype))
+    if _by_blades(beta):
+        return left_multiplication(to_spin(exp(beta)))[..., 0, :, :]  # two blocks share it, for a rotor is even
+    return represented_exp(beta, _left_bivectors)
+
+
+def right_factor(beta: Tensor) -> Tensor:
+    """B with X @ B^T = x s~ for the rotor s = exp(beta), X seen as (S, K, F K): a weight for ``F.linear``.
+
+    Args:
+        beta: bivectors (..., P).
+
+    Returns:
+        (..., F K, F K) in at least single precision; orthogonal for real beta.
+    """
+    beta = beta.to(compute_dtype(beta.dtype))
+    if _by_blades(beta):
+        return right_multiplication(to_spin(exp(-beta)))[..., 0, :, :]
+    # The right action of s~ = exp(-beta) on row vectors is exp(-R); R is antisymmetric, so its transpose is exp(R).
+    return represented_exp(beta, _right_bivectors)
+
+
+def _by_blades(beta: Tensor) -> bool:
+    """Whether factors are made from the rotor: from n = 11 on its matrices are so much smaller that it pays."""
+    return bivector_dimension(beta) > 10

@@ -1,0 +1,254 @@
+"""The exponential of bivectors, as often differentiable as needed.
+
+For n <= 4 in closed form: of Cl(4) the even part is two copies of the quaternions. Above, through the even part of
+Cl(n), which is all of (the complex) Cl(n - 1) by e_ij -> v_ij, e_in -> i v_i: its matrices have half the size of those
+of Cl(n) where n is even.
+"""
+
+# Legend: n dimensions, V = 2^n blades, P planes, K = 2^floor((n-1)/2), S blocks (1 for odd n, 2 for even n)
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from relinear.clifford.bivectors import bivector_from_matrix, bivector_to_matrix, divided_bivector
+from relinear.clifford.blades import (
+    bivector_dimension,
+    bivector_slice,
+    blade_masks,
+    compute_dtype,
+    device_table,
+    embed_bivector,
+    take_last,
+)
+from relinear.clifford.matrices import blade_matrices, from_matrix, matrix_exp
+from relinear.clifford.products import geometric_product
+
+__all__ = ["exp", "represented_exp"]
+
+SERIES_TERMS = 16
+# Below these sizes the gradient of torch's matrix exponential takes less time than the one written here.
+SMALLEST_BY_HAND = 6
+FEWEST_ENTRIES = 1024
+
+
+def _series() -> np.ndarray:
+    """Coefficients of cos(s) and of sin(s)/s in powers of s^2, (terms, 2)."""
+    return np.array([[(-1) ** m / math.factorial(2 * m + odd) for odd in (0, 1)] for m in range(SERIES_TERMS)])
+
+
+def _cosine_and_sine(square: Tensor) -> Tensor:
+    """cos(s) and sin(s)/s (..., 2) of s^2 (..., 1), smooth also at zero: there by their series."""
+    small = square < 1
+    near, far = torch.where(small, square, 0.0), torch.where(small, 1.0, square).sqrt()
+    powers, power = torch.cat((torch.ones_like(near), near), dim=-1), near
+    while powers.shape[-1] < SERIES_TERMS:
+        power = power * power
+        powers = torch.cat((powers, powers * power), dim=-1)
+    series = powers @ device_table(_series, (), square, square.dtype)
+    return torch.where(small, series, torch.cat((far.cos(), far.sin() / far), dim=-1))
+
+
+def _one_plane(beta: Tensor, n: int) -> Tensor:
+    """exp for n <= 3, where every bivector is simple."""
+    cosine, sine = _cosine_and_sine((beta * beta).sum(-1, keepdim=True)).split(1, dim=-1)
+    nothing = torch.zeros_like(cosine)
+    return torch.cat((cosine, *[nothing] * n, sine * beta, *[nothing] * (n == 3)), dim=-1)
+
+
+def _halves() -> np.ndarray:
+    """b -> (b - b*)/2 and (b + b*)/2 of Cl(4), the two halves b (1 +- e1234)/2, (P, 2 P)."""
+    dual = np.zeros((6, 6))
+    dual[range(6), range(5, -1, -1)] = 1, -1, 1, 1, -1, 1
+    return np.hstack((np.eye(6) - dual, np.eye(6) + dual)) / 2
+
+
+def _two_halves(beta: Tensor) -> Tensor:
+    """exp for n = 4: the two halves commute, and each squares to a multiple of its idempotent (1 +- e1234)/2."""
+    halves = (beta @ device_table(_halves, (), beta, beta.dtype)).unflatten(-1, (2, -1))
+    cosine, sine = _cosine_and_sine(2 * (halves * halves).sum(-1, keepdim=True)).split(1, dim=-1)
+    plus, minus = cosine.squeeze(-1).split(1, dim=-1)
+    nothing = torch.zeros_like(plus)
+    turned = (sine * halves).sum(-2)
+    return torch.cat(((plus + minus) / 2, *[nothing] * 4, turned, *[nothing] * 4, (plus - minus) / 2), dim=-1)
+
+
+def _generators(n: int) -> np.ndarray:
+    """The matrices of the P basis bivectors, (P, S, K, K)."""
+    vectors = blade_matrices(n - 1, slice(1, n))
+    planes = blade_matrices(n - 1, bivector_slice(n - 1))
+    inner, outer = iter(planes), iter(1j * vectors)
+    return np.array([next(outer if j == n - 1 else inner) for i in range(n) for j in range(i + 1, n)])
+
+
+def _real_generators(n: int) -> np.ndarray:
+    return _generators(n).reshape(n * (n - 1) // 2, -1).view(float)
+
+
+def _complex_generators(n: int) -> np.ndarray:
+    return _generators(n).reshape(n * (n - 1) // 2, -1)
+
+
+def _sources(n: int) -> np.ndarray:
+    """For every blade of Cl(n) the one of Cl(n - 1) that it is taken from."""
+    position = {mask: index for index, mask in enumerate(blade_masks(n - 1))}
+    return np.array([position[mask & ~(1 << n - 1)] for mask in blade_masks(n)])
+
+
+def _phases(n: int) -> np.ndarray:
+    """The factor of every blade of Cl(n): 1, -i where it holds the last vector, 0 for odd ones."""
+    return np.array([(1 - mask.bit_count() % 2) * (-1j if mask >> n - 1 else 1) for mask in blade_masks(n)])
+
+
+def _by_matrices(beta: Tensor) -> Tensor:
+    """exp by matrix exponentials, for n >= 2."""
+    n = bivector_dimension(beta)
+    blocks, size = 2 - n % 2, 2 ** ((n - 1) // 2)
+    if beta.is_complex():
+        generator = beta @ device_table(_complex_generators, n, beta, beta.dtype)
+    else:
+        pairs = beta @ device_table(_real_generators, n, beta, beta.dtype)
+        generator = torch.view_as_complex(pairs.unflatten(-1, (-1, 2)))
+    x = from_matrix(matrix_exp(generator.unflatten(-1, (blocks, size, size))))
+    rotor = take_last(x, device_table(_sources, n, x)) * device_table(_phases, n, x, x.dtype)
+    return rotor if beta.is_complex() else rotor.real
+
+
+def _mean_by_matrices(beta: Tensor, x: Tensor) -> Tensor:
+    """``_mean`` from the exponential of one matrix of twice the size, [[2 K, X], [0, 2 K]]: differentiable."""
+    turn, x = 2 * bivector_to_matrix(beta), bivector_to_matrix(x)
+    upper, lower = torch.cat((turn, x), dim=-1), torch.cat((torch.zeros_like(turn), turn), dim=-1)
+    both = matrix_exp(torch.cat((upper, lower), dim=-2))
+    n = turn.shape[-1]
+    return bivector_from_matrix(both[..., :n, n:] @ both[..., :n, :n].mT)
+
+
+def _mean_by_eigenvectors(beta: Tensor, x: Tensor) -> Tensor:
+    """``_mean`` of real bivectors in the eigenbasis of i K, where turning is a factor exp(-2 i s (l_j - l_k))."""
+    turn = bivector_to_matrix(beta)
+    # eigensolvers refuse a whole batch for one entry that is not a number
+    finite = turn.isfinite().all(-1).all(-1)[..., None, None]
+    eigenvalues, u = torch.linalg.eigh(torch.complex(torch.zeros_like(turn), torch.where(finite, turn, 0.0)))
+    gap = eigenvalues.unsqueeze(-1) - eigenvalues.unsqueeze(-2)
+    factor = torch.polar(torch.sinc(gap / math.pi), -gap)
+    mean = (u @ (u.mH @ bivector_to_matrix(x).to(u.dtype) @ u * factor) @ u.mH).real
+    return bivector_from_matrix(torch.where(finite, mean, math.nan))
+
+
+def _mean(beta: Tensor, x: Tensor) -> Tensor:
+    """The mean of exp(s B) X exp(-s B) over s in (0, 1), for bivectors B and X (..., P)."""
+    if beta.is_complex() or torch.is_grad_enabled():  # of eigenvectors there is no second derivative
+        return _mean_by_matrices(beta, x)
+    return _mean_by_eigenvectors(beta, x)
+
+
+class _Exp(torch.autograd.Function):
+    """beta (..., P) -> rotor (..., V), whose derivative is taken among n x n matrices.
+
+    d exp(B) = exp(B) Psi(dB), and Psi(X) is the mean of exp(-s B) X exp(s B) over s in (0, 1). The passes below are
+    made of differentiable operations, which is where all further derivatives come from.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(beta: Tensor) -> Tensor:
+        return _by_matrices(beta)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], output)
+        ctx.save_for_forward(inputs[0], output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        beta, rotor = (x.conj() for x in ctx.saved_tensors)
+        return _mean(beta, divided_bivector(rotor, grad))
+
+
+class _ExpForward(_Exp):
+    """``_Exp`` with a forward derivative, which compilers refuse to look at."""
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        beta, rotor = ctx.saved_tensors
+        return geometric_product(rotor, embed_bivector(_mean(-beta, tangent)))
+
+
+def _represented(beta: Tensor, generators: Tensor) -> Tensor:
+    return matrix_exp((beta @ generators.flatten(1)).unflatten(-1, generators.shape[1:]))
+
+
+class _RepresentedExp(torch.autograd.Function):
+    """beta (..., P) -> exp(sum of beta_p times generator p), of the matrices (P, K, K) of the basis bivectors."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(beta: Tensor, generators: Tensor) -> Tensor:
+        return _represented(beta, generators)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs, output)
+        ctx.save_for_forward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        beta, generators, matrix = (x.conj() for x in ctx.saved_tensors)
+        divided = (matrix.mT @ grad).flatten(-2) @ generators.flatten(1).mT
+        return _mean(beta, divided), None
+
+
+class _RepresentedExpForward(_RepresentedExp):
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        beta, generators, matrix = ctx.saved_tensors
+        turned = _mean(-beta, tangent) @ generators.flatten(1)
+        return matrix @ turned.unflatten(-1, generators.shape[1:])
+
+
+def represented_exp(beta: Tensor, table: Callable[[int], np.ndarray]) -> Tensor:
+    """The matrices (..., K, K) of rotors, for the matrices (P, K, K) that ``table(n)`` has for basis bivectors."""
+    generators = device_table(table, bivector_dimension(beta), beta, beta.dtype)
+    entries = beta.shape[:-1].numel() * generators.shape[-1] ** 2
+    if entries < FEWEST_ENTRIES or not _has_gradient(beta):
+        return _represented(beta, generators)
+    return (_RepresentedExp if torch.compiler.is_compiling() else _RepresentedExpForward).apply(beta, generators)
+
+
+def _has_gradient(x: Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad
+
+
+def exp(beta: Tensor) -> Tensor:
+    """The exponential of a bivector: a rotor, exp(b) = cos|b| + sin|b| b / |b| for a simple b.
+
+    It turns vectors by v -> r v r~, a rotation by twice the norm of each simple part.
+
+    Args:
+        beta: (..., P), any real or complex dtype.
+
+    Returns:
+        (..., V): an even multivector with r r~ = 1.
+
+    Raises:
+        ValueError: if the last dimension is no n(n-1)/2 for n from 1 to 12.
+    """
+    n = bivector_dimension(beta)
+    exact = beta.to(compute_dtype(beta.dtype))
+    if n == 1 or (n <= 3 and not beta.is_complex()):
+        rotor = _one_plane(exact, n)
+    elif n == 4 and not beta.is_complex():
+        rotor = _two_halves(exact)
+    elif n < SMALLEST_BY_HAND or not _has_gradient(exact):
+        rotor = _by_matrices(exact)
+    else:
+        rotor = (_Exp if torch.compiler.is_compiling() else _ExpForward).apply(exact)
+    return rotor.to(beta.dtype) if beta.dtype.is_floating_point or beta.is_complex() else rotor
