@@ -43,7 +43,7 @@ __all__ = ["HealReport", "check_heal", "check_healable", "heal", "original_copy"
 
 #: what a step that moves every parameter by the learning rate, in directions that do not conspire, is to cost at its
 #: peak in whitened coordinates, in nats a token: 0.5 N lr^2 for N parameters
-STEP_NATS = 0.015
+STEP_NATS = 4e-5
 #: peak of the learning rate where nothing is whitened and the settings name none
 PLAIN_RATE, LORA_RATE = 1e-5, 1e-3
 #: evaluations on the held-out part, beside that of the start
