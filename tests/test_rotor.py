@@ -125,7 +125,7 @@ def test_settings_that_say_nothing_together_are_refused():
         ({"depth": 0, "residual": True}, "residual=True .* depth"),
         ({"depth": 1, "permute_terms": True}, "permute_terms=True .* depth=1"),
         ({"power_iterations": 0}, "power_iterations"),
-        ({"power_iterations": 3, "terms": "multivector"}, "power_iterations .* multivector"),
+        ({"power_iterations": 3, "terms": "multivector"}, "power_iterations .*multivector"),
         ({"windows": "x"}, "windows"),
         ({"slopes": "x"}, "slopes"),
         ({"gains": "x"}, "gains"),
