@@ -216,9 +216,10 @@ class _RepresentedExpForward(_RepresentedExp):
 
 def represented_exp(beta: Tensor, table: Callable[[int], np.ndarray]) -> Tensor:
     """The matrices (..., K, K) of rotors, for the matrices (P, K, K) that ``table(n)`` has for basis bivectors."""
-    generators = device_table(table, bivector_dimension(beta), beta, beta.dtype)
+    n = bivector_dimension(beta)
+    generators = device_table(table, n, beta, beta.dtype)
     entries = beta.shape[:-1].numel() * generators.shape[-1] ** 2
-    if entries < FEWEST_ENTRIES or not _has_gradient(beta):
+    if n < SMALLEST_BY_HAND or entries < FEWEST_ENTRIES or not _has_gradient(beta):
         return _represented(beta, generators)
     return (_RepresentedExp if torch.compiler.is_compiling() else _RepresentedExpForward).apply(beta, generators)
 

@@ -51,6 +51,10 @@ __all__ = [
 ]
 
 
+# Fewer factors than these are sooner there by a matrix exponential than by way of closed forms.
+FEWEST_CLOSED = 64
+
+
 class SpinShape(NamedTuple):
     """Sizes of the spin representation: S blocks, K rows, F components of a number, K columns; S K F K = 2^n."""
 
@@ -297,5 +301,6 @@ def right_factor(beta: Tensor) -> Tensor:
 
 
 def _by_blades(beta: Tensor) -> bool:
-    """Whether factors are made from the rotor: from n = 11 on its matrices are so much smaller that it pays."""
-    return bivector_dimension(beta) > 10
+    """Whether factors are made from the rotor, which pays where it has a closed form or much smaller matrices."""
+    n = bivector_dimension(beta)
+    return n > 10 or (n <= 4 and beta.shape[:-1].numel() >= FEWEST_CLOSED)
