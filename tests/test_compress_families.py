@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import relinear
-from relinear.compress import compress
+from relinear.compress import beside, compress
 from relinear.testing.tiny_models import FAMILIES, VOCABULARY, make_family
 
 WANTED = [
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "olmo2",
     "mixtral", "smollm3", "bloom", "gptj",
 ]  # fmt: skip
-SETTINGS = {"tokens": 256, "sequence_length": 16, "anchor_tokens": 256, "batch_size": 4}
+SETTINGS = {"tokens": 256, "sequence_length": 16, "anchor_tokens": 256, "batch_size": 4, "evaluate": False}
 
 ELSEWHERE = """
 import json, sys
@@ -72,6 +72,15 @@ def test_families_are_compressed_and_come_back(tmp_path) -> None:
     for directory, (logits, made) in results.items():
         assert torch.allclose(torch.tensor(found[directory][0]), logits, atol=1e-4), directory
         assert found[directory][1] == made.tolist(), directory
+
+
+@pytest.mark.parametrize("kind", ["phi3", "gpt2", "mixtral", "gemma3_text"])
+def test_families_are_judged(kind: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(beside, "SPEED_SECONDS", 0.01)
+    monkeypatch.setattr(beside, "DECODED_TOKENS", 3)
+    settings = SETTINGS | {"evaluate": True, "evaluation_tokens": 16, "sample_tokens": 2}
+    report = compress(make_family(kind).eval(), tokens(), keep=0.7, settings=settings, out_dir=tmp_path)
+    assert report.evaluation["speed"]["decode"]["ratio"] > 0
 
 
 def test_families_that_cannot_be_compressed_say_so(tmp_path) -> None:

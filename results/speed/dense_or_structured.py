@@ -8,9 +8,9 @@ Prints the time of each structured form relative to dense nn.Linear (median of i
 import torch
 
 import relinear
-from relinear.bench.timing import interleave
 from relinear.kernels import choice
 from relinear.system.machine import describe_machine
+from relinear.system.timing import interleave
 
 CONFIGS = {
     "low_rank": lambda size: relinear.LowRank(rank=min(64, size // 4)),

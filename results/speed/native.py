@@ -6,9 +6,9 @@ from unittest import mock
 import torch
 
 import relinear
-from relinear.bench.timing import interleave
 from relinear.kernels import hdpl, native
 from relinear.kernels.choice import against_native
+from relinear.system.timing import interleave
 
 TOKENS, ROUNDS = 4096, 15
 OPERATORS = {

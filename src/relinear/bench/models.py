@@ -14,7 +14,6 @@ from torch import nn
 
 from relinear.bench.operators import MODES
 from relinear.bench.run import DTYPES, check_names
-from relinear.bench.timing import Timing, interleave
 from relinear.core.config import nearest, shown
 from relinear.core.inference import for_inference_
 from relinear.core.operator import OperatorConfig
@@ -23,6 +22,7 @@ from relinear.models import from_preset, preset_names
 from relinear.surgery.plan import replace_
 from relinear.system.files import write_json
 from relinear.system.machine import describe_machine
+from relinear.system.timing import Timing, interleave
 
 __all__ = ["MODEL_PASSES", "ModelBenchSettings", "ModelMeasurement", "bench_models", "run_model_bench"]
 

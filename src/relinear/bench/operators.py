@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from relinear.bench.peers import PEERS
 from relinear.bench.roofline import Roofline
-from relinear.bench.timing import Timing, interleave, peak_memory
 from relinear.core.inference import for_inference_
 from relinear.core.operator import Operator, OperatorConfig
+from relinear.system.timing import Timing, interleave, peak_memory
 
 __all__ = ["DENSE", "MODES", "PASSES", "TOLERANCES", "Case", "Measurement", "bench_case", "cases", "phase_of"]
 

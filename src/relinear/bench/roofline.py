@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from relinear.bench.timing import interleave
+from relinear.system.timing import interleave
 
 __all__ = ["Roofline", "measure_roofline"]
 

@@ -13,10 +13,23 @@ __all__ = ["command"]
 def command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory of a saved model, or a Hub name.")],
     data: Annotated[str, typer.Option(help="Corpus to calibrate on: `stdlib`, a file or folder, or a Hub name.")],
-    keep: Annotated[float | None, typer.Option(help="Share of the parameters to keep; 0.8 by default.")] = None,
+    keep: Annotated[float | None, typer.Option(help="Share to keep; 0.8 by default.")] = None,
     out: Annotated[Path, typer.Option(help="Directory of the result.")] = Path("runs/compress"),
     budget_of: Annotated[
-        str | None, typer.Option(help="What `--keep` is a share of: the replaceable `layers`, or the whole `model`.")
+        str | None,
+        typer.Option(
+            help="What `--keep` is a share of: parameters of the replaceable `layers` or of the whole `model`, its "
+            "stored `bytes`, or the layers' `flops`."
+        ),
+    ] = None,
+    speed: Annotated[
+        float | None,
+        typer.Option(help="In place of `--keep`: how often as fast these layers shall be, by a table measured here."),
+    ] = None,
+    speed_for: Annotated[str | None, typer.Option(help="What is to be fast: `decode` (default) or `prefill`.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences at once, for speeds; 1 by default.")] = None,
+    allow_slower: Annotated[
+        bool | None, typer.Option("--allow-slower", help="Carry out a plan that is slower than the original.")
     ] = None,
     target: Annotated[list[str] | None, typer.Option(help="Pattern of layers that may be replaced.")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave alone.")] = None,
@@ -40,6 +53,12 @@ def command(
     export: Annotated[
         str | None, typer.Option(help="`plain`: also DIR/plain, which loads without relinear; `gguf`: DIR/model.gguf.")
     ] = None,
+    evaluate: Annotated[
+        bool | None, typer.Option(help="Measure the result beside the original: loss, agreement, samples, speed.")
+    ] = None,
+    evaluate_on: Annotated[
+        list[str] | None, typer.Option(help="Other data to judge the result on, given like --data; several times.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting of CompressSettings.")
@@ -60,8 +79,20 @@ def command(
     from relinear.data import DataSettings, iter_texts
     from relinear.data.tokenizers import load_tokenizer
 
-    given = {"keep": keep, "budget_of": budget_of, "tokens": tokens, "fisher": fisher, "menu": menu or None}
-    given |= {"heal_tokens": heal_tokens, "heal": heal}
+    given = {
+        "keep": keep,
+        "budget_of": budget_of,
+        "speed": speed,
+        "speed_for": speed_for,
+        "speed_batch": batch,
+        "allow_slower": allow_slower,
+        "tokens": tokens,
+        "fisher": fisher,
+        "menu": menu or None,
+        "evaluate": evaluate,
+        "heal_tokens": heal_tokens,
+        "heal": heal,
+    }
     settings = CompressSettings.load(set_if_given(given) | parse_overrides(overrides or []), "settings")
     text = DataSettings.load({"data": data} | ({"text_column": text_column} if text_column else {}), "data")
     prepare_process(threads)
@@ -76,9 +107,13 @@ def command(
             settings=settings,
             plan_file=plan,
             plan_only=plan_only,
+            evaluate_on={
+                other: iter_texts(DataSettings.load({"data": other}, "data"), "all") for other in evaluate_on or []
+            },
             export=export,  # type: ignore[arg-type]  # checked by the function
             out_dir=out,
             on_progress=on_progress,
         )
     print(report)
     print(f"plan: {(out / 'plan.json').resolve()}" if plan_only else f"model: {(out / 'model').resolve()}")
+    print(f"report: {(out / 'report.html').resolve()}")

@@ -119,8 +119,16 @@ def watch_distillation() -> Iterator[Callable[[Any], None]]:
 @contextlib.contextmanager
 def watch_compression() -> Iterator[Callable[[str, int, int], None]]:
     """A callback for ``compress(on_progress=...)``, likewise."""
-    titles = {"forward": "calibrating, forward", "backward": "calibrating, backward", "candidates": "planning"}
-    titles |= {"heal": "healing"}
+    titles = {
+        "speed": "timing layers",
+        "forward": "calibrating, forward",
+        "backward": "calibrating, backward",
+        "candidates": "planning",
+        "points": "trying single layers",
+        "original": "running the original",
+        "evaluation": "running the compressed model",
+        "heal": "healing",
+    }
     with _view() as view:
 
         def on_progress(phase: str, done: int, total: int) -> None:

@@ -7,88 +7,98 @@ from collections.abc import Mapping, Sequence
 
 from relinear.core.operator import OperatorConfig
 
-__all__ = ["Candidate", "allocate", "best_uniform"]
+__all__ = ["Candidate", "allocate", "amount", "best_uniform"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     """What a layer could become.
 
-    config: None leaves the layer as it is. size: parameters. nats: predicted increase of the loss per token.
+    config: None leaves the layer as it is. cost: in what the budget counts (parameters, bytes, FLOPs, seconds). nats:
+    predicted increase of the loss per token.
     """
 
     config: OperatorConfig | None
-    size: int
+    cost: float
     nats: float
 
 
+def amount(value: float) -> str:
+    """A cost in words: whole numbers in full, fractions of a second to three digits."""
+    return f"{value:,.0f}" if abs(value) >= 10 or value == int(value) else f"{value:.3g}"
+
+
 def _choice(candidates: Sequence[Candidate], price: float) -> Candidate:
-    return min(candidates, key=lambda c: (c.nats + price * c.size, c.size))
+    return min(candidates, key=lambda c: (c.nats + price * c.cost, c.cost))
 
 
-def allocate(candidates: Mapping[str, Sequence[Candidate]], budget: int) -> dict[str, Candidate]:
-    """One candidate a layer, of least summed ``nats`` with a summed size of at most ``budget``.
+def allocate(
+    candidates: Mapping[str, Sequence[Candidate]], budget: float, unit: str = "parameters"
+) -> dict[str, Candidate]:
+    """One candidate a layer, of least summed ``nats`` with a summed cost of at most ``budget``.
 
-    One price of a parameter for the whole model (the multiplier of the budget), found by bisection; what the budget
+    One price of a unit of cost for the whole model (the multiplier of the budget), found by bisection; what the budget
     still allows then goes to the best single upgrades.
 
     Raises:
         ValueError: if even the smallest candidates exceed the budget.
     """
-    least = sum(min(c.size for c in options) for options in candidates.values())
+    least = sum(min(c.cost for c in options) for options in candidates.values())
     if least > budget:
         raise ValueError(
-            f"the budget of {budget:,} parameters cannot be met: the smallest choices take {least:,}; keep more"
+            f"the budget of {amount(budget)} {unit} cannot be met: the smallest choices take {amount(least)}; keep more"
         )
 
     def at(price: float) -> dict[str, Candidate]:
         return {name: _choice(options, price) for name, options in candidates.items()}
 
-    def size(chosen: Mapping[str, Candidate]) -> int:
-        return sum(c.size for c in chosen.values())
+    def cost(chosen: Mapping[str, Candidate]) -> float:
+        return sum(c.cost for c in chosen.values())
 
     chosen = at(0.0)
-    if size(chosen) > budget:
+    if cost(chosen) > budget:
         low, high = 0.0, 1e-12
-        while size(at(high)) > budget:
+        while cost(at(high)) > budget:
             low, high = high, high * 4
         for _ in range(100):
             middle = (low + high) / 2
-            low, high = (low, middle) if size(at(middle)) <= budget else (middle, high)
+            low, high = (low, middle) if cost(at(middle)) <= budget else (middle, high)
         chosen = at(high)
-    return _spend(chosen, candidates, budget - size(chosen))
+    return _spend(chosen, candidates, budget - cost(chosen))
 
 
 def _spend(
-    chosen: dict[str, Candidate], candidates: Mapping[str, Sequence[Candidate]], left: int
+    chosen: dict[str, Candidate], candidates: Mapping[str, Sequence[Candidate]], left: float
 ) -> dict[str, Candidate]:
-    """Upgrade layer after layer, the most nats a parameter first, while something fits."""
+    """Upgrade layer after layer, the most nats a unit of cost first, while something fits."""
     chosen = dict(chosen)
     while True:
         upgrades = [
-            ((chosen[name].nats - option.nats) / (option.size - chosen[name].size), name, option)
+            ((chosen[name].nats - option.nats) / (option.cost - chosen[name].cost), name, option)
             for name, options in candidates.items()
             for option in options
-            if chosen[name].size < option.size <= chosen[name].size + left and option.nats < chosen[name].nats
+            if chosen[name].cost < option.cost <= chosen[name].cost + left and option.nats < chosen[name].nats
         ]
         if not upgrades:
             return chosen
         _, name, option = max(upgrades, key=lambda u: (u[0], u[1]))
-        left -= option.size - chosen[name].size
+        left -= option.cost - chosen[name].cost
         chosen[name] = option
 
 
 def best_uniform(candidates: Mapping[str, Sequence[Candidate]], share: float) -> dict[str, Candidate]:
-    """The best candidate a layer within ``share`` of its own dense size: every layer shrinks alike.
+    """The best candidate a layer within ``share`` of its own dense cost: every layer shrinks alike.
+
+    A layer that can become nothing else stays as it is.
 
     Raises:
-        ValueError: if a layer has no candidate that small.
+        ValueError: if a layer has candidates and none that small.
     """
     chosen = {}
     for name, options in candidates.items():
-        dense = max(c.size for c in options if c.config is None)
-        fitting = [c for c in options if c.size <= share * dense]
-        if not fitting:
-            raise ValueError(f"{name}: no candidate takes {share:.0%} of its parameters or fewer; keep more")
-        chosen[name] = min(fitting, key=lambda c: (c.nats, c.size))
+        dense = max(c.cost for c in options if c.config is None)
+        fitting = [c for c in options if c.cost <= share * dense]
+        if not fitting and len(options) > 1:
+            raise ValueError(f"{name}: no candidate takes {share:.0%} of its cost or less; keep more")
+        chosen[name] = min(fitting or options, key=lambda c: (c.nats, c.cost))
     return chosen

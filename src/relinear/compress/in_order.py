@@ -26,7 +26,7 @@ from relinear.compress.calibrate import Calibration
 from relinear.compress.layerwise import LayerByLayer
 from relinear.compress.refine import refine
 from relinear.core.moments import Moments
-from relinear.core.operator import Operator, OperatorConfig, dense_bias, dense_weight, linear_of
+from relinear.core.operator import Operator, OperatorConfig, dense_bias, dense_weight, is_conv1d, linear_of
 from relinear.surgery.plan import Replacement
 from relinear.surgery.states import flat_states, load_states_, place_
 from relinear.system.files import atomic_path
@@ -142,7 +142,14 @@ def _fit_group(model, layers, index, original, group, planned, calibration, want
             operator = _fitted(planned[name].config, source, weight, moments)
             place_(model, [planned[name]], flat_states({name: operator}))
         elif seen is not None:
-            dense_weight(source).copy_(weight)
+            _give_weight_(source, weight)
+
+
+def _give_weight_(linear: Any, weight: Tensor) -> None:
+    """A parameter of its own: the original that heals the model later goes on holding the one that was there."""
+    stored = weight.T if is_conv1d(linear) else weight
+    old = linear.weight
+    linear.weight = nn.Parameter(stored.to(old).contiguous(), requires_grad=old.requires_grad)
 
 
 def _corrected(weight: Tensor, own: Tensor, cross: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from relinear.compress.allocate import Candidate, allocate, best_uniform
+from relinear.compress.budget import Budget, layer_parameters
 from relinear.compress.calibrate import Calibration
-from relinear.compress.settings import CompressSettings
 from relinear.core.config import parse_setting
 from relinear.core.operator import Operator, OperatorConfig, is_linear, linear_features
 from relinear.surgery.summary import module_parameters
@@ -136,63 +136,66 @@ def _operator(value: Any, where: str) -> OperatorConfig | None:
         raise ValueError(f"{where}: {error}") from error
 
 
-def _size(operator: OperatorConfig | None, module: Any, where: str = "") -> int:
+def _size(operator: OperatorConfig | None, module: Any, where: str) -> int:
     """Parameters of what ``module`` becomes."""
-    if operator is None:
-        return module_parameters(module)
     try:
-        built = operator.build(*linear_features(module), getattr(module, "bias", None) is not None, device="meta")
+        return layer_parameters(module, operator)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    return module_parameters(built)
 
 
 def layer_candidates(
-    module: Any, name: str, calibration: Calibration, menu: tuple[OperatorConfig, ...]
+    module: Any, name: str, calibration: Calibration, menu: tuple[OperatorConfig, ...], budget: Budget
 ) -> list[Candidate]:
-    """What the linear layer ``module`` could become, at what cost; itself among it.
+    """What the linear layer ``module`` could become, at what cost in the budget's unit; itself among it.
 
-    The cost is the second-order estimate 0.5 tr(G (W - W') A (W - W')^T) of the loss's increase, in nats a token.
+    The nats are the second-order estimate 0.5 tr(G (W - W') A (W - W')^T) of the loss's increase per token.
     """
-    dense = Candidate(None, module_parameters(module), 0.0)
-    if calibration.counts[name] < linear_features(module)[0]:
+    sizes = linear_features(module)
+    dense = Candidate(None, budget.cost(name, None), 0.0)
+    if calibration.counts[name] < sizes[0]:
         return [dense]  # an expert that hardly saw a token: its moments say nothing
     moments = calibration.moments(name)
     found = [dense]
     for entry in menu:
-        for config, error in entry.error_curve(module, moments):
-            size = _size(config, module)
-            if size < dense.size:
-                found.append(Candidate(config, size, 0.5 * error))
+        for config, error in entry.error_curve(module, moments) if entry.sizes(*sizes) else ():
+            cost = budget.cost(name, config)
+            if cost < dense.cost:
+                found.append(Candidate(config, cost, 0.5 * error))
     return found
 
 
 def make_plan(
-    model: Any, candidates: Mapping[str, list[Candidate]], settings: CompressSettings, weighed: bool
+    model: Any,
+    modules: Mapping[str, Any],
+    candidates: Mapping[str, list[Candidate]],
+    budget: Budget,
+    weighed: bool,
 ) -> CompressPlan:
-    """The best plan under the settings' budget.
+    """The best plan under the budget.
 
     Args:
-        candidates: of every layer that may be replaced.
+        model: the original.
+        modules: the layers that may be replaced, by name.
+        candidates: of each of them.
+        budget: what they may cost together.
         weighed: whether the candidates' nats compare across layers (moments of gradients were measured); where not,
             every layer keeps the same share.
 
     Raises:
         ValueError: if the budget cannot be met.
     """
-    before = {name: max(c.size for c in options if c.config is None) for name, options in candidates.items()}
-    whole = module_parameters(model)
-    others = whole - sum(before.values())
-    budget = int(settings.keep * sum(before.values()))
-    if settings.budget_of == "model":
-        budget = int(settings.keep * whole) - others
-        if budget <= 0:
-            raise ValueError(
-                f"keep={settings.keep} of the model's {whole:,} parameters is less than the {others:,} outside of the "
-                "layers that may be replaced (embeddings, head, norms); keep more, or give budget_of=layers"
-            )
-    chosen = allocate(candidates, budget) if weighed else best_uniform(candidates, budget / sum(before.values()))
+    if weighed:
+        chosen = allocate(candidates, budget.limit, budget.unit)
+    else:
+        chosen = best_uniform(candidates, budget.limit / budget.whole)
     layers = {
-        name: LayerPlan(c.config, c.size, before[name], c.nats if weighed else None) for name, c in chosen.items()
+        name: LayerPlan(
+            c.config,
+            layer_parameters(modules[name], c.config),
+            module_parameters(modules[name]),
+            c.nats if weighed else None,
+        )
+        for name, c in chosen.items()
     }
-    return CompressPlan(layers, others)
+    return CompressPlan(layers, module_parameters(model) - sum(p.parameters_before for p in layers.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -12,24 +13,29 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from relinear.compress.allocate import Candidate
+from relinear.compress.beside import Observation, compared, measure_speed, observe
+from relinear.compress.budget import Budget, budget_of
 from relinear.compress.calibrate import Calibration, calibrate
+from relinear.compress.corrections import MeasuredPoint, choose_points, correct, corrections, measure_points
 from relinear.compress.export import export_plain
 from relinear.compress.export_gguf import check_gguf, check_gguf_operators, export_gguf
 from relinear.compress.heal import HealReport, check_heal, check_healable, heal, original_copy
 from relinear.compress.in_order import fit_in_order, fit_without_order
 from relinear.compress.neurons import NEURONS, Neurons
 from relinear.compress.plan import CompressPlan, layer_candidates, make_plan
+from relinear.compress.report_page import write_page
 from relinear.compress.settings import CompressSettings
+from relinear.compress.speed import PlannedSpeed, Shape, SpeedConditions, SpeedTable, planned_speed, speed_table
 from relinear.core.anatomy import layer_index
 from relinear.core.config import check_choice
 from relinear.core.modes import evaluating
-from relinear.core.operator import Operator, OperatorConfig, linear_features
+from relinear.core.operator import NotLinearError, Operator, OperatorConfig, linear_features
 from relinear.distill.record import token_blocks
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.plan import Replacement, plan
@@ -37,10 +43,20 @@ from relinear.surgery.select import ALL_LINEAR
 from relinear.surgery.states import flat_states, place_
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import write_json
+from relinear.system.machine import PeakMemory, describe_machine
 
 __all__ = ["CompressReport", "compress"]
 
-#: told the phase ("forward", "backward", "candidates", "fit", "heal"), how much of it is done, and how much there is
+#: layers that take less than these seconds together are not refused for their speed: a call costs as much as its work
+LEAST_SECONDS = 1e-3
+#: what two measurements of one speed may differ by
+NOISE = 0.02
+#: what other work leaves in its directory, in which nothing is put beside it
+OTHERS = ("config.json", "run.json", "results.json", "distill.json", "sweep.json", "bench.json")
+
+#: told the phase ("speed", "forward", "backward", "candidates", "points", "original", "fit", "heal", "evaluation"), how
+#: much of
+#: it is done, and how much there is
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -53,7 +69,11 @@ class CompressReport:
     """What a compression did; printing it shows the plan by type of layer and the sizes.
 
     plan: what every layer became. parameters, parameters_before: of the whole model. calibration_loss: of the original
-    on the calibration's tokens, nats a token. seconds: by phase, of this call. healing: None where there was none.
+    on the calibration's tokens, nats a token. seconds: by phase, of this call. budget: what was allowed; None for a
+    plan that was given. speed: of the layers by the table, None where it was not measured. points: predictions held
+    against measurements. evaluation: the compressed model beside the original (loss, agreement, samples, speed), None
+    where it was not measured. peak_memory_bytes: of this call. settings: all of them. healing: None
+    where there was none.
     """
 
     plan: CompressPlan
@@ -63,6 +83,12 @@ class CompressReport:
     calibration_loss: float | None
     seconds: dict[str, float]
     healing: HealReport | None = None
+    budget: Budget | None = None
+    speed: PlannedSpeed | None = None
+    points: tuple[MeasuredPoint, ...] = ()
+    evaluation: dict[str, Any] | None = None
+    peak_memory_bytes: int | None = None
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
@@ -71,16 +97,46 @@ class CompressReport:
             "parameters": self.parameters,
             "parameters_before": self.parameters_before,
             "calibration": {"tokens": self.calibration_tokens, "loss": self.calibration_loss},
+            "budget": None if self.budget is None else self.budget.to_dict(),
             "predicted_nats": self.plan.nats,
+            "measured_nats": None if self.evaluation is None else self.evaluation["nats"],
+            "planned_speed": None if self.speed is None else self.speed.to_dict(),
+            "points": [point.to_dict() for point in self.points],
+            "evaluation": self.evaluation,
+            "peak_memory_bytes": self.peak_memory_bytes,
             "layers": layers,
             "seconds": self.seconds,
             "healing": None if self.healing is None else self.healing.to_dict(),
+            "settings": self.settings,
+            "machine": describe_machine(),
         }
 
     def __str__(self) -> str:
         share = self.parameters / self.parameters_before
-        text = f"{self.plan}\nwhole model: {self.parameters_before:,} -> {self.parameters:,} parameters ({share:.3f})"
-        return text if self.healing is None else f"{text}\n{self.healing}"
+        lines = [str(self.plan)]
+        lines += [f"whole model: {self.parameters_before:,} -> {self.parameters:,} parameters ({share:.3f})"]
+        if self.speed is not None:
+            lines.append(str(self.speed))
+        if self.healing is not None:
+            lines.append(str(self.healing))
+        if self.evaluation is not None:
+            lines += _evaluation_lines(self.evaluation, self.plan.nats)
+        return "\n".join(lines)
+
+
+def _evaluation_lines(found: Mapping[str, Any], predicted: float | None) -> list[str]:
+    where = "tokens that calibration has not seen" if found["unseen"] else "tokens of the calibration"
+    expected = "" if predicted is None else f", predicted {predicted:+.3f}"
+    speeds = [f"{what} {found['speed'][what]['ratio']:.2f}" for what in ("prefill", "decode")]
+    return [
+        f"loss on {found['tokens']:,} {where}: {found['loss_before']:.3f} -> {found['loss']:.3f} "
+        f"({found['nats']:+.3f}{expected}); next token as the original's: {found['agreement']:.1%}",
+        *(
+            f"loss on {name}: {other['loss_before']:.3f} -> {other['loss']:.3f} ({other['nats']:+.3f})"
+            for name, other in found["elsewhere"].items()
+        ),
+        f"times the original's speed, measured at batch {found['speed']['batch']}: {', '.join(speeds)}",
+    ]
 
 
 def compress(
@@ -96,6 +152,7 @@ def compress(
     plan_only: bool = False,
     out_dir: str | Path | None = None,
     export: Literal["plain", "gguf"] | None = None,
+    evaluate_on: Mapping[str, Iterable[Any]] | None = None,
     on_progress: OnProgress = _silent,
 ) -> CompressReport:
     """Make a pretrained decoder smaller, in place: measure, decide what every layer becomes, fit it, save.
@@ -110,16 +167,18 @@ def compress(
         settings: ``CompressSettings`` or a mapping of its fields.
         plan_file: a plan to carry out in place of one that is made here.
         plan_only: stop after the plan, the model as it was.
+        evaluate_on: texts of other kinds, by name, that the result is also judged on; of each ``evaluation_tokens``.
         export: "plain" also writes ``out_dir/plain``, a directory that loads without relinear (``export_plain``);
             "gguf" writes ``out_dir/model.gguf`` of a Llama without factors (``export_gguf``).
-        out_dir: where statistics, plan, state, report and model are kept. Killed and called again with the same
-            arguments, it goes on from where it was; another budget or menu uses the same statistics. None keeps
-            nothing.
+        out_dir: where statistics, plan, state, report (``report.json``, ``report.html``) and model are kept. Killed
+            and called again with the same arguments, it goes on from where it was; another budget or menu uses the
+            same statistics. None keeps nothing.
         on_progress: called with a phase, how much of it is done and how much there is.
 
     Raises:
         ValueError: if the budget cannot be met, the corpus is too short, the model is quantised or cannot be run layer
-            by layer, or ``out_dir`` holds the work on another model, corpus or plan.
+            by layer, ``out_dir`` holds the work on another model, corpus or plan, or the plan would run slower than the
+            original.
     """
     check_choice("export", export or "plain", ["plain", "gguf"])
     given = settings.model_dump() if isinstance(settings, CompressSettings) else dict(settings or {})
@@ -127,12 +186,16 @@ def compress(
     check_heal(chosen)
     if export == "gguf":
         check_gguf(model, tokenizer)
+    if out_dir is not None:
+        _check_directory(Path(out_dir))
     with tempfile.TemporaryDirectory() if out_dir is None else nullcontext(out_dir) as folder, evaluating(model):
         job = _Job(model, _targets(model, targets, exclude), chosen, Path(folder), on_progress)
         given_plan = None if plan_file is None else job.read_plan(plan_file)
-        blocks, further = _read(texts, tokenizer, chosen, plan_only)
+        job.check_budget(given_plan)
+        elsewhere = _elsewhere(evaluate_on or {}, tokenizer, chosen)
+        corpus = _read(texts, elsewhere, tokenizer, chosen, plan_only)
         job.one_matrix_each = export == "gguf"
-        report = job.run(blocks, further, given_plan, plan_only)
+        report = job.run(corpus, tokenizer, given_plan, plan_only)
     if out_dir is not None and not plan_only:
         save_pretrained(model, Path(out_dir) / "model", tokenizer=tokenizer)
     if out_dir is not None and not plan_only and export == "plain":
@@ -140,15 +203,6 @@ def compress(
     if out_dir is not None and not plan_only and export == "gguf":
         export_gguf(model, Path(out_dir) / "model.gguf", tokenizer=tokenizer)
     return report
-
-
-def _read(texts: Iterable[Any], tokenizer: Any, settings: CompressSettings, plan_only: bool) -> tuple[Tensor, Tensor]:
-    """Blocks (N, T) for calibration, and those behind them for healing."""
-    count = settings.tokens // settings.sequence_length
-    further = 0 if plan_only else settings.heal_blocks + settings.held_out_blocks
-    what = "tokens plus heal_tokens and heal_held_out_tokens" if further else "tokens"
-    blocks = token_blocks(texts, tokenizer, settings.sequence_length, count + further, what)
-    return blocks[:count], blocks[count:]
 
 
 class _Clock:
@@ -163,6 +217,77 @@ class _Clock:
         now = time.monotonic()
         self.seconds[phase] = now - self._last
         self._last = now
+
+
+class _Corpus(NamedTuple):
+    """Token ids (N, T): for calibration, for healing, to judge the result on, and other texts for that, by name.
+
+    unseen: whether those that judge are in none of the others.
+    """
+
+    blocks: Tensor
+    further: Tensor
+    judging: Tensor
+    unseen: bool
+    elsewhere: dict[str, Tensor]
+
+
+def _read(
+    texts: Iterable[Any],
+    elsewhere: dict[str, Tensor],
+    tokenizer: Any,
+    settings: CompressSettings,
+    plan_only: bool,
+) -> _Corpus:
+    """The corpus one part after another; where nothing is behind the others to judge on, the last of calibration."""
+    count, spare = settings.blocks, settings.evaluation_blocks
+    further = 0 if plan_only else settings.heal_blocks + settings.held_out_blocks
+    what = "tokens plus heal_tokens and heal_held_out_tokens" if further else "tokens"
+    blocks = token_blocks(texts, tokenizer, settings.sequence_length, count + further, what, spare)
+    seen, healing, behind = blocks[:count], blocks[count : count + further], blocks[count + further :]
+    unseen = len(behind) > 0
+    return _Corpus(seen, healing, behind if unseen else seen[-spare:], unseen, elsewhere)
+
+
+def _elsewhere(texts: Mapping[str, Iterable[Any]], tokenizer: Any, settings: CompressSettings) -> dict[str, Tensor]:
+    """Token ids (N, T) of texts to be judged on, by name."""
+    if texts and not settings.evaluate:
+        raise ValueError("evaluate_on names texts to judge on, and evaluate=False leaves judging out: give one of them")
+    found = {}
+    for name, items in texts.items():
+        try:
+            found[name] = token_blocks(
+                items, tokenizer, settings.sequence_length, 1, spare=settings.evaluation_blocks - 1
+            )
+        except ValueError as error:
+            raise ValueError(f"evaluate_on, {name}: {error}") from error
+    return found
+
+
+def _check_directory(folder: Path) -> None:
+    """Raise ValueError if ``folder`` is no directory, or one of other work."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; give a directory")
+    found = next((name for name in OTHERS if (folder / name).exists()), None)
+    if found is not None:
+        raise ValueError(f"{folder} holds other work ({found}): give a directory of its own")
+
+
+def _check_menu(menu: tuple[OperatorConfig, ...], modules: Mapping[str, nn.Module]) -> None:
+    """Raise ValueError if an entry fits no layer, or has no dense matrix to be fitted by."""
+    for entry in menu:
+        fitting = [module for module in modules.values() if entry.sizes(*linear_features(module))]
+        if not fitting:
+            shapes = ", ".join(str(s) for s in sorted({linear_features(m) for m in modules.values()})[:5])
+            raise ValueError(f"menu: {entry} fits none of the layers; their (in, out) sizes are {shapes}")
+        smallest = min(fitting, key=lambda module: module.weight.numel())
+        config = entry.sizes(*linear_features(smallest))[0]
+        if config.conditioned:
+            raise ValueError(f"menu: {entry} reads a context, which a plain layer does not have")
+        try:
+            config.build(*linear_features(smallest), bias=False).to_dense()
+        except NotLinearError as error:
+            raise ValueError(f"menu: {error}; only operators with a dense matrix can be fitted") from error
 
 
 def _targets(model: Any, targets: str | Iterable[str], exclude: Any) -> dict[str, nn.Module]:
@@ -205,18 +330,11 @@ class _Job:
             raise ValueError(
                 f"tokens={settings.tokens} are fewer than the widest layer has inputs, {widest:,}; use more"
             )
+
         self.neurons: Neurons | None = None
         if settings.menu == (NEURONS,):
             self.neurons = Neurons(model, modules)
-            self.width = self.neurons.fitting_width(self._parameter_limit())
-
-    def _parameter_limit(self) -> float:
-        """How many parameters the layers that may be replaced may have."""
-        layers = sum(module_parameters(module) for module in self.modules.values())
-        whole = module_parameters(self.model)
-        return self.settings.keep * (layers if self.settings.budget_of == "layers" else whole) - (
-            0 if self.settings.budget_of == "layers" else whole - layers
-        )
+            self.width = self.neurons.fitting_width(self._budget({}).limit)
 
     def read_plan(self, path: str | Path) -> CompressPlan:
         """A plan from a file. Raises ValueError if it is none for this model and these targets."""
@@ -228,11 +346,63 @@ class _Job:
             raise ValueError(f"{path} replaces {strange[0]}, which targets= and exclude= leave alone")
         return found
 
-    def run(self, blocks: Tensor, further: Tensor, given_plan: CompressPlan | None, plan_only: bool) -> CompressReport:
-        """Calibrate, plan and, unless ``plan_only``, fit and heal; what is kept goes to the folder as it is made."""
-        clock = _Clock()
+    def check_budget(self, given_plan: CompressPlan | None) -> None:
+        """Raise ValueError if the menu does not fit the layers, or no choice from it meets the budget."""
+        if given_plan is not None or self.neurons is not None:
+            return
+        _check_menu(self.menu, self.modules)
+        self._budget({}).check(self.modules, self.menu, uniform=not self.settings.fisher)
+
+    def run(self, corpus: _Corpus, tokenizer: Any, given_plan: CompressPlan | None, plan_only: bool) -> CompressReport:
+        """Calibrate, plan and, unless ``plan_only``, make; what is kept goes to the folder as it is made."""
+        clock, memory = _Clock(), PeakMemory(next(self.model.parameters()).device)
+        memory.start()
         before = module_parameters(self.model)
-        calibration = calibrate(
+        calibration = self._calibrate(corpus.blocks)
+        clock.lap("calibration")
+        use = {name: calibration.counts[name] / calibration.tokens for name in self.modules}
+        narrowed, points, budget = None, list[MeasuredPoint](), None if given_plan else self._budget(use)
+        if self.neurons is not None:
+            narrowed = self.neurons.fitted(calibration, self.width, partial(self.on_progress, "candidates"))
+            whole = self._narrow_plan(self.neurons, narrowed)
+        elif budget is not None:
+            whole, points = self._plan(calibration, budget, corpus.judging)
+        else:
+            assert given_plan is not None, "without a budget there is a plan"
+            whole = given_plan
+        whole.save(self.folder / "plan.json")
+        clock.lap("plan")
+        if self.one_matrix_each:
+            check_gguf_operators(whole.replaced, {name: linear_features(m) for name, m in self.modules.items()})
+        speed = self._speed(whole, use)
+        if speed is not None and not plan_only:
+            self._check_speed(speed)
+        clock.lap("speed")
+        healing, evaluation = None, None
+        if not plan_only and (whole.replaced or narrowed):
+            healing, evaluation = self._make(corpus, calibration, whole, narrowed, tokenizer, clock)
+        report = CompressReport(
+            whole,
+            whole.parameters + whole.others,
+            before,
+            calibration.tokens,
+            calibration.loss,
+            clock.seconds,
+            healing=healing,
+            budget=budget,
+            speed=speed,
+            points=tuple(points),
+            evaluation=evaluation,
+            peak_memory_bytes=memory.read(),
+            settings=self.settings.model_dump(mode="json"),
+        )
+        values = report.to_dict()
+        write_json(self.folder / "report.json", values)
+        write_page(self.folder / "report.html", values)
+        return report
+
+    def _calibrate(self, blocks: Tensor) -> Calibration:
+        return calibrate(
             self.model,
             blocks,
             self.by_layer,
@@ -241,44 +411,131 @@ class _Job:
             fisher=self.settings.fisher,
             on_layer=self.on_progress,
         )
-        clock.lap("calibration")
-        narrowed = None
-        if self.neurons is not None:
-            narrowed = self.neurons.fitted(calibration, self.width, partial(self.on_progress, "candidates"))
-        whole = given_plan or self._plan(calibration, narrowed)
-        whole.save(self.folder / "plan.json")
-        clock.lap("plan")
-        if self.one_matrix_each:
-            check_gguf_operators(whole.replaced, {name: linear_features(m) for name, m in self.modules.items()})
-        healing = None
-        if not plan_only and (whole.replaced or narrowed):
-            dense = [name for name in self.modules if name not in whole.replaced]
-            if self.settings.heal_tokens:
-                check_healable(self.settings, len(whole.replaced), len(dense))
-            teacher = original_copy(self.model) if self.settings.heal_tokens else None
-            if self.neurons is not None and narrowed is not None:
-                self.neurons.apply_(narrowed)
-            else:
-                self._carry_out(blocks, calibration, whole)
-            clock.lap("fit")
-            if teacher is not None:
-                healing = self._heal(calibration, teacher, further, dense)
-                clock.lap("heal")
-        after = whole.parameters + whole.others
-        report = CompressReport(whole, after, before, calibration.tokens, calibration.loss, clock.seconds, healing)
-        write_json(self.folder / "report.json", report.to_dict())
-        return report
 
-    def _plan(self, calibration: Calibration, narrowed: Mapping[str, Any] | None) -> CompressPlan:
+    def _make(
+        self,
+        corpus: _Corpus,
+        calibration: Calibration,
+        whole: CompressPlan,
+        narrowed: Mapping[str, Any] | None,
+        tokenizer: Any,
+        clock: _Clock,
+    ) -> tuple[HealReport | None, dict[str, Any] | None]:
+        """Carry the plan out and heal; what the result is like beside the original, where that is asked for."""
+        dense = [name for name in self.modules if name not in whole.replaced]
+        if self.settings.heal_tokens:
+            check_healable(self.settings, len(whole.replaced), len(dense))
+        original = self._observe("original", corpus, tokenizer)
+        layers = {name: copy.deepcopy(module).to("meta") for name, module in self.modules.items()}
+        clock.lap("original")
+        teacher = original_copy(self.model) if self.settings.heal_tokens else None
         if self.neurons is not None and narrowed is not None:
-            others = module_parameters(self.model) - sum(module_parameters(m) for m in self.modules.values())
-            costs = {name: 0.5 * error for name, (_, _, error) in narrowed.items()} if self.settings.fisher else {}
-            return self.neurons.plan(self.width, others, costs)
+            self.neurons.apply_(narrowed)
+        else:
+            self._carry_out(corpus.blocks, calibration, whole)
+        clock.lap("fit")
+        healing = None
+        if teacher is not None:
+            healing = self._heal(calibration, teacher, corpus.further, dense)
+            clock.lap("heal")
+        compressed = self._observe("evaluation", corpus, tokenizer)
+        if original is None or compressed is None:
+            return healing, None
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        speed = measure_speed(self.model, layers, vocabulary, self.settings.speed_batch)
+        clock.lap("evaluation")
+        return healing, compared(original, compressed, corpus.unseen, speed)
+
+    def _budget(self, use: Mapping[str, float]) -> Budget:
+        table = None if self.settings.speed is None else self._table({})
+        return budget_of(self.model, self.modules, self.settings, table, use)
+
+    def _table(self, replaced: Mapping[str, OperatorConfig]) -> SpeedTable:
+        """Speeds of the layers, of the menu and of ``replaced``; measured once a directory and machine."""
+        settings = self.settings
+        configs: dict[Shape, list[OperatorConfig]] = {}
+        for name, module in self.modules.items():
+            shape = linear_features(module)
+            if shape not in configs:
+                configs[shape] = [config for entry in self.menu for config in entry.sizes(*shape)]
+            if name in replaced:
+                configs[shape].append(replaced[name])
+        return speed_table(
+            self.modules.values(),
+            configs,
+            SpeedConditions(settings.speed_for, settings.speed_batch, settings.sequence_length),
+            self.folder / "speed.json",
+            lambda done, total: self.on_progress("speed", done, total),
+        )
+
+    def _speed(self, whole: CompressPlan, use: Mapping[str, float]) -> PlannedSpeed | None:
+        """The plan's speed by the table; None where it is all the same (``allow_slower``) and no speed is asked for."""
+        if not whole.replaced or (self.settings.allow_slower and self.settings.speed is None):
+            return None
+        return planned_speed(self._table(whole.replaced), self.modules, whole.replaced, use)
+
+    def _check_speed(self, speed: PlannedSpeed) -> None:
+        if self.settings.allow_slower or speed.ratio >= 1 - NOISE or speed.before < LEAST_SECONDS:
+            return
+        raise ValueError(
+            f"the plan ({self.folder / 'plan.json'}) would run slower than the original: {speed}. Give a budget of "
+            "speed (speed=1.2), exclude small layers, or accept it with allow_slower"
+        )
+
+    def _narrow_plan(self, neurons: Neurons, narrowed: Mapping[str, Any]) -> CompressPlan:
+        others = module_parameters(self.model) - sum(module_parameters(m) for m in self.modules.values())
+        costs = {name: 0.5 * error for name, (_, _, error) in narrowed.items()} if self.settings.fisher else {}
+        return neurons.plan(self.width, others, costs)
+
+    def _plan(
+        self, calibration: Calibration, budget: Budget, judging: Tensor
+    ) -> tuple[CompressPlan, list[MeasuredPoint]]:
         candidates: dict[str, list[Candidate]] = {}
         for done, (name, module) in enumerate(self.modules.items(), start=1):
-            candidates[name] = layer_candidates(module, name, calibration, self.menu)
+            candidates[name] = layer_candidates(module, name, calibration, self.menu, budget)
             self.on_progress("candidates", done, len(self.modules))
-        return make_plan(self.model, candidates, self.settings, weighed=self.settings.fisher)
+        chosen = choose_points(candidates, self.settings.measured_points)
+        points = self._points(chosen, calibration, judging) if chosen else []
+        whole = make_plan(
+            self.model,
+            self.modules,
+            correct(candidates, corrections(points)),
+            budget,
+            weighed=self.settings.fisher,
+        )
+        return whole, points
+
+    def _points(
+        self, chosen: list[tuple[str, Candidate]], calibration: Calibration, judging: Tensor
+    ) -> list[MeasuredPoint]:
+        """The chosen points, measured once a directory."""
+        what = [[name, c.config.to_dict(), c.nats] for name, c in chosen if c.config is not None]
+        mark = hashlib.sha256(json.dumps(what).encode() + judging.numpy().tobytes()).hexdigest()
+        path = self.folder / "points.json"
+        if path.is_file():
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            if kept["mark"] == mark:
+                return [MeasuredPoint.from_dict(values) for values in kept["points"]]
+        told = partial(self.on_progress, "points")
+        points = measure_points(self.model, judging, calibration, chosen, told)
+        write_json(path, {"mark": mark, "points": [point.to_dict() for point in points]})
+        return points
+
+    def _observe(self, phase: str, corpus: _Corpus, tokenizer: Any) -> Observation | None:
+        """What the model does, as it now is; None where nothing is to be evaluated."""
+        settings = self.settings
+        if not settings.evaluate:
+            return None
+        told = partial(self.on_progress, phase)
+        return observe(
+            self.model,
+            corpus.judging,
+            tokenizer,
+            settings.prompts,
+            settings.sample_tokens,
+            corpus.elsewhere,
+            told,
+        )
 
     def _heal(self, calibration: Calibration, teacher: Any, blocks: Tensor, dense: list[str]) -> HealReport:
         """Train the compressed model on ``blocks``, but for some, spread evenly over them, that judge."""

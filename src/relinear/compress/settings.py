@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,14 +11,21 @@ from relinear.core.settings import Settings
 
 __all__ = ["CompressSettings"]
 
+#: share that is kept where no budget is given
+KEEP = 0.8
+
 
 class CompressSettings(Settings):
     """Settings of ``compress``. Unknown keys and values out of range are errors.
 
     Args:
-        keep: share of the parameters that is left, between 0 and 1.
-        budget_of: what ``keep`` is a share of: the parameters of the ``layers`` that may be replaced, or of the whole
-            ``model``.
+        keep: share that is left, between 0 and 1; 0.8 where no ``speed`` is asked for.
+        budget_of: what ``keep`` is a share of: the parameters of the ``layers`` that may be replaced, those of the
+            whole ``model``, its stored ``bytes``, or the ``flops`` of these layers for a token.
+        speed: in place of ``keep``, how often as fast these layers shall be together, by a table measured here.
+        speed_for: what is to be fast: ``decode`` (a token after the other) or ``prefill`` (whole prompts).
+        speed_batch: sequences at once, for speeds.
+        allow_slower: carry out a plan that makes these layers slower, by the table, than they are.
         tokens: of the corpus, for calibration.
         sequence_length: tokens a block of the corpus.
         batch_size: blocks a forward pass.
@@ -43,10 +51,21 @@ class CompressSettings(Settings):
             cost there, else 1e-5, and 1e-3 for lora.
         heal_batch: blocks a step; ``batch_size`` of them at a time are in memory.
         heal_rank: of the adapters.
+        measured_points: for every type of layer, how many fits of one layer are tried on tokens that calibration has
+            not seen, to correct the predictions by; each costs about half a forward pass over ``evaluation_tokens``.
+        evaluate: measure what the compressed model is like beside the original: loss and agreement on tokens that
+            calibration has not seen, samples, speed.
+        evaluation_tokens: of the corpus, after those of the calibration, for ``measured_points`` and ``evaluate``.
+        prompts: that samples continue.
+        sample_tokens: new tokens of a sample at most.
     """
 
-    keep: float = Field(default=0.8, gt=0, lt=1)
-    budget_of: Literal["layers", "model"] = "layers"
+    keep: float | None = Field(default=None, gt=0, lt=1)
+    budget_of: Literal["layers", "model", "bytes", "flops"] = "layers"
+    speed: float | None = Field(default=None, gt=1)
+    speed_for: Literal["decode", "prefill"] = "decode"
+    speed_batch: int = Field(default=1, ge=1)
+    allow_slower: bool = False
     tokens: int = Field(default=32768, ge=2)
     sequence_length: int = Field(default=512, ge=2)
     batch_size: int = Field(default=2, ge=1)
@@ -64,6 +83,40 @@ class CompressSettings(Settings):
     heal_learning_rate: float | None = Field(default=None, gt=0)
     heal_batch: int = Field(default=4, ge=1)
     heal_rank: int = Field(default=16, ge=1)
+    measured_points: int = Field(default=0, ge=0, le=20)
+    evaluate: bool = True
+    evaluation_tokens: int = Field(default=2048, ge=2)
+    prompts: tuple[str, ...] = (
+        "The capital of France is",
+        "Once upon a time, there was a",
+        "Explain in one sentence why the sky is blue.",
+    )
+    sample_tokens: int = Field(default=48, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_budget(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values.get("keep") is None and values.get("speed") is None:
+            return dict(values) | {"keep": KEEP}
+        return values
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> CompressSettings:
+        if self.speed is None:
+            return self
+        if self.keep is not None:
+            raise ValueError("keep and speed are two budgets: give one of them")
+        if self.budget_of != "layers":
+            raise ValueError(f"budget_of={self.budget_of} says what keep is a share of; it has no meaning with speed")
+        if not self.fisher:
+            raise ValueError("speed takes fisher: without it every layer keeps the same share, whatever that saves")
+        return self
+
+    @model_validator(mode="after")
+    def _weighed(self) -> CompressSettings:
+        if self.measured_points and not self.fisher:
+            raise ValueError("measured_points correct what fisher predicts; leave fisher on or measure no points")
+        return self
 
     @model_validator(mode="after")
     def _whole_blocks(self) -> CompressSettings:
@@ -76,9 +129,18 @@ class CompressSettings(Settings):
             raise ValueError("menu is empty: name at least one operator, such as low_rank")
         if "neurons" in self.menu and len(self.menu) > 1:
             raise ValueError("menu: neurons narrows all layers alike, so it stands alone; name no operator beside it")
+        if "neurons" in self.menu:
+            self._neurons_fit()
         if self.menu == ("neurons",) and self.heal_tokens and self.heal == "operators":
             raise ValueError("menu: neurons leaves no operators to heal; give heal=all, or heal=lora for adapters")
         return self
+
+    def _neurons_fit(self) -> None:
+        if self.speed is not None or self.budget_of not in ("layers", "model"):
+            given = f"budget_of={self.budget_of}" if self.speed is None else "speed"
+            raise ValueError(f"menu: neurons meets budgets of parameters; give budget_of=layers or model, not {given}")
+        if self.measured_points:
+            raise ValueError("measured_points correct the choice among operators, and menu: neurons leaves none")
 
     @model_validator(mode="after")
     def _healing_fits(self) -> CompressSettings:
@@ -110,3 +172,14 @@ class CompressSettings(Settings):
     def held_out_blocks(self) -> int:
         """Blocks that judge healing; 0 without any."""
         return self.heal_held_out_tokens // self.sequence_length if self.heal_tokens else 0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the corpus that calibration sees."""
+        return self.tokens // self.sequence_length
+
+    @property
+    def evaluation_blocks(self) -> int:
+        """Blocks after these that the compressed model, or a measured point, is judged on; 0 where nothing is."""
+        wanted = self.evaluate or self.measured_points > 0
+        return max(1, self.evaluation_tokens // self.sequence_length) if wanted else 0

@@ -133,11 +133,22 @@ class OperatorConfig(Config):
         """A config of about ``scale`` times the size (rank, blocks, ...), to match budgets; None if it has no size."""
         return None
 
+    def sizes(self, in_features: int, out_features: int) -> list[OperatorConfig]:
+        """The sizes of this operator that a compressed layer of this shape could have; none where it does not fit.
+
+        Here the one size that this config names.
+        """
+        try:
+            self.check_shape(in_features, out_features)
+        except ValueError:
+            return []
+        return [self]
+
     def error_curve(self, linear: nn.Module, moments: Moments) -> list[tuple[OperatorConfig, float]]:
         """Sizes of this operator that could take the place of ``linear``, each with its error under ``moments``.
 
         The error is that of ``from_moments``: tr(G (W - W') A (W - W')^T). Here the one size that this config names;
-        operators that know the errors of all their sizes at once override this.
+        operators that know the errors of all their ``sizes`` at once override both.
         """
         sizes = linear_features(linear)
         weight = dense_weight(linear).detach()

@@ -62,6 +62,7 @@ def token_blocks(
     sequence_length: int,
     count: int,
     what: str = "tokens plus validation_tokens",
+    spare: int = 0,
 ) -> Tensor:
     """The first ``count`` blocks (N, T) of a corpus, read no further than needed.
 
@@ -73,6 +74,7 @@ def token_blocks(
         sequence_length: T.
         count: N.
         what: the settings that decide the count, for the message.
+        spare: up to so many more, where the corpus has them.
 
     Raises:
         ValueError: if the corpus is too short, is none, or its items are of another kind.
@@ -83,13 +85,14 @@ def token_blocks(
     ids: list[int] = []
     for document in _documents(data, tokenizer):
         ids += document
-        if len(ids) >= wanted:
+        if len(ids) >= wanted + spare * sequence_length:
             break
     if len(ids) < wanted:
         raise ValueError(
             f"the corpus has {len(ids):,} tokens; {wanted:,} are to be recorded ({what}): give more text or lower these"
         )
-    return torch.tensor(ids[:wanted]).view(count, sequence_length)
+    blocks = min(count + spare, len(ids) // sequence_length)
+    return torch.tensor(ids[: blocks * sequence_length]).view(blocks, sequence_length)
 
 
 class _Done(Exception):

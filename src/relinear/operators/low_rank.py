@@ -115,13 +115,18 @@ class RankConfig(OperatorConfig):
         rank = max(1, min(round(self.rank * scale), in_features, out_features))
         return self.replace(rank=rank)
 
-    def errors_below(self, rank: int, linear: nn.Module, moments: Moments) -> list[tuple[OperatorConfig, float]]:
-        """The error of the best fit at multiples of ``RANK_STEP`` (finer in small layers) below ``rank``."""
+    def ranks_below(self, rank: int, in_features: int, out_features: int) -> list[OperatorConfig]:
+        """Multiples of ``RANK_STEP`` (finer in small layers) below ``rank``."""
+        step = max(1, min(RANK_STEP, min(in_features, out_features) // 16))
+        return [self.replace(rank=r) for r in range(step, rank, step)]
+
+    def error_curve(self, linear: nn.Module, moments: Moments) -> list[tuple[OperatorConfig, float]]:
+        """All ``sizes``, from one decomposition."""
         weight = dense_weight(linear).detach()
         energies = weighted_spectrum(weight, moments.inputs, moments.outputs).energies
         errors = energies.flip(0).cumsum(0).flip(0).tolist()
-        step = max(1, min(RANK_STEP, len(errors) // 16))
-        return [(self.replace(rank=r), errors[r]) for r in range(step, rank, step)]
+        sizes = self.sizes(*linear_features(linear))
+        return [(config, errors[config.rank]) for config in sizes]  # type: ignore[attr-defined]
 
 
 @register
@@ -136,7 +141,7 @@ class LowRank(RankConfig):
     kind: ClassVar[str] = "low_rank"
     module_class = LowRankLinear
 
-    def error_curve(self, linear: nn.Module, moments: Moments) -> list[tuple[OperatorConfig, float]]:
-        """Every multiple of ``RANK_STEP`` (finer in small layers) that saves parameters, from one decomposition."""
-        inputs, outputs = linear_features(linear)
-        return self.errors_below(-(-inputs * outputs // (inputs + outputs)), linear, moments)
+    def sizes(self, in_features: int, out_features: int) -> list[OperatorConfig]:
+        """Ranks that save parameters."""
+        below = -(-in_features * out_features // (in_features + out_features))  # from this rank on nothing is saved
+        return self.ranks_below(below, in_features, out_features)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from relinear.core.config import register
 from relinear.core.moments import Moments
-from relinear.core.operator import Operator, OperatorConfig, linear_features
+from relinear.core.operator import Operator, OperatorConfig
 from relinear.functional.low_rank import low_rank_factors, weighted_spectrum
 from relinear.functional.pivoted_low_rank import pivoted_factors
 from relinear.kernels.pivoted_low_rank import pivoted_low_rank
@@ -112,6 +112,6 @@ class PivotedLowRank(RankConfig):
     kind: ClassVar[str] = "pivoted_low_rank"
     module_class = PivotedLowRankLinear
 
-    def error_curve(self, linear: nn.Module, moments: Moments) -> list[tuple[OperatorConfig, float]]:
-        """Every multiple of ``RANK_STEP`` (finer in small layers) below full rank, from one decomposition."""
-        return self.errors_below(min(linear_features(linear)), linear, moments)
+    def sizes(self, in_features: int, out_features: int) -> list[OperatorConfig]:
+        """Ranks that are not full."""
+        return self.ranks_below(min(in_features, out_features), in_features, out_features)

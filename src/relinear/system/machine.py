@@ -58,7 +58,7 @@ def describe_machine() -> dict[str, Any]:
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "system": platform.platform(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a str of its own class, which YAML does not write
         "transformers": transformers.__version__,
         "relinear": __version__,
     }

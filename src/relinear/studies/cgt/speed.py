@@ -12,12 +12,12 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
-from relinear.bench.timing import Timing, interleave
 from relinear.functional import cgt as reference
 from relinear.models.cgt.config import CGTConfig
 from relinear.models.cgt.layers import Modulator
 from relinear.models.cgt.model import CGTForCausalLM
 from relinear.models.cgt.specialize import specialize
+from relinear.system.timing import Timing, interleave
 
 __all__ = ["modulation_cost", "prefix_cost", "specialized_speed"]
 

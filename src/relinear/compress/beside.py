@@ -1,0 +1,284 @@
+"""The compressed model beside the original: loss, agreement, samples with their ends, speed.
+
+What the original does is noted before the first layer is replaced. For speeds its linear layers are stood in for by
+random ones of the same shapes, so that both take turns in one process while memory holds one model and a few layers.
+"""
+
+# Legend: N blocks, T tokens
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from relinear.core.operator import linear_features
+from relinear.system.timing import Timing, interleave
+
+__all__ = ["Observation", "Reading", "Sample", "compared", "like_before", "measure_speed", "observe"]
+
+#: bytes of random stand-ins: more than processors cache, less than a large model
+STAND_IN_BYTES = 256 * 2**20
+#: seconds that the rounds of one measurement of speed may take, about
+SPEED_SECONDS = 8.0
+PREFILL_TOKENS, DECODED_TOKENS = 128, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What a model did on token ids (N, T): loss in nats a token, its most likely tokens (N, T - 1)."""
+
+    loss: float
+    likeliest: Tensor
+
+    def against(self, original: Reading) -> dict[str, Any]:
+        """Both as JSON values."""
+        return {
+            "tokens": self.likeliest.numel(),
+            "loss_before": original.loss,
+            "loss": self.loss,
+            "nats": self.loss - original.loss,
+            "agreement": float((original.likeliest == self.likeliest).double().mean()),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """What a model did: on tokens of the corpus, on other texts by name, and what it made of each prompt."""
+
+    reading: Reading
+    elsewhere: dict[str, Reading]
+    samples: tuple[Sample, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A greedy continuation: ``ended`` tells whether the model closed it with its end-of-text token."""
+
+    prompt: str
+    text: str
+    tokens: int
+    ended: bool
+
+
+def observe(
+    model: Any,
+    blocks: Tensor,
+    tokenizer: Any = None,
+    prompts: Sequence[str] = (),
+    new_tokens: int = 48,
+    elsewhere: Mapping[str, Tensor] | None = None,
+    on_step: Callable[[int, int], None] = lambda done, total: None,
+) -> Observation:
+    """Run ``model`` (in eval mode) on token ids (N, T), and let it continue prompts.
+
+    Args:
+        tokenizer: of the model; without one the first tokens of the blocks are continued in place of prompts, and
+            samples are token ids.
+        prompts: put through the tokenizer's chat template where it has one.
+        new_tokens: of a sample at most.
+        elsewhere: further token ids, by name.
+        on_step: told how many blocks and prompts are done, and how many there are.
+    """
+    device = next(model.parameters()).device
+    others, asked = dict(elsewhere or {}), _prompts(model, blocks, tokenizer, prompts)
+    steps = len(blocks) + sum(map(len, others.values())) + len(asked)
+    done = itertools.count(1)
+
+    def told() -> None:
+        on_step(next(done), steps)
+
+    reading = _read(model, blocks.to(device), told)
+    read = {name: _read(model, other.to(device), told) for name, other in others.items()}
+    samples = []
+    for prompt, ids in asked:
+        samples.append(_sample(model, prompt, ids.to(device), tokenizer, new_tokens))
+        told()
+    return Observation(reading, read, tuple(samples))
+
+
+@torch.no_grad()
+def _read(model: Any, blocks: Tensor, told: Callable[[], None]) -> Reading:
+    total, likeliest = 0.0, []
+    for ids in blocks.split(1):
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        total += float(F.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+        likeliest.append(logits.argmax(-1).cpu())
+        told()
+    found = torch.stack(likeliest)
+    return Reading(total / found.numel(), found)
+
+
+def _longest(model: Any) -> int:
+    return getattr(getattr(model, "config", None), "max_position_embeddings", None) or 1 << 30
+
+
+def _prompts(model: Any, blocks: Tensor, tokenizer: Any, prompts: Sequence[str]) -> list[tuple[str, Tensor]]:
+    """Prompts in words and as token ids (1, T) that leave room for an answer."""
+    most = max(1, _longest(model) // 2)
+    if tokenizer is None:
+        count = min(8, most, blocks.shape[1])
+        return [(_in_words(ids[:count], None), ids[None, :count]) for ids in blocks[:2]]
+    found = []
+    for prompt in prompts:
+        if getattr(tokenizer, "chat_template", None):
+            turn = [{"role": "user", "content": prompt}]
+            given = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+            ids = tokenizer(given, add_special_tokens=False)["input_ids"]
+        else:
+            ids = tokenizer(prompt)["input_ids"]
+        found.append((prompt, torch.tensor([ids[-most:]])))
+    return found
+
+
+def _in_words(ids: Tensor, tokenizer: Any) -> str:
+    if tokenizer is None:
+        return " ".join(map(str, ids.tolist()))
+    return tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+
+
+def _ends(model: Any, tokenizer: Any) -> list[int]:
+    """Token ids that end a text: the model's, and the tokenizer's."""
+    found: list[int] = []
+    for owner in (getattr(model, "generation_config", None), tokenizer):
+        stated = getattr(owner, "eos_token_id", None)
+        found += [] if stated is None else [stated] if isinstance(stated, int) else list(stated)
+    return list(dict.fromkeys(found))
+
+
+def _sample(model: Any, prompt: str, ids: Tensor, tokenizer: Any, new_tokens: int) -> Sample:
+    ends = _ends(model, tokenizer)
+    room = max(1, min(new_tokens, _longest(model) - ids.shape[1]))
+    made = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=room,
+        do_sample=False,
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
+    )[0, ids.shape[1] :].cpu()
+    ended = bool(len(made)) and int(made[-1]) in ends
+    return Sample(prompt, _in_words(made[:-1] if ended else made, tokenizer), len(made), ended)
+
+
+def compared(original: Observation, compressed: Observation, unseen: bool, speed: Mapping[str, Any]) -> dict[str, Any]:
+    """Both observations and the speeds as JSON values.
+
+    Args:
+        unseen: whether calibration has not seen the tokens of the corpus that both ran on.
+        speed: of ``measure_speed``.
+    """
+    samples = [
+        {"prompt": a.prompt, "original": _sample_dict(a), "compressed": _sample_dict(b)}
+        for a, b in zip(original.samples, compressed.samples, strict=True)
+    ]
+    elsewhere = {name: reading.against(original.elsewhere[name]) for name, reading in compressed.elsewhere.items()}
+    return compressed.reading.against(original.reading) | {
+        "unseen": unseen,
+        "elsewhere": elsewhere,
+        "ended_before": sum(sample.ended for sample in original.samples),
+        "ended": sum(sample.ended for sample in compressed.samples),
+        "samples": samples,
+        "speed": dict(speed),
+    }
+
+
+def _sample_dict(sample: Sample) -> dict[str, Any]:
+    return {"text": sample.text, "tokens": sample.tokens, "ended": sample.ended}
+
+
+# Speed
+
+
+def like_before(model: nn.Module, originals: Mapping[str, nn.Module]) -> nn.Module:
+    """A copy of ``model`` that shares its tensors, with random layers where it has not those of ``originals``.
+
+    Args:
+        originals: by name, the layers that it once had, on the meta device.
+    """
+    shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    device = next(model.parameters()).device
+    made: dict[tuple, list[nn.Module]] = {}
+    used: dict[tuple, int] = {}
+    kinds = {_kind(layer) for layer in originals.values()}
+    for name, layer in originals.items():
+        now, kind = model.get_submodule(name), _kind(layer)
+        if type(now) is type(layer) and linear_features(now) == linear_features(layer):
+            continue
+        pool, place = made.setdefault(kind, []), used.get(kind, 0)
+        weights = sum(p.numel() * p.element_size() for p in layer.parameters())
+        most = max(1, STAND_IN_BYTES // len(kinds) // weights)
+        if place == len(pool) < most:
+            pool.append(_random(layer, device))
+        shared[id(now)] = pool[place % len(pool)]
+        used[kind] = place + 1 if place + 1 < most else 0
+    return copy.deepcopy(model, shared)
+
+
+def _kind(layer: nn.Module) -> tuple:
+    return type(layer), linear_features(layer), getattr(layer, "bias", None) is not None
+
+
+def _random(layer: nn.Module, device: torch.device) -> nn.Module:
+    made = copy.deepcopy(layer).to_empty(device=device).requires_grad_(False)
+    with torch.random.fork_rng():
+        for parameter in made.parameters():
+            nn.init.normal_(parameter, std=0.02)
+    return made.eval()
+
+
+@torch.no_grad()
+def measure_speed(model: Any, originals: Mapping[str, nn.Module], vocabulary: int, batch: int) -> dict[str, Any]:
+    """Tokens a second of prefill and of decoding, of the original (by stand-ins) and of ``model``, in turns.
+
+    Args:
+        originals: see ``like_before``.
+        vocabulary: number of token ids to draw from.
+        batch: sequences at once.
+    """
+    contenders = {"original": like_before(model, originals), "compressed": model}
+    device = next(model.parameters()).device
+    tokens = min(PREFILL_TOKENS, _longest(model))
+    ids = torch.randint(vocabulary, (batch, tokens), generator=torch.Generator().manual_seed(0)).to(device)
+    decoded = max(1, min(DECODED_TOKENS, _longest(model) - 8))
+
+    def prefill(one: Any) -> Callable[[], object]:
+        return lambda: one(input_ids=ids, use_cache=False)
+
+    def decode(one: Any) -> Callable[[], object]:
+        limits = {"max_new_tokens": decoded, "min_new_tokens": decoded, "do_sample": False, "pad_token_id": 0}
+        prompt = ids[:, :8]
+        return lambda: one.generate(prompt, attention_mask=torch.ones_like(prompt), **limits)
+
+    found: dict[str, Any] = {"batch": batch, "prefill_tokens": tokens, "decoded_tokens": decoded}
+    for what, make, count in (("prefill", prefill, tokens), ("decode", decode, decoded)):
+        timings = _timed({name: make(one) for name, one in contenders.items()})
+        found[what] = _speeds(timings, batch * count)
+    return found
+
+
+def _timed(calls: Mapping[str, Callable[[], object]]) -> dict[str, Timing]:
+    """Rounds for as long as they may take, three at least."""
+    start = time.perf_counter()
+    for call in calls.values():
+        call()
+    rounds = max(3, min(15, int(SPEED_SECONDS / (time.perf_counter() - start)) - 2))
+    return interleave(calls, "compressed", rounds=rounds, min_seconds=0.0, warmup=1)
+
+
+def _speeds(timings: Mapping[str, Timing], tokens: int) -> dict[str, float]:
+    original = timings["original"]
+    return {
+        "original_tokens_per_second": tokens / original.seconds,
+        "compressed_tokens_per_second": tokens / timings["compressed"].seconds,
+        "ratio": original.ratio,
+        "ratio_low": original.ratio_low,
+        "ratio_high": original.ratio_high,
+    }

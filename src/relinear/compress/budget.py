@@ -1,0 +1,163 @@
+"""What a plan may cost, in what the settings count: parameters, stored bytes, FLOPs a token, or time by a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from relinear.compress.allocate import amount
+from relinear.compress.settings import CompressSettings
+from relinear.compress.speed import SpeedTable
+from relinear.core.operator import OperatorConfig, linear_features
+from relinear.surgery.summary import module_flops, module_parameters
+
+__all__ = ["Budget", "budget_of", "layer_parameters"]
+
+
+class _Size(NamedTuple):
+    """What a layer takes: parameters, bytes as stored, FLOPs a token."""
+
+    parameters: int
+    stored: int
+    flops: int
+
+
+def _stored(module: nn.Module) -> int:
+    """Bytes of everything that a checkpoint holds of ``module``; tied tensors once."""
+    tensors = module.state_dict().values()
+    distinct = {(t.data_ptr() or id(t), tuple(t.shape)): t.numel() * t.element_size() for t in tensors}
+    return sum(distinct.values())
+
+
+def _size_of(module: nn.Module) -> _Size:
+    return _Size(module_parameters(module), _stored(module), module_flops(module))
+
+
+@functools.lru_cache(maxsize=100_000)
+def _built(config: OperatorConfig, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> _Size:
+    return _size_of(config.build(in_features, out_features, bias, device="meta", dtype=dtype))
+
+
+def _size(module: Any, config: OperatorConfig | None) -> _Size:
+    """Of what the linear layer ``module`` becomes; None leaves it. Raises ValueError where ``config`` does not fit."""
+    if config is None:
+        return _size_of(module)
+    bias = getattr(module, "bias", None) is not None
+    return _built(config, *linear_features(module), bias, next(module.parameters()).dtype)
+
+
+def layer_parameters(module: nn.Module, config: OperatorConfig | None) -> int:
+    """Parameters of what ``module`` becomes; None leaves it. Raises ValueError where ``config`` does not fit it."""
+    return _size(module, config).parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What the layers that may be replaced may cost together, and what each does.
+
+    what: in words, with the setting that says so. unit: of costs. limit: at most so much. whole: what they cost as they
+    are. cost: of a layer by name, as an operator or, for None, as it is.
+    """
+
+    what: str
+    unit: str
+    limit: float
+    whole: float
+    cost: Callable[[str, OperatorConfig | None], float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {"what": self.what, "unit": self.unit, "limit": self.limit, "whole": self.whole}
+
+    def check(self, modules: Mapping[str, nn.Module], menu: Sequence[OperatorConfig], uniform: bool) -> None:
+        """Raise ValueError if no choice from the menu meets the budget, with the least that could be asked for.
+
+        Args:
+            modules: the layers that may be replaced, by name.
+            menu: what they may become.
+            uniform: whether every layer has to keep the same share.
+        """
+        least: dict[str, float] = {}
+        for name, module in modules.items():
+            configs = [config for entry in menu for config in entry.sizes(*linear_features(module))]
+            least[name] = min(self.cost(name, config) for config in [None, *configs])
+        if uniform:
+            share = self.limit / self.whole
+            large = {name: cost / self.cost(name, None) for name, cost in least.items()}
+            worst = max(large, key=lambda name: large[name])
+            if large[worst] > share:
+                raise ValueError(
+                    f"{self.what} cannot be met: without fisher every layer keeps the same share, {share:.3f}, and "
+                    f"{worst} cannot become smaller than {large[worst]:.3f} of what it is; ask for less, exclude it, "
+                    "or leave fisher on"
+                )
+        elif sum(least.values()) > self.limit:
+            raise ValueError(
+                f"{self.what} cannot be met: of {amount(self.whole)} {self.unit} of the layers that may be replaced "
+                f"it allows {amount(self.limit)}, and the smallest choices of the menu take "
+                f"{amount(sum(least.values()))}; ask for less, replace more layers, or give another menu"
+            )
+
+
+_UNITS: dict[str, tuple[str, Callable[[_Size], int]]] = {
+    "layers": ("parameters", lambda size: size.parameters),
+    "model": ("parameters", lambda size: size.parameters),
+    "bytes": ("bytes", lambda size: size.stored),
+    "flops": ("FLOPs a token", lambda size: size.flops),
+}
+
+
+def budget_of(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    settings: CompressSettings,
+    table: SpeedTable | None = None,
+    use: Mapping[str, float] | None = None,
+) -> Budget:
+    """The budget that ``settings`` ask for.
+
+    Args:
+        model: the original.
+        modules: the layers that may be replaced, by name.
+        settings: of the compression.
+        table: seconds of layers, where a speed is asked for.
+        use: share of the tokens that a layer sees, where it is not 1 (an expert's); counts in FLOPs and time.
+
+    Raises:
+        ValueError: if what lies outside of the layers already exceeds the budget.
+    """
+    shares = use or {}
+    if settings.speed is not None:
+        assert table is not None, "a budget of time needs a table"
+
+        def seconds(name: str, config: OperatorConfig | None) -> float:
+            return table.seconds(linear_features(modules[name]), config) * shares.get(name, 1.0)
+
+        whole = sum(seconds(name, None) for name in modules)
+        what = f"speed={settings.speed} of {table.conditions}"
+        return Budget(what, "seconds", whole / settings.speed, whole, seconds)
+    assert settings.keep is not None  # set where there is no speed
+    unit, read = _UNITS[settings.budget_of]
+    by_token = settings.budget_of == "flops"
+
+    def cost(name: str, config: OperatorConfig | None) -> float:
+        return read(_size(modules[name], config)) * (shares.get(name, 1.0) if by_token else 1)
+
+    layers = sum(cost(name, None) for name in modules)
+    what = f"keep={settings.keep} (budget_of={settings.budget_of})"
+    limit = settings.keep * layers
+    if settings.budget_of in ("model", "bytes"):
+        total = module_parameters(model) if settings.budget_of == "model" else _stored(model)
+        others = total - layers
+        limit = settings.keep * total - others
+        if limit <= 0:
+            raise ValueError(
+                f"{what} of the model's {amount(total)} {unit} is less than the {amount(others)} outside of the layers "
+                "that may be replaced (embeddings, head, norms); keep more, or give budget_of=layers"
+            )
+    return Budget(what, unit, limit, layers, cost)

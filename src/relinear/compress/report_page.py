@@ -1,0 +1,141 @@
+"""The page of a compression: report.json's values -> one self-contained report.html."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from relinear.compress.corrections import layer_type
+from relinear.core.operator import OperatorConfig
+from relinear.system.files import write_text
+
+__all__ = ["write_page"]
+
+TEMPLATE = "report.html"
+#: pixels of a cell of the plan's picture, of its labels, and of the side of the plot of predictions
+CELL, LABELS, PLOT = 26, 110, 300
+
+
+def write_page(path: str | Path, report: Mapping[str, Any]) -> Path:
+    """Write the page on ``report`` (the values of report.json); it holds everything inline: it can be mailed."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("relinear", "compress"),
+        autoescape=True,  # names of layers and what models generate are anybody's text
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"settings": _settings, "perplexity": _perplexity}
+    page = environment.get_template(TEMPLATE).render(
+        report=report,
+        picture=_picture(report["layers"]),
+        types=_by_type(report["layers"]),
+        plot=_plot(report["points"]),
+    )
+    write_text(path, page)
+    return Path(path)
+
+
+def _settings(value: Any) -> str:
+    import yaml
+
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=110)
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(loss):,.2f}" if loss < 20 else "–"
+
+
+def _depth(name: str) -> tuple[int, str]:
+    """The first number in a layer's name, which counts decoder layers, and what stands behind it."""
+    parts = name.split(".")
+    at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return (0, name) if at is None else (int(parts[at]), ".".join(parts[at + 1 :]))
+
+
+def _picture(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Cells of the plan's picture: a row for every place in a decoder layer, a column for every decoder layer."""
+    places = list(dict.fromkeys(_depth(name)[1] for name in layers))
+    cells = []
+    for name, layer in layers.items():
+        depth, place = _depth(name)
+        kept = layer["parameters"] / layer["parameters_before"]
+        operator = None if layer["operator"] is None else OperatorConfig.from_dict(layer["operator"])
+        nats = "" if layer["nats"] is None else f", predicted {layer['nats']:+.4f} nats"
+        cells.append(
+            {
+                "x": LABELS + depth * CELL,
+                "y": places.index(place) * CELL,
+                "fill": "#e9e9ee" if operator is None else _shade(kept),
+                "dark": operator is not None and kept < 0.5,
+                "text": "" if operator is None else f"{100 * kept:.0f}",
+                "title": f"{name}: {'stays dense' if operator is None else operator}, {kept:.0%} kept{nats}",
+            }
+        )
+    depths = [_depth(name)[0] for name in layers]
+    columns = max(depths, default=0) + 1
+    return {
+        "cells": cells,
+        "rows": [{"y": i * CELL, "text": layer_type(place) or place, "title": place} for i, place in enumerate(places)],
+        "columns": [{"x": LABELS + i * CELL, "text": str(i)} for i in range(columns) if i % 5 == 0],
+        "cell": CELL,
+        "width": LABELS + columns * CELL,
+        "height": (len(places) + 1) * CELL,
+    }
+
+
+def _shade(kept: float) -> str:
+    """From light where nearly all is kept to dark where little is."""
+    share = min(max(kept, 0.0), 1.0)
+    dark, light = (18, 60, 120), (196, 219, 246)
+    return "#" + "".join(f"{round(d + share * (l - d)):02x}" for d, l in zip(dark, light, strict=True))
+
+
+def _by_type(layers: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row for every type of layer, and one for all."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for name, layer in layers.items():
+        groups.setdefault(layer_type(name), []).append(layer)
+    groups["all"] = list(layers.values())
+    rows = []
+    for name, group in groups.items():
+        nats = [layer["nats"] for layer in group]
+        rows.append(
+            {
+                "name": name,
+                "count": len(group),
+                "dense": sum(layer["operator"] is None for layer in group),
+                "before": sum(layer["parameters_before"] for layer in group),
+                "after": sum(layer["parameters"] for layer in group),
+                "nats": None if None in nats else sum(nats),
+            }
+        )
+    return rows
+
+
+def _plot(points: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Predicted against measured nats on logarithmic axes; points that did not rise lie on the lower edge."""
+    if not points:
+        return None
+    values = [value for point in points for value in (point["predicted"], point["measured"]) if value > 0] or [1.0]
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)) + 1e-9)
+    low = min(low, high - 1)
+
+    def place(value: float) -> float:
+        share = (math.log10(value) - low) / (high - low) if value > 0 else 0.0
+        return PLOT * min(max(share, 0.0), 1.0)
+
+    dots = [
+        {
+            "x": place(point["predicted"]),
+            "y": PLOT - place(point["measured"]),
+            "title": f"{point['name']}: predicted {point['predicted']:.4g}, measured {point['measured']:.4g} nats",
+        }
+        for point in points
+    ]
+    ticks = [{"at": PLOT * i / (high - low), "text": f"1e{low + i}"} for i in range(high - low + 1)]
+    return {"dots": dots, "ticks": ticks, "side": PLOT}
