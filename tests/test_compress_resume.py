@@ -1,0 +1,97 @@
+"""Killed at any stage and started again, a compression leaves the same bytes."""
+
+import pytest
+import torch
+
+from relinear.compress import compress
+from relinear.compress import run as stages
+from relinear.data.tokenizers import byte_tokenizer
+from relinear.testing.tiny_models import make_family
+
+SETTINGS = {"tokens": 256, "sequence_length": 16, "anchor_tokens": 128, "batch_size": 4}
+SETTINGS |= {"heal_tokens": 512, "heal_held_out_tokens": 64, "heal_learning_rate": 3e-3}
+
+
+class _Kill(BaseException):
+    pass
+
+
+def killing(stage: str):
+    """A callback that ends the work in the middle of ``stage``."""
+
+    def told(phase: str, done: int, total: int) -> None:
+        if phase == stage and 2 * done >= total:
+            raise _Kill
+
+    return told
+
+
+def quiet(phase: str, done: int, total: int) -> None:
+    return None
+
+
+def run(folder, on_progress=quiet) -> dict[str, bytes]:
+    """What the compression leaves in its two directories, by file."""
+    ids = torch.randint(1, 260, (2048,), generator=torch.Generator().manual_seed(0))
+    compress(
+        make_family("llama", vocab_size=260),
+        [ids],
+        keep=0.7,
+        settings=SETTINGS,
+        tokenizer=byte_tokenizer(),
+        out_dir=folder,
+        export="plain",
+        on_progress=on_progress,
+    )
+    places = [folder / "model", folder / "plain"]
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for place in places
+        for path in place.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> dict[str, bytes]:
+    return run(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward", "candidates", "fit", "heal"])
+def test_killed_while_it_computes(stage: str, whole, tmp_path) -> None:
+    with pytest.raises(_Kill):
+        run(tmp_path, killing(stage))
+    assert not (tmp_path / "model").exists()
+    assert run(tmp_path) == whole
+
+
+@pytest.mark.parametrize("stage", ["plan", "save", "export"])
+def test_killed_while_it_writes(stage: str, whole, tmp_path, monkeypatch) -> None:
+    from transformers import LlamaForCausalLM
+
+    calls: list[str] = []
+    saved = LlamaForCausalLM.save_pretrained
+
+    def save_pretrained(model, folder, **kwargs):
+        saved(model, folder, **kwargs)  # the files are there, the directory is not in its place yet
+        calls.append("save")
+        if len(calls) == {"save": 1, "export": 2}.get(stage):
+            raise _Kill
+
+    def save_plan(*args, **kwargs):
+        raise _Kill
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaForCausalLM, "save_pretrained", save_pretrained)
+        if stage == "plan":
+            patch.setattr(stages.CompressPlan, "save", save_plan)
+        with pytest.raises(_Kill):
+            run(tmp_path)
+    assert (tmp_path / "model").exists() == (stage == "export")
+    assert not (tmp_path / "plain").exists()
+    assert run(tmp_path) == whole
+
+
+def test_everything_that_is_left_was_written(whole) -> None:
+    names = {name.rpartition("/")[2] for name in whole}
+    assert {"config.json", "model.safetensors", "modeling_factorized.py", "tokenizer.json"} <= names
