@@ -146,3 +146,22 @@ def test_plans_that_leave_nothing_to_train_are_refused(tmp_path) -> None:
     assert not (tmp_path / "model").exists()
     with pytest.raises(ValueError, match="trains the operators, and the plan has none"):
         heal(pretrained(), pretrained(), *tokens(1024)[0].view(64, 16).split(32))
+
+
+def test_layers_that_are_corrected_leave_the_original_as_it_was() -> None:
+    from relinear.compress import run
+
+    model, kept = pretrained(), []
+    wanted = model(input_ids=tokens()[0][None, :16]).logits
+
+    def copy_and_keep(model):
+        kept.append(original_copy(model))
+        return kept[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "original_copy", copy_and_keep)
+        settings = HEALED | {"anchor": True, "heal_tokens": 64, "heal_learning_rate": 1e-4}
+        report = compress(model, tokens(), keep=0.6, settings=settings)
+    dense = [name for name, layer in report.plan.layers.items() if layer.operator is None]
+    assert any(not torch.equal(model.get_submodule(n).weight, kept[0].get_submodule(n).weight) for n in dense)
+    assert torch.equal(kept[0](input_ids=tokens()[0][None, :16]).logits, wanted)
