@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import json
@@ -21,10 +20,13 @@ from relinear.compare.results import comparison_result, entry_result
 from relinear.compare.settings import CompareSettings, lasting
 from relinear.compare.tune import Trials, check_neighbours, open_study, tune
 from relinear.compare.worker import InProcess, Worker
+from relinear.core.config import shown
 from relinear.data import prepare_data
 from relinear.models import model_place, preset_config, preset_names
-from relinear.system.files import write_json
+from relinear.system.files import read_json, write_json
+from relinear.system.lock import only_process_in
 from relinear.system.machine import describe_machine
+from relinear.system.text import cut
 from relinear.train.run import read_result
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
@@ -34,6 +36,8 @@ __all__ = ["RESULTS", "Event", "Planned", "compare", "plan_comparison"]
 RUN, RESULTS, SPEED = "run.json", "results.json", "speed.json"
 BLOCK_LOSSES = "block_losses.npy"
 FORMAT = 1
+#: differences that a message lists
+_TOLD = 10
 
 
 def compare(
@@ -69,7 +73,7 @@ def compare(
     described = recipe.model_dump(mode="json")
     _check_same(out_dir, described)
     if (out_dir / RESULTS).is_file():
-        return json.loads((out_dir / RESULTS).read_text(encoding="utf-8"))
+        return read_json(out_dir / RESULTS)
     for name in recipe.entries:
         model_place(recipe.settings_of(name).model)
         _check_tunable(recipe, name)
@@ -80,7 +84,10 @@ def compare(
         if recipe.settings_of(name).data != recipe.train.data:
             raise ValueError(f"entries.{name}.set changes the data; all entries of a comparison share one corpus")
     planned = plan_comparison(recipe, data.vocab_size, on_event)
-    with _lock(out_dir):
+    with only_process_in(out_dir):
+        _check_same(out_dir, described)  # another process may have been here since
+        if (out_dir / RESULTS).is_file():
+            return read_json(out_dir / RESULTS)
         _write_run(out_dir, described, planned)
         worker = Worker(out_dir / "worker.log") if isolate else InProcess()
         try:
@@ -109,12 +116,12 @@ def _check_same(out_dir: Path, described: Mapping[str, Any]) -> None:
             raise ValueError(f"{out_dir} holds {RESULTS} but no {RUN}; give another directory")
         return
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))["recipe"]
+        before = read_json(path)["recipe"]
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is no record of a comparison ({error}); give another directory") from error
+        raise ValueError(f"{path} is no record of a comparison ({cut(str(error))}); give another directory") from error
     differing = list(_differences(CompareSettings.completed(before), json.loads(json.dumps(described))))
     if differing:
-        lines = "\n  ".join(differing)
+        lines = "\n  ".join(differing[:_TOLD] + ([f"and {len(differing) - _TOLD} more"] if differing[_TOLD:] else []))
         raise ValueError(
             f"{out_dir} holds a comparison with another recipe; give another --out, or go back to the old settings:"
             f"\n  {lines}"
@@ -127,28 +134,15 @@ def _differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
         for key in [*before, *(key for key in now if key not in before)]:
             inner = f"{path}.{key}" if path else key
             if key not in now:
-                yield f"{inner}: {before[key]!r} -> (gone)"
+                yield f"{inner}: {shown(before[key])} -> (gone)"
             elif key not in before:
-                yield f"{inner}: (not there) -> {now[key]!r}"
+                yield f"{inner}: (not there) -> {shown(now[key])}"
             else:
                 yield from _differences(before[key], now[key], inner)
         if list(before) != list(now) and set(before) == set(now) and path == "entries":
             yield f"entries: order {', '.join(before)} -> {', '.join(now)}"
     elif before != now:
-        yield f"{path}: {before!r} -> {now!r}"
-
-
-@contextlib.contextmanager
-def _lock(out_dir: Path) -> Iterator[None]:
-    """One process at a time in ``out_dir``."""
-    from filelock import FileLock, Timeout
-
-    out_dir.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(out_dir / ".lock", timeout=0):
-            yield
-    except Timeout:
-        raise ValueError(f"another process is at work in {out_dir}; wait for it, or give another directory") from None
+        yield f"{path}: {shown(before)} -> {shown(now)}"
 
 
 def _write_run(out_dir: Path, described: Mapping[str, Any], planned: list[Planned]) -> None:
@@ -226,7 +220,7 @@ class _Comparison:
             | {"dense": self.recipe.entries[p.name].dense, "gap": gaps.get(p.name)}
             for p in self.planned
         ]
-        record = json.loads((self.out_dir / RUN).read_text(encoding="utf-8"))
+        record = read_json(self.out_dir / RUN)
         return {
             "format": FORMAT,
             **comparison_result(self.recipe, self.data, self.planned, entries, counted),
@@ -345,7 +339,7 @@ class _Comparison:
         if speed.seconds == 0:
             return {}
         if path.is_file():
-            return json.loads(path.read_text(encoding="utf-8"))
+            return read_json(path)
         what = "measuring speed, all models in turn"
 
         def tell(progress: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -29,7 +30,8 @@ from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.plan import Plan, Replacement, plan
 from relinear.surgery.select import matches
 from relinear.surgery.states import flat_states, load_states_, place_
-from relinear.system.files import atomic_path, write_json
+from relinear.system.files import atomic_path, fingerprint, read_json, write_json, writing
+from relinear.system.lock import only_process_in
 
 __all__ = ["distill_"]
 
@@ -95,21 +97,26 @@ def distill_(
     groups = [
         list(group) for _, group in itertools.groupby(whole.replacements, key=lambda r: layer_index(model, r.name))
     ]
-    with evaluating(model):
+    with contextlib.nullcontext() if run.folder is None else only_process_in(run.folder):
+        report = _carried_out(run, groups, whole, resume)
+        if run.folder is not None:
+            save_pretrained(model, run.folder / "model", tokenizer=tokenizer)
+            write_json(run.folder / "report.json", report.to_dict())
+    return report
+
+
+def _carried_out(run: _Run, groups: list[list[Replacement]], whole: Plan, resume: bool) -> DistillReport:
+    """Fit what an earlier call did not."""
+    with evaluating(run.model):
         before = run.perplexity("before")
     done = run.restore(groups, whole, resume)
-    with evaluating(model):
+    with evaluating(run.model):
         for number, group in enumerate(groups[len(done) :], start=len(done)):
             done.append(run.layer(number, group))
             run.keep(number, group, done)
         after = run.perplexity("after")
-    report = DistillReport(tuple(fit for fits in done for fit in fits), settings.loss, before, after)
+    report = DistillReport(tuple(fit for fits in done for fit in fits), run.settings.loss, before, after)
     _warn_of_bad_fits(report)
-    if run.folder is not None:
-        save_pretrained(model, run.folder / "model")
-        if tokenizer is not None:
-            tokenizer.save_pretrained(run.folder / "model")
-        write_json(run.folder / "report.json", report.to_dict())
     return report
 
 
@@ -120,7 +127,7 @@ def _warn_of_bad_fits(report: DistillReport) -> None:
             f"{len(bad)} of {len(report.layers)} layers were fitted worse than an output of zeros would be (error 1): "
             f"{', '.join(f'{fit.name} ({fit.error:.3g})' for fit in bad[:5])}{' ...' if len(bad) > 5 else ''}. Try "
             "more tokens or epochs, another learning_rate, a larger operator, or loss='mse'",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -136,6 +143,8 @@ class _Run:
     train_blocks: int
     folder: Path | None
     on_progress: OnProgress
+    #: size and hash of the weights of every layer that is done, by name of the file
+    weights: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def train_tokens(self) -> int:
@@ -170,9 +179,10 @@ class _Run:
             write_json(state, {"fingerprint": self.mark, "settings": described, "done": []})
             return []
         try:
-            values = json.loads(state.read_text(encoding="utf-8"))
+            values = read_json(state)
             known, before = values["fingerprint"], values["settings"]
             done = [[LayerFit(**fit) for fit in fits] for fits in values["done"]]
+            self.weights = dict(values.get("weights", {}))  # earlier versions did not note them
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{state} is not the state of a distillation ({error}); choose another out_dir") from error
         # earlier versions had fewer settings: what they wrote decided their fingerprint
@@ -182,7 +192,13 @@ class _Run:
                 "directory, or resume=False (--start-over) to discard it"
             )
         for number, group in enumerate(groups[: len(done)]):
-            weights = safetensors.torch.load_file(self._weights(number))
+            path = self._weights(number)
+            if not path.is_file() or self.weights.get(path.name, fingerprint(path)) != fingerprint(path):
+                raise ValueError(
+                    f"{path} is missing or not what was written; restore it from a copy, or give resume=False "
+                    "(--start-over) to discard the distillation"
+                )
+            weights = safetensors.torch.load_file(path)
             place_(self.model, group, weights)
             load_states_(self.model, self._retrained(group), weights)
         return done
@@ -195,10 +211,12 @@ class _Run:
         """Write the layer's weights, then that it is done: a kill between the two repeats the layer."""
         if self.folder is None:
             return
-        with atomic_path(self._weights(number)) as path:
+        with writing(self._weights(number)), atomic_path(self._weights(number)) as path:
             safetensors.torch.save_file(flat_states(self._changed(group)), path)
         finished = [[dataclasses.asdict(fit) for fit in fits] for fits in done]
+        self.weights[self._weights(number).name] = fingerprint(self._weights(number))
         values = {"fingerprint": self.mark, "settings": self.settings.model_dump(mode="json"), "done": finished}
+        values["weights"] = self.weights
         write_json(self.folder / "distill.json", values)
 
     def _changed(self, group: list[Replacement]) -> dict[str, nn.Module]:
