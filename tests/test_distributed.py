@@ -14,7 +14,11 @@ from dist_ranks import PARTS, SETTINGS, built, one_step
 from relinear.train import fit
 from train_helpers import DATA, Tokens
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
+# The launch takes some twenty seconds; the limit is for a machine that has other things to do.
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed"),
+    pytest.mark.timeout(900),
+]
 
 
 def launch(folder, *tasks, ranks=2):
@@ -23,7 +27,7 @@ def launch(folder, *tasks, ranks=2):
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     script = Path(__file__).with_name("dist_ranks.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]
-    done = subprocess.run([*command, str(folder), *tasks], env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([*command, str(folder), *tasks], env=environment, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stderr
 
 

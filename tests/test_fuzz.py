@@ -6,7 +6,10 @@ import pytest
 
 from fuzz.run import FAILURES, run
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks, and limits memory")
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks, and limits memory"),
+    pytest.mark.timeout(900),
+]
 
 
 def test_a_short_fuzz():

@@ -7,7 +7,11 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks")
+# Each takes some ten seconds; the limits are for a machine that has other things to do.
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks"),
+    pytest.mark.timeout(900),
+]
 
 
 def kills(tmp_path, *arguments, timeout):
@@ -20,14 +24,14 @@ def kills(tmp_path, *arguments, timeout):
 
 
 def test_a_few_kills(tmp_path):
-    found = kills(tmp_path, "--kills", "6", "--work", "train", "--work", "save", "--work", "sweep", timeout=280)
+    found = kills(tmp_path, "--kills", "6", "--work", "train", "--work", "save", "--work", "sweep", timeout=850)
     assert found["kills"] >= 6
 
 
 def test_two_workers_share_a_sweep_and_a_killed_one_loses_nothing():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "kills.shared"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found == {"codes": [0, 0], "ended": list(range(6)), "runs": ["done"] * 6, "table": 6}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import optuna  # noqa: F401  imported once, for every fork
 import torch
 from safetensors.torch import load_file
 
@@ -16,7 +17,7 @@ from conftest import make_tiny_llama
 from relinear.compare.run import compare
 from relinear.compare.sweep import parse_parameter, sweep
 from relinear.distill.run import distill_
-from relinear.train import TrainSettings, train
+from relinear.train import TrainSettings, train, trainer  # noqa: F401
 
 __all__ = ["WORKS", "come_to"]
 
