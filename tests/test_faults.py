@@ -241,7 +241,7 @@ def test_values_that_repeat_themselves(tmp_path):
     (tmp_path / "recipe.yaml").write_text("\n".join(lines))
     with pytest.raises(ValueError, match="anchors"):
         read_yaml(tmp_path / "recipe.yaml")
-    with pytest.raises(ValueError, match="anchors"):
+    with pytest.raises(ValueError, match="recursive"):
         parse_overrides(["entries=&a {a: *a}"])
 
 
