@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 RUN_DIR ?= runs
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test check slow bench families smollm2 clean
+.PHONY: help demo test check slow fuzz kills bench families smollm2 clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9_-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -32,6 +32,12 @@ check: $(STAMP) ## ruff and mypy
 
 slow: $(STAMP) ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
+
+fuzz: $(STAMP) ## 100,000 damaged files and arguments; counts by kind and outcome in runs/fuzz.json
+	cd tests && OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m fuzz.run --cases 100000 --out $(abspath $(RUN_DIR))/fuzz.json
+
+kills: $(STAMP) ## 200 kills at seeded moments; every work must go on to the same bits; counts in runs/kills.json
+	cd tests && OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m kills.run --kills 200 --out $(abspath $(RUN_DIR))/kills.json
 
 bench: $(STAMP) ## operators against dense nn.Linear on this machine
 	$(BIN)/relinear bench --out $(RUN_DIR)/bench

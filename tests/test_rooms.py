@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "operators": {"core", "functional", "clifford", "kernels", "system"},
     "residual": {"core"},
     "surgery": {"core", "system"},
-    "models": {"core", "functional", "kernels"},
+    "models": {"core", "functional", "kernels", "system"},
     "data": {"core", "system"},
     "testing": {"core", "operators", "surgery", "system"},
     "evaluate": {"core"},

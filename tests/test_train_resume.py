@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from relinear.models.cgt.objective import CGTObjective, GuidedTraining
 from relinear.train import FitSettings, TrainSettings, fit, read_metrics, read_result, train
@@ -107,28 +107,53 @@ def test_checkpoints_hold_no_pickled_objects(tmp_path):
     assert not any("_orig_mod" in key for key in load_file(checkpoint / "model.safetensors"))
 
 
-def test_damaged_checkpoint_is_refused(tmp_path):
+def interrupted(folder):
+    """A run that was cut off; the folder of its checkpoint."""
     with pytest.raises(Interrupt):
-        fit(dropout_model(), DATA, FIT, out_dir=tmp_path, on_progress=stop_at(5))
-    weights = tmp_path / "checkpoints" / "checkpoint-3" / "model.safetensors"
-    from safetensors.torch import save_file
+        fit(dropout_model(), DATA, FIT, out_dir=folder, on_progress=stop_at(5))
+    return folder / "checkpoints" / "checkpoint-3"
 
+
+def test_damaged_checkpoint_without_a_manifest_is_refused(tmp_path):
+    checkpoint = interrupted(tmp_path)
+    (checkpoint / "manifest.json").unlink()
+    weights = checkpoint / "model.safetensors"
     state = load_file(weights)
     name = next(iter(state))
     taken = state.pop(name)
     save_file(state, weights, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="missing"):
+    with pytest.warns(UserWarning, match="no manifest"), pytest.raises(ValueError, match="missing"):
         fit(dropout_model(), DATA, FIT, out_dir=tmp_path)
-    optimizer = tmp_path / "checkpoints" / "checkpoint-3" / "optimizer.pt"
+    optimizer = checkpoint / "optimizer.pt"
     content = optimizer.read_bytes()
     optimizer.write_bytes(content[:500])
     save_file(state | {name: taken}, weights, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="damaged or cut off"):
+    with pytest.warns(UserWarning, match="no manifest"), pytest.raises(ValueError, match="damaged or cut off"):
         fit(dropout_model(), DATA, FIT, out_dir=tmp_path)
     optimizer.write_bytes(content)
     weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(ValueError, match="damaged or cut off"):
+    with pytest.warns(UserWarning, match="no manifest"), pytest.raises(ValueError, match="damaged or cut off"):
         fit(dropout_model(), DATA, FIT, out_dir=tmp_path)
+    optimizer.unlink()
+    with pytest.raises(ValueError, match="lacks optimizer"):
+        fit(dropout_model(), DATA, FIT, out_dir=tmp_path)
+
+
+def test_every_part_of_a_checkpoint_is_held_to_its_manifest(tmp_path):
+    checkpoint = interrupted(tmp_path)
+    parts = sorted(path for path in checkpoint.iterdir() if path.name != "manifest.json")
+    assert {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"} < {path.name for path in parts}
+    for part in parts:
+        content = part.read_bytes()
+        middle = len(content) // 2
+        part.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        with pytest.raises(ValueError, match=rf"{part.name} is not what was written"):
+            fit(dropout_model(), DATA, FIT, out_dir=tmp_path)
+        part.unlink()
+        with pytest.raises(ValueError, match=f"lacks {part.name}"):
+            fit(dropout_model(), DATA, FIT, out_dir=tmp_path)
+        part.write_bytes(content)
+    assert fit(dropout_model(), DATA, FIT, out_dir=tmp_path).steps == FIT.steps
 
 
 RUN = {
@@ -197,3 +222,20 @@ def test_finished_run_returns_its_result_and_refuses_other_settings(tmp_path, co
     again = train(settings.updated(learning_rate=0.002), tmp_path, resume=False)
     assert again.validation_loss != first.validation_loss
     assert sorted(path.name for path in Path(tmp_path).iterdir()) == ["metrics.jsonl", "model", "run.json"]
+
+
+def test_another_number_of_ranks_must_keep_the_sequences_of_a_step(tmp_path, corpus, monkeypatch):
+    settings = run_settings(corpus, batch_size=4)
+
+    def killed(progress):
+        if progress.phase == "train" and progress.step == 8:
+            raise Interrupt
+
+    with pytest.raises(Interrupt):
+        train(settings, tmp_path, on_progress=killed)
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["ranks"] == 1
+    (tmp_path / "run.json").write_text(json.dumps(record | {"ranks": 2}))  # as if two had begun it
+    with pytest.raises(ValueError, match="2 ranks with 8 sequences in a step, and this would be 1 with 4"):
+        train(settings, tmp_path)
+    assert train(settings.updated(batch_size=8, accumulation=1), tmp_path).steps == settings.steps

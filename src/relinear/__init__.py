@@ -157,7 +157,9 @@ _LAZY = {
 
 __all__ = ["__version__", *_LAZY]
 
-on_first_use("relinear", without=("cli",), beside="transformers", work=lambda: import_module("relinear.registration"))
+on_first_use(
+    "relinear", without=("cli", "system"), beside="transformers", work=lambda: import_module("relinear.registration")
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -8,12 +8,16 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 
+from relinear.system.signals import Terminated, on_terminate, raise_terminated
+from relinear.system.text import cut
+
 __all__ = ["USER_ERROR", "exit_code", "is_user_error", "one_message", "resumable"]
 
 #: shows the traceback of a user error too
 TRACEBACK_VARIABLE = "RELINEAR_TRACEBACK"
 USER_ERROR = 2
 INTERRUPTED = 130
+TERMINATED = 143
 OWN_FAULT = 1
 
 _LONGEST = 2_000
@@ -32,11 +36,13 @@ _FOREIGN = {
 
 @contextlib.contextmanager
 def resumable(how: str) -> Iterator[None]:
-    """On Ctrl-C within the block, tell the user ``how`` to go on."""
+    """On Ctrl-C or SIGTERM within the block, end in an orderly way and tell the user ``how`` to go on."""
     try:
-        yield
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; to go on: {how}", file=sys.stderr)
+        with on_terminate(raise_terminated):
+            yield
+    except KeyboardInterrupt as error:
+        what = "ended by SIGTERM" if isinstance(error, Terminated) else "interrupted"
+        print(f"\n{what}; to go on: {how}", file=sys.stderr)
         raise
 
 
@@ -49,8 +55,7 @@ def is_user_error(error: BaseException) -> bool:
 
 def one_message(error: BaseException) -> str:
     """What to tell the user about ``error``, in so many characters as a terminal shows at once."""
-    text = _message(error)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} [...] {text[-_LONGEST // 2 :]}"
+    return cut(_message(error), _LONGEST)
 
 
 def _message(error: BaseException) -> str:
@@ -72,6 +77,8 @@ def exit_code(work: Callable[[], int | None]) -> int:
     """Run ``work`` and return the exit code of the process, having told the user on stderr what went wrong."""
     try:
         return work() or 0
+    except Terminated:
+        return TERMINATED
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

@@ -96,10 +96,9 @@ def command(
 
 def _run_settings(directory: str) -> tuple[str, dict[str, Any] | None]:
     """The folder of the model, and the data settings of the run that it comes from (None for a bare model)."""
-    import json
-
     from relinear.cli.options import find_model
     from relinear.models import model_folder
+    from relinear.system.files import read_json
 
     path = Path(directory).expanduser()
     record = path / "run.json"
@@ -108,7 +107,7 @@ def _run_settings(directory: str) -> tuple[str, dict[str, Any] | None]:
         find_model(folder, presets=False)
         return folder, None
     try:
-        values = json.loads(record.read_text(encoding="utf-8"))
+        values = read_json(record)
         settings = values["settings"]["data"]
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(

@@ -140,12 +140,14 @@ def set_if_given(values: dict[str, Any]) -> dict[str, Any]:
 
 def parse_seeds(text: str | None) -> list[int] | None:
     """``"0,1,2"`` as a list of integers; None for none. Raises ValueError if a part is no integer."""
+    from relinear.core.config import shown
+
     if text is None:
         return None
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"--seeds {text!r}: write them as 0,1,2") from None
+        raise ValueError(f"--seeds {shown(text)}: write them as 0,1,2") from None
 
 
 def named_entries(settings: list[str]) -> dict[str, str]:
@@ -154,12 +156,14 @@ def named_entries(settings: list[str]) -> dict[str, str]:
     Raises:
         ValueError: if the same setting is given twice.
     """
+    from relinear.core.config import shown
+
     kinds = [setting.partition(":")[0].strip() for setting in settings]
     entries: dict[str, str] = {}
     for kind, setting in zip(kinds, settings, strict=True):
         name = kind if kinds.count(kind) == 1 else "-".join(part for part in _words(setting) if part)
         if name in entries:
-            raise ValueError(f"the entry {setting!r} is given twice")
+            raise ValueError(f"the entry {shown(setting)} is given twice")
         entries[name] = setting
     return entries
 

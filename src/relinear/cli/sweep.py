@@ -23,6 +23,9 @@ def command(
     steps: Annotated[int | None, typer.Option(help="Optimiser steps of a trial.")] = None,
     trials: Annotated[int, typer.Option(help="Trials, those of earlier calls included.")] = 20,
     seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
+    share: Annotated[
+        bool, typer.Option("--share", help="Work on one sweep with other processes that are given the same arguments.")
+    ] = False,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any training setting: data.seed=1")
     ] = None,
@@ -50,7 +53,7 @@ def command(
     settings = TrainSettings.load(values, recipe or "settings")
     prepare_process()
     with resumable("start the same command again"), watch_trials(trials) as on_progress:
-        rows = sweep(settings, searched, out, trials=trials, seed=seed, on_progress=on_progress)
+        rows = sweep(settings, searched, out, trials=trials, seed=seed, shared=share, on_progress=on_progress)
     names = [parameter.name for parameter in searched]
     print("  ".join(["validation loss", "perplexity", *names, "folder"]))
     for row in rows:

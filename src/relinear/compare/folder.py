@@ -1,8 +1,7 @@
-"""The directory of a comparison: what it was made with, and one process at a time in it."""
+"""The directory of a comparison: what it was made with."""
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import shlex
@@ -13,14 +12,18 @@ from typing import Any
 
 from relinear.compare.plan import Planned
 from relinear.compare.settings import CompareSettings
-from relinear.system.files import write_json
+from relinear.core.config import shown
+from relinear.system.files import read_json, write_json
 from relinear.system.machine import describe_machine
+from relinear.system.text import cut
 
-__all__ = ["BLOCK_LOSSES", "FORMAT", "RESULTS", "RUN", "SPEED", "check_same", "locked", "now", "record_start"]
+__all__ = ["BLOCK_LOSSES", "FORMAT", "RESULTS", "RUN", "SPEED", "check_same", "now", "record_start"]
 
 RUN, RESULTS, SPEED = "run.json", "results.json", "speed.json"
 BLOCK_LOSSES = "block_losses.npy"
 FORMAT = 1
+#: differences that a message lists
+_TOLD = 10
 
 
 def check_same(out_dir: Path, described: Mapping[str, Any]) -> None:
@@ -31,12 +34,12 @@ def check_same(out_dir: Path, described: Mapping[str, Any]) -> None:
             raise ValueError(f"{out_dir} holds {RESULTS} but no {RUN}; give another directory")
         return
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))["recipe"]
+        before = read_json(path)["recipe"]
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is no record of a comparison ({error}); give another directory") from error
+        raise ValueError(f"{path} is no record of a comparison ({cut(str(error))}); give another directory") from error
     differing = list(_differences(CompareSettings.completed(before), json.loads(json.dumps(described))))
     if differing:
-        lines = "\n  ".join(differing)
+        lines = "\n  ".join(differing[:_TOLD] + ([f"and {len(differing) - _TOLD} more"] if differing[_TOLD:] else []))
         raise ValueError(
             f"{out_dir} holds a comparison with another recipe; give another --out, or go back to the old settings:"
             f"\n  {lines}"
@@ -49,34 +52,21 @@ def _differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
         for key in [*before, *(key for key in now if key not in before)]:
             inner = f"{path}.{key}" if path else key
             if key not in now:
-                yield f"{inner}: {before[key]!r} -> (gone)"
+                yield f"{inner}: {shown(before[key])} -> (gone)"
             elif key not in before:
-                yield f"{inner}: (not there) -> {now[key]!r}"
+                yield f"{inner}: (not there) -> {shown(now[key])}"
             else:
                 yield from _differences(before[key], now[key], inner)
         if list(before) != list(now) and set(before) == set(now) and path == "entries":
             yield f"entries: order {', '.join(before)} -> {', '.join(now)}"
     elif before != now:
-        yield f"{path}: {before!r} -> {now!r}"
-
-
-@contextlib.contextmanager
-def locked(out_dir: Path) -> Iterator[None]:
-    """One process at a time in ``out_dir``."""
-    from filelock import FileLock, Timeout
-
-    out_dir.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(out_dir / ".lock", timeout=0):
-            yield
-    except Timeout:
-        raise ValueError(f"another process is at work in {out_dir}; wait for it, or give another directory") from None
+        yield f"{path}: {shown(before)} -> {shown(now)}"
 
 
 def record_start(out_dir: Path, described: Mapping[str, Any], planned: list[Planned]) -> dict[str, Any]:
     """``run.json`` of the directory, written now unless it is there: the recipe, its entries, machine and command."""
     if (out_dir / RUN).is_file():
-        return json.loads((out_dir / RUN).read_text(encoding="utf-8"))
+        return read_json(out_dir / RUN)
     entries = {
         p.name: {
             "parameters": p.size.parameters,

@@ -19,6 +19,8 @@ BUNDLED = Path(__file__).parent / "recipes"
 
 #: characters of what the YAML parser says
 _LONGEST = 500
+#: values in a file of settings
+_MOST = 100_000
 
 
 class _Loader(yaml.SafeLoader):
@@ -63,6 +65,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is nested too deeply") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is no valid YAML: {_one_line(error)}") from None
+    _check_size(values, str(path))
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a mapping of settings, got {type(values).__name__}")
     return values
@@ -93,13 +96,27 @@ def parse_overrides(assignments: Iterable[str]) -> dict[str, Any]:
 def read_value(text: str, where: str) -> Any:
     """One value in YAML; ``where`` heads the message of the ValueError if it is none."""
     try:
-        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+        value = yaml.load(text, Loader=_Loader)  # a SafeLoader
     except RecursionError:
         raise ValueError(f"{where}: the value is nested too deeply") from None
     except ValueError as error:  # an integer of more digits than Python reads
         raise ValueError(f"{where}: the value cannot be read: {error}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{where}: the value is no valid YAML: {_one_line(error)}") from None
+    _check_size(value, where)
+    return value
+
+
+def _check_size(value: Any, where: str) -> None:
+    """Refuse what a few lines with anchors can stand for: values that hold themselves, or more than any file would."""
+    waiting, seen = [value], 0
+    while waiting:
+        node = waiting.pop()
+        seen += 1
+        if seen > _MOST:
+            raise ValueError(f"{where} stands for more than {_MOST:,} values; write out what its anchors (&, *) repeat")
+        if isinstance(node, dict | list):
+            waiting.extend(node.values() if isinstance(node, dict) else node)
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
-from relinear.system.files import write_text
+import pydantic
+from typing_extensions import TypedDict  # pydantic asks for it before Python 3.12
+
+from relinear.core.config import shown
+from relinear.core.settings import readable
+from relinear.system.files import read_json, write_text
 
 __all__ = ["budget_rows", "gap_text", "gib", "number", "plus_minus", "read_results", "write_report", "write_scale_plot"]
 
@@ -26,6 +30,85 @@ _FIGURES = {
 }
 
 
+# What the table, the page and the plots read of results.json; more may be there. Numbers are finite.
+
+_Number = Annotated[float, pydantic.Field(allow_inf_nan=False, strict=True, ge=-1e305, le=1e305)]
+_Count = Annotated[int, pydantic.Field(strict=True, ge=0, le=2**63)]
+_Text = Annotated[str, pydantic.Field(strict=True, max_length=100_000)]
+
+
+class _Statistic(TypedDict):
+    mean: _Number
+    spread: _Number | None
+    values: list[_Number]
+
+
+class _Point(TypedDict):
+    step: _Count
+    tokens: _Count
+    loss: NotRequired[_Number]
+    validation_loss: NotRequired[_Number]
+
+
+class _RunOfEntry(TypedDict):
+    validation_loss: _Number
+    curve: list[_Point]
+
+
+class _Trial(TypedDict):
+    learning_rate: _Number
+    validation_loss: _Number | None
+
+
+class _Tuning(TypedDict):
+    trials: list[_Trial]
+    edge: bool
+
+
+class _Speed(TypedDict):
+    train_ratio: _Number
+    inference_ratio: _Number
+    train_tokens_per_second: _Number
+    inference_tokens_per_second: _Number
+
+
+class _EntryOfResults(TypedDict):
+    name: _Text
+    operators: _Text
+    settings: dict[str, Any]
+    parameters: _Count
+    flops_per_token: _Count
+    deviation: _Number | None
+    learning_rate: _Number
+    validation_loss: _Statistic
+    perplexity: _Statistic
+    initial_perplexity: _Statistic
+    peak_memory_bytes: _Count
+    speed: _Speed | None
+    tuning: _Tuning | None
+    runs: Annotated[list[_RunOfEntry], pydantic.Field(min_length=1)]
+
+
+class _Match(TypedDict):
+    by: _Text
+    text: _Text
+
+
+class _Results(TypedDict):
+    format: _Count
+    name: _Text
+    description: _Text
+    budget: _Text
+    match: _Match
+    notes: list[_Text]
+    data: dict[str, Any]
+    entries: Annotated[list[_EntryOfResults], pydantic.Field(min_length=1)]
+    recipe: dict[str, Any]
+    machine: dict[str, Any]
+    command: _Text
+    finished: _Text
+
+
 def read_results(directory: str | Path) -> dict[str, Any]:
     """What ``results.json`` in ``directory`` says.
 
@@ -38,14 +121,18 @@ def read_results(directory: str | Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"{path} does not exist: no comparison has finished in {directory}; start it, or start it again to go on"
         )
+    advice = "delete it and start the comparison again"
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-        version = results["format"]
-        results["entries"][0]["runs"][0]["validation_loss"]
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); delete it and start the comparison again") from error
-    if version > FORMAT:
-        raise ValueError(f"{path} has format {version}, this relinear reads up to {FORMAT}; upgrade relinear")
+        results = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{error}; {advice}") from None
+    version = results.get("format") if isinstance(results, dict) else None
+    if isinstance(version, int) and version > FORMAT:
+        raise ValueError(f"{path} has format {shown(version)}, this relinear reads up to {FORMAT}; upgrade relinear")
+    try:
+        pydantic.TypeAdapter(_Results).validate_python(results)
+    except pydantic.ValidationError as error:
+        raise ValueError(f"{path} is damaged; {advice}: {readable(error)}") from None
     return results
 
 

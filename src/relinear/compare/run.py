@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from relinear.compare.counting import count_ngrams
-from relinear.compare.folder import BLOCK_LOSSES, FORMAT, RESULTS, SPEED, check_same, locked, now, record_start
+from relinear.compare.folder import BLOCK_LOSSES, FORMAT, RESULTS, SPEED, check_same, now, record_start
 from relinear.compare.gaps import gap
 from relinear.compare.plan import Event, OnEvent, Planned, plan_comparison
 from relinear.compare.results import comparison_result, entry_result
@@ -21,7 +20,8 @@ from relinear.compare.tune import Trials, check_neighbours, open_study, tune
 from relinear.compare.worker import InProcess, Worker
 from relinear.data import prepare_data
 from relinear.models import model_place, preset_config, preset_names
-from relinear.system.files import write_json
+from relinear.system.files import read_json, write_json
+from relinear.system.lock import only_process_in
 from relinear.train.run import read_result
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
@@ -64,7 +64,7 @@ def compare(
     described = recipe.model_dump(mode="json")
     check_same(out_dir, described)
     if (out_dir / RESULTS).is_file():
-        return json.loads((out_dir / RESULTS).read_text(encoding="utf-8"))
+        return read_json(out_dir / RESULTS)
     for name in recipe.entries:
         model_place(recipe.settings_of(name).model)
         _check_tunable(recipe, name)
@@ -75,7 +75,10 @@ def compare(
         if recipe.settings_of(name).data != recipe.train.data:
             raise ValueError(f"entries.{name}.set changes the data; all entries of a comparison share one corpus")
     planned = plan_comparison(recipe, data.vocab_size, on_event)
-    with locked(out_dir):
+    with only_process_in(out_dir):
+        check_same(out_dir, described)  # another process may have been here since
+        if (out_dir / RESULTS).is_file():
+            return read_json(out_dir / RESULTS)
         started = record_start(out_dir, described, planned)
         if recipe.budgets is not None:
 
@@ -279,7 +282,7 @@ class _Comparison:
         if speed.seconds == 0:
             return {}
         if path.is_file():
-            return json.loads(path.read_text(encoding="utf-8"))
+            return read_json(path)
         what = "measuring speed, all models in turn"
 
         def tell(progress: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from relinear.compare.folder import BLOCK_LOSSES, check_same, locked, record_start
+from relinear.compare.folder import BLOCK_LOSSES, check_same, record_start
 from relinear.compare.gaps import interval, replicates
 from relinear.compare.match import at_width, measure_size, scaled_operators
 from relinear.compare.plan import Event, OnEvent
@@ -25,6 +25,7 @@ from relinear.compare.settings import CompareSettings
 from relinear.data import prepare_data
 from relinear.models import preset_config, preset_names
 from relinear.system.files import write_json
+from relinear.system.lock import only_process_in
 
 __all__ = ["SCALE", "at_size", "crossing", "fit_power_law", "read_scale", "scale"]
 
@@ -72,7 +73,7 @@ def scale(
         return read_scale(out_dir)
     data = prepare_data(recipe.train.data, on_progress=lambda what, done: on_event(Event("data", what, done)))
     recipes = {width: at_size(recipe, width, data.vocab_size) for width in recipe.sizes.widths}
-    with locked(out_dir):
+    with only_process_in(out_dir):
         record = record_start(out_dir, described, [])
         found = {
             width: compare(sized, out_dir / SIZES / str(width), isolate=isolate, on_event=on_event)

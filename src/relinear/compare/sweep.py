@@ -6,22 +6,29 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
+import platform
 import re
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from relinear.compare.recipe import apply_overrides, read_value
-from relinear.compare.tune import open_study
+from relinear.compare.tune import JOURNAL, STORAGE, open_study
 from relinear.compare.worker import InProcess, Worker
+from relinear.core.config import shown
 from relinear.models import model_place
-from relinear.system.files import write_json
+from relinear.system.files import read_json, write_json
+from relinear.system.lock import InUseError, only_process_in
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
 
 __all__ = ["SWEEP", "Parameter", "parse_parameter", "sweep"]
 
 SWEEP = "sweep.json"
+#: seconds between looks at what others are doing
+_POLL = 1.0
 _RANGE = re.compile(r"(?P<low>[^,]+)\.\.(?P<high>[^,:]+)(?P<log>:log)?")
 
 
@@ -58,16 +65,16 @@ def parse_parameter(text: str) -> Parameter:
     name, equals, values = text.partition("=")
     name, values = name.strip(), values.strip()
     if not equals or not name or not values:
-        raise ValueError(f"--param {text!r}: write it as name=LOW..HIGH, name=LOW..HIGH:log or name=A,B,C")
+        raise ValueError(f"--param {shown(text)}: write it as name=LOW..HIGH, name=LOW..HIGH:log or name=A,B,C")
     found = _RANGE.fullmatch(values)
     if not found:
-        choices = read_value(f"[{values}]", f"--param {text!r}")
+        choices = read_value(f"[{values}]", f"--param {shown(text)}")
         return Parameter(name, choices=tuple(choices))
-    low, high = (read_value(found[end], f"--param {text!r}") for end in ("low", "high"))
+    low, high = (read_value(found[end], f"--param {shown(text)}") for end in ("low", "high"))
     if not all(isinstance(end, int | float) and not isinstance(end, bool) for end in (low, high)) or not low < high:
-        raise ValueError(f"--param {text!r}: a range goes from a lower to a higher number")
+        raise ValueError(f"--param {shown(text)}: a range goes from a lower to a higher number")
     if found["log"] and low <= 0:
-        raise ValueError(f"--param {text!r}: a log range starts above 0")
+        raise ValueError(f"--param {shown(text)}: a log range starts above 0")
     return Parameter(name, low=low, high=high, log=bool(found["log"]))
 
 
@@ -79,6 +86,7 @@ def sweep(
     trials: int = 20,
     seed: int = 0,
     isolate: bool = True,
+    shared: bool = False,
     on_progress: Callable[[int, dict[str, Any], dict[str, Any]], None] = lambda number, values, progress: None,
 ) -> list[dict[str, Any]]:
     """Train with settings that optuna's TPE sampler proposes, until ``trials`` runs have ended.
@@ -93,6 +101,9 @@ def sweep(
         trials: how many runs, those of earlier calls included.
         seed: of the sampler.
         isolate: train in processes of their own.
+        shared: work on the same sweep as other calls with the same arguments, on this machine or on others that see
+            ``out_dir``. Every trial is done by one of them; what a killed call had begun, another goes on with. What
+            is proposed then depends on what had ended by then. Every call returns when all trials have ended.
         on_progress: called with the trial's number, its values, and the progress of its run as a mapping.
 
     Returns:
@@ -115,16 +126,17 @@ def sweep(
     out_dir = Path(out_dir)
     record = {"base": base.model_dump(mode="json"), "parameters": [_as_json(p) for p in parameters], "seed": seed}
     _check_same(out_dir, record)
-    study = open_study(out_dir, "sweep")
-    write_json(out_dir / SWEEP, record | {"trials": _table(study)})
-    worker = Worker(out_dir / "worker.log") if isolate else InProcess()
+    _check_sharing(out_dir, shared)
+    worker = Worker(_log(out_dir, shared)) if isolate else InProcess()
+    work = _Sweep(values, parameters, out_dir, seed, worker, on_progress)
     try:
-        while len(_ended(study)) < trials:
-            _next_trial(study, values, parameters, out_dir, seed, worker, on_progress)
-            write_json(out_dir / SWEEP, record | {"trials": _table(study)})
+        if shared:
+            return work.share(record, trials)
+        with only_process_in(out_dir):
+            _check_same(out_dir, record)  # another process may have been here since
+            return work.carry_out(record, trials)
     finally:
         worker.close()
-    return _table(study)
 
 
 def _as_json(parameter: Parameter) -> dict[str, Any]:
@@ -136,7 +148,7 @@ def _check_same(out_dir: Path, record: Mapping[str, Any]) -> None:
     if not path.is_file():
         return
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = read_json(path)
         differing = [key for key in record if before[key] != record[key]]
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is no record of a sweep ({error}); give another directory") from error
@@ -148,34 +160,104 @@ def _ended(study: Any) -> list[Any]:
     return [trial for trial in study.get_trials(deepcopy=False) if trial.state.name in ("COMPLETE", "PRUNED")]
 
 
-def _next_trial(
-    study: Any,
-    values: Mapping[str, Any],
-    parameters: list[Parameter],
-    out_dir: Path,
-    seed: int,
-    worker: Worker | InProcess,
-    on_progress: Callable[[int, dict[str, Any], dict[str, Any]], None],
-) -> None:
-    import optuna
+def _log(out_dir: Path, shared: bool) -> Path:
+    return out_dir / (f"worker-{platform.node()}-{os.getpid()}.log" if shared else "worker.log")
 
-    number = len(_ended(study))
-    study.sampler = optuna.samplers.TPESampler(seed=seed + number)
-    trial = study.ask()
-    chosen = {parameter.name: parameter.suggest(trial) for parameter in parameters}
-    # Named by its values: a trial that was cut off is proposed again and goes on from its last checkpoint.
-    digest = hashlib.blake2b(json.dumps(chosen, sort_keys=True).encode(), digest_size=4).hexdigest()
-    folder = out_dir / "trials" / f"{number:03d}-{digest}"
-    trial.set_user_attr("folder", str(folder.relative_to(out_dir)))
-    trial.set_user_attr("values", chosen)
-    settings = TrainSettings.load(apply_overrides(values, chosen), f"trial {number}")
-    arguments = {"settings": settings.model_dump(mode="json"), "out_dir": str(folder)}
-    try:
-        result = worker.run("train", arguments, lambda progress: on_progress(number, chosen, progress))
-    except NonFiniteLossError:
-        study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-        return
-    study.tell(trial, result["validation_loss"])
+
+def _check_sharing(out_dir: Path, shared: bool) -> None:
+    kept, other = (STORAGE, "shared=True (--share)") if shared else (JOURNAL, "shared=False (no --share)")
+    if (out_dir / kept).exists():
+        raise ValueError(f"{out_dir} holds a sweep that was not begun with {other}; go on as it was begun")
+
+
+@dataclasses.dataclass
+class _Sweep:
+    """The trials of one sweep, and who trains them."""
+
+    values: Mapping[str, Any]
+    parameters: list[Parameter]
+    out_dir: Path
+    seed: int
+    worker: Worker | InProcess
+    on_progress: Callable[[int, dict[str, Any], dict[str, Any]], None]
+
+    def carry_out(self, record: Mapping[str, Any], trials: int) -> list[dict[str, Any]]:
+        """One trial after the other, as the only process."""
+        study = open_study(self.out_dir, "sweep")
+        write_json(self.out_dir / SWEEP, record | {"trials": _table(study)})
+        while len(_ended(study)) < trials:
+            number = len(_ended(study))
+            self._trial(study, self._proposed(study, number), number)
+            write_json(self.out_dir / SWEEP, record | {"trials": _table(study)})
+        return _table(study)
+
+    def share(self, record: Mapping[str, Any], trials: int) -> list[dict[str, Any]]:
+        """Whatever trial nobody else holds, until all have ended. A trial is held by the lock of a folder."""
+        study = open_study(self.out_dir, "sweep", shared=True)
+        self._tell(study, record)  # first, so that whoever joins with other settings is refused
+        while True:
+            waiting = [number for number in range(trials) if number not in _numbers(_ended(study))]
+            if not waiting:
+                break
+            if not any(self._share_of(study, number) for number in waiting):
+                time.sleep(_POLL)  # the others are at the rest of them; one may be killed
+        self._tell(study, record)
+        return _table(study)
+
+    def _tell(self, study: Any, record: Mapping[str, Any]) -> None:
+        """Write the table of a shared sweep."""
+        with only_process_in(self.out_dir / "claims" / "table", patience=60):
+            _check_same(self.out_dir, record)
+            write_json(self.out_dir / SWEEP, record | {"trials": _table(study)})
+
+    def _share_of(self, study: Any, number: int) -> bool:
+        """Do a trial unless it is done, or another process holds it; whether it was done here."""
+        try:
+            with only_process_in(self.out_dir / "claims" / f"{number:03d}", patience=0):
+                if number in _numbers(_ended(study)):
+                    return False
+                begun = [t for t in study.get_trials(deepcopy=False) if t.user_attrs.get("number") == number]
+                self._trial(study, self._again(study, begun[-1]) if begun else self._proposed(study, number), number)
+                return True
+        except InUseError:
+            return False
+
+    def _proposed(self, study: Any, number: int) -> Any:
+        """A trial with new values."""
+        import optuna
+
+        study.sampler = optuna.samplers.TPESampler(seed=self.seed + number)
+        trial = study.ask()
+        chosen = {parameter.name: parameter.suggest(trial) for parameter in self.parameters}
+        # Named by its values: a trial that was cut off is proposed again and goes on from its last checkpoint.
+        digest = hashlib.blake2b(json.dumps(chosen, sort_keys=True).encode(), digest_size=4).hexdigest()
+        trial.set_user_attr("folder", f"trials/{number:03d}-{digest}")
+        trial.set_user_attr("values", chosen)
+        trial.set_user_attr("number", number)
+        return trial
+
+    def _again(self, study: Any, begun: Any) -> Any:
+        """The trial that a killed process had begun."""
+        import optuna
+
+        return optuna.trial.Trial(study, begun._trial_id)
+
+    def _trial(self, study: Any, trial: Any, number: int) -> None:
+        import optuna
+
+        chosen, folder = trial.user_attrs["values"], self.out_dir / trial.user_attrs["folder"]
+        settings = TrainSettings.load(apply_overrides(self.values, chosen), f"trial {number}")
+        arguments = {"settings": settings.model_dump(mode="json"), "out_dir": str(folder)}
+        try:
+            result = self.worker.run("train", arguments, lambda progress: self.on_progress(number, chosen, progress))
+        except NonFiniteLossError:
+            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+            return
+        study.tell(trial, result["validation_loss"])
+
+
+def _numbers(trials: list[Any]) -> set[int]:
+    return {trial.user_attrs["number"] for trial in trials}
 
 
 def _table(study: Any) -> list[dict[str, Any]]:

@@ -11,15 +11,21 @@ from typing import Any
 
 from relinear.compare.settings import Tune
 
-__all__ = ["Trials", "check_neighbours", "open_study", "tune", "tune_learning_rate"]
+__all__ = ["JOURNAL", "STORAGE", "Trials", "check_neighbours", "open_study", "tune", "tune_learning_rate"]
 
-STORAGE = "optuna.db"
+STORAGE, JOURNAL = "optuna.db", "optuna.journal"
 # The ranges are the same for every trial, as optuna asks for; they only have to hold every value.
 _LOWEST, _HIGHEST = 1e-12, 1e3
 
 
-def open_study(folder: str | Path, name: str, sampler: Any = None) -> Any:
+def open_study(folder: str | Path, name: str, sampler: Any = None, *, shared: bool = False) -> Any:
     """The optuna study ``name`` in ``folder/optuna.db``; trials that a killed process left running count as failed.
+
+    Args:
+        folder, name: where, and of how it is called there.
+        sampler: optuna's; its default if None.
+        shared: keep it in ``folder/optuna.journal``, which several processes may write to, also over NFS; what others
+            have running is left alone.
 
     Raises:
         ImportError: if optuna is not installed.
@@ -32,6 +38,12 @@ def open_study(folder: str | Path, name: str, sampler: Any = None) -> Any:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    if shared:
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+
+        journal = JournalStorage(JournalFileBackend(str(folder / JOURNAL)))
+        return optuna.create_study(storage=journal, study_name=name, load_if_exists=True, sampler=sampler)
     storage = f"sqlite:///{(folder / STORAGE).resolve()}"
     study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True, sampler=sampler)
     for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):

@@ -19,11 +19,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from relinear.system.signals import Terminated
+
 __all__ = ["JOBS", "InProcess", "Worker"]
 
 Progress = Callable[[dict[str, Any]], None]
 _QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
 _FORKS = sys.platform.startswith("linux")
+#: seconds that a job has to save its state after a SIGTERM
+_GENTLY = 60
 
 
 def _train(arguments: Mapping[str, Any], on_progress: Progress) -> dict[str, Any]:
@@ -91,6 +95,9 @@ class Worker:
                     raise _killed(message["killed"], self.log)
         except BrokenPipeError:
             pass
+        except Terminated:
+            self._end_gently()
+            raise
         except BaseException:
             self.close()  # a job may still be going on
             raise
@@ -115,6 +122,16 @@ class Worker:
                     env=os.environ | _QUIET | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 )
         return self._process
+
+    def _end_gently(self) -> None:
+        """Let the job save what it has done."""
+        process = self._process
+        if process is not None and _FORKS:
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, signal.SIGTERM)
+                process.stdin.close()
+                process.wait(_GENTLY)
+        self.close()
 
     def close(self) -> None:
         """End the worker and what it is doing."""
@@ -144,6 +161,7 @@ def _killed(code: int, log: Path) -> RuntimeError:
 def serve() -> None:
     """Read jobs from stdin until it ends, and answer on what was stdout; anything printed goes to stderr."""
     _die_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: None)  # the job hears it too, saves and ends; then this process does
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
 
@@ -164,16 +182,18 @@ def serve() -> None:
         child = os.fork()
         if child == 0:
             _die_with_parent()
-            _answer(request, send)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            code = _answer(request, send)
             sys.stderr.flush()
-            os._exit(0)
+            os._exit(code)
         _, status = os.waitpid(child, 0)
         code = os.waitstatus_to_exitcode(status)
         if code != 0:
             send({"killed": abs(code)})
 
 
-def _answer(request: Mapping[str, Any], send: Callable[[dict[str, Any]], None]) -> None:
+def _answer(request: Mapping[str, Any], send: Callable[[dict[str, Any]], None]) -> int:
+    """Do a job and send what came of it; the exit code of a process that did it."""
     try:
         result = JOBS[request["job"]](request["arguments"], lambda progress: send({"progress": progress}))
         message: dict[str, Any] = {"result": result}
@@ -184,7 +204,10 @@ def _answer(request: Mapping[str, Any], send: Callable[[dict[str, Any]], None]) 
         kind = "mendable" if isinstance(error, ValueError | OSError | FloatingPointError | ImportError) else "fault"
         kind = "NonFiniteLossError" if isinstance(error, NonFiniteLossError) else kind
         message = {"error": str(error) if kind != "fault" else f"{type(error).__name__}: {error}", "kind": kind}
+    except Terminated:
+        return signal.SIGTERM
     send(message)
+    return 0
 
 
 def _die_with_parent() -> None:

@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -43,6 +42,7 @@ from relinear.surgery.select import ALL_LINEAR
 from relinear.surgery.states import flat_states, place_
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import write_json
+from relinear.system.lock import only_process_in
 from relinear.system.machine import PeakMemory, describe_machine
 
 __all__ = ["CompressReport", "compress"]
@@ -188,7 +188,7 @@ def compress(
         check_gguf(model, tokenizer)
     if out_dir is not None:
         _check_directory(Path(out_dir))
-    with tempfile.TemporaryDirectory() if out_dir is None else nullcontext(out_dir) as folder, evaluating(model):
+    with tempfile.TemporaryDirectory() if out_dir is None else only_process_in(out_dir) as folder, evaluating(model):
         job = _Job(model, _targets(model, targets, exclude), chosen, Path(folder), on_progress)
         given_plan = None if plan_file is None else job.read_plan(plan_file)
         job.check_budget(given_plan)

@@ -141,7 +141,11 @@ class Config:
         except RecursionError:
             raise ValueError(f"{kind}: settings are nested too deeply") from None
         known_before = {f.name for f in dataclasses.fields(target)} - target.formerly.keys()
-        return target(**(dict(target.formerly) if known_before <= decoded.keys() else {}) | decoded)
+        settings = (dict(target.formerly) if known_before <= decoded.keys() else {}) | decoded
+        missing = [f.name for f in dataclasses.fields(target) if _has_no_default(f) and f.name not in settings]
+        if missing:
+            raise ValueError(f"{kind}: the setting {' and '.join(missing)} is missing")
+        return target(**settings)
 
     @classmethod
     def read(cls, setting: Self | str | Mapping[str, Any]) -> Self:
@@ -217,6 +221,10 @@ def first_settings(config: Config) -> dict[str, Any] | None:
                 return None
             values[field.name] = {"family": value.family} | inner
     return values
+
+
+def _has_no_default(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def check_type(name: str, value: Any, *types: type) -> None:

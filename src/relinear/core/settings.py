@@ -8,8 +8,12 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from relinear.core.config import nearest, shown
+from relinear.system.text import cut
 
 __all__ = ["Settings", "readable"]
+
+#: faults that a message lists
+_TOLD = 10
 
 
 class Settings(BaseModel):
@@ -67,9 +71,12 @@ class Settings(BaseModel):
 def readable(error: ValidationError) -> str:
     """What pydantic found, one fault a line, as ``where: what (got value)``."""
     lines = []
-    for fault in error.errors(include_url=False):
-        where = ".".join(map(str, fault["loc"]))
-        what = fault["msg"].removeprefix("Value error, ")
+    faults = error.errors(include_url=False)
+    for fault in faults[:_TOLD]:
+        where = cut(".".join(map(str, fault["loc"])))
+        what = cut(fault["msg"].removeprefix("Value error, "), 1_000)
         given = "" if fault["type"] in ("value_error", "missing") else f" (got {shown(fault['input'])})"
         lines.append(f"{where}: {what}{given}" if where else what + given)
+    if len(faults) > _TOLD:
+        lines.append(f"and {len(faults) - _TOLD} more")
     return "\n  ".join(lines) if len(lines) == 1 else "\n  " + "\n  ".join(lines)

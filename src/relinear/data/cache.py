@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from relinear.system.files import write_json
+from relinear.system.files import own_folder, read_json, write_json
 
 __all__ = ["cache_folder", "cached", "digest", "write_tokens"]
 
@@ -52,7 +52,7 @@ def _checksum(path: Path) -> int:
 def _read(folder: Path) -> dict[str, Any] | None:
     """What ``build`` returned, or None if the entry is absent or any of its files is not what was written."""
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_json(folder / _MANIFEST)
         for name, (size, checksum) in manifest["files"].items():
             if (folder / name).stat().st_size != size or _checksum(folder / name) != checksum:
                 return None
@@ -82,7 +82,8 @@ def cached(root: Path, kind: str, key: Any, build: Callable[[Path], dict[str, An
     if value is not None:
         return folder, value
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        own_folder(root)
+        own_folder(folder.parent)
         lock = FileLock(folder.with_suffix(".lock"))
         lock.acquire()
     except OSError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import sys
 import sysconfig
@@ -11,8 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from relinear.core.config import nearest
+from relinear.core.config import nearest, shown
 from relinear.data.chat import as_document, is_conversation
+from relinear.system.files import parse_json
+from relinear.system.text import cut
 
 __all__ = ["SPLIT_NAMES", "Source", "choose_column", "files_source", "local_sources", "stdlib_source"]
 
@@ -121,10 +122,7 @@ def _read_jsonl(path: Path, text_column: str | None) -> Iterator[str]:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from error
+                row = parse_json(line, f"{path}, line {number}:")
                 if not isinstance(row, dict):
                     raise ValueError(f"{path}, line {number}: expected an object, got {type(row).__name__}")
                 if column is None:
@@ -132,11 +130,11 @@ def _read_jsonl(path: Path, text_column: str | None) -> Iterator[str]:
                     chats = [key for key, value in row.items() if is_conversation(value)]
                     column = choose_column(str(path), text_column, list(row), strings, chats)
                 if column not in row:
-                    raise ValueError(f"{path}, line {number}: no column {column!r}; it has {', '.join(row)}")
+                    raise ValueError(f"{path}, line {number}: no column {shown(column)}; it has {cut(', '.join(row))}")
                 text = as_document(row[column] or "")
                 if text is None:
                     found = type(row[column]).__name__
-                    raise ValueError(f"{path}, line {number}: {column!r} is {found}, expected text or messages")
+                    raise ValueError(f"{path}, line {number}: {shown(column)} is {found}, expected text or messages")
                 yield text
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from error
@@ -190,11 +188,11 @@ def choose_column(
     if wanted is not None:
         if wanted not in columns:
             raise ValueError(
-                f"{where}: no column {wanted!r}; {nearest(wanted, columns)}; columns: {', '.join(columns)}"
+                f"{where}: no column {shown(wanted)}; {nearest(wanted, columns)}; columns: {cut(', '.join(columns))}"
             )
         if wanted not in (*strings, *chats):
             raise ValueError(
-                f"{where}: column {wanted!r} holds no text; columns of text: {', '.join(strings) or 'none'}"
+                f"{where}: column {shown(wanted)} holds no text; columns of text: {cut(', '.join(strings)) or 'none'}"
             )
         return wanted
     for name, members in (("text", strings), ("messages", chats)):
@@ -204,5 +202,5 @@ def choose_column(
         return strings[0]
     raise ValueError(
         f"{where}: no column 'text'; choose one with text_column (--text-column); columns of text: "
-        f"{', '.join(strings) or 'none'}; all columns: {', '.join(columns) or 'none'}"
+        f"{cut(', '.join(strings)) or 'none'}; all columns: {cut(', '.join(columns)) or 'none'}"
     )

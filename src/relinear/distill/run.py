@@ -33,7 +33,8 @@ from relinear.surgery.layer_bias import LayerBias
 from relinear.surgery.plan import Plan, Replacement, attach_, plan
 from relinear.surgery.select import matches
 from relinear.surgery.states import flat_states, load_states_, place_
-from relinear.system.files import atomic_path, write_json
+from relinear.system.files import atomic_path, fingerprint, read_json, write_json, writing
+from relinear.system.lock import only_process_in
 
 __all__ = ["distill_"]
 
@@ -105,23 +106,28 @@ def distill_(
     if settings.joint:
         for group in groups:
             _holder(group)
-    with evaluating(model):
+    with contextlib.nullcontext() if run.folder is None else only_process_in(run.folder):
+        report = _carried_out(run, groups, whole, resume)
+        if run.folder is not None:
+            save_pretrained(model, run.folder / "model", tokenizer=tokenizer)
+            write_json(run.folder / "report.json", report.to_dict())
+    return report
+
+
+def _carried_out(run: _Run, groups: list[list[Replacement]], whole: Plan, resume: bool) -> DistillReport:
+    """Fit what an earlier call did not."""
+    with evaluating(run.model):
         before = run.perplexity("before")
-    if settings.bias:
-        _give_biases_(model, whole)
+    if run.settings.bias:
+        _give_biases_(run.model, whole)
     done = run.restore(groups, whole, resume)
-    with evaluating(model):
+    with evaluating(run.model):
         for number, group in enumerate(groups[len(done) :], start=len(done)):
             done.append(run.layer(number, group))
             run.keep(number, group, done)
         after = run.perplexity("after")
-    report = DistillReport(tuple(fit for fits in done for fit in fits), settings.loss, before, after)
+    report = DistillReport(tuple(fit for fits in done for fit in fits), run.settings.loss, before, after)
     _warn_of_bad_fits(report)
-    if run.folder is not None:
-        save_pretrained(model, run.folder / "model")
-        if tokenizer is not None:
-            tokenizer.save_pretrained(run.folder / "model")
-        write_json(run.folder / "report.json", report.to_dict())
     return report
 
 
@@ -132,7 +138,7 @@ def _warn_of_bad_fits(report: DistillReport) -> None:
             f"{len(bad)} of {len(report.layers)} layers were fitted worse than an output of zeros would be (error 1): "
             f"{', '.join(f'{fit.name} ({fit.error:.3g})' for fit in bad[:5])}{' ...' if len(bad) > 5 else ''}. Try "
             "more tokens or epochs, another learning_rate, a larger operator, or loss='mse'",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -194,6 +200,8 @@ class _Run:
     on_progress: OnProgress
     #: copies of the layers that were replaced or trained again, under all their names, for the target "original"
     originals: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
+    #: size and hash of the weights of every layer that is done, by name of the file
+    weights: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def train_tokens(self) -> int:
@@ -232,9 +240,10 @@ class _Run:
             write_json(state, self.known_by | {"done": []})
             return []
         try:
-            values = json.loads(state.read_text(encoding="utf-8"))
+            values = read_json(state)
             known, before = values["fingerprint"], values["settings"]
             done = [[LayerFit(**fit) for fit in fits] for fits in values["done"]]
+            self.weights = dict(values.get("weights", {}))  # earlier versions did not note them
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{state} is not the state of a distillation ({error}); choose another out_dir") from error
         # earlier versions had fewer settings: what they wrote decided their fingerprint
@@ -245,8 +254,14 @@ class _Run:
                 "directory, or resume=False (--start-over) to discard it"
             )
         for number, group in enumerate(groups[: len(done)]):
+            path = self._weights(number)
+            if not path.is_file() or self.weights.get(path.name, fingerprint(path)) != fingerprint(path):
+                raise ValueError(
+                    f"{path} is missing or not what was written; restore it from a copy, or give resume=False "
+                    "(--start-over) to discard the distillation"
+                )
             self.remember(self._copies(group))
-            weights = safetensors.torch.load_file(self._weights(number))
+            weights = safetensors.torch.load_file(path)
             place_(self.model, group, weights)
             load_states_(self.model, self._retrained(group), weights)
         return done
@@ -259,10 +274,11 @@ class _Run:
         """Write the layer's weights, then that it is done: a kill between the two repeats the layer."""
         if self.folder is None:
             return
-        with atomic_path(self._weights(number)) as path:
+        with writing(self._weights(number)), atomic_path(self._weights(number)) as path:
             safetensors.torch.save_file(flat_states(self._changed(group)), path)
         finished = [[dataclasses.asdict(fit) for fit in fits] for fits in done]
-        write_json(self.folder / "distill.json", self.known_by | {"done": finished})
+        self.weights[self._weights(number).name] = fingerprint(self._weights(number))
+        write_json(self.folder / "distill.json", self.known_by | {"done": finished, "weights": self.weights})
 
     def _changed(self, group: list[Replacement]) -> dict[str, nn.Module]:
         """The operators of a group and the layers that are trained again after it."""

@@ -285,7 +285,7 @@ def _lambada_rows(texts: str | Path | Iterable[Any]) -> Iterator[str]:
             for number, line in enumerate(file, 1):
                 try:
                     yield str(json.loads(line)["text"])
-                except (ValueError, KeyError, TypeError) as error:
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
                     raise ValueError(f"{path}, line {number}: expected a JSON object with a 'text'") from error
         return
     for row in texts:

@@ -9,6 +9,7 @@ from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import nearest, shown
 from relinear.core.record import sync_record
 from relinear.models.head_bias import HeadBias
+from relinear.system.text import cut
 
 __all__ = ["from_preset", "preset_config", "preset_names"]
 
@@ -62,6 +63,9 @@ def _gpt2_ccl(width: int, heads: int) -> _Preset:
     )
 
 
+#: beyond these nobody means it; judged before anything is built, as layers take time and memory even without weights
+_MOST_LAYERS, _LARGEST = 1_000, 2**31
+
 _PRESETS = {
     "tiny": _llama(128, 512, 4, 4, vocabulary=258, positions=1024, theta=10_000.0),
     "gpt2-ccl-64": _gpt2_ccl(64, heads=4),
@@ -106,16 +110,18 @@ def preset_config(name: str, **overrides: Any) -> Any:
     settings = dict(preset.settings)
     for key, value in overrides.items():
         if key not in known:
-            raise ValueError(f"preset {name!r}: unknown config field {key!r}; {nearest(key, sorted(known))}")
+            raise ValueError(f"preset {name!r}: unknown config field {shown(key)}; {nearest(key, sorted(known))}")
         field = reference.attribute_map.get(key, key)
         if key != field and field in overrides:
             raise ValueError(f"preset {name!r}: {key!r} and {field!r} are the same field; give one of them")
+        if isinstance(value, int | float) and not abs(value) <= (_MOST_LAYERS if "layer" in field else _LARGEST):
+            raise ValueError(f"preset {name!r}: {key}={shown(value)} is a size that no model has")
         settings[field] = value
     try:
         return AutoConfig.for_model(preset.model_type, **settings)
     except Exception as error:  # transformers raises many kinds for a bad value; to a user they are one
-        stated = ", ".join(f"{key}={value!r}" for key, value in overrides.items())
-        raise ValueError(f"preset {name!r} cannot be built with {stated}: {error}") from error
+        stated = ", ".join(f"{key}={shown(value)}" for key, value in overrides.items())
+        raise ValueError(f"preset {name!r} cannot be built with {cut(stated)}: {cut(str(error), 1_000)}") from error
 
 
 def from_preset(name: str, **overrides: Any) -> Any:
@@ -135,9 +141,9 @@ def from_preset(name: str, **overrides: Any) -> Any:
     config = preset_config(name, **overrides)
     try:
         model = AutoModelForCausalLM.from_config(config)
-    except (TypeError, ValueError, RuntimeError, KeyError) as error:
-        stated = ", ".join(f"{key}={value!r}" for key, value in overrides.items())
-        raise ValueError(f"preset {name!r} cannot be built with {stated}: {error}") from error
+    except (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError, AttributeError, AssertionError) as error:
+        stated = ", ".join(f"{key}={shown(value)}" for key, value in overrides.items())
+        raise ValueError(f"preset {name!r} cannot be built with {cut(stated)}: {cut(str(error), 1_000)}") from error
     for attachment in _preset(name).attachments:
         attachment.apply_(model)
         sync_record(model)

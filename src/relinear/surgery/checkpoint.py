@@ -6,10 +6,11 @@ travel in ``config.json`` under ``quantization_config``, the weights in safetens
 
 from __future__ import annotations
 
-import json
+import contextlib
+import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,9 +32,17 @@ from relinear.surgery.card import is_own_card
 from relinear.surgery.saved_config import as_in_memory_
 from relinear.surgery.select import OWN_PREFIX
 from relinear.surgery.swap import swap_module
-from relinear.system.files import atomic_directory
+from relinear.system.files import atomic_directory, read_json
+from relinear.system.text import cut
 
-__all__ = ["RelinearConfig", "RelinearQuantizer", "from_pretrained", "rebuild_", "save_pretrained"]
+__all__ = [
+    "RelinearConfig",
+    "RelinearQuantizer",
+    "from_pretrained",
+    "reading_config",
+    "rebuild_",
+    "save_pretrained",
+]
 
 _T = TypeVar("_T")
 _KEYS = {"quant_method", "format_version", "operators", "attachments"}
@@ -46,14 +55,14 @@ class RelinearConfig(QuantizationConfigMixin):
     def __init__(self, **values: Any) -> None:
         unknown = set(values) - _KEYS
         if unknown:
-            raise ValueError(f"relinear checkpoint: unknown keys {sorted(unknown)}; known: {sorted(_KEYS)}")
+            raise ValueError(f"relinear checkpoint: unknown keys {shown(sorted(unknown))}; known: {sorted(_KEYS)}")
         missing = _KEYS - set(values)
         if missing:
             raise ValueError(f"relinear checkpoint: missing keys {sorted(missing)} in quantization_config")
         version = values["format_version"]
         if not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
             raise ValueError(
-                f"relinear checkpoint: format {version!r}; this relinear reads 1 to {FORMAT_VERSION}: upgrade it"
+                f"relinear checkpoint: format {shown(version)}; this relinear reads 1 to {FORMAT_VERSION}: upgrade it"
             )
         operators, attached = values["operators"], values["attachments"]
         if not isinstance(operators, Mapping) or not isinstance(attached, list | tuple):
@@ -178,7 +187,7 @@ def _stored_shapes(files: Iterable[str | Path]) -> dict[str, tuple[int, ...]]:
             with safe_open(file, framework="pt") as tensors:
                 shapes.update({key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()})  # noqa: SIM118
         except SafetensorError as error:
-            raise ValueError(f"{file} is damaged or cut off ({error}); restore it from a copy") from error
+            raise ValueError(f"{file} is damaged or cut off ({cut(str(error))}); restore it from a copy") from error
     return shapes
 
 
@@ -220,7 +229,7 @@ def _check_own_weights(model: Any, files: list[str]) -> None:
 def _some(keys: Iterable[str], count: int = 6) -> str:
     keys = sorted(keys)
     more = f" and {len(keys) - count} more" if len(keys) > count else ""
-    return ", ".join(keys[:count]) + more
+    return ", ".join(map(cut, keys[:count])) + more
 
 
 def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: Any) -> Any:
@@ -246,7 +255,8 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
         directory = Path(name).expanduser()
         _check_files(directory)
     loader: Any = auto_class or AutoModelForCausalLM
-    model, info = loader.from_pretrained(directory, output_loading_info=True, **kwargs)
+    with reading_config(directory):
+        model, info = loader.from_pretrained(directory, output_loading_info=True, **kwargs)
     found = {what: sorted(map(str, info[what])) for what in _PROBLEMS if info.get(what)}
     problems = [f"{what.replace('_', ' ')}: {_some(keys)}" for what, keys in found.items()]
     if problems:
@@ -256,17 +266,63 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
     return model
 
 
+@contextlib.contextmanager
+def reading_config(directory: Any) -> Iterator[None]:
+    """Put into words what transformers raises where the values of a ``config.json`` are of no use to it.
+
+    It checks few of them by name; the others fail where they are used, as whatever Python or torch raises there. For
+    the whole of that, ``RELINEAR_TRACEBACK=1`` or the error's ``__cause__``.
+    """
+    try:
+        yield
+    except (ValueError, OSError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if not isinstance(error, _OF_WRONG_VALUES) and "Validation" not in type(error).__name__:
+            raise
+        said = cut(" ".join(str(error).split()))
+        raise ValueError(
+            f"{directory}: no model can be built from its config.json and weights ({type(error).__name__}: {said})"
+        ) from error
+
+
+_OF_WRONG_VALUES = (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError, MemoryError)
+
+
 def _check_files(directory: Path) -> None:
     path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{directory}: no config.json there, so no model to load")
-    try:
-        json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    _stored_shapes(sorted(directory.glob("*.safetensors")))
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold an object, got {shown(config)}")
+    shapes = _stored_shapes(sorted(directory.glob("*.safetensors")))
+    if shapes:
+        _check_sizes(path, config, sum(math.prod(shape) for shape in shapes.values()), len(shapes))
 
 
+def _check_sizes(path: Path, config: Mapping[str, Any], numbers: int, tensors: int) -> None:
+    """Refuse sizes that the weights cannot have, before a layer is built or a byte taken for them.
+
+    No width of a model exceeds the ``numbers`` that are stored, no count of its layers the ``tensors``.
+    """
+    waiting: list[tuple[str, Any]] = [("", config)]
+    while waiting:
+        where, node = waiting.pop()
+        for key, value in node.items() if isinstance(node, dict) else ():
+            waiting.append((f"{where}{key}.", value))
+            if not isinstance(value, int | float) or not key.endswith(_WIDTHS + _COUNTS):
+                continue
+            if not abs(value) <= (max(numbers, 1 << 16) if key.endswith(_WIDTHS) else max(tensors, 1_000)):
+                raise ValueError(
+                    f"{path}: {cut(where + key)}={shown(value)}, but the files of weights hold {tensors:,} tensors of "
+                    f"{numbers:,} numbers; restore it from a copy"
+                )
+
+
+#: how the keys of a config end that say how wide a tensor is, and how many layers there are, and the like
+_WIDTHS = ("_size", "_dim", "_embd", "_inner", "d_model", "_ff", "_rank")
+_COUNTS = ("_layers", "_layer", "_heads", "_head", "_experts")
 _PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 
 

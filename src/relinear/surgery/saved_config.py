@@ -17,6 +17,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from relinear.core.config import shown
 from relinear.core.record import METHOD, config_record
 from relinear.system.files import write_text
 
@@ -63,10 +64,10 @@ class SavedConfig(PreTrainedConfig):
         """
         values = _without_loader(config_dict)
         base = values.pop(_BASE_TYPE, values.get("model_type"))
-        if base == METHOD or base not in CONFIG_MAPPING:
+        if not isinstance(base, str) or base == METHOD or base not in CONFIG_MAPPING:
             raise ValueError(
-                f"config.json gives {base!r} as {_BASE_TYPE}, which is no model type that transformers knows here; "
-                "upgrade transformers, or import the package that registers it"
+                f"config.json gives {shown(base)} as {_BASE_TYPE}, which is no model type that transformers knows "
+                "here; upgrade transformers, or import the package that registers it"
             )
         config = CONFIG_MAPPING[base].from_dict(values | {"model_type": base}, **kwargs)
         if values.get("model_type") == METHOD and not values.get("quantization_config"):
@@ -82,7 +83,10 @@ AutoConfig.register(METHOD, SavedConfig)
 
 def _without_loader(values: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in values.items() if key != "transformers_weights"}
-    auto_map = {key: value for key, value in kept.pop("auto_map", {}).items() if not value.startswith(_LOADER)}
+    auto_map = kept.pop("auto_map", None) or {}
+    if not isinstance(auto_map, Mapping):
+        raise ValueError(f"config.json: auto_map must be an object, got {shown(auto_map)}")
+    auto_map = {key: value for key, value in auto_map.items() if not str(value).startswith(_LOADER)}
     return kept | ({"auto_map": auto_map} if auto_map else {})
 
 

@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 from transformers import TrainerCallback
 
-from relinear.system.files import write_text
+from relinear.core.config import shown
+from relinear.system.files import parse_json, write_text
 
-__all__ = ["MetricsLog", "Progress", "Throughput", "read_metrics"]
+__all__ = ["MetricsLog", "Progress", "StopOnTerminate", "Throughput", "read_metrics"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,17 +36,46 @@ class Progress:
     tokens_per_second: float | None = None
 
 
+class StopOnTerminate(TrainerCallback):
+    """Ends training at the end of the step in which ``ask`` was called, with a checkpoint of it. All ranks agree."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self._asked = False
+        #: whether training was ended
+        self.stopped = False
+
+    def ask(self, *_: Any) -> None:
+        """What SIGTERM calls."""
+        self._asked = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.world_size > 1:  # a signal reaches the ranks in different steps
+            if self._asked:
+                self._accelerator.set_trigger()
+            self._asked = self._accelerator.check_trigger()
+        if self._asked and state.global_step < state.max_steps:
+            self.stopped = control.should_save = control.should_training_stop = True
+
+
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a ``metrics.jsonl`` without a last line that was cut off. Raises ValueError on a damaged file."""
     path = Path(path)
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from None
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except ValueError as error:
+            row = parse_json(line, f"{path}, line {number}")
+        except ValueError:
             if number < len(lines):
-                raise ValueError(f"{path}, line {number} is not valid JSON: {error}") from error
+                raise
+            break
+        if not isinstance(row, dict) or not all(isinstance(row.get(key), int) for key in ("step", "tokens")):
+            raise ValueError(f"{path}, line {number} is no row of metrics: {shown(row)}")
+        rows.append(row)
     return rows
 
 

@@ -18,12 +18,13 @@ from relinear.core.modes import same_modes
 from relinear.core.objective import GuidedTraining, Objective
 from relinear.surgery.summary import summary
 from relinear.system.machine import PeakMemory
+from relinear.system.signals import Terminated, on_terminate
 from relinear.train.settings import FitSettings
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-    from relinear.train.callbacks import MetricsLog, Progress, Throughput
+    from relinear.train.callbacks import MetricsLog, Progress, StopOnTerminate, Throughput
     from relinear.train.trainer import RelinearTrainer
 
 # transformers' Trainer takes seconds to import and is imported by the functions that need it: the room imports this
@@ -188,10 +189,13 @@ def fit(
         The result; ``model`` is left trained, in the mode it came in.
 
     Raises:
-        ValueError: if data or settings do not fit the model (before anything has changed).
-        NonFiniteLossError: (a ValueError) if the loss becomes NaN or infinite.
+        ValueError: if data or settings do not fit the model, or a part of the checkpoint to go on from is missing or
+            changed (before anything has changed).
+        NonFiniteLossError: (a ValueError) if the loss becomes NaN or infinite, or grows a hundredfold; it names the
+            last good checkpoint.
+        Terminated: (a KeyboardInterrupt) after a SIGTERM, with ``out_dir``, once the step under way is saved.
     """
-    from relinear.train.callbacks import MetricsLog, Throughput
+    from relinear.train.callbacks import MetricsLog, StopOnTerminate, Throughput
     from relinear.train.trainer import RelinearTrainer
 
     settings = settings or FitSettings()
@@ -221,9 +225,12 @@ def fit(
             lambda: trainer.tokens_seen,
             on_progress,
         )
-        trainer.add_callback(throughput)
-        trainer.add_callback(log)
-        return _run(model, trainer, log, throughput, home if out_dir is not None else None, checkpoints, resume)
+        stop = StopOnTerminate(trainer.accelerator)
+        for callback in (stop, throughput, log):
+            trainer.add_callback(callback)
+        if out_dir is not None:
+            stack.enter_context(on_terminate(stop.ask))
+        return _run(model, trainer, log, throughput, stop, home if out_dir is not None else None, checkpoints, resume)
 
 
 def _run(
@@ -231,13 +238,16 @@ def _run(
     trainer: RelinearTrainer,
     log: MetricsLog,
     throughput: Throughput,
+    stop: StopOnTerminate,
     out_dir: Path | None,
     checkpoints: Path,
     resume: bool,
 ) -> TrainResult:
-    from relinear.train.trainer import last_checkpoint
+    from relinear.train.trainer import check_checkpoint, last_checkpoint
 
     checkpoint = last_checkpoint(checkpoints) if resume else None
+    if checkpoint is not None and trainer.is_world_process_zero():
+        check_checkpoint(checkpoint)
     step = -1 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
     if trainer.is_world_process_zero():
         if not resume:
@@ -252,6 +262,8 @@ def _run(
         trainer.evaluate()
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     steps = trainer.state.global_step
+    if stop.stopped:
+        raise Terminated(f"ended by SIGTERM after step {steps}, which is saved in {last_checkpoint(checkpoints)}")
     if has_validation and not any(row["step"] == steps and "perplexity" in row for row in log.rows):
         trainer.evaluate()
     log.tell("done", steps)

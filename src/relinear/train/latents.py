@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,10 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from relinear.core.config import shown
 from relinear.core.latents import Latent, Moments, observe
-from relinear.system.files import write_json
+from relinear.system.files import read_json, write_json
+from relinear.system.text import cut
 
 __all__ = ["LatentMoments", "read_moments"]
 
@@ -110,12 +111,18 @@ def _moments(sums: dict[str, Tensor]) -> Moments:
 
 def _read_sums(path: Path) -> dict[str, dict[str, Tensor]]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         if content["format"] != 1:
-            raise ValueError(f"format {content['format']}")
-        return {
-            name: {key: torch.tensor(latent["sums"][key], dtype=torch.float64) for key in _SUMS}
-            for name, latent in content["latents"].items()
-        }
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a file of latent moments of this version: {error}") from error
+            raise ValueError(f"format {shown(content['format'])}")
+        found = {name: _sums(latent["sums"]) for name, latent in dict(content["latents"]).items()}
+    except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        said = cut(str(error))
+        raise ValueError(f"{path} is not a file of latent moments of this version: {said}") from error
+    return found
+
+
+def _sums(values: dict[str, Any]) -> dict[str, Tensor]:
+    tokens, *others = (torch.tensor(values[key], dtype=torch.float64) for key in _SUMS)
+    if tokens.dim() or len({tuple(value.shape) for value in others}) > 1:
+        raise ValueError(f"sums of unequal sizes {[tuple(value.shape) for value in others]}")
+    return dict(zip(_SUMS, (tokens, *others), strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from transformers import AutoConfig, TrainerCallback
 
-from relinear.core.config import nearest
+from relinear.core.config import nearest, shown
 from relinear.core.context import check_context_is_there
 from relinear.data import prepare_data
 from relinear.models import from_preset, model_place, preset_names
 from relinear.surgery import checkpoint as checkpoint_room
 from relinear.surgery.plan import attach_, plan
 from relinear.surgery.summary import summary
-from relinear.system.files import write_json
+from relinear.system.files import read_json, write_json, writing
+from relinear.system.lock import only_process_in
 from relinear.system.machine import describe_machine
+from relinear.system.text import cut
 from relinear.train.callbacks import Progress, read_metrics
 from relinear.train.fit import TrainResult, fit
 from relinear.train.settings import TrainSettings
@@ -70,19 +72,33 @@ def _check_model(settings: TrainSettings) -> None:
     place = model_place(name)
     if place == "preset":
         with torch.device("meta"):
-            build_model(settings)
+            _check_memory(build_model(settings))
         return
     if settings.model_overrides:
         raise ValueError(
             f"model_overrides change the config of a preset, and {name!r} is none; {nearest(name, preset_names())}"
         )
     try:
-        AutoConfig.from_pretrained(name)
+        with checkpoint_room.reading_config(name):
+            AutoConfig.from_pretrained(name)
     except OSError as error:
         raise ValueError(
             f"model {name!r} is neither a preset ({nearest(name, preset_names())}), nor a directory with a model, nor "
             f"a model that can be had from the Hub: {str(error).splitlines()[0]}"
         ) from error
+
+
+def _check_memory(model: Any) -> None:
+    """Refuse what cannot be: weights, gradients and Adam's two states of more bytes than the machine has."""
+    import psutil
+
+    needed = 16 * sum(parameter.numel() for parameter in model.parameters())
+    there = psutil.virtual_memory().total + psutil.swap_memory().total
+    if not torch.cuda.is_available() and needed > there:
+        raise ValueError(
+            f"the model has {needed // 16:,} parameters; to train it takes {needed / 2**30:,.0f} GiB at least, and "
+            f"this machine has {there / 2**30:,.0f}; choose smaller sizes"
+        )
 
 
 def _check_fit(model: Any, settings: TrainSettings, vocab_size: int | None) -> None:
@@ -106,8 +122,12 @@ def read_result(out_dir: str | Path) -> TrainResult | None:
     record = _read_record(out_dir)
     if record is None or record.get("status") != "done":
         return None
-    values = record["result"]
-    return TrainResult(**values | {"out_dir": out_dir, "curve": read_metrics(out_dir / "metrics.jsonl")})
+    try:
+        return TrainResult(**record["result"] | {"out_dir": out_dir, "curve": read_metrics(out_dir / "metrics.jsonl")})
+    except (LookupError, TypeError) as error:
+        raise ValueError(
+            f"{out_dir / 'run.json'}: its result is damaged ({cut(str(error))}); give another directory, or start over"
+        ) from None
 
 
 def _read_record(out_dir: Path) -> dict[str, Any] | None:
@@ -115,20 +135,41 @@ def _read_record(out_dir: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path)
     except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); give another directory, or start over") from error
+        raise ValueError(f"{error}; give another directory, or start over") from None
+    if not isinstance(record, dict) or not isinstance(record.get("settings"), dict):
+        raise ValueError(f"{path} is no record of a run; give another directory, or start over")
+    return record
 
 
-def _check_same(out_dir: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    before = TrainSettings.completed(before)
+def _check_same(out_dir: Path, record: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on with other settings, or with other sequences in a step; how ranks share a step may change."""
+    before = TrainSettings.completed(record["settings"])
     differing = [key for key in now if key not in _FREE and before.get(key) != now[key]]
+    ranks = record.get("ranks", _ranks())
+    if record.get("status") != "done" and isinstance(ranks, int) and ranks != _ranks() and isinstance(before, dict):
+        then, here = _sequences(before, ranks), _sequences(now, _ranks())
+        if then != here:
+            raise ValueError(
+                f"{out_dir} holds a run of {ranks} ranks with {then} sequences in a step, and this would be {_ranks()} "
+                f"with {here}; change batch_size or accumulation to make it {then}"
+            )
+        differing = [key for key in differing if key not in ("batch_size", "accumulation")]
     if differing:
-        stated = ", ".join(f"{key} {before.get(key)!r} -> {now[key]!r}" for key in differing)
+        stated = ", ".join(f"{key} {shown(before.get(key))} -> {shown(now[key])}" for key in differing)
         raise ValueError(
             f"{out_dir} holds a run with other settings ({stated}); give another directory, or start over with "
             "resume=False"
         )
+
+
+def _ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _sequences(settings: Mapping[str, Any], ranks: int) -> int:
+    return settings["batch_size"] * settings["accumulation"] * ranks
 
 
 def train(
@@ -156,24 +197,50 @@ def train(
 
     Raises:
         ValueError: for settings that are wrong or do not fit each other, before anything is written; for a directory
-            that holds another run; ``NonFiniteLossError`` if the loss becomes NaN.
+            that holds another run, or in which another process is at work; ``NonFiniteLossError`` if the loss becomes
+            NaN or explodes.
         OSError: if ``out_dir`` cannot be written.
     """
     settings = TrainSettings.load(settings)
     out_dir = Path(out_dir)
-    first = int(os.environ.get("RANK", "0")) == 0
-    described = settings.model_dump(mode="json")
-    record = _read_record(out_dir) if resume else None
-    if record is not None:
-        _check_same(out_dir, record["settings"], described)
-        done = read_result(out_dir)
-        if done is not None:
-            return done
+    done = _ended(settings, out_dir) if resume else None
+    if done is not None:
+        return done
     _check_model(settings)
     if settings.minimised is not None:
         settings.minimised.check()
     data = prepare_data(settings.data)
     model = build_model(settings, data.vocab_size)
+    with only_process_in(out_dir) if _first() else contextlib.nullcontext():
+        done = _ended(settings, out_dir) if resume else None  # another process may have been here since
+        return done or _carry_out(model, data, settings, out_dir, resume, callbacks, on_progress)
+
+
+def _first() -> bool:
+    """Whether this is the process that writes: the only one, or the first rank of several."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def _ended(settings: TrainSettings, out_dir: Path) -> TrainResult | None:
+    """The result of a run with these settings that has ended here; raises ValueError where another run is."""
+    record = _read_record(out_dir)
+    if record is None:
+        return None
+    _check_same(out_dir, record, settings.model_dump(mode="json"))
+    return read_result(out_dir)
+
+
+def _carry_out(
+    model: Any,
+    data: Any,
+    settings: TrainSettings,
+    out_dir: Path,
+    resume: bool,
+    callbacks: Iterable[TrainerCallback],
+    on_progress: Callable[[Progress], None] | None,
+) -> TrainResult:
+    """Train, and write down what is going on and what came of it."""
+    first = _first()
     objective = None if settings.minimised is None else settings.minimised.prepare(model)
     if not resume and first:
         _clear(out_dir)
@@ -181,7 +248,8 @@ def train(
     table = summary(model)
     record = {
         "status": "running",
-        "settings": described,
+        "settings": settings.model_dump(mode="json"),
+        "ranks": _ranks(),
         "machine": describe_machine(),
         "model": {"parameters": table.parameters, "flops_per_token": table.flops_per_token},
         "data": data.description,
@@ -206,7 +274,8 @@ def train(
         raise
     if first:
         if settings.save_model:
-            checkpoint_room.save_pretrained(model, out_dir / "model", tokenizer=data.tokenizer)
+            with writing(out_dir / "model"):
+                checkpoint_room.save_pretrained(model, out_dir / "model", tokenizer=data.tokenizer)
         write_json(path, record | {"status": "done", "result": result.to_dict()})
         if not settings.keep_checkpoint:
             shutil.rmtree(out_dir / "checkpoints", ignore_errors=True)

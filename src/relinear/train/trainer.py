@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from pickle import UnpicklingError  # raised by torch.load(weights_only=True) for what it refuses
@@ -30,19 +31,35 @@ from relinear.core.inference import keeping_for_inference
 from relinear.core.modes import evaluating
 from relinear.core.objective import GuidedTraining
 from relinear.core.record import sync_record
-from relinear.system.files import atomic_path
+from relinear.system.files import atomic_path, check_manifest, write_manifest, writing
 from relinear.system.machine import fast_bfloat16
 from relinear.train.optim import build_optimizer, build_schedule
 from relinear.train.settings import FitSettings
 
-__all__ = ["NonFiniteLossError", "RelinearTrainer", "SteadySampler", "last_checkpoint", "training_dtype"]
+__all__ = [
+    "NonFiniteLossError",
+    "RelinearTrainer",
+    "SteadySampler",
+    "check_checkpoint",
+    "last_checkpoint",
+    "training_dtype",
+]
 
 _RANK_SEEDS = 2_654_435_761  # far from one rank's seed to the next: seeds that users choose are close together
+#: parts that every checkpoint has, whatever wrote it (DeepSpeed keeps its own in one folder)
+_ALWAYS = (
+    ("optimizer*", "global_step*"),
+    ("scheduler.pt", "global_step*"),
+    ("trainer_state.json",),
+    ("rng_state*.pth",),
+)
+#: a training loss of so many times the first one (but at least of so many nats) is on no way down
+_DIVERGED = 100.0
 _PARTIAL = ".partial"  # checkpoints are written here and renamed when they are whole
 
 
 class NonFiniteLossError(ValueError):
-    """The loss, or a weight, became NaN or infinite: training cannot go on."""
+    """The loss, or a weight, became NaN, infinite or as good as that: training cannot go on."""
 
 
 class SteadySampler(Sampler[int]):
@@ -74,6 +91,26 @@ def training_dtype(settings: FitSettings, device: torch.device) -> torch.dtype:
     if settings.dtype == "auto":
         return torch.bfloat16 if fast_bfloat16(device) else torch.float32
     return torch.float32 if settings.dtype == "float32" else torch.bfloat16
+
+
+def check_checkpoint(checkpoint: Path) -> None:
+    """Hold a checkpoint to what was written: nobody would notice that a run went on from half of its state.
+
+    One that was written before checkpoints had a manifest is taken as it is, with a warning.
+
+    Raises:
+        ValueError: if a part is missing or was changed, by name.
+    """
+    advice = "or start over with resume=False (--start-over)"
+    try:
+        noted = check_manifest(checkpoint)
+    except ValueError as error:
+        raise ValueError(f"cannot go on from {checkpoint}: {error}, {advice}") from None
+    if noted is None:
+        missing = [names[0] for names in _ALWAYS if not any(list(checkpoint.glob(name)) for name in names)]
+        if missing:
+            raise ValueError(f"cannot go on from {checkpoint}: it lacks {', '.join(missing)}; restore it, {advice}")
+        warnings.warn(f"{checkpoint} has no manifest: that its parts are whole cannot be checked", stacklevel=2)
 
 
 def last_checkpoint(out_dir: str | Path) -> Path | None:
@@ -162,6 +199,7 @@ class RelinearTrainer(Trainer):
         self.compute_dtype = training_dtype(settings, self.args.device)
         self.tokens_seen = 0
         self._last_drain = 0
+        self._first_loss: float | None = None
         self._terms: dict[str, Tensor] = {}
         self._home = out_dir
         self._block_losses = block_losses
@@ -252,11 +290,22 @@ class RelinearTrainer(Trainer):
 
     def _check_finite(self, value: float, what: str) -> None:
         if not math.isfinite(value):
-            raise NonFiniteLossError(
-                f"the {what} is {value} at step {self.state.global_step + 1} of {self.settings.steps}, with a "
-                f"learning rate of {self._rate():.3g}; try a lower learning_rate, more warmup_steps, a max_grad_norm "
-                "above 0, or dtype='float32'"
-            )
+            raise self._diverged(f"the {what} is {value}")
+
+    def _check_no_explosion(self, loss: float) -> None:
+        """Far beyond the first loss there is no way back: better to stop at the last good checkpoint."""
+        self._first_loss = loss if self._first_loss is None else self._first_loss
+        if loss > _DIVERGED * max(self._first_loss, 1.0):
+            raise self._diverged(f"the training loss has grown from {self._first_loss:.4g} to {loss:.4g}")
+
+    def _diverged(self, what: str) -> NonFiniteLossError:
+        kept = last_checkpoint(self._home)
+        state = "no checkpoint was written before" if kept is None else f"the last good checkpoint is {kept}"
+        return NonFiniteLossError(
+            f"{what} at step {self.state.global_step + 1} of {self.settings.steps}, with a "
+            f"learning rate of {self._rate():.3g}; try a lower learning_rate, more warmup_steps, a max_grad_norm "
+            f"above 0, or dtype='float32'; {state}"
+        )
 
     def _rate(self) -> float:
         return self.settings.learning_rate if self.lr_scheduler is None else self._get_learning_rate()
@@ -267,6 +316,7 @@ class RelinearTrainer(Trainer):
         """Adds the terms of the loss and the operators' own measurements to what Trainer logs while training."""
         if "loss" in logs:
             self._check_finite(logs["loss"], "training loss")
+            self._check_no_explosion(logs["loss"])
             logs.update(self._drain_terms(logs["loss"]))
         super().log(logs, start_time)
 
@@ -344,20 +394,23 @@ class RelinearTrainer(Trainer):
             if not bool(torch.isfinite(parameter).all()):
                 self._check_finite(float("nan"), f"weight {name}")
         home, name = self._home, f"checkpoint-{self.state.global_step}"
-        self._redirect = home / _PARTIAL
+        partial = self._redirect = home / _PARTIAL
         try:
             if self.args.should_save:
-                shutil.rmtree(self._redirect, ignore_errors=True)
+                shutil.rmtree(partial, ignore_errors=True)
             self._barrier()
-            super()._save_checkpoint(model, trial)
+            with writing(home / name):
+                super()._save_checkpoint(model, trial)
             self._barrier()
             if self.args.should_save:
-                _sync_files(self._redirect / name)
+                write_manifest(partial / name, world_size=self.args.world_size)
+                _sync_files(partial / name)
                 shutil.rmtree(home / name, ignore_errors=True)
-                (self._redirect / name).rename(home / name)
-                self._redirect.rmdir()
+                (partial / name).rename(home / name)
         finally:
             self._redirect = None
+            if self.args.should_save:
+                shutil.rmtree(partial, ignore_errors=True)
         if self.args.should_save:
             rotate_checkpoints(output_dir=str(home), save_total_limit=1)
         self._barrier()

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from relinear.system.files import own_folder
 from relinear.system.machine import cpu_features
 
 __all__ = ["has_compiler", "is_built", "is_loaded"]
@@ -52,6 +53,7 @@ def is_loaded() -> bool:
     """Whether the kernels can be called: loaded, and built where they have to be, when this is first asked."""
     try:
         path = _library_path()
+        own_folder(path.parent, strict=True)  # what is loaded from there runs as this user
         if path.exists():
             torch.ops.load_library(path)
         else:
@@ -86,7 +88,6 @@ def _build(path: Path) -> None:
     """Build and load the kernels. Any number of processes may do so at once, and be killed meanwhile."""
     from torch.utils.cpp_extension import load
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder, _ninja_on_path():
         load(
             "relinear_kernels",

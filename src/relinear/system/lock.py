@@ -1,0 +1,93 @@
+"""One process at a time in a directory, by a lock of the operating system that a killed holder cannot leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["InUseError", "only_process_in"]
+
+LOCK = ".lock"
+#: seconds that a lock is waited for: what is left of a run that was just killed takes a moment to end
+_PATIENCE = 3.0
+
+
+class InUseError(ValueError):
+    """Another process is at work in a directory."""
+
+
+@contextlib.contextmanager
+def only_process_in(directory: str | Path, patience: float | None = None) -> Iterator[Path]:
+    """Hold ``directory``, made if need be, for the length of the block; of two processes the second is refused.
+
+    The lock (``flock`` on ``.lock``) ends with its holder in whatever way that ends. The file is removed again, and so
+    are the folders made for it if nothing else has come into them. Where the system or the file system has no
+    ``flock``, nothing is held.
+
+    Args:
+        directory: which.
+        patience: seconds that another process is waited for; by default as long as one that was just killed may take.
+
+    Raises:
+        InUseError: (a ValueError) if another process holds the directory.
+        OSError: if it cannot be made or written.
+    """
+    directory = Path(directory)
+    try:
+        import fcntl
+    except ImportError:
+        directory.mkdir(parents=True, exist_ok=True)
+        yield directory
+        return
+    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    path = directory / LOCK
+    handle = _acquired(path, fcntl, _PATIENCE if patience is None else patience)
+    try:
+        with contextlib.suppress(OSError):  # who it is helps a reader; on a full disk the lock holds without it
+            os.ftruncate(handle, 0)
+            os.write(handle, f"process {os.getpid()} on {platform.node()}".encode())
+        yield directory
+    finally:
+        path.unlink(missing_ok=True)  # while it is still held: see _is_at
+        os.close(handle)
+        for folder in made:
+            with contextlib.suppress(OSError):  # not empty: it is in use
+                folder.rmdir()
+
+
+def _acquired(path: Path, fcntl: object, patience: float) -> int:
+    """A handle of ``path`` that is locked, and is the file that others see there."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:  # its last holder has just removed the folder
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[attr-defined]
+            if _is_at(handle, path):
+                return handle
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                holder = os.read(handle, 200).decode("utf-8", "replace").strip() or "another process"
+                os.close(handle)
+                raise InUseError(
+                    f"another process is at work in {path.parent} ({holder}); wait for it, or give another directory"
+                ) from None
+            time.sleep(0.05)
+        except OSError:  # a file system without locks
+            return handle
+        os.close(handle)
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Whether the open file is still the one at ``path``: its last holder removes it, another may have made it anew."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except OSError:
+        return False

@@ -1,0 +1,160 @@
+"""What each rank of test_distributed.py runs: FOLDER TASK..."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from transformers import TrainerCallback
+
+import relinear
+from conftest import make_tiny_llama
+from relinear.train import FitSettings, fit
+from train_helpers import DATA, Gradients, Tokens
+
+SETTINGS = FitSettings(
+    steps=1, batch_size=4, warmup_steps=0, dtype="float32", max_grad_norm=0, threads=1, device="cpu", log_every=1
+)
+CONTEXT = relinear.ContextManager(dim=8)
+#: name -> (what is replaced, what is attached): every operator, every attachment, auxiliary losses among them
+PARTS = {
+    "low_rank": ({"up_proj": relinear.LowRank(rank=4)}, []),
+    "block_hadamard": ({"up_proj": relinear.BlockHadamard()}, []),
+    "monarch": ({"up_proj": relinear.Monarch(blocks=4)}, []),
+    "hdpl": ({"up_proj": relinear.HDPL(rank=4, blocks=4, beta=0.1)}, []),
+    "rotor": ({"up_proj": relinear.Rotor(width=2)}, []),
+    "transponder": ({"up_proj": relinear.Transponder(rank=2)}, []),
+    "output_gate": ({"up_proj": relinear.OutputGate()}, []),
+    "context": ({"up_proj": relinear.CCL(rank=4, context_dim=8)}, [CONTEXT]),
+}
+
+
+def others(family, named, part):
+    """A row for every kind of ours that has none yet, with its defaults."""
+    from relinear.models import head_bias  # noqa: F401  registers its kind
+
+    own = {kind: cls for kind, cls in family.kinds().items() if cls.__module__.startswith("relinear.")}
+    return {kind: part(cls()) for kind, cls in own.items() if kind not in named}
+
+
+PARTS |= others(
+    relinear.LowRank,
+    {config.kind for mapping, _ in PARTS.values() for config in mapping.values()},
+    lambda config: ({"up_proj": config}, []),
+)
+PARTS |= others(
+    relinear.ReZero,
+    {config.kind for _, attached in PARTS.values() for config in attached},
+    lambda config: ({"q_proj": relinear.LowRank(rank=4)}, [config]),
+)
+
+
+def built(part):
+    torch.manual_seed(0)
+    model = make_tiny_llama()
+    mapping, attached = PARTS[part]
+    for attachment in attached:
+        relinear.attach_(model, attachment)
+    relinear.replace_(model, mapping)
+    return model
+
+
+def without_noise(*size, **kwargs):
+    """In place of ``torch.randn``: ranks draw noise of their own, so gradients are only equal without it."""
+    return torch.zeros(*size, **{key: value for key, value in kwargs.items() if key != "generator"})
+
+
+def one_step(part, settings):
+    """Losses of two steps, and the gradients of the first; padded sequences, so that ranks have unequal shares."""
+    drawn, seen, model = torch.randn, Gradients(), built(part)
+    torch.randn = without_noise
+    try:
+        result = fit(model, DATA["padded"](), settings.updated(steps=2), callbacks=[seen])
+    finally:
+        torch.randn = drawn
+    losses = [value for row in result.curve for key, value in row.items() if key in ("loss", "cross_entropy")]
+    return {"gradients": seen.found, "losses": losses}
+
+
+def steps(folder, rank):
+    found = {part: one_step(part, SETTINGS) for part in PARTS}
+    if rank == 0:
+        torch.save(found, folder / "steps.pt")
+
+
+def sharded(folder, rank):
+    """FSDP2: a step, shards on disk, one file of them, and shards of that file again."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as states
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+
+    def shards(model):
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    model = shards(built("context")).train()
+    data = Tokens()
+    batch = {key: torch.stack([data[2 * i + rank][key] for i in range(4)]) for key in data[0]}
+    model(**batch).loss.backward()
+    torch.optim.AdamW(model.parameters(), lr=1e-2).step()
+    placements = sum(hasattr(parameter, "placements") for parameter in model.parameters())
+    dcp.save({"model": states.get_model_state_dict(model)}, checkpoint_id=folder / "shards")
+
+    fresh = shards(built("context"))  # as after a restart
+    loaded = {"model": states.get_model_state_dict(fresh)}
+    dcp.load(loaded, checkpoint_id=folder / "shards")
+    states.set_model_state_dict(fresh, loaded["model"])
+    with torch.no_grad():
+        logits = fresh.eval()(data[0]["input_ids"][None]).logits
+    whole = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = states.get_model_state_dict(fresh, options=whole)
+    if rank == 0:
+        single = built("context")
+        single.load_state_dict(weights)
+        relinear.save_pretrained(single, folder / "single")
+    torch.distributed.barrier()
+
+    again = shards(built("context"))
+    source = relinear.from_pretrained(folder / "single").state_dict()
+    options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    states.set_model_state_dict(again, source, options=options)
+    back = states.get_model_state_dict(again, options=whole)
+    if rank == 0:
+        torch.save({"logits": logits, "placements": placements, "back": back}, folder / "sharded.pt")
+
+
+class Stop(TrainerCallback):
+    """Ends a run as a kill does."""
+
+    class Killed(Exception):
+        pass
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 4:
+            raise Stop.Killed
+
+
+def interrupted(folder, rank):
+    """A run of six steps that is cut off after the fourth; its last checkpoint is of the third."""
+    settings = SETTINGS.updated(steps=6, save_every=3)
+    try:
+        data = (DATA["full"](), DATA["full"](seed=1))
+        fit(built("context"), data, settings, out_dir=folder / "interrupted", callbacks=[Stop()])
+    except Stop.Killed:
+        if rank == 0:
+            (folder / "interrupted" / "before.json").write_text(json.dumps(4))
+
+
+TASKS = {"steps": steps, "sharded": sharded, "interrupted": interrupted}
+
+if __name__ == "__main__":
+    where, *names = sys.argv[1:]
+    torch.distributed.init_process_group("gloo")
+    for name in names:
+        TASKS[name](Path(where), torch.distributed.get_rank())
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,1 @@
+"""A seeded fuzz of every file and argument that the commands read."""

@@ -1,0 +1,130 @@
+"""What is killed: tiny works of every command that keeps state, and what they come to, as JSON with hashes of bits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optuna  # noqa: F401  imported once, for every fork
+import torch
+from safetensors.torch import load_file
+
+import relinear
+from conftest import make_tiny_llama
+from relinear.compare.run import compare
+from relinear.compare.sweep import parse_parameter, sweep
+from relinear.distill.run import distill_
+from relinear.train import TrainSettings, train, trainer  # noqa: F401
+
+__all__ = ["WORKS", "come_to"]
+
+WIDTH = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+#: fields of results that tell of time, memory or place
+_PASSING = {
+    "tokens_per_second", "seconds", "peak_memory_bytes", "out_dir", "started", "finished", "command", "machine",
+    "folder",
+}  # fmt: skip
+
+
+def settings(data: Path, **changes: Any) -> TrainSettings:
+    return TrainSettings.load(
+        {
+            "model_overrides": WIDTH,
+            "operators": {"up_proj": "low_rank:rank=4"},
+            "data": {"data": str(data), "sequence_length": 16, "max_validation_tokens": 64},
+            "steps": 6,
+            "batch_size": 2,
+            "save_every": 2,
+            "eval_every": 3,
+            "log_every": 1,
+            "dtype": "float32",
+            "threads": 1,
+            "device": "cpu",
+        }
+        | changes
+    )
+
+
+def _train(data: Path, out: Path) -> None:
+    train(settings(data), out)
+
+
+def _compare(data: Path, out: Path) -> None:
+    shared = settings(data, steps=3).model_dump(exclude_unset=True)
+    del shared["operators"]
+    recipe = {"entries": {"a": "dense", "b": "low_rank:rank=4"}, "train": shared, "speed": {"seconds": 0}}
+    compare(recipe | {"tune": {"learning_rates": [1e-3, 4e-3], "extensions": 0}}, out, isolate=False)
+
+
+def _sweep(data: Path, out: Path) -> None:
+    base = settings(data, steps=3, save_model=False)
+    sweep(base, [parse_parameter("learning_rate=1e-4..1e-2:log")], out, trials=3, isolate=False)
+
+
+def _ids(count: int) -> list[torch.Tensor]:
+    return list(torch.randint(96, (count, 32), generator=torch.Generator().manual_seed(3)))
+
+
+def _model() -> Any:
+    torch.manual_seed(0)
+    return make_tiny_llama()
+
+
+def _distill(data: Path, out: Path) -> None:
+    chosen = {"tokens": 256, "validation_tokens": 64, "sequence_length": 32, "epochs": 1, "batch_size": 64}
+    distill_(_model(), {"q_proj": relinear.LowRank(rank=2)}, _ids(10), settings=chosen, out_dir=out)
+
+
+def _compress(data: Path, out: Path) -> None:
+    chosen = {"tokens": 256, "sequence_length": 32, "anchor_tokens": 128}
+    relinear.compress(_model(), _ids(10), keep=0.8, settings=chosen, out_dir=out)
+
+
+def _save(data: Path, out: Path) -> None:
+    """The same directory over and over: whenever it is looked at, it holds a whole model."""
+    if (out / "model").exists():
+        relinear.from_pretrained(out / "model")
+    model = _model()
+    relinear.replace_(model, {"q_proj": relinear.LowRank(rank=2)})
+    for _ in range(4):
+        relinear.save_pretrained(model, out / "model")
+        relinear.from_pretrained(out / "model")
+
+
+#: name -> function of a corpus and the directory of results
+WORKS: dict[str, Callable[[Path, Path], None]] = {
+    "train": _train,
+    "compare": _compare,
+    "sweep": _sweep,
+    "distill": _distill,
+    "compress": _compress,
+    "save": _save,
+}
+
+
+def come_to(out: Path) -> dict[str, Any]:
+    """Every result and every bit of every model below ``out``, without what tells of time and place."""
+    found: dict[str, Any] = {}
+    for path in sorted(out.rglob("*")):
+        name = path.relative_to(out)
+        if any(part.startswith((".", "fit-")) or part == "calibration" for part in name.parts):  # no result
+            continue
+        if path.suffix == ".safetensors":
+            digest = hashlib.sha256()
+            for key, value in sorted(load_file(path).items()):
+                digest.update(key.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
+            found[str(name)] = digest.hexdigest()
+        elif path.suffix == ".json" and path.name in ("run.json", "results.json", "sweep.json", "report.json"):
+            found[str(name)] = _lasting(json.loads(path.read_text()))
+        elif path.name == "metrics.jsonl":
+            found[str(name)] = [_lasting(json.loads(line)) for line in path.read_text().splitlines()]
+    return found
+
+
+def _lasting(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _lasting(inner) for key, inner in value.items() if key not in _PASSING}
+    return [_lasting(inner) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,81 @@
+"""Two ranks (gloo, on the CPU) do what one process does: operators, attachments, FSDP2, other numbers of ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import relinear
+from dist_ranks import PARTS, SETTINGS, built, one_step
+from relinear.train import fit
+from train_helpers import DATA, Tokens
+
+# The launch takes some twenty seconds; the limit is for a machine that has other things to do.
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed"),
+    pytest.mark.timeout(900),
+]
+
+
+def launch(folder, *tasks, ranks=2):
+    """``dist_ranks.py`` on this machine, under torchrun."""
+    environment = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    script = Path(__file__).with_name("dist_ranks.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]
+    done = subprocess.run([*command, str(folder), *tasks], env=environment, capture_output=True, text=True, timeout=850)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What two ranks came to; one launch, as it takes seconds."""
+    folder = tmp_path_factory.mktemp("ranks")
+    launch(folder, "steps", "sharded", "interrupted")
+    return folder
+
+
+def test_every_operator_and_attachment_has_its_row():
+    kinds = {"operator": set(), "attachment": set()}
+    for mapping, attached in PARTS.values():
+        kinds["operator"] |= {config.kind for config in mapping.values()}
+        kinds["attachment"] |= {config.kind for config in attached}
+    for name, family in {"operator": relinear.LowRank, "attachment": relinear.ReZero}.items():
+        own = {kind for kind, cls in family.kinds().items() if cls.__module__.startswith("relinear.")}
+        assert own == kinds[name], name
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_two_ranks_have_the_loss_and_the_gradients_of_one(part, found):
+    there = torch.load(found / "steps.pt", weights_only=True)[part]
+    here = one_step(part, SETTINGS.updated(batch_size=8))
+    assert there["losses"] == pytest.approx(here["losses"], rel=1e-5)
+    assert there["gradients"].keys() == here["gradients"].keys()
+    for name, gradient in here["gradients"].items():
+        torch.testing.assert_close(there["gradients"][name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_a_sharded_checkpoint_becomes_one_file_and_back(found):
+    ids = Tokens()[0]["input_ids"][None]
+    single = relinear.from_pretrained(found / "single")
+    sharded = torch.load(found / "sharded.pt", weights_only=True)
+    with torch.no_grad():
+        torch.testing.assert_close(single(ids).logits, sharded["logits"], rtol=1e-5, atol=1e-6)
+    assert sharded["placements"] > 0  # the weights were shards indeed
+    for name, value in single.state_dict().items():
+        assert torch.equal(value, sharded["back"][name]), name
+
+
+def test_a_run_of_two_ranks_goes_on_in_one_process(found, tmp_path):
+    settings = SETTINGS.updated(steps=6, batch_size=8, save_every=3)
+    whole, resumed = built("context"), built("context")
+    expected = fit(whole, (DATA["full"](), DATA["full"](seed=1)), settings, out_dir=tmp_path)
+    result = fit(resumed, (DATA["full"](), DATA["full"](seed=1)), settings, out_dir=found / "interrupted")
+    assert json.loads((found / "interrupted" / "before.json").read_text()) == 4  # where it was cut off
+    assert result.validation_loss == pytest.approx(expected.validation_loss, rel=1e-4)
+    for (name, one), other in zip(whole.named_parameters(), resumed.named_parameters(), strict=True):
+        torch.testing.assert_close(one, other[1], rtol=1e-3, atol=1e-5, msg=name)
