@@ -18,7 +18,7 @@ where two are given, and differs in what it is about only:
     int8, int4  round to nearest, per row and group of 64 inputs: not the same bytes, which are stated
 
 Losses are in nats a token over windows of 1,024, intervals of 95 % for the paired difference to the original over
-windows; a text that ends in .jsonl is read as LAMBADA's (share of last words, loss a word).
+windows; a text that ends in .jsonl is read as LAMBADA's (loss a last word, a passage for each 100 tokens).
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--calibrate", nargs="+", required=True, metavar="TEXT")
-    parser.add_argument("--evaluate", nargs="+", required=True, metavar="NAME=TEXT")
+    parser.add_argument("--evaluate", nargs="+", required=True, metavar="NAME=TEXT[@TOKENS]")
     parser.add_argument("--keep", nargs="+", type=float, default=[0.8, 0.7])
     parser.add_argument("--methods", nargs="+", default=[*UNIFORM, *COMPRESSED, *ROUNDED])
     parser.add_argument("--tokens", type=int, default=32768)
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     tokenizer = load_tokenizer(given.model)
-    settings = CompressSettings(tokens=given.tokens)
+    settings = CompressSettings(tokens=given.tokens, evaluate=False, allow_slower=True)
     each = given.tokens // settings.sequence_length // len(given.calibrate)
     blocks = torch.cat(
         [token_blocks(list(texts(t))[given.skip :], tokenizer, settings.sequence_length, each) for t in given.calibrate]
@@ -161,7 +161,10 @@ def main() -> None:
     def fresh() -> nn.Module:
         return relinear.from_pretrained(given.model).eval()
 
-    windows = {name: windows_of(path, tokenizer, given.evaluation_tokens) for name, path in evaluated.items()}
+    windows = {}
+    for name, where in evaluated.items():
+        path, _, tokens = where.partition("@")
+        windows[name] = windows_of(path, tokenizer, int(tokens or given.evaluation_tokens))
 
     def row(method: str, keep: float | None, start: float, model: nn.Module, **more) -> None:
         seconds = time.monotonic() - start
