@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 
 import relinear
 from conftest import make_tiny_llama
+from relinear.surgery.layer_bias import LayerBias
 from relinear.train import FitSettings, fit
 from train_helpers import DATA, Gradients, Tokens
 
@@ -19,12 +20,17 @@ CONTEXT = relinear.ContextManager(dim=8)
 #: name -> (what is replaced, what is attached): every operator, every attachment, auxiliary losses among them
 PARTS = {
     "low_rank": ({"up_proj": relinear.LowRank(rank=4)}, []),
+    "pivoted_low_rank": ({"up_proj": relinear.PivotedLowRank(rank=4)}, []),
     "block_hadamard": ({"up_proj": relinear.BlockHadamard()}, []),
     "monarch": ({"up_proj": relinear.Monarch(blocks=4)}, []),
     "hdpl": ({"up_proj": relinear.HDPL(rank=4, blocks=4, beta=0.1)}, []),
     "rotor": ({"up_proj": relinear.Rotor(width=2)}, []),
     "transponder": ({"up_proj": relinear.Transponder(rank=2)}, []),
     "output_gate": ({"up_proj": relinear.OutputGate()}, []),
+    "layer_bias": (
+        {"up_proj": relinear.LowRank(rank=4)},
+        [LayerBias(layers=("model.layers.0.self_attn.q_proj",))],
+    ),
     "context": ({"up_proj": relinear.CCL(rank=4, context_dim=8)}, [CONTEXT]),
 }
 
