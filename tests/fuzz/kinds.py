@@ -23,7 +23,7 @@ from conftest import make_tiny_llama
 from fuzz import mutate
 from relinear.cli import options, table
 from relinear.compare import recipe, report
-from relinear.compare.run import _check_same as check_same_comparison
+from relinear.compare.folder import check_same as check_same_comparison
 from relinear.compare.settings import CompareSettings
 from relinear.compare.sweep import _check_same as check_same_sweep
 from relinear.compare.sweep import parse_parameter

@@ -11,10 +11,11 @@ from typing import Any
 from relinear.compress.allocate import Candidate, allocate, best_uniform
 from relinear.compress.budget import Budget, layer_parameters
 from relinear.compress.calibrate import Calibration
-from relinear.core.config import parse_setting
+from relinear.core.config import parse_setting, shown
 from relinear.core.operator import Operator, OperatorConfig, is_linear, linear_features
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import write_json
+from relinear.system.text import cut
 
 __all__ = ["CompressPlan", "LayerPlan", "layer_candidates", "make_plan"]
 
@@ -85,13 +86,13 @@ class CompressPlan:
             layers = dict(values["layers"])
             stated = {name: dict(layer) for name, layer in layers.items()}
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path} is no compression plan ({type(error).__name__}: {error})") from error
+            raise ValueError(f"{path} is no compression plan ({type(error).__name__}: {cut(str(error))})") from error
         modules = dict(model.named_modules())
         plans = {}
         for name, layer in stated.items():
             module = modules.get(name)
             if module is None or not is_linear(module) or isinstance(module, Operator):
-                raise ValueError(f"{path}: the model has no linear layer {name!r}; the plan is for another model")
+                raise ValueError(f"{path}: the model has no linear layer {shown(name)}; the plan is for another model")
             operator = _operator(layer.get("operator"), f"{path}: {name}")
             nats = layer.get("nats")
             plans[name] = LayerPlan(

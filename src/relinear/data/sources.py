@@ -122,7 +122,7 @@ def _read_jsonl(path: Path, text_column: str | None) -> Iterator[str]:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
-                row = parse_json(line, f"{path}, line {number}:")
+                row = parse_json(line, f"{path}, line {number}")
                 if not isinstance(row, dict):
                     raise ValueError(f"{path}, line {number}: expected an object, got {type(row).__name__}")
                 if column is None:

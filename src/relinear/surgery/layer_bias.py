@@ -30,11 +30,13 @@ class LayerBias(AttachmentConfig):
     layers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.layers, tuple) or not self.layers or not all(isinstance(n, str) for n in self.layers):
+        if not isinstance(self.layers, tuple) or not all(isinstance(n, str) for n in self.layers):
             raise ValueError(f"layers must be a tuple of names of linear layers, got {shown(self.layers)}")
 
     def check(self, model: nn.Module) -> None:
-        """Raise ValueError unless all layers are there, plain, and without a bias."""
+        """Raise ValueError unless there are layers, and all are in the model, plain, and without a bias."""
+        if not self.layers:
+            raise ValueError("layer_bias: layers is empty; name the linear layers that get a bias")
         for name in self.layers:
             layer = _layer(model, name)
             if type(layer) is not nn.Linear:
