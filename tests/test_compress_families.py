@@ -46,7 +46,13 @@ def run(kind: str, folder) -> tuple:
     torch.manual_seed(0)
     model = make_family(kind).eval()
     healing = (
-        {"heal_learning_rate": 1e-4, "heal": HEALED[kind], "heal_tokens": 512, "heal_held_out_tokens": 64}
+        {
+            "heal_learning_rate": 1e-4,
+            "heal": HEALED[kind],
+            "heal_tokens": 512,
+            "heal_held_out_tokens": 64,
+            "menu": ["low_rank"],  # which leaves some layers dense, for adapters
+        }
         if kind in HEALED
         else {}
     )
