@@ -59,7 +59,12 @@ class LayerByLayer:
             )
 
     def _run(self, ids: Tensor) -> Tensor:
-        return self.model(input_ids=ids, use_cache=False).logits
+        output = self.model(input_ids=ids, use_cache=False)
+        if not hasattr(output, "logits"):
+            raise ValueError(
+                f"{type(self.model).__name__} gives no logits: load it with its head (AutoModelForCausalLM)"
+            )
+        return output.logits
 
     def embed(self, ids: Tensor) -> Tensor:
         """The hidden states (B, T, D) that enter the first layer, for token ids (B, T)."""

@@ -12,7 +12,7 @@ from relinear.compress.allocate import Candidate, allocate, best_uniform
 from relinear.compress.budget import Budget, layer_parameters
 from relinear.compress.calibrate import Calibration
 from relinear.core.config import parse_setting, shown
-from relinear.core.operator import Operator, OperatorConfig, is_linear, linear_features
+from relinear.core.operator import NotLinearError, Operator, OperatorConfig, is_linear, linear_features
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import write_json
 from relinear.system.text import cut
@@ -87,6 +87,9 @@ class CompressPlan:
             stated = {name: dict(layer) for name, layer in layers.items()}
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is no compression plan ({type(error).__name__}: {cut(str(error))})") from error
+        if values.get("format", FORMAT) != FORMAT or not stated:
+            what = f"format {FORMAT} is read, got {shown(values.get('format'))}" if stated else "it names no layer"
+            raise ValueError(f"{path} is no compression plan that can be carried out: {what}")
         modules = dict(model.named_modules())
         plans = {}
         for name, layer in stated.items():
@@ -101,6 +104,7 @@ class CompressPlan:
                 module_parameters(module),
                 float(nats) if isinstance(nats, int | float) and not isinstance(nats, bool) else None,
             )
+        _check_linear({name: p.operator for name, p in plans.items() if p.operator is not None}, modules, path)
         whole = module_parameters(model)
         return cls(plans, whole - sum(p.parameters_before for p in plans.values()))
 
@@ -135,6 +139,24 @@ def _operator(value: Any, where: str) -> OperatorConfig | None:
         return OperatorConfig.from_dict(parse_setting(value) if isinstance(value, str) else value)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {error}") from error
+
+
+def _check_linear(operators: Mapping[str, OperatorConfig], modules: Mapping[str, Any], path: Path) -> None:
+    """Raise ValueError for an operator that has no dense matrix by which it could be fitted."""
+    seen = set()
+    for name in sorted(operators, key=lambda name: modules[name].weight.numel()):
+        operator = operators[name]
+        # sizes decide nothing here: of operators that differ in whole numbers alone one is built
+        key = str({k: v for k, v in operator.to_dict().items() if type(v) is not int})
+        if key in seen:
+            continue
+        seen.add(key)
+        if operator.conditioned:
+            raise ValueError(f"{path}: {name}: {operator} reads a context, which a plain layer does not have")
+        try:
+            operator.build(*linear_features(modules[name]), bias=False).to_dense()
+        except NotLinearError as error:
+            raise ValueError(f"{path}: {name}: {error}; only operators with a dense matrix can be fitted") from error
 
 
 def _size(operator: OperatorConfig | None, module: Any, where: str) -> int:

@@ -21,6 +21,7 @@ from relinear.compress.allocate import Candidate
 from relinear.compress.beside import Observation, compared, measure_speed, observe
 from relinear.compress.budget import Budget, budget_of
 from relinear.compress.calibrate import Calibration, calibrate
+from relinear.compress.checks import check_directory, check_ids, check_model_fits
 from relinear.compress.corrections import MeasuredPoint, choose_points, correct, corrections, measure_points
 from relinear.compress.export import export_plain
 from relinear.compress.export_gguf import check_gguf, check_gguf_operators, export_gguf
@@ -51,8 +52,6 @@ __all__ = ["CompressReport", "compress"]
 LEAST_SECONDS = 1e-3
 #: what two measurements of one speed may differ by
 NOISE = 0.02
-#: what other work leaves in its directory, in which nothing is put beside it
-OTHERS = ("config.json", "run.json", "results.json", "distill.json", "sweep.json", "bench.json")
 
 #: told the phase ("speed", "forward", "backward", "candidates", "points", "original", "fit", "heal", "evaluation"), how
 #: much of
@@ -176,9 +175,9 @@ def compress(
         on_progress: called with a phase, how much of it is done and how much there is.
 
     Raises:
-        ValueError: if the budget cannot be met, the corpus is too short, the model is quantised or cannot be run layer
-            by layer, ``out_dir`` holds the work on another model, corpus or plan, or the plan would run slower than the
-            original.
+        ValueError: if the budget cannot be met, the corpus is too short or of another vocabulary, the model is
+            quantised, has weights without finite values or cannot be run layer by layer, ``out_dir`` holds the work on
+            another model, corpus or plan, or the plan would run slower than the original.
     """
     check_choice("export", export or "plain", ["plain", "gguf"])
     given = settings.model_dump() if isinstance(settings, CompressSettings) else dict(settings or {})
@@ -187,22 +186,30 @@ def compress(
     if export == "gguf":
         check_gguf(model, tokenizer)
     if out_dir is not None:
-        _check_directory(Path(out_dir))
+        check_directory(Path(out_dir))
+    modules = _targets(model, targets, exclude)
+    check_model_fits(model, chosen.sequence_length)
     with tempfile.TemporaryDirectory() if out_dir is None else only_process_in(out_dir) as folder, evaluating(model):
-        job = _Job(model, _targets(model, targets, exclude), chosen, Path(folder), on_progress)
+        job = _Job(model, modules, chosen, Path(folder), on_progress)
         given_plan = None if plan_file is None else job.read_plan(plan_file)
         job.check_budget(given_plan)
         elsewhere = _elsewhere(evaluate_on or {}, tokenizer, chosen)
         corpus = _read(texts, elsewhere, tokenizer, chosen, plan_only)
+        for name, ids in {"the corpus": torch.cat(corpus[:3]), **elsewhere}.items():
+            check_ids(ids, model, name)
         job.one_matrix_each = export == "gguf"
         report = job.run(corpus, tokenizer, given_plan, plan_only)
-    if out_dir is not None and not plan_only:
-        save_pretrained(model, Path(out_dir) / "model", tokenizer=tokenizer)
-    if out_dir is not None and not plan_only and export == "plain":
-        export_plain(model, Path(out_dir) / "plain", tokenizer=tokenizer)
-    if out_dir is not None and not plan_only and export == "gguf":
-        export_gguf(model, Path(out_dir) / "model.gguf", tokenizer=tokenizer)
+        if out_dir is not None and not plan_only:
+            _save(model, Path(out_dir), tokenizer, export)
     return report
+
+
+def _save(model: Any, folder: Path, tokenizer: Any, export: str | None) -> None:
+    save_pretrained(model, folder / "model", tokenizer=tokenizer)
+    if export == "plain":
+        export_plain(model, folder / "plain", tokenizer=tokenizer)
+    if export == "gguf":
+        export_gguf(model, folder / "model.gguf", tokenizer=tokenizer)
 
 
 class _Clock:
@@ -262,15 +269,6 @@ def _elsewhere(texts: Mapping[str, Iterable[Any]], tokenizer: Any, settings: Com
         except ValueError as error:
             raise ValueError(f"evaluate_on, {name}: {error}") from error
     return found
-
-
-def _check_directory(folder: Path) -> None:
-    """Raise ValueError if ``folder`` is no directory, or one of other work."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; give a directory")
-    found = next((name for name in OTHERS if (folder / name).exists()), None)
-    if found is not None:
-        raise ValueError(f"{folder} holds other work ({found}): give a directory of its own")
 
 
 def _check_menu(menu: tuple[OperatorConfig, ...], modules: Mapping[str, nn.Module]) -> None:

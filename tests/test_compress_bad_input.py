@@ -1,0 +1,85 @@
+"""Compression refuses what it cannot work on, in words and before anything is computed or changed."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, T5Config
+
+from relinear.compress import compress
+from test_compress import SETTINGS, tiny, tokens
+
+
+def spoilt(value: float):
+    model = tiny()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = value
+    return model
+
+
+def encoder_decoder():
+    sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    return AutoModelForSeq2SeqLM.from_config(T5Config(**sizes))
+
+
+def refused(model, ids, message: str, folder, **more) -> None:
+    phases = []
+    with pytest.raises(ValueError, match=message):
+        compress(model, ids, out_dir=folder, on_progress=lambda *told: phases.append(told), **more)
+    assert not phases
+    assert not (folder / "calibration" / "moments-0000.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: spoilt(float("nan")), r"layers\.1\.mlp\.up_proj\.weight holds values that are not finite"),
+        (lambda: spoilt(float("inf")), r"layers\.1\.mlp\.up_proj\.weight holds values that are not finite"),
+        (lambda: tiny().to("meta"), "embed_tokens.weight has no values"),
+        (encoder_decoder, "has an encoder beside its decoder"),
+        (lambda: tiny().model, r"gives no logits: load it with its head"),
+    ],
+)
+def test_models_that_cannot_be_compressed(make, message: str, tmp_path) -> None:
+    refused(make(), tokens(), message, tmp_path, settings=SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (tokens()[0] + 40, "token ids from 40 to 89, and LlamaForCausalLM embeds 0 to 49: use the tokenizer"),
+        (tokens()[0] - 3, "token ids from -3 to 46"),
+        (tokens()[0].float(), "token ids must be integers, got float32"),
+    ],
+)
+def test_ids_that_the_model_does_not_know(ids, message: str, tmp_path) -> None:
+    refused(tiny(), [ids], f"the corpus.*{message}", tmp_path, settings=SETTINGS)
+    elsewhere = {"far": [ids]}
+    settings = SETTINGS | {"evaluate": True}
+    refused(tiny(), tokens(), f"far.*{message}", tmp_path, settings=settings, evaluate_on=elsewhere)
+
+
+def test_sequences_longer_than_the_model_takes(tmp_path) -> None:
+    settings = SETTINGS | {"sequence_length": 64}
+    refused(tiny("gpt2"), tokens(), "sequence_length=64 is more than the 32 positions", tmp_path, settings=settings)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"layers": {}}, "names no layer"),
+        ({"format": 99, "layers": {"model.layers.1.mlp.down_proj": {}}}, "format 1 is read, got 99"),
+        *(
+            ({"layers": {"model.layers.1.mlp.down_proj": {"operator": operator}}}, message)
+            for operator, message in {
+                "output_gate": "down_proj: .*only operators with a dense matrix can be fitted",
+                "hdpl:rank=3,blocks=4": "down_proj: .*only operators with a dense matrix can be fitted",
+                "ccl:rank=3,context_dim=4": "down_proj: .*reads a context",
+            }.items()
+        ),
+    ],
+)
+def test_plans_that_cannot_be_carried_out(plan, message: str, tmp_path) -> None:
+    path = tmp_path / "edited.json"
+    path.write_text(json.dumps({"format": 1} | plan))
+    refused(tiny(), tokens(), message, tmp_path, settings=SETTINGS, plan_file=path)
