@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 RUN_DIR ?= runs
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test check slow fuzz kills bench families smollm2 clean
+.PHONY: help demo test check slow fuzz kills bench families docs docs-cli smollm2 clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9_-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -26,8 +26,8 @@ test: $(STAMP) ## the fast tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2  # a process a core, a thread a process
 
 check: $(STAMP) ## ruff and mypy
-	$(BIN)/ruff check src tests examples results
-	$(BIN)/ruff format --check src tests examples results
+	$(BIN)/ruff check src tests examples results docs/site.py
+	$(BIN)/ruff format --check src tests examples results docs/site.py
 	$(BIN)/mypy
 
 slow: $(STAMP) ## the tests that take minutes
@@ -45,8 +45,14 @@ bench: $(STAMP) ## operators against dense nn.Linear on this machine
 families: $(STAMP) ## every operator in tiny models of every family, anew: docs/families.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m relinear.testing.families --out docs/families.md --json results/families.json
 
+docs: $(STAMP) ## the pages and the reference of the API as a site, strictly: site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+docs-cli: $(STAMP) ## the page of all commands, anew: docs/cli.md
+	$(BIN)/python -m relinear.cli.docs > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
+
 smollm2: $(STAMP) ## fetch a real pretrained model (SmolLM2-135M-Instruct, 98 MB) into models/smollm2
 	$(BIN)/python -m relinear.models.smollm2 --out models/smollm2
 
 clean: ## remove the environment and every run
-	rm -rf $(VENV) $(RUN_DIR)
+	rm -rf $(VENV) $(RUN_DIR) site

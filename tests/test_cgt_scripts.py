@@ -1,4 +1,4 @@
-"""The example scripts of the CGT study: what their options set, the paper's settings, and one small run."""
+"""The scripts of the CGT study: what their options set, the paper's settings, and one small run."""
 
 import importlib.util
 import json
@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+SCRIPTS = Path(__file__).resolve().parents[1] / "results" / "cgt"
 
 
 def script(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"cgt_{name}", SCRIPTS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -20,7 +20,7 @@ def script(name):
 
 def test_arithmetic_of_the_paper():
     """Section 4.2 and Appendix B.2: 4 tasks of 4 examples of 3 digits, real a and b, loss on all, y frozen anywhere."""
-    module = script("cgt_arithmetic")
+    module = script("arithmetic")
     options = module.parse(["run", "--paper", "--column", "aux+reg"])
     task = module.make_task(options, "train", 10)
     assert (task.tasks, task.examples, task.digits, task.integers) == (4, 4, 3, False)
@@ -41,24 +41,24 @@ def test_arithmetic_of_the_paper():
     assert module.parse(["run", "--paper", "--steps", "7"]).steps == 7
 
 
-@pytest.mark.parametrize("name", ["cgt_arithmetic", "cgt_regression", "cgt_text"])
+@pytest.mark.parametrize("name", ["arithmetic", "regression", "text"])
 def test_weights_of_the_regularisers_are_options(name):
     module = script(name)
     given = {
-        "cgt_arithmetic": ["run", "--column", "reg"],
-        "cgt_regression": [],
-        "cgt_text": ["run", "--name", "reg", "--books", "x"],
+        "arithmetic": ["run", "--column", "reg"],
+        "regression": [],
+        "text": ["run", "--name", "reg", "--books", "x"],
     }[name]
     for more, wanted in ((["0.02"], (0.02, 0.01)), (["0.02", "--decorrelation", "0.3"], (0.02, 0.3))):
         options = module.parse([*given, "--continuity", *more])
-        arguments = (module.make_task(options, "train", 2),) if name == "cgt_arithmetic" else ()
+        arguments = (module.make_task(options, "train", 2),) if name == "arithmetic" else ()
         objective = module.make_objective(options, *arguments)
         assert (objective.continuity, objective.decorrelation) == wanted
 
 
 def test_regression_of_the_paper():
     """Sections 4.1 and 4.3, Appendix D.2; vectors padded with zeros, x and y from the first feature on."""
-    module = script("cgt_regression")
+    module = script("regression")
     options = module.parse(["--paper"])
     train, _ = module.make_tasks(options)
     assert (train.inputs, train.outputs, train.pairs, train.noise, train.layout) == (16, 1, 64, 0.1, "shared")
@@ -71,7 +71,7 @@ def test_regression_of_the_paper():
 
 
 def test_vae_columns_weigh_the_divergence():
-    module = script("cgt_arithmetic")
+    module = script("arithmetic")
     for column, wanted in (("vae-0.01", 0.01), ("vae-0.3", 0.3), ("vae", 0.7)):
         options = module.parse(["run", "--column", column, "--kl", "0.7", "--kl-reduction", "components"])
         objective = module.make_objective(options, module.make_task(options, "train", 2))
@@ -79,9 +79,9 @@ def test_vae_columns_weigh_the_divergence():
 
 
 def test_profile_of_a_prior_is_an_option():
-    for name in ("cgt_arithmetic", "cgt_regression"):
+    for name in ("arithmetic", "regression"):
         module = script(name)
-        given = ["run"] if name == "cgt_arithmetic" else []
+        given = ["run"] if name == "arithmetic" else []
         options = module.parse([*given, "--profile", "kernel", "--kernel", "estimation"])
         arguments = (module.make_task(options, "train", 2),) if given else ()
         objective = module.make_objective(options, *arguments)
@@ -89,7 +89,7 @@ def test_profile_of_a_prior_is_an_option():
 
 
 def test_arithmetic_runs_and_collects(tmp_path, monkeypatch):
-    module = script("cgt_arithmetic")
+    module = script("arithmetic")
     monkeypatch.setattr(module, "save_figure", lambda figure, path: None)
     small = "--paper --tasks 2 --digits 1 --layers 2 --context-layer 1 --width 14 --context-size 8 --steps 2 "
     common = [*small.split(), "--batch-size", "4", "--every", "1", "--out", str(tmp_path)]

@@ -263,6 +263,7 @@ def page(record: Mapping[str, Any]) -> str:
         "",
         "Written by",
         "",
+        "<!-- not run (minutes): every operator in a model of every family -->",
         "```sh",
         record["command"],
         "```",

@@ -1,6 +1,6 @@
 """Linear regression in context: the error against the number of examples, with y computed and with y frozen.
 
-    python examples/cgt_regression.py --out results/cgt/regression
+    python results/cgt/regression.py --out results/cgt/regression
 
 Ridge regression with the true noise is the optimal predictor of this task. The horizontal axis of the figure counts the
 examples that a prediction may use, in the context or through the frozen y. ``--paper`` starts from the paper's sizes,

@@ -1,7 +1,7 @@
 """Mixtures of two texts: what y knows about a text, where knowing the first part helps, and whether authors cluster.
 
-    python examples/cgt_text.py run --name aux+reg --books BOOKS --out results/cgt/text
-    python examples/cgt_text.py figures --books BOOKS --out results/cgt/text
+    python results/cgt/text.py run --name aux+reg --books BOOKS --out results/cgt/text
+    python results/cgt/text.py figures --books BOOKS --out results/cgt/text
 
 BOOKS is a parquet file with the columns ``author`` and ``text``. Of each author with at least --per-author books, the
 last --held-out ones are kept out of training; all measurements are on them.

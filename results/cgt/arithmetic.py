@@ -1,7 +1,7 @@
 """Hidden-coefficient arithmetic: the columns of Table 1 of the CGT paper at a size that learns in minutes on a CPU.
 
-    python examples/cgt_arithmetic.py run --column aux --seed 0 --out results/cgt/arithmetic
-    python examples/cgt_arithmetic.py collect --out results/cgt/arithmetic
+    python results/cgt/arithmetic.py run --column aux --seed 0 --out results/cgt/arithmetic
+    python results/cgt/arithmetic.py collect --out results/cgt/arithmetic
 
 ``run`` trains one model and writes its settings, its curve and its measurements to COLUMN-SEED.json, and the model to
 models/COLUMN-SEED/ with --save; ``collect`` makes the table and the figures of what is there. What is not given is the

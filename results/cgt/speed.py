@@ -1,6 +1,6 @@
 """What generated operators cost and what a specialised model saves.
 
-python examples/cgt_speed.py --out results/cgt/speed
+python results/cgt/speed.py --out results/cgt/speed
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Fine-tune a pretrained model by its modulators alone, and by PEFT's LoRA and (IA)^3, at equal trainable parameters.
 
-    python examples/finetune_modulators.py models/smollm2 books/ --steps 200 --seeds 0 1 2 --out runs/finetune
+    python results/transponder/finetune.py models/smollm2 books/ --steps 200 --seeds 0 1 2 --out runs/finetune
 
 All start from the same model's exact logits. The modulators' rank sets the number of parameters. LoRA takes the rank
 that comes nearest on the same projections; (IA)^3, whose size is fixed, is given as it is. Each method gets the best of

@@ -1,0 +1,217 @@
+"""Every block of Python and every ``relinear`` command of README and docs runs, as printed, on tiny models and texts.
+
+A block that cannot (a network, a GPU, corpora, minutes) says so in a comment right above it,
+``<!-- not run (network): why -->``, and is counted here, so that none is left out in silence. Sizes alone are cut.
+"""
+
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import relinear
+from conftest import REPOSITORY, make_tiny_llama
+from relinear.cli import docs
+from relinear.cli.main import COMMANDS, main
+from relinear.compare.worker import InProcess
+from relinear.data.tokenizers import load_tokenizer, vocabulary_size
+
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^(?:<!-- not run \((\w+)\): (.+?) -->\n)?```(\w*)[^\n]*\n(.*?)^```$", flags=re.S | re.M)
+SHELL = ("sh", "bash", "console", "")
+REASONS = ("network", "gpu", "corpora", "minutes")
+
+#: blocks that are not run, by page and reason; change it together with the page
+NOT_RUN: dict[str, Counter] = {
+    "docs/data.md": Counter(network=1),
+    "docs/evaluation.md": Counter(network=2),
+    "docs/families.md": Counter(minutes=1),
+    "docs/speed.md": Counter(minutes=1),
+    "docs/tutorial.md": Counter(network=2, gpu=1),
+    "README.md": Counter(network=1),
+}
+
+#: what a command is given where the block leaves it out, and what it is given last, so that it is done at once
+DEFAULTS = {
+    "compare": "--data books --model tiny",
+    "train": "--data books --model tiny",
+    "sweep": "--data books --set model=tiny",
+    "scale": "--data books",
+    "analyze": "--data books",
+}
+CUTS = {
+    "compare": ["--steps", "1", "--seeds", "0", "--set", "speed.seconds=0.01", "--set", "train.warmup_steps=0"],
+    "train": ["--steps", "1"],
+    "sweep": ["--steps", "1", "--trials", "1"],
+    "scale": ["--sizes", "16,32", "--set", "train.steps=1", "--set", "seeds=[0]", "--set", "speed.seconds=0.01"],
+    "analyze": ["--sequences", "8", "--length", "64"],
+    "bench": ["--rounds", "3", "--no-peers", "--no-untuned"],
+    "compress": ["--tokens", "512"],
+    "distill": ["--tokens", "256", "--set", "validation_tokens=256"],
+}
+#: sizes that are cut in the text of a block before it runs
+SMALLER = {
+    "bpe:8000": "bpe:300",
+    "steps=10_000": "steps=1",
+    "steps=2000": "steps=1",
+    "steps=500": "steps=1",
+    ", warmup_steps=200": "",
+    "layers=[12]": "layers=[1]",
+    "layers=range(4, 12)": "layers=[0]",
+    "--layers 12": "--layers 1",
+    '"learning_rate": 0.05': '"learning_rate": 0.05, "tokens": 256, "validation_tokens": 256',
+    "keep=0.8, tokenizer": 'keep=0.8, settings={"tokens": 512}, tokenizer',
+    '{"steps": 300}': '{"steps": 1, "data": {"data": "books"}}',
+    "2048x2048": "32x32",
+    "1,4096": "1",
+    "--tokens 4096": "--tokens 4",
+    "rank=128,blocks=8": "rank=4,blocks=8",
+    "llama-60m": "tiny",
+    "/shared/sweep": "shared/sweep",
+    'model="hdpl-67m"': 'model="tiny"',
+    'data="stdlib"': 'data="books"',
+    "--data stdlib": "--data books",
+    'preset("gpt2-ccl-64", vocab_size=2048)': 'preset("gpt2-ccl-64", vocab_size=128, n_layer=2)',
+    "n_layer=12, n_embd=224, n_head=14, context_layer=8": "n_layer=2, n_embd=28, n_head=2, context_layer=1",
+}
+
+
+def blocks(page: Path) -> list[tuple[str, str, str]]:
+    """Reason for not running (or ""), language and text of every block."""
+    return [(reason, language, text) for reason, _, language, text in BLOCK.findall(page.read_text(encoding="utf-8"))]
+
+
+def is_run(language: str, text: str) -> bool:
+    """Whether a block is something that a reader would run."""
+    return language in ("python", "sh", "bash", "console") or (language == "" and "relinear " in text)
+
+
+def commands(text: str, language: str) -> list[list[str]]:
+    """The commands of a block, without comments, prompts and output."""
+    lines = text.replace("\\\n", " ").splitlines()
+    if language == "console":
+        lines = [line[2:] for line in lines if line.startswith("$ ")]
+    return [found for line in lines if (found := shlex.split(line, comments=True))]
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory) -> Path:
+    """A folder with the files and models that the pages speak of, each of them tiny."""
+    root = tmp_path_factory.mktemp("world")
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (root / "books").mkdir()
+    paragraphs = text.split("\n\n")
+    for number in range(4):
+        (root / "books" / f"{number}.txt").write_text("\n\n".join(paragraphs[number::4]))
+    for name in ("notes.md", "README.md", "wikitext2/test.txt", "my_texts/one.txt"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(text)
+    (root / "prompt.txt").write_text("Once upon a time")
+    (root / "lambada").mkdir()
+    (root / "lambada" / "test.jsonl").write_text(json.dumps({"text": "a word and another word"}) + "\n")
+    (root / "reviews.jsonl").write_text("\n".join(json.dumps({"body": one}) for one in paragraphs))
+    tokenizer = load_tokenizer("bytes")
+    size = {"vocab_size": vocabulary_size(tokenizer), "max_position_embeddings": 2048, "hidden_size": 64}
+    relinear.save_pretrained(make_tiny_llama(**size), root / "models" / "smollm2", tokenizer=tokenizer)
+    relinear.save_pretrained(make_tiny_llama(**size), root / "runs" / "big", tokenizer=tokenizer)
+    for name, gates in (("ccl", True), ("static", False)):
+        model = make_tiny_llama(**size)
+        relinear.attach_(model, relinear.ContextManager())
+        relinear.replace_(model, {"up_proj": relinear.CCL(rank=4, basis_gate=gates, output_gate=gates)})
+        relinear.save_pretrained(model, root / "runs" / name / "model", tokenizer=tokenizer)
+    config = relinear.CGTConfig(
+        vocab_size=size["vocab_size"], n_layer=2, n_embd=16, n_head=2, context_layer=1, context_size=8, context_heads=2
+    )
+    relinear.save_pretrained(relinear.CGTForCausalLM(config), root / "runs" / "cgt" / "model", tokenizer=tokenizer)
+    return root
+
+
+def run_shell(text: str, language: str) -> None:
+    """Carry out a block of commands in this process."""
+    for words in commands(text, language):
+        assert words[0] == "relinear", f"only relinear's commands run; mark the block: {words}"
+        name, *given = words[1:]
+        done = main([name, *shlex.split(DEFAULTS.get(name, "")), *given, *CUTS.get(name, [])])
+        assert done in (0, None), words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_blocks_run(page: Path, world: Path, tmp_path, monkeypatch) -> None:
+    here = tmp_path / "here"
+    shutil.copytree(world, here)
+    monkeypatch.chdir(here)
+    for module in ("run", "sweep"):  # a process for every run would take most of the time
+        monkeypatch.setattr(f"relinear.compare.{module}.Worker", lambda log: InProcess())
+    namespace: dict = {"__name__": "__main__"}
+    for reason, language, text in blocks(page):
+        if reason or not is_run(language, text):
+            continue
+        for large, small in SMALLER.items():
+            text = text.replace(large, small)
+        if language == "python":
+            exec(compile(text, str(page), "exec"), namespace)
+        else:
+            run_shell(text, language)
+
+
+#: arguments with which every example is done at once
+EXAMPLES = {
+    "ccl_from_pretrained": "models/smollm2 books --rank 4 --steps 1 --validation-tokens 512",
+    "fit_pretrained": "models/smollm2 notes.md --ranks 8 --max-tokens 256 --out folded",
+    "specialize_cgt": "books --steps 1 --width 16",
+    "train_modulators": "models/smollm2 books --steps 1",
+}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (REPOSITORY / "examples").glob("*.py")))
+def test_examples_run_and_are_short(name: str, world: Path, tmp_path, monkeypatch) -> None:
+    script = REPOSITORY / "examples" / f"{name}.py"
+    assert len(script.read_text(encoding="utf-8").splitlines()) <= 60
+    shutil.copytree(world, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "argv", [str(script), *EXAMPLES[name].split()])
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def test_the_site_is_built_without_a_warning(tmp_path) -> None:
+    pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
+    pytest.importorskip("mkdocstrings", reason="the extra `docs` is not installed")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+        cwd=REPOSITORY,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stdout + done.stderr
+    assert 'id="relinear.operators.HDPL"' in (tmp_path / "site" / "reference.html").read_text(encoding="utf-8")
+
+
+def test_blocks_that_do_not_run_are_counted() -> None:
+    found = {str(page.relative_to(REPOSITORY)): Counter(r for r, *_ in blocks(page) if r) for page in PAGES}
+    assert {name: reasons for name, reasons in found.items() if reasons} == NOT_RUN
+    assert {reason for reasons in found.values() for reason in reasons} <= set(REASONS)
+
+
+def test_no_mark_and_no_cut_is_left_over() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert text.count("<!-- not run") == sum(sum(counts.values()) for counts in NOT_RUN.values())
+    for large in SMALLER:
+        assert large in text, f"nothing is that large any more: {large}"
+
+
+def test_the_page_of_commands_is_up_to_date() -> None:
+    page = REPOSITORY / "docs" / "cli.md"
+    assert page.read_text(encoding="utf-8") == docs.markdown(), "run `make docs-cli`"
+    for name in COMMANDS:
+        assert f"\n## relinear {name}\n" in docs.markdown()
