@@ -34,4 +34,4 @@ def pivoted_low_rank(x: Tensor, order: Tensor, mix: Tensor, up: Tensor, bias: Te
     rank = up.shape[1]
     rows = (_Permuted.apply(x, order) if x.requires_grad else take_last(x, order)).reshape(-1, x.shape[-1])
     z = torch.addmm(rows[:, :rank], rows[:, rank:], mix.mT)  # one pass less over z than a sum of its own
-    return torch.nn.functional.linear(z, up, bias).view(*x.shape[:-1], -1)
+    return torch.nn.functional.linear(z, up, bias).view(*x.shape[:-1], up.shape[0])
