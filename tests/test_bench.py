@@ -9,6 +9,7 @@ from torch import nn
 
 import relinear
 from relinear.bench import peers
+from relinear.bench.check import of_runs, slower
 from relinear.bench.operators import Case, bench_case
 from relinear.bench.run import table
 from relinear.cli.main import main
@@ -82,3 +83,44 @@ def test_results_of_earlier_versions_are_read():
     row = {"contender": "x", "in_features": 4, "out_features": 4, "tokens": 1, "dtype": "float32", "mode": "eager"}
     row |= {"ratio": 0.5}
     assert table([row | {"passed": "step"}]) == table([row | {"phase": "step"}])
+
+
+def _row(contender, ratio, error=None):
+    case = {"in_features": 4, "out_features": 4, "tokens": 1, "dtype": "float32", "mode": "eager", "phase": "step"}
+    return case | {"contender": contender, "ratio": ratio, "error": error}
+
+
+def test_slower_is_beyond_what_either_run_varies_by():
+    def runs(*ratios):
+        return of_runs([[_row("dense", 1.0), _row("x", r), _row("y", 2 * r), _row("z", r)] for r in ratios])
+
+    recorded = runs(0.5, 0.7, 0.6)
+    assert [row["contender"] for row in recorded] == ["dense", "x", "y", "z"]
+    assert [recorded[1][name] for name in ("ratio_minimum", "ratio", "ratio_maximum")] == [0.5, 0.6, 0.7]
+    assert slower(recorded, runs(0.69, 0.9, 0.8)) == []
+    lines = slower(recorded, of_runs([[_row("x", 0.75), _row("y", 1.3), _row("z", None, "off"), _row("new", 9.0)]]))
+    assert [line.split(":")[0] for line in lines] == ["x", "z"]
+    assert "0.75 (0.75 to 0.75), recorded 0.60 (0.50 to 0.70)" in lines[0]
+    assert "not timed any more: off" in lines[1]
+
+
+def test_a_run_is_checked_against_a_recorded_one(tmp_path, capfd):
+    common = ["bench", "-o", "low_rank:rank=4", "--shapes", "16x16", "--tokens", "3", "--modes", "eager", "--dtypes",
+              "fp32", "--passes", "forward", "--rounds", "3", "--no-untuned", "--no-peers"]  # fmt: skip
+    assert main([*common, "--out", str(tmp_path / "once")]) == 0
+    assert main(["bench", "--check", str(tmp_path / "once")]) == 2
+    assert "--repeats 5" in capfd.readouterr().err
+    assert main(["bench", "--check", str(tmp_path / "nowhere")]) == 2
+    assert main([*common, "--repeats", "2", "--out", str(tmp_path / "twice")]) == 0
+    path = tmp_path / "twice" / "bench.json"
+    record = json.loads(path.read_text())
+    for slowest, code in ((1e9, 0), (1e-9, 1)):
+        for row in record["rows"]:
+            row["ratio_maximum"] = slowest
+        path.write_text(json.dumps(record))
+        capfd.readouterr()
+        again = ["bench", "--check", str(path), "--no-untuned", "--no-peers", "--out", str(tmp_path / "now")]
+        assert main(again) == code
+        assert ("nothing is slower" in capfd.readouterr().out) == (code == 0)
+    assert [row["contender"] for row in json.loads((tmp_path / "now" / "bench.json").read_text())["rows"]] == [
+        "dense", "low_rank:rank=4"]  # fmt: skip

@@ -11,8 +11,9 @@ import torch
 import relinear
 from cases import ccl_results
 from relinear.functional import hdpl as functional_hdpl
+from relinear.functional import rotor as functional_rotor
 from relinear.functional import transponder as reference
-from relinear.kernels import ccl, hdpl, native, transponder
+from relinear.kernels import ccl, hdpl, native, rotor, transponder
 from relinear.kernels.choice import against_native
 from relinear.kernels.native import build
 
@@ -72,6 +73,46 @@ def test_modulated_layers_in_inference(settings, leading, dtype, any_size, monke
     assert reached
     module.neutralize()
     assert torch.equal(module(x), module.base(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("slopes", ["branch", "shared"])
+@pytest.mark.parametrize(("tokens", "branches", "window"), [(37, 3, 64), (1, 1, 8), (0, 3, 8), (3, 5, 2048)])
+def test_branches_between_rotors(tokens, branches, window, slopes, normalize, dtype, any_size):
+    generator = torch.Generator().manual_seed(0)
+    order = torch.from_numpy(functional_rotor.branch_permutation(window, branches, 0, 1)).int()
+    drawn = torch.randn(branches, tokens, window, generator=generator).to(dtype).transpose(0, 1)  # strided
+    numbers = torch.randn(1 if slopes == "shared" else branches, generator=generator), torch.randn(branches)
+    upstream = torch.randn(1, window, generator=generator).to(dtype).expand(tokens, window)
+    results = []
+    for mix, wide in ((rotor.mixed_branches, False), (functional_rotor.mixed_branches, True)):
+        given = [(t.double() if wide else t.clone()).requires_grad_() for t in (drawn, *numbers)]
+        y = mix(given[0], order, *given[1:], normalize)
+        results.append([y, *torch.autograd.grad(y, given, upstream.to(y.dtype))])
+    for mine, theirs in zip(*results, strict=True):
+        close(mine, theirs, dtype)
+
+
+def test_branches_of_a_token_touch_no_other(any_size):
+    """NaN of one token stays in it."""
+    order = torch.from_numpy(functional_rotor.branch_permutation(16, 3, 0, 0)).int()
+    x, mix = torch.randn(4, 3, 16), torch.ones(3)
+    expected = rotor.mixed_branches(x, order, mix / 4, mix)
+    x[1, 2, 5] = torch.nan
+    y = rotor.mixed_branches(x, order, mix / 4, mix)
+    assert y[1].isnan().all()
+    assert torch.equal(y[[0, 2, 3]], expected[[0, 2, 3]])
+
+
+def test_a_network_of_rotors_takes_one_pass_between_them(any_size, monkeypatch):
+    reached = []
+    monkeypatch.setattr(native, "kernels", lambda: reached.append(1) or torch.ops.relinear_cpu)
+    module, x = relinear.Rotor().build(24, 40), torch.randn(5, 24)
+    module(x).sum().backward()
+    assert len(reached) == 4
+    exact = copy.deepcopy(module).double()
+    close(module(x), exact(x.double()), torch.float32)
 
 
 def test_a_few_tokens_do_not_ask_for_a_build(monkeypatch):

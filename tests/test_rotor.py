@@ -507,3 +507,19 @@ def test_batched_products_of_an_expanded_gradient_are_contiguous(monkeypatch):
     y.sum().backward()
     assert len(given) == 4  # two products a term
     assert all(0 not in strides[-2:] for pair in given for strides in pair)
+
+
+def test_the_rotors_of_a_network_are_one_batch_of_exponentials_a_side(monkeypatch):
+    module, x = relinear.Rotor(scale=True).build(32, 80).train(), torch.randn(3, 32)
+    alone = [stage.factors() for stage in module._sums()]
+    sides = []
+    for name in ("left_factor", "right_factor"):
+        made = getattr(clifford, name)
+        monkeypatch.setattr(clifford, name, lambda beta, made=made: sides.append(len(beta)) or made(beta))
+    together = [stage.factors(rotors) for stage, rotors in zip(module._sums(), module._rotors(x), strict=True)]
+    assert sides == [10, 10]
+    for one, other in zip(alone, together, strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            assert torch.allclose(mine, theirs, atol=1e-6)
+    module(x).sum().backward()
+    assert sides == [10] * 4

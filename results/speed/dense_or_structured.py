@@ -14,6 +14,7 @@ from relinear.system.timing import interleave
 
 CONFIGS = {
     "low_rank": lambda size: relinear.LowRank(rank=min(64, size // 4)),
+    "pivoted_low_rank": lambda size: relinear.PivotedLowRank(rank=min(64, size // 4)),
     "block_hadamard": lambda size: relinear.BlockHadamard(),
     "monarch": lambda size: relinear.Monarch(),
 }

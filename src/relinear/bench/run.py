@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from pydantic import Field, PositiveInt
 
+from relinear.bench.check import key_of, of_runs
 from relinear.bench.operators import DENSE, MODES, PASSES, bench_case, cases, phase_of
 from relinear.bench.peers import PEERS
 from relinear.bench.roofline import measure_roofline
@@ -28,15 +29,17 @@ from relinear.system.machine import describe_machine
 
 __all__ = ["DEFAULT_OPERATORS", "DTYPES", "BenchSettings", "check_names", "run_bench", "table"]
 
-#: every operator at the setting that its figures are quoted for
+#: every operator at the setting that its figures are quoted for; rotors as a plain sum and as they come
 DEFAULT_OPERATORS = (
     "low_rank:rank=64",
+    "pivoted_low_rank:rank=64",
     "block_hadamard:blocks=8",
     "monarch",
     "hdpl:rank=128,blocks=8",
     "ccl:rank=64,context_dim=64",
     "transponder:rank=8",
     "rotor:width=1,depth=0",
+    "rotor",
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -61,6 +64,7 @@ class BenchSettings(Settings):
     peers: bool = True
     untuned: bool = Field(default=True, description="also time eager layers with an untouched allocator")
     rounds: int = Field(default=11, ge=3)
+    repeats: int = Field(default=1, ge=1, description="runs of the whole bench, each in a process of its own")
     threads: int | None = Field(default=None, ge=1)
 
     def parsed_shapes(self) -> list[tuple[int, int]]:
@@ -140,8 +144,8 @@ def run_bench(
 
     Returns:
         what ``bench.json`` holds: settings, machine, allocator, roofline, and a row for every contender in every case,
-        with ``ratio`` (time to dense in the same round, median) and ``ratio_untuned`` (the same without the allocator's
-        thresholds raised).
+        with ``ratio`` (time to dense in the same round, median; of several runs the median, with ``ratio_minimum`` and
+        ``ratio_maximum``) and ``ratio_untuned`` (the same without the allocator's thresholds raised).
 
     Raises:
         ValueError: for an unknown operator, shape, dtype, mode or pass; nothing has run then.
@@ -150,23 +154,19 @@ def run_bench(
     settings.check()
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
-    tuned = _child(settings, tuned=True, report=report)
+    runs = [_child(settings, tuned=True, report=report) for _ in range(settings.repeats)]
+    tuned: dict[str, Any] = {**runs[0], "rows": of_runs([run["rows"] for run in runs])}
     if settings.untuned and "eager" in settings.modes:
         plain = _child(settings.updated(peers=False, modes=("eager",)), tuned=False, report=report)
-        ratios = {_key(row): row.get("ratio") for row in plain["rows"]}
+        ratios = {key_of(row): row.get("ratio") for row in plain["rows"]}
         for row in tuned["rows"]:
-            row["ratio_untuned"] = ratios.get(_key(row))
+            row["ratio_untuned"] = ratios.get(key_of(row))
     result = {"settings": settings.model_dump(), "machine": describe_machine()} | tuned
     write_json(out_dir / "bench.json", result)
     from relinear.bench.plots import plot_bench
 
     plot_bench(result["rows"], out_dir / "bench")
     return result
-
-
-def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    names = ("contender", "in_features", "out_features", "tokens", "dtype", "mode")
-    return (*(row[name] for name in names), phase_of(row))
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,11 +29,21 @@ def command(
     sequence_length: Annotated[int, typer.Option(min=2, help="Of --model.")] = 512,
     batch_size: Annotated[int, typer.Option(min=1, help="Of --model.")] = 1,
     for_inference: Annotated[
-        bool, typer.Option(help="Let layers keep what they compute from weights, in forward and decode.")
-    ] = True,
-    peers: Annotated[bool, typer.Option(help="Also time named peers (PEFT's adapters, published forms).")] = True,
-    untuned: Annotated[bool, typer.Option(help="Also time without the allocator's thresholds raised.")] = True,
+        bool | None, typer.Option(help="Let layers keep what they compute from weights, in forward and decode (yes).")
+    ] = None,
+    peers: Annotated[
+        bool | None, typer.Option(help="Also time named peers: PEFT's adapters, published forms (yes).")
+    ] = None,
+    untuned: Annotated[
+        bool | None, typer.Option(help="Also time without the allocator's thresholds raised (yes).")
+    ] = None,
     rounds: Annotated[int | None, typer.Option(help="How often each contender takes its turn.")] = None,
+    repeats: Annotated[
+        int | None, typer.Option(help="Runs of the whole bench, for a record that --check reads.")
+    ] = None,
+    check: Annotated[
+        Path | None, typer.Option(metavar="RECORDED", help="Name what is slower than in this bench.json, if anything.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of torch; all cores by default.")] = None,
 ) -> None:
     """Time layers against dense nn.Linear in one process; figures are ratios of time, below 1 is faster.
@@ -46,8 +56,15 @@ def command(
 
     **Example:** `relinear bench --operator hdpl:rank=128 --shapes 2048x2048 --tokens 1,4096 --dtypes fp32`
 
+    With --check, the settings are those of the record where no option says otherwise, and the exit code is 1 if a
+    layer is slower by more than the noise: the fastest of its runs slower than the slowest recorded one.
+
+    **Example:** `relinear bench --repeats 5 --out runs/before` and, after a change,
+    `relinear bench --check runs/before --repeats 5 --out runs/after`
+
     **Example:** `relinear bench --model llama-60m --operator transponder --passes step`
     """
+    from relinear.bench.check import read_record
     from relinear.bench.models import ModelBenchSettings
     from relinear.bench.run import BenchSettings, run_bench, table
     from relinear.cli.options import set_if_given
@@ -61,26 +78,28 @@ def command(
         "passes": split(passes),
         "rounds": rounds,
         "threads": threads,
+        "for_inference": for_inference,
     }
     if model is not None:
-        for name, value in (("--shapes", shapes), ("--tokens", tokens)):
+        for name, value in (("--shapes", shapes), ("--tokens", tokens), ("--repeats", repeats), ("--check", check)):
             if value is not None:
                 raise ValueError(f"{name} is about single layers; with --model use --sequence-length and --batch-size")
         size = {"preset": model, "sequence_length": sequence_length, "batch_size": batch_size}
-        values = set_if_given(chosen) | size | {"for_inference": for_inference}
-        _whole_models(ModelBenchSettings.load(values, "bench"), operators or [], out)
+        _whole_models(ModelBenchSettings.load(set_if_given(chosen) | size, "bench"), operators or [], out)
         return
-    settings = BenchSettings.load(
-        set_if_given(
-            {
-                "operators": tuple(operators) if operators else None,
-                "shapes": split(shapes),
-                "tokens": split(tokens),
-                **chosen,
-            }
-        )
-        | {"for_inference": for_inference, "peers": peers, "untuned": untuned}
+    recorded = None if check is None else read_record(check)
+    given = set_if_given(
+        {
+            "operators": tuple(operators) if operators else None,
+            "shapes": split(shapes),
+            "tokens": split(tokens),
+            "repeats": repeats,
+            "peers": peers,
+            "untuned": untuned,
+            **chosen,
+        }
     )
+    settings = BenchSettings.load({} if recorded is None else recorded["settings"], "the record").updated(**given)
     from rich.console import Console
     from rich.table import Table
 
@@ -104,9 +123,23 @@ def command(
         f"{r['dtype']} {r['gemm'] / 1e9:.0f} GFLOP/s, {r['copy'] / 1e9:.1f} GB/s" for r in result["roofline"]
     )
     if "forward" in settings.passes:
-        print(f"forward: {_inference(for_inference)}")
+        print(f"forward: {_inference(settings.for_inference)}")
     print(f"machine: {roofs}; allocator: {result['allocator'] or 'untouched'}")
     print(f"written: {out / 'bench.json'}, {out / 'bench.png'}")
+    if recorded is not None:
+        _report_slower(recorded, result)
+
+
+def _report_slower(recorded: dict[str, Any], result: dict[str, Any]) -> None:
+    from relinear.bench.check import slower
+
+    before, now = (machine["machine"]["processor"] for machine in (recorded, result))
+    if before != now:
+        print(f"recorded on another processor ({before}; this is {now}): differences may be its own")
+    lines = slower(recorded["rows"], result["rows"])
+    print("\n".join(["slower than recorded:", *lines] if lines else ["nothing is slower than recorded"]))
+    if lines:
+        raise typer.Exit(1)
 
 
 def _whole_models(settings: ModelBenchSettings, operators: list[str], out: Path) -> None:

@@ -91,8 +91,16 @@ def take_bivector(x: Tensor) -> Tensor:
 
 
 def take_last(x: Tensor, index: Tensor) -> Tensor:
-    """``x.index_select(-1, index)``, by way of two dimensions: twenty times faster on a CPU."""
-    return x.reshape(-1, x.shape[-1]).index_select(1, index).reshape(*x.shape[:-1], index.shape[0])
+    """``x.index_select(-1, index)``, by way of two dimensions: twenty times faster on a CPU.
+
+    There rows of half precision go through single precision, which torch selects from five times faster.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if x.is_cpu and x.dtype in (torch.bfloat16, torch.float16) and len(rows) > 1:
+        taken = rows.float().index_select(1, index).to(x.dtype)
+    else:
+        taken = rows.index_select(1, index)
+    return taken.reshape(*x.shape[:-1], index.shape[0])
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

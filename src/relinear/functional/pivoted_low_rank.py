@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from relinear.clifford.blades import take_last
+
 __all__ = ["pivoted_factors", "pivoted_low_rank", "pivoted_product"]
 
 #: entries of a pivoted basis stay below this in magnitude, so that nothing is lost in rounding
@@ -27,7 +29,7 @@ def pivoted_low_rank(x: Tensor, order: Tensor, mix: Tensor, up: Tensor, bias: Te
         up: (O, R).
         bias: (O,) or None.
     """
-    return pivoted_product(x.index_select(-1, order), mix, up, bias)
+    return pivoted_product(take_last(x, order), mix, up, bias)
 
 
 def pivoted_product(x: Tensor, mix: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:

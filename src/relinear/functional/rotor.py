@@ -24,6 +24,7 @@ from relinear.clifford.blades import device_table, take_last
 __all__ = [
     "branch_permutation",
     "from_windows",
+    "mixed_branches",
     "nearest_kronecker",
     "power_step",
     "product_of_simple_rotors",
@@ -103,6 +104,27 @@ def branch_permutation(window: int, branches: int, seed: int, step: int) -> np.n
     """
     draw = np.random.RandomState([seed, step])
     return np.concatenate([draw.permutation(window) + branch * window for branch in range(branches)])
+
+
+def mixed_branches(x: Tensor, order: Tensor | None, slopes: Tensor, mix: Tensor, normalize: bool = True) -> Tensor:
+    """What stands between two layers of rotors: branches permuted, normalised and activated by a PReLU, then mixed.
+
+    Args:
+        x: (N, W, V), a branch each of the W.
+        order: (W V,) integers, of ``branch_permutation``; None leaves coordinates where they are.
+        slopes: of the PReLU, (W,) or (1,) for all.
+        mix: (W,), the factors of the sum.
+        normalize: whether each branch is normalised (LayerNorm without parameters).
+
+    Returns:
+        (N, V).
+    """
+    if normalize:  # which knows no order, and reads rows as they lie
+        x = torch.nn.functional.layer_norm(x, x.shape[-1:])
+    if order is not None:
+        x = take_last(x.flatten(1), order).unflatten(-1, x.shape[1:])
+    x = torch.nn.functional.prelu(x, slopes.to(x.dtype).expand(x.shape[1]))
+    return torch.einsum("nwv,w->nv", x, mix.to(x.dtype))
 
 
 def term_orders(window: int, terms: int, seed: int) -> np.ndarray:

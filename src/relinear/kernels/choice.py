@@ -31,6 +31,7 @@ __all__ = [
     "against_compiling",
     "against_gated_products",
     "against_native",
+    "against_native_branches",
     "against_native_gates",
     "against_native_kl",
     "against_native_layer",
@@ -251,6 +252,15 @@ def against_native_product(x: Tensor, depth: int, deepest: int, fewest_tokens: i
     return "sums that are too long" if depth > deepest else against_native(x)
 
 
+def against_native_branches(x: Tensor, order: Tensor | None, slopes: Tensor, mix: Tensor) -> str:
+    """Against the C++ kernel between the rotors of a network, for branches x (N, W, V)."""
+    if order is None or order.dtype != torch.int32:
+        return "no permutation in 32-bit integers"
+    if not (is_plain(slopes) and is_plain(mix)):
+        return "no plain parameters on a CPU"
+    return against_opaque() or against_native(x)
+
+
 def against_native_sample(x: Tensor, noise: Tensor) -> str:
     """Against the C++ kernel of a latent's sample, in a layer with inputs x."""
     return "noise not in float32" if noise.dtype != torch.float32 else against_native(x)
@@ -340,6 +350,10 @@ LARGEST_DENSE: dict[str, dict[torch.dtype, tuple[tuple[float, int], ...]]] = {
     "low_rank": {
         torch.float32: ((8, 512),),
         torch.bfloat16: ((8, 512), (math.inf, 256)),
+    },
+    "pivoted_low_rank": {  # on one thread, at rank 64 and at half the dense parameters
+        torch.float32: ((1, 512), (8, 256)),
+        torch.bfloat16: ((8, 576), (math.inf, 256)),
     },
     "block_hadamard": {
         torch.float32: ((8, 1024), (math.inf, 256)),

@@ -1,4 +1,4 @@
-"""Pivoted low-rank products whose gradient for the inputs is a permutation and no scattered sum."""
+"""Pivoted low-rank products: pivots join the first one, and the gradient for the inputs scatters no sum."""
 
 # Legend: I in_features, O out_features, R rank
 
@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from relinear.clifford.blades import take_last
 from relinear.functional import pivoted_low_rank as reference
 from relinear.kernels.choice import against_opaque
 
@@ -19,7 +20,7 @@ class _Permuted(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, order: Tensor) -> Tensor:
         ctx.order = order
-        return x.index_select(-1, order)
+        return take_last(x, order)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
@@ -28,6 +29,9 @@ class _Permuted(torch.autograd.Function):
 
 def pivoted_low_rank(x: Tensor, order: Tensor, mix: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
     """As ``functional.pivoted_low_rank.pivoted_low_rank``."""
-    if not x.requires_grad or against_opaque():
+    if against_opaque():
         return reference.pivoted_low_rank(x, order, mix, up, bias)
-    return reference.pivoted_product(_Permuted.apply(x, order), mix, up, bias)
+    rank = up.shape[1]
+    rows = (_Permuted.apply(x, order) if x.requires_grad else take_last(x, order)).reshape(-1, x.shape[-1])
+    z = torch.addmm(rows[:, :rank], rows[:, rank:], mix.mT)  # one pass less over z than a sum of its own
+    return torch.nn.functional.linear(z, up, bias).view(*x.shape[:-1], up.shape[0])

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from relinear.functional import rotor as reference
+from relinear.kernels import native
 from relinear.kernels.autograd import differentiable_as, save
-from relinear.kernels.choice import against_opaque, against_triton, took
+from relinear.kernels.choice import against_native_branches, against_opaque, against_triton, took
 from relinear.kernels.cpu.portions import row_portions
 
-__all__ = ["sandwich_windows", "shared_sandwich_sum"]
+__all__ = ["mixed_branches", "sandwich_windows", "shared_sandwich_sum"]
 
 
 def _terms(left: Tensor):
@@ -153,3 +154,45 @@ def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spino
 
         return fused.sandwich_windows(x, left, right, basis)
     return reference.through_blocks(x, left, right, basis, shared_sandwich_sum)
+
+
+def _single(values: Tensor, branches: int) -> Tensor:
+    """Numbers of the branches, or one for all of them, for the kernel: (W,) in single precision."""
+    return values.detach().float().expand(branches).contiguous()
+
+
+class _MixedBranches(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, order, slopes, mix, normalize):
+        save(ctx, (x, order, slopes, mix, normalize))
+        return _mix(x, order, slopes, mix, normalize)
+
+    @staticmethod
+    @differentiable_as(reference.mixed_branches)
+    def backward(ctx, grad):
+        x, order, slopes, mix, _ = ctx.saved_tensors
+        x, branches = x.contiguous(), x.shape[1]
+        grad_x, sums = torch.empty_like(x), x.new_empty(len(x), 2, branches, dtype=torch.float32)
+        numbers = _single(slopes, branches), _single(mix, branches), ctx.plain[4]
+        native.kernels().mix_branches_backward(grad_x, sums, grad.contiguous(), x, order, *numbers)
+        to_slopes, to_mix = sums.sum(0)
+        return grad_x, None, to_slopes.sum_to_size(slopes.shape).to(slopes.dtype), to_mix.to(mix.dtype), None
+
+
+def _mix(x: Tensor, order: Tensor, slopes: Tensor, mix: Tensor, normalize: bool) -> Tensor:
+    y = x.new_empty(x.shape[0], x.shape[2])
+    numbers = (_single(values, x.shape[1]) for values in (slopes, mix))
+    native.kernels().mix_branches(y, x.contiguous(), order, *numbers, normalize)
+    return y
+
+
+def mixed_branches(x: Tensor, order: Tensor | None, slopes: Tensor, mix: Tensor, normalize: bool = True) -> Tensor:
+    """``functional.rotor.mixed_branches`` (same arguments and result)."""
+    against = against_native_branches(x, order, slopes, mix)
+    took("rotor's branches", "torch's operations" if against else "one pass in C++", x, native=against)
+    if against:
+        return reference.mixed_branches(x, order, slopes, mix, normalize)
+    assert order is not None
+    if torch.is_grad_enabled() and (x.requires_grad or slopes.requires_grad or mix.requires_grad):
+        return _MixedBranches.apply(x, order, slopes, mix, normalize)
+    return _mix(x, order, slopes, mix, normalize)

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import register
+from relinear.core.dense_cache import dense_inference
 from relinear.core.moments import Moments
 from relinear.core.operator import Operator, OperatorConfig
 from relinear.functional.low_rank import low_rank_factors, weighted_spectrum
 from relinear.functional.pivoted_low_rank import pivoted_factors
+from relinear.kernels.choice import prefers_dense
 from relinear.kernels.pivoted_low_rank import pivoted_low_rank
 from relinear.operators.low_rank import RankConfig, moments_of_factors
 
@@ -56,7 +58,8 @@ class PivotedLowRankLinear(Operator):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return pivoted_low_rank(x, self.order, self.mix, self.up, self.bias)
+        dense = dense_inference(self, x, prefers_dense)
+        return dense if dense is not None else pivoted_low_rank(x, self.order, self.mix, self.up, self.bias)
 
     def to_dense(self) -> Tensor:
         down, up = self.dense_chain()

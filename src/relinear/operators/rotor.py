@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from relinear import clifford
-from relinear.clifford.blades import device_table
+from relinear.clifford.blades import device_table, take_last
 from relinear.core.config import check_at_least, check_choice, check_type, register
 from relinear.core.dense_cache import dense_inference
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, ParamRole
@@ -33,7 +33,7 @@ from relinear.functional.rotor import (
 from relinear.kernels.autograd import lowered
 from relinear.kernels.choice import factored_cost, is_transformed, prefers_dense_to
 from relinear.kernels.cpu.portions import PORTION_BYTES
-from relinear.kernels.rotor import sandwich_windows
+from relinear.kernels.rotor import mixed_branches, sandwich_windows
 from relinear.system.machine import fast_bfloat16
 
 __all__ = ["Rotor", "RotorLinear"]
@@ -130,10 +130,14 @@ class SandwichSum(CachingModule):
         """Of every input window in an output: spread windows are averaged, others summed."""
         return 1 / self.counts[2] if self.config.windows == "spread" else 1.0
 
+    @property
+    def exponentiates(self) -> bool:
+        """Whether the factors are exact exponentials of the parameters."""
+        return self.config.terms == "rotor" and self.config.power_iterations is None
+
     def _rotor_factors(self) -> tuple[Tensor, Tensor]:
-        right = self.left if self.right is None else self.right
-        if self.config.power_iterations is None:
-            return clifford.left_factor(self.left), clifford.right_factor(right)
+        if self.exponentiates:
+            return _exponentials([self])[0]
         a, b = product_of_simple_rotors(self._parts(self.left, "left_vectors"))
         if self.right is None:
             return a, b
@@ -153,12 +157,16 @@ class SandwichSum(CachingModule):
                 stored.copy_(vectors)
         return simple_parts(beta, vectors)
 
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """Left (W, o, i, S, L, L) and right (W, o, i, S, R, R) matrices, in at least single precision."""
+    def factors(self, rotors: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Left (W, o, i, S, L, L) and right (W, o, i, S, R, R) matrices, in at least single precision.
+
+        Args:
+            rotors: of ``_exponentials``, where they are there already.
+        """
         right = self.left if self.right is None else self.right
         with torch.autocast(self.left.device.type, enabled=False):
             if self.config.terms == "rotor":
-                a, b = (factor.unsqueeze(3) for factor in self._rotor_factors())
+                a, b = (factor.unsqueeze(3) for factor in rotors or self._rotor_factors())
             elif self.config.terms == "kronecker":
                 wide = torch.promote_types(self.left.dtype, torch.float32)
                 a, b = self.left.to(wide).unsqueeze(3), right.to(wide).unsqueeze(3)
@@ -208,7 +216,7 @@ class SandwichSum(CachingModule):
         sizes = self.in_features, self.out_features, min(self.factor_sizes)
         return factored_cost(*sizes, math.prod(self.counts), self.flops_per_token(), blade, tokens, _tiled(dtype))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotors: tuple[Tensor, Tensor] | None = None) -> Tensor:
         run, cache = None, self._cache_for(x)
         if cache is not None:
             # tokens up to a power of two, so that one decision serves many sizes of input
@@ -218,7 +226,7 @@ class SandwichSum(CachingModule):
                 run = cache.keep(key, lambda: self._inference(cache, (1 << key[0]) - 1, x.dtype, x.device))
         if run is not None:
             return run(x)
-        left, right = self.factors()
+        left, right = self.factors(rotors)
         return self.apply_factors(x, left.to(x.dtype), right.to(x.dtype))
 
     def _cache_for(self, x: Tensor) -> ParameterCache | None:
@@ -275,6 +283,24 @@ class SandwichSum(CachingModule):
         return direct
 
 
+def _exponentials(sums: Sequence[SandwichSum]) -> list[tuple[Tensor, Tensor]]:
+    """Left (W, o, i, L, L) and right (W, o, i, R, R) rotors of every sum over windows of one size.
+
+    Every side is one batch of matrix exponentials: of such small matrices a call takes longer than what it computes.
+    """
+    sides: list[tuple[Tensor, ...]] = []
+    given = [s.left for s in sums], [s.left if s.right is None else s.right for s in sums]
+    with torch.autocast(sums[0].left.device.type, enabled=False):
+        for betas, factor in zip(given, (clifford.left_factor, clifford.right_factor), strict=True):
+            if len(betas) == 1:
+                sides.append((factor(betas[0]),))
+                continue
+            found = factor(torch.cat([beta.flatten(0, 2) for beta in betas]))
+            parts = found.split([beta.shape[:3].numel() for beta in betas])
+            sides.append(tuple(part.unflatten(0, beta.shape[:3]) for part, beta in zip(parts, betas, strict=True)))
+    return list(zip(*sides, strict=True))
+
+
 def _activated(config: Rotor, x: Tensor, window: int, step: int, slopes: Tensor | None) -> Tensor:
     """What follows a rotor layer (..., W V) within the network: (..., W, V), permuted, normalised and activated.
 
@@ -283,16 +309,21 @@ def _activated(config: Rotor, x: Tensor, window: int, step: int, slopes: Tensor 
         slopes: of the PReLU, (W,) or (1,); None for other activations.
     """
     branches = x.shape[-1] // window
+    if config.normalize:  # which knows no order, and reads rows as they lie
+        x = torch.nn.functional.layer_norm(x.unflatten(-1, (branches, window)), (window,)).flatten(-2)
     if config.permute:
-        sizes = (window, branches, config.seed, step)
-        x = x.index_select(-1, device_table(branch_permutation, sizes, x))
+        x = take_last(x, _order(config, window, branches, step, x))
     x = x.unflatten(-1, (branches, window))
-    if config.normalize:
-        x = torch.nn.functional.layer_norm(x, (window,))
     if slopes is not None:
-        return torch.where(x > 0, x, slopes.to(x.dtype).unsqueeze(-1) * x)
+        channels = x.flatten(0, -3), slopes.to(x.dtype).expand(branches)
+        return torch.nn.functional.prelu(*channels).view(x.shape)
     activation = _ACTIVATIONS[config.activation]
     return x if activation is None else activation(x)
+
+
+def _order(config: Rotor, window: int, branches: int, step: int, like: Tensor) -> Tensor:
+    """The permutation of a step's branches, as a table of indices (W V,)."""
+    return device_table(branch_permutation, (window, branches, config.seed, step), like, torch.int32)
 
 
 class _Branches(nn.Module):
@@ -317,9 +348,16 @@ class _Branches(nn.Module):
         if self.slopes is not None:
             nn.init.constant_(self.slopes, _SLOPE)
 
-    def forward(self, x: Tensor, slope: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, slope: Tensor | None = None, rotors: tuple[Tensor, Tensor] | None = None) -> Tensor:
         slopes = slope if self.slopes is None else self.slopes
-        branches = _activated(self.config, self.rotors(x), self.window, self.index, slopes)
+        branches = self.rotors(x, rotors)
+        if slopes is not None:
+            config, width = self.config, self.config.width
+            order = _order(config, self.window, width, self.index, branches) if config.permute else None
+            tokens = branches.reshape(-1, width, self.window)
+            mixed = mixed_branches(tokens, order, slopes, self.mix, config.normalize)
+            return mixed.view(*branches.shape[:-1], self.window)
+        branches = _activated(self.config, branches, self.window, self.index, None)
         return torch.einsum("...wv,w->...v", branches, self.mix.to(branches.dtype))
 
 
@@ -383,18 +421,25 @@ class RotorLinear(Operator):
         y = self._without_bias(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
+    def _rotors(self, x: Tensor) -> Sequence[tuple[Tensor, Tensor] | None]:
+        """Those of every stage, from one batch; None where stages know theirs or compute them in another way."""
+        sums = self._sums()
+        kept = not self.entry.exponentiates or self.entry._cache_for(x) is not None
+        return [None] * len(sums) if kept else _exponentials(sums)
+
     def _without_bias(self, x: Tensor) -> Tensor:
-        y = self.entry(x)
         if self.exit is None:
-            return y
+            return self.entry(x)
+        every = self._rotors(x)
+        y = self.entry(x, every[0])
         window, residual = self.entry.window, self.config.residual
         if self.config.activate_entry:
             y = _activated(self.config, y, window, self.config.depth, self.slope).squeeze(-2)
         if residual and self.in_features == window:
             y = y + x
-        for step in self.hidden:
-            y = step(y, self.slope)
-        z = self.exit(y)
+        for step, rotors in zip(self.hidden, every[1:-1], strict=True):
+            y = step(y, self.slope, rotors)
+        z = self.exit(y, every[-1])
         return z + y if residual and self.out_features == window else z
 
     def to_dense(self) -> Tensor:
