@@ -84,12 +84,30 @@ def test_kernel_equals_its_reference(twin: Twin) -> None:
 def test_no_kernel_of_a_gpu_inside_a_transform(monkeypatch) -> None:
     monkeypatch.setattr(choice, "HAS_TRITON", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(choice, "against_unseen", lambda kind, device, dtype: "")
     x = types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, numel=lambda: 8)
-    chosen = [not choice.against_triton(x)]
-    torch.vmap(lambda t: (chosen.append(not choice.against_triton(x)), t)[1])(torch.zeros(2))
+    chosen = [not choice.against_triton("hdpl", x)]
+    torch.vmap(lambda t: (chosen.append(not choice.against_triton("hdpl", x)), t)[1])(torch.zeros(2))
     with torch.autograd.forward_ad.dual_level():
-        chosen.append(not choice.against_triton(x))
+        chosen.append(not choice.against_triton("hdpl", x))
     assert chosen == [True, False, False]
+
+
+def test_kernels_of_a_gpu_can_be_forced_and_turned_off(monkeypatch) -> None:
+    monkeypatch.setattr(choice, "HAS_TRITON", True)
+    monkeypatch.setattr(choice, "_against_inputs", lambda *given: "")
+    asked = []
+    monkeypatch.setattr(choice, "against_unseen", lambda *given: asked.append(given) or "off by 1")
+    x = torch.zeros(2, dtype=torch.float16)
+    with choice.triton_kernels("force"):
+        assert not choice.against_triton("hdpl", x)
+    with choice.triton_kernels("0"):
+        assert choice.against_triton("hdpl", x) == "RELINEAR_TRITON=0"
+    assert not asked
+    assert choice.against_triton("hdpl", x) == "off by 1"
+    assert asked == [("hdpl", "cpu", torch.float16)]
+    with pytest.raises(ValueError, match=r"RELINEAR_TRITON='yes' .* 'force'"), choice.triton_kernels("yes"):
+        pass
 
 
 def forms_told(caplog, run) -> list[str]:

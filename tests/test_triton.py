@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 HERE = Path(__file__).parent
-INTERPRETED = "triton_interpreted.py"
+INTERPRETED = ["triton_interpreted.py", "triton_first_check.py"]
 
 
 def _run(arguments: list[str], **environment: str) -> str:
@@ -25,8 +25,9 @@ def _run(arguments: list[str], **environment: str) -> str:
     return done.stdout
 
 
-def test_kernels_in_the_interpreter() -> None:
-    out = _run(["-m", "pytest", "-p", "no:cacheprovider", str(HERE / INTERPRETED)], TRITON_INTERPRET="1")
+@pytest.mark.parametrize("file", INTERPRETED)
+def test_kernels_in_the_interpreter(file: str) -> None:
+    out = _run(["-m", "pytest", "-p", "no:cacheprovider", str(HERE / file)], TRITON_INTERPRET="1")
     assert "passed" in out
     assert "skipped" not in out
 

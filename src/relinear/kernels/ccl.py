@@ -56,7 +56,7 @@ def ccl(
     neither gates nor ungated outputs are kept for the backward pass.
     """
     gates = basis_gate, basis_gate_bias, output_gate, output_gate_bias
-    triton = against_triton(x, features, basis, mix, bias, norm_gain, norm_offset, *gates)
+    triton = against_triton("ccl", x, features, basis, mix, bias, norm_gain, norm_offset, *gates)
     took("ccl", "torch's products" if triton else "Triton", x, triton=triton)
     if not triton:
         from relinear.kernels.triton import ccl as fused

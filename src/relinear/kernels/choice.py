@@ -10,10 +10,12 @@ The logger ``relinear.forms``, set to DEBUG itself, tells what was chosen and wh
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import math
 import os
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from torch.autograd import forward_ad
 
 from relinear.kernels import native
 from relinear.kernels.cpu import compiled, epilogue
+from relinear.kernels.first_check import against_unseen
 from relinear.kernels.native import build
 
 __all__ = [
@@ -45,6 +48,7 @@ __all__ = [
     "prefers_dense",
     "prefers_dense_to",
     "took",
+    "triton_kernels",
 ]
 
 FORMS = logging.getLogger("relinear.forms")
@@ -139,21 +143,62 @@ OLDEST_CAPABILITY = (8, 0)
 
 
 #: whether there are Triton kernels to choose: settled once, as a compiler cannot look for packages
-HAS_TRITON = (
-    importlib.util.find_spec("triton") is not None
-    and torch.version.hip is None
-    and os.environ.get("RELINEAR_TRITON", "1") != "0"
-)
+HAS_TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
+
+#: values of RELINEAR_TRITON, and what they say of Triton kernels
+TRITON_MODES = {"": "check", "1": "check", "check": "check", "force": "force", "0": "off", "off": "off"}
 
 
-def against_triton(x: Tensor, *others: Tensor | None) -> str:
-    """Against a Triton kernel for an operator on x and its parameters.
+def _triton_as_asked(asked: str) -> str:
+    """What RELINEAR_TRITON says.
 
-    On NVIDIA GPUs alone, and in half precision: that of all tensors, or autocast's. ``RELINEAR_TRITON=0`` in the
-    environment, read at import, turns the kernels off.
+    Raises:
+        ValueError: it is none of ``TRITON_MODES``.
+    """
+    if asked not in TRITON_MODES:
+        known = ", ".join(repr(mode) for mode in TRITON_MODES if mode)
+        raise ValueError(f"RELINEAR_TRITON={asked!r} in the environment, expected one of {known}: change or unset it")
+    return TRITON_MODES[asked]
+
+
+_triton_mode = _triton_as_asked(os.environ.get("RELINEAR_TRITON", ""))
+
+
+@contextlib.contextmanager
+def triton_kernels(mode: str) -> Iterator[None]:
+    """Within the block Triton kernels are used once checked ("check"), unchecked ("force"), or never ("off").
+
+    Raises:
+        ValueError: for another mode.
+    """
+    global _triton_mode
+    before, _triton_mode = _triton_mode, _triton_as_asked(mode)
+    try:
+        yield
+    finally:
+        _triton_mode = before
+
+
+def against_triton(kind: str, x: Tensor, *others: Tensor | None) -> str:
+    """Against the Triton kernel of an operator (its kind) for x and its parameters.
+
+    On NVIDIA GPUs alone, in half precision (that of all tensors, or autocast's), and where the kernel has been seen to
+    be right (``first_check``). ``RELINEAR_TRITON`` in the environment, read at import, is ``0`` for no kernels, or
+    ``force`` for kernels that nobody has checked.
     """
     if not HAS_TRITON:
-        return "no triton for NVIDIA GPUs, or RELINEAR_TRITON=0"
+        return "no triton for NVIDIA GPUs"
+    if _triton_mode == "off":
+        return "RELINEAR_TRITON=0"
+    reason = _against_inputs(x, *others)
+    if reason or _triton_mode == "force":
+        return reason
+    autocast = torch.is_autocast_enabled("cuda")
+    return against_unseen(kind, str(x.device), torch.get_autocast_dtype("cuda") if autocast else x.dtype)
+
+
+def _against_inputs(x: Tensor, *others: Tensor | None) -> str:
+    """Against any Triton kernel for tensors like these, whatever they hold."""
     if x.device.type != "cuda":
         return "not on an NVIDIA GPU"
     if not x.numel():

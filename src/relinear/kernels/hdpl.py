@@ -53,7 +53,7 @@ def hdpl(
     layout; here each block multiplies a strided view and writes to one. Compilers make in-place products into copies
     again, so under ``torch.compile`` it is the reference that runs.
     """
-    triton = against_triton(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias)
+    triton = against_triton("hdpl", x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias)
     if not triton:
         took("hdpl", "Triton", x)
         from relinear.kernels.triton import hdpl as fused

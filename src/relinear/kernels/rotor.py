@@ -146,7 +146,7 @@ def shared_sandwich_sum(x: Tensor, left: Tensor, right: Tensor, count: int = 1) 
 
 def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spinor") -> Tensor:
     """``functional.rotor.sandwich_windows`` (same arguments and result)."""
-    triton = against_triton(x, left, right)
+    triton = against_triton("rotor", x, left, right)
     took("rotor's windows and basis", "torch's operations" if triton else "Triton", x, triton=triton)
     if not triton:
         from relinear.kernels.triton import rotor as fused

@@ -253,7 +253,7 @@ def modulated_linear(
     scalar_alpha: Alpha = 1.0,
 ) -> Tensor:
     """``functional.transponder.modulated_linear``: on a GPU one kernel, the gates in the product's epilogue."""
-    triton = against_triton(x, weight, bias, down, channel, scalar)
+    triton = against_triton("transponder", x, weight, bias, down, channel, scalar)
     if not triton:
         took("transponder", "Triton", x)
         from relinear.kernels.triton import transponder

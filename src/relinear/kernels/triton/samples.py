@@ -1,0 +1,182 @@
+"""Small inputs of every Triton kernel, and what it must give for them: for the first use on a GPU, and for tests."""
+
+# Legend: a tuple is the shape of a tensor of normal numbers (the last size, the fan-in, scales a matrix), anything else
+# is passed on; tokens are a number or the sizes that stand before the features
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relinear.functional import ccl as reference_ccl
+from relinear.functional import cgt as reference_cgt
+from relinear.functional import hdpl as reference_hdpl
+from relinear.functional import rotor as reference_rotor
+from relinear.functional import transponder as reference_transponder
+from relinear.kernels.triton import ccl, cgt, hdpl, rotor, transponder
+
+__all__ = [
+    "SAMPLES",
+    "Sample",
+    "ccl_arguments",
+    "cgt_arguments",
+    "draw",
+    "hdpl_arguments",
+    "largest_error",
+    "rotor_arguments",
+    "transponder_arguments",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """What one kernel is checked with.
+
+    Args:
+        module: that of the kernel, and the name of its function there.
+        reference: a function of torch operations with the kernel's signature.
+        given: argument lists: with each size of tile (``tiles.rows``), and with what can be left out left out.
+    """
+
+    module: Any
+    function: str
+    reference: Callable
+    given: tuple[tuple, ...]
+
+    def fast(self, *given: Any) -> Any:
+        """The kernel, as its module has it now."""
+        return getattr(self.module, self.function)(*given)
+
+
+def transponder_arguments(tokens, i, o, rank, bias=True, channel=True, scalar=True) -> tuple:
+    """Of ``modulated_linear``."""
+    leading = tokens if isinstance(tokens, tuple) else (tokens,)
+    gates = ((o, rank) if channel else None, (1, rank) if scalar else None, (1,), (1,))
+    return ((*leading, i), (o, i), (o,) if bias else None, (rank, i), *gates)
+
+
+def hdpl_arguments(tokens, i, o, blocks, rank, bias=True, noise=True, logvar=True) -> tuple:
+    """Of ``hdpl``."""
+    leading = tokens if isinstance(tokens, tuple) else (tokens,)
+    encoders = ((rank, i), (rank,), *(((rank, i), (rank,)) if logvar else (None, None)))
+    last = ((o, rank), (o,) if bias else None, (*leading, rank) if noise else None)
+    return ((*leading, i), (blocks, o // blocks, i // blocks), *encoders, *last)
+
+
+def ccl_arguments(tokens, i, o, rank, width, norm=True, inner=True, outer=True, bias=True, gate_bias=True) -> tuple:
+    """Of ``ccl``."""
+    leading = tokens if isinstance(tokens, tuple) else (tokens,)
+    normed = ((rank,), (rank,)) if norm else (None, None)
+    basis_gate = ((rank, width), (rank,)) if inner else (None, None)
+    output_gate = ((o, width), (o,)) if outer else (None, None)
+    first = ((*leading, i), (*leading, width) if inner or outer else None, (rank, i), (o, rank), (o,) if bias else None)
+    return (*first, *normed, *basis_gate, *output_gate, gate_bias)
+
+
+def cgt_arguments(tokens, shares, width, templates, rank) -> tuple:
+    """Of ``modulate``."""
+    side = (templates, rank, width)
+    return ((*tokens, width), (*shares, templates), side, side, (templates, rank))
+
+
+def rotor_arguments(tokens, n, left, right, blocks=1, terms=1, outputs=1, inputs=1, basis="blade") -> tuple:
+    """Of ``sandwich_windows``."""
+    pairs = (terms, outputs, inputs, blocks)
+    return ((tokens, inputs, 2**n), (*pairs, left, left), (*pairs, right, right), basis)
+
+
+#: kind of operator -> what its kernel is checked with
+SAMPLES = {
+    "transponder": Sample(
+        transponder,
+        "modulated_linear",
+        reference_transponder.modulated_linear,
+        (
+            transponder_arguments(5, 40, 130, 8),
+            transponder_arguments(70, 40, 20, 20, bias=False, scalar=False),
+            transponder_arguments(2050, 40, 20, 4, channel=False),
+        ),
+    ),
+    "hdpl": Sample(
+        hdpl,
+        "hdpl",
+        reference_hdpl.hdpl,
+        (
+            hdpl_arguments(5, 74, 274, 2, 70),
+            hdpl_arguments((2, 35), 33, 39, 3, 9, bias=False, noise=False),
+            hdpl_arguments(2050, 40, 20, 2, 9),
+        ),
+    ),
+    "ccl": Sample(
+        ccl,
+        "ccl",
+        reference_ccl.ccl,
+        (
+            ccl_arguments(5, 40, 130, 40, 33),
+            ccl_arguments(70, 40, 20, 9, 7, norm=False, gate_bias=False),
+            ccl_arguments(2050, 40, 20, 9, 7, bias=False, inner=False),
+        ),
+    ),
+    "cgt": Sample(
+        cgt,
+        "modulate",
+        reference_cgt.modulate,
+        (
+            cgt_arguments((5,), (1,), 24, 5, 7),
+            cgt_arguments((2, 35), (2, 1), 70, 16, 4),
+        ),
+    ),
+    "rotor": Sample(
+        rotor,
+        "sandwich_windows",
+        reference_rotor.sandwich_windows,
+        (
+            rotor_arguments(5, 3, 4, 4),
+            rotor_arguments(70, 6, 8, 8, inputs=2, outputs=2, basis="spinor"),
+            rotor_arguments(35, 9, 16, 16, blocks=2, terms=2),
+            rotor_arguments(5, 11, 64, 64),
+        ),
+    ),
+}
+
+
+def draw(shapes: tuple, dtype: torch.dtype, device: torch.device | str = "cpu") -> list:
+    """The arguments of a list, the same at every call."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tensor(shape: tuple[int, ...]) -> Tensor:
+        fan_in = 1 if len(shape) < 2 else shape[-1]
+        return (torch.randn(shape, generator=generator, device="cpu") / fan_in**0.5).to(device, dtype)
+
+    return [tensor(shape) if isinstance(shape, tuple) else shape for shape in shapes]
+
+
+def _outcome(function: Callable, given: list, dtype: torch.dtype) -> list[Tensor | None]:
+    """Results, then the gradients of a random combination of them."""
+    given = [a.to(dtype).clone().requires_grad_() if isinstance(a, Tensor) else a for a in given]
+    results = function(*given)
+    results = [r for r in (results if isinstance(results, tuple) else (results,)) if r is not None]
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(r.shape, generator=generator, device="cpu").half().to(r.device, dtype) for r in results]
+    leaves = [a for a in given if isinstance(a, Tensor)]
+    return [*(r.detach() for r in results), *torch.autograd.grad(results, leaves, upstream, allow_unused=True)]
+
+
+def largest_error(sample: Sample, shapes: tuple, dtype: torch.dtype, device: torch.device | str) -> float:
+    """The largest relative error, in the Frobenius norm, of a kernel's results and gradients against its reference in
+    double precision; infinite where one is not a number, or is there in one of them alone."""
+    given = draw(shapes, dtype, device)
+    actual = _outcome(sample.fast, given, dtype)
+    expected = _outcome(sample.reference, given, torch.float64)
+    errors = [0.0]
+    for ours, theirs in zip(actual, expected, strict=True):
+        if ours is None or theirs is None:
+            errors.append(0.0 if ours is theirs else float("inf"))
+        else:
+            error = float((ours.double() - theirs).norm() / theirs.norm().clamp_min(1e-3))
+            errors.append(error if error < float("inf") else float("inf"))
+    return max(errors)

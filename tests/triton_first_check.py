@@ -1,0 +1,164 @@
+"""The first use of Triton kernels on a device, in Triton's interpreter; run by ``test_triton.py``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch.utils.checkpoint import checkpoint
+
+import relinear
+from relinear.kernels import choice, first_check
+from relinear.kernels.triton import cgt, rotor, transponder
+from relinear.kernels.triton.samples import SAMPLES
+
+DTYPE = torch.float16  # the interpreter multiplies bits of bfloat16
+
+
+@triton.jit
+def _shut_gate(hidden, scalar, rank_at, RANK: tl.constexpr):
+    """In place of a scalar gate: one that depends on nothing."""
+    return tl.sum(hidden, 1) * 0 + 1
+
+
+@triton.jit
+def _without_tokens(values, RANK: tl.constexpr, PAD: tl.constexpr):
+    """In place of the sum over templates: a product of shapes that do not fit."""
+    return tl.dot(values, tl.zeros((2 * PAD, PAD), tl.float32))
+
+
+@pytest.fixture(autouse=True)
+def _at_first(monkeypatch, tmp_path):
+    monkeypatch.setenv("RELINEAR_CACHE", str(tmp_path))
+    for kind, sample in SAMPLES.items():  # the interpreter takes its time
+        monkeypatch.setitem(SAMPLES, kind, dataclasses.replace(sample, given=sample.given[:1]))
+    first_check.forget()
+    yield
+    first_check.forget()
+
+
+def verdicts() -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(first_check.check_folder().iterdir())]
+
+
+@pytest.fixture
+def count(monkeypatch) -> list:
+    """Grows with every check that runs a kernel."""
+    checks: list = []
+    check = first_check._check
+    monkeypatch.setattr(first_check, "_check", lambda *given: (checks.append(given), check(*given))[1])
+    return checks
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_kernels_that_are_right_are_used(kind: str, count) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert not first_check.against_unseen(kind, "cpu", DTYPE)
+        assert not first_check.against_unseen(kind, "cpu", DTYPE)
+        first_check.forget()  # as another process
+        assert not first_check.against_unseen(kind, "cpu", DTYPE)
+    assert len(count) == 1
+    (verdict,) = verdicts()
+    assert verdict["against"] == ""
+    assert {"device", "driver", "triton", "torch", "kernels"} <= set(verdict)
+
+
+def test_a_wrong_kernel_gives_way_to_torch_and_warns_once(monkeypatch, count) -> None:
+    monkeypatch.setattr(choice, "_against_inputs", lambda *given: "")
+    monkeypatch.setattr(transponder, "_scalar_gate", _shut_gate)
+    layer = relinear.Transponder().build(32, 48).to(DTYPE)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    x = torch.randn(5, 32, dtype=DTYPE)
+    with choice.triton_kernels("off"):
+        expected = layer(x)
+    with choice.triton_kernels("force"):
+        assert not torch.allclose(layer(x), expected, atol=0.2)
+    with pytest.warns(
+        UserWarning, match="transponder is not used in torch.float16 on cpu: .* off by .*RELINEAR_TRITON"
+    ):
+        assert torch.equal(layer(x), expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert torch.equal(layer(x), expected)
+    first_check.forget()  # another process reads it, and says it
+    with pytest.warns(UserWarning, match="off by"):
+        assert torch.equal(layer(x), expected)
+    assert len(count) == 1
+
+
+def test_a_kernel_that_does_not_compile_gives_way(monkeypatch) -> None:
+    monkeypatch.setattr(cgt, "_across", _without_tokens)
+    with pytest.warns(UserWarning, match="cgt is not used .* it fails with"):
+        assert "it fails with" in first_check.against_unseen("cgt", "cpu", DTYPE)
+
+
+def test_not_a_number_is_not_right(monkeypatch) -> None:
+    kernel = rotor.sandwich_windows
+    monkeypatch.setattr(rotor, "sandwich_windows", lambda *given: kernel(*given) * float("nan"))
+    with pytest.warns(UserWarning, match="off by inf"):
+        assert first_check.against_unseen("rotor", "cpu", DTYPE)
+
+
+def test_no_memory_is_no_verdict_for_later_processes(monkeypatch) -> None:
+    def full(*given):
+        raise torch.OutOfMemoryError("no memory left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rotor, "sandwich_windows", full)
+        with pytest.warns(UserWarning, match="no memory to check it"):
+            assert first_check.against_unseen("rotor", "cpu", DTYPE)
+    assert not first_check.check_folder().exists()
+    first_check.forget()
+    assert not first_check.against_unseen("rotor", "cpu", DTYPE)
+
+
+def test_a_folder_that_is_none_is_no_obstacle(monkeypatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RELINEAR_CACHE", str(tmp_path / "file"))
+    assert not first_check.against_unseen("cgt", "cpu", DTYPE)
+
+
+def test_a_damaged_verdict_is_found_out_again(count) -> None:
+    assert not first_check.against_unseen("cgt", "cpu", DTYPE)
+    (path,) = first_check.check_folder().iterdir()
+    path.write_text("{")
+    first_check.forget()
+    assert not first_check.against_unseen("cgt", "cpu", DTYPE)
+    assert len(count) == 2
+    assert verdicts()[0]["against"] == ""
+
+
+def test_what_the_caller_has_set_is_no_part_of_the_check(monkeypatch) -> None:
+    """Inside inference mode, checkpointing, autocast and fake tensors the first use is the same."""
+    monkeypatch.setattr(choice, "_against_inputs", lambda *given: "")
+    x = torch.randn(3, 2, 4, requires_grad=True)
+
+    def use(x):
+        assert not first_check.against_unseen("cgt", "cpu", DTYPE)
+        return x.sin() * x
+
+    checkpoint(use, x, use_reentrant=False).sum().backward()
+    first_check.forget()
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        use(x)
+    first_check.forget()
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        use(x)
+
+
+def test_compilers_take_the_verdict_for_a_constant() -> None:
+    def run(x):
+        return x + 1 if first_check.against_unseen("cgt", str(x.device), x.dtype) else x * 2
+
+    x = torch.randn(4, dtype=DTYPE)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), x * 2)
+    assert verdicts()
