@@ -38,7 +38,6 @@ def forget() -> None:
     _known.clear()
 
 
-@torch.compiler.assume_constant_result
 def against_unseen(kind: str, device: str, dtype: torch.dtype) -> str:
     """Against the kernel of an operator on a device where it has not been seen right: "" once it has been.
 
@@ -58,6 +57,10 @@ def against_unseen(kind: str, device: str, dtype: torch.dtype) -> str:
             if key not in _known:
                 _known[key] = _verdict(kind, torch.device(device), dtype)
     return _known[key]
+
+
+# what torch.compiler.assume_constant_result sets: to call it would import the compiler, and triton with it
+against_unseen._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _verdict(kind: str, device: torch.device, dtype: torch.dtype) -> str:
