@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from relinear.residual import PostLN as PostLN
     from relinear.residual import ReZero as ReZero
     from relinear.residual import SDPAGate as SDPAGate
+    from relinear.residual import SecondEmbedding as SecondEmbedding
     from relinear.residual import residual_ as residual_
     from relinear.residual import residual_methods as residual_methods
     from relinear.surgery.checkpoint import from_pretrained as from_pretrained
@@ -103,6 +104,7 @@ _LAZY = {
     "PostLN": "relinear.residual",
     "ReZero": "relinear.residual",
     "SDPAGate": "relinear.residual",
+    "SecondEmbedding": "relinear.residual",
     "residual_": "relinear.residual",
     "residual_methods": "relinear.residual",
     "check_causality": "relinear.analysis.causality",

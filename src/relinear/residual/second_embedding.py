@@ -1,0 +1,111 @@
+"""A second embedding of the token, added to what the MLPs read: the control for layers that are gated by such a one."""
+
+# Legend: B batch, T tokens, D width of the residual stream, C dim of the embedding
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from relinear.core.anatomy import sub_blocks
+from relinear.core.attachment import AttachmentConfig
+from relinear.core.config import check_at_least, register
+from relinear.core.context import ContextOwner, check_carries_context, conditioned_operators, current_context
+
+__all__ = ["SecondEmbedding"]
+
+
+class _Table(ContextOwner):
+    """``embedding`` (V, C), and ``projection`` (D, C) where C is not D."""
+
+    def __init__(self, vocabulary: int, dim: int, width: int, std: float, **kw: Any) -> None:
+        super().__init__()
+        self.context_dim, self.std = width, std
+        self.embedding = nn.Embedding(vocabulary, dim, **kw)
+        self.projection = None if dim == width else nn.Linear(dim, width, bias=False, **kw)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Entries of standard deviation ``std``; a projection that keeps it."""
+        nn.init.normal_(self.embedding.weight, std=self.std)
+        if self.projection is not None:
+            nn.init.normal_(self.projection.weight, std=self.projection.in_features**-0.5)
+
+    def flops_per_token(self) -> int:
+        """Of the projection; looking up counts as nothing."""
+        return 0 if self.projection is None else 2 * self.projection.weight.numel()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(B, T, D) of token ids (B, T)."""
+        found = self.embedding(ids)
+        return found if self.projection is None else self.projection(found)
+
+    def contexts(self, base: Any, inputs: dict[str, Any]) -> Tensor:
+        """What the MLPs are given, for the arguments of the base model."""
+        ids = inputs.get("input_ids")
+        if ids is None:
+            raise ValueError("a second embedding needs input_ids and got inputs_embeds; give the model token ids")
+        known = base.get_input_embeddings().weight.shape[0]
+        if known > self.embedding.num_embeddings:
+            raise ValueError(
+                f"the model's vocabulary has grown to {known}, the second embedding knows "
+                f"{self.embedding.num_embeddings} tokens; resize the embeddings before attaching it"
+            )
+        return self(ids)
+
+
+def add_embedding(mlp: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Forward pre-hook of an MLP: its input and what the second embedding says of the token."""
+    x = args[0]
+    return (x + current_context(x, x.shape[-1], SecondEmbedding.kind).to(x.dtype), *args[1:])
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SecondEmbedding(AttachmentConfig):
+    """mlp(norm(x)) becomes mlp(norm(x) + W e_t), e_t a second, learnt embedding of token t, the same in every layer.
+
+    It gives a dense model what CCL's default context gives its gates, knowledge of the token that has not passed
+    through the stream, without any gate: a lead of CCL over this model is the gates'. It travels as CCL's context
+    does, so that a model has this or a context manager.
+
+    Args:
+        dim: C, width of the embedding; the model's own by default, and then there is no W.
+        std: standard deviation that e_t starts from; that of the model's own start (``initializer_range``) by default.
+    """
+
+    kind: ClassVar[str] = "second_embedding"
+
+    dim: int | None = None
+    std: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.dim is not None:
+            check_at_least("dim", self.dim, 1)
+        if self.std is not None:
+            check_at_least("std", self.std, 0, integer=False)
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ValueError if the embedding cannot be handed to the MLPs of ``model``."""
+        check_carries_context(model)
+        sub_blocks(model)
+        for name, operator in conditioned_operators(model).items():
+            raise ValueError(
+                f"{name} ({operator.config.kind}) reads a context, which a second embedding is none of; "
+                "attach a ContextManager instead"
+            )
+
+    def attach(self, model: nn.Module) -> None:
+        base: Any = check_carries_context(model)
+        table = base.get_input_embeddings()
+        config: Any = model.config  # type: ignore[union-attr]
+        width = config.get_text_config().hidden_size
+        std = getattr(config, "initializer_range", 0.02) if self.std is None else self.std
+        kw = {"device": table.weight.device, "dtype": table.weight.dtype}
+        owner = _Table(table.num_embeddings, self.dim or width, width, std, **kw)
+        owner.train(base.training).requires_grad_(table.weight.requires_grad).install(base)
+        for block in sub_blocks(model):
+            if block.role == "mlp":
+                block.module.register_forward_pre_hook(add_embedding)
