@@ -4,9 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUN_DIR ?= runs
+GPU_VENV ?= .venv-gpu
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: help demo test check slow fuzz kills bench families smollm2 clean
+.PHONY: help demo test check slow bench gpu-setup gpu families smollm2 clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9_-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -41,6 +43,21 @@ kills: $(STAMP) ## 200 kills at seeded moments; every work must go on to the sam
 
 bench: $(STAMP) ## operators against dense nn.Linear on this machine
 	$(BIN)/relinear bench --out $(RUN_DIR)/bench
+
+# an environment of its own: the pinned torch as a CUDA build, from pip's index or from GPU_INDEX
+gpu-setup: ## make the environment of `make gpu`, on the machine with the GPU or for it
+	test -x $(GPU_VENV)/bin/python || $(PYTHON) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(if $(GPU_INDEX),--index-url $(GPU_INDEX)) "$$(grep '^torch==' constraints.txt)"
+	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@$(GPU_VENV)/bin/python -c "import torch; assert torch.version.cuda, 'this torch has no CUDA: set GPU_INDEX to an index that has it'"
+
+ifdef REHEARSE
+gpu: $(STAMP) ## kernels and two models on an NVIDIA GPU in nine minutes: results/gpu; REHEARSE=1: on a CPU, tiny
+	OMP_NUM_THREADS=1 $(BIN)/python -m relinear.bench.gpu --rehearse --out $(RUN_DIR)/gpu-rehearsal
+else
+gpu:
+	$(GPU_VENV)/bin/python -m relinear.bench.gpu --out results/gpu --minutes 8.5
+endif
 
 families: $(STAMP) ## every operator in tiny models of every family, anew: docs/families.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m relinear.testing.families --out docs/families.md --json results/families.json

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ __all__ = [
     "pad",
     "precision",
     "rows",
+    "trying",
     "warps",
 ]
 
@@ -60,7 +63,24 @@ def meta(tokens: int, dtype: torch.dtype) -> dict[str, Any]:
     """The compile-time arguments that every product's kernel takes."""
     tile_rows = rows(tokens)
     sizes = {"ROWS": tile_rows, "COLUMNS": COLUMNS, "STEP": STEP, "PRECISION": precision(dtype)}
-    return sizes | {"num_warps": warps(tile_rows), "num_stages": depth(dtype)}
+    return sizes | {"num_warps": warps(tile_rows), "num_stages": depth(dtype)} | _tried
+
+
+#: sizes that stand in for those above while they are timed
+_tried: dict[str, int] = {}
+
+
+@contextlib.contextmanager
+def trying(tile_rows: int, columns: int, step: int, tile_warps: int, stages: int) -> Iterator[None]:
+    """Within the block products take these tiles, but for the sizes that a kernel fixes for itself."""
+    names = "ROWS", "COLUMNS", "STEP", "num_warps", "num_stages"
+    before = dict(_tried)
+    _tried.update(zip(names, (tile_rows, columns, step, tile_warps, stages), strict=True))
+    try:
+        yield
+    finally:
+        _tried.clear()
+        _tried.update(before)
 
 
 def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
