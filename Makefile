@@ -7,8 +7,7 @@ RUN_DIR ?= runs
 GPU_VENV ?= .venv-gpu
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test check slow fuzz kills bench families smollm2 clean
-.PHONY: help demo test check slow bench gpu-setup gpu families smollm2 clean
+.PHONY: help demo test check slow fuzz kills bench gpu-setup gpu families smollm2 clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9_-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
