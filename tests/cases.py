@@ -113,6 +113,19 @@ def _pivoted_arguments(dtype: torch.dtype) -> Iterator[tuple]:
         yield torch.randn(*leading, inputs, dtype=dtype), order, mix, up, bias
 
 
+def _branches_arguments(dtype: torch.dtype) -> Iterator[tuple]:
+    """A slope a branch and one for all, with and without a permutation and a norm."""
+    for tokens, branches, window, slopes, permuted, normalize in (
+        (5, 3, 8, 3, True, True),
+        (4, 2, 16, 1, False, False),
+    ):
+        order = (
+            torch.from_numpy(functional_rotor.branch_permutation(window, branches, 0, 1)).int() if permuted else None
+        )
+        x = torch.randn(tokens, branches, window, dtype=dtype)
+        yield x, order, torch.rand(slopes, dtype=dtype), torch.randn(branches, dtype=dtype), normalize
+
+
 def transponder_arguments(dtype: torch.dtype) -> Iterator[tuple]:
     """Both gates, either alone, ranks that are unrolled and one that is not, one token and many."""
     for rank, tokens, channel, scalar in ((8, (3, 5), 1, 1), (2, (1,), 1, 0), (4, (7,), 0, 1), (32, (2, 3), 1, 1)):
@@ -351,6 +364,12 @@ TWINS: list[Twin] = [
         reference=functional_pivoted.pivoted_low_rank,
         fast=kernels_pivoted.pivoted_low_rank,
         arguments=_pivoted_arguments,
+    ),
+    Twin(
+        kind="rotor-branches",
+        reference=functional_rotor.mixed_branches,
+        fast=kernels_rotor.mixed_branches,
+        arguments=_branches_arguments,
     ),
     Twin(
         kind="rotor",

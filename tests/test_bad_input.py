@@ -432,10 +432,11 @@ def test_a_model_without_latents_is_refused_at_the_call():
 
 @pytest.mark.parametrize("data", [None, 3], ids=brief)
 def test_what_is_no_corpus(data, tmp_path):
+    short = {"tokens": 256, "sequence_length": 32}
     model = make_tiny_llama()
     words = ["data must be texts", shown(data)]
     unchanged(model, lambda model: relinear.distill_(model, {"q_proj": LOW}, data), *words)
-    unchanged(model, lambda model: relinear.compress(model, data, keep=0.8), *words)
+    unchanged(model, lambda model: relinear.compress(model, data, keep=0.8, settings=short), *words)
 
 
 @pytest.mark.parametrize("settings", [None, "corpus.txt", 3, LONG], ids=brief)

@@ -63,7 +63,9 @@ def test_healing_brings_the_model_nearer_to_the_original(kind: str, what: str, t
     assert "on held-out text" in str(report)
 
 
-@pytest.mark.parametrize("what", ["operators", "all", "lora"])
+@pytest.mark.parametrize(
+    "what", ["operators", *(pytest.param(what, marks=pytest.mark.slow) for what in ("all", "lora"))]
+)
 def test_killed_healing_resumes_to_the_same_bits(what: str, tmp_path) -> None:
     def run(folder, stop_at=None):
         model = pretrained()

@@ -143,7 +143,17 @@ def run_shell(text: str, language: str) -> None:
         assert done in (0, None), words
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+#: pages whose comparisons and benches take minutes even when they are cut
+LONG = ("docs/compare.md", "docs/cli.md")
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(REPOSITORY))
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, id=named(p), marks=[pytest.mark.slow] if named(p) in LONG else []) for p in PAGES]
+)
 def test_blocks_run(page: Path, world: Path, tmp_path, monkeypatch) -> None:
     here = tmp_path / "here"
     shutil.copytree(world, here)

@@ -230,7 +230,7 @@ def test_values_nested_without_end(tmp_path):
     deep = "[" * 100_000
     (tmp_path / "data.jsonl").write_text(json.dumps({"text": "a"}) + '\n{"text": ' + deep + "\n")
     (tmp_path / "other.json").write_text(deep)
-    with pytest.raises(ValueError, match=r"line 2: is nested too deeply"):
+    with pytest.raises(ValueError, match=r"line 2 is nested too deeply"):
         list(local_sources(tmp_path / "data.jsonl", None)["all"].documents())
     with pytest.raises(ValueError, match=r"other\.json is nested too deeply"):
         read_json(tmp_path / "other.json")

@@ -43,7 +43,7 @@ def leaves_of(arguments: tuple, dtype: torch.dtype) -> tuple[list, list[Tensor]]
     def copied(value):
         if isinstance(value, list):
             return [copied(entry) for entry in value]
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or not value.is_floating_point():  # settings, indices
             return value
         leaves.append(value.detach().to(dtype).clone().requires_grad_())
         return leaves[-1]

@@ -7,7 +7,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from relinear.clifford.blades import take_last
 from relinear.functional import pivoted_low_rank as reference
 from relinear.kernels.choice import against_opaque
 
@@ -20,7 +19,7 @@ class _Permuted(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, order: Tensor) -> Tensor:
         ctx.order = order
-        return take_last(x, order)
+        return reference.in_order(x, order)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
