@@ -31,6 +31,6 @@ def pivoted_low_rank(x: Tensor, order: Tensor, mix: Tensor, up: Tensor, bias: Te
     if against_opaque():
         return reference.pivoted_low_rank(x, order, mix, up, bias)
     rank = up.shape[1]
-    rows = (_Permuted.apply(x, order) if x.requires_grad else take_last(x, order)).reshape(-1, x.shape[-1])
+    rows = (_Permuted.apply(x, order) if x.requires_grad else reference.in_order(x, order)).reshape(-1, x.shape[-1])
     z = torch.addmm(rows[:, :rank], rows[:, rank:], mix.mT)  # one pass less over z than a sum of its own
     return torch.nn.functional.linear(z, up, bias).view(*x.shape[:-1], up.shape[0])
