@@ -51,7 +51,7 @@ CUTS = {
     "compare": ["--steps", "1", "--seeds", "0", "--set", "speed.seconds=0.01", "--set", "train.warmup_steps=0"],
     "train": ["--steps", "1"],
     "sweep": ["--steps", "1", "--trials", "1"],
-    "scale": ["--sizes", "16,32", "--set", "train.steps=1", "--set", "seeds=[0]", "--set", "speed.seconds=0.01"],
+    "scale": ["--sizes", "16,24,32,40", "--set", "train.steps=1", "--set", "seeds=[0]", "--set", "speed.seconds=0.01"],
     "analyze": ["--sequences", "8", "--length", "64"],
     "bench": ["--rounds", "3", "--no-peers", "--no-untuned"],
     "compress": ["--tokens", "512"],
