@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from relinear.bench.operators import DENSE, phase_of
+from relinear.system.files import read_json
 
 __all__ = ["key_of", "of_runs", "read_record", "slower", "spread_of"]
 
@@ -51,7 +51,7 @@ def read_record(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     path = path / "bench.json" if path.is_dir() else path
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"no recorded benchmark can be read from {path}: {error}") from error
     if not isinstance(record, dict) or not {"settings", "machine", "rows"} <= record.keys():

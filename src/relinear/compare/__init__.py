@@ -1,7 +1,8 @@
 """Many runs side by side: recipes, matched sizes, tuning, seeds, budgets, scaling, speeds, sweeps, and the report."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from relinear.system.lazy import imported_on_first_use
 
 if TYPE_CHECKING:
     from relinear.compare.plan import Event, plan_comparison
@@ -23,10 +24,4 @@ _LAZY = {
 
 __all__ = ["CompareSettings", "Event", "compare", "plan_comparison", "read_results", "scale", "write_report"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = imported_on_first_use(__name__, _LAZY)

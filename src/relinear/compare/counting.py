@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 
 from relinear.compare.settings import CompareSettings
 from relinear.evaluate import KneserNey
-from relinear.system.files import atomic_path, write_json
+from relinear.system.files import atomic_path, read_json, write_json
 from relinear.train.trainer import SteadySampler
 
 __all__ = ["NGRAM", "count_ngrams"]
@@ -37,7 +36,7 @@ def count_ngrams(recipe: CompareSettings, data: Any, out_dir: Path) -> dict[str,
     """
     path = out_dir / NGRAM
     if path.is_file():
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     train, validation = data.train, data.validation
     length = train.sequence_length
     wanted = min(recipe.steps * recipe.train.batch_size * recipe.train.accumulation, len(train))

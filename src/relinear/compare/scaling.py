@@ -8,7 +8,6 @@ narrower and a shallower dense model: an operator that loses to one of them save
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from relinear.compare.run import compare
 from relinear.compare.settings import CompareSettings
 from relinear.data import prepare_data
 from relinear.models import preset_config, preset_names
-from relinear.system.files import write_json
+from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
 
 __all__ = ["SCALE", "at_size", "crossing", "fit_power_law", "read_scale", "scale"]
@@ -98,7 +97,7 @@ def read_scale(directory: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: start relinear scale, or start it again to go on")
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
+        results = read_json(path)
         version = results["format"]
         results["entries"][0]["points"]
     except (ValueError, LookupError, TypeError) as error:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ from torch.nn import functional as F
 
 from relinear.compress.layerwise import LayerByLayer
 from relinear.core.moments import Moments
-from relinear.system.files import atomic_path, write_json
+from relinear.core.operator import linear_features
+from relinear.system.files import atomic_path, read_json, write_json
 
-__all__ = ["Calibration", "calibrate", "fingerprint"]
+__all__ = ["Calibration", "KnownMoments", "calibrate", "fingerprint"]
 
 #: told the phase, how many decoder layers of it are done, and how many there are
 OnLayer = Callable[[str, int, int], None]
@@ -43,7 +44,7 @@ class Calibration:
         record = self.folder / "calibration.json"
         if not record.is_file():
             raise FileNotFoundError(f"{self.folder} holds no finished calibration (no calibration.json)")
-        values = json.loads(record.read_text(encoding="utf-8"))
+        values = read_json(record)
         self.tokens: int = values["tokens"]
         self.loss: float | None = values["loss"]
         self._where: dict[str, int] = values["layers"]
@@ -53,6 +54,10 @@ class Calibration:
     def names(self) -> list[str]:
         """The linear layers that have moments, in the model's order."""
         return list(self._where)
+
+    def knows(self, name: str, module: Any) -> bool:
+        """Whether the linear layer saw as many tokens as it has inputs: an expert may not, and says nothing."""
+        return self.counts[name] >= linear_features(module)[0]
 
     def input_of(self, name: str) -> str:
         """The name of the layer whose input ``name`` reads: its own, or that of one before it in the same block."""
@@ -65,6 +70,27 @@ class Calibration:
             keys, about = set(tensors.keys()), tensors.metadata()
             outputs = tensors.get_tensor(f"outputs {name}") if f"outputs {name}" in keys else None
             return Moments(tensors.get_tensor(f"inputs {about[name]}"), outputs)
+
+
+class KnownMoments(Mapping[str, Moments]):
+    """The moments of some layers by name, each read from the disk when it is asked for."""
+
+    def __init__(self, calibration: Calibration, names: Iterable[str]) -> None:
+        self._calibration, self._names = calibration, dict.fromkeys(names)
+
+    def __getitem__(self, name: str) -> Moments:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._calibration.moments(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _file(index: int) -> str:
@@ -171,7 +197,7 @@ def calibrate(
 def _claim(folder: Path, mark: str) -> None:
     path = folder / "fingerprint.json"
     if path.is_file():
-        if json.loads(path.read_text(encoding="utf-8")).get("fingerprint") != mark:
+        if read_json(path).get("fingerprint") != mark:
             raise ValueError(
                 f"{folder} holds the calibration of another model, corpus or setting; give another directory, or "
                 "remove it"
@@ -259,7 +285,7 @@ class _Calibrating:
     def _loss(self) -> float:
         """The model's mean loss; the gradient of the summed loss for the last hidden states goes to disk."""
         if self._loss_record.is_file():
-            return json.loads(self._loss_record.read_text(encoding="utf-8"))["loss"]
+            return read_json(self._loss_record)["loss"]
         total, count, gradients = 0.0, 0, []
         for ids, states in zip(self.parts, self._read(self._hidden(len(self.layers))), strict=True):
             states.requires_grad_(True)

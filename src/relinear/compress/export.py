@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import string
 from importlib import resources
 from pathlib import Path
@@ -14,9 +13,9 @@ from torch import Tensor, nn
 
 from relinear.core.attachment import attachments
 from relinear.core.aux import named_operators
-from relinear.core.operator import NotLinearError, Operator
+from relinear.core.operator import NotLinearError, Operator, linear_of
 from relinear.surgery.fold import fold_
-from relinear.system.files import atomic_directory, write_json, write_text
+from relinear.system.files import atomic_directory, read_json, write_json, write_text
 
 __all__ = ["export_plain"]
 
@@ -76,15 +75,7 @@ class _Pivoted(nn.Module):
         rest = torch.ones(weight.shape[1], dtype=torch.bool, device=weight.device)
         rest[pivots] = False
         self.register_buffer("order", torch.cat((pivots, rest.nonzero().flatten())).int())
-        self.mix = _linear(weight[:, rest])
-
-
-def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device=weight.device, dtype=weight.dtype)
-    linear.weight.copy_(weight)
-    if bias is not None:
-        linear.bias.copy_(bias)
-    return linear
+        self.mix = linear_of(weight[:, rest])
 
 
 def _pivots(thin: Tensor) -> Tensor | None:
@@ -98,9 +89,9 @@ def _into_factors(model: nn.Module, name: str, operator: Operator) -> dict[str, 
     """Two plain layers in place of ``operator``; what the config says of them."""
     first, second = operator.dense_chain()
     pivots = _pivots(first)
-    thin = _linear(first) if pivots is None else _Pivoted(first, pivots)
+    thin = linear_of(first) if pivots is None else _Pivoted(first, pivots)
     parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, nn.Sequential(thin, _linear(second, operator.dense_bias())))
+    setattr(model.get_submodule(parent), child, nn.Sequential(thin, linear_of(second, operator.dense_bias())))
     return {"rank": len(first), "pivoted": pivots is not None}
 
 
@@ -110,7 +101,7 @@ def _describe(model: Any, factors: dict[str, Any], folder: Path) -> None:
     template = resources.files("relinear.compress").joinpath(f"{MODELLING_FILE}.txt").read_text(encoding="utf-8")
     names = {"model_class": model_class, "config_class": config_class, "model_type": model.config.model_type}
     write_text(folder / f"{MODELLING_FILE}.py", string.Template(template).substitute(names))
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     config["model_type"] = f"factorized_{model.config.model_type}"
     config["factorized"] = factors
     config["architectures"] = [f"Factorized{model_class}"]

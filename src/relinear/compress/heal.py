@@ -12,13 +12,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.util
-import json
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ from relinear.core.aux import named_operators
 from relinear.core.modes import evaluating
 from relinear.core.moments import Moments
 from relinear.core.objective import GuidedTraining
-from relinear.core.operator import Operator, is_conv1d, is_linear
-from relinear.system.files import atomic_path, write_json
+from relinear.core.operator import Operator, is_conv1d
+from relinear.system.files import atomic_path, read_json, write_json
 from relinear.train.distill import against
 from relinear.train.fit import fit
 from relinear.train.settings import FitSettings
@@ -119,7 +119,7 @@ def heal(
     *,
     settings: CompressSettings | None = None,
     dense: Iterable[str] = (),
-    moments: Callable[[str], Moments | None] = lambda name: None,
+    moments: Mapping[str, Moments] = MappingProxyType({}),
     folder: str | Path | None = None,
     on_progress: OnHeal = lambda phase, done, total: None,
 ) -> HealReport:
@@ -135,7 +135,7 @@ def heal(
         held_out: token ids (N, T) that judge.
         settings: ``heal``, ``heal_learning_rate``, ``heal_batch``, ``heal_rank``, ``batch_size`` and ``seed`` of these.
         dense: names of the linear layers that get adapters in ``heal="lora"``.
-        moments: of a linear layer of this name in the original, where they are known: steps are then taken in
+        moments: of the original's linear layers by name, as far as they are known: steps are then taken in
             coordinates in which all directions cost alike (``WhitenedSteps``). Not for ``heal="lora"``.
         folder: of state and metrics; None keeps nothing.
         on_progress: told "heal", steps done and in all.
@@ -193,7 +193,7 @@ class _Healing:
         marked = {name: getattr(settings, name) for name in names}
         both = torch.cat([blocks, held_out])
         origin = fingerprint(teacher, both, [], {})
-        known = [name for name, _ in model.named_modules() if moments(name) is not None]
+        known = [name for name, _ in model.named_modules() if name in moments]
         mark = fingerprint(model, both, [*dense, origin, str(len(blocks)), *known], marked)
         self.folder = home / f"heal-{mark[:16]}"
         self.best = self.folder / "best.safetensors"
@@ -207,7 +207,7 @@ class _Healing:
             self._mark_trained()
             if not record.is_file():
                 write_json(record, self._train())
-            report = HealReport(**json.loads(record.read_text(encoding="utf-8")))
+            report = HealReport(**read_json(record))
             self._take_best()
         finally:
             if tuner is not None:
@@ -245,38 +245,37 @@ class _Healing:
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def _known(self) -> dict[nn.Parameter, Moments]:
-        """The moments of matrices that are trained, where they are known; none where adapters are trained."""
-        found: dict[nn.Parameter, Moments] = {}
+    def _known(self) -> Iterator[tuple[nn.Parameter, Moments]]:
+        """Matrices that are trained with their moments, layer by layer; none where adapters are trained."""
         if self.settings.heal == "lora":
-            return found
+            return
         for name, module in self.model.named_modules():
-            moments = self.moments(name) if isinstance(module, Operator) or is_linear(module) else None
-            if moments is None:
+            trained = {key: p for key, p in module.named_parameters(recurse=False) if p.requires_grad}
+            if not trained or name not in self.moments:
                 continue
+            moments = self.moments[name]
             if isinstance(module, Operator):
                 own = module.parameter_moments(moments)
             elif not is_conv1d(module):
                 own = {"weight": moments}
             else:  # which holds its weight the other way round
                 own = {} if moments.outputs is None else {"weight": Moments(moments.outputs, moments.inputs)}
-            found |= {p: own[key] for key, p in module.named_parameters(recurse=False) if key in own}
-        return {p: m for p, m in found.items() if p.requires_grad}
+            yield from ((p, own[key]) for key, p in trained.items() if key in own)
 
-    def _learning_rate(self, whitened: Mapping[nn.Parameter, Moments]) -> float:
+    def _learning_rate(self, whitened: Collection[nn.Parameter]) -> float:
         if whitened:
             return math.sqrt(2 * STEP_NATS / sum(p.numel() for p in whitened))
         return LORA_RATE if self.settings.heal == "lora" else PLAIN_RATE
 
     def _train(self) -> dict[str, Any]:
-        settings, whitened = self.settings, self._known()
+        settings, whitened = self.settings, WhitenedSteps(self._known())
         batch = min(settings.batch_size, settings.heal_batch)
         interval = max(1, self.steps // EVALUATIONS)
         how = FitSettings(
             steps=self.steps,
             batch_size=batch,
             accumulation=settings.heal_batch // batch,
-            learning_rate=settings.heal_learning_rate or self._learning_rate(whitened),
+            learning_rate=settings.heal_learning_rate or self._learning_rate(whitened.factors),
             warmup_steps=min(self.steps - 1, max(1, round(WARMUP * self.steps))),
             min_lr_ratio=0.0,
             weight_decay=0.0,
@@ -294,7 +293,7 @@ class _Healing:
                 tuple(samples),
                 how,
                 out_dir=self.folder,
-                callbacks=[WhitenedSteps(whitened)],
+                callbacks=[whitened],
                 on_progress=self._told,
             )
         step, loss = self._best_so_far()

@@ -176,7 +176,7 @@ def layer_candidates(
     """
     sizes = linear_features(module)
     dense = Candidate(None, budget.cost(name, None), 0.0)
-    if calibration.counts[name] < sizes[0]:
+    if not calibration.knows(name, module):
         return [dense]  # an expert that hardly saw a token: its moments say nothing
     moments = calibration.moments(name)
     found = [dense]

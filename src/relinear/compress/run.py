@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from relinear.compress.allocate import Candidate
 from relinear.compress.beside import Observation, compared, measure_speed, observe
 from relinear.compress.budget import Budget, budget_of
-from relinear.compress.calibrate import Calibration, calibrate
+from relinear.compress.calibrate import Calibration, KnownMoments, calibrate
 from relinear.compress.checks import check_directory, check_ids, check_model_fits
 from relinear.compress.corrections import MeasuredPoint, choose_points, correct, corrections, measure_points
 from relinear.compress.export import export_plain
@@ -38,11 +38,11 @@ from relinear.core.modes import evaluating
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, linear_features
 from relinear.distill.record import token_blocks
 from relinear.surgery.checkpoint import save_pretrained
-from relinear.surgery.plan import Replacement, plan
+from relinear.surgery.plan import plan
 from relinear.surgery.select import ALL_LINEAR
 from relinear.surgery.states import flat_states, place_
 from relinear.surgery.summary import module_parameters
-from relinear.system.files import write_json
+from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
 from relinear.system.machine import PeakMemory, describe_machine
 
@@ -54,8 +54,7 @@ LEAST_SECONDS = 1e-3
 NOISE = 0.02
 
 #: told the phase ("speed", "forward", "backward", "candidates", "points", "original", "fit", "heal", "evaluation"), how
-#: much of
-#: it is done, and how much there is
+#: much of it is done, and how much there is
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -71,8 +70,8 @@ class CompressReport:
     on the calibration's tokens, nats a token. seconds: by phase, of this call. budget: what was allowed; None for a
     plan that was given. speed: of the layers by the table, None where it was not measured. points: predictions held
     against measurements. evaluation: the compressed model beside the original (loss, agreement, samples, speed), None
-    where it was not measured. peak_memory_bytes: of this call. settings: all of them. healing: None
-    where there was none.
+    where it was not measured. peak_memory_bytes: of this call. settings: all of them. healing: None where there was
+    none.
     """
 
     plan: CompressPlan
@@ -511,7 +510,7 @@ class _Job:
         mark = hashlib.sha256(json.dumps(what).encode() + judging.numpy().tobytes()).hexdigest()
         path = self.folder / "points.json"
         if path.is_file():
-            kept = json.loads(path.read_text(encoding="utf-8"))
+            kept = read_json(path)
             if kept["mark"] == mark:
                 return [MeasuredPoint.from_dict(values) for values in kept["points"]]
         told = partial(self.on_progress, "points")
@@ -540,7 +539,7 @@ class _Job:
         judge = torch.linspace(0, len(blocks) - 1, self.settings.held_out_blocks).round().long()
         kept = torch.ones(len(blocks), dtype=torch.bool)
         kept[judge] = False
-        known = {name for name, m in self.modules.items() if calibration.counts[name] >= linear_features(m)[0]}
+        known = [name for name, module in self.modules.items() if calibration.knows(name, module)]
         return heal(
             self.model,
             teacher,
@@ -548,7 +547,7 @@ class _Job:
             blocks[judge],
             settings=self.settings,
             dense=dense,
-            moments=lambda name: calibration.moments(name) if name in known else None,
+            moments=KnownMoments(calibration, known),
             folder=self.folder,
             on_progress=self.on_progress,
         )
@@ -561,11 +560,12 @@ class _Job:
             fitted = fit_without_order(calibration, replacements, self.on_progress)
             place_(self.model, replacements, flat_states(fitted))
             return
-        groups: dict[int, list[Replacement]] = {}
-        for replacement in replacements:
-            index = layer_index(self.model, replacement.name)
-            assert index is not None  # checked when the job was made
-            groups.setdefault(index, []).append(replacement)
+        by_name = {replacement.name: replacement for replacement in replacements}
+        groups = {
+            index: found
+            for index, names in self.by_layer.items()
+            if (found := [by_name[name] for name in names if name in by_name])
+        }
         count = settings.anchor_tokens // settings.sequence_length
         refinement = {k: getattr(settings, k) for k in ("refine_steps", "refine_learning_rate", "seed")}
         kept = self._correctable(calibration, whole) if settings.correct_dense else {}
@@ -591,7 +591,7 @@ class _Job:
                 name
                 for name, module in modules.items()
                 if name not in whole.replaced
-                and calibration.counts[name] >= linear_features(module)[0]
+                and calibration.knows(name, module)
                 and all(uses[id(p)] == 1 for p in module.parameters())
             ]
             for index, modules in self.by_layer.items()

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.operator import OperatorConfig, linear_features
-from relinear.system.files import write_json
+from relinear.system.files import read_json, write_json
 from relinear.system.machine import describe_machine
 from relinear.system.timing import interleave
 
@@ -151,7 +150,7 @@ def speed_table(
 def _read(path: Path, machine: Mapping[str, Any], conditions: SpeedConditions) -> SpeedTable | None:
     """The table that is kept in a file; None if there is none, or it is of another machine or of other conditions."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
         table = SpeedTable.from_dict(values) if values["machine"] == machine else None
     except (OSError, ValueError, LookupError, TypeError):
         return None

@@ -11,7 +11,7 @@ the optimiser makes of them is taken back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -44,13 +44,14 @@ class WhitenedSteps(TrainerCallback):
     """Lets the run's optimiser step in whitened coordinates for some parameters.
 
     Args:
-        moments: parameter (P, Q) -> the moments of what it multiplies (Q, Q) and of its results' gradients (P, P).
+        moments: parameters (P, Q), each with the moments of what it multiplies (Q, Q) and of its results' gradients
+            (P, P); taken one by one, so that they need not be in memory together.
     """
 
-    def __init__(self, moments: Mapping[nn.Parameter, Moments]) -> None:
+    def __init__(self, moments: Iterable[tuple[nn.Parameter, Moments]]) -> None:
         self.factors = {
             p: _Factors(None if m.outputs is None else _triangle(m.outputs, p), _triangle(m.inputs, p))
-            for p, m in moments.items()
+            for p, m in moments
         }
         self._kept: dict[nn.Parameter, Tensor] = {}
 

@@ -18,13 +18,43 @@ from relinear.core.operator import Operator, OperatorConfig, dense_weight, linea
 from relinear.functional.low_rank import low_rank, low_rank_factors, weighted_spectrum
 from relinear.kernels.choice import prefers_dense
 
-__all__ = ["LowRank", "LowRankLinear", "RankConfig", "moments_of_factors"]
+__all__ = ["LowRank", "LowRankLinear", "RankConfig", "RankLinear", "moments_of_factors"]
 
 #: steps of the ranks that are considered when a size is chosen; finer only in layers below 16 times this
 RANK_STEP = 8
 
 
-class LowRankLinear(Operator):
+class RankLinear(Operator):
+    """What layers that are a product of two thin matrices have in common: the exact fits of a weight."""
+
+    config: RankConfig
+
+    def set_factors_(self, down: Tensor, up: Tensor) -> None:
+        """Become the product of factors (R, I) and (O, R), whatever their dtype."""
+        raise NotImplementedError
+
+    def to_dense(self) -> Tensor:
+        down, up = self.dense_chain()
+        return up @ down
+
+    @torch.no_grad()
+    def from_linear(self, linear: nn.Module) -> Self:
+        """Truncated SVD of the weight: the best fit of this rank in the Frobenius norm."""
+        self.set_factors_(*low_rank_factors(self.source_weight(linear), self.config.rank))
+        self.copy_bias_(linear)
+        return self
+
+    @torch.no_grad()
+    def from_moments(self, linear: nn.Module, moments: Moments, *, steps: int = 100) -> Self:
+        """The exact solution: G^(-1/2) [G^(1/2) W A^(1/2)]_R A^(-1/2); ``steps`` has no meaning here."""
+        weight = self.source_weight(linear)
+        moments.check(self.in_features, self.out_features)
+        self.set_factors_(*weighted_spectrum(weight, moments.inputs, moments.outputs).factors(weight, self.config.rank))
+        self.copy_bias_(linear)
+        return self
+
+
+class LowRankLinear(RankLinear):
     """y = (x down^T) up^T + bias; parameters ``down`` (R, I), ``up`` (O, R), optional ``bias`` (O,)."""
 
     config: LowRank
@@ -49,27 +79,8 @@ class LowRankLinear(Operator):
         dense = dense_inference(self, x, prefers_dense)
         return low_rank(x, self.down, self.up, self.bias) if dense is None else dense
 
-    def to_dense(self) -> Tensor:
-        return self.up @ self.down
-
     def dense_chain(self) -> tuple[Tensor, ...]:
         return self.down, self.up
-
-    @torch.no_grad()
-    def from_linear(self, linear: nn.Module) -> Self:
-        """Truncated SVD of the weight: the best fit of this rank in the Frobenius norm."""
-        self.set_factors_(*low_rank_factors(self.source_weight(linear), self.config.rank))
-        self.copy_bias_(linear)
-        return self
-
-    @torch.no_grad()
-    def from_moments(self, linear: nn.Module, moments: Moments, *, steps: int = 100) -> Self:
-        """The exact solution: G^(-1/2) [G^(1/2) W A^(1/2)]_R A^(-1/2); ``steps`` has no meaning here."""
-        weight = self.source_weight(linear)
-        moments.check(self.in_features, self.out_features)
-        self.set_factors_(*weighted_spectrum(weight, moments.inputs, moments.outputs).factors(weight, self.config.rank))
-        self.copy_bias_(linear)
-        return self
 
     @torch.no_grad()
     def parameter_moments(self, moments: Moments) -> dict[str, Moments]:
@@ -77,7 +88,6 @@ class LowRankLinear(Operator):
 
     @torch.no_grad()
     def set_factors_(self, down: Tensor, up: Tensor) -> None:
-        """Take over factors (R, I) and (O, R), whatever their dtype."""
         self.down.copy_(down)
         self.up.copy_(up)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +14,16 @@ from torch import Tensor, nn
 from relinear.core.config import register
 from relinear.core.dense_cache import dense_inference
 from relinear.core.moments import Moments
-from relinear.core.operator import Operator, OperatorConfig
-from relinear.functional.low_rank import low_rank_factors, weighted_spectrum
+from relinear.core.operator import OperatorConfig
 from relinear.functional.pivoted_low_rank import pivoted_factors
 from relinear.kernels.choice import prefers_dense
 from relinear.kernels.pivoted_low_rank import pivoted_low_rank
-from relinear.operators.low_rank import RankConfig, moments_of_factors
+from relinear.operators.low_rank import RankConfig, RankLinear, moments_of_factors
 
 __all__ = ["PivotedLowRank", "PivotedLowRankLinear"]
 
 
-class PivotedLowRankLinear(Operator):
+class PivotedLowRankLinear(RankLinear):
     """y = (x_S + mix x_rest) up^T + bias; ``mix`` (R, I - R), ``up`` (O, R), optional ``bias`` (O,).
 
     ``order`` (I,) is a buffer of integers: a permutation of the inputs, the pivots S first.
@@ -61,26 +60,9 @@ class PivotedLowRankLinear(Operator):
         dense = dense_inference(self, x, prefers_dense)
         return dense if dense is not None else pivoted_low_rank(x, self.order, self.mix, self.up, self.bias)
 
-    def to_dense(self) -> Tensor:
-        down, up = self.dense_chain()
-        return up @ down
-
     def dense_chain(self) -> tuple[Tensor, ...]:
         identity = torch.eye(self.config.rank, dtype=self.mix.dtype, device=self.mix.device)
         return torch.cat((identity, self.mix), 1)[:, self.order.argsort()], self.up
-
-    @torch.no_grad()
-    def from_linear(self, linear: nn.Module) -> Self:
-        """Truncated SVD of the weight: the best fit of this rank in the Frobenius norm."""
-        return self._take(linear, *low_rank_factors(self.source_weight(linear), self.config.rank))
-
-    @torch.no_grad()
-    def from_moments(self, linear: nn.Module, moments: Moments, *, steps: int = 100) -> Self:
-        """The exact solution, as of ``LowRank``; ``steps`` has no meaning here."""
-        weight = self.source_weight(linear)
-        moments.check(self.in_features, self.out_features)
-        spectrum = weighted_spectrum(weight, moments.inputs, moments.outputs)
-        return self._take(linear, *spectrum.factors(weight, self.config.rank))
 
     @torch.no_grad()
     def parameter_moments(self, moments: Moments) -> dict[str, Moments]:
@@ -88,13 +70,10 @@ class PivotedLowRankLinear(Operator):
         rest = self.order[self.config.rank :]
         return {"mix": Moments(moments.inputs[rest][:, rest], both["down"].outputs), "up": both["up"]}
 
-    def _take(self, linear: nn.Module, down: Tensor, up: Tensor) -> Self:
-        order, mix, up = pivoted_factors(down, up)
-        self.order.copy_(order)
-        self.mix.copy_(mix)
-        self.up.copy_(up)
-        self.copy_bias_(linear)
-        return self
+    @torch.no_grad()
+    def set_factors_(self, down: Tensor, up: Tensor) -> None:
+        for own, given in zip((self.order, self.mix, self.up), pivoted_factors(down, up), strict=True):
+            own.copy_(given)
 
     def flops_per_token(self) -> int:
         return 2 * self.config.rank * (self.in_features + self.out_features - self.config.rank)

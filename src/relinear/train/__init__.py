@@ -1,8 +1,8 @@
 """Training: transformers' Trainer with our callbacks, groups and schedules; ``train`` for runs, ``fit`` for models."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from relinear.system.lazy import imported_on_first_use
 from relinear.train.fit import TrainResult, fit
 
 if TYPE_CHECKING:
@@ -38,10 +38,4 @@ __all__ = [
     "train",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = imported_on_first_use(__name__, _LAZY)

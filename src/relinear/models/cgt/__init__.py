@@ -1,9 +1,10 @@
 """The Contextually Guided Transformer: its configuration, models, objective, and what turns it into a GPT-2."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from relinear.models.cgt.config import CGTConfig, when_made
+from relinear.system.lazy import imported_on_first_use
 
 if TYPE_CHECKING:
     from relinear.models.cgt.model import CGTForCausalLM, CGTForRegression, CGTModel, CGTOutput
@@ -29,13 +30,7 @@ __all__ = [
     "GuidedTraining",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = imported_on_first_use(__name__, _LAZY)
 
 
 # The Auto classes find the model of a configuration once there is a configuration, and not before.
