@@ -13,7 +13,7 @@ from cases import ccl_results
 from relinear.functional import hdpl as functional_hdpl
 from relinear.functional import rotor as functional_rotor
 from relinear.functional import transponder as reference
-from relinear.kernels import ccl, hdpl, native, rotor, transponder
+from relinear.kernels import ccl, hdpl, low_rank, native, rotor, transponder
 from relinear.kernels.choice import against_native
 from relinear.kernels.native import build
 
@@ -28,6 +28,17 @@ def any_size(monkeypatch):
     monkeypatch.setattr(hdpl, "FEWEST_NATIVE_LATENTS", 1)
     if against_native(torch.zeros(1)):
         pytest.skip("no C++ compiler, or RELINEAR_COMPILE_KERNELS=0")
+
+
+@pytest.fixture
+def few_rows(any_size, monkeypatch):
+    """The kernel for a few rows at any size; a list of its calls."""
+    calls = []
+    kernels = native.kernels()
+    monkeypatch.setattr(native, "FEWEST_CHAIN_WEIGHTS", 0)
+    monkeypatch.setattr(native, "MOST_FEW_ROWS", {torch.float32: 8, torch.bfloat16: 8})
+    monkeypatch.setattr(low_rank, "kernels", lambda: calls.append(1) or kernels)
+    return calls
 
 
 def close(mine, exact, dtype):
@@ -253,6 +264,46 @@ def test_sums_of_thin_products(any_size):
         close(to_up, out.double().T @ s.double(), torch.float32)
         of_dense = (out.double().T @ x.double()).view(groups, columns // groups, groups, 4)
         close(to_blocks, torch.stack([of_dense[g, :, g] for g in range(groups)]), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("config", [relinear.LowRank(rank=13), relinear.PivotedLowRank(rank=13)], ids=str)
+@pytest.mark.parametrize(
+    ("leading", "inputs", "outputs", "bias"), [((1,), 17, 14, True), ((2, 3), 40, 70, False), ((), 96, 33, True)]
+)
+def test_a_few_rows_of_low_rank_layers(config, leading, inputs, outputs, bias, dtype, few_rows):
+    layer = config.build(inputs, outputs, bias=bias).eval()
+    exact = copy.deepcopy(layer).double()
+    layer = layer.to(dtype)
+    x = torch.randn(*leading, 2 * inputs)[..., ::2].to(dtype)  # strided
+    exact.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        y = layer(x)
+        close(y, exact(x.double()), dtype)
+    assert y.shape == (*leading, outputs)
+    assert y.dtype == dtype
+    assert few_rows
+    few_rows.clear()
+    layer(x).sum().backward()
+    assert not few_rows  # gradients come from torch's operations
+
+
+def test_a_row_without_numbers_spoils_no_other_of_a_few(few_rows):
+    layer = relinear.PivotedLowRank(rank=13).build(40, 21).eval()
+    x = torch.randn(3, 40)
+    with torch.no_grad():
+        alone = layer(x)
+        x[1] = float("nan")
+        assert torch.equal(layer(x)[[0, 2]], alone[[0, 2]])
+        assert layer(x)[1].isnan().all()
+    assert few_rows
+
+
+def test_an_order_that_names_no_input_is_refused(few_rows):
+    layer = relinear.PivotedLowRank(rank=13).build(40, 21).eval()
+    layer.order[3] = 40
+    with torch.no_grad(), pytest.raises(IndexError, match="places below 40"):
+        layer(torch.randn(1, 40))
 
 
 def test_a_row_that_is_not_a_number_stays_alone(any_size):

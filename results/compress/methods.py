@@ -10,12 +10,14 @@ where two are given, and differs in what it is about only:
     plain       truncated SVD of the weight
     scaled      SVD after scaling inputs by their root mean square (ASVD with its exponent at 1)
     whitened    SVD after whitening inputs (SVD-LLM), the same share everywhere
+    shared      the same, one basis for q, k, v, gate and up of each two neighbouring layers (Basis Sharing)
     two-sided   whitening of inputs and of output gradients, the same share everywhere
     allocated   the same, sizes chosen over the whole model, layers dense where that is cheaper
     pivoted     the same, and no parameter is spent on what a change of basis can make an identity: our default
     in-order    the same, fitted from the first layer to the last on what the compressed model feeds them
     neurons     MLPs narrower by whole neurons, as wide in every layer: a stock model
     int8, int4  round to nearest, per row and group of 64 inputs: not the same bytes, which are stated
+    pivoted+int8, pivoted+int4, allocated+int8, allocated+int4: both, the factors rounded like weights
 
 Losses are in nats a token over windows of 1,024, intervals of 95 % for the paired difference to the original over
 windows; a text that ends in .jsonl is read as LAMBADA's (loss a last word, a passage for each 100 tokens).
@@ -27,6 +29,7 @@ import argparse
 import json
 import math
 import time
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -43,9 +46,10 @@ from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import load_tokenizer
 from relinear.distill.record import token_blocks
 from relinear.evaluate import lambada, perplexity
+from relinear.functional.low_rank import weighted_spectrum
 from relinear.system.machine import describe_machine
 
-UNIFORM = ("random", "plain", "scaled", "whitened", "two-sided")
+UNIFORM = ("random", "plain", "scaled", "whitened", "shared", "two-sided")
 ROUNDED = {"int8": 8, "int4": 4}
 #: methods that are settings of ``compress``
 COMPRESSED = {
@@ -54,6 +58,10 @@ COMPRESSED = {
     "in-order": {"menu": ("pivoted_low_rank",), "anchor": True},
     "neurons": {"menu": ("neurons",)},
 }
+#: those with their factors rounded
+BOTH = {f"{name}+{rounded}": (name, bits) for name in ("pivoted", "allocated") for rounded, bits in ROUNDED.items()}
+#: the kinds of layers that share a basis with the next decoder layer's in Basis Sharing
+SHARING = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 WINDOW = 1024
 GROUP = 64
 
@@ -91,14 +99,48 @@ def uniform_(model: nn.Module, names: list[str], calibration: Calibration, metho
         setattr(model.get_submodule(parent), child, operator)
 
 
+def pairs_of(names: list[str]) -> list[list[str]]:
+    """The layers that share a basis: a kind's first with its second, third with fourth; others stand alone."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(name.rpartition(".")[2], []).append(name)
+    return [
+        of_kind[i : i + size]
+        for kind, of_kind in kinds.items()
+        for size in (2 if kind in SHARING else 1,)
+        for i in range(0, len(of_kind), size)
+    ]
+
+
+@torch.no_grad()
+def shared_(model: nn.Module, names: list[str], calibration: Calibration, keep: float) -> None:
+    """Basis Sharing: one basis of the inputs for a group of layers, found on their joint inputs.
+
+    The products are put into the layers themselves: the same function, which is what is measured.
+    """
+    for group in pairs_of(names):
+        weights = [dense_weight(model.get_submodule(name)).double() for name in group]
+        stacked = torch.cat(weights)
+        outputs, inputs = stacked.shape
+        rank = max(1, int(keep * inputs * outputs / (inputs + outputs)))
+        joint = sum(calibration.moments(name).inputs for name in group)
+        down, up = weighted_spectrum(stacked, joint).factors(stacked, rank)
+        parts = (up @ down).split([len(weight) for weight in weights])
+        for name, weight in zip(group, parts, strict=True):
+            model.get_submodule(name).weight.copy_(weight)
+
+
 @torch.no_grad()
 def round_(model: nn.Module, names: list[str], bits: int) -> None:
-    """Symmetric round to nearest, a scale for every row and group of inputs."""
+    """Symmetric round to nearest, a scale for every row and group of inputs, of all matrices of these layers."""
     for name in names:
-        weight = model.get_submodule(name).weight
-        groups = weight.view(weight.shape[0], -1, GROUP)
-        scale = groups.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
-        weight.copy_(((groups / scale).round() * scale).view_as(weight))
+        for weight in model.get_submodule(name).parameters():
+            if weight.ndim < 2:
+                continue
+            padded = nn.functional.pad(weight, (0, -weight.shape[1] % GROUP))
+            groups = padded.view(weight.shape[0], -1, GROUP)
+            scale = (groups.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)).clamp_min(1e-12)
+            weight.copy_(((groups / scale).round() * scale).view_as(padded)[:, : weight.shape[1]])
 
 
 def windows_of(path: str, tokenizer, tokens: int) -> list:
@@ -142,7 +184,7 @@ def main() -> None:
     parser.add_argument("--calibrate", nargs="+", required=True, metavar="TEXT")
     parser.add_argument("--evaluate", nargs="+", required=True, metavar="NAME=TEXT[@TOKENS]")
     parser.add_argument("--keep", nargs="+", type=float, default=[0.8, 0.7])
-    parser.add_argument("--methods", nargs="+", default=[*UNIFORM, *COMPRESSED, *ROUNDED])
+    parser.add_argument("--methods", nargs="+", default=[*UNIFORM, *COMPRESSED, *ROUNDED, *BOTH])
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--evaluation-tokens", type=int, default=20480)
     parser.add_argument("--skip", type=int, default=0, help="documents of each text to leave out: another calibration")
@@ -196,11 +238,15 @@ def main() -> None:
             start, model = time.monotonic(), fresh()
             torch.manual_seed(0)
             if method in UNIFORM:
-                uniform_(model, calibration.names, calibration, method, keep)
+                change = shared_ if method == "shared" else partial(uniform_, method=method)
+                change(model, calibration.names, calibration, keep=keep)
                 row(method, keep, start, model)
                 continue
-            chosen = settings.updated(keep=keep, **COMPRESSED[method])
+            base, bits = BOTH.get(method, (method, None))
+            chosen = settings.updated(keep=keep, **COMPRESSED[base])
             report = compress(model, [blocks.flatten()], settings=chosen, out_dir=state)
+            if bits is not None:
+                round_(model, calibration.names, bits)
             row(
                 method,
                 keep,
@@ -208,6 +254,7 @@ def main() -> None:
                 model,
                 predicted=report.plan.nats,
                 dense=len(calibration.names) - len(report.plan.replaced),
+                **({} if bits is None else {"bits": bits + 16 / GROUP}),
             )
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from relinear.core.inference import build_for_inference
 from relinear.core.operator import linear_features
 from relinear.system.timing import Timing, interleave
 
@@ -243,6 +244,7 @@ def measure_speed(model: Any, originals: Mapping[str, nn.Module], vocabulary: in
         vocabulary: number of token ids to draw from.
         batch: sequences at once.
     """
+    build_for_inference(model)
     contenders = {"original": like_before(model, originals), "compressed": model}
     device = next(model.parameters()).device
     tokens = min(PREFILL_TOKENS, _longest(model))

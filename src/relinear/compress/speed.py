@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from relinear.core.inference import build_for_inference
 from relinear.core.operator import OperatorConfig, linear_features
 from relinear.system.files import read_json, write_json
 from relinear.system.machine import describe_machine
@@ -172,6 +173,7 @@ def _measure(
             some = group[: max(1, WEIGHT_BYTES // (shape[0] * shape[1] * like.element_size()))]
             for config in wanted[shape]:
                 layers = some if config is None else [config.convert(module).eval() for module in some]
+                build_for_inference(nn.ModuleList(layers))
                 calls[shape, config] = _next_of(layers, x)
     start = time.perf_counter()
     for _ in range(2):

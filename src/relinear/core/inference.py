@@ -10,7 +10,7 @@ from torch import nn
 
 from relinear.core.parameter_cache import CachingModule
 
-__all__ = ["for_inference_", "keeping_for_inference"]
+__all__ = ["build_for_inference", "for_inference_", "keeping_for_inference"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -20,8 +20,8 @@ def for_inference_(model: Model, mode: bool = True) -> Model:
 
     Without it every forward pass computes from the parameters as they are. With it small linear operators multiply with
     a dense matrix that is built once, rotors with factors that are exponentiated once, and Transponder's gates have
-    their curvature inside. The model is put into eval mode. What is kept is used where no gradients are recorded, and
-    by several threads at once.
+    their curvature inside; kernels for a few rows are built where they are not there yet. The model is put into eval
+    mode. What is kept is used where no gradients are recorded, and by several threads at once.
 
     The promise ends with ``model.train()`` (of a submodule for that submodule), or with ``for_inference_(model,
     False)``, which leaves the mode alone; what was kept is freed then. After a change of weights in between, call this
@@ -45,6 +45,15 @@ def for_inference_(model: Model, mode: bool = True) -> Model:
     for module in _caching(model):
         module.keep_for_inference(mode)
     return model
+
+
+def build_for_inference(model: nn.Module) -> None:
+    """Have the compiled kernels built, once a machine, that inference with ``model`` runs, and keep no values.
+
+    For whoever times layers: where nobody has asked for inference yet, a few rows are not worth a build.
+    """
+    with keeping_for_inference(model):
+        pass
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from relinear.kernels.native import build
 __all__ = [
     "LARGEST_DENSE",
     "against_compiling",
+    "against_few_rows",
     "against_gated_products",
     "against_native",
     "against_native_branches",
@@ -309,6 +310,33 @@ def against_native_layer(
     return "autocast" if torch.is_autocast_enabled("cpu") else ""
 
 
+def against_few_rows(x: Tensor, order: Tensor | None, *parameters: Tensor | None) -> str:
+    """Against the C++ kernel for the products of a few rows x (..., I) with some matrices: inference alone.
+
+    A few rows are not worth a build: whoever asks for inference (``relinear.for_inference_``) has it built.
+
+    Args:
+        x: inputs.
+        order: of the inputs, in 32-bit integers, or None.
+        parameters: matrices and biases.
+    """
+    if torch.is_grad_enabled():
+        return "gradients are recorded"
+    if not 0 < x.numel() <= native.MOST_FEW_ROWS.get(x.dtype, 0) * x.shape[-1]:
+        return "too many rows, or none"
+    given = [p for p in parameters if p is not None]
+    if sum(p.numel() for p in given) < native.FEWEST_CHAIN_WEIGHTS:
+        return "too few weights"
+    reason = against_native(x, fewest=1, may_build=False) or against_opaque()
+    if reason:
+        return reason
+    if not all(is_plain(p) and p.dtype == x.dtype and p.is_contiguous() for p in given):
+        return "no plain parameters of the inputs' dtype on a CPU"
+    if order is not None and not (order.dtype == torch.int32 and is_plain(order)):
+        return "no order in 32-bit integers on a CPU"
+    return "autocast" if torch.is_autocast_enabled("cpu") else ""
+
+
 def against_compiling(x: Tensor) -> str:
     """Against compiling a function of tensors like x: for large plain ones, where there is a compiler."""
     if x.numel() < compiled.FEWEST_COMPILED_ENTRIES:
@@ -347,13 +375,14 @@ def against_portions(x: Tensor, fewest: int) -> str:
 #: Measured by results/speed/dense_or_structured.py on two AVX-512/AMX cores, at rank 64 and the default blocks; kinds
 #: and dtypes without an entry are never made dense. Layers that are not square lose more, hence 1024 in bfloat16.
 LARGEST_DENSE: dict[str, dict[torch.dtype, tuple[tuple[float, int], ...]]] = {
+    # these two have a kernel for a few rows (results/speed/few_rows.py)
     "low_rank": {
-        torch.float32: ((8, 512),),
-        torch.bfloat16: ((8, 512), (math.inf, 256)),
+        torch.float32: ((8, 256),),
+        torch.bfloat16: ((1, 256), (8, 512), (math.inf, 256)),
     },
-    "pivoted_low_rank": {  # on one thread, at rank 64 and at half the dense parameters
-        torch.float32: ((1, 512), (8, 256)),
-        torch.bfloat16: ((8, 576), (math.inf, 256)),
+    "pivoted_low_rank": {
+        torch.float32: ((8, 256),),
+        torch.bfloat16: ((1, 256), (8, 576), (math.inf, 256)),
     },
     "block_hadamard": {
         torch.float32: ((8, 1024), (math.inf, 256)),

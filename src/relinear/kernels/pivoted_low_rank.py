@@ -1,4 +1,5 @@
-"""Pivoted low-rank products: pivots join the first one, and the gradient for the inputs scatters no sum."""
+"""Pivoted low-rank products: pivots join the first one, and the gradient for the inputs scatters no sum; a few rows, as
+in decoding, run in one C++ kernel."""
 
 # Legend: I in_features, O out_features, R rank
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from relinear.functional import pivoted_low_rank as reference
 from relinear.kernels.choice import against_opaque
+from relinear.kernels.low_rank import few_rows
 
 __all__ = ["pivoted_low_rank"]
 
@@ -28,6 +30,9 @@ class _Permuted(torch.autograd.Function):
 
 def pivoted_low_rank(x: Tensor, order: Tensor, mix: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
     """As ``functional.pivoted_low_rank.pivoted_low_rank``."""
+    y = few_rows(x, order, mix, up, bias)
+    if y is not None:
+        return y
     if against_opaque():
         return reference.pivoted_low_rank(x, order, mix, up, bias)
     rank = up.shape[1]

@@ -15,8 +15,10 @@ from relinear.core.config import check_at_least, register
 from relinear.core.dense_cache import dense_inference
 from relinear.core.moments import Moments
 from relinear.core.operator import Operator, OperatorConfig, dense_weight, linear_features
-from relinear.functional.low_rank import low_rank, low_rank_factors, weighted_spectrum
+from relinear.functional.low_rank import low_rank_factors, weighted_spectrum
 from relinear.kernels.choice import prefers_dense
+from relinear.kernels.low_rank import low_rank
+from relinear.kernels.native.build import has_compiler, is_loaded
 
 __all__ = ["LowRank", "LowRankLinear", "RankConfig", "RankLinear", "moments_of_factors"]
 
@@ -36,6 +38,12 @@ class RankLinear(Operator):
     def to_dense(self) -> Tensor:
         down, up = self.dense_chain()
         return up @ down
+
+    def keep_for_inference(self, keep: bool) -> None:
+        """Also has the kernel built that a few rows take, where it is not there yet."""
+        super().keep_for_inference(keep)
+        if self._kept is not None and next(self.parameters()).is_cpu and has_compiler():
+            is_loaded()
 
     @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:

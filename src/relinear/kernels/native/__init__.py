@@ -10,12 +10,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["FEWEST_NATIVE_ENTRIES", "LARGEST_NATIVE_RANK", "kernels"]
+__all__ = ["FEWEST_CHAIN_WEIGHTS", "FEWEST_NATIVE_ENTRIES", "LARGEST_NATIVE_RANK", "MOST_FEW_ROWS", "kernels"]
 
 #: entries from which the kernels are used: below, an eager chain takes less time than a thread's start saves
 FEWEST_NATIVE_ENTRIES = 1 << 17
 #: the largest rank of gates that ``modulate`` takes
 LARGEST_NATIVE_RANK = 16
+#: rows up to which ``chain`` is faster than two matrix products of torch's, from so many weights on; measured by
+#: results/speed/few_rows.py
+MOST_FEW_ROWS = {torch.float32: 8, torch.bfloat16: 1}
+FEWEST_CHAIN_WEIGHTS = 1 << 16
 
 
 def kernels() -> Any:
