@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import relinear
-from relinear.compress import CompressSettings, compress
+from relinear.compress import CompressSettings, compress, layerwise
 from relinear.compress.allocate import Candidate, allocate, best_uniform
 from relinear.compress.calibrate import calibrate
 from relinear.compress.plan import CompressPlan
@@ -50,6 +50,29 @@ def in_layers(model) -> dict[int, dict[str, torch.nn.Module]]:
         if is_linear(module) and (index := layer_index(model, name)) is not None:
             found.setdefault(index, {})[name] = module
     return found
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_the_loss_is_found_piece_by_piece(kind: str, monkeypatch) -> None:
+    monkeypatch.setattr(layerwise, "HEAD_TOKENS", 5)
+    model = tiny(kind)
+    ids = tokens(32)[0].view(2, 16)
+    layers = layerwise.LayerByLayer(model)
+    seen = []
+    model.lm_head.register_forward_hook(lambda module, args, logits: seen.append(logits.shape[1]))
+    hidden = layers.embed(ids)
+    assert seen.pop() == 1  # no logits where none are asked for
+    for index in range(len(layers)):
+        hidden = layers.layer(index, hidden).detach()
+    hidden.requires_grad_()
+    whole = F.cross_entropy(layers.logits(hidden, ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+    (expected,) = torch.autograd.grad(whole, hidden)
+    seen.clear()
+    pieces = [(at, loss, torch.autograd.grad(loss, piece)[0]) for at, piece, loss in layers.losses(hidden, ids)]
+    assert seen == [5, 5, 5]
+    torch.testing.assert_close(sum(loss for _, loss, _ in pieces), whole)
+    torch.testing.assert_close(torch.cat([grad for _, _, grad in pieces], 1), expected[:, :15])
+    assert not expected[:, 15].any()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -20,7 +20,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from relinear.compress.layerwise import LayerByLayer
 from relinear.core.moments import Moments
@@ -218,7 +217,7 @@ class _Calibrating:
 
     def run(self) -> None:
         last = max(self.targets)
-        self.layers.check(self.parts[0])
+        self.layers.check(self.parts[0][:1])
         for part in {part.shape: part for part in self.parts}.values():
             self.layers.embed(part)  # notes the arguments of the layers for this shape
         loss = None
@@ -288,12 +287,12 @@ class _Calibrating:
             return read_json(self._loss_record)["loss"]
         total, count, gradients = 0.0, 0, []
         for ids, states in zip(self.parts, self._read(self._hidden(len(self.layers))), strict=True):
-            states.requires_grad_(True)
+            grad = torch.zeros_like(states)
             with torch.enable_grad():
-                logits = self.layers.logits(states, ids)
-                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="sum")
-                (grad,) = torch.autograd.grad(loss, states)
-            total, count = total + float(loss.detach()), count + ids[:, 1:].numel()
+                for at, piece, loss in self.layers.losses(states, ids):
+                    (grad[:, at],) = torch.autograd.grad(loss, piece)
+                    total += float(loss.detach())
+            count += ids[:, 1:].numel()
             gradients.append(grad)
         self._write(self._gradient(len(self.layers)), gradients)
         write_json(self._loss_record, {"loss": total / count})

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from relinear.compress.allocate import Candidate
 from relinear.compress.calibrate import Calibration
@@ -151,8 +150,7 @@ def _loss(layers: LayerByLayer, start: int, hidden: Sequence[Tensor], parts: Seq
     for states, ids in zip(hidden, parts, strict=True):
         for index in range(start, len(layers)):
             states = layers.layer(index, states)
-        logits = layers.logits(states, ids)[:, :-1].flatten(0, 1).float()
-        total += float(F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum"))
+        total += sum(float(loss) for _, _, loss in layers.losses(states, ids))
         count += ids[:, 1:].numel()
     return total / count
 

@@ -10,17 +10,22 @@ to the layer again whenever it is run by itself.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from relinear.core.anatomy import decoder_layers
 
 __all__ = ["LayerByLayer"]
 
 _Call = tuple[tuple, dict[str, Any]]
+
+#: positions of a sequence whose logits are in memory at a time
+HEAD_TOKENS = 128
 
 
 class LayerByLayer:
@@ -39,6 +44,8 @@ class LayerByLayer:
         self.layers = tuple(decoder_layers(model))
         self._calls: dict[tuple[int, ...], list[_Call]] = {}
         self._returns_tuple = False
+        few = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._few_logits = {"logits_to_keep": 1} if few else {}
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -47,19 +54,19 @@ class LayerByLayer:
     def check(self, ids: Tensor) -> None:
         """Raise ValueError unless the parts, put together, give what the model gives for ``ids`` (B, T)."""
         whole = self._run(ids)
+        bound = 1e-3 * max(1.0, float(whole.abs().max()))
         hidden = self.embed(ids)
         for index in range(len(self)):
             hidden = self.layer(index, hidden)
-        apart = self.logits(hidden, ids)
-        error = float((apart - whole).abs().max())
-        if not error <= 1e-3 * max(1.0, float(whole.abs().max())):
+        error = float(whole.sub_(self.logits(hidden, ids)).abs_().max())
+        if not error <= bound:
             raise ValueError(
                 f"{type(self.model).__name__} run layer by layer differs from the whole model by {error:.2g} in its "
                 "logits: its layers take more from outside than hidden states and positions, which is not supported"
             )
 
-    def _run(self, ids: Tensor) -> Tensor:
-        output = self.model(input_ids=ids, use_cache=False)
+    def _run(self, ids: Tensor, **more: Any) -> Tensor:
+        output = self.model(input_ids=ids, use_cache=False, **more)
         if not hasattr(output, "logits"):
             raise ValueError(
                 f"{type(self.model).__name__} gives no logits: load it with its head (AutoModelForCausalLM)"
@@ -83,7 +90,7 @@ class LayerByLayer:
             return forward
 
         with self._replaced([hand_on(i) for i in range(len(self))]):
-            self._run(ids)
+            self._run(ids, **self._few_logits)
         self._calls.setdefault(tuple(ids.shape), calls)
         return entered[0]
 
@@ -105,6 +112,20 @@ class LayerByLayer:
 
         with self._replaced([give] * len(self)):
             return self._run(ids)
+
+    def losses(self, hidden: Tensor, ids: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """The loss of the next tokens from the hidden states (B, T, D) that leave the last layer, piece by piece.
+
+        Logits take more memory than everything else where vocabularies are large, and each is a matter of its position
+        alone. Gives, for ``HEAD_TOKENS`` positions after the other: which they are, their hidden states (a leaf), and
+        the summed loss in nats.
+        """
+        last = ids.shape[1] - 1
+        for start in range(0, last, HEAD_TOKENS):
+            at = slice(start, min(start + HEAD_TOKENS, last))
+            piece = hidden[:, at].detach().requires_grad_(torch.is_grad_enabled())
+            logits = self.logits(piece, ids[:, at]).flatten(0, 1).float()
+            yield at, piece, F.cross_entropy(logits, ids[:, at.start + 1 : at.stop + 1].flatten(), reduction="sum")
 
     @contextlib.contextmanager
     def _replaced(self, forwards: list[Callable]) -> Iterator[None]:
