@@ -13,7 +13,7 @@ from cases import ccl_results
 from relinear.functional import hdpl as functional_hdpl
 from relinear.functional import rotor as functional_rotor
 from relinear.functional import transponder as reference
-from relinear.kernels import ccl, hdpl, low_rank, native, rotor, transponder
+from relinear.kernels import ccl, hdpl, native, rotor, transponder
 from relinear.kernels.choice import against_native
 from relinear.kernels.native import build
 
@@ -32,12 +32,13 @@ def any_size(monkeypatch):
 
 @pytest.fixture
 def few_rows(any_size, monkeypatch):
-    """The kernel for a few rows at any size; a list of its calls."""
+    """The kernels for a few rows at any size; a list of their calls."""
     calls = []
     kernels = native.kernels()
     monkeypatch.setattr(native, "FEWEST_CHAIN_WEIGHTS", 0)
     monkeypatch.setattr(native, "MOST_FEW_ROWS", {torch.float32: 8, torch.bfloat16: 8})
-    monkeypatch.setattr(low_rank, "kernels", lambda: calls.append(1) or kernels)
+    for module in (native, hdpl, ccl):
+        monkeypatch.setattr(module, "kernels", lambda: calls.append(1) or kernels)
     return calls
 
 
@@ -286,6 +287,54 @@ def test_a_few_rows_of_low_rank_layers(config, leading, inputs, outputs, bias, d
     few_rows.clear()
     layer(x).sum().backward()
     assert not few_rows  # gradients come from torch's operations
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("settings", [{"blocks": 4}, {"blocks": 1, "bound": "free_bits"}], ids=str)
+@pytest.mark.parametrize(("leading", "inputs", "outputs", "bias"), [((1,), 36, 44, True), ((2, 3), 20, 24, False)])
+@torch.no_grad()
+def test_a_few_rows_of_hdpl(settings, leading, inputs, outputs, bias, dtype, few_rows):
+    layer = relinear.HDPL(rank=13, **settings).build(inputs, outputs, bias=bias).to(dtype).eval()
+    for parameter in layer.parameters():
+        parameter.normal_(std=0.3)
+    given = [*layer.mu(), None, None, layer.decoder()[0], layer.bias]
+    x = torch.randn(*leading, 2 * inputs, dtype=dtype)[..., ::2]
+    exact = functional_hdpl.hdpl(*(None if t is None else t.double() for t in (x, layer.blocks, *given)))
+    got = hdpl.hdpl(x, layer.blocks, *given)
+    assert few_rows
+    assert got.logvar is None
+    for mine, theirs in zip(got[:3], exact[:3], strict=True):
+        assert mine.shape == theirs.shape
+        close(mine, theirs, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "settings", [{}, {"gate_bias": False}, {"norm": False}, {"basis_gate": False}, {"output_gate": False}], ids=str
+)
+@pytest.mark.parametrize(("leading", "inputs", "outputs", "bias"), [((1,), 37, 43, True), ((2, 3), 20, 24, False)])
+@torch.no_grad()
+def test_a_few_rows_of_ccl(settings, leading, inputs, outputs, bias, dtype, few_rows):
+    layer = relinear.CCL(rank=13, context_dim=6, **settings).build(inputs, outputs, bias=bias).to(dtype).eval()
+    for parameter in layer.parameters():
+        parameter.normal_(std=0.5)
+    x, context = torch.randn(*leading, inputs, dtype=dtype), torch.randn(*leading, 6, dtype=dtype)
+    with relinear.context(context):
+        y = layer(x)
+    assert few_rows
+    exact = copy.deepcopy(layer).double()
+    with relinear.context(context.double()):
+        theirs = exact(x.double())
+    assert y.shape == (*leading, outputs)
+    close(y, theirs, dtype)
+
+
+@torch.no_grad()
+def test_a_context_that_sequences_share_is_not_the_kernels(few_rows):
+    layer = relinear.CCL(rank=13, context_dim=6).build(20, 24).eval()
+    with relinear.context(torch.randn(1, 3, 6)):
+        assert layer(torch.randn(2, 3, 20)).shape == (2, 3, 24)
+    assert not few_rows
 
 
 def test_a_row_without_numbers_spoils_no_other_of_a_few(few_rows):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from relinear.kernels.autograd import differentiable_as, kept, lowered, save, was_changed
 from relinear.kernels.choice import (
+    against_few_rows,
     against_gated_products,
     against_native,
     against_native_product,
@@ -63,6 +64,12 @@ def ccl(
 
         norm = norm_gain, norm_offset
         return fused.ccl(x, features, basis, mix, bias, *norm, *gates, gate_bias, eps)
+    few = _against_few_rows(x, features, basis, mix, bias, norm_gain, norm_offset, *gates)
+    took("ccl for a few rows", "torch" if few else "C++", x, native=few)
+    if not few:
+        gated_bias = bias if gate_bias or output_gate is None else None
+        y = _few_rows(x, features, basis, mix, gated_bias, norm_gain, norm_offset, *gates, eps)
+        return y if bias is gated_bias else y + bias
     h = F.linear(x, basis)
     if norm_gain is not None:
         h = F.layer_norm(h, h.shape[-1:], norm_gain, norm_offset, eps)
@@ -80,6 +87,23 @@ def ccl(
     took("ccl's output gate", "reference" if whole else "product and gate as one", h, opaque=whole)
     y = _reference(*given) if whole else _gated_linear(*given)
     return y if gate_bias or bias is None else y + bias
+
+
+def _against_few_rows(x: Tensor, features: Tensor | None, *parameters: Tensor | None) -> str:
+    if features is not None and features.shape[:-1] != x.shape[:-1]:
+        return "a context that several sequences share"
+    return against_few_rows(x, *parameters) or (
+        "a context of another dtype" if features is not None and features.dtype != x.dtype else ""
+    )
+
+
+def _few_rows(x, features, basis, mix, bias, *others) -> Tensor:
+    """The whole layer in C++; ``others`` as there."""
+    rows, outputs = x.reshape(-1, x.shape[-1]).contiguous(), mix.shape[0]
+    given = rows if features is None else features.reshape(-1, features.shape[-1]).contiguous()
+    y = rows.new_empty(rows.shape[0], outputs)
+    kernels().ccl_rows(y, rows, given, basis, mix, bias, *others)
+    return y.view(*x.shape[:-1], outputs)
 
 
 def _reference(h, mix, bias, features, weight, gate_bias) -> Tensor:

@@ -118,13 +118,13 @@ def is_transformed(*tensors: Tensor | None) -> bool:
     )
 
 
+#: classes of tensors that are nothing but numbers
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
 def is_traced(x: Tensor) -> bool:
     """Whether operations on x are seen or replaced by others: compilers, dispatch modes, classes of tensors."""
-    return (
-        torch.compiler.is_compiling()
-        or type(x) not in (Tensor, torch.nn.Parameter)
-        or bool(torch._C._len_torch_dispatch_stack())
-    )
+    return torch.compiler.is_compiling() or type(x) not in PLAIN or bool(torch._C._len_torch_dispatch_stack())
 
 
 def is_plain(x: Tensor) -> bool:
@@ -310,28 +310,33 @@ def against_native_layer(
     return "autocast" if torch.is_autocast_enabled("cpu") else ""
 
 
-def against_few_rows(x: Tensor, order: Tensor | None, *parameters: Tensor | None) -> str:
-    """Against the C++ kernel for the products of a few rows x (..., I) with some matrices: inference alone.
+def against_few_rows(x: Tensor, *parameters: Tensor | None, order: Tensor | None = None, fewest: int = 0) -> str:
+    """Against one C++ kernel for all that an operator does with a few rows x (..., I): inference alone.
 
-    A few rows are not worth a build: whoever asks for inference (``relinear.for_inference_``) has it built.
+    A few rows are not worth a build: ``relinear.for_inference_`` has the kernels built.
 
     Args:
         x: inputs.
-        order: of the inputs, in 32-bit integers, or None.
-        parameters: matrices and biases.
+        parameters: matrices, biases and whatever else is to be plain, contiguous and of x's dtype.
+        order: of the inputs, in 32-bit integers.
+        fewest: numbers that the parameters hold at least.
     """
     if torch.is_grad_enabled():
         return "gradients are recorded"
     if not 0 < x.numel() <= native.MOST_FEW_ROWS.get(x.dtype, 0) * x.shape[-1]:
         return "too many rows, or none"
-    given = [p for p in parameters if p is not None]
-    if sum(p.numel() for p in given) < native.FEWEST_CHAIN_WEIGHTS:
-        return "too few weights"
     reason = against_native(x, fewest=1, may_build=False) or against_opaque()
     if reason:
         return reason
-    if not all(is_plain(p) and p.dtype == x.dtype and p.is_contiguous() for p in given):
-        return "no plain parameters of the inputs' dtype on a CPU"
+    weights, dtype = 0, x.dtype
+    for p in parameters:  # a loop, not a generator: this is asked for every token
+        if p is None:
+            continue
+        if p.dtype != dtype or not p.is_cpu or type(p) not in PLAIN or not p.is_contiguous():
+            return "no plain parameters of the inputs' dtype on a CPU"
+        weights += p.numel()
+    if weights < fewest:
+        return "too few weights"
     if order is not None and not (order.dtype == torch.int32 and is_plain(order)):
         return "no order in 32-bit integers on a CPU"
     return "autocast" if torch.is_autocast_enabled("cpu") else ""

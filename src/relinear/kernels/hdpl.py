@@ -14,6 +14,7 @@ from relinear.functional import hdpl as reference
 from relinear.functional.hdpl import HDPLOutput, hdpl_sample
 from relinear.kernels.autograd import differentiable_as, lowered, save
 from relinear.kernels.choice import (
+    against_few_rows,
     against_native_kl,
     against_native_product,
     against_native_sample,
@@ -59,8 +60,12 @@ def hdpl(
         from relinear.kernels.triton import hdpl as fused
 
         return fused.hdpl(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise)
+    few = "sampled" if noise is not None else against_few_rows(x, blocks, mu_weight, mu_bias, decoder, bias)
+    if not few:
+        took("hdpl", "C++ for a few rows", x, triton=triton)
+        return _few_rows(x, blocks, mu_weight, mu_bias, decoder, bias)
     opaque = against_opaque()
-    took("hdpl", "reference" if opaque else "products in place", x, triton=triton, opaque=opaque)
+    took("hdpl", "reference" if opaque else "products in place", x, triton=triton, few=few, opaque=opaque)
     if opaque:
         return reference.hdpl(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise)
     leading, kind = x.shape[:-1], x.device.type
@@ -71,6 +76,15 @@ def hdpl(
         results = run(*tensors, None if noise is None else noise.reshape(-1, noise.shape[-1]))
     y, z, *posterior = (result.view(*leading, result.shape[-1]) for result in results)
     return HDPLOutput(y, z, *posterior) if posterior else HDPLOutput(y, z, z, None)
+
+
+def _few_rows(x, blocks, mu_weight, mu_bias, decoder, bias) -> HDPLOutput:
+    rows, leading = x.reshape(-1, x.shape[-1]).contiguous(), x.shape[:-1]
+    y = rows.new_empty(rows.shape[0], decoder.shape[0])
+    z = rows.new_empty(rows.shape[0], mu_weight.shape[0])
+    kernels().hdpl_rows(y, z, rows, blocks, mu_weight, mu_bias, decoder, bias)
+    z = z.view(*leading, z.shape[1])
+    return HDPLOutput(y.view(*leading, y.shape[1]), z, z, None)
 
 
 def _against_block_low_rank(x: Tensor, depth: int) -> str:

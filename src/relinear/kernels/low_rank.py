@@ -7,8 +7,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from relinear.functional import low_rank as reference
+from relinear.kernels import native
 from relinear.kernels.choice import against_few_rows, took
-from relinear.kernels.native import kernels
 
 __all__ = ["few_rows", "low_rank"]
 
@@ -22,11 +22,11 @@ def low_rank(x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None = None) ->
 def few_rows(x: Tensor, order: Tensor | None, down: Tensor, up: Tensor, bias: Tensor | None) -> Tensor | None:
     """(down x) up^T + bias, or (x_S + down x_rest) up^T + bias with an ``order`` (I,), in C++; None where that is not
     to run."""
-    against = against_few_rows(x, order, down, up, bias)
+    against = against_few_rows(x, down, up, bias, order=order, fewest=native.FEWEST_CHAIN_WEIGHTS)
     took("a low-rank product", "torch" if against else "native", x, native=against)
     if against:
         return None
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     y = rows.new_empty(rows.shape[0], up.shape[0])
-    kernels().chain(y, rows, order, down, up, bias)
+    native.kernels().chain(y, rows, order, down, up, bias)
     return y.view(*x.shape[:-1], up.shape[0])

@@ -16,10 +16,10 @@ __all__ = ["FEWEST_CHAIN_WEIGHTS", "FEWEST_NATIVE_ENTRIES", "LARGEST_NATIVE_RANK
 FEWEST_NATIVE_ENTRIES = 1 << 17
 #: the largest rank of gates that ``modulate`` takes
 LARGEST_NATIVE_RANK = 16
-#: rows up to which ``chain`` is faster than two matrix products of torch's, from so many weights on; measured by
-#: results/speed/few_rows.py
+#: rows up to which the kernels of ``few_rows.cpp`` are faster than torch's matrix products, and how many weights a
+#: product of two matrices takes for that; measured by results/speed/few_rows.py
 MOST_FEW_ROWS = {torch.float32: 8, torch.bfloat16: 1}
-FEWEST_CHAIN_WEIGHTS = 1 << 16
+FEWEST_CHAIN_WEIGHTS = 1 << 17
 
 
 def kernels() -> Any:

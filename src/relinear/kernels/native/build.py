@@ -24,7 +24,7 @@ from relinear.system.machine import cpu_features
 __all__ = ["has_compiler", "is_built", "is_loaded"]
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
-HEADER = Path(__file__).with_name("vectors.h")
+HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 #: Apple's compiler has no OpenMP of its own, without which torch's headers run the kernels on one thread
 OPENMP = [] if sys.platform == "darwin" else ["-fopenmp"]
 NATIVE = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
@@ -72,7 +72,7 @@ def _library_path() -> Path:
     """Where the compiled kernels are kept: a name for what they depend on, this processor included."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions"
-    texts = [path.read_text(encoding="utf-8") for path in (*SOURCES, HEADER)]
+    texts = [path.read_text(encoding="utf-8") for path in (*SOURCES, *HEADERS)]
     depends = [
         *texts,
         *FLAGS,

@@ -1,0 +1,89 @@
+// Products of a few rows, as in decoding: a library's matrix product reads the weights on one thread, or in blocks that
+// are made for many rows. Here every thread reads its rows of the weights once, in order, for all rows of x.
+
+#pragma once
+
+#include <cmath>
+#include <optional>
+#include <type_traits>
+#include <vector>
+
+#include "vectors.h"
+
+namespace relinear {
+
+// rows of weights that are read side by side: memory is asked for several lines ahead
+constexpr int kTogether = 4;
+
+// sums[i] += the product of row i of weights (rows of ``depth`` numbers) with x
+template <int kCount, class T>
+inline void add_products(float (&sums)[kCount], const T* weights, int64_t depth, const float* x) {
+  Floats total[kCount] = {};
+  for_vectors(depth, [&](int64_t at, int count) {
+    const Floats input = load(x + at, count);
+    for (int i = 0; i < kCount; ++i) total[i] += load(weights + i * depth + at, count) * input;
+  });
+  for (int i = 0; i < kCount; ++i) sums[i] += sum(total[i]);
+}
+
+// Calls body(o, count) for all outputs on all threads, ``count`` at a time (a constant of the type): as many as are read
+// side by side, or one; never over the end of a group. ``work`` is the multiplications of an output.
+template <class Body>
+void for_outputs(int64_t outputs, int64_t group, int64_t work, const Body& body) {
+  const int64_t grain = std::max<int64_t>(kTogether, kGrain / std::max<int64_t>(1, work));
+  at::parallel_for(0, outputs, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t o = begin; o < end;)
+      if (o + kTogether <= std::min(end, (o / group + 1) * group)) {
+        body(o, std::integral_constant<int, kTogether>());
+        o += kTogether;
+      } else {
+        body(o++, std::integral_constant<int, 1>());
+      }
+  });
+}
+
+// Numbers in single precision: those of a tensor, or those of its rows in another order.
+template <class T>
+std::vector<float> in_single(const Tensor& x, const std::optional<Tensor>& order = std::nullopt) {
+  const int64_t width = x.size(-1);
+  std::vector<float> taken(x.numel());
+  const int32_t* places = order ? order->const_data_ptr<int32_t>() : nullptr;
+  const T* from = x.const_data_ptr<T>();
+  for (int64_t i = 0; i < width; ++i) {
+    const int64_t place = places ? places[i] : i;
+    TORCH_CHECK_INDEX(place >= 0 && place < width, "order must hold places below ", width, ", got ", place);
+    for (int64_t start = 0; start < x.numel(); start += width) taken[start + i] = float(from[start + place]);
+  }
+  return taken;
+}
+
+// A bias, or zeros.
+template <class T>
+struct Bias {
+  const T* data;
+
+  explicit Bias(const std::optional<Tensor>& bias) : data(bias ? bias->const_data_ptr<T>() : nullptr) {}
+  float operator[](int64_t at) const { return data ? float(data[at]) : 0.f; }
+};
+
+// x weights^T + bias of so many rows, to (N, O).
+template <class T>
+void linear_rows(T* to, const std::vector<float>& x, int64_t rows, int64_t inputs, const T* weights, int64_t outputs,
+                 const Bias<T>& bias) {
+  for_outputs(outputs, outputs, rows * inputs, [&](int64_t o, auto count) {
+    for (int64_t n = 0; n < rows; ++n) {  // the weights come from the first cache after n = 0
+      float sums[count] = {};
+      add_products(sums, weights + o * inputs, inputs, x.data() + n * inputs);
+      for (int i = 0; i < count; ++i) to[n * outputs + o + i] = T(sums[i] + bias[o + i]);
+    }
+  });
+}
+
+inline float sigmoid(float x) { return 1.f / (1.f + std::exp(-x)); }
+
+inline void check_optional(const std::optional<Tensor>& tensor, const char* name, at::ScalarType dtype,
+                           at::IntArrayRef sizes) {
+  if (tensor) check(*tensor, name, dtype, sizes);
+}
+
+}  // namespace relinear
