@@ -452,7 +452,7 @@ def test_speeds_are_those_of_the_batch_asked_for(monkeypatch) -> None:
     model.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.add(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    found = measure_speed(model, {}, 50, 3)
+    found = measure_speed(model, model, 3)
     assert found["batch"] == 3
     assert (3, found["prefill_tokens"]) in shapes
     assert (3, 1) in shapes

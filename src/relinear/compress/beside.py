@@ -236,20 +236,20 @@ def _random(layer: nn.Module, device: torch.device) -> nn.Module:
 
 
 @torch.no_grad()
-def measure_speed(model: Any, originals: Mapping[str, nn.Module], vocabulary: int, batch: int) -> dict[str, Any]:
-    """Tokens a second of prefill and of decoding, of the original (by stand-ins) and of ``model``, in turns.
+def measure_speed(original: Any, compressed: Any, batch: int) -> dict[str, Any]:
+    """Tokens a second of prefill and of decoding, in turns.
 
     Args:
-        originals: see ``like_before``.
-        vocabulary: number of token ids to draw from.
+        original: a decoder, or ``like_before`` of the compressed one.
+        compressed: what became of it.
         batch: sequences at once.
     """
-    build_for_inference(model)
-    contenders = {"original": like_before(model, originals), "compressed": model}
-    device = next(model.parameters()).device
-    tokens = min(PREFILL_TOKENS, _longest(model))
+    build_for_inference(compressed)
+    contenders = {"original": original, "compressed": compressed}
+    device, vocabulary = next(compressed.parameters()).device, compressed.get_input_embeddings().weight.shape[0]
+    tokens = min(PREFILL_TOKENS, _longest(compressed))
     ids = torch.randint(vocabulary, (batch, tokens), generator=torch.Generator().manual_seed(0)).to(device)
-    decoded = max(1, min(DECODED_TOKENS, _longest(model) - 8))
+    decoded = max(1, min(DECODED_TOKENS, _longest(compressed) - 8))
 
     def prefill(one: Any) -> Callable[[], object]:
         return lambda: one(input_ids=ids, use_cache=False)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.compress.allocate import Candidate
-from relinear.compress.beside import Observation, compared, measure_speed, observe
+from relinear.compress.beside import Observation, compared, like_before, measure_speed, observe
 from relinear.compress.budget import Budget, budget_of
 from relinear.compress.calibrate import Calibration, KnownMoments, calibrate
 from relinear.compress.checks import check_directory, check_ids, check_model_fits
@@ -438,8 +438,7 @@ class _Job:
         compressed = self._observe("evaluation", corpus, tokenizer)
         if original is None or compressed is None:
             return healing, None
-        vocabulary = self.model.get_input_embeddings().weight.shape[0]
-        speed = measure_speed(self.model, layers, vocabulary, self.settings.speed_batch)
+        speed = measure_speed(like_before(self.model, layers), self.model, self.settings.speed_batch)
         clock.lap("evaluation")
         return healing, compared(original, compressed, corpus.unseen, speed)
 
