@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import relinear
+from conftest import make_tiny_llama
 from relinear.core.moments import Moments
 from relinear.functional.pivoted_low_rank import LARGEST_PIVOTED, pivoted_factors, pivoted_low_rank
 
@@ -44,3 +47,27 @@ def test_the_same_map_as_low_rank_with_fewer_parameters_and_flops() -> None:
         assert plain.flops_per_token() - pivoted.flops_per_token() == 2 * rank**2
     assert torch.allclose(pivoted(x), linear(x), atol=1e-5)  # at full rank, and no larger than it
     assert sizes[1] == sum(p.numel() for p in linear.parameters())
+
+
+def damaged(order: torch.Tensor) -> torch.Tensor:
+    """An input twice, another one never: every index is in range."""
+    order = order.clone()
+    order[0] = order[1]
+    return order
+
+
+def test_an_order_that_is_no_permutation_is_refused_by_every_way_of_loading(tmp_path) -> None:
+    model = make_tiny_llama()
+    relinear.replace_(model, {"q_proj": relinear.PivotedLowRank(rank=4)})
+    name = "model.layers.1.self_attn.q_proj"
+    relinear.save_pretrained(model, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights[f"{name}.order"] = damaged(weights[f"{name}.order"])
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for load in (relinear.from_pretrained, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(ValueError, match=rf"weights of {name} are damaged: order must name each of the 32 inputs"):
+            load(tmp_path)
+    before = {key: value.clone() for key, value in model.get_submodule(name).state_dict().items()}
+    with pytest.raises(RuntimeError, match=f"{name}: order must name each of the 32 inputs once"):
+        model.load_state_dict(weights)
+    assert all(torch.equal(value, before[key]) for key, value in model.get_submodule(name).state_dict().items())

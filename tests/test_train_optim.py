@@ -161,3 +161,18 @@ def test_schedules():
     assert max(onecycle) == pytest.approx(peak, rel=1e-3)
     assert onecycle[-1] == pytest.approx(peak / 25 / 1e4)
     assert onecycle.index(max(onecycle)) in (warmup - 1, warmup)
+
+
+@pytest.mark.parametrize("warmup", [None, 0, 1])
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 8])
+def test_one_cycle_of_few_steps_reaches_the_peak_and_comes_down(steps, warmup):
+    if warmup is not None and warmup >= steps:
+        pytest.skip("refused: the rise is to be shorter than the run")
+    settings = FitSettings(steps=steps, learning_rate=1e-2, warmup_steps=warmup, schedule="onecycle")
+    found = rates(settings)
+    assert len(found) == steps
+    assert all(0 < rate <= 1e-2 * (1 + 1e-9) for rate in found)
+    if settings.warmup == 1 or steps == 1:
+        assert found[0] == pytest.approx(1e-2)
+    if steps > 1:
+        assert found[-1] == pytest.approx(1e-2 / 25 / 1e4, rel=1e-3)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -306,6 +306,21 @@ class Operator(CachingModule):
     def flops_per_token(self) -> int:
         """Floating-point operations of the forward pass for one token (a multiply-add counts as two)."""
         raise TypeError(f"{type(self).__name__} does not state its FLOPs")
+
+    def wrong_values(self, values: Mapping[str, Tensor]) -> str | None:
+        """What is wrong with values that are to be loaded, by name, in words; None where any of this shape will do.
+
+        For what would compute something else in silence, as a table of indices that is damaged.
+        """
+        return None
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
+        own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        wrong = self.wrong_values(own)
+        if wrong is None:
+            super()._load_from_state_dict(state_dict, prefix, *others)
+        else:
+            others[-1].append(f"{prefix.rstrip('.')}: {wrong}")  # torch's list of errors
 
     def param_roles(self) -> dict[str, ParamRole]:
         """Role of every parameter by its name in this module; matrices take their last dimension as fan-in."""

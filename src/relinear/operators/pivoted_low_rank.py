@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -74,6 +75,15 @@ class PivotedLowRankLinear(RankLinear):
     def set_factors_(self, down: Tensor, up: Tensor) -> None:
         for own, given in zip((self.order, self.mix, self.up), pivoted_factors(down, up), strict=True):
             own.copy_(given)
+
+    def wrong_values(self, values: Mapping[str, Tensor]) -> str | None:
+        order = values.get("order")
+        if not isinstance(order, Tensor) or order.is_meta or order.shape != self.order.shape:
+            return None
+        every = torch.arange(self.in_features, device=order.device)
+        if torch.equal(order.sort().values.to(every), every):
+            return None
+        return f"order must name each of the {self.in_features:,} inputs once, and does not"
 
     def flops_per_token(self) -> int:
         return 2 * self.config.rank * (self.in_features + self.out_features - self.config.rank)

@@ -106,8 +106,11 @@ class RelinearQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        for _, operator in named_operators(model):
+        for name, operator in named_operators(model):
             operator.__dict__.pop("weight", None)
+            wrong = operator.wrong_values(operator.state_dict())
+            if wrong is not None:
+                raise ValueError(f"the checkpoint's weights of {name} are damaged: {wrong}; restore them from a copy")
         # An ordinary model again: floats may be cast, Trainer may train it, and save_pretrained writes the record.
         self.remove_quantization_config(model)
         model.config._is_quantized = False
