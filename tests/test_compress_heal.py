@@ -44,7 +44,7 @@ def test_healing_brings_the_model_nearer_to_the_original(kind: str, what: str, t
     before, after = copy.deepcopy(original), copy.deepcopy(original)
     compress(before, tokens(), keep=0.6, settings=SETTINGS)
     flags = {name: p.requires_grad for name, p in before.named_parameters()}
-    settings = HEALED | {"heal": what, "heal_learning_rate": 3e-3 if what == "lora" else 2e-4}
+    settings = HEALED | {"heal": what, "heal_learning_rate": 3e-3 if what == "lora" else 1e-3}
     report = compress(after, tokens(), keep=0.6, settings=settings, out_dir=tmp_path)
     assert divergence(after, original) < 0.9 * divergence(before, original)
     assert report.healing.after <= report.healing.before

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from relinear.core.moments import Moments
 from relinear.core.operator import linear_features
 from relinear.system.files import atomic_path, read_json, write_json
 
-__all__ = ["Calibration", "KnownMoments", "calibrate", "fingerprint"]
+__all__ = ["Calibration", "calibrate", "fingerprint"]
 
 #: told the phase, how many decoder layers of it are done, and how many there are
 OnLayer = Callable[[str, int, int], None]
@@ -69,27 +69,6 @@ class Calibration:
             keys, about = set(tensors.keys()), tensors.metadata()
             outputs = tensors.get_tensor(f"outputs {name}") if f"outputs {name}" in keys else None
             return Moments(tensors.get_tensor(f"inputs {about[name]}"), outputs)
-
-
-class KnownMoments(Mapping[str, Moments]):
-    """The moments of some layers by name, each read from the disk when it is asked for."""
-
-    def __init__(self, calibration: Calibration, names: Iterable[str]) -> None:
-        self._calibration, self._names = calibration, dict.fromkeys(names)
-
-    def __getitem__(self, name: str) -> Moments:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._calibration.moments(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def _file(index: int) -> str:

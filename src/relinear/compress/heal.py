@@ -12,13 +12,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.util
-import math
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,12 +26,10 @@ from torch import Tensor, nn
 
 from relinear.compress.calibrate import fingerprint
 from relinear.compress.settings import CompressSettings
-from relinear.compress.whiten import WhitenedSteps
 from relinear.core.aux import named_operators
 from relinear.core.modes import evaluating
-from relinear.core.moments import Moments
 from relinear.core.objective import GuidedTraining
-from relinear.core.operator import Operator, is_conv1d
+from relinear.core.operator import is_conv1d
 from relinear.system.files import atomic_path, read_json, write_json
 from relinear.train.distill import against
 from relinear.train.fit import fit
@@ -41,11 +37,9 @@ from relinear.train.settings import FitSettings
 
 __all__ = ["HealReport", "check_heal", "check_healable", "heal", "original_copy"]
 
-#: what a step that moves every parameter by the learning rate, in directions that do not conspire, is to cost at its
-#: peak in whitened coordinates, in nats a token: 0.5 N lr^2 for N parameters
-STEP_NATS = 4e-5
-#: peak of the learning rate where nothing is whitened and the settings name none
-PLAIN_RATE, LORA_RATE = 1e-5, 1e-3
+#: peak of the learning rate where the settings name none: a pretrained decoder's inputs have a few channels of enormous
+#: size, and at 1e-4 Adam's first steps undo it
+PLAIN_RATE, LORA_RATE = 3e-5, 1e-3
 #: evaluations on the held-out part, beside that of the start
 EVALUATIONS = 8
 #: steps in which the learning rate rises, as a share of all
@@ -119,7 +113,6 @@ def heal(
     *,
     settings: CompressSettings | None = None,
     dense: Iterable[str] = (),
-    moments: Mapping[str, Moments] = MappingProxyType({}),
     folder: str | Path | None = None,
     on_progress: OnHeal = lambda phase, done, total: None,
 ) -> HealReport:
@@ -135,8 +128,6 @@ def heal(
         held_out: token ids (N, T) that judge.
         settings: ``heal``, ``heal_learning_rate``, ``heal_batch``, ``heal_rank``, ``batch_size`` and ``seed`` of these.
         dense: names of the linear layers that get adapters in ``heal="lora"``.
-        moments: of the original's linear layers by name, as far as they are known: steps are then taken in
-            coordinates in which all directions cost alike (``WhitenedSteps``). Not for ``heal="lora"``.
         folder: of state and metrics; None keeps nothing.
         on_progress: told "heal", steps done and in all.
 
@@ -153,7 +144,7 @@ def heal(
             f"{len(blocks)} and {len(held_out)}"
         )
     with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as home, _in_float32(model, teacher):
-        return _Healing(model, teacher, blocks, held_out, chosen, dense, moments, Path(home), on_progress).run()
+        return _Healing(model, teacher, blocks, held_out, chosen, dense, Path(home), on_progress).run()
 
 
 @contextmanager
@@ -186,15 +177,14 @@ class _Judged(GuidedTraining):
 class _Healing:
     """One healing under way."""
 
-    def __init__(self, model, teacher, blocks, held_out, settings, dense, moments, home, on_progress) -> None:
+    def __init__(self, model, teacher, blocks, held_out, settings, dense, home, on_progress) -> None:
         self.model, self.teacher, self.blocks, self.held_out = model, teacher, blocks, held_out
-        self.settings, self.dense, self.moments, self.on_progress = settings, dense, moments, on_progress
+        self.settings, self.dense, self.on_progress = settings, dense, on_progress
         names = ("heal", "heal_learning_rate", "heal_batch", "heal_rank", "batch_size", "seed")
         marked = {name: getattr(settings, name) for name in names}
         both = torch.cat([blocks, held_out])
         origin = fingerprint(teacher, both, [], {})
-        known = [name for name, _ in model.named_modules() if name in moments]
-        mark = fingerprint(model, both, [*dense, origin, str(len(blocks)), *known], marked)
+        mark = fingerprint(model, both, [*dense, origin, str(len(blocks))], marked)
         self.folder = home / f"heal-{mark[:16]}"
         self.best = self.folder / "best.safetensors"
         self.steps = len(blocks) // settings.heal_batch
@@ -245,37 +235,15 @@ class _Healing:
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def _known(self) -> Iterator[tuple[nn.Parameter, Moments]]:
-        """Matrices that are trained with their moments, layer by layer; none where adapters are trained."""
-        if self.settings.heal == "lora":
-            return
-        for name, module in self.model.named_modules():
-            trained = {key: p for key, p in module.named_parameters(recurse=False) if p.requires_grad}
-            if not trained or name not in self.moments:
-                continue
-            moments = self.moments[name]
-            if isinstance(module, Operator):
-                own = module.parameter_moments(moments)
-            elif not is_conv1d(module):
-                own = {"weight": moments}
-            else:  # which holds its weight the other way round
-                own = {} if moments.outputs is None else {"weight": Moments(moments.outputs, moments.inputs)}
-            yield from ((p, own[key]) for key, p in trained.items() if key in own)
-
-    def _learning_rate(self, whitened: Collection[nn.Parameter]) -> float:
-        if whitened:
-            return math.sqrt(2 * STEP_NATS / sum(p.numel() for p in whitened))
-        return LORA_RATE if self.settings.heal == "lora" else PLAIN_RATE
-
     def _train(self) -> dict[str, Any]:
-        settings, whitened = self.settings, WhitenedSteps(self._known())
+        settings = self.settings
         batch = min(settings.batch_size, settings.heal_batch)
         interval = max(1, self.steps // EVALUATIONS)
         how = FitSettings(
             steps=self.steps,
             batch_size=batch,
             accumulation=settings.heal_batch // batch,
-            learning_rate=settings.heal_learning_rate or self._learning_rate(whitened.factors),
+            learning_rate=settings.heal_learning_rate or (LORA_RATE if settings.heal == "lora" else PLAIN_RATE),
             warmup_steps=min(self.steps - 1, max(1, round(WARMUP * self.steps))),
             min_lr_ratio=0.0,
             weight_decay=0.0,
@@ -293,7 +261,6 @@ class _Healing:
                 tuple(samples),
                 how,
                 out_dir=self.folder,
-                callbacks=[whitened],
                 on_progress=self._told,
             )
         step, loss = self._best_so_far()

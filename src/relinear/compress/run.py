@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from relinear.compress.allocate import Candidate
 from relinear.compress.beside import Observation, compared, like_before, measure_speed, observe
 from relinear.compress.budget import Budget, budget_of
-from relinear.compress.calibrate import Calibration, KnownMoments, calibrate
+from relinear.compress.calibrate import Calibration, calibrate
 from relinear.compress.checks import check_directory, check_ids, check_model_fits
 from relinear.compress.corrections import MeasuredPoint, choose_points, correct, corrections, measure_points
 from relinear.compress.export import export_plain
@@ -433,7 +433,7 @@ class _Job:
         clock.lap("fit")
         healing = None
         if teacher is not None:
-            healing = self._heal(calibration, teacher, corpus.further, dense)
+            healing = self._heal(teacher, corpus.further, dense)
             clock.lap("heal")
         compressed = self._observe("evaluation", corpus, tokenizer)
         if original is None or compressed is None:
@@ -533,12 +533,11 @@ class _Job:
             told,
         )
 
-    def _heal(self, calibration: Calibration, teacher: Any, blocks: Tensor, dense: list[str]) -> HealReport:
+    def _heal(self, teacher: Any, blocks: Tensor, dense: list[str]) -> HealReport:
         """Train the compressed model on ``blocks``, but for some, spread evenly over them, that judge."""
         judge = torch.linspace(0, len(blocks) - 1, self.settings.held_out_blocks).round().long()
         kept = torch.ones(len(blocks), dtype=torch.bool)
         kept[judge] = False
-        known = [name for name, module in self.modules.items() if calibration.knows(name, module)]
         return heal(
             self.model,
             teacher,
@@ -546,7 +545,6 @@ class _Job:
             blocks[judge],
             settings=self.settings,
             dense=dense,
-            moments=KnownMoments(calibration, known),
             folder=self.folder,
             on_progress=self.on_progress,
         )

@@ -47,8 +47,7 @@ class CompressSettings(Settings):
         heal: what is trained then: the "operators"; "all" parameters; or with "lora" the operators, and adapters on
             the layers that stayed dense, which are merged in the end.
         heal_held_out_tokens: of the corpus, which judge: the parameters that were best there are kept.
-        heal_learning_rate: the peak; None chooses it: where steps are taken in whitened coordinates by what a step may
-            cost there, else 1e-5, and 1e-3 for lora.
+        heal_learning_rate: the peak; None is 3e-5, and 1e-3 for lora.
         heal_batch: blocks a step; ``batch_size`` of them at a time are in memory.
         heal_rank: of the adapters.
         measured_points: for every type of layer, how many fits of one layer are tried on tokens that calibration has

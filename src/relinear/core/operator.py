@@ -244,14 +244,6 @@ class Operator(CachingModule):
         descend_(self, weight, moments, steps)
         return self
 
-    def parameter_moments(self, moments: Moments) -> dict[str, Moments]:
-        """For matrix parameters by name: the moments of what each multiplies, and of the gradients at its results.
-
-        Those of a single factor follow from ``moments`` of the whole layer. Parameters that are left out are none that
-        multiplies its input as it is; by default all are.
-        """
-        return {}
-
     def source_weight(self, linear: nn.Module) -> Tensor:
         """The matrix that ``from_linear`` is to fit, checked: of this shape, and no bias that would be lost."""
         sizes = linear_features(linear)

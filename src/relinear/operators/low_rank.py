@@ -20,7 +20,7 @@ from relinear.kernels.choice import prefers_dense
 from relinear.kernels.low_rank import low_rank
 from relinear.kernels.native.build import has_compiler, is_loaded
 
-__all__ = ["LowRank", "LowRankLinear", "RankConfig", "RankLinear", "moments_of_factors"]
+__all__ = ["LowRank", "LowRankLinear", "RankConfig", "RankLinear"]
 
 #: steps of the ranks that are considered when a size is chosen; finer only in layers below 16 times this
 RANK_STEP = 8
@@ -91,26 +91,12 @@ class LowRankLinear(RankLinear):
         return self.down, self.up
 
     @torch.no_grad()
-    def parameter_moments(self, moments: Moments) -> dict[str, Moments]:
-        return moments_of_factors(moments, self.down, self.up)
-
-    @torch.no_grad()
     def set_factors_(self, down: Tensor, up: Tensor) -> None:
         self.down.copy_(down)
         self.up.copy_(up)
 
     def flops_per_token(self) -> int:
         return 2 * self.config.rank * (self.in_features + self.out_features)
-
-
-def moments_of_factors(moments: Moments, down: Tensor, up: Tensor) -> dict[str, Moments]:
-    """The moments of the factors (R, I) and (O, R) of a product that has ``moments`` as a whole."""
-    a, g = moments.inputs, moments.outputs
-    down, up = down.to(a), up.to(a)
-    return {
-        "down": Moments(a, up.T @ up if g is None else up.T @ g @ up),
-        "up": Moments(down @ a @ down.T, g),
-    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

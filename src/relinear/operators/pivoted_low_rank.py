@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from relinear.core.config import register
 from relinear.core.dense_cache import dense_inference
-from relinear.core.moments import Moments
 from relinear.core.operator import OperatorConfig
 from relinear.functional.pivoted_low_rank import pivoted_factors
 from relinear.kernels.choice import prefers_dense
 from relinear.kernels.pivoted_low_rank import pivoted_low_rank
-from relinear.operators.low_rank import RankConfig, RankLinear, moments_of_factors
+from relinear.operators.low_rank import RankConfig, RankLinear
 
 __all__ = ["PivotedLowRank", "PivotedLowRankLinear"]
 
@@ -64,12 +63,6 @@ class PivotedLowRankLinear(RankLinear):
     def dense_chain(self) -> tuple[Tensor, ...]:
         identity = torch.eye(self.config.rank, dtype=self.mix.dtype, device=self.mix.device)
         return torch.cat((identity, self.mix), 1)[:, self.order.argsort()], self.up
-
-    @torch.no_grad()
-    def parameter_moments(self, moments: Moments) -> dict[str, Moments]:
-        both = moments_of_factors(moments, *self.dense_chain())
-        rest = self.order[self.config.rank :]
-        return {"mix": Moments(moments.inputs[rest][:, rest], both["down"].outputs), "up": both["up"]}
 
     @torch.no_grad()
     def set_factors_(self, down: Tensor, up: Tensor) -> None:
