@@ -167,3 +167,21 @@ def test_layers_that_are_corrected_leave_the_original_as_it_was() -> None:
     dense = [name for name, layer in report.plan.layers.items() if layer.operator is None]
     assert any(not torch.equal(model.get_submodule(n).weight, kept[0].get_submodule(n).weight) for n in dense)
     assert torch.equal(kept[0](input_ids=tokens()[0][None, :16]).logits, wanted)
+
+
+@pytest.mark.parametrize("what", ["operators", "all"])
+def test_the_teacher_is_given_back_as_it_was(what: str) -> None:
+    model = pretrained().bfloat16()
+    teacher = original_copy(model)
+    teacher.get_parameter("model.layers.0.mlp.up_proj.weight").requires_grad_(False)
+    relinear.replace_(model, {"mlp.down_proj": relinear.LowRank(rank=4)}, init="from_weight")
+    before = {name: (value.dtype, value.clone()) for name, value in teacher.named_buffers()}
+    before |= {name: (p.dtype, p.detach().clone()) for name, p in teacher.named_parameters()}
+    flags = {name: p.requires_grad for name, p in teacher.named_parameters()}
+    blocks = tokens(64 * 16)[0].view(64, 16)
+    heal(model, teacher, blocks[:48], blocks[48:], settings=CompressSettings.load(HEALED | {"heal": what}))
+    after = dict(teacher.named_buffers()) | dict(teacher.named_parameters())
+    assert {name: value.dtype for name, value in after.items()} == {name: dtype for name, (dtype, _) in before.items()}
+    assert all(torch.equal(value, before[name][1]) for name, value in after.items())
+    assert {name: p.requires_grad for name, p in teacher.named_parameters()} == flags
+    assert {b.dtype for b in model.buffers()} == {b.dtype for b in teacher.buffers()}

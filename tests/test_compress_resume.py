@@ -1,5 +1,7 @@
 """Killed at any stage and started again, a compression leaves the same bytes."""
 
+import json
+
 import pytest
 import torch
 
@@ -95,3 +97,32 @@ def test_killed_while_it_writes(stage: str, whole, tmp_path, monkeypatch) -> Non
 def test_everything_that_is_left_was_written(whole) -> None:
     names = {name.rpartition("/")[2] for name in whole}
     assert {"config.json", "model.safetensors", "modeling_factorized.py", "tokenizer.json"} <= names
+
+
+def test_an_export_of_an_earlier_model_does_not_stay_beside_a_newer_one(whole, tmp_path) -> None:
+    run(tmp_path)
+    (tmp_path / "model.gguf").write_text("of an earlier call")
+    ids = torch.randint(1, 260, (2048,), generator=torch.Generator().manual_seed(0))
+    compress(make_family("llama", vocab_size=260), [ids], keep=0.5, settings=SETTINGS, out_dir=tmp_path)
+    assert (tmp_path / "model" / "config.json").is_file()
+    assert not [path for path in tmp_path.iterdir() if "plain" in path.name or "gguf" in path.name]
+
+
+def test_a_folder_of_the_users_own_stays(tmp_path) -> None:
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "notes.txt").write_text("mine")
+    ids = torch.randint(1, 260, (2048,), generator=torch.Generator().manual_seed(0))
+    compress(make_family("llama", vocab_size=260), [ids], keep=0.7, settings=SETTINGS, out_dir=tmp_path)
+    assert (tmp_path / "plain" / "notes.txt").read_text() == "mine"
+
+
+def test_a_calibration_of_the_same_weights_under_another_config_is_refused(tmp_path) -> None:
+    ids = torch.randint(1, 260, (2048,), generator=torch.Generator().manual_seed(0))
+    run(tmp_path)
+    other = make_family("llama", vocab_size=260)
+    other.config.rms_norm_eps = 0.1
+    with pytest.raises(ValueError, match="holds the calibration of another model"):
+        compress(other, [ids], keep=0.7, settings=SETTINGS, out_dir=tmp_path)
+    record = json.loads((tmp_path / "calibration" / "fingerprint.json").read_text())
+    (tmp_path / "calibration" / "fingerprint.json").write_text(json.dumps({"fingerprint": record["fingerprint"]}))
+    run(tmp_path)  # as earlier versions noted it

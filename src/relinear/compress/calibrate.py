@@ -26,7 +26,10 @@ from relinear.core.moments import Moments
 from relinear.core.operator import linear_features
 from relinear.system.files import atomic_path, read_json, write_json
 
-__all__ = ["Calibration", "calibrate", "fingerprint"]
+__all__ = ["Calibration", "calibrate", "config_fingerprint", "fingerprint"]
+
+#: of a config, what changes nothing that a model computes
+_PASSING = ("transformers_version", "architectures", "dtype", "use_cache")
 
 #: told the phase, how many decoder layers of it are done, and how many there are
 OnLayer = Callable[[str, int, int], None]
@@ -80,8 +83,16 @@ def _save(path: Path, tensors: dict[str, Tensor], about: dict[str, str] | None =
         save_file({name: value.contiguous() for name, value in tensors.items()}, temporary, metadata=about)
 
 
+def config_fingerprint(model: Any) -> str:
+    """Of what a model's config says of how it computes: equal weights may be read in different ways."""
+    config = getattr(model, "config", None)
+    values = {} if config is None else config.to_diff_dict()
+    told = {key: value for key, value in values.items() if key not in _PASSING}
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+
+
 def fingerprint(model: nn.Module, blocks: Tensor, names: list[str], settings: Mapping[str, Any]) -> str:
-    """Of everything that decides a calibration's result."""
+    """Of everything that decides a calibration's result, but for the model's config (``config_fingerprint``)."""
     digest = hashlib.sha256(json.dumps([names, dict(settings)], sort_keys=True).encode())
     digest.update(blocks.numpy().tobytes())
     for name, parameter in model.named_parameters():
@@ -159,7 +170,7 @@ def calibrate(
     folder = Path(folder)
     names = [name for group in targets.values() for name in group]
     mark = fingerprint(model, blocks, names, {"fisher": fisher, "batch": batch})
-    _claim(folder, mark)
+    _claim(folder, mark, config_fingerprint(model))
     if (folder / "calibration.json").is_file():
         return Calibration(folder)
     flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
@@ -172,16 +183,17 @@ def calibrate(
     return Calibration(folder)
 
 
-def _claim(folder: Path, mark: str) -> None:
+def _claim(folder: Path, mark: str, config: str) -> None:
     path = folder / "fingerprint.json"
     if path.is_file():
-        if read_json(path).get("fingerprint") != mark:
+        found = read_json(path)  # earlier versions noted nothing of the config
+        if found.get("fingerprint") != mark or found.get("config", config) != config:
             raise ValueError(
                 f"{folder} holds the calibration of another model, corpus or setting; give another directory, or "
                 "remove it"
             )
     else:
-        write_json(path, {"fingerprint": mark})
+        write_json(path, {"fingerprint": mark, "config": config})
 
 
 class _Calibrating:

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from relinear.compress.calibrate import fingerprint
+from relinear.compress.calibrate import config_fingerprint, fingerprint
 from relinear.compress.settings import CompressSettings
 from relinear.core.aux import named_operators
 from relinear.core.modes import evaluating
@@ -123,7 +123,8 @@ def heal(
 
     Args:
         model: a compressed decoder, in float32 or below; trained in float32, given back in its own dtype.
-        teacher: the original, of the same vocabulary; may share parameters with ``model``.
+        teacher: the original, of the same vocabulary; may share parameters with ``model``. Given back as it was, with
+            copies of its own of those that were trained.
         blocks: token ids (N, T) to train on, in a random order, each once.
         held_out: token ids (N, T) that judge.
         settings: ``heal``, ``heal_learning_rate``, ``heal_batch``, ``heal_rank``, ``batch_size`` and ``seed`` of these.
@@ -149,19 +150,35 @@ def heal(
 
 @contextmanager
 def _in_float32(model: nn.Module, teacher: nn.Module) -> Iterator[None]:
-    """Both models in float32 within the block; afterwards ``model`` has its dtypes and flags back."""
-    before = {name: (p.dtype, p.requires_grad) for name, p in model.named_parameters()}
+    """Both models in float32 within the block; afterwards they have their dtypes and flags back."""
+    before = [(one, _kept_of(one)) for one in (model, teacher)]
     for one in (model, teacher):
         if any(p.dtype != torch.float32 for p in one.parameters()):
             one.float()
     try:
         yield
     finally:
-        for name, parameter in model.named_parameters():
-            dtype, flag = before[name]
-            parameter.data = parameter.data.to(dtype)
-            parameter.requires_grad_(flag)
+        for one, kept in before:
+            _give_back(one, *kept)
+        for parameter in model.parameters():
             parameter.grad = None
+
+
+def _kept_of(model: nn.Module) -> tuple[dict[str, tuple[torch.dtype, bool]], dict[str, torch.dtype]]:
+    """Dtypes and flags of the parameters, and dtypes of the buffers, by name."""
+    parameters = {name: (p.dtype, p.requires_grad) for name, p in model.named_parameters()}
+    return parameters, {name: buffer.dtype for name, buffer in model.named_buffers()}
+
+
+def _give_back(
+    model: nn.Module, parameters: Mapping[str, tuple[torch.dtype, bool]], buffers: Mapping[str, torch.dtype]
+) -> None:
+    for name, parameter in model.named_parameters():
+        dtype, flag = parameters[name]
+        parameter.data = parameter.data.to(dtype)
+        parameter.requires_grad_(flag)
+    for name, buffer in model.named_buffers():
+        buffer.data = buffer.data.to(buffers.get(name, buffer.dtype))
 
 
 class _Judged(GuidedTraining):
@@ -182,6 +199,7 @@ class _Healing:
         self.settings, self.dense, self.on_progress = settings, dense, on_progress
         names = ("heal", "heal_learning_rate", "heal_batch", "heal_rank", "batch_size", "seed")
         marked = {name: getattr(settings, name) for name in names}
+        marked["configs"] = [config_fingerprint(one) for one in (model, teacher)]
         both = torch.cat([blocks, held_out])
         origin = fingerprint(teacher, both, [], {})
         mark = fingerprint(model, both, [*dense, origin, str(len(blocks))], marked)

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import hashlib
 import json
+import shutil
 import tempfile
 import time
 from collections import Counter
@@ -48,6 +49,8 @@ from relinear.system.machine import PeakMemory, describe_machine
 
 __all__ = ["CompressReport", "compress"]
 
+#: what is exported beside a model, as it is called there
+PLAIN, GGUF = "plain", "model.gguf"
 #: layers that take less than these seconds together are not refused for their speed: a call costs as much as its work
 LEAST_SECONDS = 1e-3
 #: what two measurements of one speed may differ by
@@ -204,11 +207,21 @@ def compress(
 
 
 def _save(model: Any, folder: Path, tokenizer: Any, export: str | None) -> None:
+    _remove_exports(folder)  # first: none is ever beside a model that it does not hold
     save_pretrained(model, folder / "model", tokenizer=tokenizer)
     if export == "plain":
-        export_plain(model, folder / "plain", tokenizer=tokenizer)
+        export_plain(model, folder / PLAIN, tokenizer=tokenizer)
     if export == "gguf":
-        export_gguf(model, folder / "model.gguf", tokenizer=tokenizer)
+        export_gguf(model, folder / GGUF, tokenizer=tokenizer)
+
+
+def _remove_exports(folder: Path) -> None:
+    """What an earlier call exported here: another model's."""
+    (folder / GGUF).unlink(missing_ok=True)
+    if (folder / PLAIN / "config.json").is_file():
+        gone = Path(tempfile.mkdtemp(dir=folder, prefix=f".{PLAIN}."))  # in one step: half of it would load as nothing
+        (folder / PLAIN).replace(gone / PLAIN)
+        shutil.rmtree(gone)
 
 
 class _Clock:
