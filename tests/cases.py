@@ -93,6 +93,7 @@ def block_hadamard_arguments(dtype: torch.dtype) -> Iterator[tuple]:
         stages = [torch.randn(blocks, o // blocks, i // blocks, dtype=dtype) for i, o in widths]
         bias = torch.randn(out_features, dtype=dtype) if depth == 1 else None
         yield torch.randn(rows, in_features, dtype=dtype), stages, out_features, bias
+        yield torch.randn(rows, in_features, dtype=dtype), stages, out_features, bias, False
 
 
 def _monarch_arguments(dtype: torch.dtype) -> Iterator[tuple]:
@@ -243,6 +244,8 @@ CASES: list[Case] = [
     Case(config=relinear.PivotedLowRank(rank=5), exact=relinear.PivotedLowRank(rank=16)),
     Case(config=relinear.BlockHadamard(blocks=4), exact=relinear.BlockHadamard(blocks=1)),
     Case(config=relinear.BlockHadamard(blocks=3, depth=2), variant="deep", shapes=(ODD, WIDE), bf16_tolerance=3e-2),
+    Case(config=relinear.BlockHadamard(blocks=4, mix_input=False), variant="plain", shapes=(SQUARE, ODD)),
+    Case(config=relinear.BlockHadamard(blocks=4, depth=2, mix_input=False), variant="between", bf16_tolerance=3e-2),
     Case(config=relinear.HDPL(rank=6, blocks=4, beta=0.5), linear=False, exact=relinear.HDPL(rank=32, blocks=4)),
     Case(config=relinear.HDPL(rank=5, blocks=2, bound="free_bits"), variant="free_bits", linear=False),
     Case(config=relinear.HDPL(rank=4, blocks=3, bound="geometric_jsd"), variant="jsd", shapes=(ODD,), linear=False),
@@ -287,6 +290,13 @@ CASES: list[Case] = [
         variant="authors-product",
         shapes=(SQUARE, (24, 40)),
         bf16_tolerance=0.1,
+    ),
+    Case(
+        config=relinear.Rotor(inner=32, activation="gelu"),
+        variant="inner",
+        linear=False,
+        shapes=(SQUARE, (24, 40), (11, 5)),
+        bf16_tolerance=4e-2,
     ),
     Case(config=relinear.Monarch(blocks=4), exact=relinear.Monarch(blocks=4, rank=4)),
     Case(config=relinear.Monarch(blocks=4, rank=2), variant="padded", shapes=(ODD, (9, 15))),

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,78 @@ def test_arithmetic_runs_and_collects(tmp_path, monkeypatch):
     old = {"column": "aux", "parameters": 1, "report": {"dynamic": report["dynamic"], "probe_error": 0.125}}
     (tmp_path / "aux-0.json").write_text(json.dumps(old))
     module.collect(module.parse(["collect", *common]))
-    heads, _, *rows = (tmp_path / "table.md").read_text().splitlines()
+    heads, _, *rows, _, note = (tmp_path / "table.md").read_text().splitlines()
+    assert note.startswith("–")
     row = next(row for row in rows if row.startswith("| aux |"))
     assert row.split(" | ")[heads.split(" | ").index("last token")] == "0.125"
     assert row.split(" | ")[heads.split(" | ").index("probe error, anywhere")] == "–"
+
+
+def test_texts_of_the_paper():
+    """Section 4.4, Appendices B.2.2 and B.2.3: 512 tokens cut between 256 and 384, w_C = 2 w_D, nu = 0.1."""
+    module = script("text")
+    given = ["run", "--books", "x", "--paper"]
+    options = module.parse(given)
+    mixture = module.make_mixture(options, [[1] * 600] * 2)
+    assert (mixture.length, mixture.start, mixture.finish, mixture.mixed) == (512, 256, 384, True)
+    config = module.make_config(options, Tokenizer())
+    assert (config.n_layer, config.context_layer, config.n_embd, config.context_size) == (12, 8, 128, 128)
+    assert (config.vocab_size, config.n_positions, config.variational) == (8000, 512, False)
+    objective = module.make_objective(options)
+    assert (objective.eta, objective.continuity, objective.decorrelation) == (0.5, 0.08, 0.04)
+    assert not objective.shared_split
+    assert (options.steps, options.batch_size, options.warmup, options.weight_decay) == (400_000, 128, 10_000, 1e-8)
+    assert not module.make_mixture(module.parse([*given, "--single"]), [[1] * 600] * 2).mixed
+    for name, weight in (("vae-1", 1.0), ("vae-3", 3.0), ("vae-10", 10.0), ("vae", 0.7)):
+        options = module.parse([*given, "--name", name, "--kl", "0.7"])
+        objective = module.make_objective(options)
+        assert (objective.kl, objective.kernel_nu, objective.continuity) == (weight, 0.1, 0.0)
+        config = module.make_config(options, Tokenizer())
+        assert (config.variational, config.context_norm) == (True, False)
+
+
+class Tokenizer:
+    eos_token_id = 0
+
+    def __len__(self):
+        return 8000
+
+    def get_vocab(self):
+        return {"one": 1}
+
+
+def test_regression_runs(tmp_path, monkeypatch):
+    module = script("regression")
+    monkeypatch.setattr(module, "save_figure", lambda figure, path: None)
+    small = "--paper --baseline --layers 2 --context-layer 1 --width 16 --heads 2 --context-size 8 --context-heads 2 "
+    small += "--inputs 3 --pairs 6 --steps 2 --batch-size 4 --samples 8 --freeze-after 2 4 --out"
+    monkeypatch.setattr(sys, "argv", ["regression.py", *small.split(), str(tmp_path)])
+    module.main()
+    errors = json.loads((tmp_path / "run.json").read_text())["errors"]
+    lengths = {name: len(values) for name, values in errors.items()}
+    assert lengths == {"dynamic": 6, "baseline": 6, "frozen_2": 4, "frozen_4": 2}
+    assert len((tmp_path / "table.md").read_text().splitlines()) == 4
+
+
+def test_texts_run_and_are_drawn(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    module = script("text")
+    figures = []
+    monkeypatch.setattr(module, "save_figure", lambda figure, path: figures.append(path.name))
+    letters = "abcdefghijklmnop"
+    texts = [(letters[k % 16] + " and " + letters[k % 5] + ", ") * 900 for k in range(8)]
+    rows = {"author": ["one", "two"] * 4, "text": texts}
+    datasets.Dataset.from_dict(rows).to_parquet(str(tmp_path / "books.parquet"))
+    small = (
+        "--paper --length 24 --start 8 --finish 16 --vocabulary 300 --layers 2 --context-layer 1 --width 16 --heads 2 "
+    )
+    small += (
+        "--context-size 8 --context-heads 2 --steps 2 --batch-size 4 --characters 1500 --per-author 3 --held-out 2 "
+    )
+    small += "--samples 8 --excerpts 6"
+    common = [*small.split(), "--books", str(tmp_path / "books.parquet"), "--out", str(tmp_path)]
+    for name in ("aux+reg", "vae-3"):
+        module.run(module.parse(["run", "--name", name, *common]))
+    module.figures(module.parse(["figures", *common]))
+    assert {"aux+reg", "vae-3"} <= json.loads((tmp_path / "report.json").read_text()).keys()
+    assert {"dot-products", "spectra", "vae-3-positions", "vae-3-authors"} <= set(figures)

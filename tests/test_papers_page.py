@@ -73,3 +73,36 @@ def test_every_row_has_a_test_or_a_reason() -> None:
         assert paper
         assert here or differs, f"neither a place nor a reason: {paper}"
         assert "test_" in checked or differs, f"neither a test nor a reason: {paper}"
+
+
+#: how many of each kind a paper numbers; the rotor paper's summary numbers its lemma and algorithms alone
+NUMBERED = {
+    "CGT": {"Eq.": 10, "Figure": 20, "Table": 1},
+    "Rotor": {"Lemma": 1, "Algorithm": 2},
+    "HDPL": {"Eq.": 14, "Figure": 2, "Table": 2, "Algorithm": 1},
+    "Transponder": {"Eq.": 10, "Figure": 3, "Table": 7},
+    "CCL": {"Eq.": 5, "Figure": 7, "Table": 4},
+}
+
+
+def numbers(kind: str, text: str) -> set[int]:
+    """Those that a text names: of "Eq. 1 to 3, 7" 1, 2, 3 and 7; "Figures 6c and 15" are 6 and 15."""
+    named = set()
+    item = r"\d+[a-z]?(?: to \d+)?"
+    for found in re.findall(rf"{re.escape(kind)}s? ((?:{item})(?:(?:, | and )(?:{item}))*)", text):
+        for first, last in re.findall(r"(\d+)[a-z]?(?: to (\d+))?", found):
+            named |= set(range(int(first), int(last or first) + 1))
+    return named
+
+
+@pytest.mark.parametrize("paper", NUMBERED)
+def test_whatever_a_paper_numbers_has_a_row(paper: str) -> None:
+    (section,) = re.findall(rf"^## {paper}$(.*?)(?=^## |\Z)", PAGE, flags=re.M | re.S)
+    first_cells = "\n".join(re.split(r"(?<!\\)\|", line)[1] for line in section.splitlines() if line.startswith("|"))
+    for kind, count in NUMBERED[paper].items():
+        assert set(range(1, count + 1)) <= numbers(kind, first_cells), kind
+
+
+def test_numbers_are_read_from_lists_and_ranges() -> None:
+    assert numbers("Eq.", "Eq. 1 to 3, 7 and 9; Eq. 12") == {1, 2, 3, 7, 9, 12}
+    assert numbers("Figure", "Figures 6c, 15 and 16, Figure 3b, Table 9") == {3, 6, 15, 16}

@@ -5,7 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 
 import relinear
-from relinear.models import HeadBias, from_preset, preset_config, preset_names
+from relinear.models import HeadBias, draw_as_torch_, from_preset, preset_config, preset_names
+from relinear.train import TrainSettings, train
+from relinear.train.run import build_model
 
 COUNTS = {
     "tiny": 1_115_776,
@@ -142,3 +144,33 @@ def test_a_preset_without_operators_comes_back_with_its_head_bias(tmp_path, load
 def test_public_names():
     assert relinear.from_preset is from_preset
     assert relinear.preset_names is preset_names
+
+
+def test_drawn_as_torch_draws_it():
+    """Every linear layer as nn.Linear makes it; embeddings of untied models are a copy of the head."""
+    model = relinear.from_preset("tiny", tie_word_embeddings=False)
+    torch.manual_seed(3)
+    draw_as_torch_(model)
+    assert torch.equal(model.get_input_embeddings().weight, model.lm_head.weight)
+    assert model.get_input_embeddings().weight is not model.lm_head.weight
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    assert len(linears) > 7
+    for module in linears:
+        bound = module.in_features**-0.5
+        assert 0.98 * bound < module.weight.abs().max() <= bound
+        assert module.weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.1)
+    assert (model.model.norm.weight == 1).all()
+    gpt2 = relinear.from_preset("gpt2-ccl-64", vocab_size=300)
+    draw_as_torch_(gpt2)
+    block = gpt2.transformer.h[0].mlp
+    assert 0.98 / 16 < block.c_proj.weight.abs().max() <= 1 / 16  # Conv1D of 256 inputs
+    assert 0 < block.c_proj.bias.abs().max() <= 1 / 16
+
+
+def test_a_run_may_start_from_torchs_own_weights(tmp_path):
+    ours, stock = (build_model(TrainSettings(model="tiny", model_start=start)) for start in ("torch", "config"))
+    assert torch.equal(ours.get_input_embeddings().weight, ours.lm_head.weight)
+    assert not torch.equal(stock.get_input_embeddings().weight, ours.get_input_embeddings().weight)
+    stock.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="model_start='torch' draws the weights of a preset"):
+        train(TrainSettings(model=str(tmp_path), model_start="torch"), tmp_path / "run")

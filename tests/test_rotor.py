@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 
 import numpy as np
 import pytest
@@ -123,6 +124,10 @@ def test_settings_that_say_nothing_together_are_refused():
     for settings, match in [
         ({"depth": 0, "activate_entry": True}, "activate_entry=True .* depth"),
         ({"depth": 0, "residual": True}, "residual=True .* depth"),
+        ({"depth": 0, "inner": "input"}, "inner='input' .* depth"),
+        ({"inner": 48}, "power of two"),
+        ({"inner": 8192}, "power of two"),
+        ({"inner": "output"}, "inner"),
         ({"depth": 1, "permute_terms": True}, "permute_terms=True .* depth=1"),
         ({"power_iterations": 0}, "power_iterations"),
         ({"power_iterations": 3, "terms": "multivector"}, "power_iterations .*multivector"),
@@ -177,8 +182,9 @@ def packaged_sandwich(left, right, n):
     return torch.from_numpy(np.stack([(r * layout(n).MultiVector(blade) * ~s).value for blade in blades], axis=1))
 
 
-def packaged_layer(state, name, x, out_features, window, branch=None):
+def packaged_layer(state, name, x, out_features, branch=None):
     """Every pair of windows by its own sandwich and scale; the mean over all pairs that reach an output."""
+    window = 2 ** int(math.log2(min(x.shape[-1], out_features)))
     left, right, scale = (state[f"{name}.{key}"][0].numpy() for key in ("left", "right", "scale"))
     n, in_features = window.bit_length() - 1, x.shape[-1]
     outputs, inputs = (-(-size // window) for size in (out_features, in_features))
@@ -195,33 +201,33 @@ def packaged_layer(state, name, x, out_features, window, branch=None):
 
 def authors_network(module, x):
     config, state = module.config, {k: v.detach() for k, v in module.state_dict().items()}
-    window = 8
+    inner = 2 ** int(math.log2(x.shape[-1])) if config.inner == "input" else config.inner
     activation = ACTIVATIONS.get(config.activation)
     if activation is None:
         activation = torch.nn.PReLU(dtype=D)
         activation.weight.data = state["slope"]
-    norm = torch.nn.LayerNorm(window, elementwise_affine=False, dtype=D)
+    norm = torch.nn.LayerNorm(inner, elementwise_affine=False, dtype=D)
 
     def after(y, permutation):
         return activation(norm(y[:, torch.from_numpy(permutation)]))
 
     y = after(
-        packaged_layer(state, "entry", x, window, window),
-        branch_permutation(window, 1, config.seed, config.depth),
+        packaged_layer(state, "entry", x, inner),
+        branch_permutation(inner, 1, config.seed, config.depth),
     )
     if config.residual and x.shape == y.shape:
         y = y + x
     for step in range(config.depth):
-        permutations = branch_permutation(window, config.width, config.seed, step).reshape(config.width, window)
+        permutations = branch_permutation(inner, config.width, config.seed, step).reshape(config.width, inner)
         y = sum(
             state[f"hidden.{step}.mix"][branch]
             * after(
-                packaged_layer(state, f"hidden.{step}.rotors", y, window, window, branch),
-                permutations[branch] - branch * window,
+                packaged_layer(state, f"hidden.{step}.rotors", y, inner, branch),
+                permutations[branch] - branch * inner,
             )
             for branch in range(config.width)
         )
-    z = packaged_layer(state, "exit", y, module.out_features, window)
+    z = packaged_layer(state, "exit", y, module.out_features)
     if config.residual and z.shape == y.shape:
         z = z + y
     return z
@@ -236,6 +242,29 @@ def test_the_authors_network(activation, shape, residual):
         parameter.add_(torch.randn_like(parameter), alpha=0.3)
     x = torch.randn(5, shape[0], dtype=D)
     torch.testing.assert_close(module(x), authors_network(module, x), atol=1e-11, rtol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("shape", "inner"), [((17, 8), 16), ((5, 12), 4), ((6, 7), 8), ((9, 4), 4), ((16, 3), 2), ((3, 9), 16)], ids=str
+)
+@torch.no_grad()
+def test_the_authors_network_is_as_wide_within_as_is_said(shape, inner):
+    """Each rotor layer has the windows that fit into its own two sides, not into the whole network's."""
+    fits = inner == 2 ** int(math.log2(shape[0]))
+    config = relinear.Rotor.authors(residual=True) if fits else relinear.Rotor.authors(residual=True, inner=inner)
+    module = config.build(*shape, bias=False, dtype=D)
+    assert module.inner == inner
+    for parameter in module.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    x = torch.randn(5, shape[0], dtype=D)
+    torch.testing.assert_close(module(x), authors_network(module, x), atol=1e-11, rtol=1e-11)
+
+
+def test_keys_and_values_of_grouped_heads_keep_the_width_of_their_inputs_within():
+    """The authors' networks from 2,048 to 512, with rotors of 2,048 within: 55 bivectors each, 36 at the way out."""
+    module = relinear.Rotor.authors().build(2048, 512, bias=False, device="meta")
+    assert sum(p.numel() for p in module.parameters()) == 7 * (110 + 1) + 4 * (72 + 1) + 2 * 3 + 1
+    assert relinear.Rotor().build(2048, 512, bias=False, device="meta").inner == 512
 
 
 def test_the_authors_network_starts_as_theirs():

@@ -57,6 +57,34 @@ def test_fit_is_the_projection_onto_the_blocks() -> None:
     assert block_diagonal_of(residual, 4).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("shape", [(32, 48), (48, 32), (17, 9)])
+def test_without_a_first_transform_depth_one_is_block_diagonal(shape) -> None:
+    weight = torch.nn.Linear(*shape, dtype=torch.float64)
+    module = relinear.BlockHadamard(blocks=4, mix_input=False).build(*shape, dtype=torch.float64).from_linear(weight)
+    blocks = module.blocks[0].detach()
+    padded = torch.zeros(4 * blocks.shape[1], 4 * blocks.shape[2], dtype=torch.float64)
+    padded[: shape[1], : shape[0]] = weight.weight.detach()
+    expected = block_diagonal_to_dense(block_diagonal_of(padded, 4))[: shape[1], : shape[0]]
+    torch.testing.assert_close(module.to_dense().detach(), expected)
+    x = torch.randn(3, shape[0], dtype=torch.float64)
+    torch.testing.assert_close(module(x), x @ expected.T + weight.bias)
+
+
+def test_without_a_first_transform_one_stands_between_two_products() -> None:
+    module = relinear.BlockHadamard(blocks=4, depth=2, mix_input=False).build(16, 16, bias=False, dtype=torch.float64)
+    first, second = (block_diagonal_to_dense(stage) for stage in module.blocks)
+    identity = torch.eye(16, dtype=torch.float64)
+    torch.testing.assert_close(module.to_dense(), second @ hadamard(identity) @ first)
+    weight = torch.nn.Linear(16, 16, dtype=torch.float64)
+    errors = []
+    for depth in (1, 2, 3):
+        torch.manual_seed(0)
+        config = relinear.BlockHadamard(blocks=4, depth=depth, mix_input=False)
+        fitted = config.build(16, 16, dtype=torch.float64).from_linear(weight)
+        errors.append((fitted.to_dense() - weight.weight).norm().item())
+    assert max(errors[1:]) < errors[0]
+
+
 def test_deeper_fits_are_closer() -> None:
     weight = torch.nn.Linear(48, 32, dtype=torch.float64)
     errors = []

@@ -263,6 +263,7 @@ def collect(options):
             PUBLISHED.get(column, "–"),
         ]
         lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "– is what no run of the row has measured, or what a model without y cannot have."]
     write_text(options.out / "table.md", "\n".join(lines) + "\n")
     print("\n".join(lines))
     for measure in ("symbols", "answers"):

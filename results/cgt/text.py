@@ -4,7 +4,8 @@
     python results/cgt/text.py figures --books BOOKS --out results/cgt/text
 
 BOOKS is a parquet file with the columns ``author`` and ``text``. Of each author with at least --per-author books, the
-last --held-out ones are kept out of training; all measurements are on them.
+last --held-out ones are kept out of training; all measurements are on them. ``--paper`` starts from the paper's sizes,
+joints, weights and schedule (Section 4.4, Appendix B.2), and the other options change that.
 """
 
 import argparse
@@ -27,8 +28,38 @@ from relinear.system.files import write_json, write_text
 from relinear.system.machine import describe_machine
 from relinear.train import FitSettings, fit
 
-#: which terms of the loss a model has
-NAMES = {"no-aux": (), "reg": ("regularisers",), "aux": ("auxiliary",), "aux+reg": ("auxiliary", "regularisers")}
+#: which terms of the loss a model has; those of the VAE form with beta_y in their name are Figures 18 to 20
+NAMES = {
+    "no-aux": (),
+    "reg": ("regularisers",),
+    "aux": ("auxiliary",),
+    "aux+reg": ("auxiliary", "regularisers"),
+    "vae": ("auxiliary", "kl"),
+    "vae-1": ("auxiliary", "kl"),
+    "vae-3": ("auxiliary", "kl"),
+    "vae-10": ("auxiliary", "kl"),
+}
+#: what ``--paper`` sets; w_C as in Appendix B.2.2 (Section 4.4 has half of it), heads, rank and templates are not given
+PAPER_SETTINGS = {
+    "vocabulary": 8000,
+    "length": 512,
+    "start": 256,
+    "finish": 384,
+    "layers": 12,
+    "width": 128,
+    "heads": 8,
+    "context_layer": 8,
+    "context_size": 128,
+    "context_heads": 8,
+    "own_splits": True,
+    "steps": 400_000,
+    "batch_size": 128,
+    "learning_rate": 5e-4,
+    "warmup": 10_000,
+    "min_lr_ratio": 0.0,
+    "weight_decay": 1e-8,
+    "beta2": 0.999,
+}
 
 
 def make_objective(options):
@@ -38,10 +69,13 @@ def make_objective(options):
         half = options.continuity / 2
         weights["continuity"] = options.continuity
         weights["decorrelation"] = half if options.decorrelation is None else options.decorrelation
+    if "kl" in terms:
+        weights["kl"] = float(options.name.partition("-")[2] or options.kl)
     return CGTObjective(
         eta=options.eta if "auxiliary" in terms else 1.0,
         shared_split=not options.own_splits,
         horizon=options.horizon,
+        kernel_nu=options.kernel_nu,
         **weights,
     )
 
@@ -77,19 +111,21 @@ def prepare(options):
     return tokenizer, encode(train), {author: encode(texts) for author, texts in held_out.items()}
 
 
-def run(options):
-    torch.set_num_threads(options.threads)
-    tokenizer, train, _ = prepare(options)
-    mixture = TextMixture(
-        train,
+def make_mixture(options, documents):
+    return TextMixture(
+        documents,
         length=options.length,
-        start=2 * options.length // 5,
-        finish=7 * options.length // 10,
+        start=2 * options.length // 5 if options.start is None else options.start,
+        finish=7 * options.length // 10 if options.finish is None else options.finish,
+        mixed=not options.single,
         size=options.steps * options.batch_size,
         seed=options.seed,
     )
-    torch.manual_seed(options.seed)
-    config = relinear.CGTConfig(
+
+
+def make_config(options, tokenizer):
+    variational = "kl" in NAMES[options.name]
+    return relinear.CGTConfig(
         vocab_size=vocabulary_size(tokenizer),
         n_positions=options.length,
         n_embd=options.width,
@@ -101,18 +137,30 @@ def run(options):
         rank=options.rank,
         templates=options.templates,
         initializer_range=options.initializer_range,
+        variational=variational,
+        context_norm=not variational,
         activation_function="gelu_pytorch_tanh",
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
     )
+
+
+def run(options):
+    torch.set_num_threads(options.threads)
+    tokenizer, train, _ = prepare(options)
+    mixture = make_mixture(options, train)
+    torch.manual_seed(options.seed)
+    config = make_config(options, tokenizer)
     model = relinear.CGTForCausalLM(config)
     objective = make_objective(options)
     settings = FitSettings(
         steps=options.steps,
         batch_size=options.batch_size,
         learning_rate=options.learning_rate,
-        warmup_steps=min(50, options.steps // 4),
-        weight_decay=0.01,
+        warmup_steps=min(options.warmup, options.steps // 4),
+        min_lr_ratio=options.min_lr_ratio,
+        weight_decay=options.weight_decay,
+        betas=(0.9, options.beta2),
         dtype="float32",
         seed=options.seed,
         threads=options.threads,
@@ -210,6 +258,7 @@ def figures(options):
 def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("prepare", "run", "figures"))
+    parser.add_argument("--paper", action="store_true", help="start from the paper's settings (400,000 steps)")
     parser.add_argument("--name", choices=list(NAMES), default="aux+reg")
     parser.add_argument("--books", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("results/cgt/text"))
@@ -218,6 +267,9 @@ def parse(arguments=None):
     parser.add_argument("--held-out", type=int, default=2)
     parser.add_argument("--vocabulary", type=int, default=2000)
     parser.add_argument("--length", type=int, default=160)
+    parser.add_argument("--start", type=int, help="first place of the joint; 2 / 5 of the length by default")
+    parser.add_argument("--finish", type=int, help="last place of the joint; 7 / 10 of the length by default")
+    parser.add_argument("--single", action="store_true", help="single excerpts in place of mixtures (Figure 15)")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--heads", type=int, default=4)
@@ -229,16 +281,24 @@ def parse(arguments=None):
     parser.add_argument("--eta", type=float, default=0.5)
     parser.add_argument("--continuity", type=float, default=0.08, help="w_C (0.04 or 0.08 in the paper)")
     parser.add_argument("--decorrelation", type=float, help="w_D; half of w_C by default, as in the paper")
+    parser.add_argument("--kl", type=float, default=0.1, help="beta_y, of the name vae")
+    parser.add_argument("--kernel-nu", type=float, default=0.1, help="nu of the prior of y (0.1 on texts in the paper)")
     parser.add_argument("--horizon", type=int, help="Delta of the auxiliary loss")
     parser.add_argument("--own-splits", action="store_true", help="y frozen at another place in each sequence")
     parser.add_argument("--initializer-range", type=float, default=0.02)
     parser.add_argument("--steps", type=int, default=700)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--warmup", type=int, default=50, help="steps, a quarter of all at most")
+    parser.add_argument("--min-lr-ratio", type=float, default=0.1)
+    parser.add_argument("--weight-decay", type=float, default=0.01)
+    parser.add_argument("--beta2", type=float, default=0.95)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--samples", type=int, default=160)
     parser.add_argument("--excerpts", type=int, default=24, help="of each author, for the clusters")
     parser.add_argument("--threads", type=int, default=1)
+    if parser.parse_known_args(arguments)[0].paper:
+        parser.set_defaults(**PAPER_SETTINGS)
     return parser.parse_args(arguments)
 
 

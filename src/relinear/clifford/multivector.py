@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ from relinear.clifford.decomposition import decompose
 from relinear.clifford.exponential import exp
 from relinear.clifford.logarithm import log
 from relinear.clifford.products import geometric_product, geometric_table, reverse, table_product
+from relinear.clifford.regular import left_matrix, regular_exp, regular_log
 
 __all__ = ["Algebra", "Blades", "Multivector"]
 
@@ -145,10 +146,10 @@ class Algebra:
     def pseudoscalar(self) -> Multivector:
         return self.blades[self.names[-1]]
 
-    def multivector(self, values: Tensor | Mapping[str, Any]) -> Multivector:
+    def multivector(self, values: Tensor | Sequence[Any] | Mapping[str, Any]) -> Multivector:
         """A multivector of coordinates (..., V), or of numbers and tensors (...,) by names of blades."""
-        if isinstance(values, Tensor):
-            return Multivector(values, self)
+        if not isinstance(values, Mapping):
+            return Multivector(torch.as_tensor(values), self)
         total = self.scalar(0.0)
         for name, value in values.items():
             total = total + self.blades[name] * value
@@ -160,14 +161,16 @@ class Algebra:
         value = value.to(compute_dtype(value.dtype)) if not value.dtype.is_floating_point else value
         return Multivector(value.unsqueeze(-1) * device_table(_one, self.n, value, value.dtype), self)
 
-    def vector(self, coordinates: Tensor) -> Multivector:
+    def vector(self, coordinates: Tensor | Sequence[Any]) -> Multivector:
         """A vector of its coordinates (..., n)."""
+        coordinates = torch.as_tensor(coordinates)
         if coordinates.shape[-1:] != (self.n,):
             raise ValueError(f"a vector of {self} has {self.n} coordinates; got shape {tuple(coordinates.shape)}")
         return Multivector(torch.nn.functional.pad(coordinates, (1, 2**self.n - 1 - self.n)), self)
 
-    def bivector(self, coordinates: Tensor) -> Multivector:
+    def bivector(self, coordinates: Tensor | Sequence[Any]) -> Multivector:
         """A bivector of its coordinates (..., P)."""
+        coordinates = torch.as_tensor(coordinates)
         count = self.n * (self.n - 1) // 2
         if coordinates.shape[-1:] != (count,):
             raise ValueError(f"a bivector of {self} has {count} coordinates; got shape {tuple(coordinates.shape)}")
@@ -188,6 +191,8 @@ class Blades(Mapping[str, "Multivector"]):
         return Multivector(values, self._algebra)
 
     def __getattr__(self, name: str) -> Multivector:
+        if name.startswith("_"):  # what copying and pickling ask for before there is an algebra
+            raise AttributeError(name)
         try:
             return self[name]
         except KeyError as error:
@@ -207,6 +212,13 @@ def _is_scalar(x: object) -> bool:
     return isinstance(x, (numbers.Number, Tensor))
 
 
+def _dimensions_taken(index: Any) -> int:
+    """How many dimensions of a tensor one of its indices stands for."""
+    if index is None:
+        return 0
+    return index.ndim if isinstance(index, Tensor) and index.dtype == torch.bool else 1
+
+
 class Multivector:
     """Coordinates (..., V) of an algebra, with its operations.
 
@@ -224,6 +236,7 @@ class Multivector:
     """
 
     __slots__ = ("algebra", "values")
+    __array_ufunc__ = None  # numpy's numbers leave products with multivectors to these
 
     def __init__(self, values: Tensor, algebra: Algebra) -> None:
         if values.shape[-1:] != (2**algebra.n,):
@@ -264,10 +277,23 @@ class Multivector:
                 raise KeyError(f"{self.algebra} has no blade {index!r}")
             return self.values[..., self.algebra.names.index(index)]
         index = index if isinstance(index, tuple) else (index,)
-        return self._made(self.values[(*index, slice(None))] if Ellipsis in index else self.values[(*index, ...)])
+        if any(i is Ellipsis for i in index):
+            return self._made(self.values[(*index, slice(None))])
+        if sum(map(_dimensions_taken, index)) > len(self.shape):
+            raise IndexError(
+                f"too many indices for a batch of shape {tuple(self.shape)}; coordinates are had by the names of "
+                'their blades, as in x["e12"], and all of them by x.values'
+            )
+        return self._made(self.values[(*index, ...)])
 
     def grade(self, *wanted: int) -> Multivector:
-        """The part of these grades."""
+        """The part of these grades.
+
+        Raises:
+            ValueError: for none, and for what is no grade of the algebra.
+        """
+        if not wanted or not set(wanted) <= set(range(self.algebra.n + 1)):
+            raise ValueError(f"{self.algebra} has grades 0 to {self.algebra.n}; got {wanted}")
         masks = [device_table(_is_of_grade, (self.algebra.n, k), self.values, self.values.dtype) for k in wanted]
         return self._made(self.values * sum(masks))
 
@@ -285,6 +311,18 @@ class Multivector:
             return f"Multivector(shape={tuple(self.shape)}, {self.algebra}, dtype={self.values.dtype})"
         terms = [(v, name) for v, name in zip(self.values.tolist(), self.algebra.names) if v != 0]
         return " + ".join(f"{v:.5g}" + ("" if name == "1" else f" {name}") for v, name in terms) or "0"
+
+    def __eq__(self, other: object) -> Tensor:  # type: ignore[override]
+        """Whether all coordinates are the same, (...,); numbers and tensors (...,) are scalars."""
+        lifted = self._lifted(other)
+        return NotImplemented if lifted is None else (self.values == lifted.values).all(-1)
+
+    def __ne__(self, other: object) -> Tensor:  # type: ignore[override]
+        """Whether any coordinate differs, (...,)."""
+        lifted = self._lifted(other)
+        return NotImplemented if lifted is None else (self.values != lifted.values).any(-1)
+
+    __hash__ = None  # type: ignore[assignment]
 
     # Sums and multiples
 
@@ -449,8 +487,7 @@ class Multivector:
                 ``torch.compile`` nothing can be raised, and its coordinates are not finite or very large.
         """
         exact = self.values.to(compute_dtype(self.values.dtype))
-        table = device_table(geometric_table, self.algebra.signature, exact, exact.dtype)
-        matrix = (exact @ table.flatten(1)).unflatten(-1, table.shape[1:])
+        matrix = left_matrix(exact, self.algebra.signature)
         one = device_table(_one, self.algebra.n, exact, exact.dtype).expand(exact.shape)
         found = torch.linalg.solve_ex(matrix, one.unsqueeze(-1)).result.squeeze(-1)
         if values_are_at_hand(found):
@@ -478,31 +515,46 @@ class Multivector:
 
     # Rotors
 
-    def _of_euclidean(self, what: str) -> None:
-        if not self.algebra.is_euclidean:
-            raise ValueError(
-                f"{what} is by spinors, which are there for vectors that all square to 1, (n, 0, 0); got {self.algebra}"
-            )
-
-    def _only_bivector(self, what: str) -> Tensor:
-        self._of_euclidean(what)
-        if values_are_at_hand(self.values) and not self.grades() <= {2}:
-            raise ValueError(f"{what} is of bivectors; this multivector has grades {sorted(self.grades())}")
-        return take_bivector(self.values)
+    @property
+    def _is_bivector(self) -> bool:
+        """Whether it is known to be one."""
+        return values_are_at_hand(self.values) and self.grades() <= {2}
 
     def exp(self) -> Multivector:
-        """The rotor of a bivector. Raises ValueError for other grades and where not every vector squares to 1."""
-        return self._made(exp(self._only_bivector("exp")))
+        """The exponential: of a bivector a rotor, or a motor in a projective and conformal algebra.
+
+        Bivectors of (n, 0, 0) go the way of ``clifford.exp``. All else is the exponential of a V x V matrix; so are
+        they inside ``torch.vmap`` and ``torch.compile``, where their grade is not known (``clifford.exp`` takes their
+        coordinates there).
+        """
+        if self.algebra.is_euclidean and self._is_bivector:
+            return self._made(exp(take_bivector(self.values)))
+        return self._made(regular_exp(self.values, self.algebra.signature))
 
     def log(self) -> Multivector:
-        """The bivector of a rotor. Raises ValueError for what is no rotor and where not every vector squares to 1."""
-        self._of_euclidean("log")
-        return self._made(embed_bivector(log(self.values)))
+        """The bivector whose exponential is this rotor (even, r ~r = 1): in projective algebras of a motor.
+
+        In (n, 0, 0) that of ``clifford.log``; in other signatures the principal one, to which a rotor that is or comes
+        near -1 has none.
+
+        Raises:
+            ValueError: for what is no rotor, or has no such logarithm. Inside ``torch.vmap`` and ``torch.compile`` it
+                is NaN instead.
+        """
+        found = log(self.values) if self.algebra.is_euclidean else regular_log(self.values, self.algebra.signature)
+        return self._made(embed_bivector(found))
 
     def decompose(self) -> list[Multivector]:
         """floor(n/2) commuting simple bivectors that sum to this one, by norm, descending.
 
         Raises ValueError for other grades and where not every vector squares to 1.
         """
-        parts = decompose(self._only_bivector("decompose"))
+        if not self.algebra.is_euclidean:
+            raise ValueError(
+                f"decompose is for algebras whose vectors all square to 1, (n, 0, 0); got {self.algebra}: with other "
+                "signatures there need not be such a decomposition"
+            )
+        if values_are_at_hand(self.values) and not self.grades() <= {2}:
+            raise ValueError(f"decompose is of bivectors; this multivector has grades {sorted(self.grades())}")
+        parts = decompose(take_bivector(self.values))
         return [self._made(embed_bivector(part)) for part in parts.unbind(-2)]

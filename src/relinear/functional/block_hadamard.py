@@ -54,7 +54,9 @@ def block_hadamard_sizes(in_features: int, out_features: int, blocks: int, depth
     return list(itertools.pairwise(widths))
 
 
-def block_hadamard(x: Tensor, blocks: Sequence[Tensor], out_features: int, bias: Tensor | None = None) -> Tensor:
+def block_hadamard(
+    x: Tensor, blocks: Sequence[Tensor], out_features: int, bias: Tensor | None = None, mix_input: bool = True
+) -> Tensor:
     """y = B_L H ... B_1 H x + bias, the input padded with zeros, the output cut to ``out_features``.
 
     Args:
@@ -62,24 +64,28 @@ def block_hadamard(x: Tensor, blocks: Sequence[Tensor], out_features: int, bias:
         blocks: one (K, N_out/K, N_in/K) a stage, of the sizes of ``block_hadamard_sizes``.
         out_features: O.
         bias: (O,) or None.
+        mix_input: whether there is a transform in front of the first product, too.
     """
     y = zero_padded(x, blocks[0].shape[0] * blocks[0].shape[2])
-    for stage in blocks:
-        y = block_diagonal(hadamard(y), stage)
+    for index, stage in enumerate(blocks):
+        y = block_diagonal(hadamard(y) if index or mix_input else y, stage)
     y = y[..., :out_features]
     return y if bias is None else y + bias
 
 
-def block_hadamard_dense(blocks: Sequence[Tensor], in_features: int) -> Tensor:
+def block_hadamard_dense(blocks: Sequence[Tensor], in_features: int, mix_input: bool = True) -> Tensor:
     """The (N_out, I) matrix of the stages, padded output rows included."""
     # H is symmetric, so that B H is the transform of B's rows.
-    dense = hadamard(block_diagonal_to_dense(blocks[0]))[:, :in_features]
+    first = block_diagonal_to_dense(blocks[0])
+    dense = (hadamard(first) if mix_input else first)[:, :in_features]
     for stage in blocks[1:]:
         dense = hadamard(block_diagonal_to_dense(stage)) @ dense
     return dense
 
 
-def block_hadamard_fit(weight: Tensor, blocks: Sequence[Tensor], sweeps: int = 8) -> list[Tensor]:
+def block_hadamard_fit(
+    weight: Tensor, blocks: Sequence[Tensor], mix_input: bool = True, sweeps: int = 8
+) -> list[Tensor]:
     """Least-squares stages for ``weight``: in closed form at depth 1, by alternating closed forms beyond.
 
     At depth 1 and without padding H is orthogonal and the fit is the diagonal blocks of W H^T; with padding the k-th
@@ -90,6 +96,7 @@ def block_hadamard_fit(weight: Tensor, blocks: Sequence[Tensor], sweeps: int = 8
     Args:
         weight: (O, I).
         blocks: one (K, N_out/K, N_in/K) a stage: the sizes, and where depth > 1 the starting point.
+        mix_input: whether there is a transform in front of the first stage, too.
 
     Returns:
         the stages, in float64.
@@ -98,7 +105,8 @@ def block_hadamard_fit(weight: Tensor, blocks: Sequence[Tensor], sweeps: int = 8
     count, rows, columns = stages[-1].shape
     inner = stages[0].shape[0] * stages[0].shape[2]
     target = torch.nn.functional.pad(weight.double(), (0, 0, 0, count * rows - weight.shape[0]))
-    rotated = hadamard(zero_padded(target, inner))
+    rotated = zero_padded(target, inner)
+    rotated = hadamard(rotated) if mix_input else rotated
     for _ in range(sweeps if len(stages) > 1 else 1):
         before = torch.eye(inner, dtype=torch.float64, device=weight.device)[:, : weight.shape[1]]
         if len(stages) > 1:
@@ -107,7 +115,8 @@ def block_hadamard_fit(weight: Tensor, blocks: Sequence[Tensor], sweeps: int = 8
                 after = hadamard(after @ block_diagonal_to_dense(stage))
             parts = after.unflatten(1, stages[0].shape[:2]).permute(1, 0, 2)
             stages[0] = torch.linalg.pinv(parts) @ rotated.unflatten(1, (count, -1)).permute(1, 0, 2)
-            before = block_hadamard_dense(stages[:-1], weight.shape[1])
-        basis = hadamard(before.T).T.unflatten(0, (count, columns))
+            before = block_hadamard_dense(stages[:-1], weight.shape[1], mix_input)
+        mixed = hadamard(before.T).T if mix_input or len(stages) > 1 else before
+        basis = mixed.unflatten(0, (count, columns))
         stages[-1] = target.unflatten(0, (count, rows)) @ torch.linalg.pinv(basis)
     return stages

@@ -72,13 +72,15 @@ def hadamard_flops(size: int) -> int:
     return 2 * size * sum(_factors(size & -size))
 
 
-def block_hadamard(x: Tensor, blocks: Sequence[Tensor], out_features: int, bias: Tensor | None = None) -> Tensor:
+def block_hadamard(
+    x: Tensor, blocks: Sequence[Tensor], out_features: int, bias: Tensor | None = None, mix_input: bool = True
+) -> Tensor:
     """``functional.block_hadamard.block_hadamard`` with this module's transform, large inputs in portions of rows."""
 
     def product(x: Tensor, bias: Tensor | None, *blocks: Tensor) -> Tensor:
         y = zero_padded(x, blocks[0].shape[0] * blocks[0].shape[2])
-        for stage in blocks:
-            y = block_diagonal(hadamard(y), stage)
+        for index, stage in enumerate(blocks):
+            y = block_diagonal(hadamard(y) if index or mix_input else y, stage)
         y = y[..., :out_features]
         return y if bias is None else y + bias
 

@@ -3,10 +3,11 @@
 from relinear.core.places import is_fetched, missing_directory
 from relinear.models.head_bias import HeadBias
 from relinear.models.names import model_folder, model_place
-from relinear.models.presets import from_preset, preset_config, preset_names
+from relinear.models.presets import draw_as_torch_, from_preset, preset_config, preset_names
 
 __all__ = [
     "HeadBias",
+    "draw_as_torch_",
     "from_preset",
     "is_fetched",
     "missing_directory",

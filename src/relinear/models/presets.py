@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
+
+import torch
 
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import nearest, shown
+from relinear.core.operator import is_linear, linear_features
 from relinear.core.record import sync_record
 from relinear.models.head_bias import HeadBias
 from relinear.system.text import cut
 
-__all__ = ["from_preset", "preset_config", "preset_names"]
+__all__ = ["draw_as_torch_", "from_preset", "preset_config", "preset_names"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,3 +152,23 @@ def from_preset(name: str, **overrides: Any) -> Any:
         attachment.apply_(model)
         sync_record(model)
     return model
+
+
+@torch.no_grad()
+def draw_as_torch_(model: Any) -> None:
+    """Draw linear layers anew by torch's own rule, and give the input embeddings the weights of the output head.
+
+    Weights and biases of ``nn.Linear`` are uniform within 1 / sqrt(in_features). Code that ties embeddings and head
+    before it moves them to a device that parts them again starts so, as the HDPL paper's does.
+
+    Args:
+        model: a stock model; layers other than linear ones stay as they are.
+    """
+    for module in model.modules():
+        if is_linear(module):
+            bound = 1 / math.sqrt(linear_features(module)[0])
+            for parameter in module.parameters(recurse=False):
+                torch.nn.init.uniform_(parameter, -bound, bound)
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and head.weight.shape == table.weight.shape:
+        table.weight.copy_(head.weight)

@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from relinear.core.config import check_at_least, register
+from relinear.core.config import check_at_least, check_type, register
 from relinear.core.dense_cache import dense_inference
 from relinear.core.held import HeldList
 from relinear.core.operator import Operator, OperatorConfig
@@ -44,29 +44,34 @@ class BlockHadamardLinear(Operator):
         """Blocks with variance 1 / fan-in: unit-variance inputs give unit-variance outputs; zero bias."""
         for index, stage in enumerate(self.blocks):
             # The transform spreads the energy of the real inputs over the padded width of the first stage.
-            padding = 1.0 if index else stage.shape[0] * stage.shape[2] / self.in_features
+            padding = 1.0 if index or not self.config.mix_input else stage.shape[0] * stage.shape[2] / self.in_features
             nn.init.normal_(stage, std=math.sqrt(padding / stage.shape[2]))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         dense = dense_inference(self, x, prefers_dense)
-        return block_hadamard(x, self.blocks(), self.out_features, self.bias) if dense is None else dense
+        if dense is not None:
+            return dense
+        return block_hadamard(x, self.blocks(), self.out_features, self.bias, self.config.mix_input)
 
     def to_dense(self) -> Tensor:
-        return block_hadamard_dense(self.blocks(), self.in_features)[: self.out_features]
+        return block_hadamard_dense(self.blocks(), self.in_features, self.config.mix_input)[: self.out_features]
 
     @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:
         """The least-squares fit of the weight (see ``block_hadamard_fit``): closed form at depth 1."""
-        for stage, fitted in zip(self.blocks, block_hadamard_fit(self.source_weight(linear), list(self.blocks))):
+        fits = block_hadamard_fit(self.source_weight(linear), list(self.blocks), self.config.mix_input)
+        for stage, fitted in zip(self.blocks, fits, strict=True):
             stage.copy_(fitted)
         self.copy_bias_(linear)
         return self
 
     def flops_per_token(self) -> int:
         """Of the form that runs, which takes the transform as products of small matrices, not as butterflies."""
-        return sum(hadamard_flops(stage.shape[0] * stage.shape[2]) + 2 * stage.numel() for stage in self.blocks)
+        transformed = list(self.blocks)[0 if self.config.mix_input else 1 :]
+        transforms = sum(hadamard_flops(stage.shape[0] * stage.shape[2]) for stage in transformed)
+        return transforms + 2 * sum(stage.numel() for stage in self.blocks)
 
 
 @register
@@ -80,6 +85,9 @@ class BlockHadamard(OperatorConfig):
     Args:
         blocks: K, the blocks of each product, at most min(in_features, out_features); parameters fall as 1 / K.
         depth: L, how often transform and product are repeated.
+        mix_input: whether a transform stands in front of the first product, too. False has transforms between products
+            alone, as the code of the rotor paper's authors does: at depth 1 there is none, and the layer is a
+            block-diagonal matrix.
     """
 
     kind: ClassVar[str] = "block_hadamard"
@@ -87,10 +95,12 @@ class BlockHadamard(OperatorConfig):
 
     blocks: int = 8
     depth: int = 1
+    mix_input: bool = True
 
     def __post_init__(self) -> None:
         check_at_least("blocks", self.blocks, 1)
         check_at_least("depth", self.depth, 1)
+        check_type("mix_input", self.mix_input, bool)
 
     def check_shape(self, in_features: int, out_features: int) -> None:
         if self.blocks > min(in_features, out_features):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear import clifford
-from relinear.clifford.blades import device_table, take_last
+from relinear.clifford.blades import MAX_DIMENSION, device_table, take_last
 from relinear.core.config import check_at_least, check_choice, check_type, register
 from relinear.core.dense_cache import dense_inference
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, ParamRole
@@ -284,10 +284,15 @@ class SandwichSum(CachingModule):
 
 
 def _exponentials(sums: Sequence[SandwichSum]) -> list[tuple[Tensor, Tensor]]:
-    """Left (W, o, i, L, L) and right (W, o, i, R, R) rotors of every sum over windows of one size.
+    """Left (W, o, i, L, L) and right (W, o, i, R, R) rotors of every sum.
 
-    Every side is one batch of matrix exponentials: of such small matrices a call takes longer than what it computes.
+    Every side is one batch of matrix exponentials for all windows of one size: of such small matrices a call takes
+    longer than what it computes.
     """
+    sizes = {s.window for s in sums}
+    if len(sizes) > 1:
+        every = {size: iter(_exponentials([s for s in sums if s.window == size])) for size in sizes}
+        return [next(every[s.window]) for s in sums]
     sides: list[tuple[Tensor, ...]] = []
     given = [s.left for s in sums], [s.left if s.right is None else s.right for s in sums]
     with torch.autocast(sums[0].left.device.type, enabled=False):
@@ -376,11 +381,12 @@ class RotorLinear(Operator):
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
         super().__init__(config, in_features, out_features)
         window = window_size(in_features, out_features)
+        self.inner = inner = config.inner_size(in_features, out_features)
         kw = {"device": device, "dtype": dtype}
         if config.depth:
-            self.entry = SandwichSum(config, in_features, window, window, 1, **kw)
-            self.hidden = nn.ModuleList(_Branches(config, window, k, **kw) for k in range(config.depth))
-            self.exit = SandwichSum(config, window, out_features, window, 1, **kw)
+            self.entry = SandwichSum(config, in_features, inner, window_size(in_features, inner), 1, **kw)
+            self.hidden = nn.ModuleList(_Branches(config, inner, k, **kw) for k in range(config.depth))
+            self.exit = SandwichSum(config, inner, out_features, window_size(inner, out_features), 1, **kw)
         else:
             self.entry = SandwichSum(config, in_features, out_features, window, config.width, **kw)
             self.hidden, self.exit = nn.ModuleList(), None
@@ -432,7 +438,7 @@ class RotorLinear(Operator):
             return self.entry(x)
         every = self._rotors(x)
         y = self.entry(x, every[0])
-        window, residual = self.entry.window, self.config.residual
+        window, residual = self.inner, self.config.residual
         if self.config.activate_entry:
             y = _activated(self.config, y, window, self.config.depth, self.slope).squeeze(-2)
         if residual and self.in_features == window:
@@ -473,7 +479,7 @@ class RotorLinear(Operator):
 
     def flops_per_token(self) -> int:
         activated = self.config.width * self.config.depth + self.config.activate_entry
-        pointwise = 12 * self.entry.window * activated
+        pointwise = 12 * self.inner * activated
         return sum(stage.flops_per_token() for stage in self._sums()) + pointwise
 
     def param_roles(self) -> dict[str, ParamRole]:
@@ -515,6 +521,9 @@ class Rotor(OperatorConfig):
         init_std: standard deviation of fresh bivector coordinates.
         lr_multiplier: of the bivectors, on the learning rate of a training recipe.
         seed: of the permutations.
+        inner: the width within the network (depth 1 or more), a power of two: "both": the largest one that fits into
+            inputs and outputs; "input": into the inputs; or a number. Each layer's windows are the largest that fit
+            into its own two sides.
         windows: "wrapped": one after another, the last wrapping round to the beginning, input windows summed;
             "spread": the i-th of c windows of d coordinates starts at i d / c, and input windows are averaged.
         activate_entry: whether permutation, normalisation and activation follow the entry layer too.
@@ -533,6 +542,7 @@ class Rotor(OperatorConfig):
     kind: ClassVar[str] = "rotor"
     module_class = RotorLinear
     formerly: ClassVar[Mapping[str, Any]] = {
+        "inner": "both",
         "windows": "wrapped",
         "activate_entry": False,
         "slopes": "branch",
@@ -554,6 +564,7 @@ class Rotor(OperatorConfig):
     init_std: float = 0.02
     lr_multiplier: float = 1.0
     seed: int = 0
+    inner: str | int = "both"
     windows: str = "wrapped"
     activate_entry: bool = False
     slopes: str = "branch"
@@ -579,16 +590,31 @@ class Rotor(OperatorConfig):
             raise ValueError(f"init_std must be positive, got {self.init_std!r}: equal rotors would stay equal")
         check_at_least("lr_multiplier", self.lr_multiplier, 0, integer=False)
         check_at_least("seed", self.seed, 0)
+        self._check_inner()
         self._check_depth()
         if self.power_iterations is not None:
             check_at_least("power_iterations", self.power_iterations, 1)
             if self.terms != "rotor":
                 raise ValueError(f"power_iterations decompose the bivectors of rotors; terms={self.terms!r} has none")
 
+    def _check_inner(self) -> None:
+        if isinstance(self.inner, str):
+            check_choice("inner", self.inner, ("both", "input"))
+            return
+        check_type("inner", self.inner, int)
+        if self.inner not in {1 << n for n in range(1, MAX_DIMENSION + 1)}:
+            raise ValueError(
+                f"inner must be 'both', 'input' or a power of two from 2 to {1 << MAX_DIMENSION}, got {self.inner!r}"
+            )
+
     def _check_depth(self) -> None:
         for name in ("activate_entry", "residual"):
             if getattr(self, name) and not self.depth:
                 raise ValueError(f"{name}=True is about a network's layers and needs a depth of 1 or more, got depth=0")
+        if self.inner != "both" and not self.depth:
+            raise ValueError(
+                f"inner={self.inner!r} is the width of a network and needs a depth of 1 or more, got depth=0"
+            )
         if self.permute_terms and self.depth:
             raise ValueError(
                 f"permute_terms=True is about the plain sum, depth=0, got depth={self.depth}; the branches of a "
@@ -601,13 +627,15 @@ class Rotor(OperatorConfig):
 
         Blade coordinates, standard normal bivectors, a scale for every rotor that starts at 1 as the mixing scalars
         do, permutation, LayerNorm and PReLU after the entry layer too, one slope, spread windows averaged on either
-        side; depth 2, width 3, double rotors, no residual, as in their settings. Their exponentials come from a power
-        iteration that has converged as a rule: ``power_iterations=20`` adds it, and with it its biased gradient.
+        side; depth 2, width 3, double rotors, no residual, as in their settings; the width within is what fits into
+        the inputs (theirs is a number for each model: ``inner=2048`` for 1,536 inputs). Their exponentials come from a
+        power iteration that has converged as a rule: ``power_iterations=20`` adds it, and with it its biased gradient.
         """
         settings: dict[str, Any] = {
             "basis": "blade",
             "scale": True,
             "init_std": 1.0,
+            "inner": "input",
             "windows": "spread",
             "activate_entry": True,
             "slopes": "shared",
@@ -624,6 +652,12 @@ class Rotor(OperatorConfig):
     def fits_weight(self) -> bool:  # type: ignore[override]
         """Only a plain sum of free Kronecker factors in the spinor basis has a closed-form fit."""
         return self.depth == 0 and self.terms == "kronecker" and self.basis == "spinor" and not self.permute_terms
+
+    def inner_size(self, in_features: int, out_features: int) -> int:
+        """The width within the network."""
+        if isinstance(self.inner, int):
+            return self.inner
+        return window_size(in_features, in_features if self.inner == "input" else out_features)
 
     def check_shape(self, in_features: int, out_features: int) -> None:
         if min(in_features, out_features) < 2:

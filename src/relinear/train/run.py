@@ -15,7 +15,7 @@ from transformers import AutoConfig, TrainerCallback
 from relinear.core.config import nearest, shown
 from relinear.core.context import check_context_is_there
 from relinear.data import prepare_data
-from relinear.models import from_preset, model_place, preset_names
+from relinear.models import draw_as_torch_, from_preset, model_place, preset_names
 from relinear.surgery import checkpoint as checkpoint_room
 from relinear.surgery.plan import attach_, plan
 from relinear.surgery.summary import summary
@@ -61,7 +61,10 @@ def _stock_model(settings: TrainSettings, vocab_size: int | None) -> Any:
     name = settings.model
     if model_place(name) == "preset":
         sizes = {} if vocab_size is None else {"vocab_size": vocab_size}
-        return from_preset(name, **sizes | settings.model_overrides)
+        model = from_preset(name, **sizes | settings.model_overrides)
+        if settings.model_start == "torch":
+            draw_as_torch_(model)
+        return model
     model = checkpoint_room.from_pretrained(name)
     return model if settings.dtype == "pure_bfloat16" else model.float()
 
@@ -77,6 +80,11 @@ def _check_model(settings: TrainSettings) -> None:
     if settings.model_overrides:
         raise ValueError(
             f"model_overrides change the config of a preset, and {name!r} is none; {nearest(name, preset_names())}"
+        )
+    if settings.model_start != "config":
+        raise ValueError(
+            f"model_start={settings.model_start!r} draws the weights of a preset, and {name!r} brings its own; "
+            f"{nearest(name, preset_names())}"
         )
     try:
         with checkpoint_room.reading_config(name):

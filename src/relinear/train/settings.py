@@ -127,6 +127,9 @@ class TrainSettings(FitSettings):
     Attributes:
         model: a preset's name, a directory that ``save_pretrained`` wrote, or a Hub name.
         model_overrides: fields of a preset's config. ``vocab_size`` follows the tokenizer unless it is given here.
+        model_start: how a preset's own weights are drawn: "config", as transformers draws them, with the config's
+            ``initializer_range``; "torch", as in code that leaves linear layers as torch makes them and gives the
+            embeddings the weights of the head (the HDPL paper's does), see ``relinear.models.draw_as_torch_``.
         operators: pattern -> operator setting, as a mapping with ``kind`` or as text (``"hdpl:rank=128,blocks=8"``);
             None leaves a layer alone. Patterns as in ``relinear.replace_``.
         layers, exclude, init: as in ``relinear.replace_``.
@@ -138,6 +141,7 @@ class TrainSettings(FitSettings):
 
     model: str = "tiny"
     model_overrides: dict[str, Any] = Field(default_factory=dict)
+    model_start: Literal["config", "torch"] = "config"
     operators: dict[str, dict[str, Any] | None] = Field(default_factory=dict)
     layers: tuple[int, ...] | None = None
     exclude: tuple[str, ...] = ()
