@@ -7,7 +7,7 @@ RUN_DIR ?= runs
 GPU_VENV ?= .venv-gpu
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test check slow fuzz kills bench gpu-setup gpu families docs docs-cli smollm2 clean
+.PHONY: help demo test browser check slow fuzz kills bench gpu-setup gpu families docs docs-cli smollm2 clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9_-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -25,6 +25,11 @@ demo: $(STAMP) ## compare operators on the standard library's source text; ends 
 
 test: $(STAMP) ## the fast tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2  # a process a core, a thread a process
+
+browser: $(STAMP) ## the tests of report pages in a browser: Chromium of the system, or one that is fetched
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[report,browser]"
+	command -v chromium >/dev/null || command -v google-chrome >/dev/null || $(BIN)/python -m playwright install chromium
+	$(BIN)/python -m pytest tests/test_pages.py
 
 check: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check src tests examples results docs/site.py

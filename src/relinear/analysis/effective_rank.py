@@ -28,6 +28,7 @@ from relinear.core.aux import named_operators
 from relinear.core.operator import NotLinearError
 
 __all__ = [
+    "HOW_TO_READ",
     "applies",
     "effective_rank",
     "effective_ranks",
@@ -38,6 +39,13 @@ __all__ = [
     "run",
     "singular_values",
 ]
+
+#: how to read its figures, for the page
+HOW_TO_READ = (
+    "The effective rank is the number of directions that operators use to a like degree: 1 is one matrix for "
+    "all tokens, as in a dense layer; a high rank of operators whose outputs have a low one moves much and "
+    "says little."
+)
 
 _BLOCK = 64  # rows of left for which T matrices are held at a time
 SPACES = {"operators": "the operators as vectors", "outputs": "what they write to", "inputs": "what they read"}

@@ -15,7 +15,13 @@ from relinear.analysis.plots import new_figure, plain_text
 from relinear.analysis.recording import record_contexts
 from relinear.core.context import context_owner
 
-__all__ = ["applies", "context_fingerprints", "plot_fingerprints", "run"]
+__all__ = ["HOW_TO_READ", "applies", "context_fingerprints", "plot_fingerprints", "run"]
+
+#: how to read its figures, for the page
+HOW_TO_READ = (
+    "Each panel is the context of one input, token by token: inputs whose patterns agree are told apart by "
+    "nothing that the operators could use; similarity near 1 everywhere is a context that carries nothing."
+)
 
 INPUTS, TOKENS = 3, 32
 

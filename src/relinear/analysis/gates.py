@@ -14,7 +14,13 @@ from relinear.analysis.analyses import Result, Subject
 from relinear.analysis.plots import new_figure
 from relinear.analysis.recording import gated_operators, record_gates
 
-__all__ = ["applies", "gate_statistics", "plot_gates", "run"]
+__all__ = ["HOW_TO_READ", "applies", "gate_statistics", "plot_gates", "run"]
+
+#: how to read its figures, for the page
+HOW_TO_READ = (
+    "A gate near 0 shuts a direction and near 1 opens it: a histogram with two heaps is a switch, one heap in "
+    "the middle a gate that does nothing; low entropy means few gates do the work."
+)
 
 ACTIVE = (0.1, 0.9)  # gates between these are neither shut nor fully open
 BINS = 40

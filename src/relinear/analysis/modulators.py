@@ -23,6 +23,7 @@ from relinear.core.anatomy import layer_index
 from relinear.core.modes import evaluating
 
 __all__ = [
+    "HOW_TO_READ",
     "GateRecord",
     "applies",
     "modulators",
@@ -35,6 +36,12 @@ __all__ = [
     "run",
     "variance_split",
 ]
+
+#: how to read its figures, for the page
+HOW_TO_READ = (
+    "A gate of 1 leaves its module as it is, below 1 damps and above 1 amplifies it; look for what changes "
+    "with depth and with the token: gates that are alike for all tokens could be folded into the weights."
+)
 
 TOKENS = 48  # tokens shown in surfaces and maps
 LINES = 12  # tokens with a line of their own in the figure of scalar gates

@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from relinear.pages.blocks import PALETTE
 from relinear.system.files import atomic_path
 
 __all__ = ["PALETTE", "REFERENCE", "colours", "new_figure", "plain_text", "save_figure"]
 
-# Okabe and Ito's colours, told apart also without colour vision, darkened where they are too light for text.
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#B5468B", "#8A6D00", "#2A9DC8", "#6A3D9A", "#7F7F7F")
 #: near black, for what the others are held against
 REFERENCE = "#222222"
 _STYLE: Any = {

@@ -15,7 +15,13 @@ from relinear.analysis.analyses import Result, Subject
 from relinear.analysis.plots import PALETTE, new_figure, plain_text
 from relinear.analysis.recording import gated_operators, record_gates
 
-__all__ = ["applies", "plot_top_tokens", "run", "top_tokens"]
+__all__ = ["HOW_TO_READ", "applies", "plot_top_tokens", "run", "top_tokens"]
+
+#: how to read its figures, for the page
+HOW_TO_READ = (
+    "Each row is a gate with the tokens that open it most; purity far above the base rate says that the gate "
+    "stands for one kind of token, near it that the list is an accident."
+)
 
 SHOWN = 12  # gates in the figure and in print
 

@@ -28,10 +28,12 @@ def command(
     from transformers import AutoTokenizer
 
     from relinear.analysis.analyses import Subject, analyze, check_names
+    from relinear.analysis.page import analyses_section
     from relinear.analysis.tokens import tokens_of
     from relinear.cli.options import load_model
     from relinear.core.vocabulary import check_tokenizer_fits
     from relinear.data import DataSettings
+    from relinear.pages.page import write_page
 
     names = [name.strip() for name in only.split(",")] if only else []
     check_names(names)
@@ -56,6 +58,7 @@ def command(
     for name, result in results.items():
         print(f"\n{name}\n{result.text}")
     print(f"\nnumbers and figures: {out.resolve()}")
+    print(f"report: {write_page(out / 'report.html', [analyses_section(out)])}")
 
 
 def _name(path: str) -> str:
