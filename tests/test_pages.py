@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from page_helpers import without_plotly
+from relinear.analysis.analyses import ANALYSES
 from relinear.cli.main import main
 from relinear.distill.page import distill_section
 from relinear.pages import page as pages
 from relinear.pages.blocks import Cell, Chart, Listing, Picture, Row, Section, Table, Text, axes, line, points
 
+RESULTS = Path(__file__).parents[1] / "results"
 COMPARISON = Path(__file__).parent / "fixtures" / "v0.1" / "comparison"
 HOSTILE = ("<script>alert(1)</script>", '"onload="alert(1)', "</noscript><img src=x onerror=alert(1)>", "{{ 7 * 7 }}")
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
@@ -78,11 +80,24 @@ def test_pictures_beyond_the_limit_are_left_out_and_named() -> None:
     assert "Left out, for the page would be too large: second" in page
 
 
+def test_live_figures_have_room_before_pictures_do() -> None:
+    pytest.importorskip("plotly", reason="live figures need plotly")
+    large = "data:image/png;base64," + "A" * 4_000_000
+    figure = {"data": line("entry", "#0072B2", 0, list(range(1000)), [0.123456789] * 1000), "layout": axes("x", "y")}
+    charts = [Chart("first", figure, large), Chart("second", figure, large), Picture("third", large)]
+    page = pages.render([Section("a", "b", charts)])
+    assert len(page.encode()) < pages.LIMIT
+    assert page.count("data-figure=") == 2
+    assert page.count(large) == 1
+    assert "too large: third" in page
+    assert "too large: second" not in page
+
+
 def test_an_old_comparison_with_analyses_and_a_run_on_one_page(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(COMPARISON, "old")
     (tmp_path / "old" / "analysis").mkdir()
-    Path("old/analysis/gates.json").write_text("{}")
+    shutil.copy(RESULTS / "ccl" / "analysis" / "gates.json", "old/analysis")
     shutil.copytree(COMPARISON / "runs" / "dense" / "seed-0", "run")
     assert main(["report", "old", "run"]) == 0
     assert "report.html" in capsys.readouterr().out
@@ -93,6 +108,17 @@ def test_an_old_comparison_with_analyses_and_a_run_on_one_page(tmp_path, monkeyp
     for text in ("Analysis: gates", "A gate near 0 shuts", "What was run", "<dt>seeds</dt><dd>0, 1</dd>", "× dense"):
         assert text in page
     assert sorted(path.stem for path in Path("old/plots").glob("*.png")) == ["curves", "pareto", "speeds"]
+
+
+@pytest.mark.parametrize("name", ["bench", "bench-gates", "hdpl-67m", "llama-60m"])
+def test_recorded_benchmarks_have_a_page(name: str, tmp_path) -> None:
+    for kind in ("bench.json", "models.json"):
+        if (RESULTS / "speed" / name / kind).is_file():
+            shutil.copy(RESULTS / "speed" / name / kind, tmp_path)
+    assert main(["report", str(tmp_path)]) == 0
+    page = without_plotly((tmp_path / "report.html").read_text())
+    assert "What was run" in page
+    assert "2.13.0+cpu" in page
 
 
 def test_what_cannot_be_reported_is_said(tmp_path, capsys) -> None:
@@ -109,6 +135,37 @@ def test_a_distillation_has_a_page_without_its_later_fields() -> None:
     page = pages.render([section])
     assert "a&lt;b&gt;" in page
     assert "0.2500" in page
+
+
+def analyses(folder: Path) -> Path:
+    """A directory of every analysis, as ``relinear analyze`` leaves one, with tokens that are no friends of HTML."""
+    shutil.copytree(RESULTS / "ccl" / "analysis", folder)
+    numbers = json.loads((RESULTS / "transponder" / "modulators.json").read_text())
+    numbers["tokens"][: len(HOSTILE)] = HOSTILE
+    name = next(iter(numbers["scalar"]))
+    values = [[1.0, 1.1], [0.9, 1.0], [0.8, 1.2], [1.0, 1.0]]
+    numbers["channel"] = {name: {"channels": [0, 7], "values": values, "spread": 0.2}}
+    (folder / "modulators.json").write_text(json.dumps(numbers))
+    latent = {"deviation": [0.5, 0.0], "sigma": 1.0, "nats": None, "active": 1, "size": 2}
+    (folder / "latents.json").write_text(json.dumps(dict.fromkeys(HOSTILE, latent)))
+    angles = {"left": [[30.0, 0.0]], "right": [[1.0, 0.0]]}
+    (folder / "planes.json").write_text(json.dumps(dict.fromkeys(HOSTILE, angles)))
+    record = {"model": HOSTILE[0], "command": "relinear analyze MODEL", "machine": {"torch": "2.13"}, "sequences": 64}
+    (folder / "analyze.json").write_text(json.dumps(record))
+    return folder
+
+
+def test_every_analysis_has_its_page(tmp_path) -> None:
+    folder = analyses(tmp_path / "look")
+    assert main(["report", str(folder)]) == 0
+    page = without_plotly((folder / "report.html").read_text())
+    for name in ANALYSES:
+        assert f"Analysis: {name.replace('_', ' ')}" in page
+    assert "<dt>command</dt><dd>relinear analyze MODEL</dd>" in page
+    assert not [a for _, a in tags_of(page) for key in a if key.startswith("on")]
+    assert len(page.encode()) < pages.LIMIT
+    (folder / "top_tokens.json").write_text("{}")
+    assert main(["report", str(folder)]) != 0
 
 
 # In a browser
@@ -128,7 +185,7 @@ def browser():
         opened.close()
 
 
-@pytest.fixture(scope="module", params=["comparison", "hostile"])
+@pytest.fixture(scope="module", params=["comparison", "hostile", "analyses"])
 def opened(request, browser, tmp_path_factory):
     """A page in the browser, its kind, and what went wrong on it or was asked for from elsewhere."""
     folder = tmp_path_factory.mktemp("pages")
@@ -136,6 +193,9 @@ def opened(request, browser, tmp_path_factory):
         shutil.copytree(COMPARISON, folder / "run")
         assert main(["report", str(folder / "run")]) == 0
         path = folder / "run" / "report.html"
+    elif request.param == "analyses":
+        assert main(["report", str(analyses(folder / "look"))]) == 0
+        path = folder / "look" / "report.html"
     else:
         path = pages.write_page(folder / "report.html", [hostile_section()])
     view, wrong = browser.new_page(), []
@@ -163,22 +223,26 @@ def test_a_page_loads_without_an_error_and_fetches_nothing(opened) -> None:
 def test_tables_sort_up_and_down(opened) -> None:
     view = opened[0]
     table = view.locator("table.sortable").first
-    button = table.locator("th button").nth(1)
+    column = 3 if opened[1] == "analyses" else 2  # of numbers
+    button = table.locator("th button").nth(column - 1)
 
     def values() -> list[float]:
         return [
-            float(v) for v in table.locator("tbody td:nth-child(2)").evaluate_all("c => c.map(x => x.dataset.value)")
+            float(v)
+            for v in table.locator(f"tbody td:nth-child({column})").evaluate_all("c => c.map(x => x.dataset.value)")
         ]
 
     button.click()
     assert values() == sorted(values())
     button.click()
     assert values() == sorted(values(), reverse=True)
-    assert table.locator("th").nth(1).get_attribute("aria-sort") == "descending"
+    assert table.locator("th").nth(column - 1).get_attribute("aria-sort") == "descending"
 
 
 def test_the_filter_changes_tables_and_figures(opened) -> None:
-    view, _, wrong = opened
+    view, kind, wrong = opened
+    if kind == "analyses":
+        pytest.skip("analyses have no entries to filter by")
     box = view.locator("fieldset.entries input").nth(1)
     rows = view.locator("tr[data-entry]:visible").count()
     shown = "() => document.querySelector('.chart').data.filter(t => t.visible !== false).length"

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "distill": {"core", "surgery", "data", "pages", "system"},
     "train": {"core", "surgery", "models", "data", "pages", "system"},
     "compress": {"core", "surgery", "distill", "data", "train", "pages", "system"},
-    "analysis": {"core", "surgery", "data", "models", "pages", "system"},
+    "analysis": {"clifford", "core", "surgery", "data", "models", "pages", "system"},
     "compare": {"core", "surgery", "models", "data", "train", "analysis", "evaluate", "pages", "system"},
 }
 MAY_IMPORT["bench"] = set(MAY_IMPORT)

@@ -74,9 +74,9 @@ def _by_tokens(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str], im
                 continue
             name = row["contender"]
             case = f"{row['in_features']} → {row['out_features']}, {row['dtype']}, {row['mode']}, {phase_of(row)}"
-            dot = points(name, palette[name], 0, [row["ratio"]], [0], [f"{name}: {row['ratio']:.3f} ({case})"])
+            dot = points(name, palette[name], 0, [row["ratio"]], [name], [f"{name}: {row['ratio']:.3f} ({case})"])
             hollow = "circle" if phase_of(row) == "forward" else "circle-open"
-            data.append(dot | {"y": [dot["name"]], "marker": {"symbol": hollow, "size": 9}, "showlegend": False})
+            data.append(dot | {"marker": {"symbol": hollow, "size": 9}, "showlegend": False})
         layout = axes(f"time relative to dense, {tokens:,} tokens", "", xaxis={"type": "log"})
         layout["yaxis"] |= {"type": "category", "autorange": "reversed"}
         layout["shapes"] = [{"type": "line", "x0": 1, "x1": 1, "yref": "paper", "y0": 0, "y1": 1, "line": _ONE}]
@@ -96,10 +96,10 @@ def models_section(values: Mapping[str, Any]) -> Section:
     rows, data = [], []
     for row in values["rows"]:
         mode = "compiled" if row["compiled"] else "eager"
-        case = f"{row['dtype']}, {mode}, {row['phase']}"
+        case = f"{row['dtype']}, {mode}, {phase_of(row)}"
         cells = [
             row["variant"],
-            *(row["dtype"], mode, row["phase"]),
+            *(row["dtype"], mode, phase_of(row)),
             Cell(f"{row['parameters']:,}", row["parameters"]),
             Cell(f"{row['tokens_per_second']:,.0f}", row["tokens_per_second"]),
             Cell(f"{row['speedup']:.2f}", row["speedup"]),
@@ -107,13 +107,16 @@ def models_section(values: Mapping[str, Any]) -> Section:
         ]
         rows.append(Row(cells, row["variant"], palette[row["variant"]]))
         name, text = row["variant"], f"{row['variant']}: {row['speedup']:.3f} ({case})"
-        dot = points(name, palette[name], 0, [row["speedup"]], [0], [text], showlegend=False)
-        data.append(dot | {"y": [case]})
+        dot = points(name, palette[name], 0, [row["speedup"]], [case], [text], showlegend=False)
+        data.append(dot)
     layout = axes("speed relative to the stock model", "")
     layout["yaxis"] |= {"type": "category", "autorange": "reversed"}
     figure = {"data": data, "layout": layout}
+    preset = (
+        values["settings"]["preset"] if "settings" in values else values["rows"][0]["preset"]
+    )  # older ones have none
     blocks: list[Block] = [
-        Text(f"Whole models of the preset {values['settings']['preset']}: above 1 is faster than the stock model."),
+        Text(f"Whole models of the preset {preset}: above 1 is faster than the stock model."),
         Text("Results", heading=True),
         Table(head, rows, (0, 1, 2, 3)),
         Chart("Speed relative to the stock model, a dot a variant: right of 1 is faster.", figure),
@@ -124,4 +127,5 @@ def models_section(values: Mapping[str, Any]) -> Section:
 
 def _end(values: Mapping[str, Any]) -> list[Block]:
     allocator = {"allocator": as_yaml(values["allocator"]).strip() if values.get("allocator") else "untouched"}
-    return [*what_ran(values, allocator), Listing("settings", as_yaml(values["settings"]))]
+    settings = [Listing("settings", as_yaml(values["settings"]))] if "settings" in values else []
+    return [*what_ran(values, allocator), *settings]

@@ -137,12 +137,7 @@ def speeds(entries: Sequence[Entry], colours: Colours) -> Figure | None:
     layout["shapes"] = [{"type": "line", "x0": 1, "x1": 1, "yref": "paper", "y0": 0, "y1": 1, "line": _LINE}]
     layout["xaxis"] |= {"rangemode": "tozero"}
     layout["yaxis"] |= {"type": "category", "autorange": "reversed"}
-    return {"data": _plain_categories(data), "layout": layout}
-
-
-def _plain_categories(data: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Names along an axis are read as markup too: the escaped ones that legends have."""
-    return [trace | {"y": [trace["name"]]} for trace in data]
+    return {"data": data, "layout": layout}
 
 
 def tuning(entries: Sequence[Entry], colours: Colours) -> Figure | None:

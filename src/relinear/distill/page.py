@@ -5,7 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from relinear.pages.blocks import PALETTE, Block, Cell, Chart, Row, Section, Table, Text, axes, points, what_ran
+from relinear.pages.blocks import (
+    PALETTE,
+    Block,
+    Cell,
+    Chart,
+    Listing,
+    Row,
+    Section,
+    Table,
+    Text,
+    as_yaml,
+    axes,
+    points,
+    what_ran,
+)
 
 __all__ = ["distill_section"]
 
@@ -26,6 +40,8 @@ def distill_section(report: Mapping[str, Any]) -> Section:
         _chart(layers, error),
         *what_ran(report),
     ]
+    if report.get("settings"):
+        blocks.append(Listing("settings", as_yaml(report["settings"])))
     return Section("Distillation", "distill", blocks)
 
 

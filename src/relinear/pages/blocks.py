@@ -14,7 +14,7 @@ from relinear.system.files import read_json
 __all__ = [
     "PALETTE",
     "Block", "Cell", "Chart", "Facts", "Listing", "Part", "Picture", "Row", "Section", "Table", "Text", "as_yaml",
-    "axes", "line", "picture_of", "points", "read_values", "what_ran",
+    "axes", "heat", "line", "numbered", "picture_of", "plain", "points", "read_values", "what_ran",
 ]  # fmt: skip
 
 # Okabe and Ito's colours, told apart also without colour vision, darkened where they are too light for text.
@@ -86,10 +86,10 @@ class Chart:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """A picture (a data URI) with its caption."""
+    """A picture (a data URI) with its caption; None is one that there is no room for."""
 
     description: str
-    image: str
+    image: str | None
     kind: str = "picture"
 
 
@@ -138,7 +138,7 @@ class Section:
 
 
 def _trace(entry: str, colour: str, number: int, **values: Any) -> dict[str, Any]:
-    name = html.escape(entry, quote=False)
+    name = plain(entry)
     symbol = _SYMBOLS[number % len(_SYMBOLS)]
     known = {"type": "scatter", "name": name, "legendgroup": name, "marker": {"symbol": symbol, "size": 7}}
     return known | {"meta": {"entry": entry, "colour": colour}} | values
@@ -168,20 +168,59 @@ def points(
     colour: str,
     number: int,
     x: Sequence[float],
-    y: Sequence[float],
-    texts: Sequence[str],
+    y: Sequence[float] | Sequence[str],
+    texts: Sequence[str] | str,
     **values: Any,
 ) -> dict[str, Any]:
-    """A trace of an entry's points, each with a text that is seen when it is pointed at."""
-    shown = [html.escape(text, quote=False) for text in texts]
-    place = {"mode": "markers", "x": list(x), "y": list(y), "text": shown}
+    """A trace of an entry's points, each with a text (or all with one) that is seen when it is pointed at.
+
+    ``y`` are numbers, or names of rows.
+    """
+    shown = plain(texts) if isinstance(texts, str) else [plain(text) for text in texts]
+    heights = [plain(value) if isinstance(value, str) else value for value in y]
+    place = {"mode": "markers", "x": list(x), "y": heights, "text": shown}
     return _trace(entry, colour, number, **place, hovertemplate="%{text}<extra></extra>", **values)
+
+
+#: from least to most, and from below to above a middle; both are told apart without colour vision
+_RISING = ((0, "#F4F7FB"), (0.25, "#BCD3EA"), (0.5, "#6FA3D3"), (0.75, "#2A6CA8"), (1, "#08306B"))
+_DIVERGING = ((0, "#2166AC"), (0.25, "#92C5DE"), (0.5, "#F7F7F7"), (0.75, "#F4A582"), (1, "#B2182B"))
+
+
+def plain(text: str) -> str:
+    """Text as plotly shows it as it stands: in names, along axes, and where something is pointed at."""
+    return html.escape(text, quote=False)
+
+
+def heat(
+    values: Sequence[Sequence[float]],
+    x: Sequence[str],
+    y: Sequence[str],
+    bounds: tuple[float, float],
+    what: str,
+    diverging: bool = False,
+) -> dict[str, Any]:
+    """A trace of a map: ``values`` row by row from below, with the names of columns and rows, each once."""
+    bar = {"title": {"text": plain(what), "side": "right"}, "thickness": 12, "outlinewidth": 0}
+    names = {"x": [plain(name) for name in x], "y": [plain(name) for name in y]}
+    scale = {
+        "zmin": bounds[0],
+        "zmax": bounds[1],
+        "colorscale": [list(s) for s in (_DIVERGING if diverging else _RISING)],
+    }
+    shown = {"hovertemplate": "%{y}<br>%{x}: %{z:.3f}<extra></extra>", "colorbar": bar}
+    return {"type": "heatmap", "z": [list(row) for row in values], **names, **scale, **shown}
+
+
+def numbered(words: Sequence[str]) -> list[str]:
+    """Words with their places in front, which tell equal ones apart along an axis."""
+    return [f"{place} {word}" for place, word in enumerate(words)]
 
 
 def axes(x: str, y: str, **values: Any) -> dict[str, Any]:
     """A layout with titles at its axes; ``xaxis`` and ``yaxis`` in ``values`` add to them."""
     sides = {"xaxis": x, "yaxis": y}
-    titles = {side: {"title": {"text": html.escape(text, quote=False)}} for side, text in sides.items()}
+    titles = {side: {"title": {"text": plain(text)}} for side, text in sides.items()}
     return values | {side: titles[side] | values.get(side, {}) for side in sides}
 
 
