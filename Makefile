@@ -7,7 +7,7 @@ RUN_DIR ?= runs
 GPU_VENV ?= .venv-gpu
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test browser check slow fuzz kills bench gpu-setup gpu families docs docs-cli smollm2 clean
+.PHONY: help demo test browser check slow fuzz kills bench gpu-setup gpu families docs docs-cli docs-operators smollm2 clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9_-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -32,8 +32,8 @@ browser: $(STAMP) ## the tests of report pages in a browser: Chromium of the sys
 	$(BIN)/python -m pytest tests/test_pages.py
 
 check: $(STAMP) ## ruff and mypy
-	$(BIN)/ruff check src tests examples results docs/site.py
-	$(BIN)/ruff format --check src tests examples results docs/site.py
+	$(BIN)/ruff check src tests examples results docs/site.py docs/make
+	$(BIN)/ruff format --check src tests examples results docs/site.py docs/make
 	$(BIN)/mypy
 
 slow: $(STAMP) ## the tests that take minutes
@@ -71,6 +71,9 @@ docs: $(STAMP) ## the pages and the reference of the API as a site, strictly: si
 
 docs-cli: $(STAMP) ## the page of all commands, anew: docs/cli.md
 	$(BIN)/python -m relinear.cli.docs > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
+
+docs-operators: $(STAMP) ## what the docs say of results, anew: measurements and settings of every operator, and docs/claims.md
+	$(BIN)/python docs/make
 
 smollm2: $(STAMP) ## fetch a real pretrained model (SmolLM2-135M-Instruct, 98 MB) into models/smollm2
 	$(BIN)/python -m relinear.models.smollm2 --out models/smollm2
