@@ -7,7 +7,7 @@ RUN_DIR ?= runs
 GPU_VENV ?= .venv-gpu
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test check slow fuzz kills bench gpu-setup gpu families docs docs-cli smollm2 clean
+.PHONY: help demo test browser check slow fuzz kills bench gpu-setup gpu families docs docs-cli docs-operators smollm2 clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9_-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -26,9 +26,14 @@ demo: $(STAMP) ## compare operators on the standard library's source text; ends 
 test: $(STAMP) ## the fast tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2  # a process a core, a thread a process
 
+browser: $(STAMP) ## the tests of report pages in a browser: Chromium of the system, or one that is fetched
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[report,browser]"
+	command -v chromium >/dev/null || command -v google-chrome >/dev/null || $(BIN)/python -m playwright install chromium
+	$(BIN)/python -m pytest tests/test_pages.py
+
 check: $(STAMP) ## ruff and mypy
-	$(BIN)/ruff check src tests examples results docs/site.py
-	$(BIN)/ruff format --check src tests examples results docs/site.py
+	$(BIN)/ruff check src tests examples results docs/site.py docs/make
+	$(BIN)/ruff format --check src tests examples results docs/site.py docs/make
 	$(BIN)/mypy
 
 slow: $(STAMP) ## the tests that take minutes
@@ -66,6 +71,9 @@ docs: $(STAMP) ## the pages and the reference of the API as a site, strictly: si
 
 docs-cli: $(STAMP) ## the page of all commands, anew: docs/cli.md
 	$(BIN)/python -m relinear.cli.docs > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
+
+docs-operators: $(STAMP) ## what the docs say of results, anew: measurements and settings of every operator, and docs/claims.md
+	$(BIN)/python docs/make
 
 smollm2: $(STAMP) ## fetch a real pretrained model (SmolLM2-135M-Instruct, 98 MB) into models/smollm2
 	$(BIN)/python -m relinear.models.smollm2 --out models/smollm2

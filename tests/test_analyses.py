@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
+from relinear.analysis.analyses import Subject, analyze
 from relinear.analysis.effective_rank import effective_rank, effective_ranks, operator_gram, realised_spectra
 from relinear.analysis.fingerprints import context_fingerprints
 from relinear.analysis.gates import gate_statistics
+from relinear.analysis.latents import latent_statistics
+from relinear.analysis.page import analyses_blocks
+from relinear.analysis.planes import plane_angles
 from relinear.analysis.recording import record_contexts, record_gates
 from relinear.analysis.top_tokens import top_tokens
+from relinear.clifford import bivector_to_matrix
 from relinear.core.context import context_owner
 
 IDS = torch.randint(0, 96, (4, 24), generator=torch.Generator().manual_seed(1))
@@ -218,3 +224,56 @@ def test_analyze_writes_numbers_and_figures(tmp_path, capsys) -> None:
         assert (out / f"{name}.png").stat().st_size > 10_000
     assert main([*arguments, "--only", "gate"]) == 2
     assert "did you mean 'gates'" in capsys.readouterr().err
+
+
+# Latents and planes
+
+
+def test_latents_of_known_encoders() -> None:
+    """A dimension that reads the input moves, one that does not is the prior; without noise nothing is sampled."""
+    model = make_tiny_llama(num_hidden_layers=1)
+    relinear.replace_(model, {"q_proj": relinear.HDPL(rank=3, blocks=2)})
+    layer = model.model.layers[0].self_attn.q_proj
+    with torch.no_grad():
+        layer.mu.weight[1:].zero_()
+        layer.mu.bias.zero_()
+        layer.logvar.bias.zero_()
+    (found,) = latent_statistics(model, IDS).values()
+    assert (found["size"], found["active"]) == (3, 1)
+    assert found["deviation"][1:] == [0, 0]
+    assert found["sigma"] == pytest.approx(1)
+    assert found["nats"] >= 0.5 * found["deviation"][0] ** 2 - 1e-6  # half the mean square of the one that moves
+    still = make_tiny_llama(num_hidden_layers=1)
+    relinear.replace_(still, {"q_proj": relinear.HDPL(rank=3, blocks=2, noise=False)})
+    (without,) = latent_statistics(still, IDS).values()
+    assert without["nats"] is None
+    assert without["sigma"] == 0
+
+
+def test_a_rotor_in_one_plane_turns_by_twice_its_length() -> None:
+    beta = torch.zeros(2, 10)
+    beta[0, 0] = math.radians(15)
+    angles = plane_angles(beta)
+    assert angles[0].tolist() == pytest.approx([30, 0], abs=1e-4)
+    assert angles[1].tolist() == [0, 0]
+    turn = torch.linalg.matrix_exp(2 * bivector_to_matrix(beta[0]))  # of vectors
+    assert turn[0, 0].item() == pytest.approx(math.cos(math.radians(30)))
+
+
+def test_planes_of_a_model_and_its_page(tmp_path) -> None:
+    model = make_tiny_llama(num_hidden_layers=1)
+    relinear.replace_(model, {"q_proj": relinear.Rotor(width=2, depth=0), "v_proj": relinear.HDPL(rank=3, blocks=2)})
+    results = analyze(Subject(model, IDS), tmp_path)
+    assert set(results) >= {"latents", "planes"}
+    for name in ("latents", "planes"):
+        assert (tmp_path / f"{name}.png").is_file()
+    (angles,) = json.loads((tmp_path / "planes.json").read_text()).values()
+    assert len(angles["left"]) == len(angles["right"]) == 2
+    kinds = [block.kind for block in analyses_blocks(tmp_path)]
+    assert kinds.count("chart") >= 2
+
+
+def test_models_without_rotors_or_latents_are_refused() -> None:
+    for name in ("latents", "planes"):
+        with pytest.raises(ValueError, match=r"no operator with a latent|no layer of this model has rotors"):
+            analyze(Subject(make_tiny_llama(), IDS), Path("nowhere"), [name])

@@ -489,5 +489,10 @@ def test_the_command_killed_and_started_again(tmp_path):
     assert len(json.loads((tmp_path / "cut" / "distill.json").read_text())["done"]) in (2, 3)
     assert not (tmp_path / "cut" / "model").exists()
     subprocess.run(command(tmp_path / "cut"), env=environment, check=True, capture_output=True)
-    for name in ("report.json", "model/model.safetensors"):
-        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    weights, reports = (
+        [tmp_path / run / name for run in ("cut", "whole")] for name in ("model/model.safetensors", "report.json")
+    )
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    cut, whole = (json.loads(path.read_text()) for path in reports)
+    assert cut.pop("command") != whole.pop("command")  # their --out
+    assert cut == whole

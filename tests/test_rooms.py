@@ -17,6 +17,7 @@ SOURCE = Path(relinear.__file__).parent
 #: room -> the rooms it may import beside itself, in the order in which they stand on each other
 MAY_IMPORT = {
     "system": set(),
+    "pages": {"system"},
     "clifford": set(),
     "core": {"system"},
     "functional": {"clifford"},
@@ -28,11 +29,11 @@ MAY_IMPORT = {
     "data": {"core", "system"},
     "testing": {"core", "operators", "surgery", "system"},
     "evaluate": {"core"},
-    "distill": {"core", "surgery", "data", "system"},
-    "train": {"core", "surgery", "models", "data", "system"},
-    "compress": {"core", "surgery", "distill", "data", "train", "system"},
-    "analysis": {"core", "surgery", "data", "models", "system"},
-    "compare": {"core", "surgery", "models", "data", "train", "analysis", "evaluate", "system"},
+    "distill": {"core", "surgery", "data", "pages", "system"},
+    "train": {"core", "surgery", "models", "data", "pages", "system"},
+    "compress": {"core", "surgery", "distill", "data", "train", "pages", "system"},
+    "analysis": {"clifford", "core", "surgery", "data", "models", "pages", "system"},
+    "compare": {"core", "surgery", "models", "data", "train", "analysis", "evaluate", "pages", "system"},
 }
 MAY_IMPORT["bench"] = set(MAY_IMPORT)
 MAY_IMPORT["studies"] = set(MAY_IMPORT)

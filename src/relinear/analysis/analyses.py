@@ -19,7 +19,7 @@ from relinear.system.files import write_json
 __all__ = ["ANALYSES", "Result", "Subject", "analyze", "check_names"]
 
 #: an analysis is the file of its name
-ANALYSES = ("effective_rank", "gates", "top_tokens", "fingerprints", "modulators")
+ANALYSES = ("effective_rank", "gates", "top_tokens", "fingerprints", "modulators", "latents", "planes")
 
 
 @dataclasses.dataclass(frozen=True)

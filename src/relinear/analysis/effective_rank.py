@@ -16,6 +16,7 @@ diag(inner_t) right, and the inner products need only (O, R) numbers a token, in
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,9 +27,12 @@ from relinear.analysis.plots import PALETTE, REFERENCE, new_figure
 from relinear.analysis.recording import record_gates
 from relinear.core.aux import named_operators
 from relinear.core.operator import NotLinearError
+from relinear.pages.blocks import Block, Cell, Chart, Row, Table, axes, points
 
 __all__ = [
+    "HOW_TO_READ",
     "applies",
+    "blocks",
     "effective_rank",
     "effective_ranks",
     "is_ranked",
@@ -38,6 +42,13 @@ __all__ = [
     "run",
     "singular_values",
 ]
+
+#: how to read its figures, for the page
+HOW_TO_READ = (
+    "The effective rank is the number of directions that operators use to a like degree: 1 is one matrix for "
+    "all tokens, as in a dense layer; a high rank of operators whose outputs have a low one moves much and "
+    "says little."
+)
 
 _BLOCK = 64  # rows of left for which T matrices are held at a time
 SPACES = {"operators": "the operators as vectors", "outputs": "what they write to", "inputs": "what they read"}
@@ -222,3 +233,41 @@ def _label(name: str, layers: dict[str, dict[str, Any]], space: str) -> str:
     values = [layer["effective_rank"][space] for layer in layers.values()]
     span = f"{min(values):.1f}" if max(values) - min(values) < 0.05 else f"{min(values):.1f} to {max(values):.1f}"
     return f"{name}: effective rank {span}"
+
+
+def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) -> list[Block]:
+    """What a page shows of ``numbers``: a row a layer, and every layer's singular values in the three spaces."""
+    palette = dict(zip(numbers, (PALETTE[0], REFERENCE, *PALETTE[1:])))
+    rows = [
+        Row(
+            [
+                Cell(layer),
+                name,
+                *(Cell(f"{values['effective_rank'][s]:.1f}", values["effective_rank"][s]) for s in SPACES),
+            ]
+        )
+        for name, layers in numbers.items()
+        for layer, values in layers.items()
+    ]
+    head = ["layer", "model", *(f"effective rank of {space}" for space in SPACES)]
+    found: list[Block] = [Table(head, rows, (0, 1))]
+    for number, (space, meaning) in enumerate(SPACES.items()):
+        data = [trace for name in numbers for trace in _decays(numbers[name], space, name, palette[name])]
+        logarithmic = {"type": "log", "exponentformat": "power", "dtick": 1}
+        layout = axes("index of the singular value", "relative to the largest", yaxis=logarithmic)
+        text = f"{space}: {meaning}. A line a layer; one that falls late is a rank that is used."
+        image = image_of("effective_rank") if number == 0 else None
+        found.append(Chart(text, {"data": data, "layout": layout}, image, beside=True))
+    return found
+
+
+def _decays(layers: Mapping[str, Any], space: str, model: str, colour: str) -> list[dict[str, Any]]:
+    """A trace a layer, with its name and effective rank where it is pointed at."""
+    traces = []
+    for number, (layer, values) in enumerate(layers.items()):
+        decay = [round(v, 7) for v in values["singular_values"][space] if v > 1e-6]
+        text = f"{model}, {layer}: effective rank {values['effective_rank'][space]:.1f}"
+        trace = points(model, colour, 0, range(1, len(decay) + 1), decay, text)
+        mode = "markers" if len(decay) == 1 else "lines"
+        traces.append(trace | {"mode": mode, "opacity": 0.6, "showlegend": number == 0})
+    return traces

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,8 +15,15 @@ from relinear.analysis.analyses import Result, Subject
 from relinear.analysis.plots import new_figure, plain_text
 from relinear.analysis.recording import record_contexts
 from relinear.core.context import context_owner
+from relinear.pages.blocks import Block, Cell, Chart, Row, Table, Text, axes, heat, numbered
 
-__all__ = ["applies", "context_fingerprints", "plot_fingerprints", "run"]
+__all__ = ["HOW_TO_READ", "applies", "blocks", "context_fingerprints", "plot_fingerprints", "run"]
+
+#: how to read its figures, for the page
+HOW_TO_READ = (
+    "Each panel is the context of one input, token by token: inputs whose patterns agree are told apart by "
+    "nothing that the operators could use; similarity near 1 everywhere is a context that carries nothing."
+)
 
 INPUTS, TOKENS = 3, 32
 
@@ -77,3 +85,28 @@ def plot_fingerprints(contexts: list[list[list[float]]], words: list[list[str]])
     axes[0].set_ylabel("dimension of the context")
     figure.colorbar(image, ax=axes, label="value of the context", shrink=0.8)
     return figure
+
+
+def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) -> list[Block]:
+    """What a page shows of ``numbers``: how alike the inputs are, and the context of each as a map."""
+    similarity = numbers["similarity"]
+    names = [f"input {index + 1}" for index in range(len(similarity))]
+    rows = [Row([name, *(Cell(f"{v:.2f}", v) for v in row)]) for name, row in zip(names, similarity, strict=True)]
+    found: list[Block] = [
+        Table(["cosine of mean contexts", *names], rows),
+        Text(
+            f"From token to token the context moves {numbers['step']:.2f} as far as between any two tokens.", soft=True
+        ),
+    ]
+    flat = sorted(abs(v) for tokens in numbers["contexts"] for row in tokens for v in row)
+    limit = flat[int(0.99 * (len(flat) - 1))] or 1.0
+    for number, (name, tokens, words) in enumerate(zip(names, numbers["contexts"], numbers["text"], strict=True)):
+        table = [[round(v, 3) for v in row] for row in zip(*tokens, strict=True)]
+        dimensions = [f"dimension {index}" for index in range(len(table))]
+        trace = heat(table, numbered(words), dimensions, (-limit, limit), "context", diverging=True)
+        layout = axes("", "", xaxis={"tickangle": -90, "tickfont": {"size": 9}}, yaxis={"nticks": 8})
+        text = f"{name}: a column a token, a row a dimension of the context; blue below 0, red above."
+        found.append(
+            Chart(text, {"data": [trace], "layout": layout}, image_of("fingerprints") if number == 0 else None)
+        )
+    return found

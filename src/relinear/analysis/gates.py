@@ -5,16 +5,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from relinear.analysis.analyses import Result, Subject
-from relinear.analysis.plots import new_figure
+from relinear.analysis.plots import new_figure, short_name
 from relinear.analysis.recording import gated_operators, record_gates
+from relinear.pages.blocks import Block, Cell, Chart, Row, Table, axes, heat
 
-__all__ = ["applies", "gate_statistics", "plot_gates", "run"]
+__all__ = ["HOW_TO_READ", "applies", "blocks", "gate_statistics", "plot_gates", "run"]
+
+#: how to read its figures, for the page
+HOW_TO_READ = (
+    "A gate near 0 shuts a direction and near 1 opens it: a histogram with two heaps is a switch, one heap in "
+    "the middle a gate that does nothing; low entropy means few gates do the work."
+)
 
 ACTIVE = (0.1, 0.9)  # gates between these are neither shut nor fully open
 BINS = 40
@@ -110,7 +118,7 @@ def plot_gates(statistics: dict[str, dict[str, dict[str, Any]]]) -> Any:
         )
         for edge in ACTIVE:
             axis.axvline(edge, color="#D55E00", lw=0.9, ls=":")
-        axis.set_yticks([i + 0.5 for i in range(len(layers))], [_short(name) for name in layers], fontsize=8)
+        axis.set_yticks([i + 0.5 for i in range(len(layers))], [short_name(name) for name in layers], fontsize=8)
         for i, layer in enumerate(layers.values()):
             axis.text(
                 1.02, i + 0.5, f"{layer['entropy']:.2f}   {layer['active']:.0%}", va="center", fontsize=8, clip_on=False
@@ -123,7 +131,41 @@ def plot_gates(statistics: dict[str, dict[str, dict[str, Any]]]) -> Any:
     return figure
 
 
-def _short(name: str) -> str:
-    """A layer's name without the parts that all layers share."""
-    parts = [p for p in name.split(".") if p not in ("model", "transformer", "layers", "h", "base_model")]
-    return ".".join(parts)
+#: value -> what its column is called
+_COLUMNS = {
+    "mean": "mean",
+    "entropy": "entropy (nats)",
+    "active": "active",
+    "shut": "shut",
+    "open": "open",
+    "variation": "deviation over tokens",
+}
+
+
+def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) -> list[Block]:
+    """What a page shows of ``numbers``: a row a layer and kind of gate, and their histograms as maps."""
+    rows = [
+        Row([Cell(name), part, *(Cell(f"{values[key]:.3f}", values[key]) for key in _COLUMNS)])
+        for name, parts in numbers.items()
+        for part, values in parts.items()
+    ]
+    found: list[Block] = [Table(["layer", "gates", *_COLUMNS.values()], rows, (0, 1))]
+    for number, part in enumerate(p for p in ("basis", "output") if any(p in layer for layer in numbers.values())):
+        layers = {short_name(name): layer[part]["histogram"] for name, layer in numbers.items() if part in layer}
+        table = [[round(share, 5) for share in histogram] for histogram in layers.values()]
+        bins = [f"{i / BINS:.3f} to {(i + 1) / BINS:.3f}" for i in range(BINS)]
+        trace = heat(table, bins, list(layers), (0, max(3 / BINS, _high(table))), "share of gates")
+        layout = axes(f"{part} gate, from shut to open", "", xaxis={"nticks": 6})
+        layout["yaxis"] |= {"autorange": "reversed"}
+        text = (
+            f"{part} gates over all tokens, a row a layer: dark at both ends is a switch, dark in the middle undecided."
+        )
+        image = image_of("gates") if number == 0 else None
+        found.append(Chart(text, {"data": [trace], "layout": layout}, image, 180 + 22 * len(layers)))
+    return found
+
+
+def _high(table: list[list[float]]) -> float:
+    """The value that all but one in a hundred are below."""
+    values = sorted(value for row in table for value in row)
+    return values[int(0.99 * (len(values) - 1))]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from relinear.analysis.analyses import Result, Subject
-from relinear.analysis.plots import PALETTE, new_figure
+from relinear.analysis.plots import PALETTE, REFERENCE, new_figure
 from relinear.core.anatomy import layer_index
 from relinear.core.modes import evaluating
+from relinear.pages import blocks as parts
+from relinear.pages.blocks import Block, Cell, Chart, Picture, Row, Table, heat, line, numbered
 
 __all__ = [
+    "HOW_TO_READ",
     "GateRecord",
     "applies",
+    "blocks",
     "modulators",
     "plot_alphas",
     "plot_channels",
@@ -35,6 +39,12 @@ __all__ = [
     "run",
     "variance_split",
 ]
+
+#: how to read its figures, for the page
+HOW_TO_READ = (
+    "A gate of 1 leaves its module as it is, below 1 damps and above 1 amplifies it; look for what changes "
+    "with depth and with the token: gates that are alike for all tokens could be folded into the weights."
+)
 
 TOKENS = 48  # tokens shown in surfaces and maps
 LINES = 12  # tokens with a line of their own in the figure of scalar gates
@@ -195,9 +205,27 @@ def run(subject: Subject) -> Result:
     numbers = {
         "modules": record.statistics,
         "scalar": {name: [round(v, 5) for v in gate.tolist()] for name, gate in record.scalar.items()},
+        "channel": _shown_channels(record),
         "tokens": labels,
     }
     return Result(numbers, {stem: figure for stem, figure in figures.items() if figure is not None}, "\n".join(lines))
+
+
+CHANNELS, MAPS = 96, 3  # channels and layers whose gates are written out
+
+
+def _shown_channels(record: GateRecord) -> dict[str, Any]:
+    """Layer -> some of its channels, their gates by token, and the spread that all maps share; {} where there "
+    "are none."""
+    if not record.channel:
+        return {}
+    found, spread = {}, round(_spread(record), 4)
+    for name in _shown_layers(record, MAPS):
+        gate = record.channel[name].numpy()
+        channels = np.unique(np.linspace(0, gate.shape[1] - 1, min(CHANNELS, gate.shape[1])).round().astype(int))
+        values = [[round(v, 3) for v in row] for row in gate[:, channels].tolist()]
+        found[name] = {"channels": channels.tolist(), "values": values, "spread": spread}
+    return found
 
 
 def _by_module(record: GateRecord, names: Sequence[str]) -> dict[str, list[str]]:
@@ -369,3 +397,106 @@ def plot_alphas(record: GateRecord) -> Any:
     panels[0].set_ylabel("decoder layer")
     figure.colorbar(image, ax=panels, shrink=0.8, pad=0.02)
     return figure
+
+
+#: figures of ``run`` that are pictures, and how to read them
+_PICTURES = {
+    "modulators_channel": "Channel gates: a row a token, a column a channel. Stripes down are the same channel "
+    "at every token, "
+    "which a constant gain would do as well; stripes across are tokens that open or shut a whole layer.",
+    "modulators_surface": "The same as surfaces, as in the paper's Figure 3: flat is a gate that leaves its "
+    "layer alone.",
+    "modulators_alpha": "Learnt curvatures: above 1 gates react more steeply to the input than at first, below 1 less.",
+}
+
+
+def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) -> list[Block]:
+    """What a page shows of ``numbers``: a row a layer and gate, gates by depth and token, and how far they vary."""
+    found: list[Block] = [
+        _table(numbers["modules"]),
+        *_scalars(numbers, image_of),
+        *_variances(numbers["modules"], image_of),
+    ]
+    found += [_channels(numbers, name) for name in numbers.get("channel", {})]
+    for stem, text in _PICTURES.items():
+        image = None if stem == "modulators_channel" and numbers.get("channel") else image_of(stem)
+        if image is not None:
+            found.append(Picture(text, image))
+    return found
+
+
+def _table(modules: Mapping[str, Any]) -> Table:
+    rows = []
+    for name, row in modules.items():
+        for kind, gate in row["gates"].items():
+            alpha = row["alphas"].get(kind)
+            cells = [Cell(f"{gate[key]:.3f}", gate[key]) for key in ("mean", "least", "largest")]
+            cells.append(Cell(f"{100 * gate['varying']:.0f} %", gate["varying"]))
+            cells.append(Cell("–" if alpha is None else f"{alpha:.3f}", alpha))
+            rows.append(Row([Cell(name), kind, *cells]))
+    return Table(["module", "gate", "mean", "least", "largest", "variance with the token", "alpha"], rows, (0, 1))
+
+
+def _scalars(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) -> list[Chart]:
+    """Scalar gates against depth, a figure a module, a line a token."""
+    modules: dict[str, list[tuple[int, Sequence[float]]]] = {}
+    for name, values in numbers["scalar"].items():
+        row = numbers["modules"][name]
+        modules.setdefault(row["module"], []).append((row["layer"], values))
+    charts = []
+    for number, (module, found) in enumerate(modules.items()):
+        found.sort(key=lambda pair: pair[0])
+        depth, tokens = [layer for layer, _ in found], len(found[0][1])
+        data = []
+        for token in np.unique(np.linspace(0, tokens - 1, min(LINES, tokens)).round().astype(int)).tolist():
+            label = f"{token} {numbers['tokens'][token]}" if token < len(numbers["tokens"]) else str(token)
+            colour = PALETTE[number % len(PALETTE)]
+            data += line(label, colour, 0, depth, [values[token] for _, values in found])
+        mean = [float(np.mean(values)) for _, values in found]
+        data = [trace | {"opacity": 0.45} for trace in data] + line("mean of all tokens", REFERENCE, 1, depth, mean)
+        layout = parts.axes("decoder layer", f"scalar gate of {module}", showlegend=False)
+        text = (
+            f"{module}: a line a token, black their mean. Lines apart are gates that read the token; 1 changes nothing."
+        )
+        image = image_of("modulators_scalar") if number == 0 else None
+        charts.append(Chart(text, {"data": data, "layout": layout}, image, 320, beside=True))
+    return charts
+
+
+def _variances(modules: Mapping[str, Any], image_of: Callable[[str], str | None]) -> list[Chart]:
+    """How far gates spread, against depth, a line a module: both panels of every kind."""
+    charts: list[Chart] = []
+    for kind, value, title in [(name, *panel) for name, panels in _PANELS.items() for panel in panels]:
+        lines: dict[str, list[tuple[int, float]]] = {}
+        for row in modules.values():
+            if kind in row["gates"]:
+                found = row["gates"][kind][value]
+                shown = math.sqrt(found) if value == "total" else found
+                lines.setdefault(row["module"], []).append((row["layer"], shown))
+        data = [
+            trace
+            for number, (module, spots) in enumerate(lines.items())
+            for trace in line(module, PALETTE[number % len(PALETTE)], number, *zip(*sorted(spots), strict=True))
+        ]
+        if data:
+            layout = parts.axes("decoder layer", title)
+            text = f"{kind} gates: {title}, a line a module. Near 0 a constant would do."
+            image = None if charts else image_of("modulators_variance")
+            charts.append(Chart(text, {"data": data, "layout": layout}, image, 380, beside=True))
+    return charts
+
+
+def _channels(numbers: Mapping[str, Any], name: str) -> Chart:
+    """The channel gate of a layer as a map."""
+    row, found = numbers["modules"][name], numbers["channel"][name]
+    spread = found["spread"]
+    words = numbered(numbers["tokens"][: len(found["values"])])
+    channels = [f"channel {channel}" for channel in found["channels"]]
+    trace = heat(found["values"], channels, words, (1 - spread, 1 + spread), "gate", diverging=True)
+    layout = parts.axes(
+        "", "", xaxis={"nticks": 8}, yaxis={"autorange": "reversed", "nticks": 24, "tickfont": {"size": 9}}
+    )
+    text = f"Channel gates of {row['module']} in layer {row['layer']}, {len(channels)} channels: "
+    return Chart(
+        text + _PICTURES["modulators_channel"].partition(": ")[2], {"data": [trace], "layout": layout}, height=520
+    )

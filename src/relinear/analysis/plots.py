@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from relinear.pages.blocks import PALETTE
 from relinear.system.files import atomic_path
 
-__all__ = ["PALETTE", "REFERENCE", "colours", "new_figure", "plain_text", "save_figure"]
+__all__ = ["PALETTE", "REFERENCE", "colours", "new_figure", "plain_text", "save_figure", "short_name"]
 
-# Okabe and Ito's colours, told apart also without colour vision, darkened where they are too light for text.
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#B5468B", "#8A6D00", "#2A9DC8", "#6A3D9A", "#7F7F7F")
 #: near black, for what the others are held against
 REFERENCE = "#222222"
 _STYLE: Any = {
@@ -79,3 +78,9 @@ def save_figure(figure: Any, stem: str | Path) -> list[Path]:
 def plain_text(text: str) -> str:
     """Text that matplotlib's font has and its markup does not read."""
     return text.replace("\u2423", "_").replace("$", r"\$").encode("ascii", "replace").decode()
+
+
+def short_name(name: str) -> str:
+    """A layer's name without the parts that all layers share."""
+    parts = [p for p in name.split(".") if p not in ("model", "transformer", "layers", "h", "base_model")]
+    return ".".join(parts)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,8 +15,15 @@ from torch import Tensor, nn
 from relinear.analysis.analyses import Result, Subject
 from relinear.analysis.plots import PALETTE, new_figure, plain_text
 from relinear.analysis.recording import gated_operators, record_gates
+from relinear.pages.blocks import Block, Cell, Chart, Row, Table, Text, axes, points
 
-__all__ = ["applies", "plot_top_tokens", "run", "top_tokens"]
+__all__ = ["HOW_TO_READ", "applies", "blocks", "plot_top_tokens", "run", "top_tokens"]
+
+#: how to read its figures, for the page
+HOW_TO_READ = (
+    "Each row is a gate with the tokens that open it most; purity far above the base rate says that the gate "
+    "stands for one kind of token, near it that the list is an accident."
+)
 
 SHOWN = 12  # gates in the figure and in print
 
@@ -127,3 +135,42 @@ def plot_top_tokens(gates: list[dict[str, Any]], chosen: list[int], layer: str) 
     axis.set_title(f"Tokens that open the basis gates of {layer}", loc="left")
     axis.legend(loc="lower right", bbox_to_anchor=(1.6, 1.0), ncols=2, fontsize=8.5, frameon=False)
     return figure
+
+
+LISTED = 200  # gates in the table of a page
+
+
+def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) -> list[Block]:
+    """What a page shows of ``numbers``: purity against chance for every gate, and those of largest lift by name."""
+    gates = [(name, k, gate) for name, layer in numbers["layers"].items() for k, gate in enumerate(layer)]
+    gates.sort(key=lambda found: found[2]["base_rate"] - found[2]["purity"])
+    texts = [f"{name}, gate {k}: {'  '.join(gate['text'])}" for name, k, gate in gates]
+    chance, purity = ([round(gate[key], 4) for _, _, gate in gates] for key in ("base_rate", "purity"))
+    dots = points("gates", PALETTE[0], 0, chance, purity, texts, showlegend=False, opacity=0.6)
+    layout = axes(
+        "share of all positions (chance)", "purity", yaxis={"rangemode": "tozero"}, xaxis={"rangemode": "tozero"}
+    )
+    layout["shapes"] = [
+        {"type": "line", "x0": 0, "y0": 0, "x1": 1, "y1": 1, "line": {"color": "#7F7F7F", "dash": "dash"}}
+    ]
+    top = max(chance, default=1.0)
+    layout["xaxis"]["range"] = [0, 1.1 * top or 1]
+    layout["yaxis"]["range"] = [0, 1.05]
+    text = (
+        "Every gate: how pure its highest positions are against what chance gives (dashed). Point at a dot "
+        "for its tokens."
+    )
+    rows = [
+        Row(
+            [Cell(name), Cell(str(k), k), "  ".join(gate["text"]), *(Cell(f"{gate[v]:.3f}", gate[v]) for v in _COLUMNS)]
+        )
+        for name, k, gate in gates[:LISTED]
+    ]
+    head = ["layer", "gate", "tokens", *_COLUMNS.values()]
+    said = f"The {len(rows)} gates of largest lift of {len(gates)}." if len(gates) > len(rows) else ""
+    chart = Chart(text, {"data": [dots], "layout": layout}, image_of("top_tokens"))
+    return [chart, Table(head, rows, (0, 2)), *([Text(said, soft=True)] if said else [])]
+
+
+#: value -> what its column is called
+_COLUMNS = {"purity": "purity", "base_rate": "chance", "explained_by_token": "variance explained by the token"}

@@ -21,7 +21,7 @@ from relinear.core.settings import Settings
 from relinear.models import from_preset, preset_names
 from relinear.surgery.plan import replace_
 from relinear.system.files import write_json
-from relinear.system.machine import describe_machine
+from relinear.system.machine import command_line, describe_machine
 from relinear.system.timing import Timing, interleave
 
 __all__ = ["MODEL_PASSES", "ModelBenchSettings", "ModelMeasurement", "bench_models", "run_model_bench"]
@@ -250,6 +250,7 @@ def run_model_bench(
         rows += [m.to_dict() for m in measured]
     result = {
         "settings": settings.model_dump(mode="json"),
+        "command": command_line(),
         "machine": describe_machine(),
         "allocator": dict(allocator or {}),
         "rounds": settings.rounds,

@@ -25,7 +25,7 @@ from relinear.core.settings import Settings
 from relinear.kernels.native.build import has_compiler, is_loaded
 from relinear.system.allocator import tune_allocator
 from relinear.system.files import write_json
-from relinear.system.machine import describe_machine
+from relinear.system.machine import command_line, describe_machine
 
 __all__ = ["DEFAULT_OPERATORS", "DTYPES", "BenchSettings", "check_names", "run_bench", "table"]
 
@@ -161,7 +161,7 @@ def run_bench(
         ratios = {key_of(row): row.get("ratio") for row in plain["rows"]}
         for row in tuned["rows"]:
             row["ratio_untuned"] = ratios.get(key_of(row))
-    result = {"settings": settings.model_dump(), "machine": describe_machine()} | tuned
+    result = {"settings": settings.model_dump(), "command": command_line(), "machine": describe_machine()} | tuned
     write_json(out_dir / "bench.json", result)
     from relinear.bench.plots import plot_bench
 

@@ -28,10 +28,14 @@ def command(
     from transformers import AutoTokenizer
 
     from relinear.analysis.analyses import Subject, analyze, check_names
+    from relinear.analysis.page import RECORD, analyses_section
     from relinear.analysis.tokens import tokens_of
     from relinear.cli.options import load_model
     from relinear.core.vocabulary import check_tokenizer_fits
     from relinear.data import DataSettings
+    from relinear.pages.page import write_page
+    from relinear.system.files import write_json
+    from relinear.system.machine import command_line, describe_machine
 
     names = [name.strip() for name in only.split(",")] if only else []
     check_names(names)
@@ -53,9 +57,12 @@ def command(
         "control" if control is None or _name(control) == _name(model) else _name(control),
     )
     results = analyze(subject, out, names, on_start=lambda name: print(f"{name} ..."))
+    record = {"model": model, "control": control, "data": data, "sequences": sequences, "length": length}
+    write_json(out / RECORD, record | {"command": command_line(), "machine": describe_machine()})
     for name, result in results.items():
         print(f"\n{name}\n{result.text}")
     print(f"\nnumbers and figures: {out.resolve()}")
+    print(f"report: {write_page(out / 'report.html', [analyses_section(out)])}")
 
 
 def _name(path: str) -> str:

@@ -66,8 +66,11 @@ def command(
     """
     from relinear.bench.check import read_record
     from relinear.bench.models import ModelBenchSettings
+    from relinear.bench.page import layers_section
     from relinear.bench.run import BenchSettings, run_bench, table
     from relinear.cli.options import set_if_given
+    from relinear.pages.blocks import picture_of
+    from relinear.pages.page import write_page
 
     def split(text: str | None) -> tuple[str, ...] | None:
         return None if text is None else tuple(part.strip() for part in text.split(","))
@@ -125,7 +128,8 @@ def command(
     if "forward" in settings.passes:
         print(f"forward: {_inference(settings.for_inference)}")
     print(f"machine: {roofs}; allocator: {result['allocator'] or 'untouched'}")
-    print(f"written: {out / 'bench.json'}, {out / 'bench.png'}")
+    page = write_page(out / "report.html", [layers_section(result, picture_of(out / "bench"))])
+    print(f"written: {out / 'bench.json'}, {out / 'bench.png'}, {page}")
     if recorded is not None:
         _report_slower(recorded, result)
 
@@ -147,7 +151,9 @@ def _whole_models(settings: ModelBenchSettings, operators: list[str], out: Path)
     from rich.table import Table
 
     from relinear.bench.models import run_model_bench
+    from relinear.bench.page import models_section
     from relinear.cli.options import operator_mapping
+    from relinear.pages.page import write_page
     from relinear.system.allocator import tune_allocator
 
     if not operators:
@@ -165,7 +171,7 @@ def _whole_models(settings: ModelBenchSettings, operators: list[str], out: Path)
     if "decode" in settings.passes:
         print(f"decode: {_inference(settings.for_inference)}")
     print(f"speed is relative to the stock model, above 1 is faster; allocator: {result['allocator'] or 'untouched'}")
-    print(f"written: {out / 'models.json'}")
+    print(f"written: {out / 'models.json'}, {write_page(out / 'report.html', [models_section(result)])}")
 
 
 def _inference(kept: bool) -> str:

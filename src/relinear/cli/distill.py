@@ -58,6 +58,9 @@ def command(
     from relinear.data import DataSettings, iter_texts
     from relinear.data.tokenizers import load_tokenizer
     from relinear.distill import DistillSettings, distill_
+    from relinear.distill.page import distill_section
+    from relinear.pages.blocks import read_values
+    from relinear.pages.page import write_page
 
     given = {"tokens": tokens, "epochs": epochs, "learning_rate": learning_rate, "loss": loss}
     given |= {"retrain": retrain, "seed": seed, "on_disk": on_disk or None}
@@ -82,3 +85,4 @@ def command(
         )
     print(report)
     print(f"model: {(out / 'model').resolve()}")
+    print(f"report: {write_page(out / 'report.html', [distill_section(read_values(out / 'report.json'))])}")

@@ -1,31 +1,109 @@
-"""``relinear report``: the table and the page of a comparison, drawn again."""
+"""``relinear report``: what commands have left in their directories, on one page."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-__all__ = ["command"]
+if TYPE_CHECKING:
+    from relinear.pages.blocks import Section
+
+__all__ = ["command", "section_of", "write_report_of"]
 
 
 def command(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a comparison that has ended.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...", help="Directories of compare, scale, train, compress, distill, bench or analyze."
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="The page; RUN/report.html by default, of several runs ./report.html.")
+    ] = None,
 ) -> None:
-    """Rebuild plots and report.html from results.json (or the plot of scale.json), and print the table.
+    """Write one page on one or several runs; it holds everything inline and opens without a network.
+
+    Of a comparison also its plots are drawn again and its table is printed.
 
     **Example:** `relinear report runs/demo`
+
+    **Example:** `relinear report runs/demo runs/compress --out both.html`
     """
     from relinear.cli.table import print_results, print_scale
-    from relinear.compare.report import read_results, write_report, write_scale_plot
+    from relinear.compare.report import RESULTS, read_results
     from relinear.compare.scaling import SCALE, read_scale
+    from relinear.pages.page import WITHOUT_PLOTLY, can_be_hovered
 
-    if (directory / SCALE).is_file():
-        plot = write_scale_plot(directory)
-        print_scale(read_scale(directory))
-        print(f"\nplot: {plot.resolve()}")
-        return
-    report = write_report(directory)
-    print_results(read_results(directory))
-    print(f"\nreport: {report.resolve()}")
+    path = write_report_of(runs, out)
+    for run in runs:
+        if (run / SCALE).is_file():
+            print_scale(read_scale(run))
+        elif (run / RESULTS).is_file():
+            print_results(read_results(run))
+    print(f"\nreport: {path.resolve()}")
+    if not can_be_hovered():
+        print(WITHOUT_PLOTLY)
+
+
+def write_report_of(runs: list[Path], out: Path | None = None) -> Path:
+    """Write the page on ``runs`` and return its path: ``out``, or report.html in the run, or here for several.
+
+    Raises:
+        FileNotFoundError: for a directory in which nothing has finished.
+        ValueError: for damaged files.
+    """
+    from relinear.pages.page import write_page
+
+    sections = [section_of(run) for run in runs]
+    return write_page(out or (runs[0] if len(runs) == 1 else Path()) / "report.html", sections)
+
+
+def section_of(run: Path) -> Section:
+    """What the page says of the directory ``run``, with the analyses that are in it. Raises as ``write_report_of``."""
+    import dataclasses
+
+    from relinear.analysis.page import analyses_blocks
+
+    try:
+        section = _section(run)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"the files in {run} are damaged or of another version ({error!r}); carry out their command again"
+        ) from None
+    if section.command == "analyze":
+        return section
+    return dataclasses.replace(section, blocks=[*section.blocks, *analyses_blocks(run)])
+
+
+def _section(run: Path) -> Section:
+    from relinear.analysis.page import analyses_blocks, analyses_section
+    from relinear.bench.page import layers_section, models_section
+    from relinear.compare.report import RESULTS, results_section, scale_section
+    from relinear.compare.scaling import SCALE
+    from relinear.compress.report_page import report_section
+    from relinear.distill.page import distill_section
+    from relinear.pages.blocks import picture_of, read_values
+    from relinear.train.page import run_section
+
+    if (run / SCALE).is_file():
+        return scale_section(run)
+    if (run / RESULTS).is_file():
+        return results_section(run)
+    if (run / "report.json").is_file():
+        values = read_values(run / "report.json")
+        return distill_section(values) if isinstance(values["layers"], list) else report_section(values)
+    if (run / "bench.json").is_file():
+        return layers_section(read_values(run / "bench.json"), picture_of(run / "bench"))
+    if (run / "models.json").is_file():
+        return models_section(read_values(run / "models.json"))
+    if (run / "metrics.jsonl").is_file() and (run / "run.json").is_file():
+        return run_section(run)
+    if analyses_blocks(run):
+        return analyses_section(run)
+    raise FileNotFoundError(
+        f"{run} holds nothing to report: no {RESULTS} (no comparison has finished there), nor what train, scale, "
+        "compress, distill, bench or analyze leave; give the directory that was their --out"
+    )

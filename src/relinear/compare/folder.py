@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import shlex
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from relinear.compare.plan import Planned
 from relinear.compare.settings import CompareSettings
 from relinear.core.config import shown
 from relinear.system.files import read_json, write_json
-from relinear.system.machine import describe_machine
+from relinear.system.machine import command_line, describe_machine
 from relinear.system.text import cut
 
 __all__ = ["BLOCK_LOSSES", "FORMAT", "RESULTS", "RUN", "SPEED", "check_same", "now", "record_start"]
@@ -77,13 +75,9 @@ def record_start(out_dir: Path, described: Mapping[str, Any], planned: list[Plan
         for p in planned
     }
     record = {"format": FORMAT, "recipe": described, "entries": entries, "machine": describe_machine()}
-    record |= {"command": _command(), "started": now()}
+    record |= {"command": command_line(), "started": now()}
     write_json(out_dir / RUN, record)
     return record
-
-
-def _command() -> str:
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def now() -> str:

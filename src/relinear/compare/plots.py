@@ -13,7 +13,18 @@ from typing import Any
 
 from relinear.analysis.plots import colours, new_figure
 
-__all__ = ["budgets", "curves", "pareto", "pareto_front", "scaling", "speeds", "spread_labels", "tuning"]
+__all__ = [
+    "budgets",
+    "curves",
+    "mean_curve",
+    "pareto",
+    "pareto_front",
+    "scaling",
+    "shown_trials",
+    "speeds",
+    "spread_labels",
+    "tuning",
+]
 
 Entry = Mapping[str, Any]
 _COUNTED = "#8C8C8C"  # the n-gram line, which is no entry
@@ -39,7 +50,7 @@ def curves(entries: Sequence[Entry], ngram: Mapping[str, Any] | None = None) -> 
     ``ngram`` (of ``results.json``) is a line across: what counting comes to with as many tokens.
     """
     palette = colours(entries)
-    series = {entry["name"]: _mean_curve(entry) for entry in entries}
+    series = {entry["name"]: mean_curve(entry) for entry in entries}
     series = {name: points for name, points in series.items() if len(points) > 1}
     if not series:
         return None
@@ -96,7 +107,7 @@ def _label_at_end(axes: Any, text: str, x: float, y: float, place: float, colour
     )
 
 
-def _mean_curve(entry: Entry) -> list[tuple[float, float, float, float]]:
+def mean_curve(entry: Entry) -> list[tuple[float, float, float, float]]:
     """(tokens, mean, lowest, highest validation loss) at every step that all seeds have evaluated."""
     by_step: dict[int, list[tuple[float, float]]] = {}
     for run in entry["runs"]:
@@ -220,7 +231,7 @@ def tuning(entries: Sequence[Entry]) -> Any:
     figure, (axes,) = new_figure(8.4, 4.2)
     ends = {}
     for entry in tuned:
-        trials = sorted((t["learning_rate"], t["validation_loss"]) for t in _shown_trials(entry["tuning"]))
+        trials = sorted((t["learning_rate"], t["validation_loss"]) for t in shown_trials(entry["tuning"]))
         finite = [(rate, loss) for rate, loss in trials if loss is not None]
         if not finite:
             continue
@@ -239,7 +250,7 @@ def tuning(entries: Sequence[Entry]) -> Any:
     axes.set_xlabel("learning rate")
     axes.set_ylabel("validation loss (nats per token)")
     axes.set_title("Tuning: short runs by learning rate (ring: chosen)", loc="left")
-    rates = sorted({t["learning_rate"] for entry in tuned for t in _shown_trials(entry["tuning"])})
+    rates = sorted({t["learning_rate"] for entry in tuned for t in shown_trials(entry["tuning"])})
     axes.set_xticks(rates, [f"{rate:.2g}" for rate in rates])
     axes.minorticks_off()
     return figure
@@ -310,7 +321,7 @@ def scaling(results: Mapping[str, Any]) -> Any:
     return figure
 
 
-def _shown_trials(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def shown_trials(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The short runs at the initialisation that was chosen; where there are none, those of full length."""
     trials = record["trials"] or record.get("full_length", {}).get("trials", [])
     chosen = record.get("initializer_range")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
@@ -12,22 +11,38 @@ from typing_extensions import TypedDict  # pydantic asks for it before Python 3.
 
 from relinear.core.config import shown
 from relinear.core.settings import readable
-from relinear.system.files import read_json, write_text
+from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text, as_yaml, picture_of, what_ran
+from relinear.pages.page import write_page
+from relinear.system.files import read_json
 
-__all__ = ["budget_rows", "gap_text", "gib", "number", "plus_minus", "read_results", "write_report", "write_scale_plot"]
+__all__ = [
+    "RESULTS",
+    "budget_rows",
+    "gap_text",
+    "gib",
+    "number",
+    "plus_minus",
+    "read_results",
+    "results_section",
+    "scale_section",
+    "write_report",
+    "write_scale_plot",
+]
 
 RESULTS = "results.json"
 REPORT = "report.html"
 FORMAT = 1
 
-# name of the figure -> (function in compare.plots, what it shows, for readers who do not see it)
+# name of the figure -> what it shows; all but ``gaps`` are also drawn by the function of the name in compare.plots
 _FIGURES = {
-    "curves": "Validation loss against training tokens, one line an entry.",
-    "pareto": "Validation loss against parameters (left) and FLOPs per token (right), one point an entry.",
-    "speeds": "Training and inference tokens per second as ratios to the reference, one bar an entry.",
+    "curves": "Validation loss against training tokens, one line an entry: the mean of seeds and their range.",
+    "gaps": "Validation loss less that of the dense entry while training: below 0 is better than dense.",
+    "pareto": "Validation loss against {}, one point an entry; those on the grey line are beaten by no other in both.",
+    "speeds": "Training and inference tokens per second as ratios to the reference: right of 1 is faster.",
     "budgets": "Gap to the reference against the budget, one line an entry, with 95 % intervals.",
     "tuning": "Validation loss of the tuning runs against the learning rate, one line an entry.",
 }
+_STATIC = tuple(name for name in _FIGURES if name != "gaps")
 
 
 # What the table, the page and the plots read of results.json; more may be there. Numbers are finite.
@@ -141,21 +156,164 @@ def write_report(directory: str | Path) -> Path:
 
     The page holds everything inline: it can be mailed. Raises as ``read_results``.
     """
-    from relinear.analysis.plots import save_figure
-    from relinear.compare import plots
+    return write_page(Path(directory) / REPORT, [results_section(directory)])
+
+
+def results_section(directory: str | Path) -> Section:
+    """What a page says of a comparison; draws the plots beside ``results.json``. Raises as ``read_results``."""
+    from relinear.analysis.plots import colours
+    from relinear.compare import charts
 
     directory = Path(directory)
     results = read_results(directory)
-    figures = []
-    for name, description in _FIGURES.items():
+    entries = results["entries"]
+    palette = colours([entry | {"dense": entry["name"] == _dense(results)} for entry in entries])
+    _draw(directory / "plots", results)
+    live = {
+        "curves": charts.curves(entries, palette, results.get("ngram")),
+        "gaps": charts.gaps(entries, palette, _dense(results)),
+        **charts.pareto(entries, palette),
+        "speeds": charts.speeds(entries, palette),
+        "budgets": charts.budgets(entries, palette, results.get("budgets"), results.get("reference")),
+        "tuning": charts.tuning(entries, palette),
+    }
+    figures: list[Block] = []
+    for name, figure in live.items():
+        front = name not in _FIGURES
+        image = picture_of(directory / "plots" / name)
+        if name == "parameters":
+            image = picture_of(directory / "plots" / "pareto")  # one picture of several panels
+        if figure is not None:
+            text = _FIGURES["pareto"].format(name) if front else _FIGURES[name]
+            figures.append(Chart(text, figure, image, 340 if name == "speeds" else 440, beside=front))
+    matched = [Text(results["match"]["text"])] if results["match"]["by"] != "none" else []
+    blocks: list[Block] = [Text(results["description"])] if results["description"] else []
+    blocks += [Text(results["budget"]), *matched, Text("Results", heading=True), _table(results, palette)]
+    blocks += [Text(" ".join(results["notes"]), soft=True), *_budgets(results), *figures]
+    blocks += [Text("Entries", heading=True), _operators(results, palette), Text("Every setting", heading=True)]
+    if results.get("recipe"):
+        blocks.append(Listing("recipe, as given", as_yaml(results["recipe"])))
+    blocks += [Listing(f"{entry['name']}, in full", as_yaml(entry["settings"])) for entry in entries]
+    blocks += [Listing("data", as_yaml(results["data"])), *_ran(results)]
+    return Section(results["name"], "compare", blocks, palette, results.get("finished") or "")
+
+
+def _dense(results: Mapping[str, Any]) -> str | None:
+    """The entry that ratios are to: the reference, or where none was named the first that is dense."""
+    named = results.get("reference")
+    return named or next((e["name"] for e in results["entries"] if e["operators"] == "dense"), None)
+
+
+def _draw(folder: Path, results: Mapping[str, Any]) -> None:
+    from relinear.analysis.plots import save_figure
+    from relinear.compare import plots
+
+    for name in _STATIC:
         figure = getattr(plots, name)(results["entries"], **_more(name, results))
         if figure is not None:
-            _, svg = save_figure(figure, directory / "plots" / name)
-            image = base64.b64encode(svg.read_bytes()).decode("ascii")
-            figures.append({"name": name, "description": description, "image": image})
-    path = directory / REPORT
-    write_text(path, render(results, figures))
-    return path
+            save_figure(figure, folder / name)
+
+
+def _ran(results: Mapping[str, Any]) -> list[Block]:
+    seeds = ", ".join(str(run.get("seed")) for run in results["entries"][0]["runs"])
+    return what_ran(results, {"recipe": results["name"], "budget": results["budget"], "seeds": seeds})
+
+
+def _table(results: Mapping[str, Any], palette: Mapping[str, str]) -> Table:
+    """A row an entry, with spreads over seeds and, in small print, ratios to the dense entry."""
+    entries, reference = results["entries"], results.get("reference")
+    base = next((entry for entry in entries if entry["name"] == _dense(results)), None)
+    lowest = min(entry["validation_loss"]["mean"] for entry in entries)
+    head = ["entry", "validation loss", *([f"gap to {reference}"] if reference else []), "perplexity", "at step 0"]
+    head += ["parameters", "FLOPs / token", "training speed", "inference speed", "peak memory", "learning rate"]
+    rows = []
+    for entry in entries:
+        cells: list[Cell | str] = [entry["name"], _of_seeds(entry["validation_loss"], 3)]
+        cells += [Cell(gap_text(entry["gap"]), entry["gap"] and entry["gap"]["mean"])] if reference else []
+        perplexity = _of_seeds(entry["perplexity"], 2)
+        ratio = _ratio(entry["perplexity"]["mean"], base and base["perplexity"]["mean"])
+        cells += [Cell(perplexity.text, perplexity.value, ratio), _of_seeds(entry["initial_perplexity"], 1, False)]
+        cells += [
+            Cell(number(entry[key]), entry[key], _ratio(entry[key], base and base[key]))
+            for key in ("parameters", "flops_per_token")
+        ]
+        ratios = [entry["speed"] and entry["speed"][f"{what}_ratio"] for what in ("train", "inference")]
+        cells += [Cell(f"{ratio:.2f}×" if ratio else "–", ratio or None) for ratio in ratios]
+        cells += [Cell(gib(entry["peak_memory_bytes"]), entry["peak_memory_bytes"])]
+        cells += [Cell(number(entry["learning_rate"]), entry["learning_rate"])]
+        best = entry["validation_loss"]["mean"] == lowest
+        rows.append(Row(cells, entry["name"], palette[entry["name"]], best))
+    counted = results.get("ngram")
+    if counted:
+        loss, perplexity = counted["validation_loss"], counted["perplexity"]
+        cells = [f"{counted['order']}-grams", Cell(f"{loss:.3f}", loss), *(["–"] if reference else [])]
+        cells += [Cell(f"{perplexity:.2f}", perplexity)]
+        rows.append(Row([*cells, *[""] * (len(head) - len(cells))]))
+    return Table(head, rows)
+
+
+def _of_seeds(statistic: Mapping[str, Any], digits: int, spread: bool = True) -> Cell:
+    text = plus_minus(statistic, digits) if spread else f"{statistic['mean']:.{digits}f}"
+    return Cell(text, statistic["mean"], title=", ".join(f"{value:.6g}" for value in statistic.get("values", ())))
+
+
+def _ratio(value: float, base: float | None) -> str:
+    return f"{value / base:.3g}× dense" if base else ""
+
+
+def _budgets(results: Mapping[str, Any]) -> list[Block]:
+    rows = budget_rows(results)
+    if not rows:
+        return []
+    entries = {entry["name"] for entry in results["entries"]}
+    names = [row[0].removesuffix(" (loss)") for row in rows[1:]]
+    shown = [Row(row, name if name in entries else None) for row, name in zip(rows[1:], names, strict=True)]
+    return [Text(f"Gap to {results['reference']} by budget", heading=True), Table(rows[0], shown)]
+
+
+def _operators(results: Mapping[str, Any], palette: Mapping[str, str]) -> Table:
+    matched = results["match"]["by"] != "none"
+    head = ["entry", "operators", "parameters", "FLOPs / token", *(["off the target"] if matched else [])]
+    rows = []
+    for entry in results["entries"]:
+        sizes = [Cell(f"{entry[key]:,}", entry[key]) for key in ("parameters", "flops_per_token")]
+        off = entry["deviation"]
+        deviation = "not matched" if off is None else f"{100 * off:+.2f} %"
+        cells = [entry["name"], entry["operators"], *sizes, *([Cell(deviation, off)] if matched else [])]
+        rows.append(Row(cells, entry["name"], palette[entry["name"]]))
+    return Table(head, rows, (0, 1))
+
+
+def scale_section(directory: str | Path) -> Section:
+    """What a page says of ``scale.json``; draws its plot. Raises as ``read_scale``."""
+    from relinear.analysis.plots import colours
+    from relinear.compare import charts
+    from relinear.compare.scaling import AXES, read_scale
+
+    results = read_scale(directory)
+    image = picture_of(write_scale_plot(directory).with_suffix(""))
+    entries = results["entries"]
+    # dense models share a colour in the picture, where line and marker tell them apart: here each has its own
+    palette = colours([{"name": entry["name"]} for entry in entries])
+    live = [
+        Chart(f"Loss against {title}: a point a size, and every entry's power law.", figure, image)
+        for axis, title in AXES.items()
+        if (figure := charts.scaling(entries, palette, axis, title)) is not None
+    ]
+    widths = [str(point["width"]) for point in entries[0]["points"]]
+    rows = []
+    for entry in entries:
+        losses = [point["validation_loss"]["mean"] for point in entry["points"]]
+        fits = [entry[axis] and entry[axis]["fit"]["b"] for axis in AXES]
+        cells: list[Cell | str] = [entry["name"], *(Cell(f"{loss:.3f}", loss) for loss in losses)]
+        cells += [Cell(f"{b:.3f}" if b else "–", b or None) for b in fits]
+        rows.append(Row(cells, entry["name"], palette[entry["name"]]))
+    head = ["loss at width", *widths, *(f"b ({axis})" for axis in AXES)]
+    table: list[Block] = [Text("Results", heading=True), Table(head, rows), Text("loss = a x^-b", soft=True)]
+    verdicts = [Text(verdict) for verdict in results["verdicts"]]
+    blocks: list[Block] = [*([Text(results["description"])] if results.get("description") else []), *table, *verdicts]
+    blocks += [*live, Listing("recipe, as given", as_yaml(results.get("recipe")))]
+    return Section(results["name"], "scale", [*blocks, *what_ran(results)], palette)
 
 
 def write_scale_plot(directory: str | Path) -> Path:
@@ -173,36 +331,6 @@ def _more(figure: str, results: Mapping[str, Any]) -> dict[str, Any]:
     if figure == "budgets":
         return {"budgets": results.get("budgets"), "reference": results.get("reference")}
     return {"ngram": results.get("ngram")} if figure == "curves" else {}
-
-
-def render(results: Mapping[str, Any], figures: list[dict[str, str]]) -> str:
-    """The page as text. ``figures`` hold name, description and the SVG in base64."""
-    import jinja2
-
-    from relinear.analysis.plots import colours
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("relinear", "compare"),
-        autoescape=True,  # names and paths in the results are the user's text
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "number": number,
-        "plus_minus": plus_minus,
-        "gib": gib,
-        "gap_text": gap_text,
-        "settings": _settings,
-        "plain": _plain,
-    }
-    return environment.get_template(REPORT).render(
-        results=results,
-        entries=results["entries"],
-        budgets=budget_rows(results),
-        figures=figures,
-        colours=colours(results["entries"]),
-    )
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -250,16 +378,3 @@ def gib(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
-
-
-def _plain(value: Any, name: str) -> str:
-    """A fact about the machine in words."""
-    if name.endswith("bytes"):
-        return gib(value)
-    return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
-
-
-def _settings(value: Any) -> str:
-    import yaml
-
-    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)

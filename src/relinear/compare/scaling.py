@@ -26,7 +26,7 @@ from relinear.models import preset_config, preset_names
 from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
 
-__all__ = ["SCALE", "at_size", "crossing", "fit_power_law", "read_scale", "scale"]
+__all__ = ["AXES", "SCALE", "at_size", "crossing", "fit_power_law", "read_scale", "scale"]
 
 SCALE, SIZES = "scale.json", "sizes"
 NARROWER, SHALLOWER = "dense-narrower", "dense-shallower"

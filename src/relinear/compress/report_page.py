@@ -9,45 +9,59 @@ from typing import Any
 
 from relinear.compress.corrections import layer_type
 from relinear.core.operator import OperatorConfig
-from relinear.system.files import write_text
+from relinear.pages import page as pages
+from relinear.pages.blocks import PALETTE, Chart, Part, Section, axes, what_ran
+from relinear.pages.blocks import points as traces
 
-__all__ = ["write_page"]
+__all__ = ["report_section", "write_page"]
 
-TEMPLATE = "report.html"
+TEMPLATE = "compress/report.html"
 #: pixels of a cell of the plan's picture, of its labels, and of the side of the plot of predictions
 CELL, LABELS, PLOT = 26, 110, 300
 
 
 def write_page(path: str | Path, report: Mapping[str, Any]) -> Path:
     """Write the page on ``report`` (the values of report.json); it holds everything inline: it can be mailed."""
-    import jinja2
+    return pages.write_page(path, [report_section(report)])
 
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("relinear", "compress"),
-        autoescape=True,  # names of layers and what models generate are anybody's text
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+
+def report_section(report: Mapping[str, Any]) -> Section:
+    """What a page says of ``report``, the values of report.json.
+
+    Raises:
+        ValueError: where it lacks what a report has.
+    """
+    try:
+        values = {
+            "report": report,
+            "picture": _picture(report["layers"]),
+            "types": _by_type(report["layers"]),
+            "plot": _plot(report["points"]),
+            "chart": _chart(report["points"]),
+        }
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"this is no report of a compression ({error!r}); carry out the compression again") from None
+    return Section("Compression", "compress", [Part(TEMPLATE, values), *what_ran(report)])
+
+
+def _chart(points: Sequence[Mapping[str, Any]]) -> Chart:
+    """Predicted against measured nats on logarithmic axes; what did not rise has no place on them."""
+    shown = [point for point in points if point["predicted"] > 0 and point["measured"] > 0]
+    x, y = [point["predicted"] for point in shown], [point["measured"] for point in shown]
+    texts = [
+        f"{point['name']}: predicted {point['predicted']:.4g}, measured {point['measured']:.4g}" for point in shown
+    ]
+    ends = [min([*x, *y], default=0.1), max([*x, *y], default=1.0)]
+    style = {"dash": "dot", "color": PALETTE[-1], "width": 1}
+    diagonal = {"type": "line", "x0": ends[0], "y0": ends[0], "x1": ends[1], "y1": ends[1], "line": style}
+    log = {"type": "log"}
+    layout = axes("predicted nats a token", "measured nats a token", xaxis=log, yaxis=log, shapes=[diagonal])
+    data = [traces("layers", PALETTE[0], 0, x, y, texts, showlegend=False)]
+    return Chart(
+        "Single layers tried by themselves: on the dotted line the prediction was right, above it too low. "
+        "Layers that did not rise are in the table alone.",
+        {"data": data, "layout": layout},
     )
-    environment.filters |= {"settings": _settings, "perplexity": _perplexity}
-    page = environment.get_template(TEMPLATE).render(
-        report=report,
-        picture=_picture(report["layers"]),
-        types=_by_type(report["layers"]),
-        plot=_plot(report["points"]),
-    )
-    write_text(path, page)
-    return Path(path)
-
-
-def _settings(value: Any) -> str:
-    import yaml
-
-    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=110)
-
-
-def _perplexity(loss: float) -> str:
-    return f"{math.exp(loss):,.2f}" if loss < 20 else "–"
 
 
 def _depth(name: str) -> tuple[int, str]:

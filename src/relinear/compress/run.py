@@ -45,7 +45,7 @@ from relinear.surgery.states import flat_states, place_
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
-from relinear.system.machine import PeakMemory, describe_machine
+from relinear.system.machine import PeakMemory, command_line, describe_machine
 
 __all__ = ["CompressReport", "compress"]
 
@@ -406,7 +406,7 @@ class _Job:
             peak_memory_bytes=memory.read(),
             settings=self.settings.model_dump(mode="json"),
         )
-        values = report.to_dict()
+        values = report.to_dict() | {"command": command_line()}
         write_json(self.folder / "report.json", values)
         write_page(self.folder / "report.html", values)
         return report

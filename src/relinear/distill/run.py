@@ -35,6 +35,7 @@ from relinear.surgery.select import matches
 from relinear.surgery.states import flat_states, load_states_, place_
 from relinear.system.files import atomic_path, fingerprint, read_json, write_json, writing
 from relinear.system.lock import only_process_in
+from relinear.system.machine import command_line, describe_machine
 
 __all__ = ["distill_"]
 
@@ -110,7 +111,9 @@ def distill_(
         report = _carried_out(run, groups, whole, resume)
         if run.folder is not None:
             save_pretrained(model, run.folder / "model", tokenizer=tokenizer)
-            write_json(run.folder / "report.json", report.to_dict())
+            circumstances = {"command": command_line(), "machine": describe_machine()}
+            settled = {"settings": settings.model_dump(mode="json")}
+            write_json(run.folder / "report.json", report.to_dict() | settled | circumstances)
     return report
 
 

@@ -135,6 +135,13 @@ class SandwichSum(CachingModule):
         """Whether the factors are exact exponentials of the parameters."""
         return self.config.terms == "rotor" and self.config.power_iterations is None
 
+    def bivectors(self) -> dict[str, Tensor]:
+        """The bivectors (W, o, i, P) of the rotors by side; single rotors have one side, other terms none."""
+        if self.config.terms != "rotor":
+            return {}
+        sides: dict[str, Tensor | None] = {"left": self.left, "right": self.right}
+        return {side: beta for side, beta in sides.items() if beta is not None}
+
     def _rotor_factors(self) -> tuple[Tensor, Tensor]:
         if self.exponentiates:
             return _exponentials([self])[0]

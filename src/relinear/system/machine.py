@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from relinear.system.version import __version__
 
-__all__ = ["PeakMemory", "cpu_features", "describe_machine", "fast_bfloat16"]
+__all__ = ["PeakMemory", "command_line", "cpu_features", "describe_machine", "fast_bfloat16"]
 
 
 @functools.cache
@@ -41,6 +42,11 @@ def fast_bfloat16(device: torch.device | str = "cpu") -> bool:
     if kind == "cpu":
         return bool(cpu_features() & {"amx_bf16", "avx512_bf16"}) or platform.machine() == "arm64"
     return False
+
+
+def command_line() -> str:
+    """The command that this process was started by, as it is typed."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def describe_machine() -> dict[str, Any]:

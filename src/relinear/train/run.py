@@ -21,7 +21,7 @@ from relinear.surgery.plan import attach_, plan
 from relinear.surgery.summary import summary
 from relinear.system.files import read_json, write_json, writing
 from relinear.system.lock import only_process_in
-from relinear.system.machine import describe_machine
+from relinear.system.machine import command_line, describe_machine
 from relinear.system.text import cut
 from relinear.train.callbacks import Progress, read_metrics
 from relinear.train.fit import TrainResult, fit
@@ -258,6 +258,7 @@ def _carry_out(
         "status": "running",
         "settings": settings.model_dump(mode="json"),
         "ranks": _ranks(),
+        "command": command_line(),
         "machine": describe_machine(),
         "model": {"parameters": table.parameters, "flops_per_token": table.flops_per_token},
         "data": data.description,

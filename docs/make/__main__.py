@@ -1,0 +1,114 @@
+"""``python docs/make``: every generated part of the docs, anew; ``--check`` only says what is not up to date.
+
+A page holds its generated parts between ``<!-- generated: NAME -->`` and ``<!-- end of NAME -->``; what stands around
+them is written by hand. The page of claims is generated as a whole.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+
+import claims
+import measured
+import pictures
+from settings import settings_table
+
+DOCS = Path(__file__).resolve().parents[1]
+#: methods of results/rotor that an operator's page shows
+_FITS = {
+    "low_rank": ("low rank 1", "low rank 4"),
+    "block_hadamard": ("block-Hadamard, 64 blocks",),
+    "hdpl": ("HDPL, rank 8, 8 blocks",),
+    "rotor": ("rotor, double", "rotor, single", "Lemma-1 terms, depth 0, 3 terms"),
+}
+#: files of one budget, their reference, and the entries that an operator's page shows
+_LOSSES = {
+    "ccl": (
+        ("ccl/equal-width/results.json", "ccl/equal-parameters/results.json"),
+        "dense-equal",
+        ("dense-64", "static", "low_rank", "ccl-no-output-gate", "ccl-no-basis-gate", "ccl", "ccl-ema"),
+    ),
+    "transponder": (
+        ("transponder/runs.json",),
+        "dense",
+        (
+            "path_scalar",
+            "path_channel",
+            "layer_scalar",
+            "layer_channel",
+            "transponder",
+            "dense_same_parameters",
+            "dense_same_time",
+        ),
+    ),
+    "output_gate": (("transponder/runs.json",), "dense", ("all_gate", "sdpa_gate_head", "transponder")),
+}
+
+
+def measured_of(kind: str) -> str:
+    """What was measured of an operator: losses, fits, compression, time, as far as results/ has them."""
+    parts = []
+    if kind in _LOSSES:
+        names, reference, entries = _LOSSES[kind]
+        folder = names[0].split("/")[0]
+        parts.append("Trained from scratch, nats a token, each entry at its own tuned learning rate:")
+        parts.append(measured.losses_table(names, entries, reference))
+        files = " and ".join(f"`results/{name}`" for name in names)
+        parts.append(
+            f"From {files}; budget, command and what it does not show in [{folder}](../../results/{folder}/README.md)."
+        )
+    if kind in _FITS:
+        parts.append(measured.fits_table(_FITS[kind]))
+    if kind == "pivoted_low_rank":
+        parts.append(measured.compression_table())
+    if measured.timed(kind)[1]:
+        parts.append(measured.speed_table(kind))
+    return "\n\n".join(parts)
+
+
+PARTS = {"measured": measured_of, "settings": settings_table}
+
+
+def filled(text: str, kind: str) -> str:
+    """A page with its generated parts anew. Raises ValueError for a part that does not end or that nothing makes."""
+
+    def whole(found: re.Match[str]) -> str:
+        name = found[1]
+        if name not in PARTS:
+            raise ValueError(f"nothing makes the part {name!r}; there are: {', '.join(PARTS)}")
+        return f"<!-- generated: {name} -->\n\n{PARTS[name](kind)}\n\n<!-- end of {name} -->"
+
+    marked = re.compile(r"<!-- generated: (\w+) -->\n.*?<!-- end of \1 -->", flags=re.S)
+    if len(marked.findall(text)) != text.count("<!-- generated: "):
+        raise ValueError(f"the page of {kind} has a generated part without its end")
+    return marked.sub(whole, text)
+
+
+def pages() -> dict[Path, str]:
+    """Every file with generated parts, and what it should hold."""
+    found = {DOCS / "claims.md": claims.page()}
+    for page in sorted((DOCS / "operators").glob("*.md")):
+        found[page] = filled(page.read_text(encoding="utf-8"), page.stem)
+        found[page.with_suffix(".svg")] = pictures.picture(page.stem)
+    return found
+
+
+def main(check: bool) -> int:
+    """Write what has changed, or say it."""
+    wanted = pages()
+    stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    for path in stale:
+        print(f"{'out of date' if check else 'written'}: {path.relative_to(DOCS.parent)}")
+        if not check:
+            path.write_text(wanted[path], encoding="utf-8")
+    if check and stale:
+        print("run `make docs-operators`")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))

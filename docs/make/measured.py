@@ -1,0 +1,244 @@
+"""What results/ says, as numbers and as tables in Markdown: nothing on a generated page is typed by hand."""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "results"
+#: Student's t for an interval of 95 %, by degrees of freedom
+_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+
+
+@functools.cache
+def read(name: str) -> Any:
+    """results/NAME: JSON, or a list for JSON lines."""
+    text = (RESULTS / name).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()] if name.endswith(".jsonl") else json.loads(text)
+
+
+# Statistics
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean."""
+    return statistics.fmean(values)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """An interval of 95 % for the mean of a few independent values; None for a single one."""
+    if len(values) < 2:
+        return None
+    half = _T[len(values) - 1] * statistics.stdev(values) / len(values) ** 0.5
+    return mean(values) - half, mean(values) + half
+
+
+def ranged(values: Sequence[float], digits: int = 3) -> str:
+    """1.796 (1.774 to 1.808): the mean, and over several seeds the lowest and the highest."""
+    text = f"{mean(values):.{digits}f}"
+    return text if len(values) < 2 else f"{text} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def gap(ours: Sequence[float], theirs: Sequence[float], digits: int = 3) -> str:
+    """Ours less theirs, seed by seed: +0.012 [-0.004, +0.028]; without an interval where there is one seed."""
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    text, bounds = _signed(mean(differences), digits), interval(differences)
+    return text if bounds is None else f"{text} [{_signed(bounds[0], digits)}, {_signed(bounds[1], digits)}]"
+
+
+def _signed(value: float, digits: int) -> str:
+    """+0.012, and +0.000 rather than -0.000."""
+    return f"{round(value, digits) + 0.0:+.{digits}f}"
+
+
+def spread(values: Sequence[float], digits: int = 3, sign: str = "+") -> str:
+    """+0.031 ± 0.005: the mean, and over several seeds the sample standard deviation."""
+    text = f"{mean(values):{sign}.{digits}f}"
+    return text if len(values) < 2 else f"{text} ± {statistics.stdev(values):.{digits}f}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
+
+
+# Losses of comparisons
+
+
+def losses(name: str) -> dict[str, list[float]]:
+    """Entry -> validation loss of every seed, of results.json or of a record of runs by path."""
+    found = read(name)
+    if "entries" in found:
+        return {entry["name"]: entry["validation_loss"]["values"] for entry in found["entries"]}
+    runs = {key: run for key, run in found["runs"].items() if key.startswith("runs/")}
+    entries = dict.fromkeys(key.split("/")[1] for key in runs)
+    return {
+        entry: [run["validation_loss"] for key, run in runs.items() if key.split("/")[1] == entry] for entry in entries
+    }
+
+
+def sizes(name: str) -> dict[str, int]:
+    """Entry -> parameters."""
+    found = read(name)
+    if "entries" in found:
+        return {entry["name"]: entry["parameters"] for entry in found["entries"]}
+    return {key.split("/")[1]: run["parameters"] for key, run in found["runs"].items() if key.startswith("runs/")}
+
+
+def losses_table(names: Sequence[str], entries: Sequence[str], reference: str) -> str:
+    """Entries beside their reference: parameters, loss, gap with its interval. ``names``: files of one budget."""
+    found = {entry: values for name in names for entry, values in losses(name).items()}
+    counts = {entry: count for name in names for entry, count in sizes(name).items()}
+    rows = []
+    for entry in [reference, *entries]:
+        over = "" if entry == reference else gap(found[entry], found[reference])
+        rows.append([entry, f"{counts[entry]:,}", ranged(found[entry]), over])
+    return table(["entry", "parameters", "validation loss (seeds)", f"gap to {reference} [95 %]"], rows)
+
+
+# Speed of layers
+
+
+def timed(kind: str) -> tuple[str, list[dict[str, Any]]]:
+    """The newest file that times the operator in eager mode over all shapes, and its rows of it."""
+    for name in ("speed/bench-gates/bench.json", "speed/bench/bench.json"):
+        rows = [row for row in read(name)["rows"] if row["contender"].partition(":")[0] == kind and not row["error"]]
+        if rows:
+            return name, rows
+    return "", []
+
+
+def speed_table(kind: str) -> str:
+    """Time of the layer relative to dense, with quartiles, by shape and dtype; then how often it is faster."""
+    name, rows = timed(kind)
+    if not rows:
+        return "Not timed."
+    columns = [("forward", 1), ("forward", 4096), ("step", 1), ("step", 4096)]
+    cells: dict[tuple[str, str], dict[tuple[str, int], str]] = {}
+    for row in rows:
+        case = cells.setdefault((f"{row['in_features']} → {row['out_features']}", row["dtype"]), {})
+        case[row["passed"], row["tokens"]] = f"{row['ratio']:.2f} ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})"
+    lines = [[shape, dtype, *(found.get(column, "") for column in columns)] for (shape, dtype), found in cells.items()]
+    head = [
+        "shape",
+        "dtype",
+        *(f"{what}, {tokens:,} {'token' if tokens == 1 else 'tokens'}" for what, tokens in columns),
+    ]
+    faster = sum(row["ratio"] < 1 for row in rows)
+    best, worst = (pick(rows, key=lambda row: row["ratio"]) for pick in (min, max))
+    settings = read(name)["settings"]
+    return "\n\n".join(
+        [
+            f"Time relative to a dense layer of the same shape (`{rows[0]['contender']}`, eager; median of "
+            f"{settings['rounds']} interleaved rounds and quartiles; step: forward and backward). "
+            f"{machine(read(name))}",
+            table(head, lines),
+            f"Faster than dense in {faster} of {len(rows)} cases timed; best {_case(best)}, worst {_case(worst)}. "
+            f"From `results/{name}`; commands in [speed](../../results/speed/README.md).",
+        ]
+    )
+
+
+def _case(row: Mapping[str, Any]) -> str:
+    tokens = f"{row['tokens']:,} token{'s' * (row['tokens'] > 1)}"
+    place = f"{row['in_features']} → {row['out_features']}, {row['dtype']}, {row['passed']}, {tokens}"
+    return f"{row['ratio']:.2f} ({place})"
+
+
+def machine(values: Mapping[str, Any]) -> str:
+    """The machine of a record in a sentence."""
+    found = values["machine"]
+    gpus = ", ".join(found["gpus"]) or "no GPU"
+    return f"Machine: {found['processor']}, {found['threads']} threads, {gpus}, torch {found['torch']}."
+
+
+# Fits to SmolLM2's projections
+
+_METHODS = {
+    "rotor, double": "double rotor",
+    "rotor, single": "single rotor",
+    "Lemma-1 terms, depth 0, 3 terms": "Lemma-1 terms",
+    "block-Hadamard, 64 blocks": "block-Hadamard",
+    "HDPL, rank 8, 8 blocks": "HDPL",
+}
+
+
+def fits(projection: str, layers: str, method: str) -> list[dict[str, Any]]:
+    """Rows of results/rotor/smollm2.jsonl, a seed each."""
+    wanted = {"projection": f"{projection}_proj", "layers": layers, "method": method}
+    return [row for row in read("rotor/smollm2.jsonl") if wanted.items() <= row.items()]
+
+
+def over_original(rows: Sequence[Mapping[str, Any]], text: str) -> list[float]:
+    """Nats a token above the original model's, by seed."""
+    original = next(row for row in read("rotor/smollm2.jsonl") if row["method"] == "original")
+    return [row[text] - original[text] for row in rows]
+
+
+def constant(projection: str, layer: str) -> float:
+    """Fit error of the mean output alone."""
+    name = f"model.layers.{layer}.self_attn.{projection}_proj"
+    return next(row["error"] for row in read("rotor/constant.jsonl") if row["name"] == name)
+
+
+def fits_table(methods: Sequence[str]) -> str:
+    """Projections down, methods across: parameters, fit error, and what WikiText-2 loses."""
+    rows = []
+    for layer in ("12", "20"):
+        for projection in ("q", "k", "v"):
+            cells = [f"{projection} of layer {layer}", f"{constant(projection, layer):.3f}"]
+            for method in methods:
+                found = fits(projection, layer, method)
+                error = mean([row["error"] for row in found])
+                loss = spread(over_original(found, "wikitext2"))
+                cells.append(f"{error:.3f}; {loss} ({found[0]['parameters']:,})")
+            rows.append(cells)
+    first = read("rotor/smollm2.jsonl")[0]
+    return "\n\n".join(
+        [
+            "One projection of SmolLM2-135M-Instruct replaced: relative squared error of the fit on held-out "
+            "tokens; nats "
+            "a token that WikiText-2 gets worse by, mean and standard deviation over three seeds (parameters). "
+            "The constant "
+            "is the mean output alone, without any matrix: what a method gains beyond it is what it is worth. No "
+            "method had "
+            "a bias.",
+            table(["projection", "constant", *(_METHODS.get(method, method) for method in methods)], rows),
+            f"Fitted on {first['tokens']:,} tokens, evaluated on {first['eval_tokens']:,}. From "
+            "`results/rotor/smollm2.jsonl` and `constant.jsonl`; commands in [rotor](../../results/rotor/README.md).",
+        ]
+    )
+
+
+# Compression
+
+
+def compression_table() -> str:
+    """What the default of ``relinear compress`` costs, by text and share of parameters kept."""
+    rows = read("compress/methods.jsonl")
+    dense = next(row for row in rows if row["method"] == "dense")
+    kept = sorted({row["keep"] for row in rows if row["method"] == "pivoted"}, reverse=True)
+    lines = []
+    for text, loss in dense["loss"].items():
+        cells = [f"{text} (original {loss:.3f})"]
+        for keep in kept:
+            over, half = next(r for r in rows if r["method"] == "pivoted" and r["keep"] == keep)["over_dense"][text]
+            cells.append(f"{over:+.3f} [{over - half:+.3f}, {over + half:+.3f}]")
+        lines.append(cells)
+    return "\n\n".join(
+        [
+            "SmolLM2-135M-Instruct with its linear layers' parameters cut to a share, allocated over the layers, "
+            "without any "
+            "training; nats a token above the original [95 %, paired over windows]. Calibrated on "
+            f"{dense['tokens']:,} tokens, "
+            "one calibration.",
+            table(["text", *(f"{keep:g} kept" for keep in kept)], lines),
+            "From `results/compress/methods.jsonl`; command in [compress](../../results/compress/README.md).",
+        ]
+    )

@@ -1,0 +1,130 @@
+"""``latents``: which dimensions of every operator's latent are used, and what they cost (HDPL, Section 2.1)."""
+
+# Legend: N sequences, T tokens of all sequences, R latent dimensions
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relinear.analysis.analyses import Result, Subject
+from relinear.analysis.plots import PALETTE, new_figure
+from relinear.core.latents import Latent, LatentOperator, observe
+from relinear.core.modes import evaluating
+from relinear.pages.blocks import Block, Cell, Chart, Row, Table, axes, points
+
+__all__ = ["HOW_TO_READ", "applies", "blocks", "latent_statistics", "plot_latents", "run"]
+
+#: how to read its figures, for the page
+HOW_TO_READ = (
+    "A latent dimension whose mean hardly moves from token to token says nothing of the token: few active "
+    "dimensions are a "
+    "latent that is larger than its use. Nats are what a token's posterior is away from the prior; sigma near 1 "
+    "and a mean "
+    "that stays are the prior itself, where the dimension carries noise alone."
+)
+
+#: a dimension is active where the variance of its mean over tokens is above this (Burda et al. 2016)
+ACTIVE = 0.01
+
+
+@torch.no_grad()
+def latent_statistics(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]]:
+    """Every operator's latent over the tokens ``ids`` (N, tokens in each), in eval mode.
+
+    Returns:
+        {layer: {"deviation": standard deviation of every dimension's mean over tokens, largest first, (R,); "sigma":
+        mean standard deviation of the posterior; "nats": mean divergence from the prior a token, over all dimensions,
+        None where nothing is sampled; "active": how many dimensions vary by more than ``ACTIVE``; "size": R}}.
+
+    Raises:
+        ValueError: if no operator of the model has a latent.
+    """
+    sums: dict[str, dict[str, Any]] = defaultdict(lambda: defaultdict(float))
+
+    def look(name: str, latent: Latent) -> None:
+        mu, logvar = (part.flatten(0, -2).double() for part in (latent.mu, latent.logvar))
+        kept = sums[name]
+        kept["tokens"] += len(mu)
+        kept["mu"] += mu.sum(0)
+        kept["squares"] += mu.square().sum(0)
+        kept["sigma"] += float((0.5 * logvar).exp().sum())
+        kept["nats"] += float(0.5 * (mu.square() + logvar.exp() - 1 - logvar).sum())
+
+    with evaluating(model), observe(model, look):
+        for row in ids:
+            model(input_ids=row[None])
+    found = {}
+    for name, kept in sums.items():
+        tokens = kept["tokens"]
+        variance = (kept["squares"] / tokens - (kept["mu"] / tokens).square()).clamp_min(0)
+        nats = kept["nats"] / tokens
+        found[name] = {
+            "deviation": variance.sqrt().sort(descending=True).values.tolist(),
+            "sigma": kept["sigma"] / tokens / len(variance),
+            "nats": nats if math.isfinite(nats) else None,
+            "active": int((variance > ACTIVE).sum()),
+            "size": len(variance),
+        }
+    return found
+
+
+def applies(model: nn.Module) -> bool:
+    """Whether the model has operators with a latent."""
+    return any(isinstance(module, LatentOperator) for module in model.modules())
+
+
+def run(subject: Subject) -> Result:
+    """Statistics over all tokens of the subject."""
+    statistics = latent_statistics(subject.model, subject.ids)
+    active, size = (sum(row[key] for row in statistics.values()) for key in ("active", "size"))
+    text = f"{len(statistics)} latents: {active} of {size} dimensions are active"
+    nats = [row["nats"] for row in statistics.values() if row["nats"] is not None]
+    if nats:
+        text += f"; {sum(nats) / len(nats):.2f} nats a token and layer from the prior"
+    return Result(statistics, {"latents": plot_latents(statistics)}, text)
+
+
+def plot_latents(statistics: Mapping[str, Mapping[str, Any]]) -> Any:
+    """How far every dimension's mean moves over tokens, largest first, a line a layer."""
+    figure, (axis,) = new_figure(8.0, 4.2)
+    for number, row in enumerate(statistics.values()):
+        colour = PALETTE[number % len(PALETTE)]
+        axis.plot(range(1, row["size"] + 1), row["deviation"], color=colour, alpha=0.6, lw=1.2)
+    axis.axhline(math.sqrt(ACTIVE), color="#888888", ls=":", lw=1, label="below: not active")
+    axis.set_xlabel("dimension, in the order of its spread")
+    axis.set_ylabel("standard deviation of its mean over tokens")
+    axis.set_yscale("symlog", linthresh=1e-3)
+    axis.legend(loc="upper right", fontsize=8.5)
+    return figure
+
+
+def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) -> list[Block]:
+    """What a page shows of ``numbers``: a row a layer, and how its dimensions share the work."""
+    rows, data = [], []
+    for number, (name, row) in enumerate(numbers.items()):
+        nats = Cell("–" if row["nats"] is None else f"{row['nats']:.3f}", row["nats"])
+        active = Cell(f"{row['active']} of {row['size']}", row["active"])
+        rows.append(Row([Cell(name), active, nats, Cell(f"{row['sigma']:.3f}", row["sigma"])]))
+        places, spread = range(1, row["size"] + 1), [round(v, 5) for v in row["deviation"]]
+        text = f"{name}: {row['active']} of {row['size']} active"
+        trace = points(name, PALETTE[number % len(PALETTE)], 0, places, spread, text, showlegend=False)
+        data.append(trace | {"mode": "lines", "opacity": 0.7})
+    layout = axes("dimension, in the order of its spread", "deviation of its mean over tokens")
+    layout["shapes"] = [
+        {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": ACTIVE**0.5, "y1": ACTIVE**0.5, "line": _DOTS}
+    ]
+    text = (
+        "How far every dimension's mean moves over tokens, largest first, a line a layer; below the dotted "
+        "line it is not active."
+    )
+    head = ["layer", "active dimensions", "nats a token", "mean sigma"]
+    return [Table(head, rows), Chart(text, {"data": data, "layout": layout}, image_of("latents"))]
+
+
+_DOTS = {"color": "#7F7F7F", "width": 1.2, "dash": "dot"}

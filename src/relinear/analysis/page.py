@@ -1,0 +1,61 @@
+"""What analyses have left in a directory -> blocks of a page, each with a sentence on how to read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from relinear.analysis.analyses import ANALYSES
+from relinear.pages.blocks import Block, Listing, Section, Text, picture_of, read_values, what_ran
+
+__all__ = ["RECORD", "analyses_blocks", "analyses_section"]
+
+#: what ``relinear analyze`` was asked, and where it ran
+RECORD = "analyze.json"
+# where ``relinear analyze --out`` is pointed to for a run, or for the models of a comparison
+_PLACES = (".", "analysis", "analysis/*", "runs/*/*/analysis")
+#: characters of numbers that are shown; what is longer is in its file
+_LARGEST_LISTING = 20_000
+
+
+def analyses_blocks(directory: Path) -> list[Block]:
+    """The analyses in ``directory`` and beside the runs in it; none where there are none.
+
+    Raises:
+        ValueError: for a file that holds no JSON object.
+        LookupError, TypeError, AttributeError: for one that is damaged otherwise.
+    """
+    blocks: list[Block] = []
+    for pattern in _PLACES:
+        for folder in [directory] if pattern == "." else sorted(directory.glob(pattern)):
+            for name in ANALYSES:
+                if (folder / f"{name}.json").is_file():
+                    blocks += _analysis(folder, name, folder.relative_to(directory).as_posix())
+    return blocks
+
+
+def analyses_section(directory: Path) -> Section:
+    """What a page says of a directory of analyses alone. Raises as ``analyses_blocks``."""
+    blocks, model = analyses_blocks(directory), directory.resolve().name
+    if (directory / RECORD).is_file():
+        record = read_values(directory / RECORD)
+        model = record["model"]
+        asked = {
+            key: str(value) for key, value in record.items() if key not in ("command", "machine") and value is not None
+        }
+        blocks += what_ran(record, asked)
+    return Section(f"Analyses of {model}", "analyze", blocks)
+
+
+def _analysis(folder: Path, name: str, place: str) -> Sequence[Block]:
+    module = import_module(f"relinear.analysis.{name}")
+    title = name.replace("_", " ")
+    where = "" if place in (".", "analysis") else f", {place}"
+    path = folder / f"{name}.json"
+    blocks: list[Block] = [Text(f"Analysis: {title}{where}", heading=True), Text(module.HOW_TO_READ)]
+    blocks += module.blocks(read_values(path), lambda stem: picture_of(folder / stem))
+    text = path.read_text(encoding="utf-8")
+    if len(text) <= _LARGEST_LISTING:
+        blocks.append(Listing(f"{title}: numbers", text))
+    return blocks

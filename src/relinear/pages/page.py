@@ -1,0 +1,113 @@
+"""Sections -> one page that holds everything inline: it opens from a file, without a network, and can be mailed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeGuard
+
+from relinear.pages.blocks import Block, Chart, Part, Picture, Section, Text, as_yaml
+from relinear.system.files import write_text
+
+__all__ = ["LIMIT", "WITHOUT_PLOTLY", "can_be_hovered", "render", "write_page"]
+
+TEMPLATE = "pages/base.html"
+#: bytes of a page; figures and pictures beyond are left out, and the page says so
+LIMIT = 10_000_000
+_TEXTS = 1_000_000  # of these for tables and texts
+WITHOUT_PLOTLY = "Figures are still pictures: plotly is not installed (pip install 'relinear[report]' makes them live)."
+
+
+def can_be_hovered() -> bool:
+    """Whether figures can be live: plotly is there, whose script goes into the page."""
+    return importlib.util.find_spec("plotly") is not None
+
+
+def _script() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return get_plotlyjs()
+
+
+def write_page(path: str | Path, sections: Sequence[Section]) -> Path:
+    """Write the page on ``sections`` and return its path. Raises as ``render``, and OSError."""
+    write_text(path, render(sections))
+    return Path(path)
+
+
+def render(sections: Sequence[Section]) -> str:
+    """The page as text, in at most ``LIMIT`` bytes where leaving figures out suffices for that."""
+    import jinja2
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("relinear", ""),
+        autoescape=True,  # names, paths and what models generate are anybody's text
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"as_yaml": as_yaml, "perplexity_of": _perplexity}
+    charts = [chart for section in sections for block in section.blocks for chart in _charts(block)]
+    script = _script() if charts and can_be_hovered() else ""
+    room = LIMIT - len(script.encode()) - _TEXTS
+    notes = [WITHOUT_PLOTLY] if charts and not script else []
+    return environment.get_template(TEMPLATE).render(
+        sections=_fitted(sections, room, bool(script)),
+        notes=notes,
+        script=Markup(script),  # not escaped: it is plotly's own
+        live=bool(script),
+    )
+
+
+def _charts(block: Block) -> list[Chart]:
+    """Figures of a block that can be live."""
+    inner = block.values.values() if isinstance(block, Part) else [block]
+    return [chart for chart in inner if isinstance(chart, Chart) and chart.figure is not None]
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(loss):,.2f}" if loss < 20 else "–"
+
+
+def _fitted(sections: Sequence[Section], room: int, live: bool) -> list[Section]:
+    """The sections with what there is room for: live figures first, then pictures, which are the same for no script."""
+    lists = [list(section.blocks) for section in sections]
+    for keep in (_keep_figure, _keep_image):
+        for blocks in lists:
+            for place, block in enumerate(blocks):
+                if isinstance(block, Chart | Picture):
+                    blocks[place], taken = keep(block, room, live)
+                    room -= taken
+    for section, blocks in zip(sections, lists, strict=True):
+        for place, (before, block) in enumerate(zip(section.blocks, blocks, strict=True)):
+            if _shown(before, live) and not _shown(block, live):
+                blocks[place] = Text(f"Left out, for the page would be too large: {before.description}", soft=True)
+    return [dataclasses.replace(section, blocks=blocks) for section, blocks in zip(sections, lists, strict=True)]
+
+
+def _keep_figure(block: Chart | Picture, room: int, live: bool) -> tuple[Chart | Picture, int]:
+    """The block, without its figure if that has no room, and the bytes that it takes."""
+    from markupsafe import escape
+
+    if not live or not isinstance(block, Chart) or block.figure is None:
+        return block, 0
+    size = len(escape(json.dumps(block.figure)))
+    return (block, size) if size <= room else (dataclasses.replace(block, figure=None), 0)
+
+
+def _keep_image(block: Chart | Picture, room: int, live: bool) -> tuple[Chart | Picture, int]:
+    """The block, without its picture if that has no room, and the bytes that it takes."""
+    size = len(block.image or "")
+    return (block, size) if size <= room else (dataclasses.replace(block, image=None), 0)
+
+
+def _shown(block: Block, live: bool) -> TypeGuard[Chart | Picture]:
+    """Whether a block is a figure or a picture that the page shows."""
+    if isinstance(block, Chart) and live and block.figure is not None:
+        return True
+    return isinstance(block, Chart | Picture) and block.image is not None

@@ -1,0 +1,56 @@
+"""The page of one training run: run.json and metrics.jsonl -> figures and what it came to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from relinear.pages.blocks import (
+    PALETTE,
+    Block,
+    Chart,
+    Facts,
+    Listing,
+    Section,
+    Text,
+    as_yaml,
+    axes,
+    line,
+    read_values,
+    what_ran,
+)
+from relinear.train.callbacks import read_metrics
+
+__all__ = ["run_section"]
+
+
+def run_section(directory: Path) -> Section:
+    """What a page says of the run in ``directory``. Raises ValueError for damaged files."""
+    record = read_values(directory / "run.json")
+    settings = record["settings"]
+    metrics = directory / "metrics.jsonl"
+    rows = read_metrics(metrics) if metrics.is_file() else []
+    curves: list[dict[str, Any]] = []
+    for number, (key, name) in enumerate((("loss", "training loss"), ("validation_loss", "validation loss"))):
+        found = [(row["tokens"], row[key]) for row in rows if row.get(key) is not None]
+        if len(found) > 1:
+            x, y = zip(*found, strict=True)
+            curves += line(name, PALETTE[number], number, x, y)
+    blocks: list[Block] = [Text(f"The run is {record.get('status', 'unfinished')}.")]
+    if isinstance(record.get("result"), dict):
+        kept = {name.replace("_", " "): f"{value:,.6g}" for name, value in record["result"].items() if _number(value)}
+        blocks += [Text("Results", heading=True), Facts(kept)]
+    if curves:
+        figure = {"data": curves, "layout": axes("training tokens", "loss (nats per token)")}
+        blocks.append(Chart("Loss against training tokens.", figure))
+    facts = {
+        "model": str(settings.get("model")),
+        "steps": f"{settings.get('steps')}",
+        "seed": f"{settings.get('seed')}",
+    }
+    blocks += [*what_ran(record, facts), Listing("settings", as_yaml(settings))]
+    return Section(f"Training run {directory.resolve().name}", "train", blocks)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,256 @@
+"""Pages: what is in them as text, and what they do in a browser where there is one."""
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from page_helpers import without_plotly
+from relinear.analysis.analyses import ANALYSES
+from relinear.cli.main import main
+from relinear.distill.page import distill_section
+from relinear.pages import page as pages
+from relinear.pages.blocks import Cell, Chart, Listing, Picture, Row, Section, Table, Text, axes, line, points
+
+RESULTS = Path(__file__).parents[1] / "results"
+COMPARISON = Path(__file__).parent / "fixtures" / "v0.1" / "comparison"
+HOSTILE = ("<script>alert(1)</script>", '"onload="alert(1)', "</noscript><img src=x onerror=alert(1)>", "{{ 7 * 7 }}")
+PIXEL = "data:image/png;base64,iVBORw0KGgo="
+
+
+def hostile_section() -> Section:
+    names = list(HOSTILE)
+    rows = [Row([name, Cell(str(n), n, small=name, title=name)], name, "#0072B2") for n, name in enumerate(names)]
+    data = [trace for n, name in enumerate(names) for trace in line(name, "#0072B2", n, [0, 1, 2], [n, 1, 2])]
+    data += [points(name, "#D55E00", n, [1], [n], [name]) for n, name in enumerate(names)]
+    chart = Chart(names[0], {"data": data, "layout": axes(names[0], names[1])}, PIXEL)
+    blocks = [*map(Text, names), Table(["entry", names[0]], rows), chart, Picture(names[1], PIXEL)]
+    blocks += [Listing(name, name) for name in names]
+    return Section(names[0], names[1], blocks, dict.fromkeys(names, "#0072B2"), names[2])
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+
+def tags_of(page: str) -> list[tuple[str, dict[str, str | None]]]:
+    parser = Tags()
+    parser.feed(without_plotly(page))
+    return parser.tags
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_text_of_data_is_escaped_everywhere(live: bool, monkeypatch) -> None:
+    if live:
+        pytest.importorskip("plotly", reason="live figures need plotly")
+    monkeypatch.setattr(pages, "can_be_hovered", lambda: live)
+    page = pages.render([hostile_section()])
+    tags = tags_of(page)
+    assert [a.get("id") for tag, a in tags if tag == "script"] == ["page"]
+    assert not [a for _, a in tags for name in a if name.startswith("on")]
+    assert all(str(a["src"]).startswith("data:") for _, a in tags if "src" in a)
+    assert "{{ 7 * 7 }}" in page
+    assert (pages.WITHOUT_PLOTLY.partition("(")[0] in page) != live
+
+
+def test_figures_are_live_once_or_still_pictures(monkeypatch) -> None:
+    pytest.importorskip("plotly", reason="live figures need plotly")
+    page = pages.render([hostile_section(), hostile_section()])
+    assert page.count('<script id="plotly">') == 1
+    assert len(page.encode()) < pages.LIMIT
+    monkeypatch.setattr(pages, "can_be_hovered", lambda: False)
+    still = pages.render([hostile_section()])
+    assert len(still) < 100_000
+    assert "data-figure=" not in still
+    assert still.count(f'src="{PIXEL}"') == 2
+
+
+def test_pictures_beyond_the_limit_are_left_out_and_named() -> None:
+    large = "data:image/png;base64," + "A" * 6_000_000
+    page = pages.render([Section("a", "b", [Picture("first", large), Picture("second", large)])])
+    assert len(page.encode()) < pages.LIMIT
+    assert "Left out, for the page would be too large: second" in page
+
+
+def test_live_figures_have_room_before_pictures_do() -> None:
+    pytest.importorskip("plotly", reason="live figures need plotly")
+    large = "data:image/png;base64," + "A" * 4_000_000
+    figure = {"data": line("entry", "#0072B2", 0, list(range(1000)), [0.123456789] * 1000), "layout": axes("x", "y")}
+    charts = [Chart("first", figure, large), Chart("second", figure, large), Picture("third", large)]
+    page = pages.render([Section("a", "b", charts)])
+    assert len(page.encode()) < pages.LIMIT
+    assert page.count("data-figure=") == 2
+    assert page.count(large) == 1
+    assert "too large: third" in page
+    assert "too large: second" not in page
+
+
+def test_an_old_comparison_with_analyses_and_a_run_on_one_page(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(COMPARISON, "old")
+    (tmp_path / "old" / "analysis").mkdir()
+    shutil.copy(RESULTS / "ccl" / "analysis" / "gates.json", "old/analysis")
+    shutil.copytree(COMPARISON / "runs" / "dense" / "seed-0", "run")
+    assert main(["report", "old", "run"]) == 0
+    assert "report.html" in capsys.readouterr().out
+    page = without_plotly(Path("report.html").read_text())
+    results = json.loads(Path("old/results.json").read_text())
+    for text in (*(f'data-entry="{entry["name"]}"' for entry in results["entries"]), "Training run run"):
+        assert text in page
+    for text in ("Analysis: gates", "A gate near 0 shuts", "What was run", "<dt>seeds</dt><dd>0, 1</dd>", "× dense"):
+        assert text in page
+    assert sorted(path.stem for path in Path("old/plots").glob("*.png")) == ["curves", "pareto", "speeds"]
+
+
+@pytest.mark.parametrize("name", ["bench", "bench-gates", "hdpl-67m", "llama-60m"])
+def test_recorded_benchmarks_have_a_page(name: str, tmp_path) -> None:
+    for kind in ("bench.json", "models.json"):
+        if (RESULTS / "speed" / name / kind).is_file():
+            shutil.copy(RESULTS / "speed" / name / kind, tmp_path)
+    assert main(["report", str(tmp_path)]) == 0
+    page = without_plotly((tmp_path / "report.html").read_text())
+    assert "What was run" in page
+    assert "2.13.0+cpu" in page
+
+
+def test_what_cannot_be_reported_is_said(tmp_path, capsys) -> None:
+    assert main(["report", str(tmp_path)]) != 0
+    assert "holds nothing to report" in capsys.readouterr().err
+    (tmp_path / "report.json").write_text('{"layers": [1]}')
+    assert main(["report", str(tmp_path)]) != 0
+    assert "damaged or of another version" in capsys.readouterr().err
+
+
+def test_a_distillation_has_a_page_without_its_later_fields() -> None:
+    fit = {"name": "a<b>", "operator": "x", "parameters": 1, "parameters_before": 2, "start_error": 0.5, "error": 0.25}
+    section = distill_section({"loss": "mse", "layers": [fit | {"cosine": None}]})
+    page = pages.render([section])
+    assert "a&lt;b&gt;" in page
+    assert "0.2500" in page
+
+
+def analyses(folder: Path) -> Path:
+    """A directory of every analysis, as ``relinear analyze`` leaves one, with tokens that are no friends of HTML."""
+    shutil.copytree(RESULTS / "ccl" / "analysis", folder)
+    numbers = json.loads((RESULTS / "transponder" / "modulators.json").read_text())
+    numbers["tokens"][: len(HOSTILE)] = HOSTILE
+    name = next(iter(numbers["scalar"]))
+    values = [[1.0, 1.1], [0.9, 1.0], [0.8, 1.2], [1.0, 1.0]]
+    numbers["channel"] = {name: {"channels": [0, 7], "values": values, "spread": 0.2}}
+    (folder / "modulators.json").write_text(json.dumps(numbers))
+    latent = {"deviation": [0.5, 0.0], "sigma": 1.0, "nats": None, "active": 1, "size": 2}
+    (folder / "latents.json").write_text(json.dumps(dict.fromkeys(HOSTILE, latent)))
+    angles = {"left": [[30.0, 0.0]], "right": [[1.0, 0.0]]}
+    (folder / "planes.json").write_text(json.dumps(dict.fromkeys(HOSTILE, angles)))
+    record = {"model": HOSTILE[0], "command": "relinear analyze MODEL", "machine": {"torch": "2.13"}, "sequences": 64}
+    (folder / "analyze.json").write_text(json.dumps(record))
+    return folder
+
+
+def test_every_analysis_has_its_page(tmp_path) -> None:
+    folder = analyses(tmp_path / "look")
+    assert main(["report", str(folder)]) == 0
+    page = without_plotly((folder / "report.html").read_text())
+    for name in ANALYSES:
+        assert f"Analysis: {name.replace('_', ' ')}" in page
+    assert "<dt>command</dt><dd>relinear analyze MODEL</dd>" in page
+    assert not [a for _, a in tags_of(page) for key in a if key.startswith("on")]
+    assert len(page.encode()) < pages.LIMIT
+    (folder / "top_tokens.json").write_text("{}")
+    assert main(["report", str(folder)]) != 0
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    pytest.importorskip("plotly", reason="live figures need plotly")
+    api = pytest.importorskip("playwright.sync_api", reason="no browser: `make browser` sets one up")
+    found = shutil.which("chromium") or shutil.which("google-chrome")
+    with api.sync_playwright() as playwright:
+        try:
+            opened = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        except api.Error as error:
+            pytest.skip(f"no browser: `make browser` sets one up ({str(error).splitlines()[0]})")
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module", params=["comparison", "hostile", "analyses"])
+def opened(request, browser, tmp_path_factory):
+    """A page in the browser, its kind, and what went wrong on it or was asked for from elsewhere."""
+    folder = tmp_path_factory.mktemp("pages")
+    if request.param == "comparison":
+        shutil.copytree(COMPARISON, folder / "run")
+        assert main(["report", str(folder / "run")]) == 0
+        path = folder / "run" / "report.html"
+    elif request.param == "analyses":
+        assert main(["report", str(analyses(folder / "look"))]) == 0
+        path = folder / "look" / "report.html"
+    else:
+        path = pages.write_page(folder / "report.html", [hostile_section()])
+    view, wrong = browser.new_page(), []
+    view.set_default_timeout(120_000)  # the first page of a busy machine takes its time
+    view.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    view.on("pageerror", lambda error: wrong.append(str(error)))
+    view.on("dialog", lambda dialog: wrong.append(f"dialog {dialog.message}"))
+    view.on("request", lambda r: None if re.match("file:|data:|blob:", r.url) else wrong.append(r.url))
+    view.goto(path.as_uri())
+    view.wait_for_selector(".chart .main-svg")
+    return view, request.param, wrong
+
+
+def test_a_page_loads_without_an_error_and_fetches_nothing(opened) -> None:
+    view, _, wrong = opened
+    view.emulate_media(color_scheme="dark")
+    view.set_viewport_size({"width": 390, "height": 800})
+    view.wait_for_function("document.documentElement.scrollWidth <= 390")
+    view.emulate_media(color_scheme="light", media="screen")
+    view.set_viewport_size({"width": 1280, "height": 800})
+    assert view.locator(".chart .main-svg").count() >= view.locator(".chart").count()
+    assert wrong == []
+
+
+def test_tables_sort_up_and_down(opened) -> None:
+    view = opened[0]
+    table = view.locator("table.sortable").first
+    column = 3 if opened[1] == "analyses" else 2  # of numbers
+    button = table.locator("th button").nth(column - 1)
+
+    def values() -> list[float]:
+        return [
+            float(v)
+            for v in table.locator(f"tbody td:nth-child({column})").evaluate_all("c => c.map(x => x.dataset.value)")
+        ]
+
+    button.click()
+    assert values() == sorted(values())
+    button.click()
+    assert values() == sorted(values(), reverse=True)
+    assert table.locator("th").nth(column - 1).get_attribute("aria-sort") == "descending"
+
+
+def test_the_filter_changes_tables_and_figures(opened) -> None:
+    view, kind, wrong = opened
+    if kind == "analyses":
+        pytest.skip("analyses have no entries to filter by")
+    box = view.locator("fieldset.entries input").nth(1)
+    rows = view.locator("tr[data-entry]:visible").count()
+    shown = "() => document.querySelector('.chart').data.filter(t => t.visible !== false).length"
+    before = view.evaluate(shown)
+    box.uncheck()
+    assert view.locator("tr[data-entry]:visible").count() < rows
+    assert view.evaluate(shown) < before
+    box.check()
+    assert view.locator("tr[data-entry]:visible").count() == rows
+    assert view.evaluate(shown) == before
+    assert wrong == []
