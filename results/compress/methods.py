@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=[*UNIFORM, *COMPRESSED, *ROUNDED, *BOTH])
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--evaluation-tokens", type=int, default=20480)
-    parser.add_argument("--skip", type=int, default=0, help="documents of each text to leave out: another calibration")
+    parser.add_argument("--skip", type=int, default=0, help="blocks of each text to leave out: another calibration")
     parser.add_argument("--state", type=Path, default=Path("runs/compress-methods"))
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
@@ -195,7 +195,10 @@ def main() -> None:
     settings = CompressSettings(tokens=given.tokens, evaluate=False, allow_slower=True)
     each = given.tokens // settings.sequence_length // len(given.calibrate)
     blocks = torch.cat(
-        [token_blocks(list(texts(t))[given.skip :], tokenizer, settings.sequence_length, each) for t in given.calibrate]
+        [
+            token_blocks(list(texts(t)), tokenizer, settings.sequence_length, given.skip + each)[given.skip :]
+            for t in given.calibrate
+        ]
     )
     evaluated = {name: path for name, _, path in (text.partition("=") for text in given.evaluate)}
     state = given.state / f"skip-{given.skip}"

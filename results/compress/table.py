@@ -5,30 +5,38 @@ import sys
 from pathlib import Path
 
 
-def cell(row: dict | None, text: str) -> str:
-    """The loss above the original's, with half the width of its interval."""
-    if row is None:
+def cell(rows: list[dict], text: str) -> str:
+    """The loss above the original's, with half the width of its interval; of several calibrations, all."""
+    if not rows:
         return ""
-    over, half = row["over_dense"][text]
-    return f"{over:+.3f} ± {half:.3f}"
+    over, half = rows[0]["over_dense"][text]
+    shown = f"{over:+.3f} ± {half:.3f}"
+    if len(rows) > 1:
+        shown += " (" + ", ".join(f"{value:.3f}" for value in sorted(row["over_dense"][text][0] for row in rows)) + ")"
+    return shown
 
 
 def main() -> None:
     """A table for each text: methods down, budgets across."""
     rows = [json.loads(line) for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()]
     dense = next(row for row in rows if row["method"] == "dense")
-    found = {(row["method"], row["keep"], row["skip"]): row for row in rows if row["method"] != "dense"}
-    keeps = sorted({keep for _, keep, _ in found if keep is not None}, reverse=True)
+    found: dict[tuple, dict[int, dict]] = {}
+    for row in rows:
+        if row["method"] != "dense":
+            found.setdefault((row["method"], row["keep"]), {})[row["skip"]] = row
+    keeps = sorted({keep for _, keep in found if keep is not None}, reverse=True)
     for text, loss in dense["loss"].items():
         print(f"**{text}** (original {loss:.3f} nats)\n")
-        print("| method | " + " | ".join(f"{keep:g}" for keep in keeps) + " |\n|" + " --- |" * (len(keeps) + 1))
-        for method, skip in dict.fromkeys((method, skip) for method, _, skip in found):
-            label = method if not skip else f"{method}, calibrated from document {skip} on"
-            alone = found.get((method, None, skip))
-            cells = [cell(found.get((method, keep, skip)), text) for keep in keeps]
-            if alone is not None:  # no budget of ours: its stored bits a weight are stated
-                cells = [f"{cell(alone, text)} at {alone['bits']:g} bits a weight", *[""] * (len(keeps) - 1)]
-            print(f"| {label} | " + " | ".join(cells) + " |")
+        print("| method | bits | " + " | ".join(f"{keep:g}" for keep in keeps) + " |\n|" + " --- |" * (len(keeps) + 2))
+        for method in dict.fromkeys(method for method, _ in found):
+            own = {
+                keep: [rows[skip] for skip in sorted(rows)] for (name, keep), rows in found.items() if name == method
+            }
+            bits = next(iter(own.values()))[0].get("bits", 16)
+            cells = [cell(own.get(keep, []), text) for keep in keeps]
+            if None in own:  # rounded, and nothing else
+                cells = [f"all kept: {cell(own[None], text)}", *[""] * (len(keeps) - 1)]
+            print(f"| {method} | {bits:g} | " + " | ".join(cells) + " |")
         print()
 
 

@@ -23,10 +23,8 @@ __all__ = ["HOW_TO_READ", "applies", "blocks", "latent_statistics", "plot_latent
 #: how to read its figures, for the page
 HOW_TO_READ = (
     "A latent dimension whose mean hardly moves from token to token says nothing of the token: few active "
-    "dimensions are a "
-    "latent that is larger than its use. Nats are what a token's posterior is away from the prior; sigma near 1 "
-    "and a mean "
-    "that stays are the prior itself, where the dimension carries noise alone."
+    "dimensions are a latent that is larger than its use. Nats are what a token's posterior is away from the "
+    "prior; sigma near 1 and a mean that stays are the prior itself, where the dimension carries noise alone."
 )
 
 #: a dimension is active where the variance of its mean over tokens is above this (Burda et al. 2016)

@@ -215,8 +215,7 @@ CHANNELS, MAPS = 96, 3  # channels and layers whose gates are written out
 
 
 def _shown_channels(record: GateRecord) -> dict[str, Any]:
-    """Layer -> some of its channels, their gates by token, and the spread that all maps share; {} where there "
-    "are none."""
+    """Layer -> some of its channels, their gates by token, and the spread that all maps share; {} where none are."""
     if not record.channel:
         return {}
     found, spread = {}, round(_spread(record), 4)
