@@ -174,6 +174,13 @@ def test_bench_of_whole_models(capfd, tmp_path):
     assert rows[0]["speedup"] == 1
     assert all(row["tokens_per_second"] > 0 for row in rows)
     assert "decode" not in capfd.readouterr().out
+    inference = ["--passes", "prefill,decode", "--inference-batches", "1,3", "--out", str(tmp_path / "inference")]
+    assert main([*arguments, "--sequence-length", "8", *inference]) == 0
+    rows = json.loads((tmp_path / "inference" / "models.json").read_text())["rows"]
+    cases = [(row["phase"], row["batch_size"]) for row in rows if row["variant"] == "dense"]
+    assert cases == [("prefill", 1), ("prefill", 3), ("decode", 1), ("decode", 3)]
+    assert all(row["for_inference"] for row in rows)
+    assert "batch 3" in (tmp_path / "inference" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Whole models on the clock: a training step and decoding, with and without each operator."""
+"""Whole models on the clock: a training step, prefill and decoding, with and without each operator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from relinear.system.timing import Timing, interleave
 
 __all__ = ["MODEL_PASSES", "ModelBenchSettings", "ModelMeasurement", "bench_models", "run_model_bench"]
 
-MODEL_PASSES = ("step", "decode")
+MODEL_PASSES = ("step", "prefill", "decode")
+#: tokens of the prompt that decoding goes on from: few, so that next to no prefill is timed with it
+PROMPT = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,15 +74,19 @@ def _training_step(
     return step
 
 
-def _decoding(model: Any, ids: torch.Tensor, new_tokens: int, for_inference: bool) -> Callable[[], object]:
-    for_inference_(model.eval(), for_inference)
+def _inference(model: Any, ids: torch.Tensor, phase: str, new_tokens: int) -> Callable[[], object]:
     model.generation_config.eos_token_id = None
 
-    def decode() -> object:
-        with torch.no_grad():
-            return model.generate(ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False)
+    @torch.no_grad()
+    def prefill() -> object:
+        return model(input_ids=ids, use_cache=True)
 
-    return decode
+    @torch.no_grad()
+    def decode() -> object:
+        limits = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
+        return model.generate(ids[:, :PROMPT], **limits)
+
+    return prefill if phase == "prefill" else decode
 
 
 def bench_models(
@@ -104,14 +110,15 @@ def bench_models(
     Args:
         preset: name of a stock model (``relinear.preset_names()``).
         variants: name -> what ``replace_`` puts into the model.
-        phase: "step" (training: forward, backward, AdamW) or "decode" (greedy, with the cache).
-        sequence_length: tokens a sequence (of the prompt, for "decode").
+        phase: "step" (training: forward, backward, AdamW), "prefill" (a prompt, which fills the cache) or "decode"
+            (greedy, with the cache, from a prompt of 8 tokens on).
+        sequence_length: tokens a sequence, for "step" and "prefill".
         batch_size: sequences at once.
-        dtype: float32, or bfloat16 by autocast for "step" and as weights for "decode".
+        dtype: float32, or bfloat16 by autocast for "step" and as weights otherwise.
         compiled: run the training step through ``torch.compile``.
         prepare: called on each variant after the surgery (to attach a context manager, say).
         new_tokens: tokens to generate for "decode".
-        for_inference: decode after ``relinear.for_inference_``.
+        for_inference: prefill and decode after ``relinear.for_inference_``.
         rounds: how often each takes its turn.
         learning_rate: of the AdamW steps; small, so that the work stays the same.
         overrides: fields of the preset's config to change.
@@ -135,9 +142,10 @@ def bench_models(
         if phase == "step":
             calls[name] = _training_step(model, ids, None if dtype == torch.float32 else dtype, compiled, learning_rate)
         else:
-            calls[name] = _decoding(model.to(dtype), ids, new_tokens, for_inference)
+            for_inference_(model.to(dtype).eval(), for_inference)
+            calls[name] = _inference(model, ids, phase, new_tokens)
     timings = interleave(calls, "dense", rounds=rounds, min_seconds=0.0, warmup=2)
-    tokens = batch_size * (sequence_length if phase == "step" else new_tokens)
+    tokens = batch_size * (new_tokens if phase == "decode" else sequence_length)
     return [
         ModelMeasurement(
             variant=name,
@@ -147,7 +155,7 @@ def bench_models(
             batch_size=batch_size,
             dtype=str(dtype).removeprefix("torch."),
             compiled=compiled,
-            for_inference=phase == "decode" and for_inference,
+            for_inference=phase != "step" and for_inference,
             parameters=parameters[name],
             **_speed(timings[name], tokens),
         )
@@ -169,8 +177,9 @@ class ModelBenchSettings(Settings):
 
     Attributes:
         preset, sequence_length, batch_size, for_inference, rounds: see ``bench_models``.
-        passes: of "step" and "decode".
-        modes: of "eager" and "compiled". Decoding is eager only.
+        passes: of "step", "prefill" and "decode".
+        inference_batches: sequences at once in prefill and decoding.
+        modes: of "eager" and "compiled". Prefill and decoding are eager only.
         dtypes: of the computation, "fp32" and "bf16".
         threads: of torch; None leaves its choice.
     """
@@ -181,6 +190,7 @@ class ModelBenchSettings(Settings):
     dtypes: tuple[str, ...] = ("fp32",)
     sequence_length: int = Field(default=512, ge=2)
     batch_size: PositiveInt = 1
+    inference_batches: tuple[PositiveInt, ...] = Field(default=(1, 8), min_length=1)
     for_inference: bool = True
     rounds: PositiveInt = 7
     threads: PositiveInt | None = None
@@ -231,16 +241,21 @@ def run_model_bench(
     if settings.threads:
         torch.set_num_threads(settings.threads)
     rows: list[dict[str, Any]] = []
-    for dtype, mode, phase in itertools.product(settings.dtypes, settings.modes, settings.passes):
-        if phase == "decode" and mode == "compiled":
+    cases = [
+        (phase, batch)
+        for phase in settings.passes
+        for batch in ((settings.batch_size,) if phase == "step" else settings.inference_batches)
+    ]
+    for dtype, mode, (phase, batch) in itertools.product(settings.dtypes, settings.modes, cases):
+        if phase != "step" and mode == "compiled":
             continue
-        report(f"{settings.preset}, {dtype}, {mode}, {phase}")
+        report(f"{settings.preset}, {dtype}, {mode}, {phase} of {batch}")
         measured = bench_models(
             settings.preset,
             variants,
             phase=phase,
             sequence_length=settings.sequence_length,
-            batch_size=settings.batch_size,
+            batch_size=batch,
             dtype=DTYPES[dtype],
             compiled=mode == "compiled",
             prepare=_attach_contexts,

@@ -92,14 +92,15 @@ def models_section(values: Mapping[str, Any]) -> Section:
     """What a page says of models.json."""
     names = list(dict.fromkeys(row["variant"] for row in values["rows"]))
     palette = colours([{"name": name, "dense": name == DENSE} for name in names])
-    head = ["variant", "dtype", "mode", "pass", "parameters", "tokens / s", "speed / dense", "quartiles"]
+    head = ["variant", "dtype", "mode", "pass", "batch", "parameters", "tokens / s", "speed / dense", "quartiles"]
     rows, data = [], []
     for row in values["rows"]:
         mode = "compiled" if row["compiled"] else "eager"
-        case = f"{row['dtype']}, {mode}, {phase_of(row)}"
+        case = f"{row['dtype']}, {mode}, {phase_of(row)}, batch {row['batch_size']}"
         cells = [
             row["variant"],
             *(row["dtype"], mode, phase_of(row)),
+            Cell(str(row["batch_size"]), row["batch_size"]),
             Cell(f"{row['parameters']:,}", row["parameters"]),
             Cell(f"{row['tokens_per_second']:,.0f}", row["tokens_per_second"]),
             Cell(f"{row['speedup']:.2f}", row["speedup"]),

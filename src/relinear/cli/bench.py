@@ -25,11 +25,14 @@ def command(
     tokens: Annotated[str | None, typer.Option(help="Such as 1,64,4096.")] = None,
     dtypes: Annotated[str | None, typer.Option(help="fp32, bf16 or both.")] = None,
     modes: Annotated[str | None, typer.Option(help="eager, compiled or both.")] = None,
-    passes: Annotated[str | None, typer.Option(help="forward, step or both; of a model step, decode.")] = None,
+    passes: Annotated[str | None, typer.Option(help="forward, step or both; of a model step, prefill, decode.")] = None,
     sequence_length: Annotated[int, typer.Option(min=2, help="Of --model.")] = 512,
-    batch_size: Annotated[int, typer.Option(min=1, help="Of --model.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Of --model, in training.")] = 1,
+    inference_batches: Annotated[
+        str | None, typer.Option(help="Of --model: sequences at once in prefill and decode, such as 1,8.")
+    ] = None,
     for_inference: Annotated[
-        bool | None, typer.Option(help="Let layers keep what they compute from weights, in forward and decode (yes).")
+        bool | None, typer.Option(help="Let layers keep what they compute from weights, in inference (yes).")
     ] = None,
     peers: Annotated[
         bool | None, typer.Option(help="Also time named peers: PEFT's adapters, published forms (yes).")
@@ -51,8 +54,8 @@ def command(
     A contender whose output is off is reported and not timed. In brackets: without the allocator's thresholds raised.
     Inference is that of relinear.for_inference_, unless --no-for-inference asks for weights read at every call.
 
-    With --model, training steps and decoding of a stock model, with and without each --operator, which may say where
-    it goes: PATTERN=KIND:KEY=VALUE.
+    With --model, training steps, prefill and decoding of a stock model, with and without each --operator, which may
+    say where it goes: PATTERN=KIND:KEY=VALUE.
 
     **Example:** `relinear bench --operator hdpl:rank=128 --shapes 2048x2048 --tokens 1,4096 --dtypes fp32`
 
@@ -88,6 +91,7 @@ def command(
             if value is not None:
                 raise ValueError(f"{name} is about single layers; with --model use --sequence-length and --batch-size")
         size = {"preset": model, "sequence_length": sequence_length, "batch_size": batch_size}
+        chosen["inference_batches"] = split(inference_batches)
         _whole_models(ModelBenchSettings.load(set_if_given(chosen) | size, "bench"), operators or [], out)
         return
     recorded = None if check is None else read_record(check)
@@ -162,14 +166,14 @@ def _whole_models(settings: ModelBenchSettings, operators: list[str], out: Path)
     console = Console(stderr=True)
     with console.status("preparing") as status:
         result = run_model_bench(settings, variants, out, allocator=tune_allocator(), report=status.update)
-    shown = Table("variant", "parameters", "dtype", "mode", "pass", "tokens / s", "speed", box=None)
+    shown = Table("variant", "parameters", "dtype", "mode", "pass", "batch", "tokens / s", "speed", box=None)
     for row in result["rows"]:
         mode = "compiled" if row["compiled"] else "eager"
-        cells = f"{row['parameters']:,}", row["dtype"], mode, row["phase"], f"{row['tokens_per_second']:,.0f}"
-        shown.add_row(row["variant"], *cells, f"{row['speedup']:.2f}")
+        cells = f"{row['parameters']:,}", row["dtype"], mode, row["phase"], str(row["batch_size"])
+        shown.add_row(row["variant"], *cells, f"{row['tokens_per_second']:,.0f}", f"{row['speedup']:.2f}")
     Console(width=max(Console().width, 110)).print(shown)
-    if "decode" in settings.passes:
-        print(f"decode: {_inference(settings.for_inference)}")
+    if set(settings.passes) - {"step"}:
+        print(f"prefill and decode: {_inference(settings.for_inference)}")
     print(f"speed is relative to the stock model, above 1 is faster; allocator: {result['allocator'] or 'untouched'}")
     print(f"written: {out / 'models.json'}, {write_page(out / 'report.html', [models_section(result)])}")
 
