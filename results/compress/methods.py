@@ -14,7 +14,8 @@ where two are given, and differs in what it is about only:
     two-sided   whitening of inputs and of output gradients, the same share everywhere
     allocated   the same, sizes chosen over the whole model, layers dense where that is cheaper
     pivoted     the same, and no parameter is spent on what a change of basis can make an identity: our default
-    in-order    the same, fitted from the first layer to the last on what the compressed model feeds them
+    healed      the same, then trained to give the original's logits on --heal-tokens more of the texts, in turns
+    in-order    pivoted, fitted from the first layer to the last on what the compressed model feeds them
     neurons     MLPs narrower by whole neurons, as wide in every layer: a stock model
     int8, int4  round to nearest, per row and group of 64 inputs: not the same bytes, which are stated
     pivoted+int8, pivoted+int4, allocated+int8, allocated+int4: both, the factors rounded like weights
@@ -55,11 +56,13 @@ ROUNDED = {"int8": 8, "int4": 4}
 COMPRESSED = {
     "allocated": {"menu": ("low_rank",)},
     "pivoted": {"menu": ("pivoted_low_rank",)},
+    "healed": {"menu": ("pivoted_low_rank",), "heal_learning_rate": 3e-5, "heal_held_out_tokens": 4096},
     "in-order": {"menu": ("pivoted_low_rank",), "anchor": True},
     "neurons": {"menu": ("neurons",)},
 }
 #: those with their factors rounded
 BOTH = {f"{name}+{rounded}": (name, bits) for name in ("pivoted", "allocated") for rounded, bits in ROUNDED.items()}
+METHODS = (*UNIFORM, *COMPRESSED, *ROUNDED, *BOTH)
 #: the kinds of layers that share a basis with the next decoder layer's in Basis Sharing
 SHARING = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 WINDOW = 1024
@@ -184,22 +187,27 @@ def main() -> None:
     parser.add_argument("--calibrate", nargs="+", required=True, metavar="TEXT")
     parser.add_argument("--evaluate", nargs="+", required=True, metavar="NAME=TEXT[@TOKENS]")
     parser.add_argument("--keep", nargs="+", type=float, default=[0.8, 0.7])
-    parser.add_argument("--methods", nargs="+", default=[*UNIFORM, *COMPRESSED, *ROUNDED, *BOTH])
+    parser.add_argument(
+        "--methods", nargs="+", default=[*UNIFORM, *(m for m in COMPRESSED if m != "healed"), *ROUNDED, *BOTH]
+    )
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--evaluation-tokens", type=int, default=20480)
+    parser.add_argument("--heal-tokens", type=int, default=122880, help="that 'healed' trains on")
     parser.add_argument("--skip", type=int, default=0, help="blocks of each text to leave out: another calibration")
     parser.add_argument("--state", type=Path, default=Path("runs/compress-methods"))
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     tokenizer = load_tokenizer(given.model)
     settings = CompressSettings(tokens=given.tokens, evaluate=False, allow_slower=True)
-    each = given.tokens // settings.sequence_length // len(given.calibrate)
-    blocks = torch.cat(
-        [
-            token_blocks(list(texts(t)), tokenizer, settings.sequence_length, given.skip + each)[given.skip :]
-            for t in given.calibrate
-        ]
-    )
+    length, parts = settings.sequence_length, len(given.calibrate)
+    each = given.tokens // length // parts
+    healing = -(-(given.heal_tokens + COMPRESSED["healed"]["heal_held_out_tokens"]) // length // parts)
+    read = [
+        token_blocks(list(texts(t)), tokenizer, length, given.skip + each + healing * ("healed" in given.methods))
+        for t in given.calibrate
+    ]
+    blocks = torch.cat([b[given.skip : given.skip + each] for b in read])
+    further = torch.stack([b[given.skip + each :] for b in read], 1).flatten(0, 1)
     evaluated = {name: path for name, _, path in (text.partition("=") for text in given.evaluate)}
     state = given.state / f"skip-{given.skip}"
 
@@ -247,7 +255,10 @@ def main() -> None:
                 continue
             base, bits = BOTH.get(method, (method, None))
             chosen = settings.updated(keep=keep, **COMPRESSED[base])
-            report = compress(model, [blocks.flatten()], settings=chosen, out_dir=state)
+            ids = [blocks.flatten()]
+            if method == "healed":
+                chosen, ids = chosen.updated(heal_tokens=given.heal_tokens), [*ids, further.flatten()]
+            report = compress(model, ids, settings=chosen, out_dir=state)
             if bits is not None:
                 round_(model, calibration.names, bits)
             row(
