@@ -1,6 +1,7 @@
 """Checkpoints: the same logits bit for bit, and no directory that is half understood."""
 
 import copy
+import functools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -27,7 +29,6 @@ from transformers import (
     QuantoConfig,
     ViTConfig,
 )
-from transformers.utils.hub import PushToHubMixin
 
 import relinear
 from relinear.data.tokenizers import load_tokenizer
@@ -290,28 +291,66 @@ def test_a_stock_model_leaves_the_card_and_the_loader_of_others_alone(tmp_path):
     assert {(tmp_path / name).read_text() for name in ("README.md", "configuration_relinear.py")} == {"mine"}
 
 
-def test_a_push_uploads_the_loader_and_the_record(saved, monkeypatch):
-    model, directory = saved
-    pushed = {}
+class Hub:
+    """In place of the Hub: keeps what is committed."""
 
-    class Hub:
-        def create_repo(self, repo_id, **kwargs):
-            return SimpleNamespace(repo_id=repo_id)
+    def __init__(self):
+        self.files = {}
 
-    def upload(self, folder, repo_id, files_timestamps, **kwargs):
-        fresh = [p for p in Path(folder).iterdir() if p.stat().st_mtime > files_timestamps.get(p.name, 0)]
-        pushed.update({p.name: p.read_bytes() for p in fresh})
+    def __call__(self):
+        return self
 
-    monkeypatch.setattr("transformers.utils.hub.hf_api", Hub)
-    monkeypatch.setattr("transformers.modeling_utils.hf_api", Hub)
+    def create_repo(self, repo_id, **kwargs):
+        return SimpleNamespace(repo_id=repo_id)
+
+    def create_commit(self, operations, **kwargs):
+        self.files |= {step.path_in_repo: Path(step.path_or_fileobj).read_text("latin-1") for step in operations}
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A Hub that has no card of the model yet: transformers then sends its template."""
+    found = Hub()
     for module in ("transformers.utils.hub", "transformers.modeling_utils"):
-        monkeypatch.setattr(f"{module}.create_and_tag_model_card", lambda *a, **k: ModelCard("---\n---\n"))
-    monkeypatch.setattr(PushToHubMixin, "_upload_modified_files", upload)
-    for push in (model.push_to_hub, lambda name: model.save_pretrained(directory.parent / "pushed", push_to_hub=True)):
-        pushed.clear()
+        monkeypatch.setattr(f"{module}.hf_api", found)
+
+    monkeypatch.setattr(ModelCard, "load", functools.partial(load_card, ModelCard.load))
+    return found
+
+
+def load_card(original, place, **kwargs):
+    """``ModelCard.load``, of a file alone."""
+    if Path(place).is_file():
+        return original(place, **kwargs)
+    raise EntryNotFoundError("the Hub has no card")
+
+
+def pushes(model, folder):
+    return (model.push_to_hub, lambda name: model.save_pretrained(folder / "pushed", push_to_hub=True))
+
+
+def test_a_push_uploads_the_card_the_loader_and_the_record(saved, hub, tmp_path):
+    model, directory = saved
+    for push in pushes(model, tmp_path):
+        hub.files.clear()
         push("org/name")
-        assert pushed.keys() == {p.name for p in directory.iterdir()}
-        assert json.loads(pushed["config.json"])["model_type"] == "relinear"
+        assert hub.files.keys() == {p.name for p in directory.iterdir()}
+        assert json.loads(hub.files["config.json"])["model_type"] == "relinear"
+        assert "## Loading" in hub.files["README.md"]
+        assert "| `LowRank(rank=4)` |" in hub.files["README.md"]
+
+
+def test_a_push_leaves_the_card_that_somebody_wrote(saved, hub, tmp_path, monkeypatch):
+    model, _ = saved
+    (tmp_path / "pushed").mkdir()
+    (tmp_path / "pushed" / "README.md").write_text("mine")
+    model.save_pretrained(tmp_path / "pushed", push_to_hub=True)
+    assert hub.files["README.md"] == (tmp_path / "pushed" / "README.md").read_text() == "mine"
+    for module in ("transformers.utils.hub", "transformers.modeling_utils"):
+        monkeypatch.setattr(f"{module}.create_and_tag_model_card", lambda *a, **k: ModelCard("---\n---\non the Hub"))
+    for push in pushes(model, tmp_path / "elsewhere"):
+        push("org/name")
+        assert hub.files["README.md"].endswith("on the Hub")
 
 
 def test_what_ends_and_pads_a_text_comes_from_the_tokenizer(tmp_path):

@@ -25,6 +25,7 @@ from relinear.compare.settings import CompareSettings, Tune
 from relinear.compare.tune import Trials, check_neighbours, open_study, tune, tune_learning_rate
 from relinear.data import prepare_data
 from relinear.evaluate import KneserNey
+from relinear.system.lock import InUseError, only_process_in
 from relinear.train.run import build_model
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import SteadySampler
@@ -678,3 +679,50 @@ def test_wrong_sizes(changes, said):
     recipe = {"entries": {"dense": "dense"}, "sizes": [16, 32, 48, 64], "reference": "dense"}
     with pytest.raises(ValueError, match=said):
         CompareSettings.load(recipe | changes)
+
+
+# Sharing
+
+
+def test_shared_and_unshared_work_refuse_each_other(text, tmp_path):
+    recipe = small(text, tune={"learning_rates": [1e-3, 4e-3], "extensions": 0}, entries={"dense": "dense"}, seeds=[0])
+    recipe |= {"match": "width"}
+    with only_process_in(tmp_path / "held"), pytest.raises(InUseError, match="another process is at work"):
+        compare(recipe, tmp_path / "held", shared=True)
+    held = tmp_path / "held"
+    with only_process_in(held, shared=True), only_process_in(held, shared=True), pytest.raises(InUseError):
+        compare(recipe, held)
+    assert not (tmp_path / "held").exists()
+    for shared in (False, True):
+        out = tmp_path / str(shared)
+        compare(recipe, out, isolate=False, shared=shared)
+        (out / "results.json").unlink()
+        with pytest.raises(ValueError, match="holds a comparison that was not begun with shared"):
+            compare(recipe, out, isolate=False, shared=not shared)
+        compare(recipe, out, isolate=False, shared=shared)
+    assert losses(read(tmp_path / "True")) == losses(read(tmp_path / "False"))
+    assert not list(tmp_path.rglob("claims"))
+
+
+def test_shared_budgets_come_to_the_same(text, tmp_path):
+    recipe = small(
+        text,
+        entries={"a": "dense", "b": "low_rank:rank=4"},
+        seeds=[0],
+        match="width",
+        budgets=[128, 256],
+        reference="a",
+    )
+    recipe["train"] = {key: value for key, value in recipe["train"].items() if key != "steps"}
+    alone, together = (
+        compare(recipe, tmp_path / str(shared), isolate=False, shared=shared) for shared in (False, True)
+    )
+    assert of_budgets(alone) == of_budgets(together)
+
+
+def of_budgets(results):
+    return [[entry["validation_loss"] for entry in row["entries"]] for row in results["budgets"]]
+
+
+def read(out):
+    return json.loads((out / "results.json").read_text())

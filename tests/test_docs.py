@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +74,9 @@ def test_contributing_adds_an_operator_in_a_package_of_its_own(tmp_path) -> None
     rules = ["--isolated", "--select", "E,F,I,B", "--line-length", "120"]
     check = subprocess.run([sys.executable, "-m", "ruff", "check", *rules, "."], cwd=tmp_path, check=False)
     assert check.returncode == 0
+
+
+@pytest.mark.slow
+def test_the_estimate_of_large_models_is_what_the_script_computes() -> None:
+    table = runpy.run_path(str(ROOT / "results" / "distributed" / "estimate.py"))["table"]()
+    assert table in (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")

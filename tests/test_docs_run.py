@@ -75,7 +75,7 @@ SMALLER = {
     "--tokens 4096": "--tokens 4",
     "rank=128,blocks=8": "rank=4,blocks=8",
     "llama-60m": "tiny",
-    "/shared/sweep": "shared/sweep",
+    "/shared/": "shared/",
     'model="hdpl-67m"': 'model="tiny"',
     'data="stdlib"': 'data="books"',
     "--data stdlib": "--data books",

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import relinear
 from cases import CASES, Case, model_with
 from conftest import make_tiny_llama
+from dist_ranks import without_noise
 from relinear.core.aux import named_operators
 
 IDS = torch.randint(0, 96, (2, 7), generator=torch.Generator().manual_seed(3))
@@ -212,6 +213,22 @@ def test_terms_of_an_adapted_base_leave_padding_out(lora, kept: bool) -> None:
     torch.testing.assert_close(losses[1], losses[0])
 
 
+@every_case
+def test_a_plain_configuration_of_adapters_names_operators(case: Case, lora, tmp_path) -> None:
+    peft = pytest.importorskip("peft")
+    base = model_with(case)
+    source, before = copy.deepcopy(base), logits(base)
+    model = peft.get_peft_model(base, lora("q_proj", "up_proj")).eval()
+    assert relative(logits(model), before) < 1e-6
+    trained_step(model)
+    trained = logits(model)
+    assert relative(trained, before) > 1e-4
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(source, tmp_path)
+    assert relative(logits(again), trained) < 1e-6
+    assert sum(isinstance(module, relinear.Operator) for module in again.modules()) >= 4
+
+
 def test_adapters_that_an_operator_cannot_take(lora) -> None:
     peft = pytest.importorskip("peft")
     for values, words in (({"use_dora": True}, "use_dora"), ({"init_lora_weights": "pissa"}, "init_lora_weights")):
@@ -262,3 +279,53 @@ def test_torchao_int8(case: Case) -> None:
         expected = logits(model)
         quantization.quantize_(model, settings)
         assert 0 < relative(logits(model), expected) < 0.05
+
+
+# Exporters
+
+
+@every_case
+def test_a_model_is_exported_for_any_number_of_tokens(case: Case) -> None:
+    model = model_with(case)
+    program = torch.export.export(
+        model,
+        (),
+        {"input_ids": IDS, "use_cache": False},
+        dynamic_shapes={"input_ids": {1: torch.export.Dim("tokens", min=2, max=64)}, "use_cache": None},
+    )
+    longer = torch.randint(0, 96, (2, 33), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        found = program.module()(input_ids=longer, use_cache=False).logits
+        assert relative(found, model(input_ids=longer, use_cache=False).logits) < 1e-5
+
+
+# The stock Trainer
+
+
+@every_case
+def test_the_stock_trainer_takes_auxiliary_losses(case: Case, tmp_path, monkeypatch) -> None:
+    """Accumulation included: the same gradients as one batch, so the same weights after a step of plain descent."""
+    if getattr(case.config, "balance", 0):
+        pytest.skip("its loss is a statistic of a batch, not a mean over tokens")
+    rows = [{"input_ids": row, "labels": row} for row in torch.cat([IDS, IDS.flip(0) + 1]) % 96]
+    weights = []
+    for batch, accumulation in ((4, 1), (2, 2)):
+        model = model_with(case)
+        settings = TrainingArguments(
+            str(tmp_path),
+            max_steps=1,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulation,
+            optim="sgd",
+            learning_rate=0.1,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            max_grad_norm=0.0,
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "randn", without_noise)
+            Trainer(model, settings, train_dataset=rows).train()
+        weights.append(model.state_dict())
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=1e-4, atol=1e-5, msg=name)

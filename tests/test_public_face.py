@@ -198,9 +198,8 @@ def test_modules_keep_their_own_loaders() -> None:
     code = "import relinear.surgery, sys, transformers, transformers.modeling_utils as models\n"
     code += "for m in (relinear.surgery, transformers, models):\n"
     code += "    print(type(m.__spec__.loader).__name__)\n"
-    code += "print(*(type(f).__module__ for f in sys.meta_path if not isinstance(f, type)))"
-    assert run(code).split()[:3] == ["SourceFileLoader"] * 3
-    assert "first_use" not in run(code)
+    code += "print(all(f.is_done for f in sys.meta_path if getattr(f, 'beside', None) in sys.modules))"
+    assert run(code).split() == ["SourceFileLoader"] * 3 + ["True"]
 
 
 def test_first_use_in_several_threads() -> None:
@@ -218,3 +217,73 @@ threads = [threading.Thread(target=use, args=(name,)) for name in relinear.__all
 print(failed)
 """
     assert run(code + REGISTERED) == "[]\nTrue\n"
+
+
+#: what others do to the ways of importing
+OTHERS = {
+    "a finder of the old protocol": """
+class Old:
+    def find_module(self, name, path=None):
+        return None
+sys.meta_path.insert(0, Old())
+""",
+    "a finder that looks through all the others": """
+class Through:
+    depth = 0
+    def find_spec(self, name, path=None, target=None):
+        if name != "transformers":
+            return None
+        Through.depth += 1
+        assert Through.depth < 20, "for ever"
+        for finder in sys.meta_path:
+            spec = None if finder is self or not hasattr(finder, "find_spec") else finder.find_spec(name, path, target)
+            if spec is not None:
+                return spec
+sys.meta_path.insert(0, Through())
+""",
+    "the package imported twice": """
+for name in [name for name in sys.modules if name.partition(".")[0] == "relinear"]:
+    del sys.modules[name]
+import relinear
+""",
+    "finders taken away": "sys.meta_path[:] = [f for f in sys.meta_path if isinstance(f, type)]",
+    "specs copied": "import copy, importlib.util\ncopy.deepcopy(importlib.util.find_spec('relinear.surgery').loader)",
+}
+
+
+@pytest.mark.parametrize("done", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_first_use_beside_other_finders(done: str, place: str) -> None:
+    steps = ["import relinear", done] if place == "after" else [done, "import relinear"]
+    code = "import sys\n" + "\n".join(steps) + "\nrelinear.LowRank\nimport transformers.modeling_utils as models\n"
+    code += "print(hasattr(models.PreTrainedModel.save_pretrained, '_relinear_original'))"
+    assert run(code + REGISTERED).split() == ["True", "True"]
+
+
+def test_imports_in_other_threads_find_their_modules_while_the_first_use_ends(tmp_path) -> None:
+    for number in range(400):
+        (tmp_path / f"one_of_many_{number}.py").write_text("")
+    code = """
+import importlib, sys, threading, types
+from relinear.first_use import on_first_use
+sys.path.insert(0, sys.argv[1])
+sys.setswitchinterval(1e-6)
+failed = []
+def others(share):
+    for number in range(share, 400, 4):
+        try:
+            importlib.import_module(f"one_of_many_{number}")
+        except ImportError as error:
+            failed.append(error)
+threads = [threading.Thread(target=others, args=(share,)) for share in range(4)]
+[t.start() for t in threads]
+for number in range(200):
+    name = f"beside_{number}"
+    open(f"{sys.argv[1]}/{name}.py", "w").close()
+    importlib.invalidate_caches()
+    on_first_use(f"package_{number}", (), name, lambda: None)
+    importlib.import_module(name)
+[t.join() for t in threads]
+print(len(failed))
+"""
+    assert run(code, str(tmp_path)) == "0\n"

@@ -168,6 +168,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         return _room(name)
     import_module("transformers")  # first, as it is when a program asks for it: threads then wait in one order
+    import_module("relinear.registration")  # done by now, unless somebody took our finder away
     module = import_module(_LAZY[name])
     value = module if _LAZY[name] == f"relinear.{name}" else getattr(module, name)
     globals()[name] = value

@@ -8,6 +8,7 @@ transformers with it, so it waits until transformers has run, which every room a
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
@@ -29,10 +30,13 @@ def on_first_use(package: str, without: Sequence[str], beside: str, work: Callab
         beside: name of a module.
         work: what to do; the modules that it imports do not ask for it again.
     """
-    _forget(package)  # of an import of the package that is now repeated
+    for finder in _finders(package):  # of an import of the package that is now repeated
+        finder.is_done = True
     if beside in sys.modules:
         work()
     else:
+        # Nothing is ever taken out again: an import in another thread that is going through the list would pass over
+        # the finder behind, and not find its module. One that is done gives way.
         sys.meta_path.insert(0, _Finder(package, without, beside, work))
 
 
@@ -41,8 +45,8 @@ def after_import(module: str, work: Callable[[], Any]) -> None:
     on_first_use(module, without=(), beside=module, work=work)  # no import is inside a package of a dotted name
 
 
-def _forget(package: str) -> None:
-    sys.meta_path[:] = [f for f in sys.meta_path if not (isinstance(f, _Finder) and f.package == package)]
+def _finders(package: str) -> list[_Finder]:
+    return [finder for finder in sys.meta_path if isinstance(finder, _Finder) and finder.package == package]
 
 
 class _Finder:
@@ -50,20 +54,40 @@ class _Finder:
 
     def __init__(self, package: str, without: Sequence[str], beside: str, work: Callable[[], Any]) -> None:
         self.package, self.without, self.beside, self.work = package, without, beside, work
+        self.is_done = False
+        self._asked: set[tuple[int, str]] = set()  # threads, and the names that they are looking for
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         package, _, inner = name.partition(".")
         is_room = package == self.package and inner != "" and inner.partition(".")[0] not in self.without
-        if not is_room and name != self.beside:
+        if self.is_done or (not is_room and name != self.beside):
             return None
-        others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
-        if spec is not None and spec.loader is not None:
+        spec = self._found_by_others(name, path, target)
+        if spec is not None and hasattr(spec.loader, "exec_module"):
             before, after = (self.import_beside, None) if is_room else (None, self.finish)
             spec.loader = _Loader(spec.loader, before, after)  # type: ignore[assignment]
         return spec
+
+    def _found_by_others(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+        """What an import without this finder finds.
+
+        None where another finder, which also looks through the others, has come back to this one.
+        """
+        question = (threading.get_ident(), name)
+        if question in self._asked:
+            return None
+        self._asked.add(question)
+        try:
+            for finder in list(sys.meta_path):
+                find = None if isinstance(finder, _Finder) else getattr(finder, "find_spec", None)
+                spec = None if find is None else find(name, path, target)
+                if spec is not None:
+                    return spec
+            return None
+        finally:
+            self._asked.discard(question)
 
     def import_beside(self) -> None:
         """What every room does first; nothing while ``beside`` itself is being imported, or was."""
@@ -71,7 +95,7 @@ class _Finder:
 
     def finish(self) -> None:
         self.work()
-        _forget(self.package)
+        self.is_done = True
 
 
 class _Loader:
@@ -104,4 +128,6 @@ class _Loader:
             self.after()
 
     def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(self.loader, name)

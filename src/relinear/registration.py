@@ -16,3 +16,4 @@ from relinear.surgery import wrapped
 
 wrapped.install()
 after_import("transformers.modeling_utils", wrapped.wrap_models)
+after_import("peft.tuners.lora.model", wrapped.wrap_lora)

@@ -26,6 +26,10 @@ def command(
     seeds: Annotated[str | None, typer.Option(help="Seeds, such as 0,1,2.")] = None,
     tune: Annotated[bool, typer.Option("--tune", help="Give each entry its own learning rate.")] = False,
     threads: Annotated[int | None, typer.Option(help="CPU threads; one makes runs repeat to the last bit.")] = None,
+    share: Annotated[
+        bool,
+        typer.Option("--share", help="Work on it together with other processes that are given the same arguments."),
+    ] = False,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any setting of the recipe, as train.steps=99."),
@@ -71,7 +75,7 @@ def command(
     settings = CompareSettings.load(values, recipe or "settings")
     prepare_process()
     with resumable("start the same command again"), watch_comparison() as on_event:
-        results = compare(settings, out, on_event=on_event)
+        results = compare(settings, out, shared=share, on_event=on_event)
     report = write_report(out)
     print_results(results)
     print(f"\nreport: {report.resolve()}")

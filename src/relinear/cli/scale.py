@@ -15,6 +15,10 @@ def command(
     out: Annotated[Path, typer.Option(help="Directory of the whole.")] = Path("runs/scale"),
     data: Annotated[str | None, typer.Option(help="`stdlib`, a file or folder, or a Hub name.")] = None,
     sizes: Annotated[str | None, typer.Option(help="Widths in place of the recipe's, such as 32,48,64,96.")] = None,
+    share: Annotated[
+        bool,
+        typer.Option("--share", help="Work on it together with other processes that are given the same arguments."),
+    ] = False,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any setting of the recipe, as train.steps=99."),
@@ -44,7 +48,7 @@ def command(
     settings = CompareSettings.load(values, recipe)
     prepare_process()
     with resumable("start the same command again"), watch_comparison() as on_event:
-        results = scale(settings, out, on_event=on_event)
+        results = scale(settings, out, shared=share, on_event=on_event)
     plot = write_scale_plot(out)
     print_scale(results)
     print(f"\nplot: {plot.resolve()}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,8 @@ from relinear.compare.plan import Event, OnEvent, Planned, plan_comparison
 from relinear.compare.results import comparison_result, entry_result
 from relinear.compare.series import carry_out_budgets
 from relinear.compare.settings import CompareSettings, lasting
-from relinear.compare.tune import Trials, check_neighbours, open_study, tune
+from relinear.compare.sharing import CLAIMS, Piece, check_sharing, share_out, worker_log
+from relinear.compare.tune import NotYet, Point, Trials, check_neighbours, open_study, tune
 from relinear.compare.worker import InProcess, Worker
 from relinear.data import prepare_data
 from relinear.models import model_place, preset_config, preset_names
@@ -28,12 +30,16 @@ from relinear.train.trainer import NonFiniteLossError
 
 __all__ = ["RESULTS", "Event", "Planned", "compare", "plan_comparison"]
 
+#: folder of the short runs and their studies
+TUNING = "tuning"
+
 
 def compare(
     recipe: CompareSettings | Mapping[str, Any],
     out_dir: str | Path,
     *,
     isolate: bool = True,
+    shared: bool = False,
     on_event: OnEvent = lambda event: None,
 ) -> dict[str, Any]:
     """Carry out a comparison and leave its results in ``out_dir``.
@@ -47,6 +53,9 @@ def compare(
         recipe: ``CompareSettings`` or a mapping of them.
         out_dir: directory of the comparison, made once everything has been checked.
         isolate: train every run in a process of its own, which alone makes its peak memory its own.
+        shared: work on the same comparison as other calls with the same recipe, on this machine or on others that see
+            ``out_dir``. Every run is done by one of them; what a killed call had begun, another goes on with. Every
+            call returns the results when all is done.
         on_event: told what is going on.
 
     Returns:
@@ -75,25 +84,28 @@ def compare(
         if recipe.settings_of(name).data != recipe.train.data:
             raise ValueError(f"entries.{name}.set changes the data; all entries of a comparison share one corpus")
     planned = plan_comparison(recipe, data.vocab_size, on_event)
-    with only_process_in(out_dir):
-        check_same(out_dir, described)  # another process may have been here since
-        if (out_dir / RESULTS).is_file():
-            return read_json(out_dir / RESULTS)
-        started = record_start(out_dir, described, planned)
+    with only_process_in(out_dir, shared=shared):
+        with only_process_in(out_dir / CLAIMS / "start", patience=60) if shared else contextlib.nullcontext():
+            check_same(out_dir, described)  # another process may have been here since
+            check_sharing(out_dir / TUNING, "a comparison", shared)
+            if (out_dir / RESULTS).is_file():
+                return read_json(out_dir / RESULTS)
+            started = record_start(out_dir, described, planned)
         if recipe.budgets is not None:
 
             def carry_out(at_one: CompareSettings, folder: Path) -> dict[str, Any]:
-                return compare(at_one, folder, isolate=isolate, on_event=on_event)
+                return compare(at_one, folder, isolate=isolate, shared=shared, on_event=on_event)
 
             results = carry_out_budgets(recipe, out_dir, carry_out) | _start(started)
         else:
-            worker = Worker(out_dir / "worker.log") if isolate else InProcess()
+            worker = Worker(worker_log(out_dir, shared)) if isolate else InProcess()
             try:
-                state = _Comparison(recipe, out_dir, planned, data, worker, on_event, started)
-                results = state.carry_out()
+                state = _Comparison(recipe, out_dir, planned, data, worker, on_event, started, shared)
+                results = state.share() if shared else state.carry_out()
             finally:
                 worker.close()
-        write_json(out_dir / RESULTS, results)
+        if not (out_dir / RESULTS).is_file():  # who shares the work may have written the same
+            write_json(out_dir / RESULTS, results)
     return results
 
 
@@ -140,9 +152,12 @@ class _Comparison:
         worker: Worker | InProcess,
         on_event: OnEvent,
         started: Mapping[str, Any],
+        shared: bool,
     ) -> None:
         self.recipe, self.out_dir, self.planned, self.data = recipe, out_dir, planned, data
-        self.worker, self.on_event, self.started = worker, on_event, started
+        self.worker, self.on_event, self.started, self.shared = worker, on_event, started, shared
+        self.chosen: dict[str, _Choice] = {}
+        self.studies: dict[str, Trials] = {}
         self.ended = 0
         self.total = len(planned) * len(recipe.seeds)
         if recipe.tune is not None:
@@ -150,8 +165,46 @@ class _Comparison:
             self.total += sum(self._is_tuned(p.name) for p in planned) * trials
             self.total += 3 * len(planned) * recipe.tune.check_full_length
 
+    def share(self) -> dict[str, Any]:
+        """With others: whatever run nobody else holds, until all have ended; then one of them sums up."""
+        share_out(self.out_dir, self._waiting)
+        path = self.out_dir / RESULTS
+
+        def sum_up() -> None:
+            write_json(path, self.carry_out())
+
+        share_out(self.out_dir, lambda: [] if path.is_file() else [Piece("results", path.is_file, sum_up)])
+        return read_json(path)
+
+    def _waiting(self) -> list[Piece]:
+        """The runs that have not ended and could be done now; what tuning has settled goes to ``chosen``."""
+        found = []
+        for planned in self.planned:
+            try:
+                choice = self._choice(planned)
+            except NotYet as search:
+                found += [self._trial_piece(search.trials, point) for point in search.points]
+                continue
+            found += [self._final_piece(planned.name, choice.settings, seed) for seed in self.recipe.seeds]
+        waiting = [piece for piece in found if not piece.is_done()]
+        self.ended = len(found) - len(waiting) + sum(len(trials.rows()) for trials in self.studies.values())
+        return waiting
+
+    def _trial_piece(self, trials: Trials, point: Point) -> Piece:
+        name = "-".join(f"{value:g}" for value in point if value is not None)
+        study = next(study for study, found in self.studies.items() if found is trials)
+        return Piece(f"tuning-{study}-{name}", lambda: trials.known(*point) is not None, lambda: trials.loss(*point))
+
+    def _final_piece(self, name: str, settings: TrainSettings, seed: int) -> Piece:
+        folder = self._folder(name, seed)
+        return Piece(
+            f"run-{name}-{seed}",
+            lambda: read_result(folder) is not None,
+            lambda: self._final_run(name, settings, seed),
+        )
+
     def carry_out(self) -> dict[str, Any]:
-        chosen = {p.name: self._tune(p) for p in self.planned}
+        chosen = {p.name: self._choice(p) for p in self.planned}
         final = {name: choice.settings for name, choice in chosen.items()}
         runs = {
             p.name: [self._final_run(p.name, final[p.name], seed) for seed in self.recipe.seeds] for p in self.planned
@@ -197,6 +250,11 @@ class _Comparison:
     def _is_tuned(self, name: str) -> bool:
         return self.recipe.tune is not None and self.recipe.entries[name].learning_rate is None
 
+    def _choice(self, planned: Planned) -> _Choice:
+        if planned.name not in self.chosen:
+            self.chosen[planned.name] = self._tune(planned)
+        return self.chosen[planned.name]
+
     def _tune(self, planned: Planned) -> _Choice:
         """The entry's settings with the learning rate and the initialisation that suit it."""
         settings, given = self.recipe.tune, planned.settings
@@ -233,7 +291,7 @@ class _Comparison:
         return [trial | {"steps": short.steps, "seed": short.seed} for trial in trials]
 
     def _trials(self, planned: Planned, study: str, fraction: float, prefix: str) -> Trials:
-        folder = self.out_dir / "tuning"
+        folder = self.out_dir / TUNING
 
         def evaluate(rate: float, spread: float | None) -> float | None:
             stated = "" if spread is None else f", initializer_range {spread:g}"
@@ -245,7 +303,10 @@ class _Comparison:
             except NonFiniteLossError:
                 return None
 
-        return Trials(open_study(folder, study), evaluate)
+        if study not in self.studies:
+            opened = open_study(folder, study, shared=self.shared)
+            self.studies[study] = Trials(opened, evaluate, shared=self.shared)
+        return self.studies[study]
 
     # Training
 

@@ -8,6 +8,7 @@ narrower and a shallower dense model: an operator that loses to one of them save
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from relinear.compare.match import at_width, measure_size, scaled_operators
 from relinear.compare.plan import Event, OnEvent
 from relinear.compare.run import compare
 from relinear.compare.settings import CompareSettings
+from relinear.compare.sharing import CLAIMS
 from relinear.data import prepare_data
 from relinear.models import preset_config, preset_names
 from relinear.system.files import read_json, write_json
@@ -42,6 +44,7 @@ def scale(
     out_dir: str | Path,
     *,
     isolate: bool = True,
+    shared: bool = False,
     on_event: OnEvent = lambda event: None,
 ) -> dict[str, Any]:
     """Compare at every width of ``recipe.sizes``, and fit loss against training FLOPs and against training time.
@@ -52,6 +55,7 @@ def scale(
         recipe: ``CompareSettings`` or a mapping of them, with ``sizes`` and ``reference``.
         out_dir: directory of the whole.
         isolate: train every run in a process of its own.
+        shared: work on it together with other calls, as in ``compare``.
         on_event: told what is going on.
 
     Returns:
@@ -72,10 +76,12 @@ def scale(
         return read_scale(out_dir)
     data = prepare_data(recipe.train.data, on_progress=lambda what, done: on_event(Event("data", what, done)))
     recipes = {width: at_size(recipe, width, data.vocab_size) for width in recipe.sizes.widths}
-    with only_process_in(out_dir):
-        record = record_start(out_dir, described, [])
+    with only_process_in(out_dir, shared=shared):
+        with only_process_in(out_dir / CLAIMS / "start", patience=60) if shared else contextlib.nullcontext():
+            check_same(out_dir, described)  # another process may have been here since
+            record = record_start(out_dir, described, [])
         found = {
-            width: compare(sized, out_dir / SIZES / str(width), isolate=isolate, on_event=on_event)
+            width: compare(sized, out_dir / SIZES / str(width), isolate=isolate, shared=shared, on_event=on_event)
             for width, sized in recipes.items()
         }
         results = {"format": FORMAT, "name": recipe.name, "description": recipe.description} | _summary(

@@ -6,29 +6,25 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
-import platform
 import re
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from relinear.compare.recipe import apply_overrides, read_value
-from relinear.compare.tune import JOURNAL, STORAGE, open_study
+from relinear.compare.sharing import CLAIMS, Piece, check_sharing, share_out, worker_log
+from relinear.compare.tune import open_study
 from relinear.compare.worker import InProcess, Worker
 from relinear.core.config import shown
 from relinear.models import model_place
 from relinear.system.files import read_json, write_json
-from relinear.system.lock import InUseError, only_process_in
+from relinear.system.lock import only_process_in
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
 
 __all__ = ["SWEEP", "Parameter", "parse_parameter", "sweep"]
 
 SWEEP = "sweep.json"
-#: seconds between looks at what others are doing
-_POLL = 1.0
 _RANGE = re.compile(r"(?P<low>[^,]+)\.\.(?P<high>[^,:]+)(?P<log>:log)?")
 
 
@@ -126,8 +122,8 @@ def sweep(
     out_dir = Path(out_dir)
     record = {"base": base.model_dump(mode="json"), "parameters": [_as_json(p) for p in parameters], "seed": seed}
     _check_same(out_dir, record)
-    _check_sharing(out_dir, shared)
-    worker = Worker(_log(out_dir, shared)) if isolate else InProcess()
+    check_sharing(out_dir, "a sweep", shared)
+    worker = Worker(worker_log(out_dir, shared)) if isolate else InProcess()
     work = _Sweep(values, parameters, out_dir, seed, worker, on_progress)
     try:
         if shared:
@@ -160,16 +156,6 @@ def _ended(study: Any) -> list[Any]:
     return [trial for trial in study.get_trials(deepcopy=False) if trial.state.name in ("COMPLETE", "PRUNED")]
 
 
-def _log(out_dir: Path, shared: bool) -> Path:
-    return out_dir / (f"worker-{platform.node()}-{os.getpid()}.log" if shared else "worker.log")
-
-
-def _check_sharing(out_dir: Path, shared: bool) -> None:
-    kept, other = (STORAGE, "shared=True (--share)") if shared else (JOURNAL, "shared=False (no --share)")
-    if (out_dir / kept).exists():
-        raise ValueError(f"{out_dir} holds a sweep that was not begun with {other}; go on as it was begun")
-
-
 @dataclasses.dataclass
 class _Sweep:
     """The trials of one sweep, and who trains them."""
@@ -195,32 +181,31 @@ class _Sweep:
         """Whatever trial nobody else holds, until all have ended. A trial is held by the lock of a folder."""
         study = open_study(self.out_dir, "sweep", shared=True)
         self._tell(study, record)  # first, so that whoever joins with other settings is refused
-        while True:
-            waiting = [number for number in range(trials) if number not in _numbers(_ended(study))]
-            if not waiting:
-                break
-            if not any(self._share_of(study, number) for number in waiting):
-                time.sleep(_POLL)  # the others are at the rest of them; one may be killed
+        share_out(self.out_dir, lambda: self._waiting(study, trials))
         self._tell(study, record)
         return _table(study)
 
     def _tell(self, study: Any, record: Mapping[str, Any]) -> None:
         """Write the table of a shared sweep."""
-        with only_process_in(self.out_dir / "claims" / "table", patience=60):
+        with only_process_in(self.out_dir / CLAIMS / "table", patience=60):
             _check_same(self.out_dir, record)
             write_json(self.out_dir / SWEEP, record | {"trials": _table(study)})
 
-    def _share_of(self, study: Any, number: int) -> bool:
-        """Do a trial unless it is done, or another process holds it; whether it was done here."""
-        try:
-            with only_process_in(self.out_dir / "claims" / f"{number:03d}", patience=0):
-                if number in _numbers(_ended(study)):
-                    return False
-                begun = [t for t in study.get_trials(deepcopy=False) if t.user_attrs.get("number") == number]
-                self._trial(study, self._again(study, begun[-1]) if begun else self._proposed(study, number), number)
-                return True
-        except InUseError:
-            return False
+    def _waiting(self, study: Any, trials: int) -> list[Piece]:
+        """The trials that have not ended."""
+
+        def piece(number: int) -> Piece:
+            def is_done() -> bool:
+                return number in _numbers(_ended(study))
+
+            return Piece(f"{number:03d}", is_done, lambda: self._begun_or_new(study, number))
+
+        ended = _numbers(_ended(study))
+        return [piece(number) for number in range(trials) if number not in ended]
+
+    def _begun_or_new(self, study: Any, number: int) -> None:
+        begun = [t for t in study.get_trials(deepcopy=False) if t.user_attrs.get("number") == number]
+        self._trial(study, self._again(study, begun[-1]) if begun else self._proposed(study, number), number)
 
     def _proposed(self, study: Any, number: int) -> Any:
         """A trial with new values."""

@@ -11,7 +11,17 @@ from typing import Any
 
 from relinear.compare.settings import Tune
 
-__all__ = ["JOURNAL", "STORAGE", "Trials", "check_neighbours", "open_study", "tune", "tune_learning_rate"]
+__all__ = [
+    "JOURNAL",
+    "STORAGE",
+    "NotYet",
+    "Point",
+    "Trials",
+    "check_neighbours",
+    "open_study",
+    "tune",
+    "tune_learning_rate",
+]
 
 STORAGE, JOURNAL = "optuna.db", "optuna.journal"
 # The ranges are the same for every trial, as optuna asks for; they only have to hold every value.
@@ -51,36 +61,79 @@ def open_study(folder: str | Path, name: str, sampler: Any = None, *, shared: bo
     return study
 
 
+#: a learning rate, and an initialisation where that is tuned
+Point = tuple[float, float | None]
+#: losses at several values of what is searched
+Losses = Callable[[Sequence[float]], list[float]]
+
+
+class NotYet(Exception):
+    """A search cannot go on before ``trials`` has the losses at ``points``."""
+
+    def __init__(self, trials: Trials, points: list[Point]) -> None:
+        super().__init__(f"{len(points)} trials have not been run yet")
+        self.trials, self.points = trials, points
+
+
 class Trials:
     """The losses of a study by learning rate and initialisation: what it has is not run again.
 
     Args:
         study: from ``open_study``.
         evaluate: (learning rate, initialisation or None) -> validation loss, or None where training diverged.
+        shared: others run trials, too: a search that lacks some ends in ``NotYet``, which says what can be done now.
     """
 
-    def __init__(self, study: Any, evaluate: Callable[[float, float | None], float | None]) -> None:
-        self.study, self.evaluate = study, evaluate
+    def __init__(
+        self, study: Any, evaluate: Callable[[float, float | None], float | None], *, shared: bool = False
+    ) -> None:
+        self.study, self.evaluate, self.shared = study, evaluate, shared
 
-    def loss(self, rate: float, initializer_range: float | None = None) -> float:
-        """Validation loss of a trial; infinite where it diverged."""
+    def known(self, rate: float, initializer_range: float | None = None) -> float | None:
+        """Validation loss of a trial that has ended; infinite where it diverged, None where there is none."""
         import optuna
 
-        wanted = {"learning_rate": rate, "initializer_range": initializer_range}
-        wanted = {name: value for name, value in wanted.items() if value is not None}
+        wanted = _parameters(rate, initializer_range)
         done = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
         for trial in self.study.get_trials(deepcopy=False, states=done):
             if trial.params == wanted:
                 return trial.value if trial.state == done[0] else math.inf
-        self.study.enqueue_trial(wanted)
-        distribution = optuna.distributions.FloatDistribution(_LOWEST, _HIGHEST, log=True)
-        trial = self.study.ask(dict.fromkeys(wanted, distribution))
+        return None
+
+    def loss(self, rate: float, initializer_range: float | None = None) -> float:
+        """Validation loss of a trial, which is run if it has not been; infinite where it diverged."""
+        import optuna
+
+        known = self.known(rate, initializer_range)
+        if known is not None:
+            return known
         loss = self.evaluate(rate, initializer_range)
-        if loss is None:
-            self.study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-            return math.inf
-        self.study.tell(trial, loss)
-        return loss
+        wanted = _parameters(rate, initializer_range)
+        distribution = optuna.distributions.FloatDistribution(_LOWEST, _HIGHEST, log=True)
+        states = optuna.trial.TrialState
+        trial = optuna.trial.create_trial(
+            params=wanted,
+            distributions=dict.fromkeys(wanted, distribution),
+            value=loss,
+            state=states.PRUNED if loss is None else states.COMPLETE,
+        )
+        self.study.add_trial(trial)  # at once: none is ever left half-done by a kill
+        return math.inf if loss is None else loss
+
+    def losses(self, points: Sequence[Point]) -> list[float]:
+        """The losses at several points, each as ``loss`` has it.
+
+        Raises:
+            NotYet: where trials are ``shared`` and some have not been run.
+        """
+        missing = [point for point in points if self.shared and self.known(*point) is None]
+        if missing:
+            raise NotYet(self, missing)
+        return [self.loss(*point) for point in points]
+
+    def by_rate(self, initializer_range: float | None) -> Losses:
+        """``losses`` at learning rates, the initialisation being this one."""
+        return lambda rates: self.losses([(rate, initializer_range) for rate in rates])
 
     def rows(self) -> list[dict[str, Any]]:
         """Every trial that has ended, whoever asked for it: its settings, and its loss (None where it diverged)."""
@@ -92,6 +145,11 @@ class Trials:
             for trial in self.study.get_trials(deepcopy=False, states=done)
         ]
         return sorted(found, key=lambda row: (row.get("initializer_range", 0.0), row["learning_rate"]))
+
+
+def _parameters(rate: float, initializer_range: float | None) -> dict[str, float]:
+    wanted = {"learning_rate": rate, "initializer_range": initializer_range}
+    return {name: value for name, value in wanted.items() if value is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,11 +176,11 @@ def _rounded(rate: float) -> float:
     return float(f"{rate:.3g}")
 
 
-def _search(grid: Sequence[float], extensions: int, loss: Callable[[float], float]) -> _Best:
+def _search(grid: Sequence[float], extensions: int, losses_of: Losses) -> _Best:
     """The best value of ``grid``, which grows by one value up to ``extensions`` times while the best is at an end."""
     values = list(grid)
     for extension in range(extensions + 1):
-        losses = {value: loss(value) for value in values}
+        losses = dict(zip(values, losses_of(values), strict=True))
         best = _Best(min(values, key=losses.__getitem__), tuple(values))
         if not math.isfinite(losses[best.value]) or extension == extensions or not best.edge:
             break
@@ -133,7 +191,7 @@ def _search(grid: Sequence[float], extensions: int, loss: Callable[[float], floa
     return best
 
 
-def _descend(grid: Sequence[float], start: float, moves: int, loss: Callable[[float], float]) -> _Best:
+def _descend(grid: Sequence[float], start: float, moves: int, losses_of: Losses) -> _Best:
     """From ``start`` to the better neighbour, up to ``moves`` times; beyond its ends the grid goes on as it ends."""
     values, best = sorted({*grid, start}), start
     for _ in range(moves + 1):
@@ -143,7 +201,9 @@ def _descend(grid: Sequence[float], start: float, moves: int, loss: Callable[[fl
             values.append(_above(values))
         place = values.index(best)
         around = values[place - 1 : place + 2]
-        better = min([best, *around], key=loss)
+        asked = list(dict.fromkeys([best, *around]))
+        losses = dict(zip(asked, losses_of(asked), strict=True))
+        better = min(asked, key=losses.__getitem__)
         if better == best:
             break
         best = better
@@ -168,7 +228,7 @@ def tune(settings: Tune, trials: Trials, initializer_range: float | None = None)
     Raises:
         ValueError: if training diverged at every rate.
     """
-    rate = _search(settings.learning_rates, settings.extensions, lambda value: trials.loss(value, initializer_range))
+    rate = _search(settings.learning_rates, settings.extensions, trials.by_rate(initializer_range))
     if not math.isfinite(trials.loss(rate.value, initializer_range)):
         # A still lower rate is the only way on; the grid below its lowest is not searched blindly.
         grid = list(settings.learning_rates)
@@ -177,11 +237,9 @@ def tune(settings: Tune, trials: Trials, initializer_range: float | None = None)
         return rate.value, initializer_range, {"trials": trials.rows(), "edge": rate.edge}
     grid = sorted({*settings.initializer_range, initializer_range})
     first = rate.value
-    spread = _search(grid, settings.extensions, lambda value: trials.loss(first, value))
+    spread = _search(grid, settings.extensions, lambda values: trials.losses([(first, value) for value in values]))
     if spread.value != initializer_range:
-        rate = _descend(
-            settings.learning_rates, first, settings.extensions, lambda value: trials.loss(value, spread.value)
-        )
+        rate = _descend(settings.learning_rates, first, settings.extensions, trials.by_rate(spread.value))
     record = {"trials": trials.rows(), "edge": rate.edge, "initializer_edge": spread.edge}
     return rate.value, spread.value, record
 
@@ -205,9 +263,7 @@ def check_neighbours(
     Raises:
         ValueError: if training diverged at all of them.
     """
-    best = _descend(
-        settings.learning_rates, rate, settings.extensions, lambda value: trials.loss(value, initializer_range)
-    )
+    best = _descend(settings.learning_rates, rate, settings.extensions, trials.by_rate(initializer_range))
     if not math.isfinite(trials.loss(best.value, initializer_range)):
         raise ValueError(
             f"training diverged at {rate:g} and at the learning rates beside it; lower tune.learning_rates"

@@ -6,13 +6,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCard, ModelCardData
 from torch import nn
 
 from relinear.core.attachment import attachments
 from relinear.core.aux import named_operators
 from relinear.system.files import write_text
 
-__all__ = ["is_own_card", "remove_card", "write_card"]
+__all__ = ["foreign_card", "is_own_card", "remove_card", "settle_card", "write_card"]
 
 _MARK = "<!-- Written by relinear; a card without this line is never overwritten. -->"
 
@@ -27,6 +28,33 @@ def write_card(model: Any, directory: Path) -> None:
     path = directory / "README.md"
     if is_own_card(path):
         write_text(path, _card(model))
+
+
+def foreign_card(directory: Path) -> str | None:
+    """The text of ``README.md`` in ``directory`` if somebody else wrote it."""
+    path = directory / "README.md"
+    return None if is_own_card(path) else path.read_text(encoding="utf-8", errors="replace")
+
+
+def settle_card(model: Any, directory: Path, kept: str | None) -> None:
+    """Put ``kept`` into ``README.md``, or without it relinear's card, unless what is there comes from a person.
+
+    That is what transformers does before it uploads ``directory``: it puts the Hub's own card there, or its template.
+    """
+    path = directory / "README.md"
+    if kept is not None:
+        write_text(path, kept)
+    elif is_own_card(path) or ModelCard.load(path).text == _template().text:
+        write_text(path, _card(model))
+
+
+def _template() -> ModelCard:
+    """What transformers sends for a model without a card (``create_and_tag_model_card``)."""
+    description = (
+        "This is the model card of a 🤗 transformers model that has been pushed on the Hub. This model card has been "
+        "automatically generated."
+    )
+    return ModelCard.from_template(ModelCardData(library_name="transformers"), model_description=description)
 
 
 def remove_card(directory: Path) -> None:

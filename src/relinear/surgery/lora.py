@@ -15,9 +15,8 @@ __all__ = ["lora_on_operators_"]
 def lora_on_operators_(config: Any) -> Any:
     """Let ``target_modules`` of a PEFT ``LoraConfig`` name operators: y = operator(x) + scaling * B A dropout(x).
 
-    ``get_peft_model(model, relinear.lora_on_operators_(LoraConfig(target_modules=["q_proj"])))``. This stays with the
-    object and is not saved with the adapter, so loading one says it again: ``PeftModel.from_pretrained(model, folder,
-    config=relinear.lora_on_operators_(LoraConfig.from_pretrained(folder)))``.
+    A plain ``LoraConfig`` does the same since relinear tells PEFT's LoRA what an operator is; this tells one
+    configuration, and is kept for programs that call it.
 
     An operator has no weight that an adapter could be added to: merging is refused, the adapter stays beside it.
     ``"all-linear"`` means plain layers (a Transponder's ``base`` among them), no operators and nothing inside them.

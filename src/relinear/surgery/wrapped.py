@@ -1,4 +1,4 @@
-"""Where transformers has no hook for a third party, a few of its functions are wrapped, once.
+"""Where transformers and PEFT have no hook for a third party, a few of their functions are wrapped, once.
 
 Each leaves alone whatever has no operators: a config without our record goes straight to the function as it was.
 """
@@ -7,22 +7,26 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
+from relinear.core.adapters import is_adapted
 from relinear.core.config import shown
 from relinear.core.operator import Operator, is_linear
 from relinear.core.record import config_record, own_record, record
-from relinear.surgery.card import remove_card, write_card
+from relinear.surgery.card import foreign_card, remove_card, settle_card, write_card
 from relinear.surgery.checkpoint import RelinearConfig, rebuild_
+from relinear.surgery.lora import lora_on_operators_
 from relinear.surgery.saved_config import as_in_memory_, needs_loader, remove_loader, write_config
 
-__all__ = ["install", "wrap_models"]
+__all__ = ["install", "wrap_lora", "wrap_models"]
 
 _MARK = "_relinear_original"
 
@@ -41,13 +45,22 @@ def wrap_models() -> None:
     from transformers.modeling_utils import PreTrainedModel
 
     _wrap(PreTrainedModel, "save_pretrained", _save_pretrained)
+    _wrap(PreTrainedModel, "_upload_modified_files", _upload_modified_files)
     _wrap(PreTrainedModel, "_from_config", _from_config)
     _wrap(PreTrainedModel, "from_pretrained", _from_pretrained)
 
 
+def wrap_lora() -> None:
+    """Let a plain ``LoraConfig`` name operators (idempotent): PEFT would stop at the first, others adapted already."""
+    from peft.tuners.lora.model import LoraModel
+
+    if hasattr(LoraModel, "_create_new_module"):
+        _wrap(LoraModel, "_create_new_module", _create_new_module)
+
+
 def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
-    held = owner.__dict__[name]
-    original = held.__func__ if isinstance(held, classmethod) else held
+    held = inspect.getattr_static(owner, name)
+    original = held.__func__ if isinstance(held, classmethod | staticmethod) else held
     if hasattr(original, _MARK):
         return
 
@@ -56,7 +69,15 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
         return around(original, *args, **kwargs)
 
     setattr(wrapped, _MARK, original)
-    setattr(owner, name, classmethod(wrapped) if isinstance(held, classmethod) else wrapped)
+    kind = type(held) if isinstance(held, classmethod | staticmethod) else lambda function: function
+    setattr(owner, name, kind(wrapped))
+
+
+def _create_new_module(original: Any, config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:
+    """The adapter on a layer; on an operator the one that goes on it as a whole (``lora_on_operators_``)."""
+    if isinstance(target.get_base_layer() if is_adapted(target) else target, Operator):
+        config = lora_on_operators_(copy.copy(config))
+    return original(config, adapter_name, target, **kwargs)
 
 
 def _to_json_file(original: Any, config: Any, json_file_path: Any, use_diff: bool = True) -> None:
@@ -68,11 +89,34 @@ def _to_json_file(original: Any, config: Any, json_file_path: Any, use_diff: boo
 
 
 def _save_pretrained(original: Any, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-    with _record_of_this_model(model):
+    with _record_of_this_model(model), _kept_card(Path(save_directory)):
         original(model, save_directory, *args, **kwargs)
         is_main = args[0] if args else kwargs.get("is_main_process", True)
         if is_main and (Path(save_directory) / "config.json").is_file():
             _write_beside(model, Path(save_directory))
+
+
+#: the card that somebody wrote in the directory which is being saved to
+_card: ContextVar[str | None] = ContextVar("_card", default=None)
+
+
+@contextmanager
+def _kept_card(directory: Path) -> Iterator[None]:
+    """Note the card that is in ``directory``, if somebody else wrote it: a push puts a template in its place."""
+    token = _card.set(foreign_card(directory))
+    try:
+        yield
+    finally:
+        _card.reset(token)
+
+
+def _upload_modified_files(original: Any, model: Any, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
+    """The card that goes to the Hub with a model with operators: the user's own in the directory, else the one that
+    the Hub has, else relinear's; transformers would send its empty template, and write it over the first.
+    """
+    if config_record(model.config) is not None:
+        settle_card(model, Path(working_dir), _card.get())
+    return original(model, working_dir, *args, **kwargs)
 
 
 def _write_beside(model: Any, directory: Path) -> None:

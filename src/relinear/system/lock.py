@@ -8,6 +8,7 @@ import platform
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 __all__ = ["InUseError", "only_process_in"]
 
@@ -21,7 +22,7 @@ class InUseError(ValueError):
 
 
 @contextlib.contextmanager
-def only_process_in(directory: str | Path, patience: float | None = None) -> Iterator[Path]:
+def only_process_in(directory: str | Path, patience: float | None = None, *, shared: bool = False) -> Iterator[Path]:
     """Hold ``directory``, made if need be, for the length of the block; of two processes the second is refused.
 
     The lock (``flock`` on ``.lock``) ends with its holder in whatever way that ends. The file is removed again, and so
@@ -31,6 +32,7 @@ def only_process_in(directory: str | Path, patience: float | None = None) -> Ite
     Args:
         directory: which.
         patience: seconds that another process is waited for; by default as long as one that was just killed may take.
+        shared: hold it together with others that share it; who does not share is refused, and refuses them.
 
     Raises:
         InUseError: (a ValueError) if another process holds the directory.
@@ -45,21 +47,22 @@ def only_process_in(directory: str | Path, patience: float | None = None) -> Ite
         return
     made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     path = directory / LOCK
-    handle = _acquired(path, fcntl, _PATIENCE if patience is None else patience)
+    handle = _acquired(path, fcntl, _PATIENCE if patience is None else patience, shared)
     try:
         with contextlib.suppress(OSError):  # who it is helps a reader; on a full disk the lock holds without it
             os.ftruncate(handle, 0)
             os.write(handle, f"process {os.getpid()} on {platform.node()}".encode())
         yield directory
     finally:
-        path.unlink(missing_ok=True)  # while it is still held: see _is_at
+        if _is_last(handle, fcntl):
+            path.unlink(missing_ok=True)  # while it is still held: see _is_at
         os.close(handle)
         for folder in made:
             with contextlib.suppress(OSError):  # not empty: it is in use
                 folder.rmdir()
 
 
-def _acquired(path: Path, fcntl: object, patience: float) -> int:
+def _acquired(path: Path, fcntl: Any, patience: float, shared: bool) -> int:
     """A handle of ``path`` that is locked, and is the file that others see there."""
     deadline = time.monotonic() + patience
     while True:
@@ -69,7 +72,7 @@ def _acquired(path: Path, fcntl: object, patience: float) -> int:
         except FileNotFoundError:  # its last holder has just removed the folder
             continue
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[attr-defined]
+            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             if _is_at(handle, path):
                 return handle
         except BlockingIOError:
@@ -83,6 +86,17 @@ def _acquired(path: Path, fcntl: object, patience: float) -> int:
         except OSError:  # a file system without locks
             return handle
         os.close(handle)
+
+
+def _is_last(handle: int, fcntl: Any) -> bool:
+    """Whether nobody shares what is held: then it is held alone from here on."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
 
 
 def _is_at(handle: int, path: Path) -> bool:

@@ -1,0 +1,71 @@
+"""Work that several processes share: each takes the next piece that nobody holds, until none is left.
+
+A piece is held by the lock of a folder of its own, which the operating system takes from a process that ends, in
+whatever way. What a killed one had begun is then another's, which goes on with it from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from relinear.compare.tune import JOURNAL, STORAGE
+from relinear.system.lock import InUseError, only_process_in
+
+__all__ = ["CLAIMS", "Piece", "check_sharing", "share_out", "worker_log"]
+
+#: folder of the locks
+CLAIMS = "claims"
+#: seconds between looks at what others are doing
+_POLL = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A piece of shared work.
+
+    name: of its lock, the same in every process. is_done: whether it needs no doing, asked by who holds it. do: does
+    it, and leaves on disk what makes ``is_done`` true.
+    """
+
+    name: str
+    is_done: Callable[[], bool]
+    do: Callable[[], Any]
+
+
+def share_out(out_dir: Path, waiting: Callable[[], Sequence[Piece]]) -> None:
+    """Do pieces until ``waiting`` gives none: those that are not done and could be done now, held by others or not.
+
+    Exceptions of a piece pass through; its lock is free again then.
+    """
+    while pieces := waiting():
+        if not any(_done_here(out_dir, piece) for piece in pieces):
+            time.sleep(_POLL)  # the others are at the rest of them; one may be killed
+
+
+def _done_here(out_dir: Path, piece: Piece) -> bool:
+    """Do a piece unless another process holds it; whether it is done now."""
+    try:
+        with only_process_in(out_dir / CLAIMS / piece.name, patience=0):
+            if not piece.is_done():
+                piece.do()
+            return True
+    except InUseError:
+        return False
+
+
+def worker_log(out_dir: Path, shared: bool) -> Path:
+    """Where what runs print goes: of shared work a file for each process."""
+    return out_dir / (f"worker-{platform.node()}-{os.getpid()}.log" if shared else "worker.log")
+
+
+def check_sharing(folder: Path, what: str, shared: bool) -> None:
+    """Raise ValueError if the studies in ``folder`` are kept in the other way: of shared work in a journal."""
+    kept, other = (STORAGE, "shared=True (--share)") if shared else (JOURNAL, "shared=False (no --share)")
+    if (folder / kept).exists():
+        raise ValueError(f"{folder} holds {what} that was not begun with {other}; go on as it was begun")
