@@ -213,6 +213,13 @@ def test_names_of_blades():
     assert mixed.shape == (4,)
     assert mixed["e12"].tolist() == [0, 1, 2, 3]
     assert mixed[1]["e12"] == 1
+    assert e.e31 == -e.e13
+    assert e.e231 == e.e312 == e.e123
+    assert float((2 * e.e13)["e31"]) == -2
+    assert Algebra(3).multivector({"e31": 3.0}) == -3 * e.e13
+    assert Algebra(3, 0, 1).blades.e021 == -Algebra(3, 0, 1).blades.e012
+    for name in ("e11", "e14", "12", "e", "x12", ""):
+        assert name not in e
     squares = [float((blade * blade).scalar) for name, blade in Algebra(1, 2, 1).blades.items() if len(name) == 2]
     assert squares == [0, 1, -1, -1]
 

@@ -13,6 +13,7 @@ on any device. Products of (n, 0, 0) are those of ``geometric_product``; of othe
 from __future__ import annotations
 
 import functools
+import itertools
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,9 +138,26 @@ class Algebra:
         indices = ("".join(str(d) for i, d in enumerate(digits) if mask >> i & 1) for mask in blade_masks(self.n))
         return tuple(f"e{index}" if index else "1" for index in indices)
 
+    def place_of(self, name: str) -> tuple[int, int]:
+        """Where the coordinate of a blade is, and its sign: -1 for names such as "e21", an odd number of swaps away.
+
+        Raises:
+            KeyError: for a name that is none.
+        """
+        digits = name[1:] if name.startswith("e") else ""
+        ordered = "".join(sorted(digits))
+        standard = f"e{ordered}" if digits else name
+        if standard not in self.names:
+            raise KeyError(f"{self} has no blade {name!r}; its blades are {', '.join(self.names)}")
+        swaps = sum(a > b for a, b in itertools.combinations(digits, 2))
+        return self.names.index(standard), 1 - 2 * (swaps % 2)
+
     @property
     def blades(self) -> Blades:
-        """The basis blades by name, such as ``blades.e12`` or ``blades["e12"]``, in torch's default dtype."""
+        """The basis blades by name, such as ``blades.e12``, ``blades["e12"]`` or, with its sign, ``blades.e21``.
+
+        They are in torch's default dtype.
+        """
         return Blades(self)
 
     @property
@@ -184,10 +202,9 @@ class Blades(Mapping[str, "Multivector"]):
         self._algebra = algebra
 
     def __getitem__(self, name: str) -> Multivector:
-        if name not in self._algebra.names:
-            raise KeyError(f"{self._algebra} has no blade {name!r}; its blades are {', '.join(self._algebra.names)}")
+        position, sign = self._algebra.place_of(name)
         values = torch.zeros(2**self._algebra.n)
-        values[self._algebra.names.index(name)] = 1
+        values[position] = sign
         return Multivector(values, self._algebra)
 
     def __getattr__(self, name: str) -> Multivector:
@@ -273,9 +290,8 @@ class Multivector:
     def __getitem__(self, index: Any) -> Any:
         """The coordinate (...,) of a blade by its name; entries of the batch by anything else."""
         if isinstance(index, str):
-            if index not in self.algebra.names:
-                raise KeyError(f"{self.algebra} has no blade {index!r}")
-            return self.values[..., self.algebra.names.index(index)]
+            position, sign = self.algebra.place_of(index)
+            return sign * self.values[..., position]
         index = index if isinstance(index, tuple) else (index,)
         if any(i is Ellipsis for i in index):
             return self._made(self.values[(*index, slice(None))])
