@@ -256,7 +256,7 @@ def test_a_rotor_in_one_plane_turns_by_twice_its_length() -> None:
     angles = plane_angles(beta)
     assert angles[0].tolist() == pytest.approx([30, 0], abs=1e-4)
     assert angles[1].tolist() == [0, 0]
-    turn = torch.linalg.matrix_exp(2 * bivector_to_matrix(beta[0]))  # of vectors
+    turn = torch.linalg.matrix_exp(2 * bivector_to_matrix(beta[0].double()))  # of vectors
     assert turn[0, 0].item() == pytest.approx(math.cos(math.radians(30)))
 
 

@@ -214,6 +214,8 @@ def test_a_page_loads_without_an_error_and_fetches_nothing(opened) -> None:
     view.emulate_media(color_scheme="dark")
     view.set_viewport_size({"width": 390, "height": 800})
     view.wait_for_function("document.documentElement.scrollWidth <= 390")
+    tallest = "() => Math.max(...[...document.querySelectorAll('tbody tr')].map((row) => row.offsetHeight))"
+    assert view.evaluate(tallest) < 300  # no column is a letter wide
     view.emulate_media(color_scheme="light", media="screen")
     view.set_viewport_size({"width": 1280, "height": 800})
     assert view.locator(".chart .main-svg").count() >= view.locator(".chart").count()

@@ -1,6 +1,8 @@
 """The analyses of ``relinear analyze``: each looks at a model on tokens and gives numbers, figures and a few lines.
 
-An analysis is one file with ``applies(model) -> bool`` and ``run(subject) -> Result``, and its name in ``ANALYSES``.
+An analysis is one file with ``applies(model) -> bool`` and ``run(subject) -> Result``, and its name in ``ANALYSES``;
+for the page it has ``HOW_TO_READ`` and ``blocks(numbers, image_of)``, which makes tables and figures of what ``run``
+wrote down.
 """
 
 from __future__ import annotations

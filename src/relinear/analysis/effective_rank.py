@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.analysis.analyses import Result, Subject
-from relinear.analysis.plots import PALETTE, REFERENCE, new_figure
+from relinear.analysis.plots import PALETTE, REFERENCE, new_figure, short_name
 from relinear.analysis.recording import record_gates
 from relinear.core.aux import named_operators
 from relinear.core.operator import NotLinearError
@@ -236,12 +236,12 @@ def _label(name: str, layers: dict[str, dict[str, Any]], space: str) -> str:
 
 
 def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) -> list[Block]:
-    """What a page shows of ``numbers``: a row a layer, and every layer's singular values in the three spaces."""
+    """What a page shows of ``numbers``: every layer's singular values in the three spaces, and a row a layer."""
     palette = dict(zip(numbers, (PALETTE[0], REFERENCE, *PALETTE[1:])))
     rows = [
         Row(
             [
-                Cell(layer),
+                Cell(short_name(layer), title=layer),
                 name,
                 *(Cell(f"{values['effective_rank'][s]:.1f}", values["effective_rank"][s]) for s in SPACES),
             ]
@@ -250,7 +250,7 @@ def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) ->
         for layer, values in layers.items()
     ]
     head = ["layer", "model", *(f"effective rank of {space}" for space in SPACES)]
-    found: list[Block] = [Table(head, rows, (0, 1))]
+    found: list[Block] = []
     for number, (space, meaning) in enumerate(SPACES.items()):
         data = [trace for name in numbers for trace in _decays(numbers[name], space, name, palette[name])]
         logarithmic = {"type": "log", "exponentformat": "power", "dtick": 1}
@@ -258,7 +258,7 @@ def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) ->
         text = f"{space}: {meaning}. A line a layer; one that falls late is a rank that is used."
         image = image_of("effective_rank") if number == 0 else None
         found.append(Chart(text, {"data": data, "layout": layout}, image, beside=True))
-    return found
+    return [*found, Table(head, rows, (0, 1))]
 
 
 def _decays(layers: Mapping[str, Any], space: str, model: str, colour: str) -> list[dict[str, Any]]:

@@ -143,13 +143,13 @@ _COLUMNS = {
 
 
 def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) -> list[Block]:
-    """What a page shows of ``numbers``: a row a layer and kind of gate, and their histograms as maps."""
+    """What a page shows of ``numbers``: histograms of all gates as maps, and a row a layer and kind of gate."""
     rows = [
-        Row([Cell(name), part, *(Cell(f"{values[key]:.3f}", values[key]) for key in _COLUMNS)])
+        Row([Cell(short_name(name), title=name), part, *(Cell(f"{values[key]:.3f}", values[key]) for key in _COLUMNS)])
         for name, parts in numbers.items()
         for part, values in parts.items()
     ]
-    found: list[Block] = [Table(["layer", "gates", *_COLUMNS.values()], rows, (0, 1))]
+    found: list[Block] = []
     for number, part in enumerate(p for p in ("basis", "output") if any(p in layer for layer in numbers.values())):
         layers = {short_name(name): layer[part]["histogram"] for name, layer in numbers.items() if part in layer}
         table = [[round(share, 5) for share in histogram] for histogram in layers.values()]
@@ -157,12 +157,10 @@ def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) ->
         trace = heat(table, bins, list(layers), (0, max(3 / BINS, _high(table))), "share of gates")
         layout = axes(f"{part} gate, from shut to open", "", xaxis={"nticks": 6})
         layout["yaxis"] |= {"autorange": "reversed"}
-        text = (
-            f"{part} gates over all tokens, a row a layer: dark at both ends is a switch, dark in the middle undecided."
-        )
+        text = f"{part} gates over all tokens, a row a layer: heaped at both ends is a switch, in the middle undecided."
         image = image_of("gates") if number == 0 else None
         found.append(Chart(text, {"data": [trace], "layout": layout}, image, 180 + 22 * len(layers)))
-    return found
+    return [*found, Table(["layer", "gates", *_COLUMNS.values()], rows, (0, 1))]
 
 
 def _high(table: list[list[float]]) -> float:

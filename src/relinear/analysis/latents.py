@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.analysis.analyses import Result, Subject
-from relinear.analysis.plots import PALETTE, new_figure
+from relinear.analysis.plots import PALETTE, new_figure, short_name
 from relinear.core.latents import Latent, LatentOperator, observe
 from relinear.core.modes import evaluating
 from relinear.pages.blocks import Block, Cell, Chart, Row, Table, axes, points
@@ -108,7 +108,7 @@ def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) ->
     for number, (name, row) in enumerate(numbers.items()):
         nats = Cell("–" if row["nats"] is None else f"{row['nats']:.3f}", row["nats"])
         active = Cell(f"{row['active']} of {row['size']}", row["active"])
-        rows.append(Row([Cell(name), active, nats, Cell(f"{row['sigma']:.3f}", row["sigma"])]))
+        rows.append(Row([Cell(short_name(name), title=name), active, nats, Cell(f"{row['sigma']:.3f}", row["sigma"])]))
         places, spread = range(1, row["size"] + 1), [round(v, 5) for v in row["deviation"]]
         text = f"{name}: {row['active']} of {row['size']} active"
         trace = points(name, PALETTE[number % len(PALETTE)], 0, places, spread, text, showlegend=False)
@@ -122,7 +122,7 @@ def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) ->
         "line it is not active."
     )
     head = ["layer", "active dimensions", "nats a token", "mean sigma"]
-    return [Table(head, rows), Chart(text, {"data": data, "layout": layout}, image_of("latents"))]
+    return [Chart(text, {"data": data, "layout": layout}, image_of("latents")), Table(head, rows)]
 
 
 _DOTS = {"color": "#7F7F7F", "width": 1.2, "dash": "dot"}

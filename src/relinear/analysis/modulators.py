@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.analysis.analyses import Result, Subject
-from relinear.analysis.plots import PALETTE, REFERENCE, new_figure
+from relinear.analysis.plots import PALETTE, REFERENCE, new_figure, short_name
 from relinear.core.anatomy import layer_index
 from relinear.core.modes import evaluating
 from relinear.pages import blocks as parts
@@ -410,9 +410,8 @@ _PICTURES = {
 
 
 def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) -> list[Block]:
-    """What a page shows of ``numbers``: a row a layer and gate, gates by depth and token, and how far they vary."""
+    """What a page shows of ``numbers``: gates by depth and token, how far they vary, and a row a layer and gate."""
     found: list[Block] = [
-        _table(numbers["modules"]),
         *_scalars(numbers, image_of),
         *_variances(numbers["modules"], image_of),
     ]
@@ -421,7 +420,7 @@ def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) ->
         image = None if stem == "modulators_channel" and numbers.get("channel") else image_of(stem)
         if image is not None:
             found.append(Picture(text, image))
-    return found
+    return [*found, _table(numbers["modules"])]
 
 
 def _table(modules: Mapping[str, Any]) -> Table:
@@ -432,7 +431,7 @@ def _table(modules: Mapping[str, Any]) -> Table:
             cells = [Cell(f"{gate[key]:.3f}", gate[key]) for key in ("mean", "least", "largest")]
             cells.append(Cell(f"{100 * gate['varying']:.0f} %", gate["varying"]))
             cells.append(Cell("–" if alpha is None else f"{alpha:.3f}", alpha))
-            rows.append(Row([Cell(name), kind, *cells]))
+            rows.append(Row([Cell(short_name(name), title=name), kind, *cells]))
     return Table(["module", "gate", "mean", "least", "largest", "variance with the token", "alpha"], rows, (0, 1))
 
 
@@ -454,9 +453,7 @@ def _scalars(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) 
         mean = [float(np.mean(values)) for _, values in found]
         data = [trace | {"opacity": 0.45} for trace in data] + line("mean of all tokens", REFERENCE, 1, depth, mean)
         layout = parts.axes("decoder layer", f"scalar gate of {module}", showlegend=False)
-        text = (
-            f"{module}: a line a token, black their mean. Lines apart are gates that read the token; 1 changes nothing."
-        )
+        text = f"{module}: a line a token, the strong one their mean. Lines apart are gates that read the token."
         image = image_of("modulators_scalar") if number == 0 else None
         charts.append(Chart(text, {"data": data, "layout": layout}, image, 320, beside=True))
     return charts
@@ -478,8 +475,9 @@ def _variances(modules: Mapping[str, Any], image_of: Callable[[str], str | None]
             for trace in line(module, PALETTE[number % len(PALETTE)], number, *zip(*sorted(spots), strict=True))
         ]
         if data:
+            hint = "1 changes nothing." if value == "mean" else "Near 0 a constant would do."
             layout = parts.axes("decoder layer", title)
-            text = f"{kind} gates: {title}, a line a module. Near 0 a constant would do."
+            text = f"{kind} gates: {title}, a line a module. {hint}"
             image = None if charts else image_of("modulators_variance")
             charts.append(Chart(text, {"data": data, "layout": layout}, image, 380, beside=True))
     return charts

@@ -101,7 +101,7 @@ def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) ->
             angles = [angle for rotor in rotors for angle in rotor]
             largest, mean = max(angles, default=0.0), math.fsum(angles) / max(len(angles), 1)
             cells = [Cell(str(len(rotors)), len(rotors)), Cell(f"{largest:.1f}°", largest), Cell(f"{mean:.1f}°", mean)]
-            rows.append(Row([Cell(name), side, *cells]))
+            rows.append(Row([Cell(short_name(name), title=name), side, *cells]))
             data[side] += [(angle, name, f"{name}, {side}: {angle:.2f}°") for angle in angles]
     traces = []
     for number, (side, found) in enumerate(data.items()):
@@ -112,4 +112,4 @@ def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) ->
     layout["yaxis"] |= {"type": "category", "autorange": "reversed"}
     text = "Every angle of every rotor, a row a module: what lies at 0 turns nothing."
     chart = Chart(text, {"data": traces, "layout": layout}, image_of("planes"), 160 + 22 * len(numbers))
-    return [Table(["rotors", "side", "count", "largest angle", "mean angle"], rows, (0, 1)), chart]
+    return [chart, Table(["rotors", "side", "count", "largest angle", "mean angle"], rows, (0, 1))]

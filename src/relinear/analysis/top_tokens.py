@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.analysis.analyses import Result, Subject
-from relinear.analysis.plots import PALETTE, new_figure, plain_text
+from relinear.analysis.plots import PALETTE, new_figure, plain_text, short_name
 from relinear.analysis.recording import gated_operators, record_gates
 from relinear.pages.blocks import Block, Cell, Chart, Row, Table, Text, axes, points
 
@@ -162,7 +162,12 @@ def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) ->
     )
     rows = [
         Row(
-            [Cell(name), Cell(str(k), k), "  ".join(gate["text"]), *(Cell(f"{gate[v]:.3f}", gate[v]) for v in _COLUMNS)]
+            [
+                Cell(short_name(name), title=name),
+                Cell(str(k), k),
+                "  ".join(gate["text"]),
+                *(Cell(f"{gate[v]:.3f}", gate[v]) for v in _COLUMNS),
+            ]
         )
         for name, k, gate in gates[:LISTED]
     ]

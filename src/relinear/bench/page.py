@@ -46,7 +46,7 @@ def _layers(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str]) -> Ta
     for row in rows:
         low, high, untuned = (row.get(key) for key in ("ratio_low", "ratio_high", "ratio_untuned"))
         ratio = row.get("ratio")
-        failed = f"not timed: {row['error']}" if row.get("error") else "–"
+        failed = "not timed" if row.get("error") else "–"
         cells = [
             row["contender"],
             f"{row['in_features']} → {row['out_features']}",
@@ -54,7 +54,7 @@ def _layers(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str]) -> Ta
             row["mode"],
             phase_of(row),
             Cell(f"{row['tokens']:,}", row["tokens"]),
-            Cell(failed if ratio is None else f"{ratio:.3f}", ratio),
+            Cell(failed if ratio is None else f"{ratio:.3f}", ratio, title=row.get("error") or ""),
             Cell("–" if low is None or high is None else f"{low:.3f} to {high:.3f}", low),
             Cell("–" if untuned is None else f"{untuned:.3f}", untuned),
         ]
@@ -77,10 +77,11 @@ def _by_tokens(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str], im
             dot = points(name, palette[name], 0, [row["ratio"]], [name], [f"{name}: {row['ratio']:.3f} ({case})"])
             hollow = "circle" if phase_of(row) == "forward" else "circle-open"
             data.append(dot | {"marker": {"symbol": hollow, "size": 9}, "showlegend": False})
-        layout = axes(f"time relative to dense, {tokens:,} tokens", "", xaxis={"type": "log"})
+        layout = axes("time / dense", "", xaxis={"type": "log"})
         layout["yaxis"] |= {"type": "category", "autorange": "reversed"}
         layout["shapes"] = [{"type": "line", "x0": 1, "x1": 1, "yref": "paper", "y0": 0, "y1": 1, "line": _ONE}]
-        text = f"{tokens:,} tokens, every shape and dtype; filled: forward, open: with backward. Left of 1 is faster."
+        many = f"{tokens:,} token{'s' * (tokens > 1)}"
+        text = f"{many}, every shape and dtype; filled: forward, open: with backward. Left of 1 is faster."
         charts.append(Chart(text, {"data": data, "layout": layout}, None if charts else image, 140 + 34 * len(names)))
     return charts
 
@@ -110,9 +111,9 @@ def models_section(values: Mapping[str, Any]) -> Section:
         name, text = row["variant"], f"{row['variant']}: {row['speedup']:.3f} ({case})"
         dot = points(name, palette[name], 0, [row["speedup"]], [case], [text], showlegend=False)
         data.append(dot)
-    layout = axes("speed relative to the stock model", "")
+    layout = axes("speed / stock", "")
     layout["yaxis"] |= {"type": "category", "autorange": "reversed"}
-    figure = {"data": data, "layout": layout}
+    figure, height = {"data": data, "layout": layout}, 140 + 34 * len({trace["y"][0] for trace in data})
     preset = (
         values["settings"]["preset"] if "settings" in values else values["rows"][0]["preset"]
     )  # older ones have none
@@ -120,7 +121,7 @@ def models_section(values: Mapping[str, Any]) -> Section:
         Text(f"Whole models of the preset {preset}: above 1 is faster than the stock model."),
         Text("Results", heading=True),
         Table(head, rows, (0, 1, 2, 3)),
-        Chart("Speed relative to the stock model, a dot a variant: right of 1 is faster.", figure),
+        Chart("Speed relative to the stock model, a dot a variant: right of 1 is faster.", figure, None, height),
         *_end(values),
     ]
     return Section("Models against dense", "bench", blocks, palette)

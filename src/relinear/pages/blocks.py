@@ -14,7 +14,7 @@ from relinear.system.files import read_json
 __all__ = [
     "PALETTE",
     "Block", "Cell", "Chart", "Facts", "Listing", "Part", "Picture", "Row", "Section", "Table", "Text", "as_yaml",
-    "axes", "heat", "line", "numbered", "picture_of", "plain", "points", "read_values", "what_ran",
+    "axes", "heat", "in_words", "line", "numbered", "picture_of", "plain", "points", "read_values", "what_ran",
 ]  # fmt: skip
 
 # Okabe and Ito's colours, told apart also without colour vision, darkened where they are too light for text.
@@ -208,7 +208,12 @@ def heat(
         "zmax": bounds[1],
         "colorscale": [list(s) for s in (_DIVERGING if diverging else _RISING)],
     }
-    shown = {"hovertemplate": "%{y}<br>%{x}: %{z:.3f}<extra></extra>", "colorbar": bar}
+    # the page turns a rising scale round on a dark ground, so that nothing stays as dark as what is around it
+    shown = {
+        "hovertemplate": "%{y}<br>%{x}: %{z:.3f}<extra></extra>",
+        "colorbar": bar,
+        "meta": {"rising": not diverging},
+    }
     return {"type": "heatmap", "z": [list(row) for row in values], **names, **scale, **shown}
 
 
@@ -257,14 +262,14 @@ def what_ran(record: Mapping[str, Any], more: Mapping[str, str] | None = None) -
     facts = {"command": str(record["command"])} if record.get("command") else {}
     facts |= more or {}
     facts |= {
-        name.removesuffix("_bytes").replace("_", " "): _plain(name, value)
+        name.removesuffix("_bytes").replace("_", " "): in_words(name, value)
         for name, value in (record.get("machine") or {}).items()
     }
     return [Text("What was run", heading=True), Facts(facts)] if facts else []
 
 
-def _plain(name: str, value: Any) -> str:
-    """A fact about the machine in words."""
+def in_words(name: str, value: Any) -> str:
+    """A fact as a reader takes it: what is called bytes in GiB, lists with commas."""
     if name.endswith("bytes") and isinstance(value, int | float):
         return f"{value / 2**30:.2f} GiB"
     return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)

@@ -15,6 +15,7 @@ from relinear.pages.blocks import (
     Text,
     as_yaml,
     axes,
+    in_words,
     line,
     read_values,
     what_ran,
@@ -38,7 +39,7 @@ def run_section(directory: Path) -> Section:
             curves += line(name, PALETTE[number], number, x, y)
     blocks: list[Block] = [Text(f"The run is {record.get('status', 'unfinished')}.")]
     if isinstance(record.get("result"), dict):
-        kept = {name.replace("_", " "): f"{value:,.6g}" for name, value in record["result"].items() if _number(value)}
+        kept = dict(_fact(name, value) for name, value in record["result"].items() if _number(value))
         blocks += [Text("Results", heading=True), Facts(kept)]
     if curves:
         figure = {"data": curves, "layout": axes("training tokens", "loss (nats per token)")}
@@ -50,6 +51,13 @@ def run_section(directory: Path) -> Section:
     }
     blocks += [*what_ran(record, facts), Listing("settings", as_yaml(settings))]
     return Section(f"Training run {directory.resolve().name}", "train", blocks)
+
+
+def _fact(name: str, value: float) -> tuple[str, str]:
+    """A result by its name in words."""
+    if name.endswith("_bytes"):
+        return name.removesuffix("_bytes").replace("_", " "), in_words(name, value)
+    return name.replace("_", " "), f"{value:,.6g}"
 
 
 def _number(value: Any) -> bool:
