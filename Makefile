@@ -5,9 +5,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUN_DIR ?= runs
 GPU_VENV ?= .venv-gpu
+ECOSYSTEM_VENV ?= .venv-ecosystem
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test browser check slow fuzz kills bench gpu-setup gpu families docs docs-cli docs-operators smollm2 clean
+.PHONY: help demo test browser check slow fuzz kills ecosystem versions bench gpu-setup gpu families docs docs-cli \
+	docs-operators smollm2 clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9_-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -45,6 +47,17 @@ fuzz: $(STAMP) ## 100,000 damaged files and arguments; counts by kind and outcom
 kills: $(STAMP) ## 200 kills at seeded moments; every work must go on to the same bits; counts in runs/kills.json
 	cd tests && OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m kills.run --kills 200 --out $(abspath $(RUN_DIR))/kills.json
 
+# environments of their own, so that what other programs ask for does not move the pinned one
+ecosystem: ## lm-eval, TRL, PEFT, torchao, Trainer, pipeline and torch.export on a checkpoint: docs/ecosystem.md
+	test -x $(ECOSYSTEM_VENV)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM_VENV)
+	$(ECOSYSTEM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(ECOSYSTEM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ecosystem]" pytest pytest-timeout
+	OMP_NUM_THREADS=1 $(ECOSYSTEM_VENV)/bin/python -m pytest -m "slow or not slow" tests/test_ecosystem.py
+	OMP_NUM_THREADS=1 $(ECOSYSTEM_VENV)/bin/python results/ecosystem/outside_programs.py
+
+versions: ## the lowest torch and transformers that are allowed, the pinned and the newest: runs/versions.md
+	$(PYTHON) tests/versions.py --out $(abspath $(RUN_DIR))/versions.md
+
 bench: $(STAMP) ## operators against dense nn.Linear on this machine
 	$(BIN)/relinear bench --out $(RUN_DIR)/bench
 
@@ -79,4 +92,4 @@ smollm2: $(STAMP) ## fetch a real pretrained model (SmolLM2-135M-Instruct, 98 MB
 	$(BIN)/python -m relinear.models.smollm2 --out models/smollm2
 
 clean: ## remove the environment and every run
-	rm -rf $(VENV) $(RUN_DIR) site
+	rm -rf $(VENV) $(ECOSYSTEM_VENV) .venv-versions $(RUN_DIR) site

@@ -446,3 +446,19 @@ def test_model_is_the_papers_equations(model, ids):
             wanted, y = plain_cgt(model.state_dict(), model.config, row)
             torch.testing.assert_close(context, y, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_logits_where_they_are_wanted() -> None:
+    model = make_cgt().eval()
+    ids = torch.randint(0, model.config.vocab_size, (2, 7), generator=torch.Generator().manual_seed(0))
+    whole = model(ids).logits
+    mask = torch.zeros(2, 7, dtype=torch.bool)
+    mask[0, 2] = mask[1, 5] = True
+    wanted = {0: whole, 2: whole[:, -2:]}
+    for positions, expected in [
+        *wanted.items(),
+        (torch.tensor([1, 4]), whole[:, [1, 4]]),
+        (torch.tensor([[1], [4]]), torch.stack([whole[0, 1:2], whole[1, 4:5]])),
+        (mask, torch.stack([whole[0, 2], whole[1, 5]])),
+    ]:
+        torch.testing.assert_close(model(ids, logits_to_keep=positions).logits, expected)

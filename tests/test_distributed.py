@@ -39,6 +39,25 @@ def found(tmp_path_factory):
     return folder
 
 
+def test_the_command_under_torchrun_is_one_run(tmp_path):
+    (tmp_path / "text.txt").write_text("\n\n".join(f"paragraph {i} says {i * i}" for i in range(60)))
+    settings = ["device=cpu", "batch_size=2", "dtype=float32", "data.sequence_length=16", "data.tokenizer=bytes"]
+    settings += ["model_overrides.num_hidden_layers=1", "data.max_validation_tokens=64"]
+    command = ["train", "--model", "tiny", "--data", "text.txt", "--steps", "2", "--out", "out"]
+    command += [word for setting in settings for word in ("--set", setting)]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    code = f"from relinear.cli.main import main; raise SystemExit(main({command}))"
+    environment = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", RELINEAR_CACHE=str(tmp_path / "cache"))
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [*start, sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=850
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("validation loss") == 1, "one rank tells"
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert (record["status"], record["ranks"]) == ("done", 2)
+
+
 def test_every_operator_and_attachment_has_its_row():
     kinds = {"operator": set(), "attachment": set()}
     for mapping, attached in PARTS.values():

@@ -6,7 +6,8 @@ computes then is held against the same figure from a process that has imported r
 
     python results/ecosystem/outside_programs.py
 
-writes ``outside_programs.json`` beside this file and the table of ``docs/checkpoints.md``. Needs lm-eval, peft and trl.
+writes ``outside_programs.json`` beside this file, the table of ``docs/checkpoints.md`` and the outputs in
+``docs/ecosystem.md``. Needs lm-eval, peft, torchao and trl (the extra ``ecosystem``).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-DOCS = HERE.parents[1] / "docs" / "checkpoints.md"
+DOCS = HERE.parents[1] / "docs"
 FLAG = {"trust_remote_code": True}
 TASK = """task: relinear_lines
 dataset_path: json
@@ -42,6 +43,9 @@ PROGRAMS = {
     "transformers pipeline": ("pipeline.py", "`pipeline('text-generation', model=DIR{flag})` writes the same text"),
     "TRL SFTTrainer": ("trl_sft.py", "`SFTTrainer(model=DIR)`: loss before, two steps, saved and loaded again"),
     "PEFT LoRA": ("peft_lora.py", "adapters on the dense layers: saved, loaded, merged, saved and loaded"),
+    "transformers Trainer": ("stock_trainer.py", "five steps with auxiliary losses and accumulation, saved and loaded"),
+    "torchao": ("torchao_int8.py", "int8 weights in place of those that are `nn.Linear`'s"),
+    "torch.export": ("torch_export.py", "exported for any number of tokens, run on more than it saw"),
 }
 
 
@@ -125,13 +129,15 @@ def lm_eval(
         result = json.loads(next(out.rglob("results_*.json")).read_text())
         value = result["results"]["relinear_lines"]["bits_per_byte,none"]
         version = result.get("lm_eval_version")
-        done.stdout += "\n" + json.dumps({"version": version, "value": round(value, 6)})
+        shown = "\n".join(line for line in done.stdout.splitlines() if line.startswith("|"))
+        done.stdout += "\n" + json.dumps({"version": version, "value": round(value, 6), "printed": shown})
     return done
 
 
 def row(name: str, does: str, refused: Any, flagged: Any, known: Any) -> dict[str, Any]:
     """The record of one program, from its three runs (see ``WAYS``)."""
     got, expected = last_json(flagged), last_json(known)
+    shown = got.pop("printed", None) or json.dumps(got)
     return {
         "program": name,
         "version": got.pop("version"),
@@ -141,6 +147,7 @@ def row(name: str, does: str, refused: Any, flagged: Any, known: Any) -> dict[st
         "value": got["value"],
         "value_with_relinear_imported": expected["value"],
         "same": got["value"] == expected["value"],
+        "printed": shown,
         **{key: value for key, value in got.items() if key != "value"},
     }
 
@@ -150,10 +157,27 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = ["| program | what it does | without the flag | with it |", "| --- | --- | --- | --- |"]
     for r in rows:
         with_flag = "the same figure" if r["same"] else f"{r['value']} for {r['value_with_relinear_imported']}"
-        with_flag += "".join(f", {key}" for key in ("learns", "reloads") if r.get(key))
+        with_flag += "".join(f", {key}" for key in ("learns", "reloads", "close") if r.get(key))
         without = "refused" if r["refused_without_flag"] else "**not refused**"
         lines.append(f"| {r['program']} {r['version']} | {r['does']} | {without} | {with_flag} |")
     return "\n".join(lines)
+
+
+def printed(rows: list[dict[str, Any]]) -> str:
+    """What every program printed last, and its refusal, in Markdown."""
+    parts = []
+    for r in rows:
+        lines = [f"### {r['program']} {r['version']}", "", f"{r['does']}.", "", "```text", r["printed"], "```"]
+        parts.append("\n".join([*lines, "", "Without the flag:", "", "```text", r["refusal"], "```"]))
+    return "\n\n".join(parts)
+
+
+def _write(page: str, mark: str, text: str) -> None:
+    """Put ``text`` between the marks of a page."""
+    path = DOCS / page
+    marked = f"<!-- {mark} -->\n{text}\n<!-- end -->"
+    found = re.sub(rf"<!-- {mark} -->.*?<!-- end -->", lambda _: marked, path.read_text(encoding="utf-8"), flags=re.S)
+    path.write_text(found, encoding="utf-8")
 
 
 def main() -> None:
@@ -181,9 +205,8 @@ def main() -> None:
     }
     record = {"command": "python results/ecosystem/outside_programs.py", "versions": versions, "programs": rows}
     (HERE / "outside_programs.json").write_text(json.dumps(record, indent=2) + "\n")
-    text = DOCS.read_text(encoding="utf-8")
-    marked = f"<!-- outside programs -->\n{table(rows)}\n<!-- end -->"
-    DOCS.write_text(re.sub(r"<!-- outside programs -->.*?<!-- end -->", lambda _: marked, text, flags=re.S))
+    _write("checkpoints.md", "outside programs", table(rows))
+    _write("ecosystem.md", "printed", printed(rows))
     if not all(r["same"] and r["refused_without_flag"] for r in rows):
         raise SystemExit("a program was not refused without the flag, or computed something else with it")
 

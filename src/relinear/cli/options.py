@@ -28,6 +28,7 @@ def prepare_process(threads: int | None = None) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from relinear.system.allocator import tune_allocator
+    from relinear.system.machine import is_first_rank
 
     if threads is not None:
         if threads < 1:
@@ -36,7 +37,7 @@ def prepare_process(threads: int | None = None) -> None:
     disable_progress_bar()  # of loading and writing weights: a flicker among our own
 
     thresholds = tune_allocator()
-    if thresholds:
+    if thresholds and is_first_rank():
         stated = ", ".join(f"{name} {value:,} bytes" for name, value in thresholds.items())
         print(f"allocator: {stated}", file=sys.stderr)
 

@@ -92,7 +92,12 @@ def watch_comparison() -> Iterator[Callable[[Any], None]]:
 
 @contextlib.contextmanager
 def watch_training(title: str) -> Iterator[Callable[[Any], None]]:
-    """A callback for ``train(on_progress=...)``, likewise."""
+    """A callback for ``train(on_progress=...)``, likewise; of several ranks the first shows it."""
+    from relinear.system.machine import is_first_rank
+
+    if not is_first_rank():
+        yield lambda progress: None
+        return
     with _view() as view:
 
         def on_progress(progress: Any) -> None:

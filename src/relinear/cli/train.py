@@ -71,12 +71,15 @@ def command(
     values = {} if recipe is None else read_yaml(find_recipe(recipe))
     values = apply_overrides(values, changes | parse_overrides(overrides or []))
 
+    from relinear.system.machine import is_first_rank
     from relinear.train import TrainSettings, train
 
     settings = TrainSettings.load(values, recipe or "settings")
     prepare_process()
     with resumable("start the same command again"), watch_training(settings.model) as on_progress:
         result = train(settings, out, resume=not start_over, on_progress=on_progress)
+    if not is_first_rank():  # of several under torchrun one tells
+        return
     for name, text in (
         ("validation loss", _number(result.validation_loss, ".4f")),
         ("perplexity", f"{_number(result.perplexity, '.3f')} (at step 0: {_number(result.initial_perplexity, '.1f')})"),

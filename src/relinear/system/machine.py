@@ -14,7 +14,12 @@ import torch
 
 from relinear.system.version import __version__
 
-__all__ = ["PeakMemory", "command_line", "cpu_features", "describe_machine", "fast_bfloat16"]
+__all__ = ["PeakMemory", "command_line", "cpu_features", "describe_machine", "fast_bfloat16", "is_first_rank"]
+
+
+def is_first_rank() -> bool:
+    """Whether this is the process that writes and tells: the only one, or the first rank of several."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 @functools.cache

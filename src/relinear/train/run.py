@@ -21,7 +21,7 @@ from relinear.surgery.plan import attach_, plan
 from relinear.surgery.summary import summary
 from relinear.system.files import read_json, write_json, writing
 from relinear.system.lock import only_process_in
-from relinear.system.machine import command_line, describe_machine
+from relinear.system.machine import command_line, describe_machine, is_first_rank
 from relinear.system.text import cut
 from relinear.train.callbacks import Progress, read_metrics
 from relinear.train.fit import TrainResult, fit
@@ -219,14 +219,9 @@ def train(
         settings.minimised.check()
     data = prepare_data(settings.data)
     model = build_model(settings, data.vocab_size)
-    with only_process_in(out_dir) if _first() else contextlib.nullcontext():
+    with only_process_in(out_dir) if is_first_rank() else contextlib.nullcontext():
         done = _ended(settings, out_dir) if resume else None  # another process may have been here since
         return done or _carry_out(model, data, settings, out_dir, resume, callbacks, on_progress)
-
-
-def _first() -> bool:
-    """Whether this is the process that writes: the only one, or the first rank of several."""
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 def _ended(settings: TrainSettings, out_dir: Path) -> TrainResult | None:
@@ -248,7 +243,7 @@ def _carry_out(
     on_progress: Callable[[Progress], None] | None,
 ) -> TrainResult:
     """Train, and write down what is going on and what came of it."""
-    first = _first()
+    first = is_first_rank()
     objective = None if settings.minimised is None else settings.minimised.prepare(model)
     if not resume and first:
         _clear(out_dir)

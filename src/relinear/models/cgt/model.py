@@ -14,7 +14,6 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import ModelOutput
-from transformers.modeling_utils import slice_logits_to_keep
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2PreTrainedModel
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
@@ -370,7 +369,7 @@ class CGTForCausalLM(_CGTWithHead, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        logits = self.lm_head(_at(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -462,3 +461,16 @@ def _with_head(outputs: CGTOutput, loss: Tensor | None, logits: Tensor) -> CGTOu
 
 AutoModel.register(CGTConfig, CGTModel)
 AutoModelForCausalLM.register(CGTConfig, CGTForCausalLM)
+
+
+def _at(hidden: Tensor, positions: int | Tensor) -> Tensor:
+    """``hidden`` (B, T, D) where logits are wanted, as transformers says it: the last so many positions (all for 0),
+    the same positions (K,) or others (B, K) for every sample, or a mask (B, T), which flattens.
+    """
+    if isinstance(positions, int):
+        return hidden[:, -positions:]
+    if positions.ndim == 1:
+        return hidden[:, positions]
+    if positions.dtype == torch.bool:
+        return hidden[positions]
+    return hidden.take_along_dim(positions[..., None], 1)

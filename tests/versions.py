@@ -1,0 +1,120 @@
+"""Lowest, pinned and newest versions of torch and transformers: an environment and a short set of tests for each.
+
+    python3.11 tests/versions.py --out runs/versions.md
+
+Environments are kept in ``.venv-versions/``. What the index does not have is said in its row. Standard library alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+HOME = ROOT / ".venv-versions"
+PACKAGES = ("torch", "transformers")
+#: surgery, checkpoints here and elsewhere, imports, training, losses, context, other tools
+TESTS = ["surgery", "checkpoint", "checkpoint_elsewhere", "public_face", "train_run", "train_optim", "aux_losses",
+         "context_exactness", "outside_tools", "conformance"]  # fmt: skip
+#: compilers take most of a set's time and are not what differs
+WITHOUT = "not inductor and not compile"
+
+
+def wanted() -> dict[str, dict[str, str]]:
+    """Requirements of the sets, by package; an empty one is the newest."""
+    written = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.M))
+    lowest = {name: re.search(r">=([\d.]+)", line)[1] for name in PACKAGES for line in written if line.startswith(name)}
+    both = {"lowest": lowest, "pinned": {name: pinned[name] for name in PACKAGES}}
+    return {kind: {n: f"=={v}" for n, v in found.items()} for kind, found in both.items()} | {
+        "newest": dict.fromkeys(PACKAGES, "")
+    }
+
+
+def install(kind: str, versions: dict[str, str]) -> str:
+    """Make the environment of a set; what was wrong, or nothing."""
+    python = HOME / kind / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(HOME / kind)], check=True)
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    fixed = [f"{name}{version}" for name, version in versions.items()]
+    pinned = ["-c", "constraints.txt"] if kind == "pinned" else []
+    upgrade = ["--upgrade"] if kind == "newest" else []
+    # torch first: of the same version pip then leaves the build that is there
+    steps = [fixed[:1], [*fixed, "-e", ".[sweep,peft]", "pytest", "pytest-timeout", "hypothesis", "clifford"]]
+    for step in steps:
+        done = subprocess.run([*pip, *upgrade, *pinned, *step], cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+            return (lines or done.stderr.splitlines() or ["pip failed"])[-1]
+    return ""
+
+
+def tried(kind: str, versions: dict[str, str], tests: list[str]) -> dict[str, Any]:
+    """The record of a set."""
+    wrong = install(kind, versions)
+    asked = {name: version.removeprefix("==") or "newest" for name, version in versions.items()}
+    if wrong:
+        return {"set": kind, "asked": asked, "not_installed": wrong}
+    python = str(HOME / kind / "bin" / "python")
+    code = f"import json, importlib as i; print(json.dumps({{n: i.import_module(n).__version__ for n in {PACKAGES}}}))"
+    seen = json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
+    files = [f"tests/test_{name}.py" for name in tests]
+    done = subprocess.run(
+        [python, "-m", "pytest", "-q", "-k", WITHOUT, "-p", "no:cacheprovider", *files],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    counts = {what: int(n) for n, what in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", done.stdout[-2_000:])}
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, flags=re.M)
+    return {"set": kind, "asked": asked, "seen": seen, "counts": counts, "failed": failed}
+
+
+def page(rows: list[dict[str, Any]], date: str) -> str:
+    """What was seen, in Markdown."""
+    lines = ["# Versions", "", f"Written by `make versions` on {date}: an environment for each set, made with what the",
+             "package index at hand offers, and in it the tests of", f"{', '.join(f'`test_{name}`' for name in TESTS)}",
+             "without those that compile.", "", "| set | torch | transformers | passed | skipped | failed |",
+             "| --- | --- | --- | ---: | ---: | --- |"]  # fmt: skip
+    for row in rows:
+        if "not_installed" in row:
+            lines.append(f"| {row['set']} | {row['asked']['torch']} | {row['asked']['transformers']} | | | not run |")
+            continue
+        counts = row["counts"]
+        failed = counts.get("failed", 0) + counts.get("error", 0) + counts.get("errors", 0)
+        cells = [row["seen"]["torch"], row["seen"]["transformers"], counts.get("passed", 0), counts.get("skipped", 0)]
+        lines.append(f"| {row['set']} | {' | '.join(map(str, cells))} | {failed} |")
+    for row in rows:
+        if "not_installed" in row:
+            lines += ["", f"{row['set'].capitalize()}: pip said `{row['not_installed']}`"]
+        elif row["failed"]:
+            lines += ["", f"{row['set'].capitalize()}: failed", "", *(f"- `{name}`" for name in row["failed"])]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--set", action="append", choices=list(wanted()), help="some of the sets; all by default")
+    given = parser.parse_args()
+    rows = [tried(kind, versions, TESTS) for kind, versions in wanted().items() if kind in (given.set or wanted())]
+    text = page(rows, datetime.datetime.now(datetime.UTC).date().isoformat())
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(text, encoding="utf-8")
+    print(text)
+    sys.exit(1 if any(row.get("failed") for row in rows) else 0)
+
+
+if __name__ == "__main__":
+    main()
