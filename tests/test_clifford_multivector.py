@@ -179,6 +179,22 @@ def test_what_is_no_rotor_has_no_logarithm_where_nothing_can_be_raised():
     torch.testing.assert_close(found[::2], algebra.multivector(rotors[::2]).log().bivector)
 
 
+@pytest.mark.parametrize("signature", [(3, 0, 0), (2, 0, 1)], ids=str)
+def test_compiles_without_a_break(signature):
+    def function(x):
+        algebra = Algebra(*signature)
+        a, e = algebra.multivector(x), algebra.blades
+        rotor = (0.1 * a.grade(2)).exp()
+        found = rotor.sandwich(a) + (a ^ e["e12"]) + (a & a) + a.dual() + a.inverse()
+        turned = algebra.scalar(a["e21"]) * rotor.log()
+        return (found + turned).values + a.norm().unsqueeze(-1)
+
+    torch._dynamo.reset()
+    x = draw(Algebra(*signature), 3, seed=1).values
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), function(x))
+
+
 def test_numbers_of_numpy_lists_and_equality():
     algebra = Algebra(3)
     e = algebra.blades

@@ -93,6 +93,14 @@ def _complement_signs(n: int) -> np.ndarray:
     return 1 - 2 * (np.array(swaps) % 2)
 
 
+# not a cached property, whose lock compilers cannot take
+@functools.cache
+def _names(n: int, first: int) -> tuple[str, ...]:
+    """Of the blades of n vectors whose numbers begin at ``first``."""
+    indices = ("".join(str(first + i) for i in range(n) if mask >> i & 1) for mask in blade_masks(n))
+    return tuple(f"e{index}" if index else "1" for index in indices)
+
+
 @dataclass(frozen=True)
 class Algebra:
     """The Clifford algebra Cl(p, q, r) of n = p + q + r vectors, n from 1 to 6.
@@ -131,12 +139,10 @@ class Algebra:
         """Whether every vector squares to 1."""
         return self.p == self.n
 
-    @functools.cached_property
+    @property
     def names(self) -> tuple[str, ...]:
         """Names of the V blades in order: "1", "e1", ..., "e12", ..."""
-        digits = range(self.n) if self.r == 1 else range(1, self.n + 1)
-        indices = ("".join(str(d) for i, d in enumerate(digits) if mask >> i & 1) for mask in blade_masks(self.n))
-        return tuple(f"e{index}" if index else "1" for index in indices)
+        return _names(self.n, 0 if self.r == 1 else 1)
 
     def place_of(self, name: str) -> tuple[int, int]:
         """Where the coordinate of a blade is, and its sign: -1 for names such as "e21", an odd number of swaps away.
@@ -162,7 +168,7 @@ class Algebra:
 
     @property
     def pseudoscalar(self) -> Multivector:
-        return self.blades[self.names[-1]]
+        return Multivector(torch.nn.functional.pad(torch.ones(1), (2**self.n - 1, 0)), self)
 
     def multivector(self, values: Tensor | Sequence[Any] | Mapping[str, Any]) -> Multivector:
         """A multivector of coordinates (..., V), or of numbers and tensors (...,) by names of blades."""
@@ -431,7 +437,7 @@ class Multivector:
 
     def sandwich(self, x: Multivector) -> Multivector:
         """r x r~ for this r."""
-        return self * x * ~self
+        return self * x * self.reverse()
 
     def reflect(self, mirror: Multivector) -> Multivector:
         """The mirror image in the hyperplane orthogonal to the vector ``mirror``, which need not be of unit length.
@@ -456,7 +462,7 @@ class Multivector:
 
     def conjugate(self) -> Multivector:
         """Clifford conjugation: reversed, and every vector with its sign changed."""
-        return ~self.grade_involution()
+        return self.grade_involution().reverse()
 
     def _complement(self) -> Multivector:
         # blades of the other vectors come in the opposite order
@@ -475,7 +481,7 @@ class Multivector:
         if self.algebra.r:
             return self._complement()
         pseudoscalar = self.algebra.pseudoscalar.to(self.values)
-        return self * ~pseudoscalar * (-1) ** self.algebra.q
+        return self * pseudoscalar.reverse() * (-1) ** self.algebra.q
 
     def undual(self) -> Multivector:
         """The inverse of ``dual``."""
@@ -485,7 +491,7 @@ class Multivector:
 
     def squared_norm(self) -> Tensor:
         """The scalar part of (~a) a, (...,); negative for some multivectors where q > 0."""
-        return (~self * self).scalar
+        return (self.reverse() * self).scalar
 
     def norm(self) -> Tensor:
         """The square root of the absolute value of ``squared_norm``, (...,)."""
