@@ -8,11 +8,13 @@ import os
 import re
 from pathlib import Path, PurePosixPath
 
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?\)")
 PICTURES = (".png", ".svg")
+FORMULA = re.compile(r"^\$\$(.+?)\$\$", flags=re.S | re.M)
 
 
 def on_files(files, config):
@@ -26,7 +28,7 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Turn links between files of the repository into links between pages of the site."""
+    """Turn links between files of the repository into links between pages of the site, and formulas into MathML."""
     here = home(page.file.src_uri)
 
     def turned(match):
@@ -40,6 +42,9 @@ def on_page_markdown(markdown, page, config, files):
         found = turned(match)
         return match[0] if found is None else f"]({found})"
 
+    markdown = FORMULA.sub(
+        lambda found: f"<div style='overflow-x: auto'>{convert(found[1], display='block')}</div>", markdown
+    )
     markdown = LINK.sub(whole, markdown)
     gone = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#:]+)(?:#[^)\s]*)?\)")
     return gone.sub(lambda match: match[0] if is_on_site(match[2], page, files) else match[1], markdown)

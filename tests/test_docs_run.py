@@ -194,6 +194,7 @@ def test_examples_run_and_are_short(name: str, world: Path, tmp_path, monkeypatc
 def test_the_site_is_built_without_a_warning(tmp_path) -> None:
     pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
     pytest.importorskip("mkdocstrings", reason="the extra `docs` is not installed")
+    pytest.importorskip("latex2mathml", reason="the extra `docs` is not installed")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
         cwd=REPOSITORY,
@@ -205,6 +206,9 @@ def test_the_site_is_built_without_a_warning(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stdout + done.stderr
     assert 'id="relinear.operators.HDPL"' in (tmp_path / "site" / "reference.html").read_text(encoding="utf-8")
+    page = (tmp_path / "site" / "operators" / "hdpl.html").read_text(encoding="utf-8")
+    assert "</math>" in page
+    assert "$$" not in page
 
 
 def test_blocks_that_do_not_run_are_counted() -> None:

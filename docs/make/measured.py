@@ -219,26 +219,36 @@ def fits_table(methods: Sequence[str]) -> str:
 # Compression
 
 
+#: methods of results/compress that a page shows, and what they are called there
+_COMPRESSED = {"pivoted": "pivoted", "allocated": "low rank"}
+
+
 def compression_table() -> str:
-    """What the default of ``relinear compress`` costs, by text and share of parameters kept."""
-    rows = read("compress/methods.jsonl")
-    dense = next(row for row in rows if row["method"] == "dense")
-    kept = sorted({row["keep"] for row in rows if row["method"] == "pivoted"}, reverse=True)
+    """What low-rank layers cost a pretrained model, pivoted or not, by text and share of parameters kept."""
+    every = [row for row in read("compress/methods.jsonl") if not row.get("skip")]
+    dense = next(row for row in every if row["method"] == "dense")
+    rows = {(row["method"], row["keep"]): row["over_dense"] for row in every if row.get("keep")}
+    kept = sorted({keep for method, keep in rows if method == "pivoted"}, reverse=True)
     lines = []
     for text, loss in dense["loss"].items():
-        cells = [f"{text} (original {loss:.3f})"]
-        for keep in kept:
-            over, half = next(r for r in rows if r["method"] == "pivoted" and r["keep"] == keep)["over_dense"][text]
-            cells.append(f"{over:+.3f} [{over - half:+.3f}, {over + half:+.3f}]")
-        lines.append(cells)
+        for method, name in _COMPRESSED.items():
+            found = [rows.get((method, keep), {}).get(text) for keep in kept]
+            if any(found):
+                lines.append([f"{text} (original {loss:.3f})", name, *map(_over, found)])
     return "\n\n".join(
         [
             "SmolLM2-135M-Instruct with its linear layers' parameters cut to a share, allocated over the layers, "
-            "without any "
-            "training; nats a token above the original [95 %, paired over windows]. Calibrated on "
-            f"{dense['tokens']:,} tokens, "
-            "one calibration.",
-            table(["text", *(f"{keep:g} kept" for keep in kept)], lines),
+            "without any training; nats a token above the original [95 %, paired over windows]. Calibrated on "
+            f"{dense['tokens']:,} tokens.",
+            table(["text", "layers", *(f"{keep:g} kept" for keep in kept)], lines),
             "From `results/compress/methods.jsonl`; command in [compress](../../results/compress/README.md).",
         ]
     )
+
+
+def _over(found: Sequence[float] | None) -> str:
+    """Nats above the original with their interval, of both and half its width; nothing for what was not run."""
+    if found is None:
+        return ""
+    over, half = found
+    return f"{over:+.3f} [{over - half:+.3f}, {over + half:+.3f}]"

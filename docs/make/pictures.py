@@ -194,7 +194,7 @@ def _width(item: Box | Sign) -> float:
     """Room that an item takes, that of its texts included."""
     if isinstance(item, Sign):
         return 0.56 * item.size * len(item.text)
-    return max(item.width, 7.4 * len(item.label), 5.7 * len(item.note))
+    return max(item.width, 7.4 * len(item.label), 6.4 * len(item.note))
 
 
 def _sign(sign: Sign, x: float) -> str:
