@@ -34,6 +34,13 @@ def with_latents():
     return model
 
 
+def with_output_gates():
+    model = make_tiny_llama()
+    relinear.replace_(model, {"gate_proj": relinear.OutputGate()})
+    relinear.attach_(model, relinear.SDPAGate())
+    return model
+
+
 MODELS = {
     "ccl": with_ccl,
     "ccl-mixture": lambda: with_ccl(composition="remixing", templates=3),
@@ -42,6 +49,7 @@ MODELS = {
     "modulators-reference": lambda: with_modulators(phi="tanh", shared=False, biases=True),
     "cgt": lambda: make_cgt(vocab_size=96),
     "hdpl": with_latents,
+    "output-gates": with_output_gates,
     "stock": make_tiny_llama,
 }
 

@@ -88,7 +88,7 @@ class CCLLinear(Gated, Operator):
         if self._taps is not None and features is not None:
             gates = self._through_taps(x, features, shares)
             if self._is_edited:
-                return ccl_gated(x, *gates, *factors, *norm, self.config.gate_bias)
+                return ccl_gated(x, *gates, self.basis, self.mix, self.bias, *norm, self.config.gate_bias)
         if shares is None:
             return ccl(x, features, *factors, *norm, *_affine(self.basis_gate), *outer, self.config.gate_bias)
         return ccl_templates(x, features, shares, *factors, *norm, *outer, self.config.gate_bias)
