@@ -46,6 +46,7 @@ DEFAULTS = {
     "sweep": "--data books --set model=tiny",
     "scale": "--data books",
     "analyze": "--data books",
+    "explore": "--data books",
 }
 CUTS = {
     "compare": ["--steps", "1", "--seeds", "0", "--set", "speed.seconds=0.01", "--set", "train.warmup_steps=0"],
@@ -53,6 +54,7 @@ CUTS = {
     "sweep": ["--steps", "1", "--trials", "1"],
     "scale": ["--sizes", "16,24,32,40", "--set", "train.steps=1", "--set", "seeds=[0]", "--set", "speed.seconds=0.01"],
     "analyze": ["--sequences", "8", "--length", "64"],
+    "explore": ["--sequences", "4", "--length", "32", "--effects", "1", "--static", "explored.html"],
     "bench": ["--rounds", "3", "--no-peers", "--no-untuned"],
     "compress": ["--tokens", "512"],
     "distill": ["--tokens", "256", "--set", "validation_tokens=256"],

@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "train": {"core", "surgery", "models", "data", "pages", "system"},
     "compress": {"core", "surgery", "distill", "data", "train", "pages", "system"},
     "analysis": {"clifford", "core", "surgery", "data", "models", "pages", "system"},
+    "explore": {"core", "surgery", "data", "models", "analysis", "pages", "system"},
     "compare": {"core", "surgery", "models", "data", "train", "analysis", "evaluate", "pages", "system"},
 }
 MAY_IMPORT["bench"] = set(MAY_IMPORT)

@@ -19,6 +19,7 @@ __all__ = ["COMMANDS", "app", "main", "run"]
 #: Commands in the order of ``relinear --help``; NAME is the function ``command`` of relinear/cli/NAME.py.
 COMMANDS = (
     "analyze",
+    "explore",
     "bench",
     "compare",
     "scale",

@@ -8,7 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["watch_comparison", "watch_compression", "watch_distillation", "watch_training", "watch_trials"]
+__all__ = [
+    "watch_comparison",
+    "watch_compression",
+    "watch_distillation",
+    "watch_steps",
+    "watch_training",
+    "watch_trials",
+]
 
 #: seconds between two lines where there is no terminal
 _QUIET = 20.0
@@ -156,3 +163,10 @@ def watch_trials(trials: int) -> Iterator[Callable[[int, Mapping[str, Any], Mapp
             )
 
         yield on_progress
+
+
+@contextlib.contextmanager
+def watch_steps(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A callback ``(done, total)`` for work of one kind."""
+    with _view() as view:
+        yield lambda done, total: view.show(title, done, total, "")

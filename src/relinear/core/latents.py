@@ -1,7 +1,7 @@
 """Latent variables of operators: read them, intervene on them, align their moments between models.
 
 An operator that has a latent derives from ``LatentOperator`` and hands every latent it computes to its tap, where one
-is set; everything here works for any such operator.
+is set; everything here works for any such operator. Interventions reach every site (``relinear.core.sites``).
 """
 
 # Legend: R latent size
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import nearest, shown
-from relinear.core.operator import Operator, check_model
+from relinear.core.operator import check_model
+from relinear.core.sites import OUTPUT, Latent, LatentOperator, LatentTap, Site, sites
 
 __all__ = [
     "Add",
@@ -37,55 +38,8 @@ __all__ = [
     "moment_alignment",
     "moments",
     "observe",
+    "observe_sites",
 ]
-
-
-class Latent(NamedTuple):
-    """A Gaussian latent of one forward: z as it was used, mu, logvar and ``sigma`` of its posterior; all (..., R)."""
-
-    z: Tensor
-    mu: Tensor
-    logvar: Tensor
-
-    @property
-    def sigma(self) -> Tensor:
-        """The posterior's standard deviation, exp(logvar / 2)."""
-        # Computed when asked for: a forward that is read must save the same tensors as one that is not, or a backward
-        # under gradient checkpointing after the end of the block could not match the two.
-        return torch.exp(0.5 * self.logvar)
-
-
-Observer = Callable[[Latent], None]
-
-
-class LatentTap:
-    """What stands between an operator's encoder and decoder while someone reads or edits its latent."""
-
-    def __init__(self) -> None:
-        self.edits: list[Edit] = []
-        self.observers: list[Observer] = []
-
-    def __call__(self, latent: Latent) -> Tensor:
-        """The latent to decode: edited in the order of the edits, then shown to the observers."""
-        for edit in self.edits:
-            latent = latent._replace(z=edit.apply(latent))
-        # A checkpointed forward that is run again for the backward is not a new observation.
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
-            for observer in self.observers:
-                observer(latent)
-        return latent.z
-
-
-class LatentOperator(Operator):
-    """An operator with a latent. Its forward calls ``self._latent_tap`` where it is not None and decodes the result."""
-
-    _transient = (*Operator._transient, "_latent_tap")
-    _latent_tap: LatentTap | None = None
-
-    @property
-    def latent_size(self) -> int:
-        """R, the number of latent dimensions."""
-        raise TypeError(f"{type(self).__name__} does not say how large its latent is")
 
 
 def latent_operators(model: nn.Module) -> dict[str, LatentOperator]:
@@ -106,22 +60,29 @@ def latent_operators(model: nn.Module) -> dict[str, LatentOperator]:
 
 
 @contextlib.contextmanager
-def _tapped(operators: Mapping[str, LatentOperator], edits=(), observers=()) -> Iterator[None]:
-    """Add edits and observers, by operator name, for the length of a block; nests."""
+def _tapped(places: Mapping[str, Site], edits=(), observers=()) -> Iterator[None]:
+    """Add edits and observers, by the name of their site, for the length of a block; nests."""
     added = []
-    for name, operator in operators.items():
-        outer = operator._latent_tap or LatentTap()
+    for name, site in places.items():
+        previous = site.tap()
+        outer = previous or LatentTap()
         # A changed tap is a new object, so that a compiled forward sees the change.
         tap = LatentTap()
         tap.edits = [*outer.edits, *dict(edits).get(name, ())]
         tap.observers = [*outer.observers, *dict(observers).get(name, ())]
-        added.append((operator, operator._latent_tap))
-        operator._latent_tap = tap
+        added.append((site, previous))
+        site.put(tap)
     try:
         yield
     finally:
-        for operator, previous in added:
-            operator._latent_tap = previous
+        for site, previous in added:
+            site.put(previous)
+
+
+def _latent_sites(model: nn.Module) -> dict[str, Site]:
+    """The sites of latents. Raises ValueError as ``latent_operators``."""
+    found = sites(model)
+    return {name: found[name] for name in latent_operators(model)}
 
 
 class Latents(dict[str, Latent]):
@@ -143,19 +104,23 @@ def latents(model: nn.Module) -> AbstractContextManager[Latents]:
     Raises:
         ValueError: at the call, if no operator of ``model`` has a latent.
     """
-    return _recorded_into(Latents(), latent_operators(model))
+    return _recorded_into(Latents(), _latent_sites(model))
 
 
 @contextlib.contextmanager
-def _recorded_into(record: Latents, operators: Mapping[str, LatentOperator]) -> Iterator[Latents]:
-    with _tapped(operators, observers={name: [_Keep(record, name)] for name in operators}):
+def _recorded_into(record: Latents, places: Mapping[str, Site]) -> Iterator[Latents]:
+    with _tapped(places, observers={name: [_Keep(record, name)] for name in places}):
         yield record
 
 
 def observe(model: nn.Module, observer: Callable[[str, Latent], None]) -> AbstractContextManager[None]:
     """Call ``observer(name, latent)`` for every latent that a forward within the block computes."""
-    operators = latent_operators(model)
-    return _tapped(operators, observers={name: [lambda l, name=name: observer(name, l)] for name in operators})
+    return observe_sites(_latent_sites(model), observer)
+
+
+def observe_sites(places: Mapping[str, Site], observer: Callable[[str, Latent], None]) -> AbstractContextManager[None]:
+    """The same for any sites of a model, by the names they have in ``places``."""
+    return _tapped(places, observers={name: [lambda l, name=name: observer(name, l)] for name in places})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,54 +264,64 @@ def _fitting(value: Values, z: Tensor) -> Tensor:
 
 
 def intervene(model: nn.Module, edits: Mapping[str, Edit | Sequence[Edit]]) -> AbstractContextManager[None]:
-    """Change latents of every forward within the block: ``with relinear.intervene(model, {"q_proj": Clamp(-1, 1)}):``.
+    """Change latents, gates and outputs in every forward within the block:
+
+        with relinear.intervene(model, {"q_proj": Clamp(-1, 1), "down_proj.modulator.scalar": Replace(1.0)}): ...
 
     Args:
-        model: any model with operators that have a latent, compiled or not.
-        edits: operator name -> an edit (``Clamp``, ``Add``, ``Replace``, ``Inject``) or a sequence of them, applied in
-            order. A name is exact or a dotted suffix ("q_proj" means that of every layer); an operator that several
+        model: any model, compiled or not.
+        edits: name of a site -> an edit (``Clamp``, ``Add``, ``Replace``, ``Inject``) or a sequence of them, applied in
+            order. An operator with a latent has its own name, a gate its module's and its own
+            ("up_proj.basis_gate", "up_proj.output_gate", "modulator.channel", "modulator.scalar"; a CGT's y is
+            "transformer.context"), what a linear layer puts out the layer's and "output" ("o_proj.output").
+            A name is exact or a dotted suffix ("q_proj" means that of every layer); a site that several
             names reach takes the edits of all, in their order. Blocks nest, the outer edits come first.
 
     Raises:
-        ValueError: at the call, on a name that is no operator with a latent (naming the nearest ones) and on values of
+        ValueError: at the call, on a name that is none of these (naming the nearest ones) and on values of
             a wrong shape; on entry, in training under gradient checkpointing, where a backward after the block would
             recompute the forward without the edits. Nothing has changed then.
     """
-    operators = latent_operators(model)
-    chosen = _chosen_edits(operators, edits)
-    return _edited(model, {name: operators[name] for name in chosen}, chosen)
+    check_model(model, "intervene")
+    places = sites(model, outputs=True)
+    chosen = _chosen_edits(model, places, edits)
+    return _edited(model, {name: places[name] for name in chosen}, chosen)
 
 
 @contextlib.contextmanager
-def _edited(
-    model: nn.Module, operators: Mapping[str, LatentOperator], edits: Mapping[str, Sequence[Edit]]
-) -> Iterator[None]:
+def _edited(model: nn.Module, places: Mapping[str, Site], edits: Mapping[str, Sequence[Edit]]) -> Iterator[None]:
     if model.training and getattr(model, "is_gradient_checkpointing", False):
         raise ValueError(
             "cannot intervene in training under gradient checkpointing: a backward after the block would recompute "
             "without the edits; call model.gradient_checkpointing_disable(), or model.eval()"
         )
-    with _tapped(operators, edits=edits):
+    with _tapped(places, edits=edits):
         yield
 
 
 def _chosen_edits(
-    operators: Mapping[str, LatentOperator], edits: Mapping[str, Edit | Sequence[Edit]]
+    model: nn.Module, places: Mapping[str, Site], edits: Mapping[str, Edit | Sequence[Edit]]
 ) -> dict[str, list[Edit]]:
-    """The edits of ``intervene`` by the full names of operators, checked against their latents."""
+    """The edits of ``intervene`` by the full names of sites, checked against their sizes."""
     if not isinstance(edits, Mapping):
         raise ValueError(f"intervene takes a mapping such as {{'q_proj': relinear.Clamp(-1, 1)}}, got {shown(edits)}")
+    inside = [name for name, site in places.items() if site.kind != OUTPUT]
+    if not inside and not any(str(pattern).rpartition(".")[2] == OUTPUT for pattern in edits):
+        raise ValueError(
+            f"{type(model).__name__} has no operator with a latent or with gates; replace some layers by "
+            "relinear.HDPL, relinear.CCL or relinear.Transponder, or name what a layer puts out, as in 'q_proj.output'"
+        )
     chosen: dict[str, list[Edit]] = {}
     for pattern, given in edits.items():
-        names = [name for name in operators if name == pattern or name.endswith(f".{pattern}")]
+        names = [name for name in places if name == pattern or name.endswith(f".{pattern}")]
         if not names:
-            near = nearest(str(pattern), operators)
-            raise ValueError(f"no operator with a latent is named {shown(pattern)}; {near}")
+            near = nearest(str(pattern), inside or places)
+            raise ValueError(f"no operator with a latent and no gate is named {shown(pattern)}; {near}")
         for edit in given if isinstance(given, Iterable) and not isinstance(given, str) else [given]:
             if not isinstance(edit, Edit):
                 raise ValueError(f"{pattern}: expected Clamp, Add, Replace or Inject, got {shown(edit)}")
             for name in names:
-                edit.check(name, operators[name].latent_size)
+                edit.check(name, places[name].size)
                 chosen.setdefault(name, []).append(edit)
     return chosen
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["ccl", "ccl_dense", "ccl_templates", "gate", "largest_shares", "template_shares"]
+__all__ = ["ccl", "ccl_dense", "ccl_gated", "ccl_templates", "gate", "largest_shares", "template_shares"]
 
 
 def gate(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -51,12 +51,32 @@ def ccl(
         gate_bias: Eq. 4, where g_out gates the bias too; False is the paper's Figure 3, y * g_out + b.
         eps: of the LayerNorm.
     """
+    g_basis = _gate(features, basis_gate, basis_gate_bias)
+    g_out = _gate(features, output_gate, output_gate_bias)
+    return ccl_gated(x, g_basis, g_out, basis, mix, bias, norm_gain, norm_offset, gate_bias, eps)
+
+
+def ccl_gated(
+    x: Tensor,
+    g_basis: Tensor | None,
+    g_out: Tensor | None,
+    basis: Tensor,
+    mix: Tensor,
+    bias: Tensor | None = None,
+    norm_gain: Tensor | None = None,
+    norm_offset: Tensor | None = None,
+    gate_bias: bool = True,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``ccl`` with the gates themselves.
+
+    Args:
+        g_basis, g_out: (..., R) and (..., O), or None for ones.
+        x, basis, mix, bias, norm_gain, norm_offset, gate_bias, eps: as in ``ccl``.
+    """
     h = _basis_features(x, basis, norm_gain, norm_offset, eps)
-    if basis_gate is not None:
-        assert features is not None
-        assert basis_gate_bias is not None
-        h = h * gate(features, basis_gate, basis_gate_bias)
-    return _mixed(h, features, mix, bias, output_gate, output_gate_bias, gate_bias).to(x.dtype)
+    h = h if g_basis is None else h * g_basis
+    return _mixed(h, g_out, mix, bias, gate_bias).to(x.dtype)
 
 
 def ccl_templates(
@@ -83,9 +103,9 @@ def ccl_templates(
         x, features, basis, mix, bias, norm_gain, norm_offset, output_gate, output_gate_bias, gate_bias, eps: as in
             ``ccl``.
     """
-    h = _basis_features(x, basis, norm_gain, norm_offset, eps)
-    h = h * shares.repeat_interleave(basis.shape[0] // shares.shape[-1], -1)
-    return _mixed(h, features, mix, bias, output_gate, output_gate_bias, gate_bias).to(x.dtype)
+    g_basis = shares.repeat_interleave(basis.shape[0] // shares.shape[-1], -1)
+    g_out = _gate(features, output_gate, output_gate_bias)
+    return ccl_gated(x, g_basis, g_out, basis, mix, bias, norm_gain, norm_offset, gate_bias, eps)
 
 
 def template_shares(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -118,23 +138,21 @@ def _basis_features(x: Tensor, basis: Tensor, gain: Tensor | None, offset: Tenso
     return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * gain + offset
 
 
-def _mixed(
-    h: Tensor,
-    features: Tensor | None,
-    mix: Tensor,
-    bias: Tensor | None,
-    output_gate: Tensor | None,
-    output_gate_bias: Tensor | None,
-    gate_bias: bool,
-) -> Tensor:
+def _gate(features: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """``gate``, or None where there is none."""
+    if weight is None:
+        return None
+    assert features is not None
+    assert bias is not None
+    return gate(features, weight, bias)
+
+
+def _mixed(h: Tensor, g_out: Tensor | None, mix: Tensor, bias: Tensor | None, gate_bias: bool) -> Tensor:
     """(h W_mix + b) * g_out (Eq. 4), or without the gate; (..., O), at least float32."""
     y = h @ _upcast(mix).T
     b = torch.zeros_like(y[..., :1]) if bias is None else bias
-    if output_gate is None:
+    if g_out is None:
         return y + b
-    assert features is not None
-    assert output_gate_bias is not None
-    g_out = gate(features, output_gate, output_gate_bias)
     return (y + b) * g_out if gate_bias else y * g_out + b
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["output_gate"]
+__all__ = ["gate_of", "output_gate"]
 
 
 def output_gate(z: Tensor, x: Tensor, gate: Tensor) -> Tensor:
@@ -21,6 +21,10 @@ def output_gate(z: Tensor, x: Tensor, gate: Tensor) -> Tensor:
     Returns:
         (..., O) in z's dtype; the sigmoid and the product are taken in float32.
     """
-    wide = torch.promote_types(z.dtype, torch.float32)
+    return (z * gate_of(x, gate)).to(z.dtype)
+
+
+def gate_of(x: Tensor, gate: Tensor) -> Tensor:
+    """sigmoid(W_g x) for x (..., I) and W_g (O, I), (..., O) in float32 at least."""
     logits = torch.nn.functional.linear(x, gate)
-    return (z * torch.sigmoid(logits.to(wide))).to(z.dtype)
+    return torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))

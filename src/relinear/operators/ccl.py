@@ -17,7 +17,8 @@ from relinear.core.config import check_at_least, check_choice, check_divides, ch
 from relinear.core.context import current_context
 from relinear.core.held import Held
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig
-from relinear.functional.ccl import ccl_dense, ccl_templates, gate, largest_shares, template_shares
+from relinear.core.sites import Gated
+from relinear.functional.ccl import ccl_dense, ccl_gated, ccl_templates, gate, largest_shares, template_shares
 from relinear.functional.low_rank import low_rank_factors
 from relinear.kernels.ccl import ccl
 from relinear.operators.context_manager import GELU_GAIN
@@ -27,13 +28,14 @@ __all__ = ["CCL", "CCLLinear"]
 _OPEN = 2.0  # gate logit that from_linear starts at: sigmoid 0.88, open and yet far from saturated
 
 
-class CCLLinear(Operator):
+class CCLLinear(Gated, Operator):
     """y = ((LayerNorm(x W_basis) * g_basis) W_mix + b) * g_out, the gates sigmoids of a network of the context.
 
     Parameters: ``basis`` (R, I), ``mix`` (O, R), optional ``bias`` (O,), ``norm`` (gain and offset of R), ``trunk``
     (the gate network's hidden layers), ``basis_gate`` (R, G) and ``output_gate`` (O, G) with biases, its last layer;
     with templates ``basis_gate`` is (E, G). Needs a context (``relinear.ContextManager`` or ``relinear.context``)
-    unless both gates are off.
+    unless both gates are off. The gates can be read and changed as ``basis_gate`` (with templates one value each) and
+    ``output_gate``.
     """
 
     config: CCL
@@ -76,14 +78,36 @@ class CCLLinear(Operator):
         if self.config.conditioned:
             features = self._features(current_context(x, self.config.context_dim, "ccl"))
         factors, norm, outer = (self.basis, self.mix, self.bias), _affine(self.norm), _affine(self.output_gate)
-        if self.config.composition == "gates":
+        shares = None
+        if self.config.composition != "gates":
+            assert features is not None
+            probabilities = template_shares(features, *_affine(self.basis_gate))
+            shares = self._shares(probabilities)
+            if self.training and self.config.composition == "selection" and self.config.balance:
+                self._balance(probabilities, shares)
+        if self._taps is not None and features is not None:
+            gates = self._through_taps(x, features, shares)
+            if self._is_edited:
+                return ccl_gated(x, *gates, self.basis, self.mix, self.bias, *norm, self.config.gate_bias)
+        if shares is None:
             return ccl(x, features, *factors, *norm, *_affine(self.basis_gate), *outer, self.config.gate_bias)
-        assert features is not None
-        probabilities = template_shares(features, *_affine(self.basis_gate))
-        shares = self._shares(probabilities)
-        if self.training and self.config.composition == "selection" and self.config.balance:
-            self._balance(probabilities, shares)
         return ccl_templates(x, features, shares, *factors, *norm, *outer, self.config.gate_bias)
+
+    def tap_sizes(self) -> dict[str, int]:
+        sizes = {"basis_gate": self.config.basis_gates, "output_gate": self.out_features}
+        return {name: size for name, size in sizes.items() if getattr(self, name) is not None}
+
+    def _through_taps(self, x: Tensor, features: Tensor, shares: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The gates (..., R) and (..., O) of the tokens of x, as the taps give them back; None for what is off."""
+        inner = outer = None
+        if self.basis_gate is not None:
+            inner = gate(features, *_affine(self.basis_gate)) if shares is None else shares
+            inner = self._tapped("basis_gate", inner.expand(*x.shape[:-1], -1))
+            inner = inner.repeat_interleave(self.config.rank // self.config.basis_gates, -1)
+        if self.output_gate is not None:
+            outer = gate(features, *_affine(self.output_gate))
+            outer = self._tapped("output_gate", outer.expand(*x.shape[:-1], -1))
+        return inner, outer
 
     def _shares(self, probabilities: Tensor) -> Tensor:
         """What a token takes of every template, (..., E): its probability, or zero where it is not selected."""

@@ -11,14 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import register
+from relinear.core.sites import Gated
 from relinear.core.wrapper import Wrapper, WrapperConfig
-from relinear.functional.output_gate import output_gate
+from relinear.functional.output_gate import gate_of, output_gate
 
 __all__ = ["OutputGate", "OutputGateLinear"]
 
 
-class _Gate(nn.Module):
-    """W_g of one projection: ``weight`` (O, I). A module of its own, so that PEFT's ``modules_to_save`` can name it."""
+class _Gate(Gated, nn.Module):
+    """W_g of one projection: ``weight`` (O, I). A module of its own, so that PEFT's ``modules_to_save`` can name it.
+
+    The gates can be read and changed as ``channel``.
+    """
 
     def __init__(self, in_features: int, out_features: int, device=None, dtype=None):
         super().__init__()
@@ -30,8 +34,13 @@ class _Gate(nn.Module):
         """Normal with standard deviation 0.02, as the projections of a Llama: gates near 1/2."""
         nn.init.normal_(self.weight, std=0.02)
 
+    def tap_sizes(self) -> dict[str, int]:
+        return {"channel": self.weight.shape[0]}
+
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        return output_gate(z, x, self.weight)
+        if self._taps is None:
+            return output_gate(z, x, self.weight)
+        return (z * self._tapped("channel", gate_of(x, self.weight))).to(z.dtype)
 
 
 class OutputGateLinear(Wrapper):

@@ -17,6 +17,7 @@ from relinear.core.config import check_at_least, check_choice, check_type, regis
 from relinear.core.held import is_bare, is_plain_linear
 from relinear.core.operator import NotLinearError
 from relinear.core.parameter_cache import CachingModule
+from relinear.core.sites import Gated
 from relinear.core.wrapper import Wrapper, WrapperConfig
 from relinear.functional.transponder import PHI, modulate_static, modulator_gate
 from relinear.kernels.choice import took
@@ -49,7 +50,7 @@ class _Alphas(nn.Module):
 _BIASES = ("down_bias", "scalar_down_bias", "channel_bias", "scalar_bias")
 
 
-class Modulator(CachingModule, _Alphas):
+class Modulator(Gated, CachingModule, _Alphas):
     """Gates in (0, 2) that read the layer's input: z -> z * channel gate * scalar gate (Eq. 4, 5, 9, 10).
 
     Parameters: ``down`` A (R, I), shared by both gates; ``channel_up`` (O, R) and ``scalar_up`` (1, R), the two B;
@@ -58,8 +59,11 @@ class Modulator(CachingModule, _Alphas):
     ``channel_bias`` (O,), ``scalar_bias`` (1,). ``forward(x, z)`` takes the input (..., I) and the output (..., O) of
     the layer.
 
-    Other settings of phi, ``shared`` and ``biases`` than the defaults run as plain torch operations.
+    Other settings of phi, ``shared`` and ``biases`` than the defaults run as plain torch operations. The gates can be
+    read and changed as ``channel`` and ``scalar``.
     """
+
+    tap_kind = "modulator"
 
     fixed_fan_in = ("channel_up", "scalar_up")
     scalar_down: nn.Parameter | None
@@ -123,10 +127,11 @@ class Modulator(CachingModule, _Alphas):
                 nn.init.zeros_(getattr(self, name))
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        if self.against_kernels:
-            took("transponder's gates", "reference", z, option=self.against_kernels)
+        gates = None if self._taps is None else self._through_taps(x)
+        if self.against_kernels or self._is_edited:
+            took("transponder's gates", "reference", z, option=self.against_kernels or "gates are edited")
             gated = z
-            for gate in self.gates_of(x).values():
+            for gate in (self.gates_of(x) if gates is None else gates).values():
                 gated = gated * gate
             return gated.to(z.dtype)
         alphas = self._alpha("channel_log_alpha"), self._alpha("scalar_log_alpha")
@@ -134,8 +139,10 @@ class Modulator(CachingModule, _Alphas):
 
     def after_linear(self, x: Tensor, linear: nn.Module) -> Tensor:
         """``forward(x, linear(x))`` for an ``nn.Linear``, in one kernel where there is one."""
-        if self.against_kernels:
+        if self.against_kernels or self._is_edited:
             return self(x, linear(x))
+        if self._taps is not None:
+            self._through_taps(x)
         weight, bias = linear._parameters["weight"], linear._parameters["bias"]
         assert weight is not None
         if x.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -172,6 +179,13 @@ class Modulator(CachingModule, _Alphas):
             for name, (down, down_bias, up, up_bias) in parts.items()
             if down is not None and up is not None
         }
+
+    def tap_sizes(self) -> dict[str, int]:
+        ups = {"channel": self.channel_up, "scalar": self.scalar_up}
+        return {name: up.shape[0] for name, up in ups.items() if up is not None}
+
+    def _through_taps(self, x: Tensor) -> dict[str, Tensor]:
+        return {name: self._tapped(name, gate) for name, gate in self.gates_of(x).items()}
 
     def is_neutral(self) -> bool:
         """Whether every gate is exactly 1 whatever the input."""

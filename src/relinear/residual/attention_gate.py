@@ -15,6 +15,7 @@ from relinear.core.anatomy import SubBlock, sub_blocks
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import check_choice, register
 from relinear.core.operator import check_features, is_linear, linear_features
+from relinear.core.sites import Gated
 from relinear.residual.junction import reference_parameter
 
 __all__ = ["SDPAGate"]
@@ -23,8 +24,11 @@ _GATE = "relinear_gate"
 _OUTPUT_PROJECTIONS = ("o_proj", "c_proj")
 
 
-class _Gate(nn.Module):
-    """W_theta: ``weight`` (H, D) for a gate a head, (H C, D) for a gate a channel; y is (..., H C)."""
+class _Gate(Gated, nn.Module):
+    """W_theta: ``weight`` (H, D) for a gate a head, (H C, D) for a gate a channel; y is (..., H C).
+
+    The gates can be read and changed as ``head`` or ``channel``.
+    """
 
     def __init__(self, width: int, gates: int, channels: int, kw: dict[str, Any]):
         super().__init__()
@@ -37,8 +41,16 @@ class _Gate(nn.Module):
         check_features(y, self.channels, self)
         wide = torch.promote_types(y.dtype, torch.float32)
         gate = torch.sigmoid(torch.nn.functional.linear(x, self.weight).to(wide))
+        gate = self._tapped(self._name, gate)
         grouped = y.unflatten(-1, (self.weight.shape[0], -1))
         return (grouped * gate.unsqueeze(-1)).to(y.dtype).flatten(-2)
+
+    @property
+    def _name(self) -> str:
+        return "channel" if self.weight.shape[0] == self.channels else "head"
+
+    def tap_sizes(self) -> dict[str, int]:
+        return {self._name: self.weight.shape[0]}
 
     def flops_per_token(self) -> int:
         """The product with W_theta, the sigmoid and the gating."""

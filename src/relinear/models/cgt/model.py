@@ -21,6 +21,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from relinear.core.config import UnknownSettingError, nearest, shown
 from relinear.core.modes import evaluating
+from relinear.core.sites import Gated
 from relinear.functional.cgt import moving_average
 from relinear.models.cgt.config import CGTConfig
 from relinear.models.cgt.layers import CGTBlock, Modulator
@@ -105,12 +106,15 @@ class CGTPreTrainedModel(GPT2PreTrainedModel):
             initialization.zeros_(module.context_log_variance.weight)
 
 
-class CGTModel(CGTPreTrainedModel):
+class CGTModel(Gated, CGTPreTrainedModel):
     """The two streams, the context between them, and the modulated layers (CGT, Section 3.1 and Appendix B.1).
 
     Below layer l the x stream depends on x alone; y sees both. From layer l on only x is processed, and every attention
-    and every MLP reads T(LN(x); y). The names of the x stream's parameters are those of ``GPT2Model``.
+    and every MLP reads T(LN(x); y). The names of the x stream's parameters are those of ``GPT2Model``. The y that they
+    read can be read and changed as ``context``.
     """
+
+    tap_kind = "context"
 
     def __init__(self, config: CGTConfig):
         super().__init__(config)
@@ -128,6 +132,9 @@ class CGTModel(CGTPreTrainedModel):
         self.context_log_variance = nn.Linear(config.context_size, config.context_size) if variational else None
         self.gradient_checkpointing = False
         self.post_init()
+
+    def tap_sizes(self) -> dict[str, int]:
+        return {"context": self.config.context_size}
 
     def get_input_embeddings(self) -> nn.Module:
         return self.wte
@@ -206,6 +213,8 @@ class CGTModel(CGTPreTrainedModel):
                 log_variance = self.context_log_variance(y)
         computed = y
         used = self._used_context(y, log_variance, frozen_context, context_rate, attention_mask, past_key_values)
+        if used is not None:
+            used = self._tapped("context", used)
         if not context_only:
             for block in self.h[split:]:
                 x, _ = block(x, used, **shared)

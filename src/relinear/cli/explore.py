@@ -1,0 +1,94 @@
+"""``relinear explore``: look into a model in the browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["command"]
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="Directory of a saved model.", metavar="DIR")],
+    second: Annotated[
+        str | None, typer.Argument(help="A second one, to be set beside it.", metavar="DIR2", show_default=False)
+    ] = None,
+    data: Annotated[str, typer.Option(help="Texts: `stdlib`, a file or folder, or a Hub name.")] = "stdlib",
+    text_column: Annotated[str | None, typer.Option(help="Column of jsonl, parquet and Hub data.")] = None,
+    sequences: Annotated[int, typer.Option(min=1, help="Texts to look at.")] = 256,
+    length: Annotated[int, typer.Option(min=2, help="Tokens in each.")] = 64,
+    sites: Annotated[
+        str | None,
+        typer.Option(help="Where to look, such as up_proj.basis_gate,q_proj; by default every latent and gate."),
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="By default the one saved with the model.")] = None,
+    index: Annotated[Path | None, typer.Option(help="Where the index is kept; by default DIR/explore.")] = None,
+    static: Annotated[Path | None, typer.Option(help="Write one file that can be mailed, and serve nothing.")] = None,
+    effects: Annotated[int, typer.Option(min=0, help="Units in that file whose effect is measured.")] = 100,
+    host: Annotated[str, typer.Option(help="What to listen on; any other lets others run the model.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+) -> None:
+    """Show a model's gates, modulators or latents on text in the browser, and change them.
+
+    For every unit the page has the texts that move it most, its histogram and its effect on the next token, beside
+    those of a random unit; a text that is typed is coloured by it; a slider changes it and shows what the model then
+    says, with the relinear.intervene code that repeats it. A model without operators shows what its linear layers put
+    out. The index of the texts is made once and kept.
+
+    **Example:** `relinear explore runs/ccl/model --data books/`
+
+    **Example:** `relinear explore runs/ccl/model runs/static/model --static compared.html`
+    """
+    from relinear.cli.options import prepare_process
+    from relinear.cli.progress import watch_steps
+    from relinear.data import DataSettings
+    from relinear.explore.page import static_page, write_static_page
+    from relinear.explore.server import make_server
+
+    prepare_process()
+    wanted = {
+        "data": DataSettings(data=data, text_column=text_column),
+        "sequences": sequences,
+        "length": length,
+        "wanted": [name.strip() for name in (sites or "").split(",") if name.strip()],
+    }
+    if second is None:
+        subjects = [_subject(model, tokenizer, index, **wanted)]
+    else:
+        folders = {one: index and index / one for one in ("first", "second")}
+        subjects = [_subject(model, tokenizer, folders["first"], **wanted)]
+        subjects.append(_subject(second, tokenizer, folders["second"], **wanted))
+    if static is not None:
+        with watch_steps("measuring effects") as on_progress:
+            written = write_static_page(static, static_page(subjects, effects, on_progress))
+        print(f"written: {written.resolve()}")
+        return
+    server = make_server(subjects, host, port)
+    address = f"[{host}]" if ":" in host else host
+    print(f"http://{address}:{server.server_address[1]}/  (Ctrl-C ends it)", flush=True)
+    with server:
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+
+
+def _subject(name: str, tokenizer: str | None, folder: Path | None, **wanted: Any) -> Any:
+    """The model that the user named, with its tokenizer and its index."""
+    from transformers import AutoTokenizer
+
+    from relinear.cli.options import load_model
+    from relinear.cli.progress import watch_steps
+    from relinear.explore.prepare import prepare_subject
+    from relinear.models import model_folder
+
+    name = model_folder(name)
+    loaded = load_model(name, presets=False)
+    try:
+        reader = AutoTokenizer.from_pretrained(tokenizer or name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer in {tokenizer or name!r}; name one with --tokenizer") from error
+    with watch_steps(f"indexing {name}") as on_progress:
+        return prepare_subject(name, loaded, reader, folder=folder, on_progress=on_progress, **wanted)

@@ -1,0 +1,219 @@
+"""Sites: values inside a model that can be read and changed while it runs.
+
+A site has the name of a module: of an operator for its latent, of a module and one of its gates for that
+(``...up_proj.basis_gate``, ``...down_proj.modulator.channel``), of a layer and ``output`` for what it puts out. At most
+one tap stands at a site; whoever computes the value hands it to the tap and goes on with what that returns.
+"""
+
+# Legend: R size of the site
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from relinear.core.operator import Operator, is_linear, linear_features
+
+if TYPE_CHECKING:
+    from relinear.core.latents import Edit
+
+__all__ = ["OUTPUT", "Gated", "Latent", "LatentOperator", "LatentTap", "Observer", "Site", "point", "sites"]
+
+#: what the name of a layer's output ends with
+OUTPUT = "output"
+
+
+class Latent(NamedTuple):
+    """A Gaussian latent of one forward: z as it was used, mu, logvar and ``sigma`` of its posterior; all (..., R)."""
+
+    z: Tensor
+    mu: Tensor
+    logvar: Tensor
+
+    @property
+    def sigma(self) -> Tensor:
+        """The posterior's standard deviation, exp(logvar / 2)."""
+        # Computed when asked for: a forward that is read must save the same tensors as one that is not, or a backward
+        # under gradient checkpointing after the end of the block could not match the two.
+        return torch.exp(0.5 * self.logvar)
+
+
+def point(value: Tensor) -> Latent:
+    """A value (..., R) that nothing is drawn for: a latent whose sigma is 0."""
+    return Latent(value, value, torch.full_like(value, -math.inf))
+
+
+Observer = Callable[[Latent], None]
+
+
+class LatentTap:
+    """What stands between where a value is computed and where it is used while someone reads or edits it."""
+
+    def __init__(self) -> None:
+        self.edits: list[Edit] = []
+        self.observers: list[Observer] = []
+
+    def __call__(self, latent: Latent) -> Tensor:
+        """The value to go on with: edited in the order of the edits, then shown to the observers."""
+        for edit in self.edits:
+            latent = latent._replace(z=edit.apply(latent))
+        # A checkpointed forward that is run again for the backward is not a new observation.
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+            for observer in self.observers:
+                observer(latent)
+        return latent.z
+
+
+class LatentOperator(Operator):
+    """An operator with a latent. Its forward calls ``self._latent_tap`` where it is not None and decodes the result."""
+
+    _transient = (*Operator._transient, "_latent_tap")
+    _latent_tap: LatentTap | None = None
+
+    @property
+    def latent_size(self) -> int:
+        """R, the number of latent dimensions."""
+        raise TypeError(f"{type(self).__name__} does not say how large its latent is")
+
+
+class Gated:
+    """A module with gates, or other values by name. Its forward hands each to ``_tapped`` where ``_taps`` is not None.
+
+    Comes first among the bases. Where ``_is_edited`` is False the taps only look, and the forward may go its usual way
+    once they have seen the values.
+    """
+
+    #: what kind of value it is, in one word
+    tap_kind = "gate"
+    _taps: Mapping[str, LatentTap] | None = None
+
+    def tap_sizes(self) -> dict[str, int]:
+        """Name -> R of every value. Names are without dots."""
+        raise TypeError(f"{type(self).__name__} does not say which values it has")
+
+    @property
+    def _is_edited(self) -> bool:
+        return self._taps is not None and any(tap.edits for tap in self._taps.values())
+
+    def _tapped(self, name: str, value: Tensor) -> Tensor:
+        tap = None if self._taps is None else self._taps.get(name)
+        return value if tap is None else tap(point(value))
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: Any = super().__getstate__()  # a copy is read and edited by nobody
+        return {**state, "_taps": None}
+
+
+# Where taps are put
+
+
+class Site(Protocol):
+    """A place for one tap."""
+
+    @property
+    def size(self) -> int:
+        """R, the dimensions of the value."""
+
+    @property
+    def kind(self) -> str:
+        """What the value is, in one word."""
+
+    def tap(self) -> LatentTap | None:
+        """The tap that stands there."""
+
+    def put(self, tap: LatentTap | None) -> None:
+        """Put ``tap`` in its place; None leaves the site as if there had never been one."""
+
+
+@dataclasses.dataclass(eq=False)
+class _LatentSite:
+    module: LatentOperator
+    kind: str = "latent"
+
+    @property
+    def size(self) -> int:
+        return self.module.latent_size
+
+    def tap(self) -> LatentTap | None:
+        return self.module._latent_tap
+
+    def put(self, tap: LatentTap | None) -> None:
+        self.module._latent_tap = tap
+
+
+@dataclasses.dataclass(eq=False)
+class _GateSite:
+    module: Gated
+    name: str
+    size: int
+
+    @property
+    def kind(self) -> str:
+        return self.module.tap_kind
+
+    def tap(self) -> LatentTap | None:
+        return (self.module._taps or {}).get(self.name)
+
+    def put(self, tap: LatentTap | None) -> None:
+        # a new mapping, so that a compiled forward sees the change
+        taps = {name: other for name, other in (self.module._taps or {}).items() if name != self.name}
+        self.module._taps = (taps if tap is None else taps | {self.name: tap}) or None
+
+
+class _OutputHook:
+    """Forward hook of a layer that hands what it puts out to a tap. A copy of the layer has one that does nothing."""
+
+    handle: Any = None
+
+    def __init__(self, tap: LatentTap) -> None:
+        self.tap = tap
+
+    def __call__(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        return self.tap(point(output))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"tap": LatentTap()}
+
+
+@dataclasses.dataclass(eq=False)
+class _OutputSite:
+    module: nn.Module
+    size: int
+    kind: str = OUTPUT
+
+    def _hook(self) -> _OutputHook | None:
+        hooks = (hook for hook in self.module._forward_hooks.values() if isinstance(hook, _OutputHook))
+        return next((hook for hook in hooks if hook.handle is not None), None)  # not what a copy of the layer came with
+
+    def tap(self) -> LatentTap | None:
+        hook = self._hook()
+        return None if hook is None else hook.tap
+
+    def put(self, tap: LatentTap | None) -> None:
+        hook = self._hook()
+        if hook is not None:
+            hook.handle.remove()
+        if tap is not None:
+            hook = _OutputHook(tap)
+            hook.handle = self.module.register_forward_hook(hook)
+
+
+def sites(model: nn.Module, *, outputs: bool = False) -> dict[str, Site]:
+    """Every site of ``model`` by name, in the model's order: latents, gates and, with ``outputs``, those of layers."""
+    found: dict[str, Site] = {}
+    for full, module in model.named_modules():
+        name = full.replace("_orig_mod.", "").removesuffix("_orig_mod")
+        below = f"{name}." if name else ""
+        if isinstance(module, LatentOperator):
+            found[name] = _LatentSite(module)
+        if isinstance(module, Gated):
+            found |= {f"{below}{gate}": _GateSite(module, gate, size) for gate, size in module.tap_sizes().items()}
+        if outputs and name and (isinstance(module, Operator) or is_linear(module)):
+            size = module.out_features if isinstance(module, Operator) else linear_features(module)[1]
+            found[f"{below}{OUTPUT}"] = _OutputSite(module, size)
+    return found

@@ -1,0 +1,128 @@
+"""The page: one file with everything inline, which asks a server, or holds the index itself and can be mailed."""
+
+# Legend: U units, N texts, T tokens of a text
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relinear.explore.changes import ACTIONS, MOST_NEW_TOKENS, effect
+from relinear.explore.subject import Subject
+from relinear.explore.units import BINS, TOP
+from relinear.pages.blocks import Part, Section
+from relinear.pages.page import LIMIT, render
+from relinear.system.files import write_text
+
+__all__ = ["live_page", "policy_of", "static_page", "write_static_page"]
+
+_TEMPLATE = "explore/explore.html"
+_LIVE = (
+    "A unit is one dimension of a site: a gate, a dimension of a latent, a channel of what a layer puts out. Look "
+    "whether its texts have something in common that those of the random unit beside it have not, and whether changing "
+    "it does more than changing that one."
+)
+_STATIC = (
+    _LIVE
+    + " This is a file without a model: to type texts, to colour them and to change units, run relinear explore on "
+    "the model's directory."
+)
+_KINDS = {torch.float32: "F32", torch.int32: "I32"}
+
+
+def live_page(overviews: Sequence[Mapping[str, Any]]) -> str:
+    """The page that asks the server for what it shows."""
+    return _page(overviews, _LIVE, {"models": list(overviews)})
+
+
+def static_page(
+    subjects: Sequence[Subject], effects: int = 0, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> str:
+    """The page that holds the indices of the subjects.
+
+    Args:
+        subjects: one model, or two side by side.
+        effects: the most units of each whose effect on the next token is measured and put in, those of the largest
+            spread in their site first.
+        on_progress: called with what is done and the total of these measurements.
+
+    Raises:
+        ValueError: if the page would have more than 10 MB.
+    """
+    overviews = [subject.overview() for subject in subjects]
+    chosen = [(subject, _most_spread(subject, effects)) for subject in subjects]
+    total, done = sum(len(units) for _, units in chosen), 0
+    indices = []
+    for subject, units in chosen:
+        packed: dict[str, Any] = {"effects": {}}
+        for site, unit in units:
+            packed["effects"][f"{site} #{unit}"] = effect(subject, site, unit)
+            done += 1
+            on_progress(done, total)
+        indices.append(packed | _packed(subject))
+    page = _page(overviews, _STATIC, {"models": overviews, "index": indices})
+    if len(page.encode()) > LIMIT:
+        raise ValueError(
+            f"the file would have {len(page.encode()) / 1e6:.0f} MB, more than {LIMIT / 1e6:.0f}: name fewer sites "
+            "with --sites, or take fewer or shorter texts"
+        )
+    return page
+
+
+def write_static_page(path: str | Path, page: str) -> Path:
+    """Write the page and return where. Raises OSError."""
+    write_text(path, page)
+    return Path(path)
+
+
+def policy_of(page: str) -> str:
+    """The Content-Security-Policy under which ``page`` runs its own scripts, asks its own server, and nothing else."""
+    scripts = re.findall(r"<script id=\"\w+\">(.*?)</script>", page, flags=re.DOTALL)
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
+    return (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _page(overviews: Sequence[Mapping[str, Any]], how: str, data: Mapping[str, Any]) -> str:
+    title = " and ".join(str(overview["path"]) for overview in overviews)
+    whole = {"actions": list(ACTIONS), "most_new_tokens": MOST_NEW_TOKENS, **data}
+    return render([Section(title, "explore", [Part(_TEMPLATE, {"how": how, "data": whole})])])
+
+
+def _most_spread(subject: Subject, count: int) -> list[tuple[str, int]]:
+    """Up to ``count`` units, taken from all sites in turn, those of the largest spread in their site first."""
+    std = subject.index.tensors["std"]
+    found: list[tuple[int, str, int]] = []
+    for facts in subject.index.sites.values():
+        order = std[facts.start : facts.start + facts.size].sort(descending=True, stable=True).indices[:count].tolist()
+        found += [(rank, facts.name, unit) for rank, unit in enumerate(order)]
+    found.sort(key=lambda one: one[0])  # stable: the sites in their order
+    return [(site, unit) for _, site, unit in found[:count]]
+
+
+def _packed(subject: Subject) -> dict[str, Any]:
+    """An index as the page reads it: little-endian numbers in base64, and the texts of the tokens that occur."""
+    index = subject.index
+    return {
+        "tensors": {name: _base64(tensor) for name, tensor in index.tensors.items()},
+        "ids": _base64(index.ids),
+        "token_texts": {str(token): subject.token_text(token) for token in index.ids.unique().tolist()},
+        "length": index.ids.shape[1],
+        "top": TOP,
+        "bins": BINS,
+    }
+
+
+def _base64(tensor: Tensor) -> dict[str, str]:
+    numbers = tensor.contiguous().numpy()
+    little = numbers.astype(numbers.dtype.newbyteorder("<"))
+    return {"kind": _KINDS[tensor.dtype], "base64": base64.b64encode(little.tobytes()).decode("ascii")}

@@ -1,0 +1,246 @@
+"""The page's server: Python's own, on this machine alone unless asked otherwise.
+
+What a page of another site could do to a server on this machine is refused: a request must name this machine as its
+host (a name that is made to point here does not), come from this page where it says where it comes from, and send JSON.
+"""
+
+from __future__ import annotations
+
+import http
+import ipaddress
+import json
+import socket
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from relinear.core.config import shown
+from relinear.explore.changes import Change, effect, try_change
+from relinear.explore.page import live_page, policy_of
+from relinear.explore.prefix import prefix_view
+from relinear.explore.subject import Subject
+
+__all__ = ["LARGEST_BODY", "make_server"]
+
+#: bytes of a request
+LARGEST_BODY = 1 << 20
+#: bytes of a larger one that are read all the same, so many at a time
+_DISCARDED, _CHUNK = 1 << 23, 1 << 16
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class _Asked:
+    """The values of a request, checked as they are taken out."""
+
+    def __init__(self, values: Mapping[str, Any], subjects: Sequence[Subject]) -> None:
+        self._values, self._subjects = values, subjects
+
+    def subject(self) -> Subject:
+        number = self.number("model", 0)
+        if not 0 <= number < len(self._subjects):
+            raise ValueError(f"model must be 0 to {len(self._subjects) - 1}, got {number}")
+        return self._subjects[number]
+
+    def text(self, name: str) -> str:
+        value = self._values.get(name)
+        if not isinstance(value, str):
+            raise ValueError(f"{name} must be a text, got {shown(value)}")
+        return value
+
+    def number(self, name: str, default: int | None = None) -> int:
+        value = self._values.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | str) or not str(value).lstrip("-").isdecimal():
+            raise ValueError(f"{name} must be a whole number, got {shown(value)}")
+        if len(str(value)) > 15:
+            raise ValueError(f"{name} is too large")
+        return int(value)
+
+    def real(self, name: str) -> float:
+        value = self._values.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name} must be a number, got {shown(value)}")
+        return float(value)
+
+    def unit(self) -> tuple[str, int]:
+        return self.text("site"), self.number("unit")
+
+
+def _unit(asked: _Asked) -> Any:
+    subject, (site, unit) = asked.subject(), asked.unit()
+    control = subject.control_of(site, unit, asked.number("seed", 0))
+    return {"unit": subject.unit(site, unit), "control": control and subject.unit(*control)}
+
+
+def _change(asked: _Asked) -> Any:
+    change = Change(*asked.unit(), asked.text("action"), asked.real("value"))
+    subject = asked.subject()
+    return try_change(subject, asked.text("text"), change, asked.number("new", 30), asked.number("seed", 0))
+
+
+#: what may be asked for: with GET what the index knows, with POST what runs the model
+_ANSWERS: dict[tuple[str, str], Callable[[_Asked], Any]] = {
+    ("GET", "/api/units"): lambda asked: asked.subject().units(asked.text("site")),
+    ("GET", "/api/unit"): _unit,
+    ("GET", "/api/search"): lambda asked: asked.subject().search(asked.text("query")),
+    ("GET", "/api/text"): lambda asked: asked.subject().text(asked.number("row")),
+    ("POST", "/api/colour"): lambda asked: asked.subject().colour(asked.text("text"), *asked.unit()),
+    ("POST", "/api/next"): lambda asked: asked.subject().next_token(asked.text("text")),
+    ("POST", "/api/change"): _change,
+    ("POST", "/api/effect"): lambda asked: effect(asked.subject(), *asked.unit(), asked.number("seed", 0)),
+    ("POST", "/api/prefix"): lambda asked: prefix_view(asked.subject(), asked.text("prefix"), asked.text("text")),
+}
+
+
+class _Refused(Exception):
+    """A request that gets a status and a sentence."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    subjects: Sequence[Subject]
+    page: bytes
+    policy: str
+    #: names under which this server may be asked
+    hosts: frozenset[str] | None
+
+
+class _IPv6Server(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    server_version, sys_version = "relinear", ""
+    timeout = 60
+
+    def do_GET(self) -> None:
+        self._answer("GET")
+
+    def do_POST(self) -> None:
+        self._answer("POST")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing: the terminal is the user's."""
+
+    def _answer(self, method: str) -> None:
+        try:
+            self._check_origin()
+            parts = urlsplit(self.path)
+            if (method, parts.path) == ("GET", "/"):
+                self._send(200, self.server.page, "text/html; charset=utf-8")
+                return
+            answer = _ANSWERS.get((method, parts.path))
+            if answer is None:
+                raise _Refused(404, f"nothing is at {method} {parts.path}")
+            values = self._body() if method == "POST" else dict(parse_qsl(parts.query, keep_blank_values=True))
+            self._send_json(200, answer(_Asked(values, self.server.subjects)))
+        except _Refused as refused:
+            self._send_json(refused.status, {"error": str(refused)})
+        except ValueError as error:
+            self._send_json(400, {"error": str(error)})
+        except (ConnectionError, TimeoutError):
+            self.close_connection = True
+        except Exception:
+            traceback.print_exc()
+            self._send_json(500, {"error": "this is a fault of relinear; the terminal says more"})
+
+    def _check_origin(self) -> None:
+        """Refuse what comes by a name that is not this machine's, or from another page."""
+        host = self.headers.get("Host", "")
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            name = ""
+        hosts = self.server.hosts
+        if not (_is_address(name) if hosts is None else name in hosts):
+            raise _Refused(403, f"this server does not answer for the host {shown(host)}")
+        origin = self.headers.get("Origin")
+        if origin is not None and origin != f"http://{host}":
+            raise _Refused(403, f"this server does not answer pages of {shown(origin)}")
+
+    def _body(self) -> Mapping[str, Any]:
+        if self.headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
+            raise _Refused(415, "send JSON: Content-Type application/json")
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal():
+            raise _Refused(411, "a request needs a Content-Length")
+        if len(length) > 12 or int(length) > LARGEST_BODY:
+            self._discard(int(length[:12]))
+            raise _Refused(413, f"a request has at most {LARGEST_BODY:,} bytes")
+        try:
+            values = json.loads(self.rfile.read(int(length)))
+        except (ValueError, RecursionError):
+            raise _Refused(400, "the request is not valid JSON") from None
+        if not isinstance(values, dict):
+            raise _Refused(400, "the request must be a JSON object")
+        return values
+
+    def _discard(self, length: int) -> None:
+        """Read a little of what is too large, so that its sender comes to reading the answer."""
+        for left in range(min(length, _DISCARDED), 0, -_CHUNK):
+            if not self.rfile.read(min(left, _CHUNK)):
+                return
+
+    def _send_json(self, status: int, value: Any) -> None:
+        self._send(status, json.dumps(value, allow_nan=False).encode(), "application/json")
+
+    def _send(self, status: int, content: bytes, kind: str) -> None:
+        self.send_response(status, http.HTTPStatus(status).phrase)
+        headers = {
+            "Content-Type": kind,
+            "Content-Length": str(len(content)),
+            "Content-Security-Policy": self.server.policy,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Cache-Control": "no-store",
+        }
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+
+def _is_address(name: str) -> bool:
+    """Whether a host is named by its address: no name server can make that point elsewhere."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name == "localhost"
+    return True
+
+
+def make_server(subjects: Sequence[Subject], host: str = "127.0.0.1", port: int = 0) -> ThreadingHTTPServer:
+    """A server of the page on ``subjects``, listening; ``serve_forever`` answers, ``server_address`` says where it is.
+
+    Args:
+        subjects: one model, or two side by side.
+        host: what to listen on: this machine alone by default. For any other host it answers to that name and to
+            addresses, and whoever reaches it may run the model.
+        port: 0 takes a free one.
+
+    Raises:
+        OSError: naming host and port, if that cannot be listened on.
+    """
+    kind = _IPv6Server if ":" in host else _Server
+    try:
+        server = kind((host, port), _Handler)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"cannot listen there ({error.strerror}); choose another --port", f"{host}:{port}"
+        ) from error
+    except OverflowError:
+        raise ValueError(f"a port is a number from 0 to 65535, got {port}") from None
+    page = live_page([subject.overview() for subject in subjects])
+    server.subjects, server.page, server.policy = subjects, page.encode(), policy_of(page)
+    if host in _LOOPBACK:
+        server.hosts = frozenset(_LOOPBACK)
+    else:
+        server.hosts = None if _is_address(host) else frozenset((*_LOOPBACK, host))
+    return server

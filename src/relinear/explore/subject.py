@@ -1,0 +1,228 @@
+"""A loaded model with its index: what the page asks of it, as JSON values."""
+
+# Legend: T tokens, R units of a site, V vocabulary
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relinear.core.latents import Edit, intervene
+from relinear.core.modes import evaluating
+from relinear.core.sites import Site
+from relinear.explore.units import Index, values_of
+
+__all__ = ["MOST_TOKENS", "SHOWN", "Subject"]
+
+#: tokens of a typed text
+MOST_TOKENS = 512
+#: tokens of a distribution that are shown
+SHOWN = 10
+
+
+class Subject:
+    """A model, its tokenizer, the sites that are looked at and their index. Its methods may be called by many threads.
+
+    Args:
+        path: what the model is loaded from, for the code that is shown.
+        model: in eval mode. tokenizer: of text.
+        places: the sites by name. index: over them.
+    """
+
+    def __init__(self, path: str | Path, model: Any, tokenizer: Any, places: Mapping[str, Site], index: Index) -> None:
+        self.path, self.model, self.tokenizer = str(path), model, tokenizer
+        self.places, self.index = places, index
+        self.lock = threading.Lock()
+        self._texts: dict[int, str] = {}
+
+    # Text
+
+    def token_text(self, token: int) -> str:
+        """One token as text."""
+        if token not in self._texts:
+            self._texts[token] = self.tokenizer.decode([token])
+        return self._texts[token]
+
+    def tokens(self, ids: Iterable[int]) -> list[str]:
+        """Tokens as texts."""
+        return [self.token_text(int(token)) for token in ids]
+
+    def text(self, row: int) -> str:
+        """A text of the corpus. Raises ValueError if there is none of this number."""
+        if not 0 <= row < len(self.index.ids):
+            raise ValueError(f"the corpus has texts 0 to {len(self.index.ids) - 1}, got {row}")
+        return self.tokenizer.decode(self.index.ids[row])
+
+    def positions(self) -> int:
+        """The most tokens that the model reads."""
+        return int(getattr(self.model.config, "max_position_embeddings", None) or 1 << 20)
+
+    def encode(self, text: str, new: int = 0) -> Tensor:
+        """(T,) token ids of ``text``. Raises ValueError for none, or for more than there is room for with ``new``."""
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        room = min(MOST_TOKENS, self.positions() - new)
+        if not ids:
+            raise ValueError("type some text first")
+        if len(ids) > room:
+            raise ValueError(f"the text has {len(ids):,} tokens, there is room for {room:,}; shorten it")
+        return torch.tensor(ids)
+
+    # Units
+
+    def control_of(self, site: str, unit: int, seed: int = 0) -> tuple[str, int] | None:
+        """A random other unit of the same site, or where it has one unit of the same kind; None where there is none."""
+        index, facts = self.index, self.index.facts(site)
+        own = index.row(site, unit)
+        others: list[int] = [row for row in range(facts.start, facts.start + facts.size) if row != own]
+        if not others:
+            same = [one for one in index.sites.values() if one.kind == facts.kind]
+            others = [row for one in same for row in range(one.start, one.start + one.size) if row != own]
+        return index.unit_at(random.Random(f"{site} {unit} {seed}").choice(others)) if others else None
+
+    def overview(self) -> dict[str, Any]:
+        """What the model offers."""
+        sites = [
+            {"name": one.name, "kind": one.kind, "layer": one.layer, "size": one.size, "start": one.start}
+            for one in self.index.sites.values()
+        ]
+        texts, length = self.index.ids.shape
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        return {
+            "path": self.path,
+            "class": type(self.model).__name__,
+            "parameters": parameters,
+            "sites": sites,
+            "texts": texts,
+            "length": length,
+            "made_from": dict(self.index.made_from),
+            "prefixes": self.reads_prefixes(),
+        }
+
+    def units(self, site: str) -> list[dict[str, Any]]:
+        """Every unit of a site in few words: mean, spread, and the tokens at which it is highest."""
+        facts, tensors = self.index.facts(site), self.index.tensors
+        rows = slice(facts.start, facts.start + facts.size)
+        marked = self._marked("most", rows)[:, :3].tolist()
+        means, spreads = tensors["mean"][rows].tolist(), tensors["std"][rows].tolist()
+        return [
+            {"unit": unit, "mean": mean, "std": std, "tokens": self.tokens(token for token in tokens if token >= 0)}
+            for unit, (mean, std, tokens) in enumerate(zip(means, spreads, marked, strict=True))
+        ]
+
+    def _marked(self, end: str, rows: slice = slice(None)) -> Tensor:
+        """(units, K) ids of the marked tokens; -1 where there is no text."""
+        texts, tokens = (self.index.tensors[f"{end}_{what}"][rows].long() for what in ("row", "token"))
+        return self.index.ids.long()[texts.clamp_min(0), tokens].where(texts >= 0, torch.tensor(-1))
+
+    def unit(self, site: str, unit: int) -> dict[str, Any]:
+        """A unit's page: the texts that move it most and least, each token of them, its histogram."""
+        row, tensors = self.index.row(site, unit), self.index.tensors
+        facts = self.index.facts(site)
+        found: dict[str, Any] = {"site": site, "unit": unit, "kind": facts.kind}
+        for end in ("most", "least"):
+            columns = (tensors[f"{end}_{what}"][row].tolist() for what in ("value", "row", "token"))
+            found[end] = [
+                {"value": value, "row": text, "token": token, "tokens": self.tokens(self.index.ids[text].tolist())}
+                for value, text, token in zip(*columns, strict=True)
+                if text >= 0
+            ]
+        numbers = {name: float(tensors[name][row]) for name in ("low", "width", "mean", "std")}
+        return found | numbers | {"counts": tensors["counts"][row].tolist()}
+
+    def search(self, query: str, most: int = 50) -> list[dict[str, Any]]:
+        """Units whose marked tokens hold ``query`` in upper or lower case, those with most of them first."""
+        wanted = query.strip().lower()
+        if not wanted:
+            raise ValueError("type a part of a token to look for")
+        marked = self._marked("most")
+        known = marked[marked >= 0].unique()
+        hits = [token for token in known.tolist() if wanted in self.token_text(token).lower()]
+        counts = torch.isin(marked, torch.tensor(hits, dtype=torch.long)).sum(1)
+        best = counts.sort(descending=True, stable=True).indices[:most].tolist()
+        found: list[dict[str, Any]] = []
+        for row in best:
+            if counts[row]:
+                site, unit = self.index.unit_at(row)
+                texts = self.tokens(token for token in marked[row].tolist() if token in hits)
+                once = list(dict.fromkeys(texts))
+                found.append({"site": site, "unit": unit, "count": int(counts[row]), "tokens": once})
+        return found
+
+    # What runs the model
+
+    def colour(self, text: str, site: str, unit: int) -> dict[str, Any]:
+        """A text's tokens with the values of a unit, and at each those of its site furthest from their means."""
+        row = self.index.row(site, unit)
+        ids = self.encode(text)
+        with self.lock:
+            values = values_of(self.model, ids, {site: self.places[site]})[site]
+        facts, tensors = self.index.facts(site), self.index.tensors
+        rows = slice(facts.start, facts.start + facts.size)
+        away = (values - tensors["mean"][rows]) / tensors["std"][rows].clamp_min(1e-9)
+        away = away.where(tensors["std"][rows] > 0, torch.zeros(()))
+        order = away.abs().topk(min(3, facts.size)).indices
+        strongest = [
+            [{"unit": u, "value": float(values[t, u]), "away": float(away[t, u])} for u in units]
+            for t, units in enumerate(order.tolist())
+        ]
+        return {
+            "tokens": self.tokens(ids.tolist()),
+            "values": values[:, row - facts.start].tolist(),
+            "moved": away.abs().mean(1).tolist(),
+            "strongest": strongest,
+        }
+
+    @contextlib.contextmanager
+    def _running(self, edits: Mapping[str, Edit]) -> Iterator[None]:
+        """The model as it is run here: in eval mode, without a graph, under the edits."""
+        with torch.no_grad(), evaluating(self.model), contextlib.ExitStack() as stack:
+            if edits:
+                stack.enter_context(intervene(self.model, edits))
+            yield
+
+    def shares_of(self, ids: Tensor, edits: Mapping[str, Edit]) -> Tensor:
+        """(B, T, V): probabilities of the next token for ids (B, T). The caller holds ``lock``.
+
+        Raises:
+            ValueError: if they are not finite.
+        """
+        with self._running(edits):
+            logits = self.model(input_ids=ids.to(self.model.device), use_cache=False).logits
+        shares = logits.float().cpu().softmax(-1)
+        if not shares.isfinite().all():
+            raise ValueError("what the model puts out is not finite; choose a smaller value")
+        return shares
+
+    def continued(self, ids: Tensor, new: int, edits: Mapping[str, Edit]) -> str:
+        """What the model writes after ids (T,), greedily. The caller holds ``lock``."""
+        inputs = ids[None].to(self.model.device)
+        settings = {"max_new_tokens": new, "do_sample": False, "attention_mask": torch.ones_like(inputs)}
+        with self._running(edits):
+            written = self.model.generate(inputs, pad_token_id=self.padding(), **settings)
+        return self.tokenizer.decode(written[0, len(ids) :])
+
+    def padding(self) -> int:
+        """An id to pad with, which nothing here does: without one ``generate`` says on stderr which one it takes."""
+        given = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        return next(token for token in given if token is not None)
+
+    def next_token(self, text: str) -> dict[str, Any]:
+        """The likeliest next tokens after ``text``."""
+        ids = self.encode(text)
+        with self.lock:
+            shares = self.shares_of(ids[None], {})[0, -1]
+        best = shares.topk(min(SHOWN, len(shares)))
+        return {"tokens": self.tokens(best.indices.tolist()), "shares": best.values.tolist()}
+
+    def reads_prefixes(self) -> bool:
+        """Whether the model turns a prefix into weights."""
+        from relinear.models.cgt.config import CGTConfig
+
+        return isinstance(self.model.config, CGTConfig)

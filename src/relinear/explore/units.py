@@ -1,0 +1,302 @@
+"""The units of a model over a corpus: what moves each of them most, in memory that the corpus does not make grow.
+
+A unit is one dimension of a site (``relinear.core.sites``): a gate, a latent's dimension, a channel of what a layer
+puts out. The index over all of them is one safetensors file of numbers and one JSON file, which open in a moment.
+"""
+
+# Legend: N texts, T tokens of a text, B texts at a time, R units of a site, U units of all sites, K = TOP, H = BINS
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from relinear.core.anatomy import layer_finder
+from relinear.core.config import nearest
+from relinear.core.latents import observe_sites
+from relinear.core.modes import evaluating
+from relinear.core.sites import OUTPUT, Latent, Site, sites
+from relinear.system.files import atomic_directory, read_json, write_json, writing
+
+__all__ = ["BINS", "TOP", "Index", "SiteFacts", "choose_sites", "index_units", "read_index", "values_of"]
+
+TOP, BINS = 20, 40
+FORMAT = 1
+#: texts that run at once
+BATCH = 8
+#: bytes of the index of one unit, and of all of them
+_BYTES, _MOST_BYTES = 4 * (6 * TOP + BINS + 6), 1 << 30
+_SHAPES = {f"{end}_{what}": (TOP,) for end in ("most", "least") for what in ("value", "row", "token")} | {
+    "counts": (BINS,),
+    "low": (),
+    "width": (),
+    "mean": (),
+    "std": (),
+}
+
+
+def choose_sites(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, Site]:
+    """The sites to look at: all latents and gates of ``model``; where it has none, the outputs of its layers' maps.
+
+    Args:
+        model: any model.
+        wanted: names of sites, exact or dotted suffixes as in ``relinear.intervene``, in place of these.
+
+    Raises:
+        ValueError: if nothing is found, or the index would take more than a GiB.
+    """
+    every = sites(model, outputs=True)
+    inside = {name: site for name, site in every.items() if site.kind != OUTPUT}
+    chosen: dict[str, Site] = {}
+    for pattern in wanted:
+        found = {name: site for name, site in every.items() if name == pattern or name.endswith(f".{pattern}")}
+        if not found:
+            raise ValueError(f"no site of this model is named {pattern!r}; {nearest(pattern, inside or every)}")
+        chosen |= found
+    if not wanted:
+        chosen = inside or _outputs_of_layers(model, every)
+    if not chosen:
+        raise ValueError(
+            f"{type(model).__name__} has no units to look at: no latent, no gate and no layer with a linear map"
+        )
+    units = sum(site.size for site in chosen.values())
+    if units * _BYTES > _MOST_BYTES:
+        raise ValueError(f"{units:,} units are too many for one index; name some sites, such as {next(iter(chosen))!r}")
+    return chosen
+
+
+def _outputs_of_layers(model: nn.Module, every: Mapping[str, Site]) -> dict[str, Site]:
+    """What linear maps and operators of the decoder's layers put out, without the parts of operators."""
+    find = layer_finder(model)
+    outputs = [name for name, site in every.items() if site.kind == OUTPUT]
+    inside = [name for name in outputs if find(name.removesuffix(f".{OUTPUT}")) is not None]
+    return {name: every[name] for name in inside if not any(_lies_in(name, other) for other in inside)}
+
+
+def _lies_in(name: str, other: str) -> bool:
+    """Whether the layer of one output lies within the layer of another one."""
+    return name != other and name.startswith(other.removesuffix(OUTPUT))
+
+
+@dataclasses.dataclass(frozen=True)
+class SiteFacts:
+    """A site in an index: its units are rows ``start`` to ``start + size``; ``layer`` is None outside of all layers."""
+
+    name: str
+    kind: str
+    layer: int | None
+    size: int
+    start: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """What the units of a model do on a corpus.
+
+    sites: by name, in the model's order.
+    ids: (N, T), the texts.
+    tensors: "most_value", "most_row", "most_token" (U, K): the texts in which a unit is highest, one entry a text, with
+        the token where it is, highest first; where there are fewer texts the row is -1. "least_..." where it is lowest,
+        lowest first. "counts" (U, H): histogram over all tokens in bins of "width" (U,) from "low" (U,) on. "mean",
+        "std" (U,).
+    made_from: JSON values that change whenever the index would.
+    """
+
+    sites: Mapping[str, SiteFacts]
+    ids: Tensor
+    tensors: Mapping[str, Tensor]
+    made_from: Mapping[str, Any]
+
+    def row(self, site: str, unit: int) -> int:
+        """The row of a unit in the tensors. Raises ValueError if there is none."""
+        facts = self.facts(site)
+        if not 0 <= unit < facts.size:
+            raise ValueError(f"{site} has units 0 to {facts.size - 1}, got {unit}")
+        return facts.start + unit
+
+    def facts(self, site: str) -> SiteFacts:
+        """What is known of a site. Raises ValueError if there is none of this name."""
+        if site not in self.sites:
+            raise ValueError(f"no site is named {site!r}; {nearest(site, self.sites)}")
+        return self.sites[site]
+
+    def unit_at(self, row: int) -> tuple[str, int]:
+        """The site and the unit of a row of the tensors."""
+        facts = next(facts for facts in self.sites.values() if facts.start <= row < facts.start + facts.size)
+        return facts.name, row - facts.start
+
+    def save(self, directory: str | Path) -> None:
+        """Write both files, whole or not at all, in the place of an older index.
+
+        Raises:
+            FileExistsError: if the directory holds something else.
+            OSError: if it cannot be written.
+        """
+        path = Path(directory)
+        if path.is_dir() and any(path.iterdir()) and not (path / "index.json").is_file():
+            raise FileExistsError(f"{path} holds something else than an index; choose another directory with --index")
+        with atomic_directory(directory) as folder, writing(directory):
+            save_file({"ids": self.ids.to(torch.int32), **self.tensors}, folder / "units.safetensors")
+            values = [dataclasses.asdict(facts) for facts in self.sites.values()]
+            write_json(folder / "index.json", {"format": FORMAT, "made_from": dict(self.made_from), "sites": values})
+
+
+def read_index(directory: str | Path, made_from: Mapping[str, Any]) -> Index | None:
+    """The index in ``directory`` if there is a whole one that was made from the same things, else None."""
+    folder = Path(directory)
+    try:
+        values = read_json(folder / "index.json")
+        if values["format"] != FORMAT or values["made_from"] != dict(made_from):
+            return None
+        facts = {row["name"]: SiteFacts(**row) for row in values["sites"]}
+        tensors = load_file(folder / "units.safetensors")
+        ids = tensors.pop("ids")
+    except (OSError, ValueError, LookupError, TypeError, SafetensorError):
+        return None  # it can be made again
+    units = sum(one.size for one in facts.values())
+    whole = {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        n: (units, *s) for n, s in _SHAPES.items()
+    }
+    return Index(facts, ids, tensors, dict(made_from)) if whole else None
+
+
+class _Running:
+    """The entries of the index for the units of one site, as texts come in."""
+
+    def __init__(self, size: int) -> None:
+        self.values = {end: torch.full((size, TOP), -math.inf) for end in ("most", "least")}
+        self.rows = {end: torch.full((size, TOP), -1) for end in ("most", "least")}
+        self.tokens = {end: torch.zeros(size, TOP, dtype=torch.long) for end in ("most", "least")}
+        self.counts = torch.zeros(size, BINS, dtype=torch.long)
+        self.low = self.span = torch.empty(0)
+        self.sum = self.squares = torch.zeros(size, dtype=torch.float64)
+        self.seen = 0
+
+    def add(self, values: Tensor, row: int) -> None:
+        """Values (B, T, R) of the texts from ``row`` on."""
+        for end, sign in (("most", 1), ("least", -1)):
+            best, where = (sign * values).max(1)
+            rows = torch.arange(row, row + len(values))[None].expand(values.shape[-1], -1)
+            joined = torch.cat([self.values[end], best.T], 1)
+            # stable, so that of equal texts the first one stays
+            self.values[end], order = (part[:, :TOP] for part in joined.sort(dim=1, descending=True, stable=True))
+            self.rows[end] = torch.cat([self.rows[end], rows], 1).gather(1, order)
+            self.tokens[end] = torch.cat([self.tokens[end], where.T], 1).gather(1, order)
+        flat = values.flatten(0, 1)
+        self._count(flat)
+        self.sum = self.sum + flat.double().sum(0)
+        self.squares = self.squares + flat.double().square().sum(0)
+        self.seen += len(flat)
+
+    def _count(self, values: Tensor) -> None:
+        """Into the bins; where a value lies outside, pairs of bins become one and the range doubles towards it."""
+        least, most = values.amin(0), values.amax(0)
+        if not self.seen:
+            self.low, self.span = least, (most - least).clamp_min(1e-6 * most.abs().clamp_min(1e-6))
+        for _ in range(256):
+            below, above = least < self.low, most > self.low + self.span
+            if not (below | above).any():
+                break
+            pairs, nothing = (
+                self.counts.unflatten(1, (-1, 2)).sum(-1),
+                self.counts.new_zeros(len(self.counts), BINS // 2),
+            )
+            down, up = torch.cat([nothing, pairs], 1), torch.cat([pairs, nothing], 1)
+            self.counts = torch.where(below[:, None], down, torch.where(above[:, None], up, self.counts))
+            self.low = torch.where(below, self.low - self.span, self.low)
+            self.span = torch.where(below | above, 2 * self.span, self.span)
+        bins = ((values - self.low) / self.span * BINS).long().clamp(0, BINS - 1).T
+        self.counts.scatter_add_(1, bins, torch.ones_like(bins))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The site's rows of the index's tensors."""
+        mean = self.sum / self.seen
+        found = {}
+        for end, sign in (("most", 1), ("least", -1)):
+            known = self.rows[end] >= 0
+            found[f"{end}_value"] = (sign * self.values[end]).where(known, torch.zeros(()))
+            found[f"{end}_row"] = self.rows[end].to(torch.int32)
+            found[f"{end}_token"] = self.tokens[end].to(torch.int32)
+        return found | {
+            "counts": self.counts.to(torch.int32),
+            "low": self.low.clone(),
+            "width": self.span / BINS,
+            "mean": mean.float(),
+            "std": (self.squares / self.seen - mean.square()).clamp_min(0).sqrt().float(),
+        }
+
+
+@torch.no_grad()
+def index_units(
+    model: nn.Module,
+    ids: Tensor,
+    chosen: Mapping[str, Site],
+    made_from: Mapping[str, Any],
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Index:
+    """Run ``model`` in eval mode on the texts ``ids`` (N, T) and index the units of the sites ``chosen``.
+
+    Raises:
+        ValueError: if a value is not finite, or a site has no value for each token of the texts.
+    """
+    running = {name: _Running(site.size) for name, site in chosen.items()}
+    for start in range(0, len(ids), BATCH):
+        rows = ids[start : start + BATCH]
+
+        def see(name: str, values: Tensor, start: int = start) -> None:
+            running[name].add(values, start)
+
+        _run(model, rows, chosen, see)
+        on_progress(min(start + BATCH, len(ids)), len(ids))
+    silent = [name for name, one in running.items() if one.seen != ids.numel()]
+    if silent:
+        raise ValueError(f"{silent[0]} gave no value for each token of the texts; name other sites than it")
+    layers, facts, first = _layers_of(model, chosen), {}, 0
+    for name, site in chosen.items():
+        facts[name] = SiteFacts(name, site.kind, layers[name], site.size, first)
+        first += site.size
+    parts = [one.tensors() for one in running.values()]
+    tensors = {key: torch.cat([part[key] for part in parts]) for key in _SHAPES}
+    return Index(facts, ids.cpu().to(torch.int32), tensors, dict(made_from))
+
+
+def _layers_of(model: nn.Module, names: Iterable[str]) -> dict[str, int | None]:
+    """The decoder layer of every site: of the module whose name its own begins with."""
+    find, known = layer_finder(model), {name for name, _ in model.named_modules() if name}
+    found: dict[str, int | None] = {}
+    for name in names:
+        parts = name.split(".")
+        module = next((path for end in range(len(parts), 0, -1) if (path := ".".join(parts[:end])) in known), None)
+        found[name] = None if module is None else find(module)
+    return found
+
+
+@torch.no_grad()
+def values_of(model: nn.Module, ids: Tensor, chosen: Mapping[str, Site]) -> dict[str, Tensor]:
+    """The values (T, R) of the sites ``chosen`` for the token ids (T,), in float32. Raises as ``index_units``."""
+    found: dict[str, Tensor] = {}
+    _run(model, ids[None], chosen, lambda name, values: found.update({name: values[0]}))
+    return found
+
+
+def _run(model: Any, ids: Tensor, chosen: Mapping[str, Site], see: Callable[[str, Tensor], None]) -> None:
+    """One forward over ids (B, T); ``see`` is called with the name and the values (B, T, R) of each site."""
+
+    def observer(name: str, latent: Latent) -> None:
+        values = latent.z.detach().float().cpu()
+        if values.shape[:-1] != ids.shape:
+            return
+        if not values.isfinite().all():
+            raise ValueError(f"{name} has values that are not finite on real text: this model is broken")
+        see(name, values)
+
+    with evaluating(model), observe_sites(chosen, observer):
+        model(input_ids=ids.to(next(model.parameters()).device), use_cache=False)

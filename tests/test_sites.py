@@ -1,0 +1,163 @@
+"""Reading and changing gates, contexts and outputs of layers, against the same computed by hand."""
+
+import copy
+
+import pytest
+import torch
+
+import relinear
+from conftest import make_tiny_gpt2, make_tiny_llama
+from relinear.core.latents import observe_sites
+from relinear.core.sites import sites
+from test_cgt import make_cgt
+
+IDS = torch.randint(0, 96, (2, 7), generator=torch.Generator().manual_seed(3))
+
+
+def with_ccl(**settings):
+    model = make_tiny_gpt2()
+    relinear.attach_(model, relinear.ContextManager(dim=8))
+    relinear.replace_(model, {"mlp.c_fc": relinear.CCL(rank=6, context_dim=8, **settings)})
+    return model
+
+
+def with_modulators(**settings):
+    model = make_tiny_llama()
+    relinear.replace_(model, {"down_proj": relinear.Transponder(**settings)})
+    relinear.attach_(model, relinear.PathTransponder(mlp=False))
+    return model
+
+
+def with_latents():
+    model = make_tiny_llama()
+    relinear.replace_(model, {"q_proj": relinear.HDPL(rank=6, blocks=4)})
+    return model
+
+
+def with_output_gates():
+    model = make_tiny_llama()
+    relinear.replace_(model, {"gate_proj": relinear.OutputGate()})
+    relinear.attach_(model, relinear.SDPAGate())
+    return model
+
+
+MODELS = {
+    "ccl": with_ccl,
+    "ccl-mixture": lambda: with_ccl(composition="remixing", templates=3),
+    "ccl-basis": lambda: with_ccl(output_gate=False, norm=False),
+    "modulators": with_modulators,
+    "modulators-reference": lambda: with_modulators(phi="tanh", shared=False, biases=True),
+    "cgt": lambda: make_cgt(vocab_size=96),
+    "hdpl": with_latents,
+    "output-gates": with_output_gates,
+    "stock": make_tiny_llama,
+}
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    torch.manual_seed(0)
+    return MODELS[request.param]().eval()
+
+
+@torch.no_grad()
+def run(model, edits=None):
+    seen = {}
+    places = sites(model, outputs=True)
+    taps = [site.tap() for site in places.values()]
+    watched = observe_sites(places, lambda name, latent: seen.update({name: latent.z.clone()}))
+    with relinear.intervene(model, edits or {"lm_head.output": []}), watched:
+        logits = model(IDS).logits
+    assert [site.tap() for site in places.values()] == taps
+    return logits, seen
+
+
+def test_reading_changes_nothing_and_sees_every_token(model) -> None:
+    with torch.no_grad():
+        before = model(IDS).logits
+    logits, seen = run(model)
+    torch.testing.assert_close(logits, before)  # kernels that run several layers at once give way
+    places = sites(model, outputs=True)
+    shapes = {name: tuple(value.shape) for name, value in seen.items()}
+    assert shapes == {name: (*IDS.shape, site.size) for name, site in places.items()}
+    with torch.no_grad(), observe_sites(sites(model), lambda name, latent: None):
+        assert torch.equal(model(IDS).logits, before)
+
+
+def test_putting_the_same_values_in_changes_nothing_and_others_do(model) -> None:
+    before, seen = run(model)
+    for name, value in seen.items():
+        torch.testing.assert_close(run(model, {name: relinear.Inject(value)})[0], before, rtol=1e-4, atol=1e-5)
+        changed, then = run(model, {name: relinear.Add(0.25)})
+        torch.testing.assert_close(then[name], value + 0.25)
+        assert not torch.equal(changed, before), name
+    assert torch.equal(run(model)[0], before)
+
+
+def test_gates_are_those_that_the_modules_say() -> None:
+    model = with_ccl()
+    said = {}
+    for name, module in model.named_modules():
+        if isinstance(module, relinear.Operator):
+            module.register_forward_hook(lambda module, args, out, name=name: said.update({name: module.gates()}))
+    seen = run(model)[1]
+    gates = {name: value for name, value in seen.items() if name.endswith("_gate")}
+    assert gates.keys() == {f"{name}.{part}_gate" for name, parts in said.items() for part in parts}
+    for name, parts in said.items():
+        for part, value in parts.items():
+            torch.testing.assert_close(gates[f"{name}.{part}_gate"], value)
+
+
+def test_gates_of_one_are_the_layer_without_them() -> None:
+    model = with_modulators()
+    plain = copy.deepcopy(model)
+    for name, module in list(plain.named_modules()):
+        if name.endswith("modulator"):
+            module.reset_parameters(identity=True)
+    logits = run(model, {"channel": relinear.Replace(1.0), "scalar": relinear.Replace(1.0)})[0]
+    torch.testing.assert_close(logits, run(plain)[0])
+
+
+def test_a_gate_shuts_a_feature() -> None:
+    model = with_ccl()
+    cut = copy.deepcopy(model)
+    cut.transformer.h[1].mlp.c_fc.mix.data[:, 4] = 0
+    edits = {"transformer.h.1.mlp.c_fc.basis_gate": relinear.Clamp(maximum=0.0, dims=[4])}
+    torch.testing.assert_close(run(model, edits)[0], run(cut)[0])
+
+
+def test_an_output_moves_as_by_its_bias() -> None:
+    model = make_tiny_gpt2()
+    shifted = copy.deepcopy(model)
+    shifted.transformer.h[0].mlp.c_fc.bias.data[5] += 2
+    torch.testing.assert_close(run(model, {"h.0.mlp.c_fc.output": relinear.Add(2.0, dims=[5])})[0], run(shifted)[0])
+
+
+def test_a_copy_made_under_an_intervention_is_a_plain_model(model) -> None:
+    before = run(model)[0]
+    edits = dict.fromkeys(sites(model, outputs=True), relinear.Replace(0.0))
+    with relinear.intervene(model, edits):
+        twin = copy.deepcopy(model)
+    assert torch.equal(run(twin)[0], before)
+    assert torch.equal(run(model)[0], before)
+
+
+def test_edits_of_gates_nest_reach_generation_and_are_refused_where_wrong() -> None:
+    model = with_modulators()
+    name = "model.layers.0.mlp.down_proj.modulator.channel"
+    with relinear.intervene(model, {name: relinear.Replace(1.0)}), relinear.intervene(model, {name: relinear.Add(0.5)}):
+        seen = run(model)[1]
+        cached = model.generate(IDS, max_new_tokens=4, do_sample=False)
+        plain = model.generate(IDS, max_new_tokens=4, do_sample=False, use_cache=False)
+    assert (seen[name] == 1.5).all()
+    assert torch.equal(cached, plain)
+    wrong = {
+        "down_proj.modulator.chanel": "channel",
+        "down_proj.outputs": "known|mean",
+        "down_proj.modulator.channel": "must be 32",
+    }
+    for pattern, message in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            relinear.intervene(model, {pattern: relinear.Replace([0.0] * 3)})
+    with pytest.raises(ValueError, match=r"q_proj\.output"):
+        relinear.intervene(make_tiny_llama(), {"q_proj": relinear.Replace(0.0)})
