@@ -101,7 +101,6 @@ class Subject:
             "sites": sites,
             "texts": texts,
             "length": length,
-            "made_from": dict(self.index.made_from),
             "prefixes": self.reads_prefixes(),
         }
 
