@@ -13,7 +13,7 @@ from relinear.analysis.analyses import ANALYSES
 from relinear.cli.main import main
 from relinear.distill.page import distill_section
 from relinear.pages import page as pages
-from relinear.pages.blocks import Cell, Chart, Listing, Picture, Row, Section, Table, Text, axes, line, points
+from relinear.pages.blocks import Cell, Chart, Listing, Picture, Row, Section, Table, Text, as_yaml, axes, line, points
 
 RESULTS = Path(__file__).parents[1] / "results"
 COMPARISON = Path(__file__).parent / "fixtures" / "v0.1" / "comparison"
@@ -256,3 +256,11 @@ def test_the_filter_changes_tables_and_figures(opened) -> None:
     assert view.locator("tr[data-entry]:visible").count() == rows
     assert view.evaluate(shown) == before
     assert wrong == []
+
+
+def test_values_nested_without_end_are_an_error_in_words() -> None:
+    nested: list = []
+    for _ in range(5_000):
+        nested = [nested]
+    with pytest.raises(ValueError, match="nested too deeply"):
+        as_yaml(nested)

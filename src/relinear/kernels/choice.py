@@ -323,6 +323,8 @@ def against_few_rows(x: Tensor, *parameters: Tensor | None, order: Tensor | None
     """
     if torch.is_grad_enabled():
         return "gradients are recorded"
+    if is_traced(x):  # a program for any number of rows would become one for a few
+        return "operations are traced"
     if not 0 < x.numel() <= native.MOST_FEW_ROWS.get(x.dtype, 0) * x.shape[-1]:
         return "too many rows, or none"
     reason = against_native(x, fewest=1, may_build=False) or against_opaque()

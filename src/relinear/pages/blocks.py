@@ -251,10 +251,13 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def as_yaml(value: Any) -> str:
-    """Settings as they are written in a recipe."""
+    """Settings as they are written in a recipe. Raises ValueError for ones that are nested without end."""
     import yaml
 
-    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
+    try:
+        return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
+    except RecursionError:
+        raise ValueError("values are nested too deeply to be shown; restore the file from a copy") from None
 
 
 def what_ran(record: Mapping[str, Any], more: Mapping[str, str] | None = None) -> list[Block]:
