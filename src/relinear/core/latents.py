@@ -81,8 +81,9 @@ def _tapped(places: Mapping[str, Site], edits=(), observers=()) -> Iterator[None
 
 def _latent_sites(model: nn.Module) -> dict[str, Site]:
     """The sites of latents. Raises ValueError as ``latent_operators``."""
+    names = latent_operators(model)
     found = sites(model)
-    return {name: found[name] for name in latent_operators(model)}
+    return {name: found[name] for name in names}
 
 
 class Latents(dict[str, Latent]):
