@@ -27,11 +27,13 @@ import relinear.kernels.transponder
 from conftest import make_tiny_llama
 from relinear import functional, kernels
 from relinear.functional import block_hadamard as functional_block_hadamard
+from relinear.functional import low_rank as functional_low_rank
 from relinear.functional import monarch as functional_monarch
 from relinear.functional import pivoted_low_rank as functional_pivoted
 from relinear.functional import rotor as functional_rotor
 from relinear.functional.block_hadamard import block_hadamard_sizes
 from relinear.kernels import block_hadamard as kernels_block_hadamard
+from relinear.kernels import low_rank as kernels_low_rank
 from relinear.kernels import monarch as kernels_monarch
 from relinear.kernels import pivoted_low_rank as kernels_pivoted
 from relinear.kernels import rotor as kernels_rotor
@@ -103,6 +105,15 @@ def _monarch_arguments(dtype: torch.dtype) -> Iterator[tuple]:
         left = torch.randn(blocks, -(-out_features // blocks), blocks * rank, dtype=dtype)
         bias = torch.randn(out_features, dtype=dtype) if rank == 1 else None
         yield torch.randn(*leading, in_features, dtype=dtype), right, left, out_features, bias
+
+
+def _low_rank_arguments(dtype: torch.dtype) -> Iterator[tuple]:
+    for leading, inputs, outputs, rank in (((3, 5), 10, 14, 4), ((300,), 9, 6, 6), ((1,), 7, 12, 7)):
+        bias = torch.randn(outputs, dtype=dtype) if rank == 4 else None
+        x, down, up = (
+            torch.randn(*shape, dtype=dtype) for shape in ((*leading, inputs), (rank, inputs), (outputs, rank))
+        )
+        yield x, down, up, bias
 
 
 def _pivoted_arguments(dtype: torch.dtype) -> Iterator[tuple]:
@@ -368,6 +379,12 @@ TWINS: list[Twin] = [
         reference=functional_monarch.monarch,
         fast=kernels_monarch.monarch,
         arguments=_monarch_arguments,
+    ),
+    Twin(
+        kind="low_rank",
+        reference=functional_low_rank.low_rank,
+        fast=kernels_low_rank.low_rank,
+        arguments=_low_rank_arguments,
     ),
     Twin(
         kind="pivoted_low_rank",

@@ -134,7 +134,8 @@ def test_a_form_is_told_with_what_spoke_against_the_others(caplog, monkeypatch) 
     monkeypatch.setattr(choice, "HAS_TRITON", True)
     layer = relinear.HDPL(rank=4, blocks=2).build(8, 8)
     lines = forms_told(caplog, lambda: layer(torch.randn(3, 8)))
-    assert "hdpl (3 x 8, float32, cpu): products in place; not triton: not on an NVIDIA GPU" in lines
+    reasons = "not triton: not on an NVIDIA GPU; not few: sampled"
+    assert f"hdpl (3 x 8, float32, cpu): products in place; {reasons}" in lines
     assert any("a product a block; not native: too few tokens" in line for line in lines)
     small = forms_told(caplog, lambda: layer(torch.randn(4, 8)))
     assert any("(4 x 8," in line for line in small)

@@ -23,7 +23,7 @@ def few_rows(x: Tensor, order: Tensor | None, down: Tensor, up: Tensor, bias: Te
     """(down x) up^T + bias, or (x_S + down x_rest) up^T + bias with an ``order`` (I,), in C++; None where that is not
     to run."""
     against = against_few_rows(x, down, up, bias, order=order, fewest=native.FEWEST_CHAIN_WEIGHTS)
-    took("a low-rank product", "torch" if against else "native", x, native=against)
+    took("a low-rank product", "two products" if against else "C++ for a few rows", x, few=against)
     if against:
         return None
     rows = x.reshape(-1, x.shape[-1]).contiguous()
