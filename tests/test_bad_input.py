@@ -622,3 +622,11 @@ def test_a_padding_token_that_the_model_never_sees_does_no_harm():
     model, tokenizer = make_tiny_llama(vocab_size=257), byte_tokenizer()
     assert tokenizer.pad_token_id == 257
     assert relinear.perplexity(model, "one two three", tokenizer).tokens == 12
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"), [("ccl", "gate_depth"), ("rotor", "depth"), ("block_hadamard", "depth")], ids=brief
+)
+def test_layers_that_would_take_minutes_to_build(kind, setting):
+    values = {"kind": kind, setting: 10_000_000}
+    refused(lambda: relinear.OperatorConfig.from_dict(values), f"{setting} must be at most 1,000, got 10000000")

@@ -20,6 +20,7 @@ __all__ = [
     "UnknownSettingError",
     "check_at_least",
     "check_choice",
+    "check_depth",
     "check_divides",
     "check_type",
     "first_settings",
@@ -41,6 +42,8 @@ _SHOWN = 200
 _DEEPEST = 32
 #: no integer setting is larger: tensors have 64-bit sizes
 _LARGEST = 2**63 - 1
+#: layers inside an operator
+_MOST_LAYERS = 1_000
 
 
 class UnknownSettingError(ValueError, TypeError):
@@ -235,13 +238,19 @@ def check_type(name: str, value: Any, *types: type) -> None:
         raise ValueError(f"{name} must be {wanted}, got {shown(value)}")
 
 
-def check_at_least(name: str, value: Any, minimum: int | float, *, integer: bool = True) -> None:
-    """Raise ValueError unless ``value`` is a finite number (an integer by default) of at least ``minimum``."""
+def check_at_least(name: str, value: Any, minimum: int | float, *, integer: bool = True, most: int = _LARGEST) -> None:
+    """Raise ValueError unless ``value`` is a finite number (an integer by default, of at most ``most``) of at least
+    ``minimum``."""
     check_type(name, value, int if integer else float)
     if not value >= minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {shown(value)}")
-    if value > _LARGEST if integer else not math.isfinite(value):
-        raise ValueError(f"{name} must be {f'at most {_LARGEST:,}' if integer else 'finite'}, got {shown(value)}")
+    if value > most if integer else not math.isfinite(value):
+        raise ValueError(f"{name} must be {f'at most {most:,}' if integer else 'finite'}, got {shown(value)}")
+
+
+def check_depth(name: str, value: Any, minimum: int) -> None:
+    """Raise ValueError unless ``value`` is a number of layers: each is built, which takes its time."""
+    check_at_least(name, value, minimum, most=_MOST_LAYERS)
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from relinear.core.config import check_at_least, check_type, register
+from relinear.core.config import check_at_least, check_depth, check_type, register
 from relinear.core.dense_cache import dense_inference
 from relinear.core.held import HeldList
 from relinear.core.operator import Operator, OperatorConfig
@@ -99,7 +99,7 @@ class BlockHadamard(OperatorConfig):
 
     def __post_init__(self) -> None:
         check_at_least("blocks", self.blocks, 1)
-        check_at_least("depth", self.depth, 1)
+        check_depth("depth", self.depth, 1)
         check_type("mix_input", self.mix_input, bool)
 
     def check_shape(self, in_features: int, out_features: int) -> None:

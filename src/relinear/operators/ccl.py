@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relinear.core.config import check_at_least, check_choice, check_divides, check_type, register
+from relinear.core.config import check_at_least, check_choice, check_depth, check_divides, check_type, register
 from relinear.core.context import current_context
 from relinear.core.held import Held
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig
@@ -279,7 +279,7 @@ class CCL(OperatorConfig):
         check_at_least("context_dim", self.context_dim, 1)
         for name in ("basis_gate", "output_gate", "gate_bias", "norm"):
             check_type(name, getattr(self, name), bool)
-        check_at_least("gate_depth", self.gate_depth, 0)
+        check_depth("gate_depth", self.gate_depth, 0)
         check_type("gate_width", self.gate_width, int, type(None))
         if self.gate_width is not None:
             check_at_least("gate_width", self.gate_width, 1)

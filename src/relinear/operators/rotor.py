@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from relinear import clifford
 from relinear.clifford.blades import MAX_DIMENSION, device_table, take_last
-from relinear.core.config import check_at_least, check_choice, check_type, register
+from relinear.core.config import check_at_least, check_choice, check_depth, check_type, register
 from relinear.core.dense_cache import dense_inference
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, ParamRole
 from relinear.core.parameter_cache import CachingModule, ParameterCache, ValueCache
@@ -582,7 +582,7 @@ class Rotor(OperatorConfig):
 
     def __post_init__(self) -> None:
         check_at_least("width", self.width, 1)
-        check_at_least("depth", self.depth, 0)
+        check_depth("depth", self.depth, 0)
         check_choice("rotors", self.rotors, ("double", "single"))
         check_choice("basis", self.basis, ("spinor", "blade"))
         check_choice("terms", self.terms, ("rotor", "multivector", "kronecker"))
