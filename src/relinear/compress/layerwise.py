@@ -25,7 +25,7 @@ __all__ = ["LayerByLayer"]
 _Call = tuple[tuple, dict[str, Any]]
 
 #: positions of a sequence whose logits are in memory at a time
-HEAD_TOKENS = 128
+HEAD_TOKENS = 32
 
 
 class LayerByLayer:
