@@ -284,6 +284,7 @@ def test_torchao_int8(case: Case) -> None:
 # Exporters
 
 
+@pytest.mark.slow
 @every_case
 def test_a_model_is_exported_for_any_number_of_tokens(case: Case) -> None:
     model = model_with(case)
