@@ -23,10 +23,11 @@ import relinear
 from relinear.analysis.plots import save_figure
 from relinear.models.cgt.objective import CGTObjective, GuidedTraining
 from relinear.studies.cgt import contexts, measures, plots
+from relinear.studies.cgt.schedule import add_schedule, fit_settings, parse_options
 from relinear.studies.cgt.tasks import ArithmeticTask
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import describe_machine
-from relinear.train import FitSettings, fit
+from relinear.train import fit
 
 #: for each column of Table 1, and of Figure 17, which terms of the loss it has; None for plain GPT-2
 COLUMNS = {
@@ -58,13 +59,6 @@ PAPER_SETTINGS = {
     "context_heads": 4,
     "rank": 4,
     "templates": 16,
-    "steps": 400_000,
-    "batch_size": 128,
-    "learning_rate": 5e-4,
-    "warmup": 10_000,
-    "min_lr_ratio": 0.0,
-    "weight_decay": 1e-8,
-    "beta2": 0.999,
 }
 PUBLISHED = {
     "baseline": "77.7 %",
@@ -176,18 +170,8 @@ def run(options):
     test = make_task(options, "test", 512)
     model = make_model(options, train, options.column)
     curve = Accuracies(model, make_task(options, "validation", 128), options.every)
-    settings = FitSettings(
-        steps=options.steps,
-        batch_size=options.batch_size,
-        learning_rate=options.learning_rate,
-        weight_decay=options.weight_decay,
-        betas=(0.9, options.beta2),
-        warmup_steps=min(options.warmup, options.steps // 4),
-        min_lr_ratio=options.min_lr_ratio,
-        dtype="float32",
-        seed=options.seed,
-        threads=options.threads,
-        save_every=0,
+    settings = fit_settings(
+        options,
     )
     objective = make_objective(options, train)
     began = time.time()
@@ -294,7 +278,6 @@ def collect(options):
 def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "collect"))
-    parser.add_argument("--paper", action="store_true", help="start from the paper's settings (400,000 steps)")
     parser.add_argument("--column", choices=list(COLUMNS), default="aux")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("results/cgt/arithmetic"))
@@ -324,18 +307,9 @@ def parse(arguments=None):
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--templates", type=int, default=8)
     parser.add_argument("--mixing", choices=("tanh", "softmax"), default="tanh")
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--warmup", type=int, default=50, help="steps, a quarter of all at most")
-    parser.add_argument("--min-lr-ratio", type=float, default=0.02)
-    parser.add_argument("--weight-decay", type=float, default=0.01)
-    parser.add_argument("--beta2", type=float, default=0.98)
+    add_schedule(parser, steps=600, batch_size=64, min_lr_ratio=0.02, weight_decay=0.01, beta2=0.98)
     parser.add_argument("--every", type=int, default=100, help="steps between measurements")
-    parser.add_argument("--threads", type=int, default=1)
-    if parser.parse_known_args(arguments)[0].paper:
-        parser.set_defaults(**PAPER_SETTINGS)
-    return parser.parse_args(arguments)
+    return parse_options(parser, PAPER_SETTINGS, arguments)
 
 
 def main():

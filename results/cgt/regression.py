@@ -20,10 +20,11 @@ from relinear.analysis.plots import save_figure
 from relinear.models.cgt.objective import CGTObjective, GuidedTraining
 from relinear.studies.cgt import measures, plots
 from relinear.studies.cgt.baselines import PlainRegression
+from relinear.studies.cgt.schedule import add_schedule, fit_settings, parse_options
 from relinear.studies.cgt.tasks import RegressionTask
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import describe_machine
-from relinear.train import FitSettings, fit
+from relinear.train import fit
 
 #: what ``--paper`` sets; eta = 0.5 without regularisers, the base experiments of Appendix D.2
 PAPER_SETTINGS = {
@@ -41,19 +42,11 @@ PAPER_SETTINGS = {
     "rank": 4,
     "templates": 8,
     "initializer_range": 0.02,
-    "steps": 400_000,
-    "batch_size": 128,
-    "learning_rate": 5e-4,
-    "warmup": 10_000,
-    "min_lr_ratio": 0.0,
-    "weight_decay": 1e-8,
-    "beta2": 0.999,
 }
 
 
 def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--paper", action="store_true", help="start from the paper's settings (400,000 steps)")
     parser.add_argument("--out", type=Path, default=Path("results/cgt/regression"))
     parser.add_argument("--inputs", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=26)
@@ -74,21 +67,12 @@ def parse(arguments=None):
     parser.add_argument("--decorrelation", type=float, help="w_D; half of w_C by default, as in the paper")
     parser.add_argument("--profile", default="constant", help="zeta_C = zeta_D, see CGTObjective")
     parser.add_argument("--kernel", choices=("rbf", "exponential", "estimation"), default="rbf", help="the prior of y")
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--warmup", type=int, default=50, help="steps, a quarter of all at most")
-    parser.add_argument("--min-lr-ratio", type=float, default=0.01)
-    parser.add_argument("--weight-decay", type=float, default=0.0)
-    parser.add_argument("--beta2", type=float, default=0.98)
+    add_schedule(parser, steps=2000, batch_size=64, min_lr_ratio=0.01, weight_decay=0.0, beta2=0.98)
     parser.add_argument("--baseline", action="store_true", help="train a plain GPT-2 of the same width too (Figure 4)")
     parser.add_argument("--freeze-after", type=int, nargs="+", default=[5, 10, 20])
     parser.add_argument("--samples", type=int, default=2048, help="sequences of the measurement")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
-    if parser.parse_known_args(arguments)[0].paper:
-        parser.set_defaults(**PAPER_SETTINGS)
-    return parser.parse_args(arguments)
+    return parse_options(parser, PAPER_SETTINGS, arguments)
 
 
 def make_tasks(options):
@@ -156,20 +140,7 @@ def main():
     config = make_config(options, train)
     model = relinear.CGTForRegression(config)
     objective = make_objective(options)
-    settings = FitSettings(
-        steps=options.steps,
-        batch_size=options.batch_size,
-        learning_rate=options.learning_rate,
-        warmup_steps=min(options.warmup, options.steps // 4),
-        min_lr_ratio=options.min_lr_ratio,
-        weight_decay=options.weight_decay,
-        betas=(0.9, options.beta2),
-        dtype="float32",
-        seed=options.seed,
-        threads=options.threads,
-        log_every=50,
-        save_every=0,
-    )
+    settings = fit_settings(options, log_every=50)
     began = time.time()
     result = fit(GuidedTraining(model, objective), train, settings)
     errors = measures.regression_errors(model, test, options.freeze_after, options.samples)

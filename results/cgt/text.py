@@ -23,10 +23,11 @@ from relinear.analysis.plots import save_figure
 from relinear.data.tokenizers import load_tokenizer, train_bpe, vocabulary_size
 from relinear.models.cgt.objective import CGTObjective, GuidedTraining
 from relinear.studies.cgt import contexts, plots
+from relinear.studies.cgt.schedule import add_schedule, fit_settings, parse_options
 from relinear.studies.cgt.tasks import TextMixture
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import describe_machine
-from relinear.train import FitSettings, fit
+from relinear.train import fit
 
 #: which terms of the loss a model has; those of the VAE form with beta_y in their name are Figures 18 to 20
 NAMES = {
@@ -52,13 +53,6 @@ PAPER_SETTINGS = {
     "context_size": 128,
     "context_heads": 8,
     "own_splits": True,
-    "steps": 400_000,
-    "batch_size": 128,
-    "learning_rate": 5e-4,
-    "warmup": 10_000,
-    "min_lr_ratio": 0.0,
-    "weight_decay": 1e-8,
-    "beta2": 0.999,
 }
 
 
@@ -153,20 +147,7 @@ def run(options):
     config = make_config(options, tokenizer)
     model = relinear.CGTForCausalLM(config)
     objective = make_objective(options)
-    settings = FitSettings(
-        steps=options.steps,
-        batch_size=options.batch_size,
-        learning_rate=options.learning_rate,
-        warmup_steps=min(options.warmup, options.steps // 4),
-        min_lr_ratio=options.min_lr_ratio,
-        weight_decay=options.weight_decay,
-        betas=(0.9, options.beta2),
-        dtype="float32",
-        seed=options.seed,
-        threads=options.threads,
-        log_every=20,
-        save_every=0,
-    )
+    settings = fit_settings(options, log_every=20)
     began = time.time()
     result = fit(GuidedTraining(model, objective), mixture, settings)
     model.save_pretrained(options.out / "models" / options.name)
@@ -258,7 +239,6 @@ def figures(options):
 def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("prepare", "run", "figures"))
-    parser.add_argument("--paper", action="store_true", help="start from the paper's settings (400,000 steps)")
     parser.add_argument("--name", choices=list(NAMES), default="aux+reg")
     parser.add_argument("--books", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("results/cgt/text"))
@@ -286,20 +266,11 @@ def parse(arguments=None):
     parser.add_argument("--horizon", type=int, help="Delta of the auxiliary loss")
     parser.add_argument("--own-splits", action="store_true", help="y frozen at another place in each sequence")
     parser.add_argument("--initializer-range", type=float, default=0.02)
-    parser.add_argument("--steps", type=int, default=700)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--warmup", type=int, default=50, help="steps, a quarter of all at most")
-    parser.add_argument("--min-lr-ratio", type=float, default=0.1)
-    parser.add_argument("--weight-decay", type=float, default=0.01)
-    parser.add_argument("--beta2", type=float, default=0.95)
+    add_schedule(parser, steps=700, batch_size=16, min_lr_ratio=0.1, weight_decay=0.01, beta2=0.95)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--samples", type=int, default=160)
     parser.add_argument("--excerpts", type=int, default=24, help="of each author, for the clusters")
-    parser.add_argument("--threads", type=int, default=1)
-    if parser.parse_known_args(arguments)[0].paper:
-        parser.set_defaults(**PAPER_SETTINGS)
-    return parser.parse_args(arguments)
+    return parse_options(parser, PAPER_SETTINGS, arguments)
 
 
 def main():
