@@ -1,6 +1,7 @@
 """Fixtures that every test may use: seeds, tiny models, corpora and the real pretrained model where they are."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,17 @@ def tiny_model(request):
     """Each of the four tiny models in turn."""
     kind, _, tied = request.param.partition("-")
     return {"llama": make_tiny_llama, "gpt2": make_tiny_gpt2}[kind](tied=bool(tied))
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A browser without windows, for tests of pages."""
+    api = pytest.importorskip("playwright.sync_api", reason="no browser: `make browser` sets one up")
+    found = shutil.which("chromium") or shutil.which("google-chrome")
+    with api.sync_playwright() as playwright:
+        try:
+            opened = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        except api.Error as error:
+            pytest.skip(f"no browser: `make browser` sets one up ({str(error).splitlines()[0]})")
+        yield opened
+        opened.close()

@@ -3,7 +3,6 @@
 import http.client
 import json
 import re
-import shutil
 import threading
 
 import pytest
@@ -411,19 +410,6 @@ def test_a_file_beyond_the_limit_is_refused(subject, monkeypatch) -> None:
     monkeypatch.setattr("relinear.explore.page.LIMIT", 10_000)
     with pytest.raises(ValueError, match="--sites"):
         static_page([subject])
-
-
-@pytest.fixture(scope="module")
-def browser():
-    api = pytest.importorskip("playwright.sync_api", reason="no browser: `make browser` sets one up")
-    found = shutil.which("chromium") or shutil.which("google-chrome")
-    with api.sync_playwright() as playwright:
-        try:
-            opened = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        except api.Error as error:
-            pytest.skip(f"no browser: `make browser` sets one up ({str(error).splitlines()[0]})")
-        yield opened
-        opened.close()
 
 
 def view_of(browser, url, home):

@@ -171,23 +171,10 @@ def test_every_analysis_has_its_page(tmp_path) -> None:
 # In a browser
 
 
-@pytest.fixture(scope="module")
-def browser():
-    pytest.importorskip("plotly", reason="live figures need plotly")
-    api = pytest.importorskip("playwright.sync_api", reason="no browser: `make browser` sets one up")
-    found = shutil.which("chromium") or shutil.which("google-chrome")
-    with api.sync_playwright() as playwright:
-        try:
-            opened = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        except api.Error as error:
-            pytest.skip(f"no browser: `make browser` sets one up ({str(error).splitlines()[0]})")
-        yield opened
-        opened.close()
-
-
 @pytest.fixture(scope="module", params=["comparison", "hostile", "analyses"])
 def opened(request, browser, tmp_path_factory):
     """A page in the browser, its kind, and what went wrong on it or was asked for from elsewhere."""
+    pytest.importorskip("plotly", reason="live figures need plotly")
     folder = tmp_path_factory.mktemp("pages")
     if request.param == "comparison":
         shutil.copytree(COMPARISON, folder / "run")

@@ -92,15 +92,13 @@ def ccl(
 def _against_few_rows(x: Tensor, features: Tensor | None, *parameters: Tensor | None) -> str:
     if features is not None and features.shape[:-1] != x.shape[:-1]:
         return "a context that several sequences share"
-    return against_few_rows(x, *parameters) or (
-        "a context of another dtype" if features is not None and features.dtype != x.dtype else ""
-    )
+    return against_few_rows(x, features, *parameters)
 
 
 def _few_rows(x, features, basis, mix, bias, *others) -> Tensor:
     """The whole layer in C++; ``others`` as there."""
     rows, outputs = x.reshape(-1, x.shape[-1]).contiguous(), mix.shape[0]
-    given = rows if features is None else features.reshape(-1, features.shape[-1]).contiguous()
+    given = rows if features is None else features.view(rows.shape[0], -1)
     y = rows.new_empty(rows.shape[0], outputs)
     kernels().ccl_rows(y, rows, given, basis, mix, bias, *others)
     return y.view(*x.shape[:-1], outputs)
