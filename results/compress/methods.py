@@ -209,7 +209,8 @@ def main() -> None:
     blocks = torch.cat([b[given.skip : given.skip + each] for b in read])
     further = torch.stack([b[given.skip + each :] for b in read], 1).flatten(0, 1)
     evaluated = {name: path for name, _, path in (text.partition("=") for text in given.evaluate)}
-    state = given.state / f"skip-{given.skip}"
+    sources = [Path(text).parent.name for text in given.calibrate]
+    state = given.state / "-".join([*sources, f"skip-{given.skip}"])
 
     def fresh() -> nn.Module:
         return relinear.from_pretrained(given.model).eval()
@@ -222,7 +223,8 @@ def main() -> None:
     def row(method: str, keep: float | None, start: float, model: nn.Module, **more) -> None:
         seconds = time.monotonic() - start
         found = {name: measured(model, tokenizer, text) for name, text in windows.items()}
-        line = {"method": method, "keep": keep, "skip": given.skip, "seconds": round(seconds, 1), **more}
+        line = {"method": method, "keep": keep, "skip": given.skip, "calibrated_on": sources}
+        line |= {"seconds": round(seconds, 1), **more}
         line["loss"] = {name: mean(values) for name, values in found.items()}
         if method == "dense":
             dense.update(found)

@@ -16,23 +16,36 @@ def cell(rows: list[dict], text: str) -> str:
     return shown
 
 
+def label(row: dict) -> str:
+    """A method, and the one text that it was calibrated on where that was not all of them."""
+    alone = row.get("calibrated_on", [])
+    return row["method"] + (f", {alone[0]} alone" if len(alone) == 1 else "")
+
+
 def main() -> None:
     """A table for each text: methods down, budgets across."""
     rows = [json.loads(line) for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()]
-    dense = next(row for row in rows if row["method"] == "dense")
+    originals: dict[str, float] = {}
     found: dict[tuple, dict[int, dict]] = {}
     for row in rows:
-        if row["method"] != "dense":
-            found.setdefault((row["method"], row["keep"]), {})[row["skip"]] = row
+        if row["method"] == "dense":
+            originals = row["loss"] | originals
+            continue
+        seen = found.setdefault((label(row), row["keep"]), {}).setdefault(row["skip"], {"over_dense": {}})
+        seen.update(row, over_dense=seen["over_dense"] | row["over_dense"])
     keeps = sorted({keep for _, keep in found if keep is not None}, reverse=True)
-    for text, loss in dense["loss"].items():
+    for text, loss in originals.items():
         print(f"**{text}** (original {loss:.3f} nats)\n")
         print("| method | bits | " + " | ".join(f"{keep:g}" for keep in keeps) + " |\n|" + " --- |" * (len(keeps) + 2))
         for method in dict.fromkeys(method for method, _ in found):
             own = {
-                keep: [rows[skip] for skip in sorted(rows)] for (name, keep), rows in found.items() if name == method
+                keep: [rows[skip] for skip in sorted(rows) if text in rows[skip]["over_dense"]]
+                for (name, keep), rows in found.items()
+                if name == method
             }
-            bits = next(iter(own.values()))[0].get("bits", 16)
+            if not any(own.values()):
+                continue
+            bits = next(row for rows in own.values() for row in rows).get("bits", 16)
             cells = [cell(own.get(keep, []), text) for keep in keeps]
             if None in own:  # rounded, and nothing else
                 cells = [f"all kept: {cell(own[None], text)}", *[""] * (len(keeps) - 1)]
