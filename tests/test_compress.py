@@ -2,6 +2,7 @@
 
 import copy
 import json
+import weakref
 
 import pytest
 import torch
@@ -106,6 +107,28 @@ def test_moments_are_those_of_the_whole_model(kind: str, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("fisher", [True, False])
+def test_calibration_holds_the_states_of_one_batch_however_many_there_are(fisher: bool, tmp_path, monkeypatch) -> None:
+    states, alive = [], []
+    run = layerwise.LayerByLayer.run
+
+    def counted(self, layer, index, hidden):
+        states.extend((weakref.ref(hidden), weakref.ref(after := run(self, layer, index, hidden))))
+        alive.append(len({id(tensor) for ref in states if (tensor := ref()) is not None}))
+        return after
+
+    monkeypatch.setattr(layerwise.LayerByLayer, "run", counted)
+    most = []
+    for count in (3, 12):
+        model = tiny()
+        blocks = tokens(16 * count)[0].view(count, 16)
+        calibrate(model, blocks, in_layers(model), tmp_path / str(count), batch=1, fisher=fisher)
+        most.append(max(alive))
+        states.clear()
+        alive.clear()
+    assert most[0] == most[1] <= 4
+
+
+@pytest.mark.parametrize("fisher", [True, False])
 def test_killed_calibration_resumes_to_the_same_bits(fisher: bool, tmp_path) -> None:
     blocks = tokens(128)[0].view(8, 16)
 
@@ -134,7 +157,6 @@ def test_killed_calibration_resumes_to_the_same_bits(fisher: bool, tmp_path) -> 
 
 def test_calibration_keeps_one_layer_in_memory(tmp_path, monkeypatch) -> None:
     import gc
-    import weakref
 
     from relinear.compress import calibrate as module
 

@@ -2,8 +2,9 @@
 
 Forward, the hidden states between layers go to disk; at the end stands the gradient of the loss for the last of them.
 Backward, each layer is run again with gradients, its moments are summed and written, and the gradient for the layer
-before it is kept. Memory holds the model, one layer's activations and one layer's moments. What is on disk is whole
-(files are renamed into place), so that a killed calibration goes on from the layer it was at, to the same bits.
+before it is kept. Memory holds the model, the activations of one layer for one batch and the moments of one layer. What
+is on disk is whole (files and folders are renamed into place), so that a killed calibration goes on from the layer it
+was at, to the same bits.
 """
 
 # Legend: N blocks, T tokens, D hidden size, I in_features, O out_features
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 from relinear.compress.layerwise import LayerByLayer
 from relinear.core.moments import Moments
 from relinear.core.operator import linear_features
-from relinear.system.files import atomic_path, read_json, write_json
+from relinear.system.files import atomic_directory, atomic_path, read_json, write_json
 
 __all__ = ["Calibration", "calibrate", "config_fingerprint", "fingerprint"]
 
@@ -76,6 +78,10 @@ class Calibration:
 
 def _file(index: int) -> str:
     return f"moments-{index:04d}.safetensors"
+
+
+def _batch(index: int) -> str:
+    return f"{index}.safetensors"
 
 
 def _save(path: Path, tensors: dict[str, Tensor], about: dict[str, str] | None = None) -> None:
@@ -225,90 +231,113 @@ class _Calibrating:
             self.folder / "calibration.json",
             {"tokens": self.tokens, "loss": loss, "layers": where, "counts": counts},
         )
-        for file in (*self.folder.glob("hidden-*"), *self.folder.glob("gradient-*")):
-            file.unlink()
+        for left in (*self.folder.glob("hidden-*"), *self.folder.glob("gradient-*")):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()  # earlier versions kept files
 
     @property
     def _loss_record(self) -> Path:
         return self.folder / "loss.json"
 
     def _hidden(self, index: int) -> Path:
-        return self.folder / f"hidden-{index:04d}.safetensors"
+        return self.folder / f"hidden-{index:04d}"
 
     def _gradient(self, index: int) -> Path:
-        return self.folder / f"gradient-{index:04d}.safetensors"
+        return self.folder / f"gradient-{index:04d}"
 
-    def _read(self, path: Path) -> list[Tensor]:
-        values = load_file(path)
-        return [values[str(i)] for i in range(len(values))]
+    def _read(self, folder: Path) -> Iterator[Tensor]:
+        """What ``_write`` wrote, batch by batch."""
+        for index in range(len(self.parts)):
+            yield load_file(folder / _batch(index))["states"]
 
-    def _write(self, path: Path, values: list[Tensor]) -> None:
-        _save(path, {str(i): value for i, value in enumerate(values)})
+    def _write(self, folder: Path, batches: Iterable[Tensor]) -> None:
+        """The states of every batch, as they come, one in memory at a time; the folder is there when it is whole."""
+        with atomic_directory(folder) as temporary:
+            for index, states in enumerate(batches):
+                save_file({"states": states.contiguous()}, temporary / _batch(index))
 
     @torch.no_grad()
     def _forward(self, last: int) -> None:
         """Hidden states before each layer; where gradients are not wanted, the moments of inputs on the way."""
-        if self._loss_record.is_file():
+        if self._has_loss:
             return
         total = len(self.layers) if self.fisher else last + 1
         start = self._last("hidden")
         if start is None:
-            self._write(self._hidden(0), [self.layers.embed(part) for part in self.parts])
+            self._write(self._hidden(0), (self.layers.embed(part) for part in self.parts))
         for index in range(start or 0, total):
-            hidden, sums, after = self._read(self._hidden(index)), Sums(), []
+            sums = Sums()
             with watched({} if self.fisher else self.targets.get(index, {}), sums, gradients=False):
-                for states in hidden:
-                    sums.new_pass()
-                    after.append(self.layers.layer(index, states))
-            if not self.fisher and index in self.targets:
-                self._keep(index, sums)
-            self._write(self._hidden(index + 1), after)
+                self._write(self._hidden(index + 1), self._after(index, sums))
             if not self.fisher:
-                self._hidden(index).unlink()
+                shutil.rmtree(self._hidden(index))
             self.on_layer("forward", index + 1, total)
+
+    def _after(self, index: int, sums: Sums) -> Iterator[Tensor]:
+        """The hidden states behind layer ``index``, batch by batch; with the last of them its moments are kept."""
+        for states in self._read(self._hidden(index)):
+            sums.new_pass()
+            yield self.layers.layer(index, states)
+        if not self.fisher:
+            self._keep(index, sums)
 
     def _last(self, kind: str) -> int | None:
         """The highest (hidden) or lowest (gradient) index that is on disk: where the work stands."""
-        found = sorted(int(path.stem.rpartition("-")[2]) for path in self.folder.glob(f"{kind}-*.safetensors"))
+        folders = (path for path in self.folder.glob(f"{kind}-*") if path.is_dir())
+        found = sorted(int(path.name.rpartition("-")[2]) for path in folders)
         return (found[-1] if kind == "hidden" else found[0]) if found else None
+
+    @property
+    def _has_loss(self) -> bool:
+        return self._loss_record.is_file() and self._last("gradient") is not None
 
     def _loss(self) -> float:
         """The model's mean loss; the gradient of the summed loss for the last hidden states goes to disk."""
-        if self._loss_record.is_file():
-            return read_json(self._loss_record)["loss"]
-        total, count, gradients = 0.0, 0, []
+        if not self._has_loss:
+            losses: list[float] = []
+            self._write(self._gradient(len(self.layers)), self._gradients_of_loss(losses))
+            count = sum(ids[:, 1:].numel() for ids in self.parts)
+            write_json(self._loss_record, {"loss": sum(losses) / count})
+        return read_json(self._loss_record)["loss"]
+
+    def _gradients_of_loss(self, losses: list[float]) -> Iterator[Tensor]:
+        """The gradients at the last hidden states, batch by batch; the summed losses of pieces go into ``losses``."""
         for ids, states in zip(self.parts, self._read(self._hidden(len(self.layers))), strict=True):
             grad = torch.zeros_like(states)
             with torch.enable_grad():
                 for at, piece, loss in self.layers.losses(states, ids):
                     (grad[:, at],) = torch.autograd.grad(loss, piece)
-                    total += float(loss.detach())
-            count += ids[:, 1:].numel()
-            gradients.append(grad)
-        self._write(self._gradient(len(self.layers)), gradients)
-        write_json(self._loss_record, {"loss": total / count})
-        return total / count
+                    losses.append(float(loss.detach()))
+            yield grad
 
     def _backward(self) -> None:
         total = len(self.layers)
         for index in reversed(range(self._last("gradient") or 0)):
-            sums, before = Sums(), list[Tensor]()
-            hidden, gradients = self._read(self._hidden(index)), self._read(self._gradient(index + 1))
+            sums = Sums()
             with watched(self.targets.get(index, {}), sums, gradients=True):
-                for states, gradient in zip(hidden, gradients, strict=True):
-                    sums.new_pass()
-                    states.requires_grad_(True)
-                    with torch.enable_grad():
-                        output = self.layers.layer(index, states)
-                        before += torch.autograd.grad(output, states, gradient)
-            if index in self.targets:
-                self._keep(index, sums)
-            self._write(self._gradient(index), before)
-            self._gradient(index + 1).unlink()
-            self._hidden(index).unlink()
+                self._write(self._gradient(index), self._before(index, sums))
+            shutil.rmtree(self._gradient(index + 1))
+            shutil.rmtree(self._hidden(index))
             self.on_layer("backward", total - index, total)
 
+    def _before(self, index: int, sums: Sums) -> Iterator[Tensor]:
+        """The gradients at the input of layer ``index``, batch by batch; with the last its moments are kept.
+
+        Before these gradients take their place on disk, that is: a killed calibration goes on behind them.
+        """
+        for states, gradient in zip(
+            self._read(self._hidden(index)), self._read(self._gradient(index + 1)), strict=True
+        ):
+            sums.new_pass()
+            states.requires_grad_(True)
+            with torch.enable_grad():
+                output = self.layers.layer(index, states)
+                (grad,) = torch.autograd.grad(output, states, gradient)
+            yield grad
+        self._keep(index, sums)
+
     def _keep(self, index: int, sums: Sums) -> None:
+        if index not in self.targets:
+            return
         counts = dict.fromkeys(self.targets[index], 0) | sums.counts  # an expert may have seen no token
         _save(self.folder / _file(index), sums.tensors(), dict(sums.shared) | {"counts": json.dumps(counts)})
 
