@@ -1,6 +1,7 @@
 """Wrong inputs and settings: one ValueError that says what was wrong, what was expected and what is nearest to it."""
 
 import copy
+import json
 import re
 import socket
 
@@ -12,9 +13,12 @@ from torch import nn
 import relinear
 from cases import CASES
 from conftest import make_tiny_gpt2, make_tiny_llama
+from relinear.compare.folder import check_same
+from relinear.compare.recipe import apply_overrides, parse_overrides, read_yaml
 from relinear.core.attachment import AttachmentConfig
-from relinear.core.config import UnknownSettingError, parse_setting, shown
+from relinear.core.config import UnknownSettingError, nearest, parse_setting, shown
 from relinear.core.operator import Operator, OperatorConfig
+from relinear.data.sources import local_sources
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.models import model_place
 from relinear.models.cgt import CGTModel
@@ -244,6 +248,75 @@ def test_what_is_shown_is_short():
     for value in (LONG, [LONG] * 100, dict.fromkeys(range(100), LONG), torch.zeros(10_000), 10**4000):
         assert len(shown(value)) < 500
     assert shown("short") == "'short'"
+
+
+def test_long_names_among_the_known_ones_are_cut():
+    for known in ([LONG], [LONG, "short"], [f"{LONG}{i}" for i in range(100)]):
+        assert len(nearest("other", known)) <= LONGEST_MESSAGE
+    assert len(nearest("y" * 200, ["y" * 150 + LONG[:200]] * 3)) <= LONGEST_MESSAGE
+
+
+def test_a_base_that_is_a_long_text():
+    refused(lambda: OperatorConfig.from_dict({"kind": "transponder", "base": LONG}), "base must be an operator")
+
+
+@pytest.mark.parametrize(
+    "text", ["!!int", "!!bool x", "!!timestamp x", "!!float x", "9" * 5_000], ids=brief
+)
+def test_tags_of_yaml_on_what_is_none(text, tmp_path):
+    refused(lambda: parse_overrides([f"steps={text}"]), "--set ", "steps=", "cannot be read")
+    (tmp_path / "recipe.yaml").write_text(f"steps: {text}\n")
+    refused(lambda: read_yaml(tmp_path / "recipe.yaml"), "recipe.yaml", "cannot be read")
+
+
+def test_overrides_that_lead_through_a_long_name():
+    refused(lambda: apply_overrides({LONG: 3}, {f"{LONG}.a": 1}), "has no settings of its own")
+
+
+def test_a_comparison_with_other_settings_of_long_names(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"recipe": {LONG: 1, "entries": {LONG: 1, "a": 2}}}))
+    refused(lambda: check_same(tmp_path, {"entries": {"a": 2, LONG: 1}}), "another recipe", "(gone)", "order")
+
+
+def test_columns_of_long_names(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({LONG: "x", "n": 1}))
+    refused(lambda: list(local_sources(tmp_path, "text")["all"].documents()), "no column 'text'")
+
+
+def test_a_parquet_file_of_types_that_are_not_there(tmp_path, monkeypatch):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def of_strange_integers(*_):
+        raise pa.ArrowNotImplementedError("Integers with more than 64 bits not implemented")
+
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setattr(pq, "ParquetFile", of_strange_integers)
+    refused(lambda: list(local_sources(tmp_path, None)["all"].documents()), "no readable parquet file", "64 bits")
+
+
+def test_sizes_whose_squares_are_no_sizes():
+    for config, name in ((relinear.ContextManager, "dim"), (relinear.LowRank, "rank"), (relinear.CCL, "rank")):
+        refused(lambda config=config, name=name: config(**{name: 8 * 10**13}), f"{name} must be at most 536,870,912")
+    assert relinear.Rotor(seed=2**62).seed == 2**62
+
+
+def test_messages_of_transformers_are_cut(tmp_path):
+    make_tiny_llama().save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": LONG}))
+    refused(lambda: relinear.from_pretrained(tmp_path), "model type")
+
+
+def test_a_checkpoints_operator_at_a_long_name(tmp_path):
+    model = make_tiny_llama()
+    relinear.replace_(model, {"q_proj": LOW})
+    relinear.save_pretrained(model, tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    values["quantization_config"]["operators"][LONG] = LOW.to_dict()
+    path.write_text(json.dumps(values))
+    refused(lambda: relinear.from_pretrained(tmp_path), "has an operator at 'xxx")
 
 
 # Surgery

@@ -48,7 +48,7 @@ def _differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
     """``a.b: old -> new`` for every value in which two trees of JSON differ."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in [*before, *(key for key in now if key not in before)]:
-            inner = f"{path}.{key}" if path else key
+            inner = cut(f"{path}.{key}" if path else key)
             if key not in now:
                 yield f"{inner}: {shown(before[key])} -> (gone)"
             elif key not in before:
@@ -56,7 +56,7 @@ def _differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
             else:
                 yield from _differences(before[key], now[key], inner)
         if list(before) != list(now) and set(before) == set(now) and path == "entries":
-            yield f"entries: order {', '.join(before)} -> {', '.join(now)}"
+            yield f"entries: order {cut(', '.join(before))} -> {cut(', '.join(now))}"
     elif before != now:
         yield f"{path}: {shown(before)} -> {shown(now)}"
 

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from relinear.core.config import nearest, shown
+from relinear.system.text import cut
 
 __all__ = ["BUNDLED", "apply_overrides", "find_recipe", "parse_overrides", "read_recipe", "read_value", "read_yaml"]
 
@@ -59,13 +60,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     text = path.read_text(encoding="utf-8")
-    try:
-        values = yaml.load(text, Loader=_Loader)  # a SafeLoader
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no valid YAML: {_one_line(error)}") from None
-    _check_size(values, str(path))
+    values = read_value(text, str(path))
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a mapping of settings, got {type(values).__name__}")
     return values
@@ -99,10 +94,10 @@ def read_value(text: str, where: str) -> Any:
         value = yaml.load(text, Loader=_Loader)  # a SafeLoader
     except RecursionError:
         raise ValueError(f"{where}: the value is nested too deeply") from None
-    except ValueError as error:  # an integer of more digits than Python reads
-        raise ValueError(f"{where}: the value cannot be read: {error}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{where}: the value is no valid YAML: {_one_line(error)}") from None
+    except (ValueError, LookupError, AttributeError) as error:  # an integer of 5,000 digits; a tag on what is none
+        raise ValueError(f"{where}: the value cannot be read: {cut(str(error))}") from None
     _check_size(value, where)
     return value
 
@@ -140,7 +135,7 @@ def _set(values: dict[str, Any], key: str, whole: str, value: Any) -> None:
         return
     inner = values.get(head)
     if inner is not None and not isinstance(inner, Mapping):
-        raise ValueError(f"--set {whole}: {head!r} is {shown(inner)}, which has no settings of its own")
+        raise ValueError(f"--set {shown(whole)}: {shown(head)} is {shown(inner)}, which has no settings of its own")
     inner = dict(inner or {})
     _set(inner, rest, whole, value)
     values[head] = inner

@@ -15,6 +15,8 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
+from relinear.system.text import cut
+
 __all__ = [
     "Config",
     "UnknownSettingError",
@@ -40,8 +42,8 @@ _LISTED = 40
 _SHOWN = 200
 #: brackets within brackets, beyond which nobody wrote them on purpose
 _DEEPEST = 32
-#: no integer setting is larger: tensors have 64-bit sizes
-_LARGEST = 2**63 - 1
+#: no size is larger: the bytes of a square of it in float64 are still a number that torch can hold
+_LARGEST = 2**29
 #: layers inside an operator
 _MOST_LAYERS = 1_000
 
@@ -70,9 +72,9 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     # A long text is like no name, and comparing it would take a while.
     close = difflib.get_close_matches(name, known, n=count, cutoff=0.5) if len(name) <= _SHOWN else []
     if close:
-        return f"did you mean {' or '.join(map(repr, close))}?"
+        return f"did you mean {' or '.join(map(shown, close))}?"
     more = f" and {len(known) - _LISTED} more" if len(known) > _LISTED else ""
-    return f"known: {', '.join(known[:_LISTED])}{more}"
+    return f"known: {cut(', '.join(known[:_LISTED]), _LISTED * 30)}{more}"
 
 
 def register(cls: C) -> C:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.aux import named_operators
+from relinear.core.config import shown
 from relinear.core.operator import (
     Init,
     Operator,
@@ -54,7 +55,7 @@ class WrapperConfig(OperatorConfig):
 
     def __post_init__(self) -> None:
         if self.base is not None and not isinstance(self.base, OperatorConfig):
-            raise ValueError(f"base must be an operator's settings or None, got {self.base!r}")
+            raise ValueError(f"base must be an operator's settings or None, got {shown(self.base)}")
 
     def check_shape(self, in_features: int, out_features: int) -> None:
         if self.base is not None:

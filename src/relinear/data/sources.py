@@ -146,7 +146,7 @@ def _read_parquet(path: Path, text_column: str | None) -> Iterator[str]:
 
     try:
         file = pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} is no readable parquet file ({str(error).splitlines()[0]})") from error
     with file:
         schema = file.schema_arrow

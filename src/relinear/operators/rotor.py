@@ -596,7 +596,7 @@ class Rotor(OperatorConfig):
         if not self.init_std > 0:
             raise ValueError(f"init_std must be positive, got {self.init_std!r}: equal rotors would stay equal")
         check_at_least("lr_multiplier", self.lr_multiplier, 0, integer=False)
-        check_at_least("seed", self.seed, 0)
+        check_at_least("seed", self.seed, 0, most=2**63 - 1)
         self._check_inner()
         self._check_depth()
         if self.power_iterations is not None:

@@ -157,7 +157,7 @@ def _skeleton_name(model: Any, name: str) -> str | None:
         return None
     known = [key for key, module in model.named_modules() if is_linear(module)]
     raise ValueError(
-        f"the checkpoint has an operator at {name!r}, but {type(model).__name__} has no linear layer there; "
+        f"the checkpoint has an operator at {shown(name)}, but {type(model).__name__} has no linear layer there; "
         f"{nearest(name, known)}"
     )
 
@@ -278,9 +278,13 @@ def reading_config(directory: Any) -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, OSError, torch.OutOfMemoryError):
+    except (OSError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if isinstance(error, ValueError):  # in words already, which may repeat the file
+            if len(str(error)) <= _LONGEST:
+                raise
+            raise ValueError(f"{directory}: {cut(str(error), _LONGEST)}") from error
         if not isinstance(error, _OF_WRONG_VALUES) and "Validation" not in type(error).__name__:
             raise
         said = cut(" ".join(str(error).split()))
@@ -289,6 +293,7 @@ def reading_config(directory: Any) -> Iterator[None]:
         ) from error
 
 
+_LONGEST = 1_000  # characters of a message of transformers
 _OF_WRONG_VALUES = (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError, MemoryError)
 
 
