@@ -68,8 +68,14 @@ def test_a_fan_in_scales_exactly_where_it_grows_with_the_layer(case):
     layers = [case.config.build(*(factor * size for size in case.shapes[0])) for factor in (1, 4)]
     narrow, wide = (fan_ins(dict(layer.named_parameters()), layer.param_roles()) for layer in layers)
     assert narrow.keys() == wide.keys()
+    check_scaling(narrow, wide)
+
+
+def check_scaling(narrow, wide):
     for name, role in wide.items():
         assert role.fan_in_scales == (role.fan_in > narrow[name].fan_in), name
+        if role.fan_out is not None:
+            assert role.fan_out_scales == (role.fan_out > narrow[name].fan_out), name
 
 
 PARTS = [
@@ -77,6 +83,7 @@ PARTS = [
     relinear.ContextManager(dim=8),
     relinear.ContextManager(dim=8, mixer="ema", source="embeddings"),
     relinear.ContextManager(dim=8, mixer="gru"),
+    relinear.SecondEmbedding(dim=8),
     relinear.residual.LaurelLR(rank=4),
     relinear.residual.LaurelPA(rank=4),
     relinear.residual.SDPAGate(per="channel"),
@@ -90,16 +97,14 @@ def test_so_it_does_in_attached_parts(part):
         relinear.attach_(model, part)
     narrow, wide = (fan_ins(dict(model.named_parameters()), parameter_roles(model)) for model in models)
     assert any("relinear_" in name for name in wide)
-    for name, role in wide.items():
-        assert role.fan_in_scales == (role.fan_in > narrow[name].fan_in), name
+    check_scaling(narrow, wide)
 
 
 def test_so_it_does_in_a_cgt():
     sizes = [{}, {"n_embd": 48, "context_size": 24}]
     models = [make_cgt(**changes) for changes in sizes]
     narrow, wide = (fan_ins(dict(model.named_parameters()), parameter_roles(model)) for model in models)
-    for name, role in wide.items():
-        assert role.fan_in_scales == (role.fan_in > narrow[name].fan_in), name
+    check_scaling(narrow, wide)
     assert wide["transformer.h.2.modulate_mlp.left"].fan_in == 5 * 2
 
 

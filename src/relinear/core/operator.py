@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from relinear.core.config import Config, shown
 from relinear.core.moments import Moments
 from relinear.core.parameter_cache import CachingModule
+from relinear.core.roles import ParamRole, StatedFans
 
 __all__ = [
     "Init",
@@ -28,7 +29,6 @@ __all__ = [
     "dense_bias",
     "dense_in_float32",
     "dense_weight",
-    "fixed_fan_in",
     "is_conv1d",
     "is_linear",
     "linear_features",
@@ -41,36 +41,6 @@ Init = Literal["fresh", "from_weight"]
 
 class NotLinearError(ValueError):
     """Raised by ``to_dense`` where an operator is no context-free linear map (HDPL's SiLU path, gates on x)."""
-
-
-class ParamRole(NamedTuple):
-    """What a parameter is for, so that one optimiser recipe serves every operator.
-
-    fan_in: number of inputs a unit sums over (None for vectors such as biases, gains and scales).
-    lr_multiplier: factor on the base learning rate.
-    weight_decay: whether weight decay applies.
-    fan_in_scales: whether the fan-in is a width, which grows with the model and with which a learning rate is scaled;
-        False for a size that the settings fix (a rank, the width of a context), at which the rate holds as it is.
-    """
-
-    fan_in: int | None = None
-    lr_multiplier: float = 1.0
-    weight_decay: bool = True
-    fan_in_scales: bool = True
-
-
-def fixed_fan_in(module: nn.Module) -> set[Tensor]:
-    """The parameters of ``module`` whose fan-in is fixed by settings (see ``ParamRole``).
-
-    A module names them in an attribute ``fixed_fan_in``: a tuple of names of its parameters, or of submodules that hold
-    nothing else.
-    """
-    found: set[Tensor] = set()
-    for part in module.modules():
-        stated = getattr(part, "fixed_fan_in", ())
-        named = part.named_parameters() if stated else ()
-        found.update(p for name, p in named if any(name == s or name.startswith(f"{s}.") for s in stated))
-    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,6 +140,8 @@ class Operator(CachingModule):
     bias: nn.Parameter | None
     #: names of parameters (or of submodules with all of theirs) that sum over a size which the settings fix, as a rank
     fixed_fan_in: tuple[str, ...] = ()
+    #: likewise of those whose outputs are so many
+    fixed_fan_out: tuple[str, ...] = ()
     #: whether folding gives GPT-2's transposed Conv1D rather than nn.Linear
     replaces_conv1d: bool = False
     #: where the operator is in its model, for messages; empty where it stands alone
@@ -316,13 +288,8 @@ class Operator(CachingModule):
 
     def param_roles(self) -> dict[str, ParamRole]:
         """Role of every parameter by its name in this module; matrices take their last dimension as fan-in."""
-        fixed = fixed_fan_in(self)
-        return {
-            name: ParamRole(parameter.shape[-1], fan_in_scales=parameter not in fixed)
-            if parameter.ndim > 1
-            else ParamRole(None, weight_decay=False)
-            for name, parameter in self.named_parameters()
-        }
+        stated = StatedFans(self)
+        return {name: stated.role(parameter) for name, parameter in self.named_parameters()}
 
     def __getstate__(self) -> dict[str, Any]:
         # Tensors with a graph can be neither copied nor pickled, and belong to a forward that the copy never saw.

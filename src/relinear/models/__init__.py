@@ -4,9 +4,11 @@ from relinear.core.places import is_fetched, missing_directory
 from relinear.models.head_bias import HeadBias
 from relinear.models.names import model_folder, model_place
 from relinear.models.presets import draw_as_torch_, from_preset, preset_config, preset_names
+from relinear.models.readout_scale import ReadoutScale
 
 __all__ = [
     "HeadBias",
+    "ReadoutScale",
     "draw_as_torch_",
     "from_preset",
     "is_fetched",

@@ -40,6 +40,7 @@ class CCLLinear(Gated, Operator):
 
     config: CCL
     fixed_fan_in = ("mix", "trunk", "basis_gate", "output_gate")
+    fixed_fan_out = ("basis", "trunk", "basis_gate")
 
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
         super().__init__(config, in_features, out_features)

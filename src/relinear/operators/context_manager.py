@@ -136,6 +136,7 @@ class SharedContext(ContextOwner):
     """
 
     fixed_fan_in = ("memory", "hidden", "output")
+    fixed_fan_out = ("projection", "memory", "hidden", "output")
 
     def __init__(self, config: ContextManager, vocabulary: int, hidden: int, **kw: Any) -> None:
         super().__init__()

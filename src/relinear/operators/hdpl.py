@@ -42,6 +42,8 @@ class HDPLLinear(LatentOperator):
 
     config: HDPL
     fixed_fan_in = ("decoder",)
+    fixed_fan_out = ("mu", "logvar")
+    orthogonal_start = ("mu", "decoder")
 
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
         super().__init__(config, in_features, out_features)

@@ -67,6 +67,7 @@ class LowRankLinear(RankLinear):
 
     config: LowRank
     fixed_fan_in = ("up",)
+    fixed_fan_out = ("down",)
 
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
         super().__init__(config, in_features, out_features)

@@ -40,6 +40,11 @@ class MonarchLinear(Operator):
         """``left`` sums over K R, which grows with the layer where the settings leave R to it."""
         return () if self.config.rank is None else ("left",)
 
+    @property
+    def fixed_fan_out(self) -> tuple[str, ...]:  # type: ignore[override]
+        """``right`` has as many outputs."""
+        return () if self.config.rank is None else ("right",)
+
     def reset_parameters(self) -> None:
         """Both factors with variance 1 / fan-in: unit-variance inputs give unit-variance outputs; zero bias."""
         for factor in (self.right, self.left):

@@ -24,6 +24,8 @@ class _Gate(Gated, nn.Module):
     The gates can be read and changed as ``channel``.
     """
 
+    constant_start = ("weight",)
+
     def __init__(self, in_features: int, out_features: int, device=None, dtype=None):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))

@@ -31,6 +31,7 @@ class PivotedLowRankLinear(RankLinear):
 
     config: PivotedLowRank
     fixed_fan_in = ("up",)
+    fixed_fan_out = ("mix",)
     order: Tensor
 
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):

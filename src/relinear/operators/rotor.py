@@ -490,11 +490,19 @@ class RotorLinear(Operator):
         return sum(stage.flops_per_token() for stage in self._sums()) + pointwise
 
     def param_roles(self) -> dict[str, ParamRole]:
-        """No decay on bivectors, which would turn the rotors back; matrices of free terms as usual."""
+        """No decay on bivectors, which would turn the rotors back; matrices of free terms as usual.
+
+        A general element multiplies as a matrix that sums over its V coordinates. Kronecker factors have sizes that
+        multiply to V.
+        """
         roles = super().param_roles()
         for name in roles:
             if name.rpartition(".")[2] in ("left", "right") and self.config.terms == "rotor":
                 roles[name] = ParamRole(None, lr_multiplier=self.config.lr_multiplier, weight_decay=False)
+            elif name.rpartition(".")[2] in ("left", "right") and self.config.terms == "kronecker":
+                roles[name] = roles[name]._replace(growth=0.5)
+            elif name.rpartition(".")[2] in ("left", "right"):
+                roles[name] = roles[name]._replace(fan_out=None)
             elif name.rpartition(".")[2] == "scale":
                 roles[name] = ParamRole(None, weight_decay=False)
         return roles

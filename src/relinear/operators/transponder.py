@@ -66,6 +66,7 @@ class Modulator(Gated, CachingModule, _Alphas):
     tap_kind = "modulator"
 
     fixed_fan_in = ("channel_up", "scalar_up")
+    fixed_fan_out = ("down", "scalar_down", "scalar_up")
     scalar_down: nn.Parameter | None
     channel_up: nn.Parameter | None
     scalar_up: nn.Parameter | None

@@ -49,6 +49,7 @@ class _LowRank(nn.Module):
     """
 
     fixed_fan_in = ("up",)
+    fixed_fan_out = ("down",)
 
     def __init__(self, width: int, rank: int, kw: dict[str, Any]):
         super().__init__()

@@ -20,6 +20,8 @@ __all__ = ["SecondEmbedding"]
 class _Table(ContextOwner):
     """``embedding`` (V, C), and ``projection`` (D, C) where C is not D."""
 
+    fixed_fan_in = ("projection",)
+
     def __init__(self, vocabulary: int, dim: int, width: int, std: float, **kw: Any) -> None:
         super().__init__()
         self.context_dim, self.std = width, std

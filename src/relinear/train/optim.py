@@ -8,10 +8,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from relinear.core.operator import ParamRole, fixed_fan_in, is_linear
+from relinear.core.operator import is_conv1d
+from relinear.core.roles import ParamRole, StatedFans
+from relinear.models.readout_scale import SCALE
 from relinear.train.settings import FitSettings
 
-__all__ = ["build_optimizer", "build_schedule", "parameter_groups", "parameter_roles"]
+__all__ = [
+    "build_optimizer",
+    "build_schedule",
+    "check_readout",
+    "output_head",
+    "parameter_groups",
+    "parameter_roles",
+    "width_ratio",
+]
 
 
 def parameter_roles(model: nn.Module) -> dict[str, ParamRole]:
@@ -19,7 +29,7 @@ def parameter_roles(model: nn.Module) -> dict[str, ParamRole]:
 
     Modules with ``param_roles()`` (operators, attached parts) answer for themselves, outermost first. Of the rest,
     matrices of linear layers decay; embeddings (also where the output head shares their weight), norms, biases and
-    other vectors do not.
+    other vectors do not. An output head with a weight of its own is the readout.
     """
     roles: dict[Tensor, ParamRole] = {}
     for module in model.modules():
@@ -30,26 +40,56 @@ def parameter_roles(model: nn.Module) -> dict[str, ParamRole]:
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             roles.setdefault(module.weight, ParamRole(None, weight_decay=False))
-    fixed = fixed_fan_in(model)
+    stated, head = StatedFans(model), output_head(model)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            roles.setdefault(parameter, _plain_role(module, parameter, scales=parameter not in fixed))
+            role = stated.role(parameter, transposed=is_conv1d(module))  # which stores (in, out)
+            readout = module is head and parameter.ndim > 1
+            roles.setdefault(parameter, role._replace(readout=True, fan_out_scales=False) if readout else role)
     return {name: roles[p] for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _plain_role(module: nn.Module, parameter: nn.Parameter, *, scales: bool) -> ParamRole:
-    if parameter.ndim < 2:
-        return ParamRole(None, weight_decay=False)
-    transposed = is_linear(module) and not isinstance(module, nn.Linear)  # Conv1D stores (in, out)
-    return ParamRole(parameter.shape[0 if transposed else -1], fan_in_scales=scales)
+def output_head(model: nn.Module) -> nn.Module | None:
+    """What makes the logits of the language model that ``model`` is or holds; None where there is none."""
+    for module in model.modules():
+        if callable(found := getattr(module, "get_output_embeddings", None)):
+            return found()
+    return None
+
+
+def width_ratio(model: nn.Module, settings: FitSettings) -> float:
+    """The width of the Hugging Face model that ``model`` is or holds, over the base width of its parametrisation.
+
+    1 with the standard parametrisation, whatever the model.
+
+    Raises:
+        ValueError: if the width cannot be known.
+    """
+    if settings.parametrization == "standard":
+        return 1.0
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else None
+        if isinstance(width := getattr(text, "hidden_size", None), int):
+            return width / settings.parametrization_base_width
+    raise ValueError(
+        f"parametrization='mup' goes by the model's width, and {type(model).__name__} holds no Hugging Face model "
+        "whose config states one (hidden_size); use parametrization='standard'"
+    )
 
 
 def parameter_groups(model: nn.Module, settings: FitSettings) -> list[dict[str, Any]]:
     """Groups for a torch optimiser: one for each pair of learning rate and weight decay that occurs.
 
+    With ``parametrization="mup"`` the rate of every matrix falls with its fan-in as ``ParamRole.rate_at`` says. What
+    decay takes off in a step, rate times decay, stays as it is.
+
     Raises:
-        ValueError: if the model has nothing to train.
+        ValueError: if the model has nothing to train, or a tied head without the multiplier that "mup" needs.
     """
+    ratio = width_ratio(model, settings)
+    if ratio != 1:
+        check_readout(model, ratio)
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     parameters = dict(model.named_parameters())
     tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)} if settings.decay_embeddings else set()
@@ -58,10 +98,30 @@ def parameter_groups(model: nn.Module, settings: FitSettings) -> list[dict[str, 
         if settings.fan_in_base is not None and role.fan_in is not None and role.fan_in_scales:
             rate *= settings.fan_in_base / role.fan_in
         decay = settings.weight_decay if role.weight_decay or parameters[name] in tables else 0.0
+        factor = role.rate_at(ratio)
+        rate, decay = rate * factor, decay / factor
         groups.setdefault((rate, decay), []).append(parameters[name])
     if not groups:
         raise ValueError("the model has no trainable parameters; call model.requires_grad_(True) on what should learn")
     return [{"params": members, "lr": rate, "weight_decay": decay} for (rate, decay), members in groups.items()]
+
+
+def check_readout(model: nn.Module, ratio: float) -> None:
+    """Raise ValueError if the output head shares the embedding's weight and its logits are not scaled.
+
+    Args:
+        model: that is, or holds, the language model.
+        ratio: its width over the base width.
+    """
+    head = output_head(model)
+    tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    if head is None or getattr(head, "weight", None) not in tables or hasattr(head, SCALE):
+        return
+    raise ValueError(
+        "parametrization='mup' with an output head that shares the embedding's weight needs its logits multiplied by "
+        f"base width / width: attach relinear.models.ReadoutScale(factor={1 / ratio:g}), which relinear.train does for "
+        "a preset, or untie them (tie_word_embeddings=False)"
+    )
 
 
 def build_optimizer(model: nn.Module, settings: FitSettings) -> torch.optim.Optimizer:

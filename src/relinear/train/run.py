@@ -25,7 +25,9 @@ from relinear.system.machine import command_line, describe_machine, is_first_ran
 from relinear.system.text import cut
 from relinear.train.callbacks import Progress, read_metrics
 from relinear.train.fit import TrainResult, fit
+from relinear.train.optim import check_readout, width_ratio
 from relinear.train.settings import TrainSettings
+from relinear.train.start import scale_added_, scale_stock_
 
 __all__ = ["build_model", "read_result", "train"]
 
@@ -47,12 +49,19 @@ def build_model(settings: TrainSettings, vocab_size: int | None = None) -> Any:
     torch.manual_seed(settings.seed)
     model = _stock_model(settings, vocab_size)
     _check_fit(model, settings, vocab_size)
+    ratio = width_ratio(model, settings)
+    if model_place(settings.model) == "preset":
+        scale_stock_(model, ratio, settings.model_start)
+    if ratio != 1:
+        check_readout(model, ratio)
+    stock: set[torch.Tensor] = set(model.parameters())
     for attachment in settings.attached:
         attach_(model, attachment)
     if settings.operators:
         plan(
             model, settings.mapping, layers=settings.layers, exclude=settings.exclude or None, init=settings.init
         ).apply_()
+    scale_added_(model, ratio, stock, fitted=settings.init == "from_weight")
     check_context_is_there(model)
     return model
 

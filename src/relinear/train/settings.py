@@ -47,6 +47,10 @@ class FitSettings(Settings):
         fan_in_base: None, or the fan-in at which ``learning_rate`` holds: the rate of every matrix is then multiplied
             by ``fan_in_base / fan_in`` (maximal update parametrisation for Adam). Matrices that sum over a size which
             settings fix (a rank, the width of a context) keep the rate: it does not grow with the model.
+        parametrization: "standard", or "mup", the maximal update parametrisation for Adam: the standard deviation that
+            matrices start from and their learning rates fall with their fan-in such that a rate that is best at one
+            width is about best at others (see ``docs/training.md``). ``fit`` takes the start as it is in the model.
+        parametrization_base_width: the width of the model (``hidden_size``) at which "mup" is the standard.
         dtype: "bfloat16" computes in bf16 with fp32 weights (autocast), "pure_bfloat16" holds weights and optimiser
             states in bf16 as well, "auto" is "bfloat16" where the processor has units for it, else "float32".
         compile: run the model through ``torch.compile``; costs a minute at the start, pays off over long runs.
@@ -77,6 +81,8 @@ class FitSettings(Settings):
     eps: PositiveFloat = 1e-8
     max_grad_norm: NonNegativeFloat = 1.0
     fan_in_base: PositiveInt | None = None
+    parametrization: Literal["standard", "mup"] = "standard"
+    parametrization_base_width: PositiveInt = 64
     dtype: Literal["auto", "float32", "bfloat16", "pure_bfloat16"] = "auto"
     compile: bool = False
     gradient_checkpointing: bool = False
@@ -102,6 +108,23 @@ class FitSettings(Settings):
     def _warmup_fits(self) -> FitSettings:
         if self.warmup_steps is not None and self.warmup_steps >= self.steps and self.schedule != "noam":
             raise ValueError(f"warmup_steps={self.warmup_steps} must be below steps={self.steps}")
+        return self
+
+    @model_validator(mode="after")
+    def _parametrization_fits(self) -> FitSettings:
+        if self.parametrization == "standard":
+            return self
+        if self.fan_in_base is not None:
+            raise ValueError(
+                f"fan_in_base={self.fan_in_base} and parametrization='mup' both scale learning rates by the fan-in; "
+                "give one of them"
+            )
+        if self.optimizer == "adam" and self.weight_decay:
+            raise ValueError(
+                f"parametrization='mup' has no multiplier for weight_decay={self.weight_decay:g} with "
+                "optimizer='adam', which adds it to a gradient that falls with the width; use optimizer='adamw', or "
+                "weight_decay=0"
+            )
         return self
 
     @property

@@ -52,9 +52,9 @@ class Modulator(nn.Module):
         templates, rank, width = self.left.shape
         return {
             "left": ParamRole(templates * rank, fan_in_scales=False),
-            "right": ParamRole(width),
+            "right": ParamRole(width, fan_out=templates * rank, fan_out_scales=False),
             "right_bias": ParamRole(1, fan_in_scales=False),
-            "mix.weight": ParamRole(self.mix.weight.shape[1]),
+            "mix.weight": ParamRole(self.mix.weight.shape[1], fan_out=templates, fan_out_scales=False),
             "mix.bias": ParamRole(None, weight_decay=False),
         }
 

@@ -1,0 +1,116 @@
+"""What a parameter is for: its fan-in and fan-out, how they grow with a model's width, and what follows from that."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+from torch import Tensor, nn
+
+__all__ = ["ParamRole", "StatedFans"]
+
+
+class ParamRole(NamedTuple):
+    """What a parameter is for, so that one optimiser recipe serves every operator.
+
+    fan_in: number of inputs a unit sums over (None for vectors such as biases, gains and scales, for tables that are
+        looked up, and for what turns rather than sums, as bivectors).
+    lr_multiplier: factor on the base learning rate.
+    weight_decay: whether weight decay applies.
+    fan_in_scales: whether the fan-in is a width, which grows with the model and with which a learning rate is scaled;
+        False for a size that the settings fix (a rank, the width of a context), at which the rate holds as it is.
+    fan_out: number of units that read an input; None where that is not known, and then as many as the fan-in.
+    fan_out_scales: whether the fan-out is such a width.
+    growth: the power of the model's width with which these two grow; 0.5 for a factor of a Kronecker product.
+    start: how the standard deviation of the standard start depends on the sizes: "fan_in" as 1 / sqrt(fan_in),
+        "constant" not at all, "orthogonal" as 1 / sqrt(max(fan_in, fan_out)).
+    readout: whether this makes the logits.
+    """
+
+    fan_in: int | None = None
+    lr_multiplier: float = 1.0
+    weight_decay: bool = True
+    fan_in_scales: bool = True
+    fan_out: int | None = None
+    fan_out_scales: bool = True
+    growth: float = 1.0
+    start: Literal["fan_in", "constant", "orthogonal"] = "fan_in"
+    readout: bool = False
+
+    def rate_at(self, ratio: float) -> float:
+        """Factor of the maximal update parametrisation on Adam's rate, base fan-in / fan-in.
+
+        Args:
+            ratio: the model's width over the base width, at which the factor is 1.
+        """
+        return 1.0 if self.fan_in is None or not self.fan_in_scales else ratio**-self.growth
+
+    def start_at(self, ratio: float) -> float:
+        """Factor of that parametrisation on the standard deviation of the standard start.
+
+        A matrix is to start with a standard deviation in proportion to sqrt(min(fan_in, fan_out)) / fan_in (Qiu et
+        al., "Compute better spent", 2024, for every dense factor of a structured matrix), one that makes the logits to
+        1 / fan_in; the factor is the quotient of that and of the standard law, each relative to the base width.
+
+        Args:
+            ratio: as in ``rate_at``.
+        """
+        if self.fan_in is None or ratio == 1:
+            return 1.0
+        now = self.fan_in, self.fan_in if self.fan_out is None else self.fan_out
+        both = self.fan_in_scales, self.fan_in_scales if self.fan_out is None else self.fan_out_scales
+        base = [size / ratio**self.growth if scales else size for size, scales in zip(now, both, strict=True)]
+        return self._wanted(*now) / self._wanted(*base) * self._standard(*base) / self._standard(*now)
+
+    def _wanted(self, fan_in: float, fan_out: float) -> float:
+        return 1 / fan_in if self.readout else math.sqrt(min(fan_in, fan_out)) / fan_in
+
+    def _standard(self, fan_in: float, fan_out: float) -> float:
+        if self.start == "constant":
+            return 1.0
+        return (fan_in if self.start == "fan_in" else max(fan_in, fan_out)) ** -0.5
+
+
+class StatedFans:
+    """What the modules within ``module`` say of their parameters, each in attributes of its own.
+
+    ``fixed_fan_in``, ``fixed_fan_out``: sizes that settings fix; ``constant_start``, ``orthogonal_start``: the standard
+    start (see ``ParamRole``). Each is a tuple of names of the module's parameters, or of submodules that hold nothing
+    else.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._fixed_in = _named_in(module, "fixed_fan_in")
+        self._fixed_out = _named_in(module, "fixed_fan_out")
+        self._constant = _named_in(module, "constant_start")
+        self._orthogonal = _named_in(module, "orthogonal_start")
+
+    def role(self, parameter: Tensor, *, transposed: bool = False) -> ParamRole:
+        """Of a parameter: matrices (..., fan-out, fan-in) decay, vectors do not.
+
+        Args:
+            parameter: one of the module's.
+            transposed: whether it is stored as (fan-in, fan-out).
+        """
+        if parameter.ndim < 2:
+            return ParamRole(None, weight_decay=False)
+        fan_out, fan_in = parameter.shape[:2][::-1] if transposed else parameter.shape[-2:]
+        return ParamRole(
+            fan_in,
+            fan_in_scales=parameter not in self._fixed_in,
+            fan_out=fan_out,
+            fan_out_scales=parameter not in self._fixed_out,
+            start="constant" if parameter in self._constant else self._drawn(parameter),
+        )
+
+    def _drawn(self, parameter: Tensor) -> Literal["orthogonal", "fan_in"]:
+        return "orthogonal" if parameter in self._orthogonal else "fan_in"
+
+
+def _named_in(module: nn.Module, attribute: str) -> set[Tensor]:
+    found: set[Tensor] = set()
+    for part in module.modules():
+        stated = getattr(part, attribute, ())
+        named = part.named_parameters() if stated else ()
+        found.update(p for name, p in named if any(name == s or name.startswith(f"{s}.") for s in stated))
+    return found

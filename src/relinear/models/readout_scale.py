@@ -1,0 +1,60 @@
+"""A fixed factor on the logits: what an output head that shares the embedding's weight needs to be as wide as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from relinear.core.attachment import AttachmentConfig
+from relinear.core.config import check_at_least, register
+
+__all__ = ["SCALE", "ReadoutScale"]
+
+#: attribute of the head that holds the factor
+SCALE = "relinear_readout_scale"
+
+
+def scale_input(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Forward pre-hook of the head: what it reads, times the factor, so that a bias of the head stays as it is."""
+    return (args[0] * getattr(head, SCALE), *args[1:])
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadoutScale(AttachmentConfig):
+    """logits = head(factor * x), with a factor that is not learnt.
+
+    In the maximal update parametrisation an output head learns at a rate in proportion to 1 / width and an embedding
+    at a constant one. A weight that is both keeps the embedding's rate and start, and the logits take the factor
+    base width / width (Yang et al., "Tensor programs V", 2022, Table 8).
+
+    Args:
+        factor: on what the head reads.
+    """
+
+    kind: ClassVar[str] = "readout_scale"
+
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_at_least("factor", self.factor, 0, integer=False)
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ValueError if ``model`` has no output head, or one that is scaled already."""
+        head = _head(model)
+        if head is None:
+            raise ValueError(f"readout_scale needs a model with an output head; {type(model).__name__} has none")
+        if hasattr(head, SCALE):
+            raise ValueError(f"the output head of {type(model).__name__} is scaled already")
+
+    def attach(self, model: nn.Module) -> None:
+        """Scale what the head reads."""
+        head = _head(model)
+        setattr(head, SCALE, self.factor)
+        head.register_forward_pre_hook(scale_input)
+
+
+def _head(model: Any) -> Any:
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
