@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from relinear.compress.layerwise import LayerByLayer
 from relinear.core.moments import Moments
 from relinear.core.operator import linear_features
+from relinear.system.allocator import release_freed_memory
 from relinear.system.files import atomic_directory, atomic_path, read_json, write_json
 
 __all__ = ["Calibration", "calibrate", "config_fingerprint", "fingerprint"]
@@ -134,11 +135,13 @@ class Sums:
         """Add gradients (..., O) at the output of ``name``."""
         _add(self.outputs, name, grad)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Means over the tokens that each layer saw."""
-        count = {name: max(1, self.counts[name]) for name in self.counts}
-        means = {f"inputs {name}": total / count[name] for name, total in self.inputs.items()}
-        return means | {f"outputs {name}": total / count[name] for name, total in self.outputs.items()}
+    def means(self) -> dict[str, Tensor]:
+        """Means over the tokens that each layer saw, in the place of the sums."""
+        for sums in (self.inputs, self.outputs):
+            for name, total in sums.items():
+                total /= max(1, self.counts[name])
+        means = {f"inputs {name}": mean for name, mean in self.inputs.items()}
+        return means | {f"outputs {name}": mean for name, mean in self.outputs.items()}
 
 
 def _add(sums: dict[str, Tensor], name: str, values: Tensor) -> None:
@@ -217,6 +220,7 @@ class _Calibrating:
         self.layers.check(self.parts[0][:1])
         for part in {part.shape: part for part in self.parts}.values():
             self.layers.embed(part)  # notes the arguments of the layers for this shape
+        release_freed_memory()  # of reading texts, and of the model run as a whole
         loss = None
         self._forward(last)
         if self.fisher:
@@ -270,6 +274,7 @@ class _Calibrating:
                 self._write(self._hidden(index + 1), self._after(index, sums))
             if not self.fisher:
                 shutil.rmtree(self._hidden(index))
+            release_freed_memory()
             self.on_layer("forward", index + 1, total)
 
     def _after(self, index: int, sums: Sums) -> Iterator[Tensor]:
@@ -297,6 +302,7 @@ class _Calibrating:
             self._write(self._gradient(len(self.layers)), self._gradients_of_loss(losses))
             count = sum(ids[:, 1:].numel() for ids in self.parts)
             write_json(self._loss_record, {"loss": sum(losses) / count})
+            release_freed_memory()
         return read_json(self._loss_record)["loss"]
 
     def _gradients_of_loss(self, losses: list[float]) -> Iterator[Tensor]:
@@ -317,6 +323,7 @@ class _Calibrating:
                 self._write(self._gradient(index), self._before(index, sums))
             shutil.rmtree(self._gradient(index + 1))
             shutil.rmtree(self._hidden(index))
+            release_freed_memory()
             self.on_layer("backward", total - index, total)
 
     def _before(self, index: int, sums: Sums) -> Iterator[Tensor]:
@@ -339,7 +346,7 @@ class _Calibrating:
         if index not in self.targets:
             return
         counts = dict.fromkeys(self.targets[index], 0) | sums.counts  # an expert may have seen no token
-        _save(self.folder / _file(index), sums.tensors(), dict(sums.shared) | {"counts": json.dumps(counts)})
+        _save(self.folder / _file(index), sums.means(), dict(sums.shared) | {"counts": json.dumps(counts)})
 
 
 class watched:

@@ -44,29 +44,34 @@ class LayerByLayer:
         self.layers = tuple(decoder_layers(model))
         self._calls: dict[tuple[int, ...], list[_Call]] = {}
         self._returns_tuple = False
-        few = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._few_logits = {"logits_to_keep": 1} if few else {}
+        self._gives_few_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def __len__(self) -> int:
         return len(self.layers)
 
     @torch.no_grad()
     def check(self, ids: Tensor) -> None:
-        """Raise ValueError unless the parts, put together, give what the model gives for ``ids`` (B, T)."""
-        whole = self._run(ids)
+        """Raise ValueError unless the parts, put together, give what the model gives for ``ids`` (B, T).
+
+        At the last positions where the model can give those alone: they hang on all before them.
+        """
+        whole = self._run(ids, last=HEAD_TOKENS)
         bound = 1e-3 * max(1.0, float(whole.abs().max()))
         hidden = self.embed(ids)
         for index in range(len(self)):
             hidden = self.layer(index, hidden)
-        error = float(whole.sub_(self.logits(hidden, ids)).abs_().max())
+        at = slice(-whole.shape[1], None)
+        error = float(whole.sub_(self.logits(hidden[:, at], ids[:, at])).abs_().max())
         if not error <= bound:
             raise ValueError(
                 f"{type(self.model).__name__} run layer by layer differs from the whole model by {error:.2g} in its "
                 "logits: its layers take more from outside than hidden states and positions, which is not supported"
             )
 
-    def _run(self, ids: Tensor, **more: Any) -> Tensor:
-        output = self.model(input_ids=ids, use_cache=False, **more)
+    def _run(self, ids: Tensor, *, last: int | None = None) -> Tensor:
+        """The model's logits (B, T, V); those of the ``last`` positions where it can give these alone."""
+        few = {} if last is None or not self._gives_few_logits else {"logits_to_keep": last}
+        output = self.model(input_ids=ids, use_cache=False, **few)
         if not hasattr(output, "logits"):
             raise ValueError(
                 f"{type(self.model).__name__} gives no logits: load it with its head (AutoModelForCausalLM)"
@@ -90,7 +95,7 @@ class LayerByLayer:
             return forward
 
         with self._replaced([hand_on(i) for i in range(len(self))]):
-            self._run(ids, **self._few_logits)
+            self._run(ids, last=1)
         self._calls.setdefault(tuple(ids.shape), calls)
         return entered[0]
 

@@ -1,4 +1,4 @@
-"""The C library's allocator: keep large buffers instead of handing them back to the system after every operation."""
+"""The C library's allocator: keep large buffers instead of handing them back after every operation, or all at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import functools
 import sys
 
-__all__ = ["tune_allocator"]
+__all__ = ["release_freed_memory", "tune_allocator"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST = 2**31 - 1  # mallopt takes a C int
@@ -25,11 +25,28 @@ def tune_allocator() -> dict[str, int]:
         The thresholds now in force in bytes, by name (for the record of a run); empty where the C library is not
         glibc or refused.
     """
-    if not sys.platform.startswith("linux"):
-        return {}
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "gnu_get_libc_version"):
+    libc = _glibc()
+    if libc is None:
         return {}
     libc.mallopt.argtypes, libc.mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
     wanted = {"mmap_threshold": _M_MMAP_THRESHOLD, "trim_threshold": _M_TRIM_THRESHOLD}
     return {name: _LARGEST for name, option in wanted.items() if libc.mallopt(option, _LARGEST) == 1}
+
+
+def release_freed_memory() -> None:
+    """Hand back to the system what is free between blocks in use: for work in stages, of which each needs other sizes.
+
+    Nothing happens where the C library is not glibc.
+    """
+    libc = _glibc()
+    if libc is not None:
+        libc.malloc_trim.argtypes = (ctypes.c_size_t,)
+        libc.malloc_trim(0)
+
+
+@functools.cache
+def _glibc() -> ctypes.CDLL | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None)
+    return libc if hasattr(libc, "gnu_get_libc_version") else None
