@@ -260,9 +260,7 @@ def test_a_base_that_is_a_long_text():
     refused(lambda: OperatorConfig.from_dict({"kind": "transponder", "base": LONG}), "base must be an operator")
 
 
-@pytest.mark.parametrize(
-    "text", ["!!int", "!!bool x", "!!timestamp x", "!!float x", "9" * 5_000], ids=brief
-)
+@pytest.mark.parametrize("text", ["!!int", "!!bool x", "!!timestamp x", "!!float x", "9" * 5_000], ids=brief)
 def test_tags_of_yaml_on_what_is_none(text, tmp_path):
     refused(lambda: parse_overrides([f"steps={text}"]), "--set ", "steps=", "cannot be read")
     (tmp_path / "recipe.yaml").write_text(f"steps: {text}\n")

@@ -231,6 +231,18 @@ class CompareSettings(Settings):
     reference: str | None = None
     ngram: Literal["auto"] | PositiveInt | None = "auto"
 
+    @classmethod
+    def completed(cls, saved: Any) -> Any:
+        """As in every other settings, but for the default of ``train.steps``, which is none beside another budget."""
+        train = saved.get("train") if isinstance(saved, Mapping) else None
+        if not isinstance(train, Mapping):
+            return super().completed(saved)
+        for values in (saved, {**saved, "train": {key: value for key, value in train.items() if key != "steps"}}):
+            found = super().completed(values)
+            if found is not values:
+                return found
+        return saved
+
     @field_validator("tokens", mode="before")
     @classmethod
     def _tokens_text(cls, value: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as torch_module
 
 __all__ = ["Held", "HeldList", "is_bare", "is_plain_linear"]
 
@@ -70,6 +70,8 @@ class HeldList(nn.ParameterList):
 
 _ORDINARY = (nn.Parameter, Tensor)  # a plain tensor where torch.func puts values in place of parameters
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# those of all modules, which torch keeps in dictionaries of these names
+_GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{hooks}") for hooks in _HOOKS)
 
 
 def is_bare(module: Any) -> bool:
@@ -79,7 +81,7 @@ def is_bare(module: Any) -> bool:
     """
     own = module.__dict__
     # accelerate puts a forward of its own on the instance
-    return "forward" not in own and not any(own[hooks] for hooks in _HOOKS) and not _has_any_global_hook()
+    return "forward" not in own and not any(own[hooks] for hooks in _HOOKS) and not any(_GLOBAL_HOOKS)
 
 
 def is_plain_linear(module: Any) -> bool:

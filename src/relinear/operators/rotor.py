@@ -327,7 +327,7 @@ def _activated(config: Rotor, x: Tensor, window: int, step: int, slopes: Tensor 
         x = take_last(x, _order(config, window, branches, step, x))
     x = x.unflatten(-1, (branches, window))
     if slopes is not None:
-        channels = x.flatten(0, -3), slopes.to(x.dtype).expand(branches)
+        channels = x.reshape(-1, branches, window), slopes.to(x.dtype).expand(branches)
         return torch.nn.functional.prelu(*channels).view(x.shape)
     activation = _ACTIVATIONS[config.activation]
     return x if activation is None else activation(x)
