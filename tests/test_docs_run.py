@@ -47,6 +47,7 @@ DEFAULTS = {
     "scale": "--data books",
     "analyze": "--data books",
     "explore": "--data books",
+    "check-coordinates": "--data books",
 }
 CUTS = {
     "compare": ["--steps", "1", "--seeds", "0", "--set", "speed.seconds=0.01", "--set", "train.warmup_steps=0"],
@@ -55,6 +56,7 @@ CUTS = {
     "scale": ["--sizes", "16,24,32,40", "--set", "train.steps=1", "--set", "seeds=[0]", "--set", "speed.seconds=0.01"],
     "analyze": ["--sequences", "8", "--length", "64"],
     "explore": ["--sequences", "4", "--length", "32", "--effects", "1", "--static", "explored.html"],
+    "check-coordinates": ["--widths", "64,128", "--steps", "1", "--seeds", "0"],
     "bench": ["--rounds", "3", "--no-peers", "--no-untuned"],
     "compress": ["--tokens", "512"],
     "distill": ["--tokens", "256", "--set", "validation_tokens=256"],

@@ -35,7 +35,7 @@ def at_width(width, **changes):
 
 @pytest.mark.parametrize("ratio", [0.5, 4, 8])
 def test_factors_of_every_kind_of_parameter(ratio):
-    """Rates go by base fan-in / fan-in; standard deviations by sqrt(min(in, out)) / in, relative to their own law."""
+    """Rates go by base fan-in / fan-in, standard deviations by its root, relative to the law they are drawn by."""
     hidden = ParamRole(64 * ratio, fan_out=256 * ratio)
     assert hidden.rate_at(ratio) == pytest.approx(1 / ratio)
     assert hidden.start_at(ratio) == pytest.approx(1)  # drawn as 1 / sqrt(fan-in) already
@@ -43,17 +43,21 @@ def test_factors_of_every_kind_of_parameter(ratio):
     assert stock.start_at(ratio) == pytest.approx(ratio**-0.5)
     assert stock._replace(readout=True).start_at(ratio) == pytest.approx(1 / ratio)
     assert hidden._replace(readout=True).start_at(ratio) == pytest.approx(ratio**-0.5)
+    short = ParamRole(64 * ratio - 16, fan_in_short=16)  # a width less a rank
+    assert short.rate_at(ratio) == pytest.approx(48 / (64 * ratio - 16))
     factor = hidden._replace(growth=0.5)
     assert factor.rate_at(ratio) == pytest.approx(ratio**-0.5)
     for fixed in (ParamRole(None), ParamRole(8, fan_in_scales=False, fan_out=8, fan_out_scales=False)):
         assert fixed.rate_at(ratio) == fixed.start_at(ratio) == 1
     down = ParamRole(64 * ratio, fan_out=8, fan_out_scales=False)  # into a rank that stays
     assert down.rate_at(ratio) == pytest.approx(1 / ratio)
-    assert down.start_at(ratio) == pytest.approx(ratio**-0.5)
+    assert down.start_at(ratio) == pytest.approx(1)
     up = ParamRole(8, fan_in_scales=False, fan_out=64 * ratio)
     assert up.rate_at(ratio) == up.start_at(ratio) == 1
     decoder = ParamRole(8, fan_in_scales=False, fan_out=64 * ratio, start="orthogonal")
-    assert decoder.start_at(ratio) == pytest.approx(ratio**0.5)
+    assert decoder.start_at(ratio) == pytest.approx(ratio**0.5)  # orthogonal columns are shorter than rows
+    encoder = ParamRole(64 * ratio, fan_out=8, fan_out_scales=False, start="orthogonal")
+    assert encoder.start_at(ratio) == pytest.approx(1)
 
 
 def test_at_the_base_width_every_factor_is_exactly_one():
@@ -126,18 +130,18 @@ def test_the_start_of_what_is_put_in():
     wide = dict(build_model(at_width(256, **changes)).named_parameters())
     plain = dict(build_model(at_width(256, parametrization="standard", **changes)).named_parameters())
     factors = {
-        "q_proj.down": 1 / 2,
+        "q_proj.down": 1,
         "q_proj.up": 1,
         "k_proj.base.weight": 1 / 2,
-        "k_proj.modulator.down": 1 / 2,
+        "k_proj.modulator.down": 1,
         "v_proj.blocks.0": 1,
         "o_proj.entry.left": 1,
         "gate_proj.blocks": 1,
-        "gate_proj.mu.weight": 1 / 2,
+        "gate_proj.mu.weight": 1,
         "gate_proj.decoder.weight": 2,
         "up_proj.gate.weight": 1 / 2,
         "self_attn.relinear_gate.weight": 1 / 2,
-        "mlp.relinear_modulator.down": 1 / 2,
+        "mlp.relinear_modulator.down": 1,
         "mlp.relinear_modulator.channel_up": 1,
         "down_proj.entry.left": 1,
     }

@@ -7,12 +7,11 @@ import re
 import types
 import typing
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 from typer.models import ArgumentInfo, OptionInfo
 
-from relinear.cli.main import COMMANDS
+from relinear.cli.main import COMMANDS, command_of
 
 __all__ = ["markdown"]
 
@@ -28,7 +27,7 @@ How operators, overrides and data are written, what a run leaves and how it goes
 
 def markdown() -> str:
     """Return the page: a table of all commands, then each one's text, examples and options."""
-    commands = {name: import_module(f"relinear.cli.{name}").command for name in COMMANDS}
+    commands = {name: command_of(name) for name in COMMANDS}
     rows = [f"| [`{name}`](#relinear-{name}) | {_prose(found).splitlines()[0]} |" for name, found in commands.items()]
     table = "\n".join(["| command | what it does |", "| --- | --- |", *rows])
     return "\n".join([HEAD, table, *(_section(name, found) for name, found in commands.items())])

@@ -6,7 +6,7 @@ Those files import only typer and the standard library at their head, so that ``
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -14,9 +14,10 @@ import typer
 
 from relinear.cli.errors import USER_ERROR, exit_code
 
-__all__ = ["COMMANDS", "app", "main", "run"]
+__all__ = ["COMMANDS", "app", "command_of", "main", "run"]
 
-#: Commands in the order of ``relinear --help``; NAME is the function ``command`` of relinear/cli/NAME.py.
+#: Commands in the order of ``relinear --help``; NAME is the function ``command`` of relinear/cli/NAME.py, which has
+#: an underscore where the command has a hyphen.
 COMMANDS = (
     "analyze",
     "explore",
@@ -29,6 +30,7 @@ COMMANDS = (
     "compress",
     "eval",
     "inspect",
+    "check-coordinates",
     "specialize",
     "report",
 )
@@ -61,8 +63,13 @@ def _root(
     """
 
 
+def command_of(name: str) -> Callable:
+    """The function of a command, by its name."""
+    return import_module(f"relinear.cli.{name.replace('-', '_')}").command
+
+
 for _name in COMMANDS:
-    app.command(_name)(import_module(f"relinear.cli.{_name}").command)
+    app.command(_name)(command_of(_name))
 
 
 def _invoke(arguments: Sequence[str]) -> int | None:

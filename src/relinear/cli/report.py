@@ -17,7 +17,8 @@ def command(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN...", help="Directories of compare, scale, train, compress, distill, bench or analyze."
+            metavar="RUN...",
+            help="Directories of compare, scale, train, compress, distill, bench, analyze or check-coordinates.",
         ),
     ],
     out: Annotated[
@@ -81,6 +82,8 @@ def section_of(run: Path) -> Section:
 def _section(run: Path) -> Section:
     from relinear.analysis.page import analyses_blocks, analyses_section
     from relinear.bench.page import layers_section, models_section
+    from relinear.compare.coordinate_page import FILE as COORDINATES
+    from relinear.compare.coordinate_page import coordinates_section
     from relinear.compare.report import RESULTS, results_section, scale_section
     from relinear.compare.scaling import SCALE
     from relinear.compress.report_page import report_section
@@ -97,6 +100,8 @@ def _section(run: Path) -> Section:
         return distill_section(values) if isinstance(values["layers"], list) else report_section(values)
     if (run / "bench.json").is_file():
         return layers_section(read_values(run / "bench.json"), picture_of(run / "bench"))
+    if (run / COORDINATES).is_file():
+        return coordinates_section(run)
     if (run / "models.json").is_file():
         return models_section(read_values(run / "models.json"))
     if (run / "metrics.jsonl").is_file() and (run / "run.json").is_file():
@@ -105,5 +110,5 @@ def _section(run: Path) -> Section:
         return analyses_section(run)
     raise FileNotFoundError(
         f"{run} holds nothing to report: no {RESULTS} (no comparison has finished there), nor what train, scale, "
-        "compress, distill, bench or analyze leave; give the directory that was their --out"
+        "compress, distill, bench, analyze or check-coordinates leave; give the directory that was their --out"
     )

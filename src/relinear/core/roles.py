@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ class ParamRole(NamedTuple):
     start: how the standard deviation of the standard start depends on the sizes: "fan_in" as 1 / sqrt(fan_in),
         "constant" not at all, "orthogonal" as 1 / sqrt(max(fan_in, fan_out)).
     readout: whether this makes the logits.
+    fan_in_short: how far the fan-in stays below a width, where it is not that itself but a width less a fixed size.
     """
 
     fan_in: int | None = None
@@ -36,6 +36,7 @@ class ParamRole(NamedTuple):
     growth: float = 1.0
     start: Literal["fan_in", "constant", "orthogonal"] = "fan_in"
     readout: bool = False
+    fan_in_short: int = 0
 
     def rate_at(self, ratio: float) -> float:
         """Factor of the maximal update parametrisation on Adam's rate, base fan-in / fan-in.
@@ -43,27 +44,32 @@ class ParamRole(NamedTuple):
         Args:
             ratio: the model's width over the base width, at which the factor is 1.
         """
-        return 1.0 if self.fan_in is None or not self.fan_in_scales else ratio**-self.growth
+        return self._base_fan_in(ratio) / self.fan_in if self.fan_in else 1.0
 
     def start_at(self, ratio: float) -> float:
         """Factor of that parametrisation on the standard deviation of the standard start.
 
-        A matrix is to start with a standard deviation in proportion to sqrt(min(fan_in, fan_out)) / fan_in (Qiu et
-        al., "Compute better spent", 2024, for every dense factor of a structured matrix), one that makes the logits to
-        1 / fan_in; the factor is the quotient of that and of the standard law, each relative to the base width.
+        A matrix is to start with a standard deviation in proportion to 1 / sqrt(fan_in), every dense factor of a
+        structured one by its own, and one that makes the logits to 1 / fan_in; the factor is the quotient of that and
+        of the standard law, each relative to the base width.
 
         Args:
             ratio: as in ``rate_at``.
         """
-        if self.fan_in is None or ratio == 1:
+        if not self.fan_in or ratio == 1:
             return 1.0
-        now = self.fan_in, self.fan_in if self.fan_out is None else self.fan_out
-        both = self.fan_in_scales, self.fan_in_scales if self.fan_out is None else self.fan_out_scales
-        base = [size / ratio**self.growth if scales else size for size, scales in zip(now, both, strict=True)]
-        return self._wanted(*now) / self._wanted(*base) * self._standard(*base) / self._standard(*now)
+        base, fan_out = self._base_fan_in(ratio), self.fan_in if self.fan_out is None else self.fan_out
+        base_out = fan_out / ratio**self.growth if self.fan_out_scales else fan_out
+        wanted = (base / self.fan_in) ** (1.0 if self.readout else 0.5)
+        return wanted * self._standard(base, base_out) / self._standard(self.fan_in, fan_out)
 
-    def _wanted(self, fan_in: float, fan_out: float) -> float:
-        return 1 / fan_in if self.readout else math.sqrt(min(fan_in, fan_out)) / fan_in
+    def _base_fan_in(self, ratio: float) -> float:
+        assert self.fan_in is not None
+        if ratio == 1 or not self.fan_in_scales:
+            return self.fan_in
+        grown = ratio**self.growth
+        base = (self.fan_in + self.fan_in_short) / grown - self.fan_in_short
+        return base if base > 0 else self.fan_in / grown  # where the base model has no such inputs at all
 
     def _standard(self, fan_in: float, fan_out: float) -> float:
         if self.start == "constant":

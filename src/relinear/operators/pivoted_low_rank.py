@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from relinear.core.config import register
 from relinear.core.dense_cache import dense_inference
-from relinear.core.operator import OperatorConfig
+from relinear.core.operator import OperatorConfig, ParamRole
 from relinear.functional.pivoted_low_rank import pivoted_factors
 from relinear.kernels.choice import prefers_dense
 from relinear.kernels.pivoted_low_rank import pivoted_low_rank
@@ -69,6 +69,11 @@ class PivotedLowRankLinear(RankLinear):
     def set_factors_(self, down: Tensor, up: Tensor) -> None:
         for own, given in zip((self.order, self.mix, self.up), pivoted_factors(down, up), strict=True):
             own.copy_(given)
+
+    def param_roles(self) -> dict[str, ParamRole]:
+        """``mix`` sums over what is left of a width beside the R pivots."""
+        roles = super().param_roles()
+        return roles | {"mix": roles["mix"]._replace(fan_in_short=self.config.rank)}
 
     def wrong_values(self, values: Mapping[str, Tensor]) -> str | None:
         order = values.get("order")

@@ -1,0 +1,210 @@
+"""How large activations are against the width of a model, over its first steps: whether a learning rate can transfer.
+
+A model is built at several widths, all of heads of one size, in the standard and in the maximal update parametrisation,
+and trained for a few steps on one batch. Where activations, or what training has added to them, grow or shrink with the
+width, the rate that is best at one width is not at another.
+"""
+
+# Legend: B batch, T tokens, D width of the residual stream
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relinear.core.anatomy import decoder_layers, paths
+from relinear.data import prepare_data
+from relinear.models import preset_config, preset_names
+from relinear.train.optim import build_optimizer
+from relinear.train.run import build_model
+from relinear.train.settings import TrainSettings
+
+__all__ = ["FLAT", "KINDS", "PARAMETRIZATIONS", "at_heads", "check_coordinates", "is_flat"]
+
+PARAMETRIZATIONS = ("standard", "mup")
+#: what is measured, in the order of a forward pass
+KINDS = ("residual stream", "attention output", "MLP output", "logits")
+#: the largest over the smallest activation of all widths, up to which it counts as flat
+FLAT = 2.0
+
+
+def check_coordinates(
+    settings: TrainSettings,
+    widths: Sequence[int],
+    *,
+    steps: int = 8,
+    seeds: Sequence[int] = (0, 1, 2),
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Activations of ``settings.model`` at several widths, over the first steps, in both parametrisations.
+
+    Every step is on the same batch, at the full learning rate, in float32. The root mean square is over tokens and
+    channels, and over the layers of a kind.
+
+    Args:
+        settings: of a preset with its operators; ``parametrization`` and ``seed`` are set here.
+        widths: at least two, each a multiple of the size of a head.
+        steps: optimiser steps.
+        seeds: of the weights; the batch is the same.
+        on_progress: told how many models of how many are done.
+
+    Returns:
+        ``parametrizations`` -> kind -> ``scale`` and ``change`` (since the start), each a list over widths of lists
+        over steps 0, 1, ... (geometric means over seeds), and ``spread``: of the last step's scale the largest over the
+        smallest; None where it has left the finite numbers. ``flat``: whether each parametrisation has no spread above
+        ``FLAT``. Beside them what was asked.
+
+    Raises:
+        ValueError: if the model is no preset, a width has no whole number of heads, or an operator cannot take one.
+    """
+    widths = sorted(set(widths))
+    if len(widths) < 2 or steps < 1 or not seeds:
+        raise ValueError(f"expected at least two widths, one step and one seed, got {widths}, {steps} and {seeds}")
+    models = {width: at_heads(settings.updated(dtype="float32", device="cpu"), width) for width in widths}
+    data = prepare_data(settings.data)
+    with torch.device("meta"):  # what cannot be built is said before anything is computed
+        for sized in models.values():
+            build_model(sized, data.vocab_size)
+    batch = torch.stack([data.train[index]["input_ids"] for index in range(settings.batch_size)])
+    found: dict[str, Any] = {}
+    total = len(PARAMETRIZATIONS) * len(widths) * len(seeds)
+    for name in PARAMETRIZATIONS:
+        runs: list[list[_Run]] = []
+        for sized in models.values():
+            runs.append([])
+            for seed in seeds:
+                one = sized.updated(parametrization=name, seed=seed)
+                runs[-1].append(_run(build_model(one, data.vocab_size), one, batch, steps))
+                on_progress(sum(map(len, runs)) + len(found) * len(widths) * len(seeds), total)
+        found[name] = {kind: _summary(runs, kind) for kind in KINDS}
+    return {
+        "model": settings.model,
+        "operators": settings.operators,
+        "attachments": list(settings.attachments),
+        "widths": widths,
+        "base_width": settings.parametrization_base_width,
+        "learning_rate": settings.learning_rate,
+        "batch": list(batch.shape),
+        "steps": steps,
+        "seeds": list(seeds),
+        "parametrizations": found,
+        "flat": {name: is_flat(found[name]) for name in PARAMETRIZATIONS},
+    }
+
+
+def is_flat(kinds: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether no kind of activation is more than ``FLAT`` times as large at one width as at another."""
+    return all(kind["spread"] is not None and kind["spread"] <= FLAT for kind in kinds.values())
+
+
+def at_heads(settings: TrainSettings, width: int) -> TrainSettings:
+    """``settings`` with a preset at another width: heads of the same size, an MLP in proportion.
+
+    Raises:
+        ValueError: if the model is no preset, or the width is no multiple of a head's size.
+    """
+    if settings.model not in preset_names():
+        raise ValueError(
+            f"a model is built at several widths, and {settings.model!r} has the one it was saved with; give a preset "
+            f"({', '.join(preset_names())})"
+        )
+    config = preset_config(settings.model, **settings.model_overrides)
+    head = config.hidden_size // config.num_attention_heads
+    if width < head or width % head:
+        raise ValueError(
+            f"width {width} is no multiple of {head}, the size of a head of {settings.model}; give such widths, or "
+            "another number of heads (num_attention_heads)"
+        )
+    own = {config.attribute_map.get(key, key): value for key, value in settings.model_overrides.items()}
+    sizes = {"hidden_size": width, "num_attention_heads": width // head}
+    inner = "n_inner" if hasattr(config, "n_inner") else "intermediate_size"
+    if getattr(config, inner) is not None:
+        sizes[inner] = round(getattr(config, inner) * width / config.hidden_size)
+    groups = getattr(config, "num_key_value_heads", None)
+    if groups is not None:
+        sizes["num_key_value_heads"] = max(1, groups * width // config.hidden_size)
+    return settings.updated(model_overrides=own | {config.attribute_map.get(k, k): v for k, v in sizes.items()})
+
+
+#: by kind, a list over steps of (scale, change since the start)
+_Run = dict[str, list[tuple[float, float]]]
+
+
+def _run(model: Any, settings: TrainSettings, batch: Tensor, steps: int) -> _Run:
+    """Train on ``batch`` (B, T) and note activations before every step and after the last."""
+    torch.manual_seed(settings.seed)  # of noise that operators draw
+    optimizer = build_optimizer(model.train(), settings)
+    model.config.use_cache = False
+    with _recording(model) as recorded:
+        start: dict[str, list[Tensor]] = {}
+        noted: _Run = {kind: [] for kind in KINDS}
+        for step in range(steps + 1):
+            recorded.clear()
+            output = model(input_ids=batch, labels=batch)
+            recorded["logits"] = [output.logits.detach()]
+            start = start or dict(recorded)
+            for kind in KINDS:
+                changes = [now - before for now, before in zip(recorded[kind], start[kind], strict=True)]
+                noted[kind].append((_rms(recorded[kind]), _rms(changes)))
+            if step < steps:
+                optimizer.zero_grad()
+                output.loss.backward()
+                if settings.max_grad_norm:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+                optimizer.step()
+    return noted
+
+
+@contextlib.contextmanager
+def _recording(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """What layers and sub-blocks return while a ``with`` block runs, by kind, in order."""
+    found: dict[str, list[Tensor]] = {}
+
+    def noting(kind: str) -> Callable[[nn.Module, Any, Any], None]:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            value = output[0] if isinstance(output, tuple) else output
+            found.setdefault(kind, []).append(value.detach())
+
+        return note
+
+    modules = [(layer, KINDS[0]) for layer in decoder_layers(model)]
+    modules += [(path.module, KINDS[1] if path.role == "attention" else KINDS[2]) for path in paths(model)]
+    handles = [module.register_forward_hook(noting(kind)) for module, kind in modules]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _rms(values: Sequence[Tensor]) -> float:
+    return math.sqrt(sum(float(value.square().mean()) for value in values) / len(values))
+
+
+def _summary(runs: Sequence[Sequence[_Run]], kind: str) -> dict[str, Any]:
+    """Of the runs of every width (of every seed): geometric means over seeds, and the spread over widths."""
+    scale, change = (
+        [
+            [_mean([step[place] for step in steps]) for steps in zip(*(run[kind] for run in seeds), strict=True)]
+            for seeds in runs
+        ]
+        for place in (0, 1)
+    )
+    return {"scale": scale, "change": change, "spread": _spread([steps[-1] for steps in scale])}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    """The geometric mean, None where training has left the finite numbers."""
+    if not all(map(math.isfinite, values)):
+        return None
+    return math.exp(sum(map(math.log, values)) / len(values)) if min(values) > 0 else 0.0
+
+
+def _spread(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return max(known) / min(known) if len(known) == len(values) and min(known) > 0 else None
