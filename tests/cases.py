@@ -138,6 +138,23 @@ def _branches_arguments(dtype: torch.dtype) -> Iterator[tuple]:
         yield x, order, torch.rand(slopes, dtype=dtype), torch.randn(branches, dtype=dtype), normalize
 
 
+def _network_arguments(dtype: torch.dtype) -> Iterator[tuple]:
+    """Sizes that are no windows, in either layout, with and without orders and bias."""
+    for tokens, inputs, outputs, ordered, settings in (
+        (5, 20, 24, True, {}),
+        (2, 16, 16, False, {"layout": "spread", "normalize": False, "after_entry": True, "residual": True}),
+    ):
+        form = functional_rotor.NetworkForm(outputs, (16, 16, 16), **settings)
+        counts = (1, -(-inputs // 16)), (2, 1), (-(-outputs // 16), 1)
+        left, right = ([torch.randn(*count, 1, 4, 4, dtype=dtype) for count in counts] for _ in range(2))
+        branches = 2 + form.after_entry
+        table = functional_rotor.branch_orders(16, 2, 1, form.after_entry, 0)
+        orders = torch.from_numpy(table).int() if ordered else None
+        slopes, mix = torch.rand(branches, dtype=dtype), torch.randn(branches, dtype=dtype)
+        bias = torch.randn(outputs, dtype=dtype) if ordered else None
+        yield torch.randn(tokens, inputs, dtype=dtype), left, right, orders, slopes, mix, bias, form
+
+
 def transponder_arguments(dtype: torch.dtype) -> Iterator[tuple]:
     """Both gates, either alone, ranks that are unrolled and one that is not, one token and many."""
     for rank, tokens, channel, scalar in ((8, (3, 5), 1, 1), (2, (1,), 1, 0), (4, (7,), 0, 1), (32, (2, 3), 1, 1)):
@@ -397,6 +414,12 @@ TWINS: list[Twin] = [
         reference=functional_rotor.mixed_branches,
         fast=kernels_rotor.mixed_branches,
         arguments=_branches_arguments,
+    ),
+    Twin(
+        kind="rotor-network",
+        reference=functional_rotor.rotor_network,
+        fast=kernels_rotor.rotor_network,
+        arguments=_network_arguments,
     ),
     Twin(
         kind="rotor",

@@ -118,9 +118,10 @@ def test_branches_of_a_token_touch_no_other(any_size):
 
 
 def test_a_network_of_rotors_takes_one_pass_between_them(any_size, monkeypatch):
+    """Where the kernel of the whole network does not take it."""
     reached = []
     monkeypatch.setattr(native, "kernels", lambda: reached.append(1) or torch.ops.relinear_cpu)
-    module, x = relinear.Rotor().build(24, 40), torch.randn(5, 24)
+    module, x = relinear.Rotor(basis="blade").build(24, 40), torch.randn(5, 24)
     module(x).sum().backward()
     assert len(reached) == 4
     exact = copy.deepcopy(module).double()

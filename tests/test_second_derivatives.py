@@ -30,6 +30,7 @@ every_dtype = pytest.mark.parametrize("dtype", TOLERANCES, ids=["double", "singl
 @pytest.fixture(autouse=True)
 def _any_size(monkeypatch):
     monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
+    monkeypatch.setattr(native, "FEWEST_NETWORK_ENTRIES", 1)
     monkeypatch.setattr(hdpl, "FEWEST_NATIVE_TOKENS", 1)
     monkeypatch.setattr(hdpl, "FEWEST_NATIVE_LATENTS", 1)
     monkeypatch.setattr(by_rows, "FEWEST_ENTRIES_IN_PORTIONS", 1)

@@ -12,7 +12,8 @@ have the same form.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,13 +23,17 @@ from relinear import clifford
 from relinear.clifford.blades import device_table, take_last
 
 __all__ = [
+    "NetworkForm",
+    "branch_orders",
     "branch_permutation",
+    "coordinate_places",
     "from_windows",
     "mixed_branches",
     "nearest_kronecker",
     "power_step",
     "product_of_simple_rotors",
     "rotor_layer",
+    "rotor_network",
     "sandwich_sum",
     "sandwich_windows",
     "shared_coordinates",
@@ -39,6 +44,7 @@ __all__ = [
     "through_blocks",
     "to_windows",
     "turned_vectors",
+    "window_coordinates",
     "window_count",
     "window_size",
 ]
@@ -67,6 +73,21 @@ def _spread_places(size: int, window: int) -> np.ndarray:
     places = [np.flatnonzero(coordinates == coordinate) for coordinate in range(size)]
     assert all(1 <= len(found) <= 2 for found in places)
     return np.array([[found[0] for found in places], [found[-1] for found in places]]).ravel()
+
+
+def window_coordinates(size: int, window: int, spread: bool) -> np.ndarray:
+    """The coordinate at every place of the windows of ``to_windows``, "spread" or "wrapped": (count V,)."""
+    if spread:
+        return _spread_coordinates(size, window)
+    return np.arange(window_count(size, window) * window) % size
+
+
+def coordinate_places(size: int, window: int, spread: bool) -> np.ndarray:
+    """The two places, or one twice, whose mean ``from_windows`` takes for every coordinate: (2 size,)."""
+    if spread:
+        return _spread_places(size, window)
+    first, last = np.arange(size), np.arange(size, 2 * size)
+    return np.concatenate([first, np.where(last < window_count(size, window) * window, last, first)])
 
 
 def to_windows(x: Tensor, window: int, layout: str = "wrapped") -> Tensor:
@@ -125,6 +146,16 @@ def mixed_branches(x: Tensor, order: Tensor | None, slopes: Tensor, mix: Tensor,
         x = take_last(x.flatten(1), order).unflatten(-1, x.shape[1:])
     x = torch.nn.functional.prelu(x, slopes.to(x.dtype).expand(x.shape[1]))
     return torch.einsum("nwv,w->nv", x, mix.to(x.dtype))
+
+
+def branch_orders(window: int, width: int, depth: int, after_entry: bool, seed: int) -> np.ndarray:
+    """``branch_permutation`` of every step of a network, within each of its branches: indices (B, V).
+
+    That after the entry layer comes first, and is numbered last.
+    """
+    steps = [(depth, 1)] * after_entry + [(step, width) for step in range(depth)]
+    orders = [branch_permutation(window, branches, seed, step) for step, branches in steps]
+    return np.concatenate(orders).reshape(-1, window) % window
 
 
 def term_orders(window: int, terms: int, seed: int) -> np.ndarray:
@@ -241,6 +272,78 @@ def rotor_layer(
         left, right = (factor.transpose(0, 1).flatten(1, 2).unsqueeze(0) for factor in (left, right))
     y = product(windows, left, right, basis)
     return from_windows(y, out_features, layout).reshape(*x.shape[:-1], out_features)
+
+
+class NetworkForm(NamedTuple):
+    """What a network of rotor layers is beside its numbers.
+
+    Attributes:
+        out_features: size of the result.
+        windows: V of every layer: entry, hidden ones, exit. The width within is that of the hidden ones.
+        basis, layout: as for ``rotor_layer``.
+        normalize: as for ``mixed_branches``.
+        after_entry: whether permutation, norm and activation follow the entry layer too.
+        residual: whether the entry and the exit layer add their input, where they have as many inputs as outputs.
+    """
+
+    out_features: int
+    windows: tuple[int, ...]
+    basis: str = "spinor"
+    layout: str = "wrapped"
+    normalize: bool = True
+    after_entry: bool = False
+    residual: bool = False
+
+
+def rotor_network(
+    x: Tensor,
+    left: Sequence[Tensor],
+    right: Sequence[Tensor],
+    orders: Tensor | None,
+    slopes: Tensor,
+    mix: Tensor,
+    bias: Tensor | None,
+    form: NetworkForm,
+) -> Tensor:
+    """Layers of rotors with ``mixed_branches`` between them, the B branches of all steps one after another.
+
+    Args:
+        x: (N, in_features).
+        left, right: of every layer, (o, i, S, L, L) and (o, i, S, R, R).
+        orders: (B, V), of ``branch_orders``; None leaves coordinates where they are.
+        slopes, mix: (B,).
+        bias: (out_features,).
+
+    Returns:
+        (N, out_features).
+    """
+    settings, inner, taken = (form.basis, sandwich_windows, form.layout), form.windows[1], 0
+
+    def layer(y: Tensor, at: int, size: int) -> Tensor:
+        a, b = (factor[at].unsqueeze(0).to(y.dtype) for factor in (left, right))
+        return rotor_layer(y, a, b, size, form.windows[at], *settings)
+
+    def mixed(y: Tensor) -> Tensor:
+        nonlocal taken
+        z = y.unflatten(-1, (-1, inner))
+        own = slice(taken, taken + z.shape[1])
+        taken = own.stop
+        order = None
+        if orders is not None:
+            order = (orders[own].long() + inner * torch.arange(z.shape[1], device=y.device)[:, None]).flatten()
+        return mixed_branches(z, order, slopes[own], mix[own], form.normalize)
+
+    y = layer(x, 0, inner)
+    if form.after_entry:
+        y = mixed(y)
+    if form.residual and x.shape[1] == inner:
+        y = y + x
+    for at in range(1, len(left) - 1):
+        y = mixed(layer(y, at, left[at].shape[0] * inner))
+    z = layer(y, len(left) - 1, form.out_features)
+    if form.residual and form.out_features == inner:
+        z = z + y
+    return z if bias is None else z + bias.to(z.dtype)
 
 
 def power_step(matrix: Tensor, vector: Tensor) -> Tensor:

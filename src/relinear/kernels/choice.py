@@ -15,7 +15,7 @@ import importlib.util
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ __all__ = [
     "against_native_gates",
     "against_native_kl",
     "against_native_layer",
+    "against_native_network",
     "against_native_product",
     "against_native_sample",
     "against_opaque",
@@ -260,6 +261,21 @@ def against_native_branches(x: Tensor, order: Tensor | None, slopes: Tensor, mix
     if not (is_plain(slopes) and is_plain(mix)):
         return "no plain parameters on a CPU"
     return against_opaque() or against_native(x)
+
+
+def against_native_network(x: Tensor, basis: str, factors: Sequence[int]) -> str:
+    """Against the C++ kernel of a whole network of rotors, for inputs x (N, I) and factors of such sizes.
+
+    Training keeps to one form, whatever has been built; in inference a few tokens take what is there.
+    """
+    if basis != "spinor":
+        return "not in spinor coordinates"
+    if any(size % 4 for size in factors):
+        return "factors of sizes not divisible by 4"
+    reason = against_opaque() or against_native(x, native.FEWEST_NETWORK_ENTRIES)
+    if reason and not torch.is_grad_enabled():
+        reason = against_opaque() or against_native(x, fewest=1, may_build=False)
+    return reason
 
 
 def against_native_sample(x: Tensor, noise: Tensor) -> str:

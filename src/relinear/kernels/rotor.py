@@ -9,17 +9,28 @@ rather than kept, so that a layer needs no memory beyond its input and output.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from relinear.clifford.blades import device_table
 from relinear.functional import rotor as reference
 from relinear.kernels import native
 from relinear.kernels.autograd import differentiable_as, save
-from relinear.kernels.choice import against_native_branches, against_opaque, against_triton, took
+from relinear.kernels.choice import (
+    against_native_branches,
+    against_native_network,
+    against_opaque,
+    against_triton,
+    took,
+)
 from relinear.kernels.cpu.portions import row_portions
 
-__all__ = ["mixed_branches", "sandwich_windows", "shared_sandwich_sum"]
+__all__ = ["mixed_branches", "rotor_network", "sandwich_windows", "shared_sandwich_sum"]
+
+#: tokens that are worth gradients of their own, which are summed at the end
+TOKENS_OF_A_SHARE = 64
 
 
 def _terms(left: Tensor):
@@ -196,3 +207,96 @@ def mixed_branches(x: Tensor, order: Tensor | None, slopes: Tensor, mix: Tensor,
     if torch.is_grad_enabled() and (x.requires_grad or slopes.requires_grad or mix.requires_grad):
         return _MixedBranches.apply(x, order, slopes, mix, normalize)
     return _mix(x, order, slopes, mix, normalize)
+
+
+def _ready(values: Tensor) -> Tensor:
+    """Numbers for the kernel: in single precision, contiguous."""
+    if values.dtype == torch.float32 and not values.requires_grad and values.is_contiguous():
+        return values
+    return values.detach().float().contiguous()
+
+
+class _Description:
+    """A network as the kernel takes it."""
+
+    def __init__(self, x: Tensor, factors: Sequence[Tensor], orders, slopes, mix, form: reference.NetworkForm):
+        single = [_ready(factor) for factor in factors]
+        self.left, self.right = single[: len(single) // 2], single[len(single) // 2 :]
+        sizes = zip(form.windows, self.left, self.right, strict=True)
+        self.parts = [window // reference.shared_coordinates(window, a, b) for window, a, b in sizes]
+        self.orders = slopes.new_empty(0, dtype=torch.int32) if orders is None else orders.flatten()
+        self.numbers = [_ready(values) for values in (slopes, mix)]
+        spread = form.layout == "spread"
+        given = (x.shape[1], form.windows[0], spread), (form.out_features, form.windows[-1], spread)
+        tables = zip((reference.window_coordinates, reference.coordinate_places), given, strict=True)
+        self.tables = [
+            None if size[0] % size[1] == 0 else device_table(table, size, x, torch.int32) for table, size in tables
+        ]
+        self.form = form
+
+    @property
+    def layers(self) -> tuple:
+        return self.left, self.right, self.form.windows, self.parts, self.orders, *self.numbers, *self.tables
+
+    @property
+    def settings(self) -> tuple[bool, bool, bool]:
+        return self.form.normalize, self.form.after_entry, self.form.residual
+
+
+def _run_network(x: Tensor, given: _Description, bias: Tensor | None) -> Tensor:
+    y = x.new_empty(x.shape[0], given.form.out_features)
+    given_bias = None if bias is None else _ready(bias)
+    native.kernels().rotor_network(y, x.detach().contiguous(), *given.layers, given_bias, *given.settings)
+    return y
+
+
+def _network_of_factors(form, orders, x, slopes, mix, bias, *factors) -> Tensor:
+    half = len(factors) // 2
+    return reference.rotor_network(x, factors[:half], factors[half:], orders, slopes, mix, bias, form)
+
+
+class _Network(torch.autograd.Function):
+    """The network in one pass, of which the backward pass computes everything between input and output again."""
+
+    @staticmethod
+    def forward(ctx, form, orders, x, slopes, mix, bias, *factors):
+        save(ctx, (form, orders, x, slopes, mix, bias, *factors))
+        return _run_network(x, _Description(x, factors, orders, slopes, mix, form), bias)
+
+    @staticmethod
+    @differentiable_as(_network_of_factors)
+    def backward(ctx, grad):
+        _, orders, x, slopes, mix, bias, *factors = ctx.saved_tensors
+        need_x, need_bias = ctx.needs_input_grad[2], ctx.needs_input_grad[5]
+        given, x, grad = _Description(x, factors, orders, slopes, mix, ctx.plain[0]), x.contiguous(), grad.contiguous()
+        grad_x = torch.empty_like(x) if need_x else None
+        parameters = [*itertools.chain(*zip(given.left, given.right, strict=True)), slopes, mix]
+        sizes = [parameter.numel() for parameter in parameters]
+        shares = max(1, min(torch.get_num_threads(), len(x) // TOKENS_OF_A_SHARE))
+        sums = x.new_empty(shares, sum(sizes), dtype=torch.float32)
+        native.kernels().rotor_network_backward(grad_x, sums, grad, x, *given.layers, *given.settings)
+        *found, to_slopes, to_mix = sums.sum(0).split(sizes)
+        ordered = [*found[::2], *found[1::2]]
+        to_factors = [g.view(f.shape).to(f.dtype) for g, f in zip(ordered, factors, strict=True)]
+        to_bias = grad.sum(0).to(bias.dtype) if need_bias else None
+        return None, None, grad_x, to_slopes.to(slopes.dtype), to_mix.to(mix.dtype), to_bias, *to_factors
+
+
+def rotor_network(
+    x: Tensor,
+    left: Sequence[Tensor],
+    right: Sequence[Tensor],
+    orders: Tensor | None,
+    slopes: Tensor,
+    mix: Tensor,
+    bias: Tensor | None,
+    form: reference.NetworkForm,
+) -> Tensor:
+    """``functional.rotor.rotor_network`` (same arguments and result)."""
+    against = against_native_network(x, form.basis, [factor.shape[-1] for factor in (*left, *right)])
+    took("rotor's network", "torch's operations" if against else "tiles of tokens in C++", x, native=against)
+    if against:
+        return reference.rotor_network(x, left, right, orders, slopes, mix, bias, form)
+    if torch.is_grad_enabled():
+        return _Network.apply(form, orders, x, slopes, mix, bias, *left, *right)
+    return _run_network(x, _Description(x, (*left, *right), orders, slopes, mix, form), bias)

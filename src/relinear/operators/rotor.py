@@ -20,6 +20,8 @@ from relinear.core.dense_cache import dense_inference
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, ParamRole
 from relinear.core.parameter_cache import CachingModule, ParameterCache, ValueCache
 from relinear.functional.rotor import (
+    NetworkForm,
+    branch_orders,
     branch_permutation,
     nearest_kronecker,
     product_of_simple_rotors,
@@ -31,9 +33,9 @@ from relinear.functional.rotor import (
     window_size,
 )
 from relinear.kernels.autograd import lowered
-from relinear.kernels.choice import factored_cost, is_transformed, prefers_dense_to
+from relinear.kernels.choice import against_native_network, factored_cost, is_plain, is_transformed, prefers_dense_to
 from relinear.kernels.cpu.portions import PORTION_BYTES
-from relinear.kernels.rotor import mixed_branches, sandwich_windows
+from relinear.kernels.rotor import mixed_branches, rotor_network, sandwich_windows
 from relinear.system.machine import fast_bfloat16
 
 __all__ = ["Rotor", "RotorLinear"]
@@ -57,6 +59,9 @@ _ACTIVATIONS = {
 
 _SLOPE = 0.25  # of a fresh PReLU
 
+#: activations that are a PReLU of one slope
+_SLOPES = {"relu": 0.0, "leaky_relu": 0.01, "none": 1.0}
+
 _ROTOR_PARAMETERS = {"left", "right", "scale"}
 
 
@@ -64,7 +69,29 @@ def _tiled(dtype: torch.dtype) -> bool:
     return dtype in (torch.bfloat16, torch.float16) and fast_bfloat16()
 
 
-class SandwichSum(CachingModule):
+class _Remembering(CachingModule):
+    """Keeps what it computes from its parameters by their values, outside of ``relinear.for_inference_``.
+
+    Beside exponentials of matrices it takes no time to compare the few parameters that they come from. On a GPU it
+    would, as that waits for the device.
+    """
+
+    _known: ValueCache | None = None
+
+    def _remembered(self, parameter: Tensor) -> ParameterCache | None:
+        if self._kept is None and self._known is None and parameter.is_cpu:
+            self._known = ValueCache(self)
+        return self._kept or self._known
+
+    def keep_for_inference(self, keep: bool) -> None:
+        super().keep_for_inference(keep)
+        self._known = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_known": None}
+
+
+class SandwichSum(_Remembering):
     """y = sum_w a_w x b_w over every pair of an input and an output window; no bias.
 
     Parameters: ``left`` and ``right`` (W, o, i, P) bivectors of the rotors (``left`` alone where they are single), or
@@ -78,7 +105,6 @@ class SandwichSum(CachingModule):
     scale: nn.Parameter | None
     left_vectors: Tensor
     right_vectors: Tensor
-    _known: ValueCache | None = None
 
     def __init__(self, config: Rotor, in_features: int, out_features: int, window: int, terms: int, device, dtype):
         super().__init__()
@@ -239,25 +265,14 @@ class SandwichSum(CachingModule):
     def _cache_for(self, x: Tensor) -> ParameterCache | None:
         """Where what depends on parameters alone is kept, if it may be.
 
-        Outside of ``relinear.for_inference_`` that is by value: beside exponentials of matrices it takes no time to
-        compare the few parameters that they come from. On a GPU it would, as that waits for the device. Where something
-        else stands in a parameter's place (a mask, a parametrisation, a tensor that another network computes), its
-        values come from more than parameters: nothing is kept.
+        Where something else stands in a parameter's place (a mask, a parametrisation, a tensor that another network
+        computes), its values come from more than parameters: nothing is kept.
         """
         if self.training or torch.compiler.is_compiling() or not self._parameters.keys() >= _ROTOR_PARAMETERS:
             return None
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
             return None
-        if self._kept is None and self._known is None and self.left.is_cpu:
-            self._known = ValueCache(self)
-        return self._kept or self._known
-
-    def keep_for_inference(self, keep: bool) -> None:
-        super().keep_for_inference(keep)
-        self._known = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_known": None}
+        return self._remembered(self.left)
 
     def _inference(
         self, cache: ParameterCache, tokens: int, dtype: torch.dtype, device: torch.device
@@ -373,7 +388,7 @@ class _Branches(nn.Module):
         return torch.einsum("...wv,w->...v", branches, self.mix.to(branches.dtype))
 
 
-class RotorLinear(Operator):
+class RotorLinear(_Remembering, Operator):
     """The plain sum of sandwiches (depth 0), or the network of the paper (depth >= 1).
 
     Parameters of ``SandwichSum`` under ``entry``; with depth >= 1 also ``hidden.k.rotors``, ``hidden.k.mix`` (W,),
@@ -431,8 +446,68 @@ class RotorLinear(Operator):
         if dense is not None:
             return dense
         (x,) = lowered(x)
+        if not self._against_one_pass(x):
+            return self._in_one_pass(x)
         y = self._without_bias(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _against_one_pass(self, x: Tensor) -> str:
+        """Against the kernel of a whole network."""
+        if self.exit is None:
+            return "no network"
+        if self.config.activation not in _SLOPES and self.config.activation != "prelu":
+            return "an activation that is not piecewise linear"
+        sums = self._sums()
+        if not all(is_plain(s.left) for s in sums):
+            return "no plain parameters on a CPU"
+        sizes = [size for s in sums for size in s.factor_sizes]
+        return against_native_network(x, self.config.basis, sizes)
+
+    def _in_one_pass(self, x: Tensor) -> Tensor:
+        cache = self._network_cache(x)
+        numbers = None
+        if cache is not None:
+            numbers = cache.get("network")
+            if numbers is None and cache.opens():
+                numbers = cache.keep("network", self._network_numbers)
+        left, right, orders, slopes, mix, form = numbers or self._network_numbers()
+        y = rotor_network(x.reshape(-1, self.in_features), left, right, orders, slopes, mix, self.bias, form)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _network_cache(self, x: Tensor) -> ParameterCache | None:
+        """Of ``_network_numbers``, where every layer may keep its own."""
+        own = all({"mix", "slopes"} <= step._parameters.keys() for step in self.hidden) and "slope" in self._parameters
+        if not own or any(s._cache_for(x) is None for s in self._sums()):
+            return None
+        return self._remembered(self.entry.left)
+
+    def _network_numbers(self) -> tuple[Any, ...]:
+        """What ``rotor_network`` takes beside inputs and bias."""
+        config, sums = self.config, self._sums()
+        hidden = cast("list[_Branches]", list(self.hidden))
+        rotors = _exponentials(sums) if self.entry.exponentiates else [None] * len(sums)
+        factors = [s.factors(of) for s, of in zip(sums, rotors, strict=True)]
+        left, right = ([factor.squeeze(0) for factor in side] for side in zip(*factors, strict=True))
+        slopes: list[Tensor] = [self._slopes(step.slopes, config.width) for step in hidden]
+        mix: list[Tensor] = [step.mix for step in hidden]
+        if config.activate_entry:
+            slopes, mix = [self._slopes(None, 1), *slopes], [self.entry.left.new_ones(1), *mix]
+        orders = None
+        if config.permute:
+            steps = self.inner, config.width, config.depth, config.activate_entry, config.seed
+            orders = device_table(branch_orders, steps, self.entry.left, torch.int32)
+        windows = tuple(s.window for s in sums)
+        settings = config.basis, config.windows, config.normalize, config.activate_entry, config.residual
+        form = NetworkForm(self.out_features, windows, *settings)
+        return left, right, orders, torch.cat(slopes), torch.cat(mix), form
+
+    def _slopes(self, own: Tensor | None, branches: int) -> Tensor:
+        """Those of the PReLU of a step's branches (W,), its own or the network's."""
+        if self.config.activation != "prelu":
+            return self.entry.left.new_full((branches,), _SLOPES[self.config.activation])
+        slopes = self.slope if own is None else own
+        assert slopes is not None
+        return slopes.expand(branches)
 
     def _rotors(self, x: Tensor) -> Sequence[tuple[Tensor, Tensor] | None]:
         """Those of every stage, from one batch; None where stages know theirs or compute them in another way."""

@@ -10,10 +10,19 @@ from typing import Any
 
 import torch
 
-__all__ = ["FEWEST_CHAIN_WEIGHTS", "FEWEST_NATIVE_ENTRIES", "LARGEST_NATIVE_RANK", "MOST_FEW_ROWS", "kernels"]
+__all__ = [
+    "FEWEST_CHAIN_WEIGHTS",
+    "FEWEST_NATIVE_ENTRIES",
+    "FEWEST_NETWORK_ENTRIES",
+    "LARGEST_NATIVE_RANK",
+    "MOST_FEW_ROWS",
+    "kernels",
+]
 
 #: entries from which the kernels are used: below, an eager chain takes less time than a thread's start saves
 FEWEST_NATIVE_ENTRIES = 1 << 17
+#: the same for networks of rotors, of which torch's operations are many
+FEWEST_NETWORK_ENTRIES = 1 << 13
 #: the largest rank of gates that ``modulate`` takes
 LARGEST_NATIVE_RANK = 16
 #: rows up to which the kernels of ``few_rows.cpp`` are faster than torch's matrix products, and how many weights a

@@ -1,0 +1,769 @@
+// A network of rotor layers, a few tokens at a time: what lies between its input and its output never leaves the cache.
+//
+// Tokens lie in the lanes of vectors: a coordinate is one vector, of as many tokens as it has lanes, and every product
+// with a small matrix multiplies vectors by numbers. So no size is too odd for the lanes, sums over coordinates need no
+// shuffles, and a token's numbers are the same whoever its neighbours are. The backward pass computes a tile again and
+// keeps all of it while gradients run back through it. Arithmetic is in single precision.
+//
+// V window of a layer, M coordinates that share a pair of factors (L, L) and (R, R), o / i windows of its output /
+// input, W branches of a hidden step. Matrices of vectors have strides in vectors.
+
+#include <torch/library.h>
+
+#include <cmath>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "rows.h"
+
+namespace {
+
+using namespace relinear;
+
+constexpr float kEpsilon = 1e-5f;  // that of torch's layer norm
+
+// Rows and columns of a product that stay in registers at a time.
+constexpr int kRows = 4;
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kColumns = 4;
+#else
+constexpr int kColumns = 2;
+#endif
+// A gradient's block of kLanes numbers: each is summed over lanes, into a lane of one vector.
+constexpr int kDown = kLanes / 4, kAcross = 4;
+// vectors from which on those at a power of two's distance fall into too few sets of the first cache
+constexpr int64_t kAliasing = 512;
+// rows of vectors that are read against all others before the next: they stay in the first cache
+constexpr int64_t kPanel = 16;
+
+// Memory that nobody has written yet.
+struct Vectors {
+  std::unique_ptr<Floats[]> own;
+  explicit Vectors(int64_t count) : own(new Floats[std::max<int64_t>(1, count)]) {}
+  Floats* get() const { return own.get(); }
+};
+
+template <int... lane>
+inline Floats interleaved(Floats a, Floats b, std::integer_sequence<int, lane...>, std::integral_constant<int, 0>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, (lane % 2 * kLanes + lane / 2)...);
+#else
+  return __builtin_shuffle(a, b, Ints{(lane % 2 * kLanes + lane / 2)...});
+#endif
+}
+
+template <int... lane>
+inline Floats interleaved(Floats a, Floats b, std::integer_sequence<int, lane...>, std::integral_constant<int, 1>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, (lane % 2 * kLanes + (kLanes + lane) / 2)...);
+#else
+  return __builtin_shuffle(a, b, Ints{(lane % 2 * kLanes + (kLanes + lane) / 2)...});
+#endif
+}
+
+// The first or the second halves of a and b, lane by lane in turn.
+template <int half>
+inline Floats zip(Floats a, Floats b) {
+  return interleaved(a, b, std::make_integer_sequence<int, kLanes>(), std::integral_constant<int, half>());
+}
+
+inline void transpose(Floats (&rows)[kLanes]) {
+  for (int step = 1; step < kLanes; step *= 2) {
+    Floats next[kLanes];
+    for (int i = 0; i < kLanes / 2; ++i) {
+      next[2 * i] = zip<0>(rows[i], rows[i + kLanes / 2]);
+      next[2 * i + 1] = zip<1>(rows[i], rows[i + kLanes / 2]);
+    }
+    for (int i = 0; i < kLanes; ++i) rows[i] = next[i];
+  }
+}
+
+// The sum over the lanes of each vector, into the lane of its place.
+inline Floats sums_of(Floats (&values)[kLanes]) {
+  for (int half = kLanes / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) values[i] = zip<0>(values[i], values[i + half]) + zip<1>(values[i], values[i + half]);
+  return values[0];
+}
+
+template <class T>
+inline __attribute__((always_inline)) void take_block(Floats* to, const T* from, int64_t width, int count, int numbers) {
+  Floats rows[kLanes];
+  for (int token = 0; token < kLanes; ++token)
+    rows[token] = token < count ? load(from + token * width, numbers) : Floats{};
+  transpose(rows);
+  for (int i = 0; i < numbers; ++i) to[i] = rows[i];
+}
+
+template <class T>
+inline __attribute__((always_inline)) void give_block(T* to, const Floats* from, int64_t width, int count, int numbers) {
+  Floats rows[kLanes];
+  for (int i = 0; i < kLanes; ++i) rows[i] = i < numbers ? from[i] : Floats{};
+  transpose(rows);
+  for (int token = 0; token < count; ++token) store(to + token * width, rows[token], numbers);
+}
+
+// ``count`` tokens (count, width), one lane each; the other lanes are 0.
+template <class T>
+void take(Floats* to, const T* from, int64_t width, int count) {
+  int64_t at = 0;
+  for (; at + kLanes <= width; at += kLanes) take_block(to + at, from + at, width, count, kLanes);
+  if (at < width) take_block(to + at, from + at, width, count, int(width - at));
+}
+
+template <class T>
+void give(T* to, const Floats* from, int64_t width, int count) {
+  int64_t at = 0;
+  for (; at + kLanes <= width; at += kLanes) give_block(to + at, from + at, width, count, kLanes);
+  if (at < width) give_block(to + at, from + at, width, count, int(width - at));
+}
+
+struct Factor {
+  const float* data;
+  int64_t rows, depth, row, step;  // strides of a row and of a column
+};
+
+struct Place {
+  Floats* data;
+  int64_t row, column;  // strides
+};
+
+template <int columns>
+inline __attribute__((always_inline)) void multiply_columns(const Factor& w, const Floats* x, int64_t row,
+                                                            int64_t column, const Place& y, bool add) {
+  for (int64_t p = 0; p < w.rows; p += kRows) {
+    Floats sums[kRows][columns];
+    Floats* to = y.data + p * y.row;
+    for (int i = 0; i < kRows; ++i)
+      for (int q = 0; q < columns; ++q) sums[i][q] = add ? to[i * y.row + q * y.column] : Floats{};
+    const float* factors = w.data + p * w.row;
+    const Floats* from = x;
+    for (int64_t s = 0; s < w.depth; ++s, factors += w.step, from += row) {
+      Floats inputs[columns];
+      for (int q = 0; q < columns; ++q) inputs[q] = from[q * column];
+      for (int i = 0; i < kRows; ++i)
+        for (int q = 0; q < columns; ++q) sums[i][q] += factors[i * w.row] * inputs[q];
+    }
+    for (int i = 0; i < kRows; ++i)
+      for (int q = 0; q < columns; ++q) to[i * y.row + q * y.column] = sums[i][q];
+  }
+}
+
+// y (+)= w x, of x (w.depth, count)
+void multiply(const Factor& w, const Place& x, int64_t count, const Place& y, bool add, Floats* packed) {
+  const bool scattered = x.row > 1 && x.row * w.depth > kAliasing;
+  int64_t q = 0;
+  for (; q + kColumns <= count; q += kColumns) {
+    const Floats* from = x.data + q * x.column;
+    const Place to = {y.data + q * y.column, y.row, y.column};
+    if (!scattered) {
+      multiply_columns<kColumns>(w, from, x.row, x.column, to, add);
+      continue;
+    }
+    for (int64_t s = 0; s < w.depth; ++s)
+      for (int i = 0; i < kColumns; ++i) packed[s * kColumns + i] = from[s * x.row + i * x.column];
+    multiply_columns<kColumns>(w, packed, kColumns, 1, to, add);
+  }
+  for (; q < count; ++q)
+    multiply_columns<1>(w, x.data + q * x.column, x.row, x.column, {y.data + q * y.column, y.row, y.column}, add);
+}
+
+// A layer of sandwiches: y_o = sum_i A_oi X_i B_oi^T, for each of the parts of a window.
+struct Layer {
+  int64_t outputs, inputs, window, parts, left_size, right_size, own;
+  const float *left, *right;
+
+  Layer(const Tensor& left, const Tensor& right, int64_t window, int64_t parts)
+      : outputs(left.size(0)),
+        inputs(left.size(1)),
+        window(window),
+        parts(parts),
+        left_size(left.size(3)),
+        right_size(right.size(3)),
+        own(left.size(2)),
+        left(left.const_data_ptr<float>()),
+        right(right.const_data_ptr<float>()) {}
+
+  int64_t shared() const { return window / parts; }
+  int64_t left_columns() const { return shared() / left_size; }
+  int64_t right_rows() const { return shared() / right_size; }
+  // which pair of factors
+  int64_t pair(int64_t o, int64_t i, int64_t part) const { return (o * inputs + i) * own + (own > 1 ? part : 0); }
+  int64_t pairs() const { return outputs * inputs * own; }
+  int64_t left_numbers() const { return pairs() * left_size * left_size; }
+  int64_t right_numbers() const { return pairs() * right_size * right_size; }
+  int64_t numbers() const { return left_numbers() + right_numbers(); }
+  Factor a(int64_t at, bool transposed) const { return factor(left, at, left_size, transposed); }
+  Factor b(int64_t at, bool transposed) const { return factor(right, at, right_size, transposed); }
+
+  static Factor factor(const float* data, int64_t at, int64_t size, bool transposed) {
+    return {data + at * size * size, size, size, transposed ? 1 : size, transposed ? size : 1};
+  }
+
+  // X_i B_oi^T
+  void run_right(Floats* half, Floats* x, int64_t o, int64_t i, Floats* packed) const {
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t start = part * shared();
+      multiply(b(pair(o, i, part), false), {x + i * window + start, 1, right_size}, right_rows(),
+               {half + start, 1, right_size}, false, packed);
+    }
+  }
+
+  // y_o += A_oi times that, from the second input window on
+  void run_left(Floats* y, Floats* half, int64_t o, int64_t i, Floats* packed) const {
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t start = part * shared(), columns = left_columns();
+      multiply(a(pair(o, i, part), false), {half + start, columns, 1}, columns, {y + start, columns, 1}, i > 0, packed);
+    }
+  }
+
+  // One output window; the halves of its input windows lie ``stride`` apart, or all in one place.
+  void run(Floats* y, Floats* x, int64_t o, Floats* halves, int64_t stride, Floats* packed) const {
+    for (int64_t i = 0; i < inputs; ++i) {
+      run_right(halves + i * stride, x, o, i, packed);
+      run_left(y, halves + i * stride, o, i, packed);
+    }
+  }
+};
+
+// Sums of products, as gradients of factors are: blocks of kDown x kAcross numbers, a vector each.
+// sums[a, b] += sum over q < count and over lanes of u[a, q] v[b, q], for a, b < size.
+void add_products(Floats* sums, const Place& u, const Place& v, int64_t size, int64_t count) {
+  const int64_t across = size / kAcross;
+  for (int64_t panel = 0; panel < size; panel += kPanel)
+    for (int64_t b = 0; b < size; b += kAcross)
+      for (int64_t a = panel; a < std::min(size, panel + kPanel); a += kDown) {
+        Floats block[kLanes] = {};
+        const Floats *first = u.data + a * u.row, *second = v.data + b * v.row;
+        for (int64_t q = 0; q < count; ++q, first += u.column, second += v.column) {
+          Floats others[kAcross];
+          for (int j = 0; j < kAcross; ++j) others[j] = second[j * v.row];
+          for (int i = 0; i < kDown; ++i) {
+            const Floats one = first[i * u.row];
+            for (int j = 0; j < kAcross; ++j) block[i * kAcross + j] += one * others[j];
+          }
+        }
+        sums[a / kDown * across + b / kAcross] += sums_of(block);
+      }
+}
+
+// Blocks of ``add_products`` as matrices (count, size, size).
+void unblock(float* to, const Floats* sums, int64_t count, int64_t size) {
+  const int64_t across = size / kAcross, down = size / kDown;
+  for (int64_t matrix = 0; matrix < count; ++matrix)
+    for (int64_t a = 0; a < size; ++a)
+      for (int64_t b = 0; b < size; ++b)
+        to[(matrix * size + a) * size + b] =
+            sums[(matrix * down + a / kDown) * across + b / kAcross][a % kDown * kAcross + b % kAcross];
+}
+
+struct Moments {
+  Floats mean = {}, scale = Floats{} + 1.f;
+};
+
+Moments moments(const Floats* values, int64_t size, bool normalize) {
+  Moments found;
+  if (!normalize) return found;
+  constexpr int kSums = 4;  // as windows are powers of two from 4 on
+  Floats totals[kSums] = {}, squares[kSums] = {};
+  for (int64_t v = 0; v < size; v += kSums)
+    for (int i = 0; i < kSums; ++i) totals[i] += values[v + i];
+  found.mean = ((totals[0] + totals[1]) + (totals[2] + totals[3])) / float(size);
+  for (int64_t v = 0; v < size; v += kSums)
+    for (int i = 0; i < kSums; ++i) squares[i] += (values[v + i] - found.mean) * (values[v + i] - found.mean);
+  const Floats variance = ((squares[0] + squares[1]) + (squares[2] + squares[3])) / float(size);
+  for (int lane = 0; lane < kLanes; ++lane) found.scale[lane] = 1 / std::sqrt(variance[lane] + kEpsilon);
+  return found;
+}
+
+// What follows the sandwiches of a step: y = sum_w mix_w prelu_w(norm(z_w)[order_w]).
+struct Step {
+  int64_t branches, window;
+  const int32_t* order;  // or nothing
+  const float *slopes, *mix;
+  bool normalize;
+
+  // to y, or added to it from the second branch on
+  void run(Floats* y, const Floats* z, int64_t w, Moments& of) const {
+    of = moments(z, window, normalize);
+    const float above = mix[w], below = mix[w] * slopes[w];
+    const int32_t* places = order ? order + w * window : nullptr;
+    for (int64_t v = 0; v < window; ++v) {
+      const Floats h = (z[places ? places[v] : v] - of.mean) * of.scale;
+      const Floats result = h * (h > 0.f ? Floats{} + above : Floats{} + below);
+      y[v] = w ? y[v] + result : result;
+    }
+  }
+
+  // The gradient of z in its place, from that of y; adds to those of the slope and of the factor in the mixture.
+  void run_backward(Floats* z, const Floats* grad, int64_t w, const Moments& of, Floats& to_slope, Floats& to_mix) const {
+    const Floats above = Floats{} + mix[w], below = Floats{} + mix[w] * slopes[w];
+    const int32_t* places = order ? order + w * window : nullptr;
+    Floats positive = {}, negative = {}, mean = {}, along = {};
+    for (int64_t v = 0; v < window; ++v) {
+      const Floats h = (z[places ? places[v] : v] - of.mean) * of.scale, product = grad[v] * h;
+      const Floats d = grad[v] * (h > 0.f ? above : below);
+      positive += h > 0.f ? product : Floats{};
+      negative += h > 0.f ? Floats{} : product;
+      mean += d;
+      along += d * h;
+    }
+    to_slope += mix[w] * negative;
+    to_mix += positive + slopes[w] * negative;
+    mean = normalize ? mean / float(window) : Floats{};
+    along = normalize ? along / float(window) : Floats{};
+    for (int64_t v = 0; v < window; ++v) {
+      Floats& value = z[places ? places[v] : v];
+      const Floats h = (value - of.mean) * of.scale;
+      value = of.scale * (grad[v] * (h > 0.f ? above : below) - mean - h * along);
+    }
+  }
+};
+
+struct Network {
+  int64_t in_features, out_features, inner;
+  const int32_t *reads = nullptr, *writes = nullptr;  // the coordinate at every place of the input's windows, and two places of every
+                                  // output in its windows; or nothing, where they are the same
+  bool residual;
+  std::vector<Layer> layers;  // entry, hidden ones, exit
+  std::vector<Step> steps;    // what follows each, but the exit
+  bool after_entry;           // whether the first step follows the entry
+  const float* bias = nullptr;
+
+  const Layer& entry() const { return layers.front(); }
+  const Layer& exit() const { return layers.back(); }
+  int64_t depth() const { return int64_t(layers.size()) - 2; }
+  const Step& hidden(int64_t k) const { return steps[k + after_entry]; }
+
+  int64_t largest(int64_t (*of)(const Layer&)) const {
+    int64_t most = 0;
+    for (const Layer& layer : layers) most = std::max(most, of(layer));
+    return most;
+  }
+};
+
+// The memory of one tile. Where it is kept for the backward pass, every layer has its own.
+struct Tile {
+  const Network& net;
+  const bool keep;
+  int64_t branch_stride, half_stride;
+  Vectors memory;
+  Floats *x, *windows, *states, *branches, *halves, *out, *y, *packed;
+  std::vector<Moments> of;
+
+  Tile(const Network& net, bool keep)
+      : net(net), keep(keep), branch_stride(keep ? net.inner : 0), half_stride(branch_stride), memory(size()) {
+    Floats* at = memory.get();
+    const auto part = [&](Floats*& name, int64_t count) { name = at, at += count; };
+    for_parts(part);
+    of.resize(first_branch(net.depth()));
+  }
+
+  template <class Body>
+  void for_parts(const Body& body) {
+    const Layer &entry = net.entry(), &exit = net.exit();
+    const int64_t all = keep ? first_branch(net.depth()) : 1;
+    body(x, net.in_features);
+    body(windows, entry.inputs * entry.window);
+    body(states, (keep ? net.depth() + 1 : 2) * net.inner);
+    body(branches, all * net.inner);
+    body(halves, keep ? entry_halves() + (all - net.after_entry) * net.inner
+                      : net.largest([](const Layer& layer) { return layer.window; }));
+    body(out, exit.outputs * exit.window);
+    body(y, net.out_features);
+    body(packed, kColumns * net.largest([](const Layer& l) { return std::max(l.left_size, l.right_size); }));
+  }
+
+  int64_t size() {
+    int64_t total = 0;
+    for_parts([&](Floats*&, int64_t count) { total += count; });
+    return total;
+  }
+
+  int64_t entry_halves() const { return net.entry().outputs * net.entry().inputs * net.entry().window; }
+
+  // number of the first branch of a hidden step
+  int64_t first_branch(int64_t k) const {
+    int64_t count = net.after_entry;
+    for (int64_t i = 0; i < k; ++i) count += net.hidden(i).branches;
+    return count;
+  }
+
+  Floats* state(int64_t k) const { return states + (keep ? k : k % 2) * net.inner; }
+  Floats* branch(int64_t number) const { return branches + number * branch_stride; }
+  Floats* half_of_entry(int64_t o) const { return halves + (keep ? o * net.entry().inputs * net.entry().window : 0); }
+  Floats* half_of_branch(int64_t number) const {
+    return halves + (keep ? entry_halves() + (number - net.after_entry) * net.inner : 0);
+  }
+
+  // From ``x``, to the last state.
+  void run() {
+    const Layer& entry = net.entry();
+    Floats* given = x;
+    if (net.reads) {
+      for (int64_t at = 0; at < entry.inputs * entry.window; ++at) windows[at] = x[net.reads[at]];
+      given = windows;
+    }
+    Floats* first = net.after_entry ? branch(0) : state(0);
+    for (int64_t o = 0; o < entry.outputs; ++o)
+      entry.run(first + o * entry.window, given, o, half_of_entry(o), keep ? entry.window : 0, packed);
+    if (net.after_entry) net.steps[0].run(state(0), first, 0, of[0]);
+    if (net.residual && net.in_features == net.inner)
+      for (int64_t v = 0; v < net.inner; ++v) state(0)[v] += x[v];
+    for (int64_t k = 0; k < net.depth(); ++k) {
+      const int64_t number = first_branch(k);
+      for (int64_t w = 0; w < net.hidden(k).branches; ++w) {
+        net.layers[k + 1].run(branch(number + w), state(k), w, half_of_branch(number + w), 0, packed);
+        net.hidden(k).run(state(k + 1), branch(number + w), w, of[number + w]);
+      }
+    }
+  }
+
+  // From the last state, to ``y``.
+  void finish() {
+    const Layer& exit = net.exit();
+    Floats *last = state(net.depth()), *result = net.writes ? out : y;
+    for (int64_t o = 0; o < exit.outputs; ++o)
+      exit.run(result + o * exit.window, last, o, halves, 0, packed);
+    if (net.writes)
+      for (int64_t c = 0; c < net.out_features; ++c)
+        y[c] = (out[net.writes[c]] + out[net.writes[net.out_features + c]]) / 2.f;
+    if (net.residual && net.out_features == net.inner)
+      for (int64_t c = 0; c < net.inner; ++c) y[c] += last[c];
+    if (net.bias)
+      for (int64_t c = 0; c < net.out_features; ++c) y[c] += net.bias[c];
+  }
+};
+
+template <class T>
+void run_network(Tensor& y, const Tensor& x, const Network& net) {
+  const T* from = x.const_data_ptr<T>();
+  T* to = y.mutable_data_ptr<T>();
+  const int64_t tokens = x.size(0);
+  for_rows((tokens + kLanes - 1) / kLanes, kLanes * net.inner, [&](int64_t begin, int64_t end) {
+    Tile tile(net, false);
+    for (int64_t start = begin * kLanes; start < std::min(tokens, end * kLanes); start += kLanes) {
+      const int count = int(std::min<int64_t>(kLanes, tokens - start));
+      take(tile.x, from + start * net.in_features, net.in_features, count);
+      tile.run();
+      tile.finish();
+      give(to + start * net.out_features, tile.y, net.out_features, count);
+    }
+  });
+}
+
+// Gradients of a thread's tokens: of the factors of every layer, in blocks, and of slopes and mixtures, by lanes.
+struct Gradients {
+  const Network& net;
+  std::vector<std::pair<Floats*, Floats*>> factors;
+  Floats *slopes, *mix;
+  Vectors memory;
+
+  explicit Gradients(const Network& net) : net(net), memory(size(net)) {
+    Floats* at = memory.get();
+    std::fill(at, at + size(net), Floats{});
+    for (const Layer& layer : net.layers) {
+      factors.push_back({at, at + layer.left_numbers() / kLanes});
+      at += layer.numbers() / kLanes;
+    }
+    slopes = at;
+    mix = at + branches(net);
+  }
+
+  static int64_t branches(const Network& net) {
+    int64_t count = 0;
+    for (const Step& step : net.steps) count += step.branches;
+    return count;
+  }
+
+  static int64_t size(const Network& net) { return numbers_of_factors(net) / kLanes + 2 * branches(net); }
+
+  static int64_t numbers_of_factors(const Network& net) {
+    int64_t count = 0;
+    for (const Layer& layer : net.layers) count += layer.numbers();
+    return count;
+  }
+
+  static int64_t numbers(const Network& net) { return numbers_of_factors(net) + 2 * branches(net); }
+
+  void write(float* to) const {
+    for (size_t at = 0; at < net.layers.size(); ++at) {
+      const Layer& layer = net.layers[at];
+      unblock(to, factors[at].first, layer.pairs(), layer.left_size);
+      to += layer.left_numbers();
+      unblock(to, factors[at].second, layer.pairs(), layer.right_size);
+      to += layer.right_numbers();
+    }
+    for (int64_t i = 0; i < 2 * branches(net); ++i) *to++ = sum(slopes[i]);
+  }
+};
+
+// What the backward pass of a layer needs beside its tile.
+struct Workspace {
+  Vectors middle, turned_middle, turned_x;
+
+  static int64_t window(const Layer& layer) { return layer.window; }
+
+  explicit Workspace(const Network& net)
+      : middle(net.largest(window)),
+        turned_middle(net.largest(window)),
+        turned_x(net.largest(window)) {}
+};
+
+// (rows, columns) as (columns, rows), so that what is read together lies together.
+void turn(Floats* to, const Floats* from, int64_t rows, int64_t columns) {
+  for (int64_t c = 0; c < columns; ++c)
+    for (int64_t r = 0; r < rows; ++r) to[c * rows + r] = from[r * columns + c];
+}
+
+// From the gradient of one output window, to those of the factors and, added to what ``add`` says is there, that of x.
+void run_backward(const Layer& layer, Floats* grad, Floats* x, int64_t o, Floats* half, Floats* to_x, bool add,
+                  std::pair<Floats*, Floats*> sums, const Workspace& work, Floats* packed) {
+  const int64_t size = layer.shared(), l = layer.left_size, r = layer.right_size;
+  const int64_t columns = layer.left_columns(), rows = layer.right_rows();
+  const bool scattered = size > kAliasing;
+  for (int64_t i = 0; i < layer.inputs; ++i)
+    for (int64_t part = 0; part < layer.parts; ++part) {
+      const int64_t at = layer.pair(o, i, part), start = part * size;
+      Floats *above = grad + start, *source = x + i * layer.window + start, *middle = work.middle.get();
+      add_products(sums.first + at * l * l / kLanes, {above, columns, 1}, {half + i * layer.window + start, columns, 1},
+                   l, columns);
+      multiply(layer.a(at, true), {above, columns, 1}, columns, {middle, columns, 1}, false, packed);
+      Place u = {middle, 1, r}, v = {source, 1, r};
+      if (scattered) {
+        turn(work.turned_middle.get(), middle, rows, r);
+        turn(work.turned_x.get(), source, rows, r);
+        u = {work.turned_middle.get(), rows, 1}, v = {work.turned_x.get(), rows, 1};
+      }
+      add_products(sums.second + at * r * r / kLanes, u, v, r, rows);
+      if (to_x)
+        multiply(layer.b(at, true), {middle, 1, r}, rows, {to_x + i * layer.window + start, 1, r}, add,
+                 packed);
+    }
+}
+
+// From the gradient of a tile's output to that of its input, where ``to_x`` is not null, in place of everything else.
+struct BackwardTile {
+  const Network& net;
+  Tile tile;
+  Workspace work;
+  Vectors result, halves, windows, above, below, to_x;
+
+  explicit BackwardTile(const Network& net)
+      : net(net),
+        tile(net, true),
+        work(net),
+        result(net.exit().outputs * net.exit().window),
+        halves(net.inner),
+        windows(net.entry().inputs * net.entry().window),
+        above(net.inner),
+        below(net.inner),
+        to_x(net.in_features) {}
+
+  // the gradient of y lies in tile.y
+  void run(Gradients& sums, bool need_x) {
+    Floats *grad = above.get(), *next = below.get();
+    Floats* of_y = tile.y;
+    exit(grad, of_y, sums);
+    int64_t step = int64_t(net.steps.size());
+    int64_t number = tile.first_branch(net.depth());
+    for (int64_t k = net.depth() - 1; k >= 0; --k) {
+      const Step& hidden = net.steps[--step];
+      number -= hidden.branches;
+      for (int64_t w = 0; w < hidden.branches; ++w) {
+        Floats* z = tile.branch(number + w);
+        hidden.run_backward(z, grad, w, tile.of[number + w], sums.slopes[number + w], sums.mix[number + w]);
+        run_backward(net.layers[k + 1], z, tile.state(k), w, tile.half_of_branch(number + w), next, w > 0,
+                     sums.factors[k + 1], work, tile.packed);
+      }
+      std::swap(grad, next);
+    }
+    entry(grad, sums, need_x);
+  }
+
+ private:
+  void exit(Floats* to_last, Floats* of_y, Gradients& sums) {
+    const Layer& exit = net.exit();
+    Floats* grad = of_y;
+    if (net.writes) {
+      const int64_t places = exit.outputs * exit.window;
+      std::fill(result.get(), result.get() + places, Floats{});
+      for (int64_t c = 0; c < net.out_features; ++c) {
+        result.get()[net.writes[c]] += of_y[c] / 2.f;
+        result.get()[net.writes[net.out_features + c]] += of_y[c] / 2.f;
+      }
+      grad = result.get();
+    }
+    for (int64_t o = 0; o < exit.outputs; ++o) {
+      for (int64_t i = 0; i < exit.inputs; ++i)
+        exit.run_right(halves.get() + i * exit.window, tile.state(net.depth()), o, i, tile.packed);
+      run_backward(exit, grad + o * exit.window, tile.state(net.depth()), o, halves.get(), to_last, o > 0,
+                   sums.factors.back(), work, tile.packed);
+    }
+    if (net.residual && net.out_features == net.inner)
+      for (int64_t v = 0; v < net.inner; ++v) to_last[v] += of_y[v];
+  }
+
+  void entry(Floats* grad, Gradients& sums, bool need_x) {
+    const Layer& entry = net.entry();
+    const bool residual = net.residual && net.in_features == net.inner;
+    Floats* of_windows = net.reads ? windows.get() : to_x.get();
+    Floats* of_result = grad;
+    if (net.after_entry) {
+      of_result = tile.branch(0);
+      net.steps[0].run_backward(of_result, grad, 0, tile.of[0], sums.slopes[0], sums.mix[0]);
+    }
+    for (int64_t o = 0; o < entry.outputs; ++o)
+      run_backward(entry, of_result + o * entry.window, net.reads ? tile.windows : tile.x, o, tile.half_of_entry(o),
+                   need_x ? of_windows : nullptr, o > 0, sums.factors.front(), work, tile.packed);
+    if (!need_x) return;
+    if (net.reads) {
+      std::fill(to_x.get(), to_x.get() + net.in_features, Floats{});
+      for (int64_t at = 0; at < entry.inputs * entry.window; ++at) to_x.get()[net.reads[at]] += of_windows[at];
+    }
+    if (residual)
+      for (int64_t v = 0; v < net.inner; ++v) to_x.get()[v] += grad[v];
+  }
+};
+
+template <class T>
+void run_network_backward(const std::optional<Tensor>& to_x, Tensor& sums, const Tensor& grad, const Tensor& x,
+                          const Network& net) {
+  const T *from = x.const_data_ptr<T>(), *grads = grad.const_data_ptr<T>();
+  T* to = to_x ? to_x->mutable_data_ptr<T>() : nullptr;
+  float* totals = sums.mutable_data_ptr<float>();
+  const int64_t tokens = x.size(0), tiles = (tokens + kLanes - 1) / kLanes, shares = sums.size(0);
+  // shares of the tokens that do not depend on who computes them, so that neither do their sums
+  at::parallel_for(0, shares, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t share = begin; share < end; ++share) {
+      BackwardTile tile(net);
+      Gradients gradients(net);
+      const int64_t last = std::min(tokens, tiles * (share + 1) / shares * kLanes);
+      for (int64_t start = tiles * share / shares * kLanes; start < last; start += kLanes) {
+        const int count = int(std::min<int64_t>(kLanes, tokens - start));
+        take(tile.tile.x, from + start * net.in_features, net.in_features, count);
+        tile.tile.run();
+        take(tile.tile.y, grads + start * net.out_features, net.out_features, count);
+        tile.run(gradients, to != nullptr);
+        if (to) give(to + start * net.in_features, tile.to_x.get(), net.in_features, count);
+      }
+      gradients.write(totals + share * sums.size(1));
+    }
+  });
+}
+
+// What describes a network, as Python hands it over.
+struct Description {
+  at::TensorList left, right;
+  at::IntArrayRef windows, parts;
+  const Tensor &orders, &slopes, &mix;
+  const std::optional<Tensor>&reads, &writes, &bias;
+  bool normalize, after_entry, residual;
+};
+
+void check_places(const std::optional<Tensor>& places, const char* name, int64_t count, int64_t end) {
+  if (!places) return;
+  check(*places, name, at::kInt, {count});
+  const int32_t* all = places->const_data_ptr<int32_t>();
+  for (int64_t i = 0; i < count; ++i)
+    TORCH_CHECK_INDEX(all[i] >= 0 && all[i] < end, name, " must hold places below ", end, ", got ", all[i]);
+}
+
+Layer layer(const Description& given, size_t at) {
+  const Tensor &left = given.left[at], &right = given.right[at];
+  const int64_t window = given.windows[at], parts = given.parts[at];
+  TORCH_CHECK(left.dim() == 5 && right.dim() == 5, "factors must be (o, i, S, L, L) and (o, i, S, R, R), got ",
+              left.sizes(), " and ", right.sizes());
+  const int64_t l = left.size(3), r = right.size(3), own = left.size(2);
+  check(left, "left", at::kFloat, {left.size(0), left.size(1), own, l, l});
+  check(right, "right", at::kFloat, {left.size(0), left.size(1), own, r, r});
+  TORCH_CHECK(l >= 4 && r >= 4 && l % 4 == 0 && r % 4 == 0, "factors must have sizes divisible by 4, got ", l, " and ", r);
+  TORCH_CHECK(parts > 0 && (own == 1 || own == parts) && window % parts == 0 && window / parts % l == 0 &&
+                  window / parts % r == 0,
+              "factors of sizes ", l, " and ", r, " do not divide ", parts, " parts of a window of ", window);
+  return Layer(left, right, window, parts);
+}
+
+Network network(const Description& given, int64_t in_features, int64_t out_features) {
+  const size_t count = given.left.size();
+  TORCH_CHECK(count >= 2 && given.right.size() == count && given.windows.size() == count && given.parts.size() == count,
+              "a network has an entry and an exit, and windows and parts of each layer");
+  Network net;
+  for (size_t at = 0; at < count; ++at) net.layers.push_back(layer(given, at));
+  net.in_features = in_features, net.out_features = out_features;
+  net.inner = net.entry().outputs * net.entry().window;
+  net.residual = given.residual, net.after_entry = given.after_entry;
+  const int64_t places = net.exit().outputs * net.exit().window;
+  check_places(given.reads, "reads", net.entry().inputs * net.entry().window, in_features);
+  check_places(given.writes, "writes", 2 * out_features, places);
+  TORCH_CHECK(given.reads || net.entry().inputs * net.entry().window == in_features, "the entry needs reads");
+  TORCH_CHECK(given.writes || places == out_features, "the exit needs writes");
+  TORCH_CHECK(net.exit().inputs * net.exit().window == net.inner, "the exit must read ", net.inner, " coordinates");
+  int64_t branches = 0;
+  for (size_t at = net.after_entry ? 0 : 1; at + 1 < count; ++at) {
+    const Layer& of = net.layers[at];
+    TORCH_CHECK(!at || (of.inputs == 1 && of.window == net.inner), "hidden layers must act on ", net.inner, " coordinates");
+    const int64_t width = at ? of.outputs : 1;
+    net.steps.push_back({width, net.inner, nullptr, nullptr, nullptr, given.normalize});
+    branches += width;
+  }
+  check(given.slopes, "slopes", at::kFloat, {branches});
+  check(given.mix, "mix", at::kFloat, {branches});
+  const bool ordered = given.orders.numel();
+  if (ordered) check_places(given.orders, "orders", branches * net.inner, net.inner);
+  int64_t first = 0;
+  for (Step& step : net.steps) {
+    if (ordered) step.order = given.orders.const_data_ptr<int32_t>() + first * net.inner;
+    step.slopes = given.slopes.const_data_ptr<float>() + first;
+    step.mix = given.mix.const_data_ptr<float>() + first;
+    first += step.branches;
+  }
+  if (given.reads) net.reads = given.reads->const_data_ptr<int32_t>();
+  if (given.writes) net.writes = given.writes->const_data_ptr<int32_t>();
+  check_optional(given.bias, "bias", at::kFloat, {out_features});
+  if (given.bias) net.bias = given.bias->const_data_ptr<float>();
+  return net;
+}
+
+void rotor_network(Tensor& y, const Tensor& x, at::TensorList left, at::TensorList right, at::IntArrayRef windows,
+                   at::IntArrayRef parts, const Tensor& orders, const Tensor& slopes, const Tensor& mix,
+                   const std::optional<Tensor>& reads, const std::optional<Tensor>& writes,
+                   const std::optional<Tensor>& bias, bool normalize, bool after_entry, bool residual) {
+  const auto sizes = checked(x, "x");
+  checked(y, "y");
+  check(y, "y", x.scalar_type(), {sizes[0], y.size(1)});
+  const Description given = {left, right, windows, parts, orders, slopes, mix, reads, writes, bias, normalize, after_entry, residual};
+  const Network net = network(given, sizes[1], y.size(1));
+  RELINEAR_DISPATCH(x, run_network<T>(y, x, net));
+}
+
+void rotor_network_backward(const std::optional<Tensor>& to_x, Tensor& sums, const Tensor& grad, const Tensor& x,
+                            at::TensorList left, at::TensorList right, at::IntArrayRef windows, at::IntArrayRef parts,
+                            const Tensor& orders, const Tensor& slopes, const Tensor& mix,
+                            const std::optional<Tensor>& reads, const std::optional<Tensor>& writes, bool normalize,
+                            bool after_entry, bool residual) {
+  const auto sizes = checked(x, "x");
+  checked(grad, "grad");
+  check(grad, "grad", x.scalar_type(), {sizes[0], grad.size(1)});
+  check_optional(to_x, "to_x", x.scalar_type(), sizes);
+  const Description given = {left, right, windows, parts, orders, slopes, mix, reads, writes, std::nullopt, normalize, after_entry, residual};
+  const Network net = network(given, sizes[1], grad.size(1));
+  TORCH_CHECK(sums.dim() == 2 && sums.size(0) > 0, "sums must be (shares, numbers), got ", sums.sizes());
+  check(sums, "sums", at::kFloat, {sums.size(0), Gradients::numbers(net)});
+  RELINEAR_DISPATCH(x, run_network_backward<T>(to_x, sums, grad, x, net));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(relinear_cpu, library) {
+  library.def(
+      "rotor_network(Tensor(a!) y, Tensor x, Tensor[] left, Tensor[] right, int[] windows, int[] parts, Tensor orders, "
+      "Tensor slopes, Tensor mix, Tensor? reads, Tensor? writes, Tensor? bias, bool normalize, bool after_entry, "
+      "bool residual) -> ()",
+      rotor_network);
+  library.def(
+      "rotor_network_backward(Tensor(a!)? to_x, Tensor(b!) sums, Tensor grad, Tensor x, Tensor[] left, Tensor[] right, "
+      "int[] windows, int[] parts, Tensor orders, Tensor slopes, Tensor mix, Tensor? reads, Tensor? writes, "
+      "bool normalize, bool after_entry, bool residual) -> ()",
+      rotor_network_backward);
+}
