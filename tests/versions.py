@@ -1,8 +1,10 @@
 """Lowest, pinned and newest versions of torch and transformers: an environment and a short set of tests for each.
 
-    python3.11 tests/versions.py --out runs/versions.md
+    python3.11 tests/versions.py
 
-Environments are kept in ``.venv-versions/``. What the index does not have is said in its row. Standard library alone.
+writes ``results/versions.json`` and the table of ``docs/ecosystem.md``; with ``--set`` the rows of the other sets stay
+as they are. Environments are kept in ``.venv-versions/``. What the index does not have is said in its row. Standard
+library alone.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 HOME = ROOT / ".venv-versions"
+RECORD, PAGE = ROOT / "results" / "versions.json", ROOT / "docs" / "ecosystem.md"
+MARKS = ("<!-- versions -->", "<!-- end of versions -->")
 PACKAGES = ("torch", "transformers")
-#: surgery, checkpoints here and elsewhere, imports, training, losses, context, other tools
-TESTS = ["surgery", "checkpoint", "checkpoint_elsewhere", "public_face", "train_run", "train_optim", "aux_losses",
-         "context_exactness", "outside_tools", "conformance"]  # fmt: skip
+#: surgery, checkpoints here and elsewhere, imports, every operator, training, losses, context, other tools
+TESTS = ["surgery", "checkpoint", "checkpoint_elsewhere", "public_face", "properties", "train_run", "train_optim",
+         "aux_losses", "context_exactness", "outside_tools"]  # fmt: skip
 #: compilers take most of a set's time and are not what differs
 WITHOUT = "not inductor and not compile"
 
@@ -81,38 +85,42 @@ def tried(kind: str, versions: dict[str, str], tests: list[str]) -> dict[str, An
     return {"set": kind, "asked": asked, "seen": seen, "counts": counts, "failed": failed}
 
 
-def page(rows: list[dict[str, Any]], date: str) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """What was seen, in Markdown."""
-    lines = ["# Versions", "", f"Written by `make versions` on {date}: an environment for each set, made with what the",
-             "package index at hand offers, and in it the tests of", f"{', '.join(f'`test_{name}`' for name in TESTS)}",
-             "without those that compile.", "", "| set | torch | transformers | passed | skipped | failed |",
-             "| --- | --- | --- | ---: | ---: | --- |"]  # fmt: skip
+    lines = ["| set | torch | transformers | date | passed | skipped | failed |",
+             "| --- | --- | --- | --- | ---: | ---: | ---: |"]  # fmt: skip
     for row in rows:
-        if "not_installed" in row:
-            lines.append(f"| {row['set']} | {row['asked']['torch']} | {row['asked']['transformers']} | | | not run |")
-            continue
-        counts = row["counts"]
-        failed = counts.get("failed", 0) + counts.get("error", 0) + counts.get("errors", 0)
-        cells = [row["seen"]["torch"], row["seen"]["transformers"], counts.get("passed", 0), counts.get("skipped", 0)]
-        lines.append(f"| {row['set']} | {' | '.join(map(str, cells))} | {failed} |")
+        cells = [row["set"], *(row.get("seen", row["asked"])[name] for name in PACKAGES), row["date"]]
+        if "not_installed" not in row:
+            counts = row["counts"]
+            failed = sum(counts.get(what, 0) for what in ("failed", "error", "errors"))
+            cells += [counts.get("passed", 0), counts.get("skipped", 0), failed]
+        else:
+            cells += ["", "", "not run"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     for row in rows:
         if "not_installed" in row:
             lines += ["", f"{row['set'].capitalize()}: pip said `{row['not_installed']}`"]
         elif row["failed"]:
             lines += ["", f"{row['set'].capitalize()}: failed", "", *(f"- `{name}`" for name in row["failed"])]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--set", action="append", choices=list(wanted()), help="some of the sets; all by default")
     given = parser.parse_args()
-    rows = [tried(kind, versions, TESTS) for kind, versions in wanted().items() if kind in (given.set or wanted())]
-    text = page(rows, datetime.datetime.now(datetime.UTC).date().isoformat())
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(text, encoding="utf-8")
-    print(text)
+    kept = {row["set"]: row for row in json.loads(RECORD.read_text())} if RECORD.exists() else {}
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    for kind, versions in wanted().items():
+        if kind in (given.set or wanted()):
+            kept[kind] = tried(kind, versions, TESTS) | {"date": date}
+    rows = [kept[kind] for kind in wanted() if kind in kept]
+    RECORD.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    before, first, rest = PAGE.read_text(encoding="utf-8").partition(MARKS[0])
+    after = rest.partition(MARKS[1])[2]
+    PAGE.write_text(f"{before}{first}\n{table(rows)}\n{MARKS[1]}{after}", encoding="utf-8")
+    print(table(rows))
     sys.exit(1 if any(row.get("failed") for row in rows) else 0)
 
 
