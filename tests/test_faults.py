@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -193,6 +194,19 @@ def test_what_libraries_say_of_a_full_disk():
     assert caught.value.errno == errno.ENOSPC
     with pytest.raises(RuntimeError, match="another fault"), writing("some/file"):
         raise RuntimeError("another fault")
+
+
+@pytest.mark.parametrize(("phase", "step"), [("train", 2), ("evaluate", 4), ("save", 4)])
+def test_a_directory_that_is_gone_ends_the_run(tmp_path, phase, step):
+    out = tmp_path / "out"
+
+    def take_away(progress):
+        if progress.phase == phase and progress.step >= step:
+            shutil.rmtree(out, ignore_errors=True)
+
+    with pytest.raises(FileNotFoundError, match=r"removed or became unreachable while the run was at work: '.*out'"):
+        fit(dropout_model(), DATA, FIT, out_dir=out, on_progress=take_away)
+    assert not (out / "checkpoints").exists()
 
 
 # Losses

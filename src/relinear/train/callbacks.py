@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import statistics
@@ -154,6 +155,12 @@ class MetricsLog(TrainerCallback):
         self.rows = [row for row in read_metrics(self.path) if row["step"] <= step]
         write_text(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
 
+    def check_there(self) -> None:
+        """Raise FileNotFoundError if what was written is gone: a run must not end well in a directory made anew."""
+        if self.path is not None and not self.path.exists():
+            said = "the directory of the run was removed or became unreachable while the run was at work"
+            raise FileNotFoundError(errno.ENOENT, said, str(self.path.parent))
+
     def tell(self, phase: Any, step: int) -> None:
         """Report to ``on_progress``."""
         if self._on_progress is not None:
@@ -161,6 +168,8 @@ class MetricsLog(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_save or control.should_training_stop:
+            if state.is_world_process_zero:
+                self.check_there()
             control.should_log = True  # so that averages of a resumed run cover the same steps
         if state.is_world_process_zero and not control.should_log:
             self.tell("train", state.global_step)
@@ -190,6 +199,7 @@ class MetricsLog(TrainerCallback):
     def _write(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
         if self.path is not None:
+            self.check_there()
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
