@@ -10,10 +10,26 @@ import pytest
 
 from page_helpers import without_plotly
 from relinear.analysis.analyses import ANALYSES
+from relinear.analysis.page import analyses_section
 from relinear.cli.main import main
+from relinear.compare.worker import InProcess
 from relinear.distill.page import distill_section
 from relinear.pages import page as pages
-from relinear.pages.blocks import Cell, Chart, Listing, Picture, Row, Section, Table, Text, as_yaml, axes, line, points
+from relinear.pages.blocks import (
+    Cell,
+    Chart,
+    Listing,
+    Picture,
+    Row,
+    Section,
+    Table,
+    Text,
+    as_yaml,
+    axes,
+    line,
+    picture_of,
+    points,
+)
 
 RESULTS = Path(__file__).parents[1] / "results"
 COMPARISON = Path(__file__).parent / "fixtures" / "v0.1" / "comparison"
@@ -168,6 +184,54 @@ def test_every_analysis_has_its_page(tmp_path) -> None:
     assert main(["report", str(folder)]) != 0
 
 
+def test_a_run_is_looked_into_before_its_page_is_written(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("Once upon a time there were three words and a full stop. " * 300)
+    recipe = "--data text.txt --model tiny --steps 1 --seeds 0,1 --set train.warmup_steps=0 --out run"
+    monkeypatch.setattr("relinear.compare.run.Worker", lambda log: InProcess())
+    small = {"speed.seconds": "0.01", "train.model_overrides": "{hidden_size: 32, num_hidden_layers: 1}"}
+    sets = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
+    entries = ["-o", "dense", "-o", "low_rank:rank=4", "-o", "transponder:rank=2"]
+    assert main(["compare", *entries, *recipe.split(), *sets]) == 0
+    assert main(["report", "run", "--analyze"]) == 0
+    assert "runs/dense/seed-0: no analysis applies" in capsys.readouterr().out
+    page = without_plotly(Path("run/report.html").read_text())
+    headings = re.findall("Analysis: (.*?)</h2>", page)
+    assert headings == [
+        "effective rank, runs/low_rank/seed-0/analysis",
+        "modulators, runs/transponder/seed-0/analysis",
+    ]
+    assert len(page.encode()) < pages.LIMIT
+    shutil.rmtree("run/runs")
+    assert main(["report", "run", "--analyze"]) != 0
+    assert "no trained model is saved in run" in capsys.readouterr().err
+
+
+def test_channel_gates_are_a_map_or_a_surface_and_still_without_plotly(tmp_path, monkeypatch) -> None:
+    folder = analyses(tmp_path / "look")
+    for stem in ("modulators_channel", "modulators_surface"):
+        (folder / f"{stem}.png").write_bytes(stem.encode())
+    section = analyses_section(folder)
+    (chart,) = [b for b in section.blocks if isinstance(b, Chart) and "updatemenus" in b.figure["layout"]]
+    (menu,) = chart.figure["layout"]["updatemenus"]
+    assert [button["args"][0]["type"] for button in menu["buttons"]] == ["heatmap", "surface"]
+    (trace,) = chart.figure["data"]
+    assert (trace["cmin"], trace["cmax"]) == (trace["zmin"], trace["zmax"])
+    assert chart.image == picture_of(folder / "modulators_channel")
+    assert not [b for b in section.blocks if isinstance(b, Picture)]
+    numbers = json.loads((folder / "modulators.json").read_text())
+    del numbers["channel"]  # a directory of an older version
+    (folder / "modulators.json").write_text(json.dumps(numbers))
+    shown = [b.image for b in analyses_section(folder).blocks if isinstance(b, Picture)]
+    assert shown == [picture_of(folder / stem) for stem in ("modulators_channel", "modulators_surface")]
+
+
+def test_names_break_where_their_parts_meet() -> None:
+    page = pages.render([Section("a", "b", [Table(["entry"], [Row(["x.0<b>_proj"]), Row(["0.25 of 1, 2"])])])])
+    assert "x.<wbr>0&lt;b&gt;_<wbr>proj" in page
+    assert "0.<wbr>25 of 1, 2" in page
+
+
 # In a browser
 
 
@@ -206,6 +270,32 @@ def test_a_page_loads_without_an_error_and_fetches_nothing(opened) -> None:
     view.emulate_media(color_scheme="light", media="screen")
     view.set_viewport_size({"width": 1280, "height": 800})
     assert view.locator(".chart .main-svg").count() >= view.locator(".chart").count()
+    assert wrong == []
+
+
+def test_a_printed_page_says_which_colour_is_whose(opened) -> None:
+    view, kind, _ = opened
+    view.emulate_media(media="print")
+    shown = "() => [...document.querySelectorAll('.entries label')].filter((e) => e.checkVisibility()).length"
+    assert view.evaluate(shown) == view.locator(".entries label").count()
+    assert view.locator(".entries input:visible").count() == 0
+    view.emulate_media(media="screen")
+    assert (view.locator(".entries input:visible").count() > 0) == (kind != "analyses")
+
+
+def test_a_map_becomes_a_surface_and_a_map_again(opened) -> None:
+    view, kind, wrong = opened
+    if kind != "analyses":
+        pytest.skip("analyses alone have channel gates")
+    chart = view.locator(".chart:has(.updatemenu-button)")
+    kinds = (
+        "() => [...document.querySelectorAll('.chart')].filter((c) => c.layout.updatemenus).map((c) => c.data[0].type)"
+    )
+    assert view.evaluate(kinds) == ["heatmap"]
+    chart.locator(".updatemenu-button").nth(1).click()
+    assert view.evaluate(kinds) == ["surface"]
+    chart.locator(".updatemenu-button").nth(0).click()
+    assert view.evaluate(kinds) == ["heatmap"]
     assert wrong == []
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from relinear.core.config import nearest
 from relinear.system.files import write_json
 
-__all__ = ["ANALYSES", "Result", "Subject", "analyze", "check_names"]
+__all__ = ["ANALYSES", "Result", "Subject", "analyze", "applying", "check_names"]
 
 #: an analysis is the file of its name
 ANALYSES = ("effective_rank", "gates", "top_tokens", "fingerprints", "modulators", "latents", "planes")
@@ -63,6 +63,11 @@ def check_names(names: Sequence[str]) -> None:
             raise ValueError(f"unknown analysis {name!r}; {nearest(name, ANALYSES)}")
 
 
+def applying(model: Any) -> list[str]:
+    """Names of the analyses that apply to ``model``."""
+    return [name for name in ANALYSES if import_module(f"relinear.analysis.{name}").applies(model)]
+
+
 def analyze(
     subject: Subject, out: Path, only: Sequence[str] = (), on_start: Callable[[str], None] = lambda name: None
 ) -> dict[str, Result]:
@@ -74,8 +79,7 @@ def analyze(
     from relinear.analysis.plots import save_figure
 
     check_names(only)
-    modules: dict[str, Any] = {name: import_module(f"relinear.analysis.{name}") for name in (only or ANALYSES)}
-    chosen = {name: module for name, module in modules.items() if only or module.applies(subject.model)}
+    chosen = {name: import_module(f"relinear.analysis.{name}") for name in only or applying(subject.model)}
     if not chosen:
         raise ValueError(f"no analysis applies to this model; there are: {', '.join(ANALYSES)}")
     results = {}

@@ -22,7 +22,7 @@ from relinear.analysis.plots import PALETTE, REFERENCE, new_figure, short_name
 from relinear.core.anatomy import layer_index
 from relinear.core.modes import evaluating
 from relinear.pages import blocks as parts
-from relinear.pages.blocks import Block, Cell, Chart, Picture, Row, Table, heat, line, numbered
+from relinear.pages.blocks import Block, Cell, Chart, Picture, Row, Table, heat, line, numbered, or_surface
 
 __all__ = [
     "HOW_TO_READ",
@@ -408,6 +408,9 @@ _PICTURES = {
     "modulators_alpha": "Learnt curvatures: above 1 gates react more steeply to the input than at first, below 1 less.",
 }
 
+#: those of them that the numbers of channel gates take the place of
+_LIVE = ("modulators_channel", "modulators_surface")
+
 
 def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) -> list[Block]:
     """What a page shows of ``numbers``: gates by depth and token, how far they vary, and a row a layer and gate."""
@@ -415,9 +418,10 @@ def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) ->
         *_scalars(numbers, image_of),
         *_variances(numbers["modules"], image_of),
     ]
-    found += [_channels(numbers, name) for name in numbers.get("channel", {})]
+    for place, name in enumerate(numbers.get("channel", {})):
+        found.append(_channels(numbers, name, image_of("modulators_channel") if place == 0 else None))
     for stem, text in _PICTURES.items():
-        image = None if stem == "modulators_channel" and numbers.get("channel") else image_of(stem)
+        image = None if stem in _LIVE and numbers.get("channel") else image_of(stem)
         if image is not None:
             found.append(Picture(text, image))
     return [*found, _table(numbers["modules"])]
@@ -483,8 +487,8 @@ def _variances(modules: Mapping[str, Any], image_of: Callable[[str], str | None]
     return charts
 
 
-def _channels(numbers: Mapping[str, Any], name: str) -> Chart:
-    """The channel gate of a layer as a map."""
+def _channels(numbers: Mapping[str, Any], name: str, image: str | None) -> Chart:
+    """The channel gate of a layer as a map or a surface; ``image`` is that of all layers."""
     row, found = numbers["modules"][name], numbers["channel"][name]
     spread = found["spread"]
     words = numbered(numbers["tokens"][: len(found["values"])])
@@ -494,6 +498,5 @@ def _channels(numbers: Mapping[str, Any], name: str) -> Chart:
         "", "", xaxis={"nticks": 8}, yaxis={"autorange": "reversed", "nticks": 24, "tickfont": {"size": 9}}
     )
     text = f"Channel gates of {row['module']} in layer {row['layer']}, {len(channels)} channels: "
-    return Chart(
-        text + _PICTURES["modulators_channel"].partition(": ")[2], {"data": [trace], "layout": layout}, height=520
-    )
+    text += _PICTURES["modulators_channel"].partition(": ")[2] + " As a surface it is the paper's Figure 3."
+    return Chart(text, or_surface(trace, layout, "gate"), image, height=520)

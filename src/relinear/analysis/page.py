@@ -14,7 +14,7 @@ __all__ = ["RECORD", "analyses_blocks", "analyses_section"]
 #: what ``relinear analyze`` was asked, and where it ran
 RECORD = "analyze.json"
 # where ``relinear analyze --out`` is pointed to for a run, or for the models of a comparison
-_PLACES = (".", "analysis", "analysis/*", "runs/*/*/analysis")
+_PLACES = (".", "analysis", "analysis/*", "runs/*/*/analysis", "budgets/*/runs/*/*/analysis")
 #: characters of numbers that are shown; what is longer is in its file
 _LARGEST_LISTING = 20_000
 

@@ -17,11 +17,11 @@ __all__ = ["tokens_of"]
 DOCUMENTS = 8  # so that several are seen
 
 
-def tokens_of(settings: DataSettings, tokenizer: Any, sequences: int, length: int) -> Tensor:
+def tokens_of(settings: DataSettings, tokenizer: Any, sequences: int, length: int, fewer: bool = False) -> Tensor:
     """(N, T) token ids from the validation text, taken in turn from the middles of its first documents.
 
     Raises:
-        ValueError: if the text is shorter.
+        ValueError: if the text is shorter; with ``fewer``, if it has not a single sequence.
     """
     groups: list[list[list[int]]] = []
     rest: list[int] = []
@@ -37,6 +37,6 @@ def tokens_of(settings: DataSettings, tokenizer: Any, sequences: int, length: in
             break
     turns = itertools.zip_longest(*groups)
     found = [row for turn in turns for row in turn if row is not None][:sequences]
-    if len(found) < sequences:
+    if len(found) < (1 if fewer else sequences):
         raise ValueError(f"the text has only {len(found)} sequences of {length} tokens, {sequences} are asked for")
     return torch.tensor(found)

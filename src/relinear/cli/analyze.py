@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-__all__ = ["command"]
+if TYPE_CHECKING:
+    from relinear.analysis.analyses import Result
+    from relinear.data import DataSettings
+
+__all__ = ["analyze_saved", "command"]
 
 
 def command(
@@ -25,21 +29,55 @@ def command(
 
     **Example:** `relinear analyze runs/ccl/model --control runs/static/model --data books/ --out runs/look`
     """
-    from transformers import AutoTokenizer
-
-    from relinear.analysis.analyses import Subject, analyze, check_names
-    from relinear.analysis.page import RECORD, analyses_section
-    from relinear.analysis.tokens import tokens_of
-    from relinear.cli.options import load_model
-    from relinear.core.vocabulary import check_tokenizer_fits
+    from relinear.analysis.analyses import check_names
+    from relinear.analysis.page import analyses_section
     from relinear.data import DataSettings
     from relinear.pages.page import write_page
-    from relinear.system.files import write_json
-    from relinear.system.machine import command_line, describe_machine
 
     names = [name.strip() for name in only.split(",")] if only else []
     check_names(names)
-    loaded, second = load_model(model), None if control is None else load_model(control)
+    settings = DataSettings(data=data, text_column=text_column)
+    results = analyze_saved(model, settings, out, names, control, tokenizer, sequences, length)
+    for name, result in results.items():
+        print(f"\n{name}\n{result.text}")
+    print(f"\nnumbers and figures: {out.resolve()}")
+    print(f"report: {write_page(out / 'report.html', [analyses_section(out)])}")
+
+
+def analyze_saved(
+    model: str,
+    settings: DataSettings,
+    out: Path,
+    names: list[str],
+    control: str | None = None,
+    tokenizer: str | None = None,
+    sequences: int = 64,
+    length: int = 64,
+    loaded: Any = None,
+    fewer: bool = False,
+) -> dict[str, Result]:
+    """Carry out analyses of a saved model on the validation text of ``settings``.
+
+    Args:
+        names: which; those that apply where there are none.
+        loaded: the model, where it has been loaded already.
+        fewer: of a text that is too short for ``sequences`` take what there is.
+
+    Raises:
+        ValueError: as ``analyze`` and ``tokens_of``, and for a tokenizer that is missing or of another model.
+    """
+    from transformers import AutoTokenizer
+
+    from relinear.analysis.analyses import Subject, analyze
+    from relinear.analysis.page import RECORD
+    from relinear.analysis.tokens import tokens_of
+    from relinear.cli.options import load_model
+    from relinear.core.vocabulary import check_tokenizer_fits
+    from relinear.system.files import write_json
+    from relinear.system.machine import command_line, describe_machine
+
+    loaded = load_model(model) if loaded is None else loaded
+    second = None if control is None else load_model(control)
     try:
         reader = AutoTokenizer.from_pretrained(tokenizer or model)
     except (OSError, ValueError) as error:
@@ -47,22 +85,18 @@ def command(
     for one in (loaded, second):
         if one is not None:
             check_tokenizer_fits(reader, one)
-    settings = DataSettings(data=data, text_column=text_column)
     subject = Subject(
         loaded,
-        tokens_of(settings, reader, sequences, length),
+        tokens_of(settings, reader, sequences, length, fewer),
         reader,
         second,
         _name(model),
         "control" if control is None or _name(control) == _name(model) else _name(control),
     )
     results = analyze(subject, out, names, on_start=lambda name: print(f"{name} ..."))
-    record = {"model": model, "control": control, "data": data, "sequences": sequences, "length": length}
+    record = {"model": model, "control": control, "data": settings.data, "sequences": sequences, "length": length}
     write_json(out / RECORD, record | {"command": command_line(), "machine": describe_machine()})
-    for name, result in results.items():
-        print(f"\n{name}\n{result.text}")
-    print(f"\nnumbers and figures: {out.resolve()}")
-    print(f"report: {write_page(out / 'report.html', [analyses_section(out)])}")
+    return results
 
 
 def _name(path: str) -> str:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from relinear.data import DataSettings
     from relinear.pages.blocks import Section
 
-__all__ = ["command", "section_of", "write_report_of"]
+__all__ = ["analyze_models_of", "command", "section_of", "write_report_of"]
 
 
 def command(
@@ -24,12 +25,17 @@ def command(
     out: Annotated[
         Path | None, typer.Option(help="The page; RUN/report.html by default, of several runs ./report.html.")
     ] = None,
+    analyze: Annotated[
+        bool, typer.Option("--analyze", help="First look into the trained models of RUN, one of every entry.")
+    ] = False,
 ) -> None:
     """Write one page on one or several runs; it holds everything inline and opens without a network.
 
-    Of a comparison also its plots are drawn again and its table is printed.
+    Of a comparison also its plots are drawn again and its table is printed. With --analyze every analysis that applies
+    to a trained model is carried out, on held-out text of the run, and put on the page: gates, modulators, latents,
+    effective ranks, contexts, planes of rotors.
 
-    **Example:** `relinear report runs/demo`
+    **Example:** `relinear report runs/demo --analyze`
 
     **Example:** `relinear report runs/demo runs/compress --out both.html`
     """
@@ -38,6 +44,9 @@ def command(
     from relinear.compare.scaling import SCALE, read_scale
     from relinear.pages.page import WITHOUT_PLOTLY, can_be_hovered
 
+    if analyze:
+        for run in runs:
+            analyze_models_of(run)
     path = write_report_of(runs, out)
     for run in runs:
         if (run / SCALE).is_file():
@@ -47,6 +56,55 @@ def command(
     print(f"\nreport: {path.resolve()}")
     if not can_be_hovered():
         print(WITHOUT_PLOTLY)
+
+
+def analyze_models_of(run: Path) -> None:
+    """Carry out the analyses that apply to the trained models in ``run``, into ``analysis`` beside each of them.
+
+    Of a comparison these are the models of every entry's first seed, trained for its largest budget.
+
+    Raises:
+        ValueError: where no model is saved, or its text is too short.
+    """
+    from relinear.analysis.analyses import applying
+    from relinear.cli.analyze import analyze_saved
+    from relinear.cli.options import load_model, prepare_process
+
+    prepare_process()
+    places = [run, *_first_seeds(run)]
+    folders = [folder for folder in places if (folder / "model").is_dir() and (folder / "run.json").is_file()]
+    if not folders:
+        raise ValueError(
+            f"no trained model is saved in {run}; give the directory of a comparison or a training run whose models "
+            "were kept (save_model), or look into another model with relinear analyze"
+        )
+    for folder in folders:
+        model = load_model(str(folder / "model"), presets=False)
+        names = applying(model)
+        print(f"{folder}: {', '.join(name.replace('_', ' ') for name in names) or 'no analysis applies'}")
+        if names:
+            analyze_saved(str(folder / "model"), _data_of(folder), folder / "analysis", names, loaded=model, fewer=True)
+
+
+def _data_of(folder: Path) -> DataSettings:
+    """What a run was trained on. Raises ValueError where its run.json does not say so."""
+    from relinear.data import DataSettings
+    from relinear.pages.blocks import read_values
+
+    try:
+        return DataSettings(**read_values(folder / "run.json")["settings"]["data"])
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"{folder / 'run.json'} is damaged ({error!r}); carry out the run again") from None
+
+
+def _first_seeds(run: Path) -> list[Path]:
+    """The run of the lowest seed of every entry of a comparison, of the largest of its budgets."""
+    budgets = [folder for folder in run.glob("budgets/*") if folder.name.isdigit()]
+    whole = max(budgets, key=lambda folder: int(folder.name), default=run)
+    seeds: dict[Path, Path] = {}
+    for folder in sorted(whole.glob("runs/*/seed-*"), key=lambda f: (len(f.name), f.name)):
+        seeds.setdefault(folder.parent, folder)
+    return [seeds[entry] for entry in sorted(seeds)]
 
 
 def write_report_of(runs: list[Path], out: Path | None = None) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
@@ -195,7 +196,13 @@ def results_section(directory: str | Path) -> Section:
         blocks.append(Listing("recipe, as given", as_yaml(results["recipe"])))
     blocks += [Listing(f"{entry['name']}, in full", as_yaml(entry["settings"])) for entry in entries]
     blocks += [Listing("data", as_yaml(results["data"])), *_ran(results)]
-    return Section(results["name"], "compare", blocks, palette, results.get("finished") or "")
+    return Section(results["name"], "compare", blocks, palette, _day(results.get("finished") or ""))
+
+
+def _day(moment: str) -> str:
+    """A moment of UTC in ISO 8601 as a reader takes it, to the minute; anything else as it stands."""
+    found = re.fullmatch(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d):[\d.]+\+00:00", moment)
+    return f"{found[1]} {found[2]} UTC" if found else moment
 
 
 def _dense(results: Mapping[str, Any]) -> str | None:

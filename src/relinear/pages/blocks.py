@@ -14,7 +14,8 @@ from relinear.system.files import read_json
 __all__ = [
     "PALETTE",
     "Block", "Cell", "Chart", "Facts", "Listing", "Part", "Picture", "Row", "Section", "Table", "Text", "as_yaml",
-    "axes", "heat", "in_words", "line", "numbered", "picture_of", "plain", "points", "read_values", "what_ran",
+    "axes", "heat", "in_words", "line", "numbered", "or_surface", "picture_of", "plain", "points", "read_values",
+    "what_ran",
 ]  # fmt: skip
 
 # Okabe and Ito's colours, told apart also without colour vision, darkened where they are too light for text.
@@ -212,9 +213,24 @@ def heat(
     shown = {
         "hovertemplate": "%{y}<br>%{x}: %{z:.3f}<extra></extra>",
         "colorbar": bar,
-        "meta": {"rising": not diverging},
+        "meta": {"map": True, "rising": not diverging},
     }
     return {"type": "heatmap", "z": [list(row) for row in values], **names, **scale, **shown}
+
+
+def or_surface(trace: Mapping[str, Any], layout: Mapping[str, Any], height: str) -> dict[str, Any]:
+    """A figure of a map (a trace of ``heat``) with buttons that raise it to a surface, which can be turned, and back.
+
+    ``height`` is what stands on the third axis.
+    """
+    kinds = {"map": "heatmap", "surface": "surface"}
+    buttons = [{"label": label, "method": "restyle", "args": [{"type": kind}]} for label, kind in kinds.items()]
+    menu = {"type": "buttons", "direction": "right", "buttons": buttons, "showactive": False, "y": 1.01}
+    place = {"x": 0, "xanchor": "left", "yanchor": "bottom"}
+    sides = {"xaxis": "", "yaxis": "", "zaxis": height}
+    scene = {side: {"title": {"text": plain(text)}, "nticks": 6} for side, text in sides.items()}
+    both = trace | {"cmin": trace["zmin"], "cmax": trace["zmax"]}  # a surface's own names for the ends of its scale
+    return {"data": [both], "layout": layout | {"scene": scene, "updatemenus": [menu | place]}}
 
 
 def numbered(words: Sequence[str]) -> list[str]:

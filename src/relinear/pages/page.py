@@ -6,12 +6,16 @@ import dataclasses
 import importlib.util
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from relinear.pages.blocks import Block, Chart, Part, Picture, Section, Text, as_yaml
 from relinear.system.files import write_text
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 __all__ = ["LIMIT", "WITHOUT_PLOTLY", "can_be_hovered", "render", "write_page"]
 
@@ -51,7 +55,7 @@ def render(sections: Sequence[Section]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"as_yaml": as_yaml, "perplexity_of": _perplexity}
+    environment.filters |= {"as_yaml": as_yaml, "perplexity_of": _perplexity, "breakable": _breakable}
     charts = [chart for section in sections for block in section.blocks for chart in _charts(block)]
     script = _script() if charts and can_be_hovered() else ""
     room = LIMIT - len(script.encode()) - _TEXTS
@@ -68,6 +72,14 @@ def _charts(block: Block) -> list[Chart]:
     """Figures of a block that can be live."""
     inner = block.values.values() if isinstance(block, Part) else [block]
     return [chart for chart in inner if isinstance(chart, Chart) and chart.figure is not None]
+
+
+def _breakable(text: str) -> Markup:
+    """A name that may go on in the next line behind what joins its parts."""
+    from markupsafe import Markup, escape
+
+    parts = re.split(r"(?<=[._,:/])(?=\S)", text)
+    return Markup("<wbr>").join(map(escape, parts))
 
 
 def _perplexity(loss: float) -> str:
