@@ -77,7 +77,8 @@ class Worker:
 
         Raises:
             ValueError: what the job raised as a fault of settings, files or numbers, with its message.
-            RuntimeError: any other fault of the job, or a process that was killed.
+            ChildProcessError: if somebody or the system killed its process.
+            RuntimeError: any other fault of the job.
         """
         process = self._start()
         try:
@@ -153,9 +154,13 @@ def _error(message: Mapping[str, Any]) -> Exception:
     return kinds.get(message["kind"], RuntimeError)(message["error"])
 
 
-def _killed(code: int, log: Path) -> RuntimeError:
-    reason = "killed, most likely for want of memory; try a smaller batch_size" if code == signal.SIGKILL else code
-    return RuntimeError(f"the process of the run ended without a result (signal or exit code: {reason}); see {log}")
+def _killed(code: int, log: Path) -> Exception:
+    if code == signal.SIGKILL:
+        return ChildProcessError(
+            "the process of the run was killed, most likely for want of memory: try a smaller batch_size; what is done "
+            f"is kept, and the same command goes on (see {log})"
+        )
+    return RuntimeError(f"the process of the run ended without a result (signal or exit code: {code}); see {log}")
 
 
 def serve() -> None:
