@@ -8,6 +8,7 @@ import torch
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear import attach_, from_preset, replace_
+from relinear.compare.settings import CompareSettings
 from relinear.core.roles import ParamRole
 from relinear.models import ReadoutScale
 from relinear.train import FitSettings, TrainSettings, build_model, fit
@@ -183,6 +184,14 @@ def test_settings_written_before_there_was_a_choice_are_the_standard():
     for name in ("parametrization", "parametrization_base_width"):
         del saved[name]
     assert TrainSettings.completed(saved)["parametrization"] == "standard"
+
+
+def test_entries_of_a_comparison_take_it_from_the_recipe_or_have_their_own():
+    entries = {"dense": "dense", "own": {"operator": "low_rank:rank=8", "set": {"parametrization": "mup"}}}
+    recipe = CompareSettings.load({"entries": entries, "train": {"model": "tiny"}})
+    assert [recipe.settings_of(name).parametrization for name in entries] == ["standard", "mup"]
+    recipe = CompareSettings.load({"entries": entries, "train": {"model": "tiny", "parametrization": "mup"}})
+    assert [recipe.settings_of(name).parametrization for name in entries] == ["mup", "mup"]
 
 
 # A head that shares the embedding's weight
