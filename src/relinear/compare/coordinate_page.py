@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from relinear.pages.blocks import (
     what_ran,
 )
 
-__all__ = ["FILE", "coordinates_section", "coordinates_text", "write_plot"]
+__all__ = ["FILE", "coordinates_section", "coordinates_text", "logarithmic", "write_plot"]
 
 FILE = "coordinates.json"
 _STEM = "coordinates"
@@ -74,16 +74,27 @@ def write_plot(found: Mapping[str, Any], out: str | Path) -> None:
             heights = [math.nan if scale[step] is None else scale[step] for scale in values["scale"]]
             colour = shades(0.15 + 0.85 * step / found["steps"])
             panel.plot(found["widths"], heights, "o-", color=colour, linewidth=1.4, markersize=3.5, label=f"{step}")
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
-        panel.set_xticks(found["widths"], [f"{width}" for width in found["widths"]])
-        panel.minorticks_off()
+        logarithmic(panel, found["widths"])
         panel.set_title(f"{name}: {kind}\n(factor {_factor(values['spread'])})", fontsize=9)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, title="step", loc="outside right center", frameon=False, fontsize=8)
     figure.supxlabel("width", fontsize=10)
     figure.supylabel("root mean square", fontsize=10)
     save_figure(figure, Path(out) / _STEM)
+
+
+def logarithmic(panel: Any, widths: Sequence[int]) -> None:
+    """Logarithmic axes: the widths below, round numbers at the side, also where they span less than a decade."""
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
+
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    panel.set_xticks(widths, [f"{width}" for width in widths])
+    low, high = panel.get_ylim()
+    if high < 50 * low:
+        panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    panel.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    panel.minorticks_off()
 
 
 def coordinates_section(directory: Path) -> Section:

@@ -1,0 +1,118 @@
+"""The coordinate check of every operator at its defaults: what `relinear check-coordinates` does, entry by entry.
+
+    python results/parametrization/coordinates.py results/parametrization [NAME ...]
+
+Leaves NAME/coordinates.json and NAME/coordinates.png, and overview.png of all that are there; prints a table.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from relinear.analysis.plots import new_figure, save_figure
+from relinear.cli.options import parse_operators
+from relinear.compare.coordinate_page import FILE, coordinates_text, logarithmic, write_plot
+from relinear.compare.coordinates import KINDS, check_coordinates
+from relinear.system.files import read_json, write_json
+from relinear.system.machine import command_line, describe_machine
+from relinear.train.settings import TrainSettings
+
+WIDTHS = (64, 128, 256, 512)
+#: operators, attachments, and what is different in the model
+ENTRIES = {
+    "dense": ("", "", {}),
+    "dense-tied": ("", "", {"tie_word_embeddings": True}),
+    "dense-gpt2": ("", "", {"model": "gpt2-ccl-64"}),
+    "low_rank": ("low_rank", "", {}),
+    "low_rank-16": ("low_rank:rank=16", "", {}),
+    "pivoted_low_rank": ("pivoted_low_rank", "", {}),
+    "pivoted_low_rank-16": ("pivoted_low_rank:rank=16", "", {}),
+    "block_hadamard": ("block_hadamard", "", {}),
+    "monarch": ("monarch", "", {}),
+    "hdpl": ("hdpl", "", {}),
+    "ccl": ("ccl", "context_manager", {}),
+    "transponder": ("transponder", "", {}),
+    "path_transponder": ("", "path_transponder", {}),
+    "output_gate": ("output_gate", "", {}),
+    "sdpa_gate": ("", "sdpa_gate", {}),
+    "rotor": ("rotor", "", {}),
+    "rotor-kronecker": ("rotor:depth=0,width=4,terms=kronecker", "", {}),
+    "rotor-multivector": ("rotor:depth=0,width=4,terms=multivector", "", {}),
+}
+
+
+def settings_of(operator: str, attachment: str, changes: dict) -> TrainSettings:
+    """Settings of one entry."""
+    changes = dict(changes)
+    return TrainSettings.load(
+        {
+            "model": changes.pop("model", "tiny"),
+            "model_overrides": {"num_hidden_layers": 2, **changes},
+            "operators": parse_operators([operator]) if operator else {},
+            "attachments": [attachment] if attachment else [],
+            "learning_rate": 4e-3,
+            "batch_size": 4,
+            "parametrization_base_width": WIDTHS[0],
+            "data": {"data": "stdlib", "sequence_length": 32},
+        }
+    )
+
+
+def overview(folder: Path) -> None:
+    """The table of all entries that are there, and a figure: the stream after the last step against the width."""
+    found = {name: read_json(folder / name / FILE) for name in ENTRIES if (folder / name / FILE).is_file()}
+    print("\n| | residual stream | attention | MLP | logits | flat |\n| --- | --- | --- | --- | --- | --- |")
+    for name, values in found.items():
+        cells = []
+        for kind in KINDS:
+            spreads = [values["parametrizations"][which][kind]["spread"] for which in ("standard", "mup")]
+            cells.append(" / ".join("–" if spread is None else f"{spread:.3g}" for spread in spreads))
+        told = " / ".join("yes" if values["flat"][which] else "no" for which in ("standard", "mup"))
+        print(f"| `{name}` | {' | '.join(cells)} | {told} |")
+    columns = 6
+    figure, panels = new_figure(13, 2.1 * -(-len(found) // columns), columns, rows=len(found), sharex=True)
+    for panel, (name, values) in zip(panels, found.items(), strict=False):
+        for which, colour in (("standard", "#D55E00"), ("mup", "#0072B2")):
+            scale = values["parametrizations"][which][KINDS[0]]["scale"]
+            relative = [steps[-1] / scale[0][-1] for steps in scale]
+            panel.plot(values["widths"], relative, "o-", color=colour, markersize=3.5, label=which)
+        panel.axhspan(0.5, 2, color="#000000", alpha=0.06, linewidth=0)
+        logarithmic(panel, values["widths"])
+        panel.set_title(name, fontsize=9)
+    for panel in panels[len(found) :]:
+        panel.set_visible(False)
+    panels[0].legend(frameon=False, fontsize=8)
+    figure.supylabel("residual stream relative to width 64, after 6 steps", fontsize=9)
+    save_figure(figure, folder / "overview")
+    shrink(folder / "overview.png")
+
+
+def shrink(path: Path) -> None:
+    """A picture of lines in few colours, a fourth of its size."""
+    Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)
+
+
+def main() -> None:
+    """Check the entries that are named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="*")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in options.names or [name for name in ENTRIES if not (options.folder / name / FILE).is_file()]:
+        found = check_coordinates(settings_of(*ENTRIES[name]), WIDTHS, steps=6, seeds=(0, 1, 2))
+        found |= {"command": command_line(), "machine": describe_machine()}
+        (options.folder / name).mkdir(parents=True, exist_ok=True)
+        write_json(options.folder / name / FILE, found)
+        print(f"== {name}\n{coordinates_text(found)}", flush=True)
+    for name in ENTRIES:
+        if (options.folder / name / FILE).is_file():
+            write_plot(read_json(options.folder / name / FILE), options.folder / name)
+            shrink(options.folder / name / "coordinates.png")
+    overview(options.folder)
+
+
+if __name__ == "__main__":
+    main()
