@@ -474,6 +474,22 @@ def test_the_page_shows_units_and_changes_them(browser, subject) -> None:
         server.server_close()
 
 
+def test_thousands_of_units_open_at_once(browser, texts, tmp_path) -> None:
+    """In processor time of the page, for a busy machine takes its own time by the clock."""
+    model = make_tiny_llama(vocab_size=258, hidden_size=192, intermediate_size=512, num_hidden_layers=3)
+    subject = prepared(saved(model, tmp_path / "model"), texts, sequences=20, length=16)
+    assert sum(facts.size for facts in subject.index.sites.values()) > 5_000
+    path = tmp_path / "many.html"
+    path.write_text(static_page([subject]), encoding="utf-8")
+    view = browser.new_page()
+    meter = view.context.new_cdp_session(view)
+    meter.send("Performance.enable", {"timeDomain": "threadTicks"})
+    view.goto(path.as_uri())
+    view.wait_for_selector("#explore[data-ready=yes]")
+    measured = {one["name"]: one["value"] for one in meter.send("Performance.getMetrics")["metrics"]}
+    assert measured["TaskDuration"] < 2
+
+
 def test_the_file_shows_units_without_a_server(browser, subject, tmp_path) -> None:
     path = tmp_path / "mailed.html"
     path.write_text(static_page([subject, subject], effects=3), encoding="utf-8")
