@@ -16,11 +16,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 import relinear
 from conftest import REPOSITORY, make_tiny_llama
 from relinear.cli import docs
 from relinear.cli.main import COMMANDS, main
+from relinear.compare.settings import CompareSettings
 from relinear.compare.worker import InProcess
 from relinear.data.tokenizers import load_tokenizer, vocabulary_size
 
@@ -176,6 +178,13 @@ def test_blocks_run(page: Path, world: Path, tmp_path, monkeypatch) -> None:
             run_shell(text, language)
 
 
+@pytest.mark.parametrize("page", ["docs/compare.md", "docs/recipes.md"])
+def test_recipes_that_are_shown_are_recipes(page: str) -> None:
+    (text,) = [text for _, language, text in blocks(REPOSITORY / page) if language == "yaml"]
+    given = yaml.safe_load(text)
+    assert CompareSettings.load({"entries": {"dense": "dense"}} | given, page).reference == given["reference"]
+
+
 #: arguments with which every example is done at once
 EXAMPLES = {
     "ccl_from_pretrained": "models/smollm2 books --rank 4 --steps 1 --validation-tokens 512",
@@ -213,6 +222,14 @@ def test_the_site_is_built_without_a_warning(tmp_path) -> None:
     page = (tmp_path / "site" / "operators" / "hdpl.html").read_text(encoding="utf-8")
     assert "</math>" in page
     assert "$$" not in page
+
+
+def test_a_block_is_run_or_read_or_no_program() -> None:
+    """No language but these: a program in another fence would be run by nobody."""
+    known = {"python", "sh", "bash", "console", "yaml", "text", ""}
+    assert {language for page in PAGES for _, language, _ in blocks(page)} <= known
+    yaml_pages = {named(page) for page in PAGES for _, language, _ in blocks(page) if language == "yaml"}
+    assert yaml_pages == {"docs/compare.md", "docs/recipes.md"}
 
 
 def test_blocks_that_do_not_run_are_counted() -> None:

@@ -48,3 +48,17 @@ def test_other_processors_have_kernels_of_their_own(monkeypatch):
     before = build._library_path()
     monkeypatch.setattr(build, "cpu_features", lambda: frozenset({"another"}))
     assert build._library_path() != before
+
+
+@pytest.mark.parametrize(
+    ("argv", "typed"),
+    [
+        (["/usr/bin/relinear", "compare", "--out", "two words"], "relinear compare --out 'two words'"),
+        (["-c", "/usr/bin/relinear", "compare"], "relinear compare"),  # a worker's
+        (["-c"], ""),
+        ([], ""),
+    ],
+)
+def test_the_command_is_as_it_was_typed(argv, typed, monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", argv)
+    assert machine.command_line() == typed

@@ -113,7 +113,7 @@ class Worker:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             with self.log.open("a", encoding="utf-8") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", "from relinear.compare.worker import serve; serve()"],
+                    [sys.executable, "-c", "from relinear.compare.worker import serve; serve()", *sys.argv],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,

@@ -50,8 +50,9 @@ def fast_bfloat16(device: torch.device | str = "cpu") -> bool:
 
 
 def command_line() -> str:
-    """The command that this process was started by, as it is typed."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """The command that this process was started by, as it is typed; of a worker that of whoever started it."""
+    typed = sys.argv[1:] if sys.argv[:1] == ["-c"] else sys.argv  # behind -c stands what a worker is told
+    return shlex.join([Path(typed[0]).name, *typed[1:]]) if typed else ""
 
 
 def describe_machine() -> dict[str, Any]:
