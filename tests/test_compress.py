@@ -155,6 +155,17 @@ def test_killed_calibration_resumes_to_the_same_bits(fisher: bool, tmp_path) -> 
         assert whole.loss == again.loss
 
 
+def test_several_corpora_calibrate_in_turns(tmp_path) -> None:
+    first, second = tokens(512)[0].view(-1, 16), tokens(512)[0].flip(0).view(-1, 16)
+    mixed = torch.stack([first, second], 1).flatten()
+    found = []
+    for texts in ({"first": [first.flatten()], "second": [second.flatten()]}, [mixed]):
+        folder = tmp_path / str(len(found))
+        compress(tiny(), texts, settings=SETTINGS | {"heal_tokens": 0}, out_dir=folder, plan_only=True)
+        found.append((folder / "plan.json").read_text())
+    assert found[0] == found[1]
+
+
 def test_calibration_keeps_one_layer_in_memory(tmp_path, monkeypatch) -> None:
     import gc
 

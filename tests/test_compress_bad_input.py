@@ -59,6 +59,13 @@ def test_ids_that_the_model_does_not_know(ids, message: str, tmp_path) -> None:
     refused(tiny(), tokens(), f"far.*{message}", tmp_path, settings=settings, evaluate_on=elsewhere)
 
 
+def test_corpora_in_turns_that_are_too_short_or_none(tmp_path) -> None:
+    few = {"long": tokens(), "short": [torch.arange(40)]}
+    message = r"short, one of 2 corpora in turns: the corpus has 40 tokens; 256 are to be recorded"
+    refused(tiny(), few, message, tmp_path, settings=SETTINGS)
+    refused(tiny(), {}, "texts is an empty mapping", tmp_path, settings=SETTINGS)
+
+
 def test_sequences_longer_than_the_model_takes(tmp_path) -> None:
     settings = SETTINGS | {"sequence_length": 64}
     refused(tiny("gpt2"), tokens(), "sequence_length=64 is more than the 32 positions", tmp_path, settings=settings)

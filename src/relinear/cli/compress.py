@@ -12,7 +12,13 @@ __all__ = ["command"]
 
 def command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory of a saved model, or a Hub name.")],
-    data: Annotated[str, typer.Option(help="Corpus to calibrate on: `stdlib`, a file or folder, or a Hub name.")],
+    data: Annotated[
+        list[str],
+        typer.Option(
+            help="Corpus to calibrate on: `stdlib`, a file or folder, or a Hub name; several times, to take as many "
+            "tokens of each."
+        ),
+    ],
     keep: Annotated[float | None, typer.Option(help="Share to keep; 0.8 by default.")] = None,
     out: Annotated[Path, typer.Option(help="Directory of the result.")] = Path("runs/compress"),
     budget_of: Annotated[
@@ -94,13 +100,14 @@ def command(
         "heal": heal,
     }
     settings = CompressSettings.load(set_if_given(given) | parse_overrides(overrides or []), "settings")
-    text = DataSettings.load({"data": data} | ({"text_column": text_column} if text_column else {}), "data")
+    column = {"text_column": text_column} if text_column else {}
+    corpora = {name: DataSettings.load({"data": name} | column, "data") for name in data}
     prepare_process(threads)
     loaded, tokenizer = load_model(model), load_tokenizer(model)
     with resumable("start the same command again"), watch_compression() as on_progress:
         report = compress(
             loaded,
-            iter_texts(text, split, conversations=True),
+            {name: iter_texts(text, split, conversations=True) for name, text in corpora.items()},
             tokenizer=tokenizer,
             targets=target or "all-linear",
             exclude=exclude,

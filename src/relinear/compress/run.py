@@ -142,7 +142,7 @@ def _evaluation_lines(found: Mapping[str, Any], predicted: float | None) -> list
 
 def compress(
     model: Any,
-    texts: Iterable[Any],
+    texts: Iterable[Any] | Mapping[str, Iterable[Any]],
     *,
     keep: float | None = None,
     tokenizer: Any = None,
@@ -161,7 +161,8 @@ def compress(
     Args:
         model: a Hugging Face decoder.
         texts: texts, conversations (lists of ``{"role", "content"}``, written by the tokenizer's chat template), or
-            tensors or mappings of token ids, as for ``distill_``; read as far as needed.
+            tensors or mappings of token ids, as for ``distill_``; read as far as needed. Or a mapping of several such
+            corpora by name, which are taken in turns, ``sequence_length`` tokens of each.
         keep: share of the parameters to keep; a shorthand for the setting of this name.
         tokenizer: of the model, needed for texts; saved beside the model.
         targets, exclude: patterns of the linear layers that may be replaced; by default all but the head.
@@ -252,7 +253,7 @@ class _Corpus(NamedTuple):
 
 
 def _read(
-    texts: Iterable[Any],
+    texts: Iterable[Any] | Mapping[str, Iterable[Any]],
     elsewhere: dict[str, Tensor],
     tokenizer: Any,
     settings: CompressSettings,
@@ -262,10 +263,33 @@ def _read(
     count, spare = settings.blocks, settings.evaluation_blocks
     further = 0 if plan_only else settings.heal_blocks + settings.held_out_blocks
     what = "tokens plus heal_tokens and heal_held_out_tokens" if further else "tokens"
-    blocks = token_blocks(texts, tokenizer, settings.sequence_length, count + further, what, spare)
+    corpora = texts if isinstance(texts, Mapping) else {"": texts}
+    blocks = _in_turns(corpora, tokenizer, settings.sequence_length, count + further, what, spare)
     seen, healing, behind = blocks[:count], blocks[count : count + further], blocks[count + further :]
     unseen = len(behind) > 0
     return _Corpus(seen, healing, behind if unseen else seen[-spare:], unseen, elsewhere)
+
+
+def _in_turns(
+    corpora: Mapping[str, Iterable[Any]], tokenizer: Any, length: int, count: int, what: str, spare: int
+) -> Tensor:
+    """``count`` blocks (N, T), one of each corpus after the other, and up to ``spare`` more.
+
+    Raises:
+        ValueError: if there is no corpus, or one is too short for its share.
+    """
+    if not corpora:
+        raise ValueError("texts is an empty mapping; give one corpus or more, by name")
+    shares = []
+    for name, texts in corpora.items():
+        try:
+            each = [-(-blocks // len(corpora)) for blocks in (count, spare)]
+            shares.append(token_blocks(texts, tokenizer, length, each[0], what, each[1]))
+        except ValueError as error:
+            which = f"{name}, one of {len(corpora)} corpora in turns: " if len(corpora) > 1 else ""
+            raise ValueError(f"{which}{error}") from error
+    shortest = min(len(blocks) for blocks in shares)
+    return torch.stack([blocks[:shortest] for blocks in shares], 1).flatten(0, 1)[: count + spare]
 
 
 def _elsewhere(texts: Mapping[str, Iterable[Any]], tokenizer: Any, settings: CompressSettings) -> dict[str, Tensor]:
