@@ -35,7 +35,7 @@ every_network = pytest.mark.parametrize(
         ({"activation": "leaky_relu", "normalize": False}, 64, 96, 20),
         ({"activation": "none", "rotors": "single", "depth": 3}, 64, 96, 20),
         ({"terms": "multivector", "width": 2}, 128, 130, 21),
-        ({"terms": "kronecker", "slopes": "shared"}, 32, 70, 21),
+        ({"terms": "kronecker", "slopes": "shared"}, 64, 150, 21),
     ],
     ids=str,
 )
@@ -207,6 +207,14 @@ def test_parameters_that_change_are_seen_in_inference(calls):
     assert copy.deepcopy(module)._known is None
 
 
+@pytest.mark.parametrize("n", [2, 6, 7, 8, 9, 10])
+def test_both_sides_are_one_batch_of_the_same_exponentials(n):
+    """Where the spin representation is real."""
+    beta = torch.randn(3, n * (n - 1) // 2, dtype=torch.float64)
+    assert relinear.clifford.spin_shape(n).components == 1
+    torch.testing.assert_close(relinear.clifford.left_factor(beta), relinear.clifford.right_factor(beta))
+
+
 def test_autocast(calls):
     module, x = network({}, 64, 64), torch.randn(5, 64)
     with torch.autocast("cpu", torch.bfloat16):
@@ -240,7 +248,7 @@ def test_a_few_tokens_in_inference_take_what_is_built_and_training_keeps_to_one_
         ({"orders": torch.full((6 * 64,), 64, dtype=torch.int32)}, "orders must hold places below 64"),
         ({"windows": (64, 64, 64)}, "windows and parts of each layer"),
         ({"parts": [3] * 4}, "do not divide"),
-        ({"left": [torch.zeros(1, 1, 1, 6, 6)] * 4}, "left|sizes"),
+        ({"left": [torch.zeros(1, 1, 1, 4, 4)] * 4}, "divisible by 8"),
         ({"y": torch.zeros(3, 60)}, "the exit needs writes"),
     ],
     ids=str,
@@ -248,7 +256,7 @@ def test_a_few_tokens_in_inference_take_what_is_built_and_training_keeps_to_one_
 def test_what_the_kernel_refuses(change, message, any_size):
     *numbers, form = network({}, 64, 64)._network_numbers()
     x = torch.zeros(3, 64)
-    given = rotor._Description(x, (*numbers[0], *numbers[1]), *numbers[2:], form)
+    given = rotor.PreparedNetwork(64, *numbers, form)
     names = ("left", "right", "windows", "parts", "orders", "slopes", "mix", "reads", "writes")
     arguments = {"y": torch.zeros(3, 64), "x": x} | dict(zip(names, given.layers, strict=True)) | change
     with pytest.raises((RuntimeError, IndexError), match=message):

@@ -270,8 +270,8 @@ def against_native_network(x: Tensor, basis: str, factors: Sequence[int]) -> str
     """
     if basis != "spinor":
         return "not in spinor coordinates"
-    if any(size % 4 for size in factors):
-        return "factors of sizes not divisible by 4"
+    if any(size % 8 for size in factors):
+        return "factors of sizes not divisible by 8"
     reason = against_opaque() or against_native(x, native.FEWEST_NETWORK_ENTRIES)
     if reason and not torch.is_grad_enabled():
         reason = against_opaque() or against_native(x, fewest=1, may_build=False)

@@ -27,7 +27,7 @@ from relinear.kernels.choice import (
 )
 from relinear.kernels.cpu.portions import row_portions
 
-__all__ = ["mixed_branches", "rotor_network", "sandwich_windows", "shared_sandwich_sum"]
+__all__ = ["PreparedNetwork", "mixed_branches", "rotor_network", "sandwich_windows", "shared_sandwich_sum"]
 
 #: tokens that are worth gradients of their own, which are summed at the end
 TOKENS_OF_A_SHARE = 64
@@ -216,38 +216,44 @@ def _ready(values: Tensor) -> Tensor:
     return values.detach().float().contiguous()
 
 
-class _Description:
-    """A network as the kernel takes it."""
+class PreparedNetwork:
+    """A network as the kernel takes it: ``rotor_network`` without gradients, where nothing speaks against the kernel.
 
-    def __init__(self, x: Tensor, factors: Sequence[Tensor], orders, slopes, mix, form: reference.NetworkForm):
-        single = [_ready(factor) for factor in factors]
-        self.left, self.right = single[: len(single) // 2], single[len(single) // 2 :]
+    Args:
+        in_features: size of the inputs.
+        left, right, orders, slopes, mix, form: as for ``rotor_network``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        left: Sequence[Tensor],
+        right: Sequence[Tensor],
+        orders: Tensor | None,
+        slopes: Tensor,
+        mix: Tensor,
+        form: reference.NetworkForm,
+    ) -> None:
+        self.left, self.right = [_ready(factor) for factor in left], [_ready(factor) for factor in right]
         sizes = zip(form.windows, self.left, self.right, strict=True)
         self.parts = [window // reference.shared_coordinates(window, a, b) for window, a, b in sizes]
         self.orders = slopes.new_empty(0, dtype=torch.int32) if orders is None else orders.flatten()
         self.numbers = [_ready(values) for values in (slopes, mix)]
         spread = form.layout == "spread"
-        given = (x.shape[1], form.windows[0], spread), (form.out_features, form.windows[-1], spread)
+        given = (in_features, form.windows[0], spread), (form.out_features, form.windows[-1], spread)
         tables = zip((reference.window_coordinates, reference.coordinate_places), given, strict=True)
         self.tables = [
-            None if size[0] % size[1] == 0 else device_table(table, size, x, torch.int32) for table, size in tables
+            None if size[0] % size[1] == 0 else device_table(table, size, slopes, torch.int32) for table, size in tables
         ]
         self.form = form
+        self.layers = self.left, self.right, form.windows, self.parts, self.orders, *self.numbers, *self.tables
+        self.settings = form.normalize, form.after_entry, form.residual
 
-    @property
-    def layers(self) -> tuple:
-        return self.left, self.right, self.form.windows, self.parts, self.orders, *self.numbers, *self.tables
-
-    @property
-    def settings(self) -> tuple[bool, bool, bool]:
-        return self.form.normalize, self.form.after_entry, self.form.residual
-
-
-def _run_network(x: Tensor, given: _Description, bias: Tensor | None) -> Tensor:
-    y = x.new_empty(x.shape[0], given.form.out_features)
-    given_bias = None if bias is None else _ready(bias)
-    native.kernels().rotor_network(y, x.detach().contiguous(), *given.layers, given_bias, *given.settings)
-    return y
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        y = x.new_empty(x.shape[0], self.form.out_features)
+        given_bias = None if bias is None else _ready(bias)
+        native.kernels().rotor_network(y, x.detach().contiguous(), *self.layers, given_bias, *self.settings)
+        return y
 
 
 def _network_of_factors(form, orders, x, slopes, mix, bias, *factors) -> Tensor:
@@ -261,14 +267,16 @@ class _Network(torch.autograd.Function):
     @staticmethod
     def forward(ctx, form, orders, x, slopes, mix, bias, *factors):
         save(ctx, (form, orders, x, slopes, mix, bias, *factors))
-        return _run_network(x, _Description(x, factors, orders, slopes, mix, form), bias)
+        half = len(factors) // 2
+        ctx.given = PreparedNetwork(x.shape[1], factors[:half], factors[half:], orders, slopes, mix, form)
+        return ctx.given(x, bias)
 
     @staticmethod
     @differentiable_as(_network_of_factors)
     def backward(ctx, grad):
-        _, orders, x, slopes, mix, bias, *factors = ctx.saved_tensors
+        _, _, x, slopes, mix, bias, *factors = ctx.saved_tensors  # which says whether one was changed in place
         need_x, need_bias = ctx.needs_input_grad[2], ctx.needs_input_grad[5]
-        given, x, grad = _Description(x, factors, orders, slopes, mix, ctx.plain[0]), x.contiguous(), grad.contiguous()
+        given, x, grad = ctx.given, x.contiguous(), grad.contiguous()
         grad_x = torch.empty_like(x) if need_x else None
         parameters = [*itertools.chain(*zip(given.left, given.right, strict=True)), slopes, mix]
         sizes = [parameter.numel() for parameter in parameters]
@@ -299,4 +307,4 @@ def rotor_network(
         return reference.rotor_network(x, left, right, orders, slopes, mix, bias, form)
     if torch.is_grad_enabled():
         return _Network.apply(form, orders, x, slopes, mix, bias, *left, *right)
-    return _run_network(x, _Description(x, (*left, *right), orders, slopes, mix, form), bias)
+    return PreparedNetwork(x.shape[1], left, right, orders, slopes, mix, form)(x, bias)

@@ -35,7 +35,7 @@ from relinear.functional.rotor import (
 from relinear.kernels.autograd import lowered
 from relinear.kernels.choice import against_native_network, factored_cost, is_plain, is_transformed, prefers_dense_to
 from relinear.kernels.cpu.portions import PORTION_BYTES
-from relinear.kernels.rotor import mixed_branches, rotor_network, sandwich_windows
+from relinear.kernels.rotor import PreparedNetwork, mixed_branches, rotor_network, sandwich_windows
 from relinear.system.machine import fast_bfloat16
 
 __all__ = ["Rotor", "RotorLinear"]
@@ -308,8 +308,8 @@ class SandwichSum(_Remembering):
 def _exponentials(sums: Sequence[SandwichSum]) -> list[tuple[Tensor, Tensor]]:
     """Left (W, o, i, L, L) and right (W, o, i, R, R) rotors of every sum.
 
-    Every side is one batch of matrix exponentials for all windows of one size: of such small matrices a call takes
-    longer than what it computes.
+    Every side is one batch of matrix exponentials for all windows of one size, and both are one where they are made of
+    the same matrices: of such small ones a call takes longer than what it computes.
     """
     sizes = {s.window for s in sums}
     if len(sizes) > 1:
@@ -318,14 +318,21 @@ def _exponentials(sums: Sequence[SandwichSum]) -> list[tuple[Tensor, Tensor]]:
     sides: list[tuple[Tensor, ...]] = []
     given = [s.left for s in sums], [s.left if s.right is None else s.right for s in sums]
     with torch.autocast(sums[0].left.device.type, enabled=False):
+        if sums[0].shape.components == 1:  # numbers commute, and either side is an exponential of the same kind
+            found = _batched(clifford.left_factor, [*given[0], *given[1]])
+            return list(zip(found[: len(sums)], found[len(sums) :], strict=True))
         for betas, factor in zip(given, (clifford.left_factor, clifford.right_factor), strict=True):
-            if len(betas) == 1:
-                sides.append((factor(betas[0]),))
-                continue
-            found = factor(torch.cat([beta.flatten(0, 2) for beta in betas]))
-            parts = found.split([beta.shape[:3].numel() for beta in betas])
-            sides.append(tuple(part.unflatten(0, beta.shape[:3]) for part, beta in zip(parts, betas, strict=True)))
+            sides.append(_batched(factor, betas))
     return list(zip(*sides, strict=True))
+
+
+def _batched(factor: Callable[[Tensor], Tensor], betas: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """``factor`` of each of the bivectors (W, o, i, P)."""
+    if len(betas) == 1:
+        return (factor(betas[0]),)
+    found = factor(torch.cat([beta.flatten(0, 2) for beta in betas]))
+    parts = found.split([beta.shape[:3].numel() for beta in betas])
+    return tuple(part.unflatten(0, beta.shape[:3]) for part, beta in zip(parts, betas, strict=True))
 
 
 def _activated(config: Rotor, x: Tensor, window: int, step: int, slopes: Tensor | None) -> Tensor:
@@ -464,14 +471,16 @@ class RotorLinear(_Remembering, Operator):
         return against_native_network(x, self.config.basis, sizes)
 
     def _in_one_pass(self, x: Tensor) -> Tensor:
-        cache = self._network_cache(x)
-        numbers = None
+        cache, tokens, run = self._network_cache(x), x.reshape(-1, self.in_features), None
         if cache is not None:
-            numbers = cache.get("network")
-            if numbers is None and cache.opens():
-                numbers = cache.keep("network", self._network_numbers)
-        left, right, orders, slopes, mix, form = numbers or self._network_numbers()
-        y = rotor_network(x.reshape(-1, self.in_features), left, right, orders, slopes, mix, self.bias, form)
+            run = cache.get("network")
+            if run is None and cache.opens():
+                run = cache.keep("network", lambda: PreparedNetwork(self.in_features, *self._network_numbers()))
+        if run is not None:
+            y = run(tokens, self.bias)
+        else:
+            left, right, orders, slopes, mix, form = self._network_numbers()
+            y = rotor_network(tokens, left, right, orders, slopes, mix, self.bias, form)
         return y.view(*x.shape[:-1], self.out_features)
 
     def _network_cache(self, x: Tensor) -> ParameterCache | None:

@@ -24,18 +24,20 @@ using namespace relinear;
 constexpr float kEpsilon = 1e-5f;  // that of torch's layer norm
 
 // Rows and columns of a product that stay in registers at a time.
-constexpr int kRows = 4;
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kColumns = 4;
+constexpr int kRows = 8;
 #else
-constexpr int kColumns = 2;
+constexpr int kRows = 4;
 #endif
+constexpr int kColumns = 2;
+// what sizes of factors are multiples of
+constexpr int64_t kSmallest = 8;
 // A gradient's block of kLanes numbers: each is summed over lanes, into a lane of one vector.
 constexpr int kDown = kLanes / 4, kAcross = 4;
 // vectors from which on those at a power of two's distance fall into too few sets of the first cache
 constexpr int64_t kAliasing = 512;
 // rows of vectors that are read against all others before the next: they stay in the first cache
-constexpr int64_t kPanel = 16;
+constexpr int64_t kPanel = 8;
 
 // Memory that nobody has written yet.
 struct Vectors {
@@ -264,7 +266,7 @@ struct Moments {
 Moments moments(const Floats* values, int64_t size, bool normalize) {
   Moments found;
   if (!normalize) return found;
-  constexpr int kSums = 4;  // as windows are powers of two from 4 on
+  constexpr int kSums = 4;  // windows are multiples of the factors' sizes
   Floats totals[kSums] = {}, squares[kSums] = {};
   for (int64_t v = 0; v < size; v += kSums)
     for (int i = 0; i < kSums; ++i) totals[i] += values[v + i];
@@ -677,7 +679,8 @@ Layer layer(const Description& given, size_t at) {
   const int64_t l = left.size(3), r = right.size(3), own = left.size(2);
   check(left, "left", at::kFloat, {left.size(0), left.size(1), own, l, l});
   check(right, "right", at::kFloat, {left.size(0), left.size(1), own, r, r});
-  TORCH_CHECK(l >= 4 && r >= 4 && l % 4 == 0 && r % 4 == 0, "factors must have sizes divisible by 4, got ", l, " and ", r);
+  TORCH_CHECK(l && r && l % kSmallest == 0 && r % kSmallest == 0, "factors must have sizes divisible by ", kSmallest,
+              ", got ", l, " and ", r);
   TORCH_CHECK(parts > 0 && (own == 1 || own == parts) && window % parts == 0 && window / parts % l == 0 &&
                   window / parts % r == 0,
               "factors of sizes ", l, " and ", r, " do not divide ", parts, " parts of a window of ", window);
