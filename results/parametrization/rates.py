@@ -20,7 +20,7 @@ from relinear.data import prepare_data
 from relinear.system.machine import describe_machine
 from relinear.train import NonFiniteLossError, TrainSettings, build_model, fit
 
-GRID = [2.0**power for power in range(-10, -4)]  # 0.001 to 0.03
+GRID = [2.0**power for power in range(-11, -5)]  # 0.0005 to 0.016
 
 
 def settings_of(text: str, steps: int) -> TrainSettings:
@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--widths", default="64,256")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seeds", default="0")
+    parser.add_argument("--initializer-range", type=float, help="of the weights at the base width")
     options = parser.parse_args()
     torch.set_num_threads(1)
     widths = [int(width) for width in options.widths.split(",")]
@@ -74,11 +75,14 @@ def main() -> None:
     found |= {"machine": describe_machine(), "steps": options.steps, "batch": [8, 64], "seeds": seeds}
     for entry in options.entries:
         settings = settings_of(entry, options.steps)
+        if options.initializer_range is not None:
+            changed = settings.model_overrides | {"initializer_range": options.initializer_range}
+            settings = settings.updated(model_overrides=changed)
         data = prepare_data(settings.data)
         rows = found["entries"].setdefault(entry, {})
         for width in widths:
             # at the base width both are the same
-            for name in ("standard", "mup") if width != widths[0] else ("mup",):
+            for name in ("mup", "standard") if width != widths[0] else ("mup",):
                 losses = rows.setdefault(f"{name} {width}", {})
                 for rate in GRID:
                     if f"{rate:.6g}" in losses:
