@@ -47,6 +47,7 @@ __all__ = [
     "window_coordinates",
     "window_count",
     "window_size",
+    "window_tables",
 ]
 
 
@@ -88,6 +89,19 @@ def coordinate_places(size: int, window: int, spread: bool) -> np.ndarray:
         return _spread_places(size, window)
     first, last = np.arange(size), np.arange(size, 2 * size)
     return np.concatenate([first, np.where(last < window_count(size, window) * window, last, first)])
+
+
+def window_tables(in_features: int, out_features: int, form: NetworkForm, like: Tensor) -> list[Tensor | None]:
+    """``window_coordinates`` of a network's inputs and ``coordinate_places`` of its outputs, as int32 like ``like``.
+
+    None stands for windows that divide the size, whose places are the coordinates.
+    """
+    spread = form.layout == "spread"
+    sizes = (in_features, form.windows[0], spread), (out_features, form.windows[-1], spread)
+    return [
+        device_table(table, given, like, torch.int32) if given[0] % given[1] else None
+        for table, given in zip((window_coordinates, coordinate_places), sizes, strict=True)
+    ]
 
 
 def to_windows(x: Tensor, window: int, layout: str = "wrapped") -> Tensor:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from relinear.clifford.blades import device_table
 from relinear.functional import rotor as reference
 from relinear.kernels import native
 from relinear.kernels.autograd import differentiable_as, save
@@ -239,12 +238,7 @@ class PreparedNetwork:
         self.parts = [window // reference.shared_coordinates(window, a, b) for window, a, b in sizes]
         self.orders = slopes.new_empty(0, dtype=torch.int32) if orders is None else orders.flatten()
         self.numbers = [_ready(values) for values in (slopes, mix)]
-        spread = form.layout == "spread"
-        given = (in_features, form.windows[0], spread), (form.out_features, form.windows[-1], spread)
-        tables = zip((reference.window_coordinates, reference.coordinate_places), given, strict=True)
-        self.tables = [
-            None if size[0] % size[1] == 0 else device_table(table, size, slopes, torch.int32) for table, size in tables
-        ]
+        self.tables = reference.window_tables(in_features, form.out_features, form, slopes)
         self.form = form
         self.layers = self.left, self.right, form.windows, self.parts, self.orders, *self.numbers, *self.tables
         self.settings = form.normalize, form.after_entry, form.residual
