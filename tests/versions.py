@@ -73,7 +73,7 @@ def tried(kind: str, versions: dict[str, str], tests: list[str]) -> dict[str, An
     seen = json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
     files = [f"tests/test_{name}.py" for name in tests]
     done = subprocess.run(
-        [python, "-m", "pytest", "-q", "-k", WITHOUT, "-p", "no:cacheprovider", *files],
+        [python, "-m", "pytest", "-k", WITHOUT, "-p", "no:cacheprovider", *files],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,

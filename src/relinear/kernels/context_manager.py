@@ -13,6 +13,8 @@ __all__ = ["linear_recurrence"]
 
 #: tokens up to which a model that is exported with a dynamic number of them is right (more are refused when it runs)
 LONGEST_EXPORTED = 1 << 17
+# torch 2.6 cannot tell an export from a compilation, which then takes the exported form too
+_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
 def linear_recurrence(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
@@ -22,7 +24,7 @@ def linear_recurrence(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
     however long the sequence and however short the memory.
     """
     tokens = value.shape[1]
-    if torch.compiler.is_exporting() and (torch.compiler.is_dynamo_compiling() or isinstance(tokens, torch.SymInt)):
+    if _is_exporting() and (torch.compiler.is_dynamo_compiling() or isinstance(tokens, torch.SymInt)):
         return _exported(decay, value, state)
     shared = decay.ndim == 1
     first = value[:, :1] + (decay if shared else decay[:, :1]) * state[:, None]
