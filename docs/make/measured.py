@@ -227,7 +227,10 @@ def compression_table() -> str:
     """What low-rank layers cost a pretrained model, pivoted or not, by text and share of parameters kept."""
     every = [row for row in read("compress/methods.jsonl") if not row.get("skip")]
     dense = next(row for row in every if row["method"] == "dense")
-    rows = {(row["method"], row["keep"]): row["over_dense"] for row in every if row.get("keep")}
+    rows: dict[tuple, dict] = {}
+    for row in every:  # those calibrated on one text alone are another table's; a text may have been added later
+        if row.get("keep") and len(row.get("calibrated_on", "both")) > 1:
+            rows[row["method"], row["keep"]] = rows.get((row["method"], row["keep"]), {}) | row["over_dense"]
     kept = sorted({keep for method, keep in rows if method == "pivoted"}, reverse=True)
     lines = []
     for text, loss in dense["loss"].items():
