@@ -334,6 +334,9 @@ def test_plan_can_be_edited_and_given_back(tmp_path) -> None:
     report = compress(model, tokens(), settings=SETTINGS, out_dir=tmp_path, plan_file=edited)
     assert list(report.plan.replaced) == [name]
     assert model.get_submodule(name).config == relinear.LowRank(rank=5)
+    assert report.plan.layers[name].nats is None  # what was predicted is of another rank
+    assert {layer.nats for other, layer in report.plan.layers.items() if other != name} == {0.0}
+    assert report.plan.nats is None
     values["layers"]["model.layers.9.mlp.down_proj"] = {"operator": None}
     edited.write_text(json.dumps(values))
     with pytest.raises(ValueError, match=r"no linear layer 'model\.layers\.9\.mlp\.down_proj'"):
@@ -464,6 +467,13 @@ def test_command_line(tmp_path, capsys) -> None:
     assert main(arguments) == 0
     loaded = relinear.from_pretrained(tmp_path / "out" / "model")
     assert any(isinstance(m, relinear.core.operator.Operator) for m in loaded.modules())
+    rows = tmp_path / "elsewhere" / "test.jsonl"
+    rows.parent.mkdir()
+    rows.write_text("".join(json.dumps({"body": f"Row {i}. " * 9, "kind": "row"}) + "\n" for i in range(9)))
+    (tmp_path / "elsewhere" / "train.jsonl").write_text(rows.read_text().replace("Row", "Other"))
+    elsewhere = ["--evaluate-on", str(rows.parent), "--text-column", "body", "--set", "evaluation_tokens=32"]
+    assert main([*arguments, *elsewhere, "--set", "sample_tokens=2"]) == 0
+    assert f"loss on {rows.parent}" in capsys.readouterr().out
     assert main([*arguments, "--keep", "7"]) == 2
     assert "keep" in capsys.readouterr().err
 

@@ -90,3 +90,19 @@ def test_plans_that_cannot_be_carried_out(plan, message: str, tmp_path) -> None:
     path = tmp_path / "edited.json"
     path.write_text(json.dumps({"format": 1} | plan))
     refused(tiny(), tokens(), message, tmp_path, settings=SETTINGS, plan_file=path)
+
+
+@pytest.mark.parametrize("record", ["run.json", "scale.json", "analyze.json", "coordinates.json", "models.json"])
+def test_directories_of_other_work(record: str, tmp_path) -> None:
+    (tmp_path / record).write_text("{}")
+    refused(tiny(), tokens(), f"holds other work \\({record}\\)", tmp_path, settings=SETTINGS)
+
+
+def test_exports_without_a_directory(tmp_path) -> None:
+    with pytest.raises(ValueError, match="export='plain' writes into out_dir, and none is given"):
+        compress(tiny(), tokens(), settings=SETTINGS, export="plain")
+
+
+def test_tokens_of_which_whole_blocks_are_too_few(tmp_path) -> None:
+    settings = SETTINGS | {"tokens": 71, "sequence_length": 24}  # 48 of them, and 64 inputs
+    refused(tiny(), tokens(), "in whole blocks of sequence_length=24 48, are fewer", tmp_path, settings=settings)

@@ -89,6 +89,15 @@ def test_families_are_judged(kind: str, tmp_path, monkeypatch) -> None:
     assert report.evaluation["speed"]["decode"]["ratio"] > 0
 
 
+def test_experts_that_are_one_tensor_are_left_and_said_so(tmp_path) -> None:
+    report = compress(make_family("mixtral"), tokens(), keep=0.7, settings=SETTINGS, out_dir=tmp_path)
+    said = "2 MixtralExperts such as model.layers.0.mlp.experts (held as parameters, no nn.Linear)"
+    assert said in report.left
+    assert f"left as they are: {said}" in str(report)
+    assert said in (tmp_path / "report.html").read_text()
+    assert said in json.loads((tmp_path / "report.json").read_text())["left"]
+
+
 def test_families_that_cannot_be_compressed_say_so(tmp_path) -> None:
     with pytest.raises(ValueError, match="FalconLinear"):
         run("falcon", tmp_path)

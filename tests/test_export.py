@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 import relinear
 from relinear.compress import export_plain
 from relinear.data.tokenizers import load_tokenizer
+from relinear.testing.tiny_models import make_family
 
 ALONE = """
 import json, sys
@@ -77,6 +78,18 @@ def test_loads_and_generates_without_relinear(kind: str, operator, tmp_path) -> 
     refused = alone(tmp_path / "plain", "no")
     assert refused.returncode != 0
     assert "trust_remote_code" in refused.stderr or "does not recognize" in refused.stderr
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "mixtral", "qwen3_moe"])
+def test_weights_that_transformers_stores_under_older_names_come_back(family: str, tmp_path) -> None:
+    model = make_family(family)
+    relinear.replace_(model, {r".*(o_proj|attention\.dense)": relinear.LowRank(rank=5)})
+    export_plain(model, tmp_path / "plain")
+    ran = alone(tmp_path / "plain")
+    assert ran.returncode == 0, ran.stderr
+    with torch.no_grad():
+        wanted = model(torch.arange(3, 13)[None]).logits
+    assert torch.allclose(torch.tensor(json.loads(ran.stdout)["logits"]), wanted, atol=1e-5)
 
 
 def test_operators_with_one_matrix_become_stock_layers(tmp_path) -> None:

@@ -83,6 +83,7 @@ def command(
     from relinear.compare.recipe import parse_overrides
     from relinear.compress import CompressSettings, compress
     from relinear.data import DataSettings, iter_texts
+    from relinear.data.corpora import whole_or_held_out
     from relinear.data.tokenizers import load_tokenizer
 
     given = {
@@ -102,6 +103,7 @@ def command(
     settings = CompressSettings.load(set_if_given(given) | parse_overrides(overrides or []), "settings")
     column = {"text_column": text_column} if text_column else {}
     corpora = {name: DataSettings.load({"data": name} | column, "data") for name in data}
+    others = {name: DataSettings.load({"data": name} | column, "data") for name in evaluate_on or []}
     prepare_process(threads)
     loaded, tokenizer = load_model(model), load_tokenizer(model)
     with resumable("start the same command again"), watch_compression() as on_progress:
@@ -115,7 +117,7 @@ def command(
             plan_file=plan,
             plan_only=plan_only,
             evaluate_on={
-                other: iter_texts(DataSettings.load({"data": other}, "data"), "all") for other in evaluate_on or []
+                name: iter_texts(text, whole_or_held_out(text), conversations=True) for name, text in others.items()
             },
             export=export,  # type: ignore[arg-type]  # checked by the function
             out_dir=out,

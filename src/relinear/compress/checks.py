@@ -11,7 +11,10 @@ from torch import Tensor
 __all__ = ["check_directory", "check_ids", "check_model_fits"]
 
 #: what other work leaves in its directory, in which nothing is put beside it
-OTHERS = ("config.json", "run.json", "results.json", "distill.json", "sweep.json", "bench.json")
+OTHERS = (
+    *("config.json", "run.json", "results.json", "scale.json", "distill.json", "sweep.json", "bench.json"),
+    *("models.json", "analyze.json", "coordinates.json"),
+)
 
 
 def check_directory(folder: Path) -> None:

@@ -59,7 +59,8 @@ def export_plain(model: Any, directory: str | Path, *, tokenizer: Any = None) ->
         fold_(plain, verbose=False)
     plain.config.__dict__.pop("quantization_config", None)
     with atomic_directory(directory) as folder:
-        plain.save_pretrained(folder)
+        # older names of weights are read by model type, and with factors that is one that transformers does not know
+        plain.save_pretrained(folder, save_original_format=not factors)
         if factors:
             _describe(plain, factors, folder)
         if tokenizer is not None:

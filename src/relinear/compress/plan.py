@@ -97,13 +97,8 @@ class CompressPlan:
             if module is None or not is_linear(module) or isinstance(module, Operator):
                 raise ValueError(f"{path}: the model has no linear layer {shown(name)}; the plan is for another model")
             operator = _operator(layer.get("operator"), f"{path}: {name}")
-            nats = layer.get("nats")
-            plans[name] = LayerPlan(
-                operator,
-                _size(operator, module, f"{path}: {name}"),
-                module_parameters(module),
-                float(nats) if isinstance(nats, int | float) and not isinstance(nats, bool) else None,
-            )
+            size = _size(operator, module, f"{path}: {name}")
+            plans[name] = LayerPlan(operator, size, module_parameters(module), _nats(layer, operator, size))
         _check_linear({name: p.operator for name, p in plans.items() if p.operator is not None}, modules, path)
         whole = module_parameters(model)
         return cls(plans, whole - sum(p.parameters_before for p in plans.values()))
@@ -139,6 +134,16 @@ def _operator(value: Any, where: str) -> OperatorConfig | None:
         return OperatorConfig.from_dict(parse_setting(value) if isinstance(value, str) else value)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {error}") from error
+
+
+def _nats(layer: Mapping[str, Any], operator: OperatorConfig | None, size: int) -> float | None:
+    """What a layer of a file is predicted to cost; None where its size says that it was edited."""
+    nats = layer.get("nats")
+    if not isinstance(nats, int | float) or isinstance(nats, bool):
+        return None
+    if operator is None:
+        return 0.0
+    return float(nats) if layer.get("parameters", size) == size else None
 
 
 def _check_linear(operators: Mapping[str, OperatorConfig], modules: Mapping[str, Any], path: Path) -> None:

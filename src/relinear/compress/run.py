@@ -39,6 +39,7 @@ from relinear.core.modes import evaluating
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, linear_features
 from relinear.distill.record import token_blocks
 from relinear.surgery.checkpoint import save_pretrained
+from relinear.surgery.coverage import coverage, out_of_reach
 from relinear.surgery.plan import plan
 from relinear.surgery.select import ALL_LINEAR
 from relinear.surgery.states import flat_states, place_
@@ -74,7 +75,7 @@ class CompressReport:
     plan that was given. speed: of the layers by the table, None where it was not measured. points: predictions held
     against measurements. evaluation: the compressed model beside the original (loss, agreement, samples, speed), None
     where it was not measured. peak_memory_bytes: of this call. settings: all of them. healing: None where there was
-    none.
+    none. left: what no target could name, such as experts that are held as one tensor, in words.
     """
 
     plan: CompressPlan
@@ -90,6 +91,7 @@ class CompressReport:
     evaluation: dict[str, Any] | None = None
     peak_memory_bytes: int | None = None
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    left: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
@@ -106,6 +108,7 @@ class CompressReport:
             "evaluation": self.evaluation,
             "peak_memory_bytes": self.peak_memory_bytes,
             "layers": layers,
+            "left": list(self.left),
             "seconds": self.seconds,
             "healing": None if self.healing is None else self.healing.to_dict(),
             "settings": self.settings,
@@ -116,6 +119,7 @@ class CompressReport:
         share = self.parameters / self.parameters_before
         lines = [str(self.plan)]
         lines += [f"whole model: {self.parameters_before:,} -> {self.parameters:,} parameters ({share:.3f})"]
+        lines += [f"left as they are: {what}" for what in self.left]
         if self.speed is not None:
             lines.append(str(self.speed))
         if self.healing is not None:
@@ -186,6 +190,10 @@ def compress(
     given = settings.model_dump() if isinstance(settings, CompressSettings) else dict(settings or {})
     chosen = CompressSettings.load(given if keep is None else given | {"keep": keep}, "compress settings")
     check_heal(chosen)
+    if export is not None and out_dir is None:
+        raise ValueError(
+            f"export={export!r} writes into out_dir, and none is given: give it, or export_{export}(model, ...)"
+        )
     if export == "gguf":
         check_gguf(model, tokenizer)
     if out_dir is not None:
@@ -360,9 +368,11 @@ class _Job:
                 )
             self.by_layer.setdefault(index, {})[name] = module
         widest = max(linear_features(module)[0] for module in modules.values())
-        if settings.tokens < widest:
+        seen = settings.blocks * settings.sequence_length
+        if seen < widest:
             raise ValueError(
-                f"tokens={settings.tokens} are fewer than the widest layer has inputs, {widest:,}; use more"
+                f"tokens={settings.tokens}, in whole blocks of sequence_length={settings.sequence_length} {seen:,}, "
+                f"are fewer than the widest layer has inputs, {widest:,}; use more"
             )
 
         self.neurons: Neurons | None = None
@@ -392,6 +402,7 @@ class _Job:
         clock, memory = _Clock(), PeakMemory(next(self.model.parameters()).device)
         memory.start()
         before = module_parameters(self.model)
+        left = tuple(entry.in_words() for entry in out_of_reach(coverage(self.model, {}, {})))
         calibration = self._calibrate(corpus.blocks)
         clock.lap("calibration")
         use = {name: calibration.counts[name] / calibration.tokens for name in self.modules}
@@ -429,6 +440,7 @@ class _Job:
             evaluation=evaluation,
             peak_memory_bytes=memory.read(),
             settings=self.settings.model_dump(mode="json"),
+            left=left,
         )
         values = report.to_dict() | {"command": command_line()}
         write_json(self.folder / "report.json", values)

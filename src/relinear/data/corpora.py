@@ -63,6 +63,12 @@ def iter_texts(settings: DataSettings, split: str = "train", *, conversations: b
     return documents if conversations else _only_text(documents, settings)
 
 
+def whole_or_held_out(settings: DataSettings) -> str:
+    """The split of a corpus to judge on: ``all``; where the corpus brings splits its ``test``, else ``validation``."""
+    splits = open_corpus(settings).splits
+    return next(split for split in ("all", "test", "validation") if split in splits)
+
+
 def _only_text(documents: Iterator[str], settings: DataSettings) -> Iterator[str]:
     for document in documents:
         if isinstance(document, Conversation):

@@ -34,6 +34,10 @@ class Left:
     names: tuple[str, ...]
     parameters: int
 
+    def in_words(self) -> str:
+        """How many of which class, one of their names, and why."""
+        return f"{len(self.names)} {self.kind} such as {self.names[0]} ({self.reason})"
+
 
 @dataclasses.dataclass(frozen=True)
 class Coverage:
@@ -143,13 +147,18 @@ def _holds_matrices(module: nn.Module) -> bool:
     return any(p is not None and p.ndim > 1 and p.is_floating_point() for p in module._parameters.values())
 
 
+def out_of_reach(found: Coverage) -> list[Left]:
+    """What no pattern could have named: fused experts, subclasses of nn.Linear, weights that others read."""
+    return [entry for entry in found.left if entry.reason.startswith(_OUT_OF_REACH)]
+
+
 def warn_of_gaps(found: Coverage) -> None:
     """Warn if surgery could not reach more than a tenth of the linear parameters (the output head left out)."""
-    gaps = [entry for entry in found.left if entry.reason.startswith(_OUT_OF_REACH)]
+    gaps = out_of_reach(found)
     head = sum(entry.parameters for entry in found.left if entry.reason == OUTPUT_HEAD)
     missing = sum(entry.parameters for entry in gaps)
     if missing > _WORTH_A_WARNING * (found.total - head):
-        what = "; ".join(f"{len(e.names)} {e.kind} such as {e.names[0]} ({e.reason})" for e in gaps)
+        what = "; ".join(entry.in_words() for entry in gaps)
         warnings.warn(
             f'"all-linear" leaves {missing / (found.total - head):.0%} of the linear parameters (embeddings and output '
             f"head not counted) as they were: {what}",
