@@ -9,8 +9,10 @@ from transformers import TrainerCallback
 
 import relinear
 from conftest import make_tiny_llama
+from relinear.models.cgt.objective import CGTObjective, GuidedTraining
 from relinear.surgery.layer_bias import LayerBias
 from relinear.train import FitSettings, fit
+from test_cgt import make_cgt
 from train_helpers import DATA, Gradients, Tokens
 
 SETTINGS = FitSettings(
@@ -55,8 +57,16 @@ PARTS |= others(
 )
 
 
+#: what takes a step on two ranks: these, and the model that has an objective of its own
+CGT = "cgt"
+MODELS = (*PARTS, CGT)
+
+
 def built(part):
     torch.manual_seed(0)
+    if part == CGT:  # every draw of a split is the same one, as ranks draw their own
+        objective = CGTObjective(splits=(4,), continuity=0.1)
+        return GuidedTraining(make_cgt(vocab_size=96), objective)
     model = make_tiny_llama()
     mapping, attached = PARTS[part]
     for attachment in attached:
@@ -71,11 +81,14 @@ def without_noise(*size, **kwargs):
 
 
 def one_step(part, settings):
-    """Losses of two steps, and the gradients of the first; padded sequences, so that ranks have unequal shares."""
+    """Losses of two steps, and the gradients of the first; padded sequences, so that ranks have unequal shares.
+
+    CGT's losses are means over a batch's sequences, so those are whole.
+    """
     drawn, seen, model = torch.randn, Gradients(), built(part)
     torch.randn = without_noise
     try:
-        result = fit(model, DATA["padded"](), settings.updated(steps=2), callbacks=[seen])
+        result = fit(model, DATA["full" if part == CGT else "padded"](), settings.updated(steps=2), callbacks=[seen])
     finally:
         torch.randn = drawn
     losses = [value for row in result.curve for key, value in row.items() if key in ("loss", "cross_entropy")]
@@ -83,7 +96,7 @@ def one_step(part, settings):
 
 
 def steps(folder, rank):
-    found = {part: one_step(part, SETTINGS) for part in PARTS}
+    found = {part: one_step(part, SETTINGS) for part in MODELS}
     if rank == 0:
         torch.save(found, folder / "steps.pt")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import relinear
-from dist_ranks import PARTS, SETTINGS, built, one_step
+from dist_ranks import MODELS, PARTS, SETTINGS, built, one_step
 from relinear.train import fit
 from train_helpers import DATA, Tokens
 
@@ -68,7 +68,7 @@ def test_every_operator_and_attachment_has_its_row():
         assert own == kinds[name], name
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", MODELS)
 def test_two_ranks_have_the_loss_and_the_gradients_of_one(part, found):
     there = torch.load(found / "steps.pt", weights_only=True)[part]
     here = one_step(part, SETTINGS.updated(batch_size=8))
