@@ -115,7 +115,7 @@ def gradients(model, ids) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - STATE_SPACE - {"falcon"}))
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - STATE_SPACE))
 def test_a_context_reaches_every_family(family: str) -> None:
     model = make_family(family)
     model = conditioned(model)

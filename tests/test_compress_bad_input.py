@@ -106,3 +106,8 @@ def test_exports_without_a_directory(tmp_path) -> None:
 def test_tokens_of_which_whole_blocks_are_too_few(tmp_path) -> None:
     settings = SETTINGS | {"tokens": 71, "sequence_length": 24}  # 48 of them, and 64 inputs
     refused(tiny(), tokens(), "in whole blocks of sequence_length=24 48, are fewer", tmp_path, settings=settings)
+
+
+def test_plans_that_are_not_there(tmp_path) -> None:
+    missing = tmp_path / "none.json"
+    refused(tiny(), tokens(), "there is no plan .*none.json", tmp_path, settings=SETTINGS, plan_file=missing)

@@ -81,6 +81,8 @@ class CompressPlan:
                 not fit it.
         """
         path = Path(path)
+        if not path.is_file():
+            raise ValueError(f"there is no plan {path}: give the file, such as DIR/plan.json")
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             layers = dict(values["layers"])

@@ -391,9 +391,19 @@ def is_conv1d(module: Any) -> bool:
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
+def is_falcon_linear(module: Any) -> bool:
+    """Whether ``module`` is Falcon's linear layer, a subclass that computes what nn.Linear does; by name, likewise."""
+    kind = type(module)
+    return kind.__name__ == "FalconLinear" and kind.__module__ == "transformers.models.falcon.modeling_falcon"
+
+
 def is_linear(module: Any) -> bool:
-    """Whether ``module`` can be replaced: exactly nn.Linear, GPT-2's Conv1D, or an operator (subclasses are not)."""
-    return type(module) is nn.Linear or is_conv1d(module) or isinstance(module, Operator)
+    """Whether ``module`` can be replaced: exactly nn.Linear, GPT-2's Conv1D, Falcon's layer, or an operator.
+
+    Other subclasses of nn.Linear cannot: they may compute something else.
+    """
+    stock = type(module) is nn.Linear or is_conv1d(module) or is_falcon_linear(module)
+    return stock or isinstance(module, Operator)
 
 
 def linear_features(module: Any) -> tuple[int, int]:
