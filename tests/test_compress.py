@@ -166,6 +166,21 @@ def test_several_corpora_calibrate_in_turns(tmp_path) -> None:
     assert found[0] == found[1]
 
 
+def test_a_plan_that_is_not_carried_out_leaves_a_models_own(tmp_path) -> None:
+    def files():
+        return {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file() and path.name[0] != "."}
+
+    compress(tiny(), tokens(), keep=0.8, settings=SETTINGS, out_dir=tmp_path)
+    before = files()
+    proposed = compress(tiny(), tokens(), keep=0.5, settings=SETTINGS, out_dir=tmp_path, plan_only=True)
+    after = files()
+    assert {name: after[name] for name in before} == before
+    assert json.loads(after["proposed-report.json"])["parameters"] == proposed.parameters
+    assert {"proposed-plan.json", "proposed-report.html"} <= after.keys()
+    compress(tiny(), tokens(), keep=0.5, settings=SETTINGS, out_dir=tmp_path)
+    assert files()["plan.json"] == after["proposed-plan.json"]
+
+
 def test_calibration_keeps_one_layer_in_memory(tmp_path, monkeypatch) -> None:
     import gc
 

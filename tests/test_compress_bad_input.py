@@ -64,6 +64,8 @@ def test_corpora_in_turns_that_are_too_short_or_none(tmp_path) -> None:
     message = r"short, one of 2 corpora in turns: the corpus has 40 tokens; 256 are to be recorded"
     refused(tiny(), few, message, tmp_path, settings=SETTINGS)
     refused(tiny(), {}, "texts is an empty mapping", tmp_path, settings=SETTINGS)
+    many = {str(i): tokens() for i in range(33)}
+    refused(tiny(), many, "33 corpora in turns, and 32 blocks of sequence_length=16", tmp_path, settings=SETTINGS)
 
 
 def test_sequences_longer_than_the_model_takes(tmp_path) -> None:

@@ -82,6 +82,7 @@ def command(
     from relinear.cli.progress import watch_compression
     from relinear.compare.recipe import parse_overrides
     from relinear.compress import CompressSettings, compress
+    from relinear.compress.run import proposal
     from relinear.data import DataSettings, iter_texts
     from relinear.data.corpora import whole_or_held_out
     from relinear.data.tokenizers import load_tokenizer
@@ -102,6 +103,8 @@ def command(
     }
     settings = CompressSettings.load(set_if_given(given) | parse_overrides(overrides or []), "settings")
     column = {"text_column": text_column} if text_column else {}
+    if repeated := sorted({name for name in data if data.count(name) > 1}):
+        raise ValueError(f"--data {repeated[0]} is given twice; of every corpus as many tokens are taken")
     corpora = {name: DataSettings.load({"data": name} | column, "data") for name in data}
     others = {name: DataSettings.load({"data": name} | column, "data") for name in evaluate_on or []}
     prepare_process(threads)
@@ -124,5 +127,7 @@ def command(
             on_progress=on_progress,
         )
     print(report)
-    print(f"plan: {(out / 'plan.json').resolve()}" if plan_only else f"model: {(out / 'model').resolve()}")
-    print(f"report: {(out / 'report.html').resolve()}")
+    if plan_only:
+        print(f"plan: {proposal(out, 'plan.json').resolve()}\nreport: {proposal(out, 'report.html').resolve()}")
+    else:
+        print(f"model: {(out / 'model').resolve()}\nreport: {(out / 'report.html').resolve()}")

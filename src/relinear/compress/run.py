@@ -50,8 +50,8 @@ from relinear.system.machine import PeakMemory, command_line, describe_machine
 
 __all__ = ["CompressReport", "compress"]
 
-#: what is exported beside a model, as it is called there
-PLAIN, GGUF = "plain", "model.gguf"
+#: the model, and what is exported beside it, as they are called in the directory
+MODEL, PLAIN, GGUF = "model", "plain", "model.gguf"
 #: layers that take less than these seconds together are not refused for their speed: a call costs as much as its work
 LEAST_SECONDS = 1e-3
 #: what two measurements of one speed may differ by
@@ -172,7 +172,8 @@ def compress(
         targets, exclude: patterns of the linear layers that may be replaced; by default all but the head.
         settings: ``CompressSettings`` or a mapping of its fields.
         plan_file: a plan to carry out in place of one that is made here.
-        plan_only: stop after the plan, the model as it was.
+        plan_only: stop after the plan, the model as it was. Where ``out_dir`` holds a model already, plan and report
+            are put beside its own as ``proposed-*``.
         evaluate_on: texts of other kinds, by name, that the result is also judged on; of each ``evaluation_tokens``.
         export: "plain" also writes ``out_dir/plain``, a directory that loads without relinear (``export_plain``);
             "gguf" writes ``out_dir/model.gguf`` of a Llama without factors (``export_gguf``).
@@ -215,9 +216,14 @@ def compress(
     return report
 
 
+def proposal(folder: Path, name: str) -> Path:
+    """Where ``name``, of a plan that is not carried out (yet), is put: a model in ``folder`` keeps its own."""
+    return folder / (f"proposed-{name}" if (folder / MODEL).is_dir() else name)
+
+
 def _save(model: Any, folder: Path, tokenizer: Any, export: str | None) -> None:
     _remove_exports(folder)  # first: none is ever beside a model that it does not hold
-    save_pretrained(model, folder / "model", tokenizer=tokenizer)
+    save_pretrained(model, folder / MODEL, tokenizer=tokenizer)
     if export == "plain":
         export_plain(model, folder / PLAIN, tokenizer=tokenizer)
     if export == "gguf":
@@ -284,10 +290,15 @@ def _in_turns(
     """``count`` blocks (N, T), one of each corpus after the other, and up to ``spare`` more.
 
     Raises:
-        ValueError: if there is no corpus, or one is too short for its share.
+        ValueError: if there is no corpus, more than blocks, or one that is too short for its share.
     """
     if not corpora:
         raise ValueError("texts is an empty mapping; give one corpus or more, by name")
+    if count < len(corpora):
+        raise ValueError(
+            f"{len(corpora)} corpora in turns, and {count} blocks of sequence_length={length} in all ({what}): give "
+            "fewer corpora, or more tokens"
+        )
     shares = []
     for name, texts in corpora.items():
         try:
@@ -415,7 +426,7 @@ class _Job:
         else:
             assert given_plan is not None, "without a budget there is a plan"
             whole = given_plan
-        whole.save(self.folder / "plan.json")
+        whole.save(proposal(self.folder, "plan.json"))
         clock.lap("plan")
         if self.one_matrix_each:
             check_gguf_operators(whole.replaced, {name: linear_features(m) for name, m in self.modules.items()})
@@ -423,6 +434,8 @@ class _Job:
         if speed is not None and not plan_only:
             self._check_speed(speed)
         clock.lap("speed")
+        if not plan_only:
+            proposal(self.folder, "plan.json").replace(self.folder / "plan.json")
         healing, evaluation = None, None
         if not plan_only and (whole.replaced or narrowed):
             healing, evaluation = self._make(corpus, calibration, whole, narrowed, tokenizer, clock)
@@ -443,8 +456,9 @@ class _Job:
             left=left,
         )
         values = report.to_dict() | {"command": command_line()}
-        write_json(self.folder / "report.json", values)
-        write_page(self.folder / "report.html", values)
+        place = partial(proposal, self.folder) if plan_only else self.folder.joinpath
+        write_json(place("report.json"), values)
+        write_page(place("report.html"), values)
         return report
 
     def _calibrate(self, blocks: Tensor) -> Calibration:
