@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from relinear.kernels.native import build
 from relinear.system import machine
@@ -62,3 +63,18 @@ def test_other_processors_have_kernels_of_their_own(monkeypatch):
 def test_the_command_is_as_it_was_typed(argv, typed, monkeypatch) -> None:
     monkeypatch.setattr("sys.argv", argv)
     assert machine.command_line() == typed
+
+
+def test_threads_are_others_within_a_block_alone() -> None:
+    before, seen = torch.get_num_threads(), []
+
+    def work():
+        with machine.on_threads(before + 1):
+            seen.append(torch.get_num_threads())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        work()
+    with machine.on_threads(None):
+        seen.append(torch.get_num_threads())
+    assert (*seen, torch.get_num_threads()) == (before + 1, before, before)

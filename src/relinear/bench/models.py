@@ -21,7 +21,7 @@ from relinear.core.settings import Settings
 from relinear.models import from_preset, preset_names
 from relinear.surgery.plan import replace_
 from relinear.system.files import write_json
-from relinear.system.machine import command_line, describe_machine
+from relinear.system.machine import command_line, describe_machine, on_threads
 from relinear.system.timing import Timing, interleave
 
 __all__ = ["MODEL_PASSES", "ModelBenchSettings", "ModelMeasurement", "bench_models", "run_model_bench"]
@@ -238,31 +238,30 @@ def run_model_bench(
     for mapping in variants.values():
         with torch.device("meta"):
             replace_(from_preset(settings.preset), mapping, init="fresh")
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
     rows: list[dict[str, Any]] = []
     cases = [
         (phase, batch)
         for phase in settings.passes
         for batch in ((settings.batch_size,) if phase == "step" else settings.inference_batches)
     ]
-    for dtype, mode, (phase, batch) in itertools.product(settings.dtypes, settings.modes, cases):
-        if phase != "step" and mode == "compiled":
-            continue
-        report(f"{settings.preset}, {dtype}, {mode}, {phase} of {batch}")
-        measured = bench_models(
-            settings.preset,
-            variants,
-            phase=phase,
-            sequence_length=settings.sequence_length,
-            batch_size=batch,
-            dtype=DTYPES[dtype],
-            compiled=mode == "compiled",
-            prepare=_attach_contexts,
-            for_inference=settings.for_inference,
-            rounds=settings.rounds,
-        )
-        rows += [m.to_dict() for m in measured]
+    with on_threads(settings.threads):
+        for dtype, mode, (phase, batch) in itertools.product(settings.dtypes, settings.modes, cases):
+            if phase != "step" and mode == "compiled":
+                continue
+            report(f"{settings.preset}, {dtype}, {mode}, {phase} of {batch}")
+            measured = bench_models(
+                settings.preset,
+                variants,
+                phase=phase,
+                sequence_length=settings.sequence_length,
+                batch_size=batch,
+                dtype=DTYPES[dtype],
+                compiled=mode == "compiled",
+                prepare=_attach_contexts,
+                for_inference=settings.for_inference,
+                rounds=settings.rounds,
+            )
+            rows += [m.to_dict() for m in measured]
     result = {
         "settings": settings.model_dump(mode="json"),
         "command": command_line(),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from relinear.core.inference import for_inference_
+from relinear.system.machine import on_threads
 from relinear.train.optim import build_optimizer
 from relinear.train.run import build_model
 from relinear.train.settings import TrainSettings
@@ -94,10 +95,7 @@ def measure_speed(
         name -> train_ratio, inference_ratio, train_tokens_per_second, inference_tokens_per_second, rounds, reference.
     """
     loaded = {name: TrainSettings.load(value) for name, value in settings.items()}
-    threads, base = torch.get_num_threads(), loaded[reference]
-    if base.threads is not None:
-        torch.set_num_threads(base.threads)
-    try:
+    with on_threads(loaded[reference].threads):
         subjects = {name: _Subject(value, vocab_size) for name, value in loaded.items()}
         start = time.perf_counter()
         for _ in range(2):  # first touches of memory, compilation
@@ -111,8 +109,6 @@ def measure_speed(
                 for what, times in subject.seconds.items():
                     times.append(subject.time(what))
             on_progress({"step": done + 1, "steps": count})
-    finally:
-        torch.set_num_threads(threads)
     return {name: _figures(subject, subjects[reference], reference) for name, subject in subjects.items()}
 
 

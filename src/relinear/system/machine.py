@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,32 @@ import torch
 
 from relinear.system.version import __version__
 
-__all__ = ["PeakMemory", "command_line", "cpu_features", "describe_machine", "fast_bfloat16", "is_first_rank"]
+__all__ = [
+    "PeakMemory",
+    "command_line",
+    "cpu_features",
+    "describe_machine",
+    "fast_bfloat16",
+    "is_first_rank",
+    "on_threads",
+]
 
 
 def is_first_rank() -> bool:
     """Whether this is the process that writes and tells: the only one, or the first rank of several."""
     return int(os.environ.get("RANK", "0")) == 0
+
+
+@contextlib.contextmanager
+def on_threads(count: int | None) -> Iterator[None]:
+    """Within the block torch computes on ``count`` CPU threads, then on as many as before; None changes nothing."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @functools.cache

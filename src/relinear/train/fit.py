@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from relinear.core.modes import same_modes
 from relinear.core.objective import GuidedTraining, Objective
 from relinear.surgery.summary import summary
-from relinear.system.machine import PeakMemory
+from relinear.system.machine import PeakMemory, on_threads
 from relinear.system.signals import Terminated, on_terminate
 from relinear.train.settings import FitSettings
 
@@ -88,24 +88,25 @@ def _prepared(model: Any, settings: FitSettings) -> Iterator[None]:
     """The model as training wants it, and afterwards as it was: threads, precision, checkpointing, compilation."""
     from transformers.utils import logging
 
-    threads, use_cache = torch.get_num_threads(), getattr(getattr(model, "config", None), "use_cache", None)
+    use_cache = getattr(getattr(model, "config", None), "use_cache", None)
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # of writing shards: a run shows its own progress
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
     if settings.dtype == "pure_bfloat16":
         model.to(torch.bfloat16)
     if settings.gradient_checkpointing:
         _checkpointing(model, True)
     try:
-        with same_modes(model), compiled(model) if settings.compile else contextlib.nullcontext():
+        with (
+            on_threads(settings.threads),
+            same_modes(model),
+            compiled(model) if settings.compile else contextlib.nullcontext(),
+        ):
             yield
     finally:
         if settings.gradient_checkpointing:
             _checkpointing(model, False)
         if use_cache is not None:
             model.config.use_cache = use_cache  # Trainer turns it off, which would make generation slow
-        torch.set_num_threads(threads)
         if bars:
             logging.enable_progress_bar()
 
