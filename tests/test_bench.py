@@ -104,6 +104,7 @@ def test_slower_is_beyond_what_either_run_varies_by():
     assert "not timed any more: off" in lines[1]
 
 
+@pytest.mark.slow
 def test_a_run_is_checked_against_a_recorded_one(tmp_path, capfd):
     common = ["bench", "-o", "low_rank:rank=4", "--shapes", "16x16", "--tokens", "3", "--modes", "eager", "--dtypes",
               "fp32", "--passes", "forward", "--rounds", "3", "--no-untuned", "--no-peers"]  # fmt: skip
