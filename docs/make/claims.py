@@ -663,7 +663,7 @@ def rotor() -> Paper:
     forward = next(
         row
         for row in timed("rotor")[1]
-        if (row["in_features"], row["dtype"], row["passed"], row["tokens"]) == (2048, "float32", "forward", 4096)
+        if (row["in_features"], row["dtype"], row["phase"], row["tokens"]) == (2048, "float32", "forward", 4096)
     )
     fitted = "8,192 tokens a fit, learning rates tuned, three seeds, 4,096 tokens of each text"
     smollm2 = (
@@ -674,7 +674,10 @@ def rotor() -> Paper:
         "B": Run("python results/rotor/constant.py --model models/smollm2 --data data", "the same tokens", "rotor"),
         "C": Run("python results/rotor/init.py --steps 80 --seeds 0,1", "80 steps, 2 seeds", "rotor"),
         "D": Run(
-            "relinear bench --tokens 1,64,4096 --modes eager --rounds 5 --out results/speed/bench", "5 rounds", "speed"
+            "relinear bench -o rotor --shapes 128x128,256x256,512x512,512x2048,2048x2048 --tokens 1,128,1024,4096 "
+            "--modes eager --rounds 3 --repeats 3 --no-peers --no-untuned --out results/speed/bench-rotor",
+            "3 runs of 3 rounds",
+            "speed",
         ),
     }
     constants = ", ".join(
@@ -746,9 +749,9 @@ def rotor() -> Paper:
             "Speed needs kernels that are not there yet",
             "limitations",
             BEYOND,
-            f"One double rotor takes {forward['ratio']:.2f} [{forward['ratio_low']:.2f} to "
-            f"{forward['ratio_high']:.2f}] of a dense "
-            "layer's time (2048, float32, 4,096 tokens), as two small products in the spin representation",
+            f"The whole network (width 3, depth 2) takes {forward['ratio']:.2f} [{forward['ratio_minimum']:.2f} to "
+            f"{forward['ratio_maximum']:.2f}] of a dense layer's time on a CPU (2048, float32, 4,096 tokens), as one "
+            "C++ kernel",
             "D",
         ),
         Claim(
@@ -776,7 +779,7 @@ def hdpl() -> Paper:
     layers = [
         row for row in timed("hdpl")[1] if row["in_features"] == row["out_features"] == 2048 and row["tokens"] == 4096
     ]
-    cells = ", ".join(f"{row['ratio']:.2f} ({row['dtype']}, {row['passed']})" for row in layers)
+    cells = ", ".join(f"{row['ratio']:.2f} ({row['dtype']}, {row['phase']})" for row in layers)
     memory = ", ".join(f"{row['memory_ratio']:.2f} ({row['dtype']})" for row in layers if row["memory_ratio"])
     count = hybrid["float32"]["parameters"]
     runs = {

@@ -107,10 +107,10 @@ def losses_table(names: Sequence[str], entries: Sequence[str], reference: str) -
 
 def timed(kind: str) -> tuple[str, list[dict[str, Any]]]:
     """The newest file that times the operator in eager mode over all shapes, and its rows of it."""
-    for name in ("speed/bench-gates/bench.json", "speed/bench/bench.json"):
+    for name in ("speed/bench-rotor/bench.json", "speed/bench-gates/bench.json", "speed/bench/bench.json"):
         rows = [row for row in read(name)["rows"] if row["contender"].partition(":")[0] == kind and not row["error"]]
-        if rows:
-            return name, rows
+        if rows:  # earlier versions called the phase ``passed``
+            return name, [{"phase": row.get("passed"), **row} for row in rows]
     return "", []
 
 
@@ -123,7 +123,7 @@ def speed_table(kind: str) -> str:
     cells: dict[tuple[str, str], dict[tuple[str, int], str]] = {}
     for row in rows:
         case = cells.setdefault((f"{row['in_features']} → {row['out_features']}", row["dtype"]), {})
-        case[row["passed"], row["tokens"]] = f"{row['ratio']:.2f} ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})"
+        case[row["phase"], row["tokens"]] = f"{row['ratio']:.2f} ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})"
     lines = [[shape, dtype, *(found.get(column, "") for column in columns)] for (shape, dtype), found in cells.items()]
     head = [
         "shape",
@@ -147,7 +147,7 @@ def speed_table(kind: str) -> str:
 
 def _case(row: Mapping[str, Any]) -> str:
     tokens = f"{row['tokens']:,} token{'s' * (row['tokens'] > 1)}"
-    place = f"{row['in_features']} → {row['out_features']}, {row['dtype']}, {row['passed']}, {tokens}"
+    place = f"{row['in_features']} → {row['out_features']}, {row['dtype']}, {row['phase']}, {tokens}"
     return f"{row['ratio']:.2f} ({place})"
 
 
