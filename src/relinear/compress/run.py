@@ -48,7 +48,7 @@ from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
 from relinear.system.machine import PeakMemory, command_line, describe_machine
 
-__all__ = ["CompressReport", "compress"]
+__all__ = ["CompressReport", "compress", "proposal"]
 
 #: the model, and what is exported beside it, as they are called in the directory
 MODEL, PLAIN, GGUF = "model", "plain", "model.gguf"
