@@ -487,7 +487,7 @@ def test_the_page_of_a_plan_alone_and_of_one_without_gradients(tmp_path) -> None
     assert "Nothing was evaluated" in (tmp_path / "a" / "report.html").read_text()
     settings = SETTINGS | {"fisher": False, "allow_slower": True}
     report = compress(tiny(), tokens(), keep=0.6, settings=settings, out_dir=tmp_path / "b")
-    assert "nothing was predicted" in (tmp_path / "b" / "report.html").read_text()
+    assert "Nothing is predicted of the whole plan" in (tmp_path / "b" / "report.html").read_text()
     assert isinstance(report.budget, Budget)
 
 
