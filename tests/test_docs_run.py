@@ -159,7 +159,11 @@ def named(page: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(p, id=named(p), marks=[pytest.mark.slow] if named(p) in LONG else []) for p in PAGES]
+    "page",
+    [
+        pytest.param(p, id=named(p), marks=[pytest.mark.slow, pytest.mark.timeout(1800)] if named(p) in LONG else [])
+        for p in PAGES
+    ],
 )
 def test_blocks_run(page: Path, world: Path, tmp_path, monkeypatch) -> None:
     here = tmp_path / "here"
