@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import relinear
-from cases import TWINS, Twin
+from cases import TWINS, Twin, leaves_of
 from relinear import kernels
 from relinear.kernels import choice
 
@@ -52,14 +52,11 @@ def test_kernel_equals_its_reference(twin: Twin) -> None:
     assert list(inspect.signature(twin.fast).parameters) == list(inspect.signature(twin.reference).parameters)
 
     def run(function, arguments):
-        arguments = [
-            a.clone().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in arguments
-        ]
+        arguments, leaves = leaves_of(arguments, torch.float64)
         results = function(*arguments)
         results = [r for r in (results if isinstance(results, tuple) else (results,)) if r is not None]
         generator = torch.Generator().manual_seed(0)
         loss = sum((r * torch.randn(r.shape, generator=generator, dtype=r.dtype)).sum() for r in results)
-        leaves = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
         return [r.detach() for r in results], torch.autograd.grad(loss, leaves, allow_unused=True)
 
     count = 0
@@ -86,11 +83,30 @@ def test_no_kernel_of_a_gpu_inside_a_transform(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(choice, "against_unseen", lambda kind, device, dtype: "")
     x = types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, numel=lambda: 8)
-    chosen = [not choice.against_triton("hdpl", x)]
-    torch.vmap(lambda t: (chosen.append(not choice.against_triton("hdpl", x)), t)[1])(torch.zeros(2))
+    chosen = [not choice.against_triton("hdpl", x, outputs=8)]
+    torch.vmap(lambda t: (chosen.append(not choice.against_triton("hdpl", x, outputs=8)), t)[1])(torch.zeros(2))
     with torch.autograd.forward_ad.dual_level():
-        chosen.append(not choice.against_triton("hdpl", x))
+        chosen.append(not choice.against_triton("hdpl", x, outputs=8))
     assert chosen == [True, False, False]
+
+
+def test_kernels_of_a_gpu_run_where_they_were_the_faster_form(monkeypatch) -> None:
+    monkeypatch.setattr(choice, "HAS_TRITON", True)
+    monkeypatch.setattr(choice, "_against_inputs", lambda *given: "")
+    monkeypatch.setattr(choice, "against_unseen", lambda *given: "")
+
+    def runs(kind: str, tokens: int, width: int) -> bool:
+        x = types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, numel=lambda: tokens * width)
+        return not choice.against_triton(kind, x, outputs=width)
+
+    assert [runs("ccl", 4096, width) for width in (2048, 8192)] == [False, False]
+    assert runs("ccl", 65536, 2048)
+    with torch.no_grad():
+        assert [runs("transponder", 4096, width) for width in (2048, 4096)] == [True, False]
+    assert runs("transponder", 4096, 4096)  # a training step
+    assert not runs("hdpl", 65536, 8192)
+    with choice.triton_kernels("force"):
+        assert runs("ccl", 4096, 2048)
 
 
 def test_kernels_of_a_gpu_can_be_forced_and_turned_off(monkeypatch) -> None:
@@ -100,11 +116,11 @@ def test_kernels_of_a_gpu_can_be_forced_and_turned_off(monkeypatch) -> None:
     monkeypatch.setattr(choice, "against_unseen", lambda *given: asked.append(given) or "off by 1")
     x = torch.zeros(2, dtype=torch.float16)
     with choice.triton_kernels("force"):
-        assert not choice.against_triton("hdpl", x)
+        assert not choice.against_triton("hdpl", x, outputs=8)
     with choice.triton_kernels("0"):
-        assert choice.against_triton("hdpl", x) == "RELINEAR_TRITON=0"
+        assert choice.against_triton("hdpl", x, outputs=8) == "RELINEAR_TRITON=0"
     assert not asked
-    assert choice.against_triton("hdpl", x) == "off by 1"
+    assert choice.against_triton("hdpl", x, outputs=8) == "off by 1"
     assert asked == [("hdpl", "cpu", torch.float16)]
     with pytest.raises(ValueError, match=r"RELINEAR_TRITON='yes' .* 'force'"), choice.triton_kernels("yes"):
         pass

@@ -14,7 +14,7 @@ from relinear import clifford
 from relinear.core.moments import Moments
 from relinear.core.operator import linear_of
 from relinear.functional.rotor import branch_permutation, from_windows, to_windows
-from relinear.operators.rotor import SandwichSum
+from relinear.operators.sandwich_sum import SandwichSum
 
 D = torch.float64
 

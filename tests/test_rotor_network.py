@@ -36,6 +36,23 @@ every_network = pytest.mark.parametrize(
         ({"activation": "none", "rotors": "single", "depth": 3}, 64, 96, 20),
         ({"terms": "multivector", "width": 2}, 128, 130, 21),
         ({"terms": "kronecker", "slopes": "shared"}, 64, 150, 21),
+        ({"activation": "gelu"}, 64, 72, 18),
+        ({"activation": "silu", "normalize": False, "permute": False}, 100, 64, 5),
+        ({"activation": "elu", "activate_entry": True}, 64, 64, 33),
+        # every kind of numbers that the spin representation is made of
+        ({"basis": "blade"}, 16, 16, 20),
+        ({"basis": "blade", "rotors": "single"}, 36, 32, 17),
+        ({"basis": "blade", "activation": "gelu"}, 64, 64, 3),
+        ({"basis": "blade", "permute": False}, 128, 130, 33),
+        ({"basis": "blade", "normalize": False}, 256, 256, 16),
+        ({"basis": "blade", "width": 2}, 512, 512, 5),
+        ({"basis": "blade", "depth": 1}, 1024, 1000, 2),
+        ({"basis": "blade", "inner": 256, "depth": 1, "width": 1}, 40, 100, 18),
+        ({"basis": "blade", "terms": "multivector"}, 64, 100, 21),
+        ({"basis": "blade", "terms": "kronecker", "rotors": "double"}, 64, 64, 21),
+        (AUTHORS | {"basis": "blade", "residual": True}, 100, 64, 19),
+        (AUTHORS | {"basis": "blade", "residual": True, "inner": "input"}, 64, 128, 17),
+        (AUTHORS | {"basis": "blade", "residual": True, "inner": 32}, 100, 32, 7),
     ],
     ids=str,
 )
@@ -101,8 +118,12 @@ def test_output_and_gradients(settings, inputs, outputs, tokens, dtype, calls):
         assert error <= TOLERANCES[dtype] * max(expected.norm(), 1.0), name
 
 
-def test_the_same_bits_every_time_and_for_any_gradient_of_the_same_numbers(calls):
-    module, x = network({}, 128, 96), torch.randn(150, 128)
+several = pytest.mark.parametrize("settings", [{}, {"basis": "blade", "activation": "gelu"}], ids=str)
+
+
+@several
+def test_the_same_bits_every_time_and_for_any_gradient_of_the_same_numbers(settings, calls):
+    module, x = network(settings, 128, 96), torch.randn(150, 128)
     upstream = torch.randn(96).expand(150, 96)
     runs = [results(module, x, given) for given in (upstream, upstream, upstream.contiguous())]
     for other in runs[1:]:
@@ -110,8 +131,9 @@ def test_the_same_bits_every_time_and_for_any_gradient_of_the_same_numbers(calls
             assert torch.equal(value, other[name]), name
 
 
-def test_a_token_is_the_same_whoever_its_neighbours_are(calls):
-    module, x = network({}, 100, 72), torch.randn(41, 100)
+@several
+def test_a_token_is_the_same_whoever_its_neighbours_are(settings, calls):
+    module, x = network(settings, 100, 72), torch.randn(41, 100)
     upstream = torch.randn(41, 72)
     together = results(module, x, upstream)
     for rows in (slice(0, 1), slice(7, 8), slice(3, 23), slice(30, 41)):
@@ -120,8 +142,9 @@ def test_a_token_is_the_same_whoever_its_neighbours_are(calls):
         assert torch.equal(alone["x"], together["x"][rows])
 
 
-def test_a_token_that_is_not_a_number_stays_alone(calls):
-    module, x = network({}, 64, 64), torch.randn(20, 64)
+@several
+def test_a_token_that_is_not_a_number_stays_alone(settings, calls):
+    module, x = network(settings, 64, 64), torch.randn(20, 64)
     upstream, others = torch.randn(20, 64), [at for at in range(20) if at != 5]
     expected = results(module, x, upstream)
     x[5, 3] = torch.nan
@@ -137,7 +160,8 @@ def test_nothing_is_read_before_it_is_written(calls):
     perturb, fill = -6, getattr(ctypes.CDLL(None), "mallopt", None)
     if fill is None:
         pytest.skip("no glibc")
-    for settings, inputs, outputs in (({}, 24, 40), (AUTHORS | {"residual": True}, 40, 32)):
+    authors = AUTHORS | {"residual": True}
+    for settings, inputs, outputs in (({}, 24, 40), (authors, 40, 32), (authors | {"basis": "blade"}, 40, 32)):
         module, x, upstream = network(settings, inputs, outputs), torch.randn(19, inputs), torch.randn(19, outputs)
         expected = results(module, x, upstream)
         fill(perturb, 0x80)  # fresh memory holds 0x7f
@@ -149,9 +173,10 @@ def test_nothing_is_read_before_it_is_written(calls):
             assert torch.equal(found[name], value), name
 
 
-def test_no_tokens(calls):
+@several
+def test_no_tokens(settings, calls):
     """Too few for the kernel, which takes them all the same."""
-    module = network({}, 64, 32)
+    module = network(settings, 64, 32)
     assert module(torch.zeros(0, 64)).shape == (0, 32)
     assert not calls
     *numbers, form = module._network_numbers()
@@ -164,7 +189,7 @@ def test_no_tokens(calls):
 
 @pytest.mark.parametrize(
     ("settings", "inputs"),
-    [({"activation": "gelu"}, 64), ({"depth": 0}, 64), ({}, 6), ({"basis": "blade"}, 64)],
+    [({"depth": 0}, 64), ({}, 6), ({"basis": "blade"}, 8)],
     ids=str,
 )
 def test_other_networks_take_torch_operations(settings, inputs, calls):
@@ -183,8 +208,9 @@ def test_compilers_and_transforms_see_every_operation(calls):
     assert not calls
 
 
-def test_second_derivatives_are_those_of_the_reference(calls):
-    module, x = network({}, 32, 32), torch.randn(3, 32)
+@several
+def test_second_derivatives_are_those_of_the_reference(settings, calls):
+    module, x = network(settings, 32, 32), torch.randn(3, 32)
 
     def penalty(of, x):
         (grad,) = torch.autograd.grad(of(x.requires_grad_()).square().sum(), x, create_graph=True)
@@ -240,6 +266,10 @@ def test_a_few_tokens_in_inference_take_what_is_built_and_training_keeps_to_one_
     assert calls == ["rotor_network"]
 
 
+#: of coordinates of blades, beside their places
+SIGNS = {"signs": [torch.ones(64)] * 4, "rows": [8] * 4, "components": [1] * 4}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -250,6 +280,9 @@ def test_a_few_tokens_in_inference_take_what_is_built_and_training_keeps_to_one_
         ({"parts": [3] * 4}, "do not divide"),
         ({"left": [torch.zeros(1, 1, 1, 4, 4)] * 4}, "divisible by 8"),
         ({"y": torch.zeros(3, 60)}, "the exit needs writes"),
+        ({"blades": [torch.zeros(64, dtype=torch.int32)]}, "every layer has tables"),
+        ({"blades": [torch.full((64,), 64, dtype=torch.int32)] * 4} | SIGNS, "blades must hold places below 64"),
+        ({"blades": [torch.zeros(64, dtype=torch.int32)] * 4} | SIGNS | {"rows": [4] * 4}, "has no 4 rows"),
     ],
     ids=str,
 )
@@ -257,10 +290,18 @@ def test_what_the_kernel_refuses(change, message, any_size):
     *numbers, form = network({}, 64, 64)._network_numbers()
     x = torch.zeros(3, 64)
     given = rotor.PreparedNetwork(64, *numbers, form)
-    names = ("left", "right", "windows", "parts", "orders", "slopes", "mix", "reads", "writes")
+    names = ("left", "right", "windows", "parts", "blades", "signs", "rows", "components")
+    names += ("orders", "slopes", "mix", "reads", "writes")
     arguments = {"y": torch.zeros(3, 64), "x": x} | dict(zip(names, given.layers, strict=True)) | change
     with pytest.raises((RuntimeError, IndexError), match=message):
         native.kernels().rotor_network(*arguments.values(), None, *given.settings)
+
+
+def test_an_unknown_activation_is_refused(any_size):
+    *numbers, form = network({}, 64, 64)._network_numbers()
+    given, x = rotor.PreparedNetwork(64, *numbers, form), torch.zeros(3, 64)
+    with pytest.raises(RuntimeError, match="prelu, gelu, silu or elu, got tanh"):
+        native.kernels().rotor_network(x.clone(), x, *given.layers, None, *given.settings[:-1], "tanh")
 
 
 @pytest.mark.parametrize("layout", ["wrapped", "spread"])

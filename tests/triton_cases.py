@@ -12,13 +12,14 @@ from relinear.functional import cgt as reference_cgt
 from relinear.functional import hdpl as reference_hdpl
 from relinear.functional import rotor as reference_rotor
 from relinear.functional import transponder as reference_transponder
-from relinear.kernels.triton import ccl, cgt, hdpl, rotor, transponder
+from relinear.kernels.triton import ccl, cgt, hdpl, rotor, rotor_step, transponder
 from relinear.kernels.triton.samples import (
     ccl_arguments,
     cgt_arguments,
     draw,
     hdpl_arguments,
     rotor_arguments,
+    rotor_step_arguments,
     transponder_arguments,
 )
 
@@ -35,6 +36,7 @@ class Case:
         small: argument lists for the interpreter: a tuple is a shape of normal numbers (the last, the fan-in, scales
             a matrix), anything else is passed on.
         large: argument lists for the compiler, with as many tokens as give the largest tiles.
+        half: relative error that is allowed in float16, of results and gradients.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Case:
     fast: Callable
     small: tuple[tuple, ...]
     large: tuple[tuple, ...]
+    half: float = 2e-3
 
 
 CASES = [
@@ -118,6 +121,27 @@ CASES = [
             rotor_arguments(4096, 11, 64, 64, terms=2, outputs=2, inputs=2),
             rotor_arguments(4096, 9, 16, 16, blocks=2),
             rotor_arguments(4096, 12, 64, 64, basis="spinor"),
+        ),
+    ),
+    Case(
+        name="rotor_step",
+        reference=reference_rotor.rotor_step,
+        fast=rotor_step.rotor_step,
+        half=1e-2,  # a number near a kink that is rounded across it has another slope
+        small=(
+            rotor_step_arguments(1, 3, 4, 4, 2),
+            rotor_step_arguments(17, 4, 8, 8, 3, basis="spinor"),
+            rotor_step_arguments(35, 5, 8, 8, 2, activation="gelu"),
+            rotor_step_arguments(70, 6, 8, 8, 3, seed=None, normalize=False),
+            rotor_step_arguments(35, 7, 8, 8, 2, activation="silu"),
+            rotor_step_arguments(9, 8, 16, 16, 1, seed=None, basis="spinor", activation="elu"),
+            rotor_step_arguments(11, 9, 16, 16, 2, blocks=2),
+            rotor_step_arguments(3, 11, 64, 64, 2),
+        ),
+        large=(
+            rotor_step_arguments(4096, 11, 64, 64, 3),
+            rotor_step_arguments(4096, 9, 16, 16, 3, basis="spinor", activation="gelu"),
+            rotor_step_arguments(4096, 12, 64, 64, 2, basis="spinor"),
         ),
     ),
 ]

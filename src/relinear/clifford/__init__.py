@@ -20,6 +20,7 @@ from relinear.clifford.spin import (
     right_factor,
     right_multiplication,
     spin_shape,
+    string_places,
     string_tables,
     to_spin,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "right_multiplication",
     "sandwich",
     "spin_shape",
+    "string_places",
     "string_tables",
     "take_bivector",
     "to_matrix",

@@ -46,6 +46,7 @@ __all__ = [
     "right_factor",
     "right_multiplication",
     "spin_shape",
+    "string_places",
     "string_tables",
     "to_spin",
 ]
@@ -166,6 +167,11 @@ def string_tables(n: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     walsh = device_table(hadamard, spin_shape(n).rows.bit_length() - 1, like, torch.float32)
     return device_table(_order, n, like, torch.int32), device_table(_signs, n, like, torch.float32), walsh
+
+
+def string_places(n: int, like: Tensor) -> Tensor:
+    """The string of every blade, int32 (V,): the inverse of the first of ``string_tables``."""
+    return device_table(_index, n, like, torch.int32)
 
 
 def to_spin(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ have the same form.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +23,9 @@ from relinear import clifford
 from relinear.clifford.blades import device_table, take_last
 
 __all__ = [
+    "ACTIVATIONS",
     "NetworkForm",
+    "basis_tables",
     "branch_orders",
     "branch_permutation",
     "coordinate_places",
@@ -34,14 +36,18 @@ __all__ = [
     "product_of_simple_rotors",
     "rotor_layer",
     "rotor_network",
+    "rotor_step",
     "sandwich_sum",
     "sandwich_windows",
     "shared_coordinates",
     "shared_sandwich_sum",
     "simple_parts",
     "spin_tables",
+    "step_order",
+    "string_places",
     "term_orders",
     "through_blocks",
+    "through_network",
     "to_windows",
     "turned_vectors",
     "window_coordinates",
@@ -49,6 +55,23 @@ __all__ = [
     "window_size",
     "window_tables",
 ]
+
+
+def _elu(x: Tensor) -> Tensor:
+    # torch.nn.functional.elu under torch.compile is wrong about the strides of its gradient
+    return torch.where(x > 0, x, torch.expm1(x.clamp(max=0)))
+
+
+#: what activates branches: a function, or the slope of a PReLU that does not learn; None for one that does
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor] | float | None] = {
+    "prelu": None,
+    "relu": 0.0,
+    "gelu": torch.nn.functional.gelu,
+    "silu": torch.nn.functional.silu,
+    "leaky_relu": 0.01,
+    "elu": _elu,
+    "none": 1.0,
+}
 
 
 def window_size(in_features: int, out_features: int) -> int:
@@ -104,6 +127,21 @@ def window_tables(in_features: int, out_features: int, form: NetworkForm, like: 
     ]
 
 
+def basis_tables(form: NetworkForm, like: Tensor) -> tuple[list[Tensor], list[Tensor], list[int], list[int]]:
+    """What turns coordinates of blades into those that factors act on, layer by layer; nothing in the spinor basis.
+
+    Returns:
+        As ``clifford.string_tables``: the blade of every string (V,) and its sign (V,); and K and F of
+        ``clifford.spin_shape``.
+    """
+    if form.basis == "spinor":
+        return [], [], [], []
+    dimensions = [window.bit_length() - 1 for window in form.windows]
+    shapes = [clifford.spin_shape(n) for n in dimensions]
+    blades, signs = zip(*(clifford.string_tables(n, like)[:2] for n in dimensions), strict=True)
+    return list(blades), list(signs), [shape.rows for shape in shapes], [shape.components for shape in shapes]
+
+
 def to_windows(x: Tensor, window: int, layout: str = "wrapped") -> Tensor:
     """Windows (..., count, V) of x (..., size).
 
@@ -141,15 +179,23 @@ def branch_permutation(window: int, branches: int, seed: int, step: int) -> np.n
     return np.concatenate([draw.permutation(window) + branch * window for branch in range(branches)])
 
 
-def mixed_branches(x: Tensor, order: Tensor | None, slopes: Tensor, mix: Tensor, normalize: bool = True) -> Tensor:
-    """What stands between two layers of rotors: branches permuted, normalised and activated by a PReLU, then mixed.
+def mixed_branches(
+    x: Tensor,
+    order: Tensor | None,
+    slopes: Tensor,
+    mix: Tensor,
+    normalize: bool = True,
+    activation: str = "prelu",
+) -> Tensor:
+    """What stands between two layers of rotors: branches permuted, normalised and activated, then mixed.
 
     Args:
         x: (N, W, V), a branch each of the W.
         order: (W V,) integers, of ``branch_permutation``; None leaves coordinates where they are.
-        slopes: of the PReLU, (W,) or (1,) for all.
+        slopes: of the PReLU, (W,) or (1,) for all; an activation that is none does not read them.
         mix: (W,), the factors of the sum.
         normalize: whether each branch is normalised (LayerNorm without parameters).
+        activation: of ``ACTIVATIONS``.
 
     Returns:
         (N, V).
@@ -158,7 +204,8 @@ def mixed_branches(x: Tensor, order: Tensor | None, slopes: Tensor, mix: Tensor,
         x = torch.nn.functional.layer_norm(x, x.shape[-1:])
     if order is not None:
         x = take_last(x.flatten(1), order).unflatten(-1, x.shape[1:])
-    x = torch.nn.functional.prelu(x, slopes.to(x.dtype).expand(x.shape[1]))
+    curve = ACTIVATIONS[activation]
+    x = curve(x) if callable(curve) else torch.nn.functional.prelu(x, slopes.to(x.dtype).expand(x.shape[1]))
     return torch.einsum("nwv,w->nv", x, mix.to(x.dtype))
 
 
@@ -222,6 +269,11 @@ def spin_tables(x: Tensor) -> tuple[clifford.SpinShape, Tensor, Tensor, Tensor]:
     """``clifford.spin_shape`` and ``clifford.string_tables`` of windows x (..., V)."""
     n = x.shape[-1].bit_length() - 1
     return clifford.spin_shape(n), *clifford.string_tables(n, x)
+
+
+def string_places(x: Tensor) -> Tensor:
+    """``clifford.string_places`` of windows x (..., V)."""
+    return clifford.string_places(x.shape[-1].bit_length() - 1, x)
 
 
 def through_blocks(x: Tensor, left: Tensor, right: Tensor, basis: str, product: Callable[..., Tensor]) -> Tensor:
@@ -288,6 +340,40 @@ def rotor_layer(
     return from_windows(y, out_features, layout).reshape(*x.shape[:-1], out_features)
 
 
+def rotor_step(
+    x: Tensor,
+    left: Tensor,
+    right: Tensor,
+    slopes: Tensor,
+    mix: Tensor,
+    seed: int | None,
+    step: int = 0,
+    basis: str = "spinor",
+    normalize: bool = True,
+    activation: str = "prelu",
+) -> Tensor:
+    """A hidden step of a network: W sandwiches of one window, then ``mixed_branches``.
+
+    Args:
+        x: (N, V).
+        left, right: (1, W, 1, S, L, L) and (1, W, 1, S, R, R), of ``sandwich_windows``: a branch is an output window.
+        slopes, mix, normalize, activation: as for ``mixed_branches``.
+        seed, step: of ``branch_permutation``; ``seed`` None leaves coordinates where they are.
+        basis: as for ``sandwich_windows``.
+
+    Returns:
+        (N, V).
+    """
+    branches = sandwich_windows(x.unsqueeze(1), left, right, basis)
+    order = None if seed is None else step_order(x, left.shape[1], seed, step)
+    return mixed_branches(branches, order, slopes, mix, normalize, activation)
+
+
+def step_order(x: Tensor, branches: int, seed: int, step: int) -> Tensor:
+    """``branch_permutation`` of a step's branches, for x (N, V): int32 (W V,)."""
+    return device_table(branch_permutation, (x.shape[-1], branches, seed, step), x, torch.int32)
+
+
 class NetworkForm(NamedTuple):
     """What a network of rotor layers is beside its numbers.
 
@@ -295,7 +381,7 @@ class NetworkForm(NamedTuple):
         out_features: size of the result.
         windows: V of every layer: entry, hidden ones, exit. The width within is that of the hidden ones.
         basis, layout: as for ``rotor_layer``.
-        normalize: as for ``mixed_branches``.
+        normalize, activation: as for ``mixed_branches``.
         after_entry: whether permutation, norm and activation follow the entry layer too.
         residual: whether the entry and the exit layer add their input, where they have as many inputs as outputs.
     """
@@ -307,6 +393,24 @@ class NetworkForm(NamedTuple):
     normalize: bool = True
     after_entry: bool = False
     residual: bool = False
+    activation: str = "prelu"
+
+
+def through_network(
+    x: Tensor,
+    entry: Callable[[Tensor], Tensor],
+    hidden: Iterable[Callable[[Tensor], Tensor]],
+    exit: Callable[[Tensor], Tensor],
+    residual: bool,
+) -> Tensor:
+    """``x`` through the layers of a network; with ``residual`` the first and the last add inputs of their own size."""
+    y = entry(x)
+    if residual and x.shape[-1] == y.shape[-1]:
+        y = y + x
+    for step in hidden:
+        y = step(y)
+    z = exit(y)
+    return z + y if residual and z.shape[-1] == y.shape[-1] else z
 
 
 def rotor_network(
@@ -331,33 +435,33 @@ def rotor_network(
     Returns:
         (N, out_features).
     """
-    settings, inner, taken = (form.basis, sandwich_windows, form.layout), form.windows[1], 0
+    settings, inner = (form.basis, sandwich_windows, form.layout), form.windows[1]
+    of_steps = _of_steps(orders, slopes, mix, [1] * form.after_entry + [len(a) for a in left[1:-1]])
 
-    def layer(y: Tensor, at: int, size: int) -> Tensor:
+    def layer(at: int, size: int, y: Tensor) -> Tensor:
         a, b = (factor[at].unsqueeze(0).to(y.dtype) for factor in (left, right))
         return rotor_layer(y, a, b, size, form.windows[at], *settings)
 
-    def mixed(y: Tensor) -> Tensor:
-        nonlocal taken
-        z = y.unflatten(-1, (-1, inner))
-        own = slice(taken, taken + z.shape[1])
-        taken = own.stop
-        order = None
-        if orders is not None:
-            order = (orders[own].long() + inner * torch.arange(z.shape[1], device=y.device)[:, None]).flatten()
-        return mixed_branches(z, order, slopes[own], mix[own], form.normalize)
+    def step(at: int, y: Tensor) -> Tensor:
+        branches = layer(at, left[at].shape[0] * form.windows[at], y).unflatten(-1, (-1, inner))
+        return mixed_branches(branches, *next(of_steps), form.normalize, form.activation)
 
-    y = layer(x, 0, inner)
-    if form.after_entry:
-        y = mixed(y)
-    if form.residual and x.shape[1] == inner:
-        y = y + x
-    for at in range(1, len(left) - 1):
-        y = mixed(layer(y, at, left[at].shape[0] * inner))
-    z = layer(y, len(left) - 1, form.out_features)
-    if form.residual and form.out_features == inner:
-        z = z + y
+    entry = functools.partial(step, 0) if form.after_entry else functools.partial(layer, 0, inner)
+    hidden = [functools.partial(step, at) for at in range(1, len(left) - 1)]
+    exit = functools.partial(layer, len(left) - 1, form.out_features)
+    z = through_network(x, entry, hidden, exit, form.residual)
     return z if bias is None else z + bias.to(z.dtype)
+
+
+def _of_steps(
+    orders: Tensor | None, slopes: Tensor, mix: Tensor, counts: Sequence[int]
+) -> Iterator[tuple[Tensor | None, Tensor, Tensor]]:
+    """``orders``, ``slopes`` and ``mix`` of a network as ``mixed_branches`` takes them, for steps of so many each."""
+    places: list[Tensor | None] = [None] * len(counts)
+    if orders is not None:
+        starts = orders.shape[1] * torch.arange(max(counts), device=orders.device)[:, None]
+        places = [(own.long() + starts[: len(own)]).flatten() for own in orders.split(counts)]
+    return zip(places, slopes.split(counts), mix.split(counts), strict=True)
 
 
 def power_step(matrix: Tensor, vector: Tensor) -> Tensor:

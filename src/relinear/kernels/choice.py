@@ -11,6 +11,7 @@ The logger ``relinear.forms``, set to DEBUG itself, tells what was chosen and wh
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import logging
 import math
@@ -27,6 +28,7 @@ from relinear.kernels.first_check import against_unseen
 from relinear.kernels.native import build
 
 __all__ = [
+    "LARGEST_COMPOSED",
     "LARGEST_DENSE",
     "against_compiling",
     "against_few_rows",
@@ -41,6 +43,7 @@ __all__ = [
     "against_native_sample",
     "against_opaque",
     "against_portions",
+    "against_rows",
     "against_transposed_copy",
     "against_triton",
     "dense_cost",
@@ -48,8 +51,10 @@ __all__ = [
     "is_plain",
     "is_traced",
     "is_transformed",
+    "prefers_composed",
     "prefers_dense",
     "prefers_dense_to",
+    "step_kind",
     "took",
     "triton_kernels",
 ]
@@ -182,12 +187,40 @@ def triton_kernels(mode: str) -> Iterator[None]:
         _triton_mode = before
 
 
-def against_triton(kind: str, x: Tensor, *others: Tensor | None) -> str:
-    """Against the Triton kernel of an operator (its kind) for x and its parameters.
+@dataclasses.dataclass(frozen=True)
+class _Faster:
+    """Where a Triton kernel was the faster form: from ``fewest`` numbers of x on, and below so many multiplications of
+    a dense layer in inference and in training."""
 
-    On NVIDIA GPUs alone, in half precision (that of all tensors, or autocast's), and where the kernel has been seen to
-    be right (``first_check``). ``RELINEAR_TRITON`` in the environment, read at import, is ``0`` for no kernels, or
-    ``force`` for kernels that nobody has checked.
+    fewest: int = 0
+    inference: float = math.inf
+    training: float = math.inf
+
+
+#: kind -> as measured on an H100 in bfloat16 (results/gpu): the library's products are faster than a kernel's, which
+#: shows where they take most of the time
+_FASTER = {
+    "transponder": _Faster(inference=2**36, training=2**39),
+    "hdpl": _Faster(inference=2**41, training=2**41),
+    "ccl": _Faster(fewest=2**26),
+    "rotor": _Faster(inference=2**40),
+}
+
+
+def _against_time(kind: str, x: Tensor, outputs: int) -> str:
+    faster = _FASTER.get(kind, _Faster())
+    if x.numel() < faster.fewest:
+        return "too few numbers"
+    most = faster.training if torch.is_grad_enabled() else faster.inference
+    return "" if x.numel() * outputs < most else "products that torch's library takes faster"
+
+
+def against_triton(kind: str, x: Tensor, *others: Tensor | None, outputs: int) -> str:
+    """Against the Triton kernel of an operator (its kind) for x, its parameters and so many outputs.
+
+    On NVIDIA GPUs alone, in half precision (that of all tensors, or autocast's), where it was the faster form, and
+    where the kernel has been seen to be right (``first_check``). ``RELINEAR_TRITON`` in the environment, read at
+    import, is ``0`` for no kernels, or ``force`` for kernels that nobody has checked, also where they are slower.
     """
     if not HAS_TRITON:
         return "no triton for NVIDIA GPUs"
@@ -195,6 +228,9 @@ def against_triton(kind: str, x: Tensor, *others: Tensor | None) -> str:
         return "RELINEAR_TRITON=0"
     reason = _against_inputs(x, *others)
     if reason or _triton_mode == "force":
+        return reason
+    reason = _against_time(kind, x, outputs)
+    if reason:
         return reason
     autocast = torch.is_autocast_enabled("cuda")
     return against_unseen(kind, str(x.device), torch.get_autocast_dtype("cuda") if autocast else x.dtype)
@@ -215,6 +251,12 @@ def _against_inputs(x: Tensor, *others: Tensor | None) -> str:
         return "not all in one half precision"
     old = torch.cuda.get_device_capability(x.device) < OLDEST_CAPABILITY
     return "the GPU is older than compute capability 8.0" if old else ""
+
+
+def step_kind(window: int) -> str:
+    """The name by which the Triton kernel of a hidden step over such a window is checked: factors of 64 numbers and
+    more by themselves, as compilers take their products in other ways."""
+    return "rotor_step" if window < 2048 else "rotor_step_2048" if window < 4096 else "rotor_step_4096"
 
 
 def against_native(x: Tensor, fewest: int | None = None, may_build: bool = True) -> str:
@@ -238,7 +280,7 @@ def against_native(x: Tensor, fewest: int | None = None, may_build: bool = True)
     return "" if build.is_loaded() else "the kernels could not be built"
 
 
-def against_native_product(x: Tensor, depth: int, deepest: int, fewest_tokens: int = 0) -> str:
+def against_native_product(x: Tensor, depth: int, deepest: float, fewest_tokens: int = 0) -> str:
     """Against a C++ kernel that sums two products: it copies their weights, and multiplies long sums more slowly.
 
     Args:
@@ -263,13 +305,11 @@ def against_native_branches(x: Tensor, order: Tensor | None, slopes: Tensor, mix
     return against_opaque() or against_native(x)
 
 
-def against_native_network(x: Tensor, basis: str, factors: Sequence[int]) -> str:
+def against_native_network(x: Tensor, factors: Sequence[int]) -> str:
     """Against the C++ kernel of a whole network of rotors, for inputs x (N, I) and factors of such sizes.
 
     Training keeps to one form, whatever has been built; in inference a few tokens take what is there.
     """
-    if basis != "spinor":
-        return "not in spinor coordinates"
     if any(size % 8 for size in factors):
         return "factors of sizes not divisible by 8"
     reason = against_opaque() or against_native(x, native.FEWEST_NETWORK_ENTRIES)
@@ -337,13 +377,7 @@ def against_few_rows(x: Tensor, *parameters: Tensor | None, order: Tensor | None
         order: of the inputs, in 32-bit integers.
         fewest: numbers that the parameters hold at least.
     """
-    if torch.is_grad_enabled():
-        return "gradients are recorded"
-    if is_traced(x):  # a program for any number of rows would become one for a few
-        return "operations are traced"
-    if not 0 < x.numel() <= native.MOST_FEW_ROWS.get(x.dtype, 0) * x.shape[-1]:
-        return "too many rows, or none"
-    reason = against_native(x, fewest=1, may_build=False) or against_opaque()
+    reason = against_rows(x) or against_native(x, fewest=1, may_build=False)
     if reason:
         return reason
     weights, dtype = 0, x.dtype
@@ -357,6 +391,24 @@ def against_few_rows(x: Tensor, *parameters: Tensor | None, order: Tensor | None
         return "too few weights"
     if order is not None and not (order.dtype == torch.int32 and is_plain(order)):
         return "no order in 32-bit integers on a CPU"
+    return ""
+
+
+def against_rows(x: Tensor) -> str:
+    """Against any kernel for a few rows x (..., I), whatever its parameters.
+
+    Spelt out, not called: this is asked for every token by every layer.
+    """
+    if torch.is_grad_enabled():
+        return "gradients are recorded"
+    if torch.compiler.is_compiling() or type(x) not in PLAIN or torch._C._len_torch_dispatch_stack():
+        return "operations are traced"  # a program for any number of rows would become one for a few
+    if not 0 < x.numel() <= native.MOST_FEW_ROWS.get(x.dtype, 0) * x.shape[-1]:
+        return "too many rows, or none"
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return "torch.func or a derivative in forward mode"
+    if not x.is_cpu or torch._C._functorch.is_legacy_batchedtensor(x):
+        return "no plain tensor on a CPU"
     return "autocast" if torch.is_autocast_enabled("cpu") else ""
 
 
@@ -425,6 +477,34 @@ def prefers_dense(kind: str, in_features: int, out_features: int, dtype: torch.d
     return _took_dense(dense, kind, in_features, out_features, dtype, tokens)
 
 
+#: kind -> dtype -> (tokens from which on, largest square layer, in features, whose training step is faster through a
+#: dense matrix that is composed for it), most tokens first. Measured by the same script on two AVX-512 cores without
+#: AMX; of the operators that the table above has, plain low-rank layers are never composed.
+LARGEST_COMPOSED: dict[str, dict[torch.dtype, tuple[tuple[float, float], ...]]] = {
+    "pivoted_low_rank": {torch.float32: ((2048, 0), (0, 64)), torch.bfloat16: ((0, 128),)},
+    "block_hadamard": {torch.float32: ((0, 128),), torch.bfloat16: ((0, 256),)},
+    "monarch": {torch.float32: ((4096, 256), (0, 128)), torch.bfloat16: ((2048, 512), (0, 256))},
+}
+
+
+def prefers_composed(kind: str, in_features: int, out_features: int, x: Tensor) -> bool:
+    """Whether a training step on x (..., I) is faster through a dense matrix composed for it, on a CPU.
+
+    One product then takes the place of several, in both directions, and gradients go on through the composition, which
+    costs as much for many tokens as for few. Never where operations are seen or replaced by others.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    limits = LARGEST_COMPOSED.get(kind, {}).get(dtype, ())
+    if not limits or not is_plain(x) or is_transformed(x):
+        return False
+    tokens = x.numel() // in_features
+    largest = next((size for fewest, size in limits if tokens >= fewest), 0)
+    dense = in_features * out_features <= largest**2
+    return _took_dense(dense, kind, in_features, out_features, dtype, tokens, "training")
+
+
 def prefers_dense_to(
     factored: float, kind: str, in_features: int, out_features: int, dtype: torch.dtype, tokens: int, tiled: bool
 ) -> bool:
@@ -433,11 +513,19 @@ def prefers_dense_to(
     return _took_dense(dense, kind, in_features, out_features, dtype, tokens)
 
 
-def _took_dense(dense: bool, kind: str, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
+def _took_dense(
+    dense: bool,
+    kind: str,
+    in_features: int,
+    out_features: int,
+    dtype: torch.dtype,
+    tokens: int,
+    phase: str = "inference",
+) -> bool:
     if FORMS.level and FORMS.isEnabledFor(logging.DEBUG):
         form, other = ("dense matrix", "structured") if dense else ("structured", "dense matrix")
         given = f"{in_features} -> {out_features}, some {tokens} tokens, {str(dtype).removeprefix('torch.')}"
-        _tell(f"{kind} in inference", form, given, {other: "slower by what was measured"})
+        _tell(f"{kind} in {phase}", form, given, {other: "slower by what was measured"})
     return dense
 
 

@@ -22,11 +22,19 @@ from relinear.kernels.choice import (
     against_native_network,
     against_opaque,
     against_triton,
+    step_kind,
     took,
 )
 from relinear.kernels.cpu.portions import row_portions
 
-__all__ = ["PreparedNetwork", "mixed_branches", "rotor_network", "sandwich_windows", "shared_sandwich_sum"]
+__all__ = [
+    "PreparedNetwork",
+    "mixed_branches",
+    "rotor_network",
+    "rotor_step",
+    "sandwich_windows",
+    "shared_sandwich_sum",
+]
 
 #: tokens that are worth gradients of their own, which are summed at the end
 TOKENS_OF_A_SHARE = 64
@@ -157,7 +165,7 @@ def shared_sandwich_sum(x: Tensor, left: Tensor, right: Tensor, count: int = 1) 
 
 def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spinor") -> Tensor:
     """``functional.rotor.sandwich_windows`` (same arguments and result)."""
-    triton = against_triton("rotor", x, left, right)
+    triton = against_triton("rotor", x, left, right, outputs=x.shape[-1] * left.shape[1])
     took("rotor's windows and basis", "torch's operations" if triton else "Triton", x, triton=triton)
     if not triton:
         from relinear.kernels.triton import rotor as fused
@@ -196,16 +204,48 @@ def _mix(x: Tensor, order: Tensor, slopes: Tensor, mix: Tensor, normalize: bool)
     return y
 
 
-def mixed_branches(x: Tensor, order: Tensor | None, slopes: Tensor, mix: Tensor, normalize: bool = True) -> Tensor:
+def mixed_branches(
+    x: Tensor,
+    order: Tensor | None,
+    slopes: Tensor,
+    mix: Tensor,
+    normalize: bool = True,
+    activation: str = "prelu",
+) -> Tensor:
     """``functional.rotor.mixed_branches`` (same arguments and result)."""
-    against = against_native_branches(x, order, slopes, mix)
+    against = "no PReLU" if callable(reference.ACTIVATIONS[activation]) else ""
+    against = against or against_native_branches(x, order, slopes, mix)
     took("rotor's branches", "torch's operations" if against else "one pass in C++", x, native=against)
     if against:
-        return reference.mixed_branches(x, order, slopes, mix, normalize)
+        return reference.mixed_branches(x, order, slopes, mix, normalize, activation)
     assert order is not None
     if torch.is_grad_enabled() and (x.requires_grad or slopes.requires_grad or mix.requires_grad):
         return _MixedBranches.apply(x, order, slopes, mix, normalize)
     return _mix(x, order, slopes, mix, normalize)
+
+
+def rotor_step(
+    x: Tensor,
+    left: Tensor,
+    right: Tensor,
+    slopes: Tensor,
+    mix: Tensor,
+    seed: int | None,
+    step: int = 0,
+    basis: str = "spinor",
+    normalize: bool = True,
+    activation: str = "prelu",
+) -> Tensor:
+    """``functional.rotor.rotor_step`` (same arguments and result)."""
+    triton = against_triton(step_kind(x.shape[-1]), x, left, right, slopes, mix, outputs=x.shape[-1])
+    took("rotor's hidden step", "torch's operations" if triton else "Triton", x, triton=triton)
+    if not triton:
+        from relinear.kernels.triton import rotor_step as fused
+
+        return fused.rotor_step(x, left, right, slopes, mix, seed, step, basis, normalize, activation)
+    branches = sandwich_windows(x.unsqueeze(1), left, right, basis)
+    order = None if seed is None else reference.step_order(x, left.shape[1], seed, step)
+    return mixed_branches(branches, order, slopes, mix, normalize, activation)
 
 
 def _ready(values: Tensor) -> Tensor:
@@ -240,8 +280,10 @@ class PreparedNetwork:
         self.numbers = [_ready(values) for values in (slopes, mix)]
         self.tables = reference.window_tables(in_features, form.out_features, form, slopes)
         self.form = form
-        self.layers = self.left, self.right, form.windows, self.parts, self.orders, *self.numbers, *self.tables
-        self.settings = form.normalize, form.after_entry, form.residual
+        sizes_and_basis = form.windows, self.parts, *reference.basis_tables(form, slopes)
+        self.layers = self.left, self.right, *sizes_and_basis, self.orders, *self.numbers, *self.tables
+        curved = callable(reference.ACTIVATIONS[form.activation])
+        self.settings = form.normalize, form.after_entry, form.residual, form.activation if curved else "prelu"
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         y = x.new_empty(x.shape[0], self.form.out_features)
@@ -295,7 +337,7 @@ def rotor_network(
     form: reference.NetworkForm,
 ) -> Tensor:
     """``functional.rotor.rotor_network`` (same arguments and result)."""
-    against = against_native_network(x, form.basis, [factor.shape[-1] for factor in (*left, *right)])
+    against = against_native_network(x, [factor.shape[-1] for factor in (*left, *right)])
     took("rotor's network", "torch's operations" if against else "tiles of tokens in C++", x, native=against)
     if against:
         return reference.rotor_network(x, left, right, orders, slopes, mix, bias, form)

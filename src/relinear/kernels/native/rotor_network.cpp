@@ -5,6 +5,9 @@
 // shuffles, and a token's numbers are the same whoever its neighbours are. The backward pass computes a tile again and
 // keeps all of it while gradients run back through it. Arithmetic is in single precision.
 //
+// Factors act on coordinates of the spin representation. Where x and y are in those of blades, so is what stands between
+// the layers: a state is turned into spin coordinates once for all branches, and each branch back.
+//
 // V window of a layer, M coordinates that share a pair of factors (L, L) and (R, R), o / i windows of its output /
 // input, W branches of a hidden step. Matrices of vectors have strides in vectors.
 
@@ -15,7 +18,9 @@
 #include <utility>
 #include <vector>
 
+#include "activations.h"
 #include "rows.h"
+#include "spin.h"
 
 namespace {
 
@@ -174,8 +179,9 @@ void multiply(const Factor& w, const Place& x, int64_t count, const Place& y, bo
 struct Layer {
   int64_t outputs, inputs, window, parts, left_size, right_size, own;
   const float *left, *right;
+  Spin spin;  // without tables where coordinates are its own
 
-  Layer(const Tensor& left, const Tensor& right, int64_t window, int64_t parts)
+  Layer(const Tensor& left, const Tensor& right, int64_t window, int64_t parts, const Spin& spin)
       : outputs(left.size(0)),
         inputs(left.size(1)),
         window(window),
@@ -184,7 +190,8 @@ struct Layer {
         right_size(right.size(3)),
         own(left.size(2)),
         left(left.const_data_ptr<float>()),
-        right(right.const_data_ptr<float>()) {}
+        right(right.const_data_ptr<float>()),
+        spin(spin) {}
 
   int64_t shared() const { return window / parts; }
   int64_t left_columns() const { return shared() / left_size; }
@@ -278,46 +285,56 @@ Moments moments(const Floats* values, int64_t size, bool normalize) {
   return found;
 }
 
-// What follows the sandwiches of a step: y = sum_w mix_w prelu_w(norm(z_w)[order_w]).
+// What follows the sandwiches of a step: y = sum_w mix_w activation_w(norm(z_w)[order_w]).
 struct Step {
   int64_t branches, window;
   const int32_t* order;  // or nothing
   const float *slopes, *mix;
   bool normalize;
+  Activation activation;
 
   // to y, or added to it from the second branch on
   void run(Floats* y, const Floats* z, int64_t w, Moments& of) const {
     of = moments(z, window, normalize);
-    const float above = mix[w], below = mix[w] * slopes[w];
-    const int32_t* places = order ? order + w * window : nullptr;
-    for (int64_t v = 0; v < window; ++v) {
-      const Floats h = (z[places ? places[v] : v] - of.mean) * of.scale;
-      const Floats result = h * (h > 0.f ? Floats{} + above : Floats{} + below);
-      y[v] = w ? y[v] + result : result;
-    }
+    with_activation(activation, slopes[w], mix[w], [&](auto active) { run(y, z, w, of, active); });
   }
 
   // The gradient of z in its place, from that of y; adds to those of the slope and of the factor in the mixture.
   void run_backward(Floats* z, const Floats* grad, int64_t w, const Moments& of, Floats& to_slope, Floats& to_mix) const {
-    const Floats above = Floats{} + mix[w], below = Floats{} + mix[w] * slopes[w];
-    const int32_t* places = order ? order + w * window : nullptr;
-    Floats positive = {}, negative = {}, mean = {}, along = {};
+    with_activation(activation, slopes[w], mix[w], [&](auto active) {
+      run_backward(z, grad, w, of, active);
+      active.finish(to_slope, to_mix);
+    });
+  }
+
+ private:
+  const int32_t* places_of(int64_t w) const { return order ? order + w * window : nullptr; }
+
+  template <class Active>
+  void run(Floats* y, const Floats* z, int64_t w, const Moments& of, const Active& active) const {
+    const int32_t* places = places_of(w);
     for (int64_t v = 0; v < window; ++v) {
-      const Floats h = (z[places ? places[v] : v] - of.mean) * of.scale, product = grad[v] * h;
-      const Floats d = grad[v] * (h > 0.f ? above : below);
-      positive += h > 0.f ? product : Floats{};
-      negative += h > 0.f ? Floats{} : product;
+      const Floats result = active.value((z[places ? places[v] : v] - of.mean) * of.scale);
+      y[v] = w ? y[v] + result : result;
+    }
+  }
+
+  template <class Active>
+  void run_backward(Floats* z, const Floats* grad, int64_t w, const Moments& of, Active& active) const {
+    const int32_t* places = places_of(w);
+    Floats mean = {}, along = {};
+    for (int64_t v = 0; v < window; ++v) {
+      const Floats h = (z[places ? places[v] : v] - of.mean) * of.scale, d = grad[v] * active.derivative(h);
+      active.add(grad[v], h);
       mean += d;
       along += d * h;
     }
-    to_slope += mix[w] * negative;
-    to_mix += positive + slopes[w] * negative;
     mean = normalize ? mean / float(window) : Floats{};
     along = normalize ? along / float(window) : Floats{};
     for (int64_t v = 0; v < window; ++v) {
       Floats& value = z[places ? places[v] : v];
       const Floats h = (value - of.mean) * of.scale;
-      value = of.scale * (grad[v] * (h > 0.f ? above : below) - mean - h * along);
+      value = of.scale * (grad[v] * active.derivative(h) - mean - h * along);
     }
   }
 };
@@ -330,6 +347,7 @@ struct Network {
   std::vector<Layer> layers;  // entry, hidden ones, exit
   std::vector<Step> steps;    // what follows each, but the exit
   bool after_entry;           // whether the first step follows the entry
+  bool blades;                // whether all but what the layers read and write is in coordinates of blades
   const float* bias = nullptr;
 
   const Layer& entry() const { return layers.front(); }
@@ -351,6 +369,7 @@ struct Tile {
   int64_t branch_stride, half_stride;
   Vectors memory;
   Floats *x, *windows, *states, *branches, *halves, *out, *y, *packed;
+  Floats *of_blades, *of_spins;  // a state before it is turned, and what a layer leaves
   std::vector<Moments> of;
 
   Tile(const Network& net, bool keep)
@@ -374,6 +393,8 @@ struct Tile {
     body(out, exit.outputs * exit.window);
     body(y, net.out_features);
     body(packed, kColumns * net.largest([](const Layer& l) { return std::max(l.left_size, l.right_size); }));
+    body(of_blades, net.blades ? std::max(net.inner, entry.inputs * entry.window) : 0);
+    body(of_spins, net.blades ? net.largest([](const Layer& layer) { return layer.window; }) : 0);
   }
 
   int64_t size() {
@@ -403,21 +424,28 @@ struct Tile {
     const Layer& entry = net.entry();
     Floats* given = x;
     if (net.reads) {
-      for (int64_t at = 0; at < entry.inputs * entry.window; ++at) windows[at] = x[net.reads[at]];
+      given = net.blades ? of_blades : windows;
+      for (int64_t at = 0; at < entry.inputs * entry.window; ++at) given[at] = x[net.reads[at]];
+    }
+    if (net.blades) {
+      enter(entry, windows, given);
       given = windows;
     }
-    Floats* first = net.after_entry ? branch(0) : state(0);
+    Floats *next = coming(0), *first = net.after_entry ? branch(0) : next;
     for (int64_t o = 0; o < entry.outputs; ++o)
-      entry.run(first + o * entry.window, given, o, half_of_entry(o), keep ? entry.window : 0, packed);
-    if (net.after_entry) net.steps[0].run(state(0), first, 0, of[0]);
+      apply(entry, first + o * entry.window, given, o, half_of_entry(o), keep ? entry.window : 0);
+    if (net.after_entry) net.steps[0].run(next, first, 0, of[0]);
     if (net.residual && net.in_features == net.inner)
-      for (int64_t v = 0; v < net.inner; ++v) state(0)[v] += x[v];
+      for (int64_t v = 0; v < net.inner; ++v) next[v] += x[v];
+    if (net.blades) enter(net.layers[1], state(0), next);
     for (int64_t k = 0; k < net.depth(); ++k) {
       const int64_t number = first_branch(k);
+      next = coming(k + 1);
       for (int64_t w = 0; w < net.hidden(k).branches; ++w) {
-        net.layers[k + 1].run(branch(number + w), state(k), w, half_of_branch(number + w), 0, packed);
-        net.hidden(k).run(state(k + 1), branch(number + w), w, of[number + w]);
+        apply(net.layers[k + 1], branch(number + w), state(k), w, half_of_branch(number + w), 0);
+        net.hidden(k).run(next, branch(number + w), w, of[number + w]);
       }
+      if (net.blades) enter(net.layers[k + 2], state(k + 1), next);
     }
   }
 
@@ -425,15 +453,31 @@ struct Tile {
   void finish() {
     const Layer& exit = net.exit();
     Floats *last = state(net.depth()), *result = net.writes ? out : y;
-    for (int64_t o = 0; o < exit.outputs; ++o)
-      exit.run(result + o * exit.window, last, o, halves, 0, packed);
+    for (int64_t o = 0; o < exit.outputs; ++o) apply(exit, result + o * exit.window, last, o, halves, 0);
     if (net.writes)
       for (int64_t c = 0; c < net.out_features; ++c)
         y[c] = (out[net.writes[c]] + out[net.writes[net.out_features + c]]) / 2.f;
-    if (net.residual && net.out_features == net.inner)
-      for (int64_t c = 0; c < net.inner; ++c) y[c] += last[c];
+    if (net.residual && net.out_features == net.inner) {
+      const Floats* added = coming(net.depth());  // where it lies until another state is made
+      for (int64_t c = 0; c < net.inner; ++c) y[c] += added[c];
+    }
     if (net.bias)
       for (int64_t c = 0; c < net.out_features; ++c) y[c] += net.bias[c];
+  }
+
+ private:
+  // where a state is made
+  Floats* coming(int64_t k) const { return net.blades ? of_blades : state(k); }
+
+  // Its windows as a layer reads them.
+  static void enter(const Layer& layer, Floats* to, const Floats* from) {
+    for (int64_t at = 0; at < layer.inputs * layer.window; at += layer.window) layer.spin.to_spin(to + at, from + at);
+  }
+
+  // One output window of a layer, in coordinates of blades where the network is.
+  void apply(const Layer& layer, Floats* to, Floats* from, int64_t o, Floats* half, int64_t stride) const {
+    layer.run(net.blades ? of_spins : to, from, o, half, stride, packed);
+    if (net.blades) layer.spin.from_spin(to, of_spins);
   }
 };
 
@@ -565,8 +609,7 @@ struct BackwardTile {
   // the gradient of y lies in tile.y
   void run(Gradients& sums, bool need_x) {
     Floats *grad = above.get(), *next = below.get();
-    Floats* of_y = tile.y;
-    exit(grad, of_y, sums);
+    exit(grad, sums);
     int64_t step = int64_t(net.steps.size());
     int64_t number = tile.first_branch(net.depth());
     for (int64_t k = net.depth() - 1; k >= 0; --k) {
@@ -575,18 +618,38 @@ struct BackwardTile {
       for (int64_t w = 0; w < hidden.branches; ++w) {
         Floats* z = tile.branch(number + w);
         hidden.run_backward(z, grad, w, tile.of[number + w], sums.slopes[number + w], sums.mix[number + w]);
-        run_backward(net.layers[k + 1], z, tile.state(k), w, tile.half_of_branch(number + w), next, w > 0,
-                     sums.factors[k + 1], work, tile.packed);
+        layer(k + 1, z, tile.state(k), w, tile.half_of_branch(number + w), next, sums);
       }
+      leave(net.layers[k + 1], next);
       std::swap(grad, next);
     }
     entry(grad, sums, need_x);
   }
 
  private:
-  void exit(Floats* to_last, Floats* of_y, Gradients& sums) {
+  // From the gradient of one output window to that of what the layer reads, added from the second one on.
+  void layer(size_t at, Floats* grad, Floats* x, int64_t o, Floats* half, Floats* to_x, Gradients& sums) {
+    const Layer& layer = net.layers[at];
+    if (net.blades) {
+      layer.spin.to_spin(tile.of_spins, grad);
+      grad = tile.of_spins;
+    }
+    run_backward(layer, grad, x, o, half, to_x, o > 0, sums.factors[at], work, tile.packed);
+  }
+
+  // The gradient of what a layer reads, in coordinates of the spin representation, as that of what came before.
+  void leave(const Layer& layer, Floats* grad) {
+    if (!net.blades) return;
+    for (int64_t at = 0; at < layer.inputs * layer.window; at += layer.window) {
+      layer.spin.from_spin(tile.of_spins, grad + at);
+      std::copy(tile.of_spins, tile.of_spins + layer.window, grad + at);
+    }
+  }
+
+  // the gradient of y lies in tile.y
+  void exit(Floats* to_last, Gradients& sums) {
     const Layer& exit = net.exit();
-    Floats* grad = of_y;
+    Floats *of_y = tile.y, *grad = of_y;
     if (net.writes) {
       const int64_t places = exit.outputs * exit.window;
       std::fill(result.get(), result.get() + places, Floats{});
@@ -596,12 +659,13 @@ struct BackwardTile {
       }
       grad = result.get();
     }
+    Floats* last = tile.state(net.depth());
     for (int64_t o = 0; o < exit.outputs; ++o) {
       for (int64_t i = 0; i < exit.inputs; ++i)
-        exit.run_right(halves.get() + i * exit.window, tile.state(net.depth()), o, i, tile.packed);
-      run_backward(exit, grad + o * exit.window, tile.state(net.depth()), o, halves.get(), to_last, o > 0,
-                   sums.factors.back(), work, tile.packed);
+        exit.run_right(halves.get() + i * exit.window, last, o, i, tile.packed);
+      layer(net.layers.size() - 1, grad + o * exit.window, last, o, halves.get(), to_last, sums);
     }
+    leave(exit, to_last);
     if (net.residual && net.out_features == net.inner)
       for (int64_t v = 0; v < net.inner; ++v) to_last[v] += of_y[v];
   }
@@ -615,10 +679,11 @@ struct BackwardTile {
       of_result = tile.branch(0);
       net.steps[0].run_backward(of_result, grad, 0, tile.of[0], sums.slopes[0], sums.mix[0]);
     }
+    Floats* read = net.reads || net.blades ? tile.windows : tile.x;
     for (int64_t o = 0; o < entry.outputs; ++o)
-      run_backward(entry, of_result + o * entry.window, net.reads ? tile.windows : tile.x, o, tile.half_of_entry(o),
-                   need_x ? of_windows : nullptr, o > 0, sums.factors.front(), work, tile.packed);
+      layer(0, of_result + o * entry.window, read, o, tile.half_of_entry(o), need_x ? of_windows : nullptr, sums);
     if (!need_x) return;
+    leave(entry, of_windows);
     if (net.reads) {
       std::fill(to_x.get(), to_x.get() + net.in_features, Floats{});
       for (int64_t at = 0; at < entry.inputs * entry.window; ++at) to_x.get()[net.reads[at]] += of_windows[at];
@@ -658,9 +723,12 @@ void run_network_backward(const std::optional<Tensor>& to_x, Tensor& sums, const
 struct Description {
   at::TensorList left, right;
   at::IntArrayRef windows, parts;
+  at::TensorList blades, signs;  // nothing for coordinates of the spin representation
+  at::IntArrayRef rows, components;
   const Tensor &orders, &slopes, &mix;
   const std::optional<Tensor>&reads, &writes, &bias;
   bool normalize, after_entry, residual;
+  const std::string& activation;
 };
 
 void check_places(const std::optional<Tensor>& places, const char* name, int64_t count, int64_t end) {
@@ -669,6 +737,19 @@ void check_places(const std::optional<Tensor>& places, const char* name, int64_t
   const int32_t* all = places->const_data_ptr<int32_t>();
   for (int64_t i = 0; i < count; ++i)
     TORCH_CHECK_INDEX(all[i] >= 0 && all[i] < end, name, " must hold places below ", end, ", got ", all[i]);
+}
+
+Spin spin(const Description& given, size_t at) {
+  if (given.blades.empty()) return {};
+  const int64_t window = given.windows[at], rows = given.rows[at], components = given.components[at];
+  const int64_t block = rows * rows * components;
+  TORCH_CHECK(rows > 0 && rows <= kMostRows && !(rows & (rows - 1)) && components > 0 &&
+                  (window == block || window == 2 * block),
+              "a window of ", window, " coordinates has no ", rows, " rows and columns of ", components, " components");
+  check_places(given.blades[at], "blades", window, window);
+  check(given.signs[at], "signs", at::kFloat, {window});
+  return {window / block, rows, components, given.blades[at].const_data_ptr<int32_t>(),
+          given.signs[at].const_data_ptr<float>()};
 }
 
 Layer layer(const Description& given, size_t at) {
@@ -684,18 +765,23 @@ Layer layer(const Description& given, size_t at) {
   TORCH_CHECK(parts > 0 && (own == 1 || own == parts) && window % parts == 0 && window / parts % l == 0 &&
                   window / parts % r == 0,
               "factors of sizes ", l, " and ", r, " do not divide ", parts, " parts of a window of ", window);
-  return Layer(left, right, window, parts);
+  return Layer(left, right, window, parts, spin(given, at));
 }
 
 Network network(const Description& given, int64_t in_features, int64_t out_features) {
   const size_t count = given.left.size();
   TORCH_CHECK(count >= 2 && given.right.size() == count && given.windows.size() == count && given.parts.size() == count,
               "a network has an entry and an exit, and windows and parts of each layer");
+  const size_t turned = given.blades.empty() ? 0 : count;
+  TORCH_CHECK(given.blades.size() == turned && given.signs.size() == turned && given.rows.size() == turned &&
+                  given.components.size() == turned,
+              "every layer has tables of its coordinates, or none");
   Network net;
   for (size_t at = 0; at < count; ++at) net.layers.push_back(layer(given, at));
   net.in_features = in_features, net.out_features = out_features;
   net.inner = net.entry().outputs * net.entry().window;
-  net.residual = given.residual, net.after_entry = given.after_entry;
+  net.residual = given.residual, net.after_entry = given.after_entry, net.blades = turned > 0;
+  const Activation activation = activation_of(given.activation);
   const int64_t places = net.exit().outputs * net.exit().window;
   check_places(given.reads, "reads", net.entry().inputs * net.entry().window, in_features);
   check_places(given.writes, "writes", 2 * out_features, places);
@@ -707,7 +793,7 @@ Network network(const Description& given, int64_t in_features, int64_t out_featu
     const Layer& of = net.layers[at];
     TORCH_CHECK(!at || (of.inputs == 1 && of.window == net.inner), "hidden layers must act on ", net.inner, " coordinates");
     const int64_t width = at ? of.outputs : 1;
-    net.steps.push_back({width, net.inner, nullptr, nullptr, nullptr, given.normalize});
+    net.steps.push_back({width, net.inner, nullptr, nullptr, nullptr, given.normalize, activation});
     branches += width;
   }
   check(given.slopes, "slopes", at::kFloat, {branches});
@@ -729,27 +815,33 @@ Network network(const Description& given, int64_t in_features, int64_t out_featu
 }
 
 void rotor_network(Tensor& y, const Tensor& x, at::TensorList left, at::TensorList right, at::IntArrayRef windows,
-                   at::IntArrayRef parts, const Tensor& orders, const Tensor& slopes, const Tensor& mix,
+                   at::IntArrayRef parts, at::TensorList blades, at::TensorList signs, at::IntArrayRef rows,
+                   at::IntArrayRef components, const Tensor& orders, const Tensor& slopes, const Tensor& mix,
                    const std::optional<Tensor>& reads, const std::optional<Tensor>& writes,
-                   const std::optional<Tensor>& bias, bool normalize, bool after_entry, bool residual) {
+                   const std::optional<Tensor>& bias, bool normalize, bool after_entry, bool residual,
+                   std::string activation) {
   const auto sizes = checked(x, "x");
   checked(y, "y");
   check(y, "y", x.scalar_type(), {sizes[0], y.size(1)});
-  const Description given = {left, right, windows, parts, orders, slopes, mix, reads, writes, bias, normalize, after_entry, residual};
+  const Description given = {left,   right, windows, parts, blades, signs,     rows,        components, orders,
+                             slopes, mix,   reads,   writes, bias,  normalize, after_entry, residual,   activation};
   const Network net = network(given, sizes[1], y.size(1));
   RELINEAR_DISPATCH(x, run_network<T>(y, x, net));
 }
 
 void rotor_network_backward(const std::optional<Tensor>& to_x, Tensor& sums, const Tensor& grad, const Tensor& x,
                             at::TensorList left, at::TensorList right, at::IntArrayRef windows, at::IntArrayRef parts,
-                            const Tensor& orders, const Tensor& slopes, const Tensor& mix,
+                            at::TensorList blades, at::TensorList signs, at::IntArrayRef rows,
+                            at::IntArrayRef components, const Tensor& orders, const Tensor& slopes, const Tensor& mix,
                             const std::optional<Tensor>& reads, const std::optional<Tensor>& writes, bool normalize,
-                            bool after_entry, bool residual) {
+                            bool after_entry, bool residual, std::string activation) {
   const auto sizes = checked(x, "x");
   checked(grad, "grad");
   check(grad, "grad", x.scalar_type(), {sizes[0], grad.size(1)});
   check_optional(to_x, "to_x", x.scalar_type(), sizes);
-  const Description given = {left, right, windows, parts, orders, slopes, mix, reads, writes, std::nullopt, normalize, after_entry, residual};
+  const std::optional<Tensor> bias;
+  const Description given = {left,   right, windows, parts, blades, signs,     rows,        components, orders,
+                             slopes, mix,   reads,   writes, bias,  normalize, after_entry, residual,   activation};
   const Network net = network(given, sizes[1], grad.size(1));
   TORCH_CHECK(sums.dim() == 2 && sums.size(0) > 0, "sums must be (shares, numbers), got ", sums.sizes());
   check(sums, "sums", at::kFloat, {sums.size(0), Gradients::numbers(net)});
@@ -760,13 +852,15 @@ void rotor_network_backward(const std::optional<Tensor>& to_x, Tensor& sums, con
 
 TORCH_LIBRARY_FRAGMENT(relinear_cpu, library) {
   library.def(
-      "rotor_network(Tensor(a!) y, Tensor x, Tensor[] left, Tensor[] right, int[] windows, int[] parts, Tensor orders, "
-      "Tensor slopes, Tensor mix, Tensor? reads, Tensor? writes, Tensor? bias, bool normalize, bool after_entry, "
-      "bool residual) -> ()",
+      "rotor_network(Tensor(a!) y, Tensor x, Tensor[] left, Tensor[] right, int[] windows, int[] parts, "
+      "Tensor[] blades, Tensor[] signs, int[] rows, int[] components, Tensor orders, Tensor slopes, Tensor mix, "
+      "Tensor? reads, Tensor? writes, Tensor? bias, bool normalize, bool after_entry, bool residual, "
+      "str activation) -> ()",
       rotor_network);
   library.def(
       "rotor_network_backward(Tensor(a!)? to_x, Tensor(b!) sums, Tensor grad, Tensor x, Tensor[] left, Tensor[] right, "
-      "int[] windows, int[] parts, Tensor orders, Tensor slopes, Tensor mix, Tensor? reads, Tensor? writes, "
-      "bool normalize, bool after_entry, bool residual) -> ()",
+      "int[] windows, int[] parts, Tensor[] blades, Tensor[] signs, int[] rows, int[] components, Tensor orders, "
+      "Tensor slopes, Tensor mix, Tensor? reads, Tensor? writes, bool normalize, bool after_entry, bool residual, "
+      "str activation) -> ()",
       rotor_network_backward);
 }

@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <ATen/ops/empty.h>
+
 #include <cmath>
 #include <optional>
 #include <type_traits>
@@ -15,15 +17,21 @@ namespace relinear {
 // rows of weights that are read side by side: memory is asked for several lines ahead
 constexpr int kTogether = 4;
 
-// sums[i] += the product of row i of weights (rows of ``depth`` numbers) with x
+// totals[i] += the products of row i of weights (rows of ``depth`` numbers) with x, their sum left to the end
 template <int kCount, class T>
-inline void add_products(float (&sums)[kCount], const T* weights, int64_t depth, const float* x) {
-  Floats total[kCount] = {};
+inline void accumulate(Floats (&totals)[kCount], const T* weights, int64_t depth, const float* x) {
   for_vectors(depth, [&](int64_t at, int count) {
     const Floats input = load(x + at, count);
-    for (int i = 0; i < kCount; ++i) total[i] += load(weights + i * depth + at, count) * input;
+    for (int i = 0; i < kCount; ++i) totals[i] += load(weights + i * depth + at, count) * input;
   });
-  for (int i = 0; i < kCount; ++i) sums[i] += sum(total[i]);
+}
+
+// sums[i] += the product of row i of weights with x
+template <int kCount, class T>
+inline void add_products(float (&sums)[kCount], const T* weights, int64_t depth, const float* x) {
+  Floats totals[kCount] = {};
+  accumulate(totals, weights, depth, x);
+  for (int i = 0; i < kCount; ++i) sums[i] += sum(totals[i]);
 }
 
 // Calls body(o, count) for all outputs on all threads, ``count`` at a time (a constant of the type): as many as are read
@@ -79,7 +87,18 @@ void linear_rows(T* to, const std::vector<float>& x, int64_t rows, int64_t input
   });
 }
 
-inline float sigmoid(float x) { return 1.f / (1.f + std::exp(-x)); }
+// The matrix (N, I) of the rows of x (..., I).
+inline Tensor rows_of(const Tensor& x) {
+  TORCH_CHECK(x.dim() > 0 && x.size(-1) > 0, "x must have a last dimension of numbers, got ", x.sizes());
+  return x.dim() == 2 && x.is_contiguous() ? x : x.reshape({-1, x.size(-1)}).contiguous();
+}
+
+// An empty (..., outputs) like x (..., I).
+inline Tensor empty_like_rows(const Tensor& x, int64_t outputs) {
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes.back() = outputs;
+  return at::empty(sizes, x.options());
+}
 
 inline void check_optional(const std::optional<Tensor>& tensor, const char* name, at::ScalarType dtype,
                            at::IntArrayRef sizes) {

@@ -103,6 +103,30 @@ def _read(
 
 
 @triton.jit
+def _strings(
+    matrix,
+    signs,
+    walsh,
+    T: tl.constexpr,
+    V: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    K: tl.constexpr,
+    F: tl.constexpr,
+    K_PAD: tl.constexpr,
+):
+    """Strings (T V,) of spin coordinates: the way back of ``_read``, up to the order of blades."""
+    at = tl.arange(0, T * V)
+    coordinate = at % V
+    matrix = _block_sums(matrix, at, coordinate, V, BLOCKS)
+    # (block, component, row, column) is found at (block, row ^ column, component, column)
+    column, row, component = coordinate % K, coordinate // K % K, coordinate // (K * K) % F
+    block = coordinate // (K * K * F)
+    source = ((block * K + (row ^ column)) * F + component) * K + column
+    spectrum = tl.gather(matrix, at - coordinate + source, 0)
+    return _times(spectrum, _factor(walsh, K, K_PAD, True), K_PAD, "tf32x3") * tl.load(signs + coordinate)
+
+
+@triton.jit
 def _write(
     y,
     matrix,
@@ -126,13 +150,7 @@ def _write(
     coordinate, token = at % V, first + at // V
     start, ok = (token * windows + window) * V, token < tokens
     if BLADE:
-        matrix = _block_sums(matrix, at, coordinate, V, BLOCKS)
-        # (block, component, row, column) is found at (block, row ^ column, component, column)
-        column, row, component = coordinate % K, coordinate // K % K, coordinate // (K * K) % F
-        block = coordinate // (K * K * F)
-        source = ((block * K + (row ^ column)) * F + component) * K + column
-        spectrum = tl.gather(matrix, at - coordinate + source, 0)
-        matrix = _times(spectrum, _factor(walsh, K, K_PAD, True), K_PAD, "tf32x3") * tl.load(signs + coordinate)
+        matrix = _strings(matrix, signs, walsh, T, V, BLOCKS, K, F, K_PAD)
         coordinate = tl.load(order + coordinate)
     tl.store(y + start + coordinate, matrix.to(y.dtype.element_ty), mask=ok)
 

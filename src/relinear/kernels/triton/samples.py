@@ -17,7 +17,7 @@ from relinear.functional import cgt as reference_cgt
 from relinear.functional import hdpl as reference_hdpl
 from relinear.functional import rotor as reference_rotor
 from relinear.functional import transponder as reference_transponder
-from relinear.kernels.triton import ccl, cgt, hdpl, rotor, transponder
+from relinear.kernels.triton import ccl, cgt, hdpl, rotor, rotor_step, transponder
 
 __all__ = [
     "SAMPLES",
@@ -28,6 +28,7 @@ __all__ = [
     "hdpl_arguments",
     "largest_error",
     "rotor_arguments",
+    "rotor_step_arguments",
     "transponder_arguments",
 ]
 
@@ -89,7 +90,16 @@ def rotor_arguments(tokens, n, left, right, blocks=1, terms=1, outputs=1, inputs
     return ((tokens, inputs, 2**n), (*pairs, left, left), (*pairs, right, right), basis)
 
 
-#: kind of operator -> what its kernel is checked with
+def rotor_step_arguments(
+    tokens, n, left, right, width, blocks=1, seed=3, basis="blade", normalize=True, activation="prelu"
+) -> tuple:
+    """Of ``rotor_step``."""
+    pairs = (1, width, 1, blocks)
+    factors = (*pairs, left, left), (*pairs, right, right)
+    return ((tokens, 2**n), *factors, (width,), (width,), seed, 1, basis, normalize, activation)
+
+
+#: kind of operator, or part of one -> what its kernel is checked with
 SAMPLES = {
     "transponder": Sample(
         transponder,
@@ -141,16 +151,48 @@ SAMPLES = {
             rotor_arguments(5, 11, 64, 64),
         ),
     ),
+    "rotor_step": Sample(
+        rotor_step,
+        "rotor_step",
+        reference_rotor.rotor_step,
+        (
+            # numbers that rounding carries across the kink of a PReLU are few among so many
+            rotor_step_arguments(300, 4, 8, 8, 3),
+            rotor_step_arguments(70, 6, 8, 8, 2, seed=None, basis="spinor", activation="gelu"),
+            rotor_step_arguments(35, 9, 16, 16, 3, blocks=2, normalize=False, activation="silu"),
+        ),
+    ),
+    # smooth activations: rounding carries some numbers across the kink of a PReLU, and their gradients with them
+    "rotor_step_2048": Sample(
+        rotor_step,
+        "rotor_step",
+        reference_rotor.rotor_step,
+        (
+            rotor_step_arguments(5, 11, 64, 64, 3, basis="spinor", activation="elu"),
+            rotor_step_arguments(40, 11, 64, 64, 3, activation="gelu"),
+        ),
+    ),
+    "rotor_step_4096": Sample(
+        rotor_step,
+        "rotor_step",
+        reference_rotor.rotor_step,
+        (
+            rotor_step_arguments(5, 12, 128, 128, 3, basis="spinor", activation="elu"),
+            rotor_step_arguments(5, 13, 64, 128, 2, basis="spinor", activation="silu"),
+        ),
+    ),
 }
 
 
-def draw(shapes: tuple, dtype: torch.dtype, device: torch.device | str = "cpu") -> list:
-    """The arguments of a list, the same at every call."""
-    generator = torch.Generator().manual_seed(0)
+def draw(
+    shapes: tuple, dtype: torch.dtype, device: torch.device | str = "cpu", generator: torch.Generator | None = None
+) -> list:
+    """The arguments of a list, the same at every call unless they come from a generator."""
+    generator = generator or torch.Generator().manual_seed(0)
 
     def tensor(shape: tuple[int, ...]) -> Tensor:
         fan_in = 1 if len(shape) < 2 else shape[-1]
-        return (torch.randn(shape, generator=generator, device="cpu") / fan_in**0.5).to(device, dtype)
+        return (torch.randn(shape, generator=generator, device=generator.device) / fan_in**0.5).to(device, dtype)
 
     return [tensor(shape) if isinstance(shape, tuple) else shape for shape in shapes]
 

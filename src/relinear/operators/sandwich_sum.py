@@ -1,0 +1,295 @@
+"""A layer of sandwiches r x s~, as a module with its parameters: what rotor layers and their networks are made of."""
+
+# Legend: V = 2^n window, P = n(n-1)/2 planes, W terms, o / i windows of output / input, S blocks of a window with
+# factors of their own, L and R sizes of the left and the right factor
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from relinear import clifford
+from relinear.clifford.blades import device_table
+from relinear.core.parameter_cache import ParameterCache, RememberingModule
+from relinear.functional.rotor import (
+    product_of_simple_rotors,
+    rotor_layer,
+    simple_parts,
+    term_orders,
+    turned_vectors,
+    window_count,
+)
+from relinear.kernels.choice import factored_cost, is_transformed, prefers_dense_to
+from relinear.kernels.cpu.portions import PORTION_BYTES
+from relinear.kernels.rotor import sandwich_windows
+from relinear.system.machine import fast_bfloat16
+
+if TYPE_CHECKING:
+    from relinear.operators.rotor import Rotor
+
+__all__ = ["SandwichSum", "exponentials", "tiled"]
+
+_PARAMETERS = {"left", "right", "scale"}
+
+
+def tiled(dtype: torch.dtype) -> bool:
+    """Whether the processor multiplies tiles of matrices of this type."""
+    return dtype in (torch.bfloat16, torch.float16) and fast_bfloat16()
+
+
+class SandwichSum(RememberingModule):
+    """y = sum_w a_w x b_w over every pair of an input and an output window; no bias.
+
+    Parameters: ``left`` and ``right`` (W, o, i, P) bivectors of the rotors (``left`` alone where they are single), or
+    (W, o, i, V) elements of the algebra, or free factors (W, o, i, L, L) and (W, o, i, R, R); optional ``scale``
+    (W, o, i). With ``power_iterations`` also the buffers ``left_vectors`` and ``right_vectors`` (J - 1, W, o, i, n), at
+    which the next decomposition starts.
+    """
+
+    left: nn.Parameter
+    right: nn.Parameter | None
+    scale: nn.Parameter | None
+    left_vectors: Tensor
+    right_vectors: Tensor
+
+    def __init__(self, config: Rotor, in_features: int, out_features: int, window: int, terms: int, device, dtype):
+        super().__init__()
+        self.config, self.in_features, self.out_features, self.window = config, in_features, out_features, window
+        n = window.bit_length() - 1
+        self.shape = clifford.spin_shape(n)
+        counts = (terms, window_count(out_features, window), window_count(in_features, window))
+        kw = {"device": device, "dtype": dtype}
+        left, right = {
+            "rotor": ((n * (n - 1) // 2,),) * 2,
+            "multivector": ((window,),) * 2,
+            "kronecker": ((2 ** (n // 2),) * 2, (2 ** ((n + 1) // 2),) * 2),
+        }[config.terms]
+        self.left = nn.Parameter(torch.empty(*counts, *left, **kw))
+        single = config.terms == "rotor" and config.rotors == "single"
+        self.register_parameter("right", None if single else nn.Parameter(torch.empty(*counts, *right, **kw)))
+        self.register_parameter("scale", nn.Parameter(torch.empty(counts, **kw)) if config.scale else None)
+        if config.power_iterations is not None:
+            for name in ("left_vectors",) if single else ("left_vectors", "right_vectors"):
+                self.register_buffer(name, torch.empty(max(n // 2 - 1, 0), *counts, n, **kw))
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """(W, o, i)."""
+        terms, outputs, inputs = self.left.shape[:3]
+        return terms, outputs, inputs
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Rotors by ``init_std`` (see ``Rotor``); general terms normal, such that variance is kept; scales likewise."""
+        terms, _, inputs = self.counts
+        kept = (terms * inputs) ** -0.5 / self._share  # the factor of a term that keeps the variance of the sum
+        for parameter in (self.left, self.right):
+            if parameter is None:
+                continue
+            if self.config.terms == "rotor":
+                nn.init.normal_(parameter, std=self.config.init_std)
+            else:
+                share = 1.0 if self.config.scale else kept**0.5  # half for either factor
+                nn.init.normal_(parameter, std=share / math.sqrt(parameter.shape[-1]))
+        if self.scale is not None:
+            nn.init.constant_(self.scale, 1.0 if self.config.gains == "ones" else kept)
+        for vectors in self._buffers.values():
+            nn.init.normal_(cast("Tensor", vectors))
+            cast("Tensor", vectors).div_(cast("Tensor", vectors).norm(dim=-1, keepdim=True))
+
+    @property
+    def _share(self) -> float:
+        """Of every input window in an output: spread windows are averaged, others summed."""
+        return 1 / self.counts[2] if self.config.windows == "spread" else 1.0
+
+    @property
+    def exponentiates(self) -> bool:
+        """Whether the factors are exact exponentials of the parameters."""
+        return self.config.terms == "rotor" and self.config.power_iterations is None
+
+    def bivectors(self) -> dict[str, Tensor]:
+        """The bivectors (W, o, i, P) of the rotors by side; single rotors have one side, other terms none."""
+        if self.config.terms != "rotor":
+            return {}
+        sides: dict[str, Tensor | None] = {"left": self.left, "right": self.right}
+        return {side: beta for side, beta in sides.items() if beta is not None}
+
+    def _rotor_factors(self) -> tuple[Tensor, Tensor]:
+        if self.exponentiates:
+            return exponentials([self])[0]
+        a, b = product_of_simple_rotors(self._parts(self.left, "left_vectors"))
+        if self.right is None:
+            return a, b
+        return a, product_of_simple_rotors(self._parts(self.right, "right_vectors"))[1]
+
+    def _parts(self, beta: Tensor, name: str) -> Tensor:
+        """Simple parts by Algorithms 1 and 2 of the paper, from where the last ones in training ended."""
+        wide = torch.promote_types(beta.dtype, torch.float32)
+        beta, stored = beta.to(wide), getattr(self, name)
+        again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        if again:  # gradient checkpointing: what the forward pass found is there
+            return simple_parts(beta, stored.to(wide, copy=True))
+        assert self.config.power_iterations is not None
+        vectors = turned_vectors(beta, stored.to(wide), self.config.power_iterations)
+        if self.training and torch.is_grad_enabled() and not is_transformed():
+            with torch.no_grad():
+                stored.copy_(vectors)
+        return simple_parts(beta, vectors)
+
+    def factors(self, rotors: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Left (W, o, i, S, L, L) and right (W, o, i, S, R, R) matrices, in at least single precision.
+
+        Args:
+            rotors: of ``exponentials``, where they are there already.
+        """
+        right = self.left if self.right is None else self.right
+        wide = torch.promote_types(self.left.dtype, torch.float32)
+        with torch.autocast(self.left.device.type, enabled=False):
+            if self.config.terms == "rotor":
+                a, b = (factor.unsqueeze(3) for factor in rotors or self._rotor_factors())
+            elif self.config.terms == "kronecker":
+                a, b = self.left.to(wide).unsqueeze(3), right.to(wide).unsqueeze(3)
+            else:
+                elements = self.left.to(wide), right.to(wide)
+                if self.config.basis == "blade":
+                    elements = clifford.to_spin(elements[0]), clifford.to_spin(elements[1])
+                a, b = clifford.left_multiplication(elements[0]), clifford.right_multiplication(elements[1])
+            if self.scale is not None:
+                a = a * self.scale[..., None, None, None]
+            if self._share != 1:
+                a = a * self._share
+        return a, b
+
+    def apply_factors(self, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """The map itself, with factors in the dtype of ``x``."""
+        orders, terms = None, self.counts[0]
+        if self.config.permute_terms and terms > 1:
+            orders = device_table(term_orders, (self.window, terms, self.config.seed), x)
+        settings = self.config.basis, sandwich_windows, self.config.windows, orders
+        return rotor_layer(x, left, right, self.out_features, self.window, *settings)
+
+    def dense(self) -> Tensor:
+        """The (O, I) matrix in at least single precision."""
+        left, right = self.factors()
+        eye = torch.eye(self.in_features, dtype=left.dtype, device=left.device)
+        return self.apply_factors(eye, left, right).T
+
+    def flops_per_token(self) -> int:
+        """Of the factored form."""
+        terms, outputs, inputs = self.counts
+        left, right = self.factor_sizes
+        basis = 0 if self.config.basis == "spinor" else 2 * self.shape.rows * self.window * (inputs + outputs)
+        return 2 * terms * outputs * inputs * self.window * (left + right) + basis
+
+    @property
+    def factor_sizes(self) -> tuple[int, int]:
+        """(L, R)."""
+        if self.config.terms == "kronecker":
+            return self.left.shape[-1], self.right.shape[-1]
+        size = self.shape.rows * self.shape.components
+        return size, size
+
+    def factored_cost(self, tokens: int, dtype: torch.dtype) -> float:
+        """Of the factored form in inference on a CPU, as ``kernels.choice.dense_cost``."""
+        blade = self.config.basis == "blade"
+        sizes = self.in_features, self.out_features, min(self.factor_sizes)
+        return factored_cost(*sizes, math.prod(self.counts), self.flops_per_token(), blade, tokens, tiled(dtype))
+
+    def forward(self, x: Tensor, rotors: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        run, cache = None, self.cache_for(x)
+        if cache is not None:
+            # tokens up to a power of two, so that one decision serves many sizes of input
+            key = (x.numel() // self.in_features).bit_length(), x.dtype
+            run = cache.get(key)
+            if run is None and cache.opens():
+                run = cache.keep(key, lambda: self._inference(cache, (1 << key[0]) - 1, x.dtype, x.device))
+        if run is not None:
+            return run(x)
+        return self.apply_factors(x, *self.factors_for(x, rotors))
+
+    def factors_for(self, x: Tensor, rotors: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """``factors`` in the dtype of ``x``; in inference those that are kept."""
+        cache = self.cache_for(x)
+        if cache is not None and cache.opens():
+            return self._kept_factors(cache, x.dtype)
+        left, right = self.factors(rotors)
+        return left.to(x.dtype), right.to(x.dtype)
+
+    def _kept_factors(self, cache: ParameterCache, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return cache.get(("factors", dtype)) or cache.keep(
+            ("factors", dtype), lambda: tuple(factor.to(dtype).contiguous() for factor in self.factors())
+        )
+
+    def cache_for(self, x: Tensor) -> ParameterCache | None:
+        """Where what depends on parameters alone is kept, if it may be.
+
+        Where something else stands in a parameter's place (a mask, a parametrisation, a tensor that another network
+        computes), its values come from more than parameters: nothing is kept.
+        """
+        if self.training or torch.compiler.is_compiling() or not self._parameters.keys() >= _PARAMETERS:
+            return None
+        if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
+            return None
+        return self.remembered(self.left)
+
+    def _inference(
+        self, cache: ParameterCache, tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Tensor], Tensor]:
+        """The map with everything that depends on parameters computed beforehand, the faster way."""
+        asked = "rotor", self.in_features, self.out_features, dtype, tokens, tiled(dtype)
+        if device.type == "cpu" and prefers_dense_to(self.factored_cost(tokens, dtype), *asked):
+            weight = cache.get(("dense", dtype))
+            if weight is None:
+                weight = cache.keep(("dense", dtype), lambda: self.dense().to(dtype).contiguous())
+            return lambda x: torch.nn.functional.linear(x, weight)
+        left, right = self._kept_factors(cache, dtype)
+        small = tokens * self.window * dtype.itemsize <= PORTION_BYTES // 2
+        one = (
+            math.prod(self.counts) == 1 and left.shape[3] == 1 and self.in_features == self.out_features == self.window
+        )
+        if not (small and one and self.config.basis == "spinor"):
+            return lambda x: self.apply_factors(x, left, right)
+        # for a few tokens the bookkeeping of windows and portions would take longer than the two products
+        a, b = left[0, 0, 0, 0], right[0, 0, 0, 0]
+        rows, columns = a.shape[0], b.shape[0]
+        middle = self.shape.columns if self.config.terms != "kronecker" else columns
+
+        def direct(x: Tensor) -> Tensor:
+            half = torch.nn.functional.linear(x.reshape(-1, columns), b).view(-1, rows, middle)
+            return torch.matmul(a, half).view(x.shape)
+
+        return direct
+
+
+def exponentials(sums: Sequence[SandwichSum]) -> list[tuple[Tensor, Tensor]]:
+    """Left (W, o, i, L, L) and right (W, o, i, R, R) rotors of every sum.
+
+    Every side is one batch of matrix exponentials for all windows of one size, and both are one where they are made of
+    the same matrices: of such small ones a call takes longer than what it computes.
+    """
+    sizes = {s.window for s in sums}
+    if len(sizes) > 1:
+        every = {size: iter(exponentials([s for s in sums if s.window == size])) for size in sizes}
+        return [next(every[s.window]) for s in sums]
+    sides: list[tuple[Tensor, ...]] = []
+    given = [s.left for s in sums], [s.left if s.right is None else s.right for s in sums]
+    with torch.autocast(sums[0].left.device.type, enabled=False):
+        if sums[0].shape.components == 1:  # numbers commute, and either side is an exponential of the same kind
+            found = _batched(clifford.left_factor, [*given[0], *given[1]])
+            return list(zip(found[: len(sums)], found[len(sums) :], strict=True))
+        for betas, factor in zip(given, (clifford.left_factor, clifford.right_factor), strict=True):
+            sides.append(_batched(factor, betas))
+    return list(zip(*sides, strict=True))
+
+
+def _batched(factor: Callable[[Tensor], Tensor], betas: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """``factor`` of each of the bivectors (W, o, i, P)."""
+    if len(betas) == 1:
+        return (factor(betas[0]),)
+    found = factor(torch.cat([beta.flatten(0, 2) for beta in betas]))
+    parts = found.split([beta.shape[:3].numel() for beta in betas])
+    return tuple(part.unflatten(0, beta.shape[:3]) for part, beta in zip(parts, betas, strict=True))
