@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import relinear
 import relinear.functional.ccl
@@ -82,6 +82,21 @@ def _recurrence_arguments(dtype: torch.dtype) -> Iterator[tuple]:
         yield torch.rand(2, tokens, 3, generator=generator, dtype=dtype), value, state
 
 
+def leaves_of(arguments: tuple, dtype: torch.dtype) -> tuple[list, list[Tensor]]:
+    """Copies of a row's arguments, and those among them and their lists that have gradients."""
+    leaves: list[Tensor] = []
+
+    def copied(value):
+        if isinstance(value, list):
+            return [copied(entry) for entry in value]
+        if not isinstance(value, Tensor) or not value.is_floating_point():  # settings, indices
+            return value
+        leaves.append(value.detach().to(dtype).clone().requires_grad_())
+        return leaves[-1]
+
+    return [copied(value) for value in arguments], leaves
+
+
 def block_hadamard_arguments(dtype: torch.dtype) -> Iterator[tuple]:
     """Widths of one, two and three small transforms, odd factors, padding, two stages, with and without bias."""
     for rows, in_features, out_features, blocks, depth in (
@@ -96,6 +111,15 @@ def block_hadamard_arguments(dtype: torch.dtype) -> Iterator[tuple]:
         bias = torch.randn(out_features, dtype=dtype) if depth == 1 else None
         yield torch.randn(rows, in_features, dtype=dtype), stages, out_features, bias
         yield torch.randn(rows, in_features, dtype=dtype), stages, out_features, bias, False
+
+
+def _block_hadamard_dense_arguments(dtype: torch.dtype) -> Iterator[tuple]:
+    """Padded inputs and two stages, with the transform before them and without, and a matrix that is too large."""
+    for in_features, out_features, blocks, depth in ((16, 16, 4, 1), (96, 40, 4, 1), (20, 24, 3, 2), (1500, 4, 2, 1)):
+        widths = block_hadamard_sizes(in_features, out_features, blocks, depth)
+        stages = [torch.randn(blocks, o // blocks, i // blocks, dtype=dtype) for i, o in widths]
+        yield stages, in_features
+        yield stages, in_features, False
 
 
 def _monarch_arguments(dtype: torch.dtype) -> Iterator[tuple]:
@@ -136,6 +160,17 @@ def _branches_arguments(dtype: torch.dtype) -> Iterator[tuple]:
         )
         x = torch.randn(tokens, branches, window, dtype=dtype)
         yield x, order, torch.rand(slopes, dtype=dtype), torch.randn(branches, dtype=dtype), normalize
+
+
+def _step_arguments(dtype: torch.dtype) -> Iterator[tuple]:
+    """Both bases, with and without a permutation, a norm and slopes."""
+    for tokens, branches, seed, settings in (
+        (5, 3, 3, ()),
+        (2, 2, None, (1, "blade", False, "gelu")),
+    ):
+        left, right = (torch.randn(1, branches, 1, 1, 4, 4, dtype=dtype) for _ in range(2))
+        slopes, mix = torch.rand(branches, dtype=dtype), torch.randn(branches, dtype=dtype)
+        yield torch.randn(tokens, 16, dtype=dtype), left, right, slopes, mix, seed, *settings
 
 
 def _network_arguments(dtype: torch.dtype) -> Iterator[tuple]:
@@ -392,6 +427,12 @@ TWINS: list[Twin] = [
         arguments=block_hadamard_arguments,
     ),
     Twin(
+        kind="block_hadamard-dense",
+        reference=functional_block_hadamard.block_hadamard_dense,
+        fast=kernels_block_hadamard.block_hadamard_dense,
+        arguments=_block_hadamard_dense_arguments,
+    ),
+    Twin(
         kind="monarch",
         reference=functional_monarch.monarch,
         fast=kernels_monarch.monarch,
@@ -414,6 +455,12 @@ TWINS: list[Twin] = [
         reference=functional_rotor.mixed_branches,
         fast=kernels_rotor.mixed_branches,
         arguments=_branches_arguments,
+    ),
+    Twin(
+        kind="rotor-step",
+        reference=functional_rotor.rotor_step,
+        fast=kernels_rotor.rotor_step,
+        arguments=_step_arguments,
     ),
     Twin(
         kind="rotor-network",

@@ -292,3 +292,17 @@ def test_a_kind_is_registered_once():
             kind: ClassVar[str] = "low_rank"
 
     assert Config.from_dict is not OperatorConfig.from_dict
+
+
+def test_a_layer_that_is_skipped_keeps_the_means_of_its_own_forward(model) -> None:
+    """Means of metrics are taken when they are read: not with the mask of a later forward, of the same shape."""
+    layer = model.model.layers[0].mlp.up_proj
+    x = torch.randn(2, 6, layer.in_features)
+    layer(x)
+    energy = layer._metrics["energy"]
+    first, second = torch.arange(12).view(2, 6) < 5, torch.arange(12).view(2, 6) >= 5
+    layer.count_tokens(first)
+    layer.count_tokens(second)
+    torch.testing.assert_close(layer.metrics()["energy"], energy[first].mean())
+    layer(x)  # by itself: all tokens count
+    torch.testing.assert_close(layer.metrics()["energy"], energy.mean())

@@ -245,6 +245,52 @@ def test_another_call_after_a_change(case, change) -> None:
 
 
 @every_case
+@pytest.mark.parametrize("promised", [True, False])
+def test_a_part_that_takes_the_place_of_another_is_what_runs(case, promised) -> None:
+    module, other = build(case).eval(), write_data(build(case).eval(), case)
+    if promised:
+        relinear.for_inference_(module)
+    for name, part in other.named_children():
+        for leading in ((1,), (5,)):
+            infer(module, case, leading)
+        setattr(module, name, part)
+        for leading in ((1,), (5,)):
+            assert_close(infer(module, case, leading), infer(copy.deepcopy(module), case, leading), TOLERANCE)
+
+
+@every_case
+def test_a_bias_that_was_added_is_added(case) -> None:
+    module = relinear.for_inference_(build(case, bias=False))
+    before = infer(module, case, (1,))
+    biased = getattr(module, "base", module)
+    biased.bias = nn.Parameter(torch.ones(module.out_features))
+    assert_close(infer(module, case, (1,)), infer(copy.deepcopy(module), case, (1,)), TOLERANCE)
+    assert not torch.allclose(infer(module, case, (1,)), before)
+
+
+@every_case
+def test_nothing_is_kept_of_a_parametrisation(case) -> None:
+    """Neither while it is there, as it may depend on what is no parameter, nor afterwards."""
+    module = relinear.for_inference_(build(case))
+    before = {leading: infer(module, case, leading) for leading in ((1,), (5,))}
+    given = [(part, name) for part in module.modules() for name, p in part._parameters.items() if p is not None]
+    for part, name in given:
+        parametrize.register_parametrization(part, name, Scaled())
+    for leading, want in before.items():
+        assert_close(infer(module, case, leading), want, TOLERANCE)
+    for key, factor in module.named_buffers():
+        if key.endswith(".factor"):
+            factor.fill_(1.7)
+    changed = write_data(build(case).eval(), case)
+    for leading in before:
+        assert_close(infer(module, case, leading), infer(changed, case, leading), TOLERANCE)
+    for part, name in given:
+        parametrize.remove_parametrizations(part, name, leave_parametrized=False)
+    for leading, want in before.items():
+        assert_close(infer(module, case, leading), want, TOLERANCE)
+
+
+@every_case
 def test_gradients_are_those_of_the_weights_as_they_are(case) -> None:
     module = relinear.for_inference_(build(case))
     infer(module, case)

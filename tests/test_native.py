@@ -15,10 +15,12 @@ from relinear.functional import rotor as functional_rotor
 from relinear.functional import transponder as reference
 from relinear.kernels import ccl, hdpl, native, rotor, transponder
 from relinear.kernels.choice import against_native
+from relinear.kernels.cpu import products
 from relinear.kernels.native import build
+from relinear.system import machine
 
 #: of bfloat16 outputs and of single-precision ones, relative in the Frobenius norm
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
 @pytest.fixture
@@ -40,6 +42,14 @@ def few_rows(any_size, monkeypatch):
     for module in (native, hdpl, ccl):
         monkeypatch.setattr(module, "kernels", lambda: calls.append(1) or kernels)
     return calls
+
+
+@pytest.fixture(params=[True, False], ids=["narrow-library", "wide-library"])
+def library(any_size, request, monkeypatch):
+    """Whether torch's own products leave half of the processor unused."""
+    monkeypatch.setattr(products, "_narrow", lambda: request.param)
+    monkeypatch.setattr(products, "FEWEST_ROWS", 1)
+    return request.param
 
 
 def close(mine, exact, dtype):
@@ -196,7 +206,7 @@ def hdpl_arguments(tokens, blocks, inputs, outputs, rank, noisy, bias):
         (200, 3, 201, 330, 70, True, False),
     ],
 )
-def test_hdpl_output_and_gradients(tokens, blocks, inputs, outputs, rank, noisy, bias, dtype, any_size):
+def test_hdpl_output_and_gradients(tokens, blocks, inputs, outputs, rank, noisy, bias, dtype, library):
     drawn = hdpl_arguments(tokens, blocks, inputs, outputs, rank, noisy, bias)
     upstream = torch.randn(1, outputs).to(dtype).expand(tokens, outputs)  # strided
     results = []
@@ -268,6 +278,44 @@ def test_sums_of_thin_products(any_size):
         close(to_blocks, torch.stack([of_dense[g, :, g] for g in range(groups)]), torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(0, 3, 4), (1, 1, 1), (7, 65, 130), (101, 520, 63)])
+def test_products_and_their_gradients(rows, inputs, outputs, dtype, library, monkeypatch):
+    """Strided matrices, every remainder, no rows, new memory that holds NaN; both sides of the gradient's bound."""
+    calls = []
+    run = native.kernels()
+    monkeypatch.setattr(products, "kernels", lambda: calls.append(1) or run)
+    x = torch.randn(rows, 2 * inputs).to(dtype)[:, ::2]
+    weight, bias = torch.randn(inputs, outputs).to(dtype).T, torch.randn(2 * outputs).to(dtype)[::2]
+    grad = torch.randn(1, outputs).to(dtype).expand(rows, outputs)
+    torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
+    try:
+        for offset in (bias, None):
+            exact = x.double() @ weight.double().T + (0 if offset is None else offset.double())
+            close(products.product(x, weight, offset), exact, dtype)
+        close(products.product_gradient(grad, x), grad.double().T @ x.double(), dtype)
+        reached = len(calls)
+        monkeypatch.setattr(products, "LARGEST_GRADIENT", 0)
+        close(products.product_gradient(grad, x), grad.double().T @ x.double(), dtype)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert reached == len(calls) == (3 if library and dtype == torch.float32 and rows else 0)
+
+
+@pytest.mark.parametrize(
+    ("facts", "narrow"),
+    [
+        ({"vendor_id": "AuthenticAMD", "flags": "avx2 avx512f"}, torch.backends.mkl.is_available()),
+        ({"vendor_id": "AuthenticAMD", "flags": "avx2"}, False),
+        ({"vendor_id": "GenuineIntel", "flags": "avx2 avx512f"}, False),
+        ({}, False),
+    ],
+)
+def test_where_a_library_leaves_half_of_the_processor(facts, narrow, monkeypatch):
+    monkeypatch.setattr(machine, "_cpu_facts", lambda: facts)
+    assert machine.has_narrow_products() == narrow
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("config", [relinear.LowRank(rank=13), relinear.PivotedLowRank(rank=13)], ids=str)
 @pytest.mark.parametrize(
@@ -328,6 +376,221 @@ def test_a_few_rows_of_ccl(settings, leading, inputs, outputs, bias, dtype, few_
         theirs = exact(x.double())
     assert y.shape == (*leading, outputs)
     close(y, theirs, dtype)
+
+
+PREPARED = [
+    relinear.HDPL(rank=13, blocks=4),
+    relinear.HDPL(rank=5, blocks=1, noise=False),
+    relinear.CCL(rank=13, context_dim=6),
+    relinear.CCL(rank=13, context_dim=6, gate_bias=False, norm=False, gate_depth=2, gate_width=9),
+    relinear.CCL(rank=13, context_dim=6, basis_gate=False, gate_depth=0),
+    relinear.CCL(rank=13, context_dim=6, basis_gate=False, output_gate=False),
+    relinear.Transponder(rank=5),
+    relinear.Transponder(scalar=False),
+]
+every_prepared = pytest.mark.parametrize("config", PREPARED, ids=str)
+
+
+def drawn_layer(config, inputs=36, outputs=44, bias=True):
+    layer = config.build(inputs, outputs, bias=bias).eval()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(std=0.3)
+    return layer
+
+
+def of_rows(layer, x, context=None):
+    """What the layer says of x in inference, with a context of its own for every token by default."""
+    if context is None:
+        context = torch.randn(*x.shape[:-1], 6, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), relinear.context(context.to(x.dtype)):
+        return layer(x)
+
+
+@pytest.fixture
+def whole_layers(few_rows, monkeypatch):
+    """Names of the kernels that are called without asking about parameters again."""
+    called = []
+
+    class Kernel:
+        def __init__(self, name):
+            self.name, self.run = name, getattr(torch.ops.relinear_cpu, name)
+
+        def default(self, *given):
+            called.append(self.name)
+            return self.run(*given)
+
+        def __call__(self, *given):
+            return self.run(*given)
+
+    class Kernels:
+        def __getattr__(self, name):
+            return Kernel(name)
+
+    for module in (hdpl, ccl, transponder):
+        monkeypatch.setattr(module, "kernels", Kernels)
+    return called
+
+
+@every_prepared
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("leading", "bias"), [((1,), True), ((), False), ((2, 3), True)])
+def test_a_layer_with_weights_that_stay_is_one_call(config, leading, bias, dtype, whole_layers):
+    layer = drawn_layer(config, bias=bias).to(dtype)
+    exact = copy.deepcopy(layer).double()
+    x = torch.randn(*leading, 2 * 36)[..., ::2].to(dtype)  # strided
+    relinear.for_inference_(layer)
+    for turn in (1, 2):
+        y = of_rows(layer, x)
+        assert len(whole_layers) == turn
+        assert y.shape == (*leading, 44)
+        assert y.dtype == dtype
+        close(y, of_rows(exact, x.double()), dtype)
+
+
+@every_prepared
+def test_a_prepared_layer_reads_no_memory_that_nobody_wrote(config, whole_layers):
+    layer, x = relinear.for_inference_(drawn_layer(config)), torch.randn(3, 36)
+    want = of_rows(layer, x)
+    torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
+    try:
+        assert torch.equal(of_rows(layer, x), want)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(whole_layers) == 2
+
+
+@every_prepared
+def test_a_row_without_numbers_spoils_no_other_of_a_prepared_layer(config, whole_layers):
+    layer, x = relinear.for_inference_(drawn_layer(config)), torch.randn(3, 36)
+    alone = of_rows(layer, x)
+    x[1] = torch.nan
+    y = of_rows(layer, x)
+    assert torch.equal(y[[0, 2]], alone[[0, 2]])
+    assert y[1].isnan().all()
+    assert whole_layers
+
+
+@every_prepared
+@pytest.mark.parametrize("rows", [0, 9], ids=["no-rows", "many"])
+def test_other_numbers_of_rows_run_as_usual(config, rows, whole_layers):
+    layer, x = relinear.for_inference_(drawn_layer(config)), torch.randn(rows, 36)
+    y = of_rows(layer, x)
+    assert y.shape == (rows, 44)
+    close(y, of_rows(copy.deepcopy(layer).double(), x.double()), torch.float32)
+    assert not whole_layers
+
+
+def hooked(layer):
+    for part in layer.modules():
+        if part is not layer:
+            part.register_forward_hook(lambda module, args, result: None)
+
+
+def of_another_forward(layer):
+    for part in layer.modules():
+        if part is not layer:
+            part.forward = part.forward
+
+
+def of_another_class(layer):
+    for part in layer.modules():
+        if part is not layer:
+            part.__class__ = type("Shadow", (type(part),), {})
+
+
+def training(layer):
+    for part in layer.modules():
+        part.training = part is not layer
+
+
+def unpromised(layer):
+    for part in layer.children():
+        relinear.for_inference_(part, False)
+    relinear.for_inference_(layer, False)
+
+
+CHANGES = [hooked, of_another_forward, of_another_class, training, unpromised]
+
+
+@every_prepared
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_is_put_into_a_prepared_layer_is_not_passed_over(config, change, whole_layers):
+    layer, x = relinear.for_inference_(drawn_layer(config)), torch.randn(3, 36)
+    want = of_rows(layer, x)
+    whole_layers.clear()
+    change(layer)
+    has_parts = any(True for _ in layer.children())
+    torch.testing.assert_close(of_rows(layer, x), want)
+    assert not whole_layers or not has_parts
+
+
+@every_prepared
+def test_hooks_of_parts_run_once_a_call_from_the_first_on(config, whole_layers):
+    layer, calls = relinear.for_inference_(drawn_layer(config)), []
+    for part in layer.children():
+        part.register_forward_hook(lambda module, args, result: calls.append(module))
+    of_rows(layer, torch.randn(3, 36))
+    first = len(calls)
+    of_rows(layer, torch.randn(3, 36))
+    assert len(calls) == 2 * first
+
+
+class Switched(torch.nn.Module):
+    """In the place of parameters: what it gives depends on more than numbers of its own."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part, self.factor = part, 1.0
+
+    def forward(self):
+        weight, bias = self.part()
+        return self.factor * weight, bias
+
+
+@pytest.mark.parametrize("first", ["put in", "promised"])
+def test_a_part_that_computes_its_parameters_is_asked_at_every_call(first, whole_layers):
+    layer, x = drawn_layer(PREPARED[0]), torch.randn(3, 36)
+    if first == "promised":
+        of_rows(relinear.for_inference_(layer), x)
+    layer.mu = Switched(layer.mu).eval()
+    relinear.for_inference_(layer)
+    before = of_rows(layer, x)
+    layer.mu.factor = 2.0
+    assert not torch.allclose(of_rows(layer, x), before)
+
+
+@every_prepared
+def test_a_prepared_layer_under_autocast_and_with_gradients(config, whole_layers):
+    layer, x = relinear.for_inference_(drawn_layer(config)), torch.randn(3, 36)
+    of_rows(layer, x)
+    whole_layers.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        of_rows(layer, x)
+    with relinear.context(torch.randn(3, 6)):
+        layer(x).sum().backward()
+    assert not whole_layers
+    assert next(layer.parameters()).grad is not None
+
+
+def test_a_modulator_alone_in_training_is_computed_from_its_parameters(whole_layers):
+    layer, x = relinear.for_inference_(drawn_layer(relinear.Transponder())), torch.randn(3, 36)
+    of_rows(layer, x)
+    layer.modulator.train()
+    layer.modulator.channel_up.data.mul_(2)
+    close(of_rows(layer, x), of_rows(copy.deepcopy(layer).double(), x.double()), torch.float32)
+
+
+def test_edits_reach_a_prepared_layer(whole_layers):
+    layer, x = relinear.for_inference_(drawn_layer(PREPARED[0])), torch.randn(3, 36)
+    model = torch.nn.Sequential(layer)
+    want = of_rows(model, x)
+    with relinear.intervene(model, {"0": relinear.Replace(0.0)}):
+        assert not torch.allclose(of_rows(model, x), want)
+    with relinear.latents(model) as found:
+        torch.testing.assert_close(of_rows(model, x), want)
+    assert found["0"].mu.shape == (3, 13)
+    assert torch.equal(of_rows(model, x), want)
 
 
 @torch.no_grad()

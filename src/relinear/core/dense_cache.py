@@ -1,7 +1,8 @@
-"""Inference through a dense matrix that is kept, where that is the faster form of a linear operator.
+"""A dense matrix in place of a structured product, where that is the faster form of a linear operator.
 
 A structured product has fewer FLOPs than a dense one and more operations. Below a certain size the operations cost
-more than the FLOPs saved; in inference with weights that stay (``relinear.for_inference_``) the matrix can be kept.
+more than the FLOPs saved: in inference with weights that stay (``relinear.for_inference_``) the matrix is kept, in
+training it is composed in every step, and gradients go on through the composition.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.nn.functional import linear
 from relinear.core.operator import Operator, dense_in_float32
 from relinear.core.parameter_cache import ParameterCache
 
-__all__ = ["dense_inference"]
+__all__ = ["dense_form", "dense_inference"]
 
 #: from this many entries of a bfloat16 matrix on torch's matrix-vector product beats its matrix product of one row
 VECTOR_ENTRIES = 512 * 512
@@ -45,6 +46,30 @@ def dense_inference(
             return None
         run = cache.keep(key, lambda: _form(operator, cache, x, prefers))
     return run(x)
+
+
+def dense_form(
+    operator: Operator,
+    x: Tensor,
+    prefers_kept: Callable[[str, int, int, torch.dtype, int], bool],
+    prefers_composed: Callable[[str, int, int, Tensor], bool],
+) -> Tensor | None:
+    """``dense_inference``, or in training ``operator(x)`` through the dense matrix of its parameters as they are; None
+    where the structured form is to be used.
+
+    Args:
+        operator: one with a context-free ``to_dense``.
+        x: (..., in_features).
+        prefers_kept: as for ``dense_inference``.
+        prefers_composed: says for a kind, in_features, out_features and x whether the matrix composed in a training
+            step is faster, and possible.
+    """
+    y = dense_inference(operator, x, prefers_kept)
+    if y is not None or not operator.training:
+        return y
+    if not prefers_composed(operator.config.kind, operator.in_features, operator.out_features, x):
+        return None
+    return linear(x, operator.to_dense(), operator.bias)
 
 
 def _form(operator: Operator, cache: ParameterCache, x: Tensor, prefers) -> Callable[[Tensor], Tensor | None]:

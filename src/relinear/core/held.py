@@ -8,13 +8,14 @@ own, under the names that a layer's parameters would have, and calling one gives
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-__all__ = ["Held", "HeldList", "is_bare", "is_plain_linear"]
+__all__ = ["Held", "HeldList", "are_held", "forward_hooks", "is_bare", "is_plain_linear"]
 
 
 class Held(nn.Module):
@@ -68,6 +69,14 @@ class HeldList(nn.ParameterList):
         return list(self)
 
 
+def are_held(parts: Iterable[nn.Module | None]) -> bool:
+    """Whether all ``parts`` that there are are exactly ``Held``, whose forward gives nothing but its parameters.
+
+    What somebody has put in the place of one may compute others at every call.
+    """
+    return all(part is None or type(part) is Held for part in parts)
+
+
 _ORDINARY = (nn.Parameter, Tensor)  # a plain tensor where torch.func puts values in place of parameters
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # those of all modules, which torch keeps in dictionaries of these names
@@ -91,3 +100,12 @@ def is_plain_linear(module: Any) -> bool:
     parametrisation has put another kind of tensor in.
     """
     return type(module) is nn.Linear and type(module._parameters.get("weight")) in _ORDINARY and is_bare(module)
+
+
+def forward_hooks(modules: Iterable[nn.Module]) -> tuple[dict, ...]:
+    """The dictionaries of the hooks that calls of ``modules`` run, their own and those of all modules.
+
+    torch adds to these dictionaries, and never replaces them.
+    """
+    own = (module.__dict__[kind] for module in modules for kind in _HOOKS[:2])
+    return *own, *_GLOBAL_HOOKS[:2]

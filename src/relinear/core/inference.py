@@ -19,9 +19,10 @@ def for_inference_(model: Model, mode: bool = True) -> Model:
     """Let the layers of ``model`` keep what they compute from their weights, which from now on must not change.
 
     Without it every forward pass computes from the parameters as they are. With it small linear operators multiply with
-    a dense matrix that is built once, rotors with factors that are exponentiated once, and Transponder's gates have
-    their curvature inside; kernels for a few rows are built where they are not there yet. The model is put into eval
-    mode. What is kept is used where no gradients are recorded, and by several threads at once.
+    a dense matrix that is built once, rotors with factors that are exponentiated once, Transponder's gates have their
+    curvature inside, and a few rows through HDPL, CCL and Transponder are one call, prepared once; kernels for a few
+    rows are built where they are not there yet. The model is put into eval mode. What is kept is used where no
+    gradients are recorded, and by several threads at once.
 
     The promise ends with ``model.train()`` (of a submodule for that submodule), or with ``for_inference_(model,
     False)``, which leaves the mode alone; what was kept is freed then. After a change of weights in between, call this

@@ -136,8 +136,10 @@ class Operator(CachingModule):
     """
 
     #: attributes of the last forward (tensors with a graph): dropped on deepcopy and pickling
-    _transient: tuple[str, ...] = ("_aux_losses", "_metrics")
+    _transient: tuple[str, ...] = ("_aux_losses", "_metrics", "_counted")
     bias: nn.Parameter | None
+    #: metrics whose means are not taken yet, and the tokens that count in them
+    _counted: tuple[dict[str, Tensor], Tensor | None] | None = None
     #: names of parameters (or of submodules with all of theirs) that sum over a size which the settings fix, as a rank
     fixed_fan_in: tuple[str, ...] = ()
     #: likewise of those whose outputs are so many
@@ -243,7 +245,8 @@ class Operator(CachingModule):
 
     def metrics(self) -> dict[str, Tensor]:
         """Detached scalars of the last training forward that are worth logging (not losses), by name."""
-        return _token_means(self._metrics, None)
+        metrics, counted = self._counted or (None, None)
+        return _token_means(self._metrics, counted if metrics is self._metrics else None)
 
     def note(self, aux_losses: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
         """Keep what this training forward found, by name: a value for every token, or a mean over them.
@@ -265,7 +268,13 @@ class Operator(CachingModule):
             counted: (B, T) bool, or None for all. An operator that saw other tokens than these (those routed to an
                 expert, say) takes the mean over all that it saw.
         """
-        self._aux_losses, self._metrics = (_token_means(d, counted) for d in (self._aux_losses, self._metrics))
+        self._aux_losses = _token_means(self._aux_losses, counted)
+        if torch.compiler.is_compiling():
+            self._metrics = _token_means(self._metrics, counted)
+        elif (
+            self._counted is None or self._counted[0] is not self._metrics
+        ):  # else they are those of an earlier forward
+            self._counted = self._metrics, counted  # few steps of a training read them: means are taken there
 
     def flops_per_token(self) -> int:
         """Floating-point operations of the forward pass for one token (a multiply-add counts as two)."""

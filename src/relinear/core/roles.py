@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 __all__ = ["ParamRole", "StatedFans"]
 
+Start = Literal["fan_in", "constant", "orthogonal"]
+
 
 class ParamRole(NamedTuple):
     """What a parameter is for, so that one optimiser recipe serves every operator.
@@ -34,7 +36,7 @@ class ParamRole(NamedTuple):
     fan_out: int | None = None
     fan_out_scales: bool = True
     growth: float = 1.0
-    start: Literal["fan_in", "constant", "orthogonal"] = "fan_in"
+    start: Start = "fan_in"
     readout: bool = False
     fan_in_short: int = 0
 
@@ -88,8 +90,8 @@ class StatedFans:
     def __init__(self, module: nn.Module) -> None:
         self._fixed_in = _named_in(module, "fixed_fan_in")
         self._fixed_out = _named_in(module, "fixed_fan_out")
-        self._constant = _named_in(module, "constant_start")
-        self._orthogonal = _named_in(module, "orthogonal_start")
+        self._starts: dict[Tensor, Start] = dict.fromkeys(_named_in(module, "orthogonal_start"), "orthogonal")
+        self._starts |= dict.fromkeys(_named_in(module, "constant_start"), "constant")
 
     def role(self, parameter: Tensor, *, transposed: bool = False) -> ParamRole:
         """Of a parameter: matrices (..., fan-out, fan-in) decay, vectors do not.
@@ -106,11 +108,8 @@ class StatedFans:
             fan_in_scales=parameter not in self._fixed_in,
             fan_out=fan_out,
             fan_out_scales=parameter not in self._fixed_out,
-            start="constant" if parameter in self._constant else self._drawn(parameter),
+            start=self._starts.get(parameter, "fan_in"),
         )
-
-    def _drawn(self, parameter: Tensor) -> Literal["orthogonal", "fan_in"]:
-        return "orthogonal" if parameter in self._orthogonal else "fan_in"
 
 
 def _named_in(module: nn.Module, attribute: str) -> set[Tensor]:

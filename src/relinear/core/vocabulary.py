@@ -1,10 +1,10 @@
-"""Whether a model has an embedding for every id that a tokenizer makes of text."""
+"""Whether a model has an embedding for every id that a tokenizer makes of text, and for every position."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["check_tokenizer_fits"]
+__all__ = ["check_length_fits", "check_tokenizer_fits", "most_positions"]
 
 
 def check_tokenizer_fits(tokenizer: Any, model: Any) -> None:
@@ -25,3 +25,16 @@ def check_tokenizer_fits(tokenizer: Any, model: Any) -> None:
             f"the tokenizer {name!r} has {len(tokenizer)} entries, the model embeds {entries}: it is not "
             "this model's tokenizer; give the one that the model was trained with"
         )
+
+
+def most_positions(model: Any) -> int | None:
+    """The most tokens that ``model`` reads at once, by its config; None where that states no end."""
+    found = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def check_length_fits(length: int, model: Any) -> None:
+    """Raise ValueError if texts of ``length`` tokens are longer than what ``model`` reads."""
+    positions = most_positions(model)
+    if positions is not None and length > positions:
+        raise ValueError(f"texts of {length} tokens are too long for this model, which reads {positions}")

@@ -70,7 +70,7 @@ def block_hadamard(
     for index, stage in enumerate(blocks):
         y = block_diagonal(hadamard(y) if index or mix_input else y, stage)
     y = y[..., :out_features]
-    return y if bias is None else y + bias
+    return y if bias is None else y + bias.to(y.dtype)  # autocast gives products half precision
 
 
 def block_hadamard_dense(blocks: Sequence[Tensor], in_features: int, mix_input: bool = True) -> Tensor:

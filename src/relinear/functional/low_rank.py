@@ -24,7 +24,7 @@ def low_rank(x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None = None) ->
         bias: (O,) or None.
     """
     y = torch.nn.functional.linear(torch.nn.functional.linear(x, down), up)
-    return y if bias is None else y + bias
+    return y if bias is None else y + bias.to(y.dtype)  # autocast gives products half precision
 
 
 def low_rank_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ def monarch(x: Tensor, right: Tensor, left: Tensor, out_features: int, bias: Ten
     hidden = block_diagonal(zero_padded(x, blocks * width), right)
     hidden = hidden.unflatten(-1, (blocks, blocks, inner // blocks)).transpose(-3, -2).flatten(-3)
     y = block_diagonal(hidden, left).unflatten(-1, (blocks, -1)).transpose(-1, -2).flatten(-2)[..., :out_features]
-    return y if bias is None else y + bias
+    return y if bias is None else y + bias.to(y.dtype)  # autocast gives products half precision
 
 
 def monarch_dense(right: Tensor, left: Tensor, in_features: int, out_features: int) -> Tensor:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from relinear.kernels.choice import (
     against_native_product,
     against_opaque,
     against_triton,
+    is_plain,
     took,
 )
 from relinear.kernels.cpu.epilogue import linear_product, linear_sigmoid
@@ -25,7 +27,10 @@ from relinear.kernels.cpu.portions import row_portions
 from relinear.kernels.cpu.weight_gradient import weight_gradient
 from relinear.kernels.native import kernels
 
-__all__ = ["ccl"]
+__all__ = ["ccl", "few_rows"]
+
+#: of the LayerNorm
+EPS = 1e-5
 
 #: size of the outputs whose gradients are computed at a time
 BACKWARD_PORTION = 1 << 22
@@ -48,7 +53,7 @@ def ccl(
     output_gate: Tensor | None = None,
     output_gate_bias: Tensor | None = None,
     gate_bias: bool = True,
-    eps: float = 1e-5,
+    eps: float = EPS,
 ) -> Tensor:
     """``functional.ccl.ccl`` in the input's dtype.
 
@@ -57,7 +62,7 @@ def ccl(
     neither gates nor ungated outputs are kept for the backward pass.
     """
     gates = basis_gate, basis_gate_bias, output_gate, output_gate_bias
-    triton = against_triton("ccl", x, features, basis, mix, bias, norm_gain, norm_offset, *gates)
+    triton = against_triton("ccl", x, features, basis, mix, bias, norm_gain, norm_offset, *gates, outputs=mix.shape[0])
     took("ccl", "torch's products" if triton else "Triton", x, triton=triton)
     if not triton:
         from relinear.kernels.triton import ccl as fused
@@ -67,9 +72,8 @@ def ccl(
     few = _against_few_rows(x, features, basis, mix, bias, norm_gain, norm_offset, *gates)
     took("ccl for a few rows", "torch" if few else "C++", x, native=few)
     if not few:
-        gated_bias = bias if gate_bias or output_gate is None else None
-        y = _few_rows(x, features, basis, mix, gated_bias, norm_gain, norm_offset, *gates, eps)
-        return y if bias is gated_bias else y + bias
+        others = bias, norm_gain, norm_offset, *gates, gate_bias, eps
+        return kernels().ccl_layer(x, features, [], basis, mix, *others)
     h = F.linear(x, basis)
     if norm_gain is not None:
         h = F.layer_norm(h, h.shape[-1:], norm_gain, norm_offset, eps)
@@ -95,13 +99,34 @@ def _against_few_rows(x: Tensor, features: Tensor | None, *parameters: Tensor | 
     return against_few_rows(x, features, *parameters)
 
 
-def _few_rows(x, features, basis, mix, bias, *others) -> Tensor:
-    """The whole layer in C++; ``others`` as there."""
-    rows, outputs = x.reshape(-1, x.shape[-1]).contiguous(), mix.shape[0]
-    given = rows if features is None else features.view(rows.shape[0], -1)
-    y = rows.new_empty(rows.shape[0], outputs)
-    kernels().ccl_rows(y, rows, given, basis, mix, bias, *others)
-    return y.view(*x.shape[:-1], outputs)
+def few_rows(
+    x: Tensor, trunk: Sequence[Tensor], basis: Tensor, mix: Tensor, *others: Tensor | None, gate_bias: bool
+) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
+    """The layer with its gate network as a function of a few rows like x and their context, one call in C++.
+
+    None where that is not to run; the function gives None for a context that rows share. The parameters are asked about
+    once, here: they must stay. Whoever calls asks ``against_rows`` every time.
+
+    Args:
+        x: (..., I).
+        trunk: weights and biases of the gate network's hidden layers by turns.
+        basis, mix: as in ``ccl``.
+        others: what follows them there, up to the output gate's bias.
+        gate_bias: as there.
+    """
+    if against_few_rows(x, *trunk, basis, mix, *others):
+        return None
+    layer, trunk = kernels().ccl_layer.default, list(trunk)
+
+    def run(x: Tensor, context: Tensor | None) -> Tensor | None:
+        if context is not None:
+            if context.numel() * x.shape[-1] != x.numel() * context.shape[-1] or not is_plain(context):
+                return None
+            context = context.to(x.dtype)
+        took("ccl", "C++ for a few rows", x)
+        return layer(x, context, trunk, basis, mix, *others, gate_bias, EPS)
+
+    return run
 
 
 def _reference(h, mix, bias, features, weight, gate_bias) -> Tensor:

@@ -25,7 +25,7 @@ def modulate(x: Tensor, sigma: Tensor, left: Tensor, right: Tensor, right_bias: 
     templates, rank, width = left.shape
     columns = templates * rank
     too_many = "too many columns" if columns > MOST_COLUMNS_ON_CHIP else ""
-    triton = too_many or against_triton("cgt", x, sigma, left, right, right_bias)
+    triton = too_many or against_triton("cgt", x, sigma, left, right, right_bias, outputs=x.shape[-1])
     took("cgt", "three thin products" if triton else "Triton", x, triton=triton)
     if not triton:
         from relinear.kernels.triton import cgt as fused

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,10 +24,11 @@ from relinear.kernels.choice import (
     took,
 )
 from relinear.kernels.cpu.block_diagonal import block_diagonal_product, block_gradient
+from relinear.kernels.cpu.products import deepest, product, product_gradient
 from relinear.kernels.cpu.weight_gradient import weight_gradient
 from relinear.kernels.native import kernels
 
-__all__ = ["hdpl", "token_kl"]
+__all__ = ["few_rows", "hdpl", "token_kl"]
 
 #: tokens from which one C++ kernel takes less time than a product a block and one for the latents: it copies weights
 FEWEST_NATIVE_TOKENS = 512
@@ -54,7 +56,8 @@ def hdpl(
     layout; here each block multiplies a strided view and writes to one. Compilers make in-place products into copies
     again, so under ``torch.compile`` it is the reference that runs.
     """
-    triton = against_triton("hdpl", x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias)
+    given = x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias
+    triton = against_triton("hdpl", *given, outputs=decoder.shape[0])
     if not triton:
         took("hdpl", "Triton", x)
         from relinear.kernels.triton import hdpl as fused
@@ -72,7 +75,7 @@ def hdpl(
     weights = blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias
     tensors = lowered(x.reshape(-1, x.shape[-1]), *weights)
     with torch.autocast(kind, enabled=False):
-        run: Any = _HDPL.apply if torch.is_grad_enabled() else _HDPL.forward
+        run: Any = _HDPL.apply if torch.is_grad_enabled() else _results
         results = run(*tensors, None if noise is None else noise.reshape(-1, noise.shape[-1]))
     y, z, *posterior = (result.view(*leading, result.shape[-1]) for result in results)
     return HDPLOutput(y, z, *posterior) if posterior else HDPLOutput(y, z, z, None)
@@ -87,8 +90,26 @@ def _few_rows(x, blocks, mu_weight, mu_bias, decoder, bias) -> HDPLOutput:
     return HDPLOutput(y.view(*leading, y.shape[1]), z, z, None)
 
 
+def few_rows(
+    x: Tensor, blocks: Tensor, mu_weight: Tensor, mu_bias: Tensor, decoder: Tensor, bias: Tensor | None
+) -> Callable[[Tensor], Tensor] | None:
+    """y without noise as a function of a few rows like x, one call in C++; None where that is not to run.
+
+    The parameters are asked about once, here: they must stay. Whoever calls asks ``against_rows`` every time.
+    """
+    if against_few_rows(x, blocks, mu_weight, mu_bias, decoder, bias):
+        return None
+    layer = kernels().hdpl_layer.default
+
+    def run(x: Tensor) -> Tensor:
+        took("hdpl", "C++ for a few rows", x)
+        return layer(x, blocks, mu_weight, mu_bias, decoder, bias)
+
+    return run
+
+
 def _against_block_low_rank(x: Tensor, depth: int) -> str:
-    return against_native_product(x, depth, DEEPEST_NATIVE_PRODUCT, FEWEST_NATIVE_TOKENS)
+    return against_native_product(x, depth, deepest(DEEPEST_NATIVE_PRODUCT), FEWEST_NATIVE_TOKENS)
 
 
 def _block_low_rank(x: Tensor, s: Tensor, blocks: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -109,7 +130,7 @@ def _decoder_gradients(
     """Gradients of blocks and decoder, those that are needed, from that of ``_block_low_rank``'s result."""
     depth = blocks.shape[2] + decoder.shape[1]
     frozen = "" if all(need) else "not all gradients are needed"
-    native = frozen or against_native_product(x, depth, DEEPEST_NATIVE_GRADIENT, FEWEST_NATIVE_TOKENS)
+    native = frozen or against_native_product(x, depth, deepest(DEEPEST_NATIVE_GRADIENT), FEWEST_NATIVE_TOKENS)
     took("hdpl's gradients of weights", "a product a block" if native else "C++", x, native=native)
     if not native:
         found = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in (blocks, decoder)]
@@ -170,25 +191,28 @@ def _posterior_gradient(
     return total, to_z
 
 
+def _results(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise) -> tuple[Tensor, ...]:
+    """(y, z, mu, logvar), or (y, mu) without noise, of a matrix x (N, I) in one dtype; without a graph."""
+    if noise is None:
+        mu = product(x, mu_weight, mu_bias)
+        return _block_low_rank(x, silu(mu), blocks, decoder, bias), mu
+    # One product for both: x is read once, and the output is twice as wide.
+    weight, offset = torch.cat([mu_weight, logvar_weight]), torch.cat([mu_bias, logvar_bias])
+    mu, logvar = product(x, weight, offset).chunk(2, dim=1)
+    z, s = _sample(x, mu, logvar, noise)
+    return _block_low_rank(x, s, blocks, decoder, bias), z, mu, logvar
+
+
 class _HDPL(torch.autograd.Function):
-    """(y, z, mu, logvar), or (y, mu) without noise, of a matrix x (N, I) in one dtype."""
+    """``_results`` with a graph."""
 
+    # torch looks up the names of arguments at every call where a context is set up by a function of its own
     @staticmethod
-    def forward(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise):  # type: ignore[override]
-        if noise is None:
-            mu = torch.addmm(mu_bias, x, mu_weight.T)
-            return _block_low_rank(x, silu(mu), blocks, decoder, bias), mu
-        # One product for both: x is read once, and the output is twice as wide.
-        weight, offset = torch.cat([mu_weight, logvar_weight]), torch.cat([mu_bias, logvar_bias])
-        mu, logvar = torch.addmm(offset, x, weight.T).chunk(2, dim=1)
-        z, s = _sample(x, mu, logvar, noise)
-        return _block_low_rank(x, s, blocks, decoder, bias), z, mu, logvar
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    def forward(ctx: Any, *given):  # type: ignore[override]
+        results = _results(*given)
         ctx.set_materialize_grads(False)
-        # mu, and the logarithm of the variance with noise
-        save(ctx, inputs, *(output[1:] if inputs[-1] is None else output[2:]))
+        save(ctx, given, *(results[1:] if given[-1] is None else results[2:]))  # mu, and logvar with noise
+        return results
 
     @staticmethod
     @differentiable_as(reference.hdpl_results)
@@ -204,7 +228,7 @@ class _HDPL(torch.autograd.Function):
         if grad_y is not None:
             grads[1], grads[6] = _decoder_gradients(grad_y, x, s, blocks, decoder, (need[1], need[6]))
             grads[7] = grad_y.sum(0) if need[7] else None
-            grad_s = grad_y @ decoder
+            grad_s = product(grad_y, decoder.T)
         del s
         gradient, to_z = _posterior_gradient(x, (grad_s, grad_z, grad_mu, grad_logvar), z, posterior, noise, need[8])
         if need[8] and to_z is not None:
@@ -212,7 +236,7 @@ class _HDPL(torch.autograd.Function):
         del z, to_z, grad_s, grad_z, grad_mu, grad_logvar  # the gradient of x is large: nothing else may be alive then
         weights = (mu_weight,) if noise is None else (mu_weight, logvar_weight)
         if any(need[2:6]):
-            of_weights, of_biases = weight_gradient(gradient, x), gradient.sum(0)
+            of_weights, of_biases = product_gradient(gradient, x), gradient.sum(0)
             grads[2 : 2 + 2 * len(weights) : 2] = of_weights.chunk(len(weights))
             grads[3 : 3 + 2 * len(weights) : 2] = of_biases.chunk(len(weights))
         if need[0]:
@@ -233,29 +257,31 @@ def token_kl(mu: Tensor, logvar: Tensor) -> Tensor:
     """
     if against_opaque():
         return reference.token_kl(mu, logvar)
-    run: Any = _TokenKL.apply if torch.is_grad_enabled() else _TokenKL.forward
+    run: Any = _TokenKL.apply if torch.is_grad_enabled() else _token_kl
     kl = run(*(t.reshape(-1, t.shape[-1]) for t in (mu, logvar)))
     return kl.view(mu.shape[:-1])
 
 
+def _token_kl(mu: Tensor, logvar: Tensor) -> Tensor:
+    """The KL (N,) of matrices (N, R), without a graph."""
+    native = against_native_kl(mu, logvar, FEWEST_NATIVE_LATENTS)
+    took("hdpl's KL", "torch's operations" if native else "C++", mu, native=native)
+    if not native:
+        kl = torch.empty(len(mu), dtype=torch.float32)  # whatever torch's default is
+        kernels().token_kl(kl, mu, logvar)
+        return kl
+    mu, logvar = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (mu, logvar))
+    variance = torch.exp(logvar).sum(-1)
+    return torch.linalg.vector_norm(mu, dim=-1).square_().add_(variance).sub_(logvar.sum(-1) + mu.shape[-1]).mul_(0.5)
+
+
 class _TokenKL(torch.autograd.Function):
-    @staticmethod
-    def forward(mu, logvar):  # type: ignore[override]
-        native = against_native_kl(mu, logvar, FEWEST_NATIVE_LATENTS)
-        took("hdpl's KL", "torch's operations" if native else "C++", mu, native=native)
-        if not native:
-            kl = torch.empty(len(mu), dtype=torch.float32)  # whatever torch's default is
-            kernels().token_kl(kl, mu, logvar)
-            return kl
-        mu, logvar = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (mu, logvar))
-        variance = torch.exp(logvar).sum(-1)
-        return (
-            torch.linalg.vector_norm(mu, dim=-1).square_().add_(variance).sub_(logvar.sum(-1) + mu.shape[-1]).mul_(0.5)
-        )
+    """``_token_kl`` with a graph."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        save(ctx, inputs)
+    def forward(ctx: Any, mu, logvar):  # type: ignore[override]
+        save(ctx, (mu, logvar))
+        return _token_kl(mu, logvar)
 
     @staticmethod
     @differentiable_as(reference.token_kl)

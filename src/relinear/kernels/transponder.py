@@ -24,14 +24,14 @@ from relinear.kernels.cpu.portions import row_portions
 from relinear.kernels.cpu.weight_gradient import weight_gradient
 from relinear.kernels.native import kernels
 
-__all__ = ["modulate", "modulated_linear"]
+__all__ = ["few_rows", "modulate", "modulated_linear"]
 
 Alpha = Tensor | float
 
 #: portions of rows whose gradients are computed at a time: fewer cost memory, more make small products
 BACKWARD_PORTIONS = 6
 #: size of a portion at least
-SMALLEST_BACKWARD_PORTION = 1 << 21
+SMALLEST_BACKWARD_PORTION = 1 << 22
 
 
 def _gated(z: Tensor, half: Tensor, twice: Tensor) -> Tensor:
@@ -236,6 +236,29 @@ def modulate(
         return _Modulate.apply(z.reshape(-1, z.shape[-1]), x_rows, down, *ups).view(z.shape)
 
 
+def few_rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    channel: Tensor | None,
+    scalar: Tensor | None,
+) -> Callable[[Tensor], Tensor] | None:
+    """``modulated_linear`` as a function of a few rows like x, alphas folded into B; None where C++ is not to run.
+
+    The parameters are asked about once, here: they must stay. Whoever calls asks ``against_rows`` every time.
+    """
+    if channel is None or against_native_layer(x, weight, down, channel, 1.0, 1.0):
+        return None
+    layer = kernels().modulated_linear.default
+
+    def run(x: Tensor) -> Tensor:
+        took("transponder", "C++ for a few rows", x)
+        return layer(x, weight, bias, down, channel, scalar)
+
+    return run
+
+
 def _ups(dtype: torch.dtype, *given: tuple[Tensor | None, Alpha]) -> list[Tensor | None]:
     wide = torch.promote_types(dtype, torch.float32)
     folded = [(None if up is None else up.to(wide), alpha) for up, alpha in given]
@@ -253,7 +276,7 @@ def modulated_linear(
     scalar_alpha: Alpha = 1.0,
 ) -> Tensor:
     """``functional.transponder.modulated_linear``: on a GPU one kernel, the gates in the product's epilogue."""
-    triton = against_triton("transponder", x, weight, bias, down, channel, scalar)
+    triton = against_triton("transponder", x, weight, bias, down, channel, scalar, outputs=weight.shape[0])
     if not triton:
         took("transponder", "Triton", x)
         from relinear.kernels.triton import transponder

@@ -31,7 +31,7 @@ class ReadoutScale(AttachmentConfig):
     base width / width (Yang et al., "Tensor programs V", 2022, Table 8).
 
     Args:
-        factor: on what the head reads.
+        factor: on what the head reads; positive.
     """
 
     kind: ClassVar[str] = "readout_scale"
@@ -40,6 +40,10 @@ class ReadoutScale(AttachmentConfig):
 
     def __post_init__(self) -> None:
         check_at_least("factor", self.factor, 0, integer=False)
+        if not self.factor:
+            raise ValueError(
+                f"factor must be positive, got {self.factor!r}: the logits would be the same for all tokens"
+            )
 
     def check(self, model: nn.Module) -> None:
         """Raise ValueError if ``model`` has no output head, or one that is scaled already."""

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import check_at_least, check_depth, check_type, register
-from relinear.core.dense_cache import dense_inference
+from relinear.core.dense_cache import dense_form
 from relinear.core.held import HeldList
 from relinear.core.operator import Operator, OperatorConfig
 from relinear.functional.block_hadamard import (
-    block_hadamard_dense,
     block_hadamard_fit,
     block_hadamard_sizes,
 )
-from relinear.kernels.block_hadamard import block_hadamard, hadamard_flops
-from relinear.kernels.choice import prefers_dense
+from relinear.kernels.block_hadamard import block_hadamard, block_hadamard_dense, hadamard_flops
+from relinear.kernels.choice import prefers_composed, prefers_dense
 
 __all__ = ["BlockHadamard", "BlockHadamardLinear"]
 
@@ -50,7 +49,7 @@ class BlockHadamardLinear(Operator):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        dense = dense_inference(self, x, prefers_dense)
+        dense = dense_form(self, x, prefers_dense, prefers_composed)
         if dense is not None:
             return dense
         return block_hadamard(x, self.blocks(), self.out_features, self.bias, self.config.mix_input)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import torch
@@ -15,12 +16,15 @@ from torch import Tensor, nn
 
 from relinear.core.config import check_at_least, check_choice, check_depth, check_divides, check_type, register
 from relinear.core.context import current_context
-from relinear.core.held import Held
+from relinear.core.held import Held, are_held
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig
+from relinear.core.prepared import prepared
 from relinear.core.sites import Gated
 from relinear.functional.ccl import ccl_dense, ccl_gated, ccl_templates, gate, largest_shares, template_shares
 from relinear.functional.low_rank import low_rank_factors
-from relinear.kernels.ccl import ccl
+from relinear.kernels.ccl import ccl, few_rows
+from relinear.kernels.choice import against_rows
+from relinear.kernels.native.build import is_loaded_beside
 from relinear.operators.context_manager import GELU_GAIN
 
 __all__ = ["CCL", "CCLLinear"]
@@ -74,10 +78,33 @@ class CCLLinear(Gated, Operator):
             if last is not None:
                 _keep_variance(last, GELU_GAIN if self.trunk else 1.0)
 
+    def keep_for_inference(self, keep: bool) -> None:
+        """Also has the kernel built that a few rows take, where it is not there yet."""
+        super().keep_for_inference(keep)
+        if self._kept is not None:
+            is_loaded_beside(self.basis)
+
+    def _few_rows(self, x: Tensor) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
+        parts = (self.norm, self.basis_gate, self.output_gate)
+        if self.config.composition != "gates" or not are_held((*self.trunk, *parts)):
+            return None
+        # by their forward: hooks are for the calls of a forward pass
+        trunk = [parameter for layer in self.trunk for parameter in layer.forward()]
+        given = ((None, None) if part is None else part.forward() for part in parts)
+        others = self.bias, *itertools.chain.from_iterable(given)
+        return few_rows(x, trunk, self.basis, self.mix, *others, gate_bias=self.config.gate_bias)
+
     def forward(self, x: Tensor) -> Tensor:
-        features = None
+        features = context = None
         if self.config.conditioned:
-            features = self._features(current_context(x, self.config.context_dim, "ccl"))
+            context = current_context(x, self.config.context_dim, "ccl")
+        if self._kept is not None and self._taps is None and not against_rows(x):
+            run = prepared(self, x, self._few_rows)
+            y = None if run is None else run(x, context)
+            if y is not None:
+                return y
+        if context is not None:
+            features = self._features(context)
         factors, norm, outer = (self.basis, self.mix, self.bias), _affine(self.norm), _affine(self.output_gate)
         shares = None
         if self.config.composition != "gates":

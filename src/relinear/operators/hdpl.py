@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import ClassVar, Self
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear as affine
 
 from relinear.core.config import check_at_least, check_choice, check_divides, check_type, register
-from relinear.core.held import Held
+from relinear.core.held import Held, are_held
 from relinear.core.latents import Latent, LatentOperator
 from relinear.core.operator import OperatorConfig
+from relinear.core.prepared import prepared
 from relinear.functional.hdpl import (
     bounded_kl,
     free_bits_kl,
@@ -25,7 +27,9 @@ from relinear.functional.hdpl import (
     hdpl_fit,
     hdpl_sample,
 )
-from relinear.kernels.hdpl import hdpl, token_kl
+from relinear.kernels.choice import against_rows
+from relinear.kernels.hdpl import few_rows, hdpl, token_kl
+from relinear.kernels.native.build import is_loaded_beside
 
 __all__ = ["HDPL", "HDPLLinear"]
 
@@ -93,7 +97,24 @@ class HDPLLinear(LatentOperator):
             if encoder is not None and encoder.bias is not None:
                 nn.init.uniform_(encoder.bias, -bound, bound) if authors else nn.init.zeros_(encoder.bias)
 
+    def keep_for_inference(self, keep: bool) -> None:
+        """Also has the kernel built that a few rows take, where it is not there yet."""
+        super().keep_for_inference(keep)
+        if self._kept is not None:
+            is_loaded_beside(self.blocks)
+
+    def _few_rows(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
+        if not are_held((self.mu, self.decoder)):
+            return None
+        weight, offset = self.mu.forward()  # hooks are for the calls of a forward pass
+        assert offset is not None
+        return few_rows(x, self.blocks, weight, offset, self.decoder.forward()[0], self.bias)
+
     def forward(self, x: Tensor) -> Tensor:
+        if self._kept is not None and self._latent_tap is None and not against_rows(x):
+            run = prepared(self, x, self._few_rows)
+            if run is not None:
+                return run(x)
         noise = None
         if self.training and self.logvar is not None:
             # One draw for all tokens and dimensions, in at least float32, where the generator is fastest.

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import check_at_least, register
-from relinear.core.dense_cache import dense_inference
+from relinear.core.dense_cache import dense_form
 from relinear.core.moments import Moments
 from relinear.core.operator import Operator, OperatorConfig, dense_weight, linear_features
 from relinear.functional.low_rank import low_rank_factors, weighted_spectrum
-from relinear.kernels.choice import prefers_dense
+from relinear.kernels.choice import prefers_composed, prefers_dense
 from relinear.kernels.low_rank import low_rank
-from relinear.kernels.native.build import has_compiler, is_loaded
+from relinear.kernels.native.build import is_loaded_beside
 
 __all__ = ["LowRank", "LowRankLinear", "RankConfig", "RankLinear"]
 
@@ -42,8 +42,8 @@ class RankLinear(Operator):
     def keep_for_inference(self, keep: bool) -> None:
         """Also has the kernel built that a few rows take, where it is not there yet."""
         super().keep_for_inference(keep)
-        if self._kept is not None and next(self.parameters()).is_cpu and has_compiler():
-            is_loaded()
+        if self._kept is not None:
+            is_loaded_beside(next(self.parameters()))
 
     @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:
@@ -85,7 +85,7 @@ class LowRankLinear(RankLinear):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        dense = dense_inference(self, x, prefers_dense)
+        dense = dense_form(self, x, prefers_dense, prefers_composed)
         return low_rank(x, self.down, self.up, self.bias) if dense is None else dense
 
     def dense_chain(self) -> tuple[Tensor, ...]:

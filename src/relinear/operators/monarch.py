@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import check_at_least, register
-from relinear.core.dense_cache import dense_inference
+from relinear.core.dense_cache import dense_form
 from relinear.core.operator import Operator, OperatorConfig
 from relinear.functional.monarch import monarch_dense, monarch_factors
-from relinear.kernels.choice import prefers_dense
+from relinear.kernels.choice import prefers_composed, prefers_dense
 from relinear.kernels.monarch import monarch
 
 __all__ = ["Monarch", "MonarchLinear"]
@@ -53,7 +53,7 @@ class MonarchLinear(Operator):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        dense = dense_inference(self, x, prefers_dense)
+        dense = dense_form(self, x, prefers_dense, prefers_composed)
         return monarch(x, self.right, self.left, self.out_features, self.bias) if dense is None else dense
 
     def to_dense(self) -> Tensor:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import register
-from relinear.core.dense_cache import dense_inference
+from relinear.core.dense_cache import dense_form
 from relinear.core.operator import OperatorConfig, ParamRole
 from relinear.functional.pivoted_low_rank import pivoted_factors
-from relinear.kernels.choice import prefers_dense
+from relinear.kernels.choice import prefers_composed, prefers_dense
 from relinear.kernels.pivoted_low_rank import pivoted_low_rank
 from relinear.operators.low_rank import RankConfig, RankLinear
 
@@ -58,8 +58,8 @@ class PivotedLowRankLinear(RankLinear):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        dense = dense_inference(self, x, prefers_dense)
-        return dense if dense is not None else pivoted_low_rank(x, self.order, self.mix, self.up, self.bias)
+        dense = dense_form(self, x, prefers_dense, prefers_composed)
+        return pivoted_low_rank(x, self.order, self.mix, self.up, self.bias) if dense is None else dense
 
     def dense_chain(self) -> tuple[Tensor, ...]:
         identity = torch.eye(self.config.rank, dtype=self.mix.dtype, device=self.mix.device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -17,11 +17,13 @@ from relinear.core.config import check_at_least, check_choice, check_type, regis
 from relinear.core.held import is_bare, is_plain_linear
 from relinear.core.operator import NotLinearError
 from relinear.core.parameter_cache import CachingModule
+from relinear.core.prepared import prepared
 from relinear.core.sites import Gated
 from relinear.core.wrapper import Wrapper, WrapperConfig
 from relinear.functional.transponder import PHI, modulate_static, modulator_gate
-from relinear.kernels.choice import took
-from relinear.kernels.transponder import modulate, modulated_linear
+from relinear.kernels.choice import against_rows, took
+from relinear.kernels.native.build import is_loaded_beside
+from relinear.kernels.transponder import few_rows, modulate, modulated_linear
 
 __all__ = ["Modulator", "ModulatorSettings", "StaticModulator", "Transponder", "TransponderLinear", "build_modulator"]
 
@@ -326,7 +328,26 @@ class TransponderLinear(Wrapper):
         """Set every gate to exactly 1."""
         self.modulator.reset_parameters(identity=True)
 
+    def keep_for_inference(self, keep: bool) -> None:
+        """Also has the kernel built that layer and gates take together, where it is not there yet."""
+        super().keep_for_inference(keep)
+        if self._kept is not None:
+            is_loaded_beside(next(self.parameters()))
+
+    def _few_rows(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
+        base, modulator = self.base, self.modulator
+        if type(modulator) is Modulator and is_plain_linear(base) and not modulator.against_kernels:
+            weight, bias = base._parameters["weight"], base._parameters["bias"]
+            assert weight is not None
+            return few_rows(x, weight, bias, modulator.down, *modulator._fold())
+        return None
+
     def forward(self, x: Tensor) -> Tensor:
+        # looked up where it is: this is asked for every token, and attributes of modules take a while
+        if self._kept is not None and not against_rows(x) and not getattr(self._modules["modulator"], "_taps", None):
+            run = prepared(self, x, self._few_rows)
+            if run is not None:
+                return run(x)
         base, modulator = self.base, self.modulator
         if type(modulator) is Modulator and is_plain_linear(base) and is_bare(modulator):
             return modulator.after_linear(x, base)

@@ -280,11 +280,11 @@ def reading_config(directory: Any) -> Iterator[None]:
         yield
     except (OSError, torch.OutOfMemoryError):
         raise
+    except ValueError as error:  # in words already, which may repeat the file
+        if len(str(error)) <= _LONGEST:
+            raise
+        raise ValueError(f"{directory}: {cut(str(error), _LONGEST)}") from error
     except Exception as error:
-        if isinstance(error, ValueError):  # in words already, which may repeat the file
-            if len(str(error)) <= _LONGEST:
-                raise
-            raise ValueError(f"{directory}: {cut(str(error), _LONGEST)}") from error
         if not isinstance(error, _OF_WRONG_VALUES) and "Validation" not in type(error).__name__:
             raise
         said = cut(" ".join(str(error).split()))

@@ -10,7 +10,7 @@ from torch import Tensor
 __all__ = ["block_diagonal_product", "block_gradient"]
 
 #: up to so many tokens one batched product takes less time than the calls of one product a block
-MOST_TOKENS_BATCHED = 16
+MOST_TOKENS_BATCHED = {torch.float32: 16, torch.bfloat16: 1024}
 
 
 def block_diagonal_product(x: Tensor, blocks: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -24,9 +24,9 @@ def block_diagonal_product(x: Tensor, blocks: Tensor, bias: Tensor | None = None
     count, outs, ins = blocks.shape
     # never a view: a result of autograd functions must be one that can be changed in place
     y = x.new_empty(x.shape[0], count * outs)
-    if x.shape[0] <= MOST_TOKENS_BATCHED:
-        product = torch.bmm(x.view(-1, count, ins).transpose(0, 1), blocks.mT)
-        y.view(-1, count, outs).copy_(product.transpose(0, 1))
+    if x.shape[0] <= MOST_TOKENS_BATCHED.get(x.dtype, 0):
+        groups = y.view(-1, count, outs).transpose(0, 1)
+        torch.bmm(x.unflatten(1, (count, ins)).transpose(0, 1), blocks.mT, out=groups)
         return y if bias is None else y.add_(bias)
     biases = [None] * count if bias is None else bias.view(count, outs).unbind()
     for part, given, block, offset in zip(_groups(y, count), _groups(x, count), blocks.unbind(), biases):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["PORTION_BYTES", "row_portions"]
+__all__ = ["PORTION_BYTES", "ROWS", "row_portions"]
 
 #: size of a portion on a CPU
 PORTION_BYTES = 1 << 21
+#: larger portions are a multiple of so many rows: a bfloat16 product over an odd number of them (a weight's gradient)
+#: takes up to a quarter longer
+ROWS = 64
 
 
 def row_portions(x: Tensor, size: int = PORTION_BYTES) -> list[slice]:
     """Slices over the rows of x (N, M), of about ``size`` bytes each; one slice off the CPU, and of no rows."""
     rows, columns = x.shape
     step = max(1, size // (max(1, columns) * x.itemsize)) if x.device.type == "cpu" else max(1, rows)
+    step = max(1, round(step / ROWS)) * ROWS if step >= ROWS else step
     return [slice(start, min(start + step, rows)) for start in range(0, max(1, rows), step)]

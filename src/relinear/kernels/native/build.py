@@ -21,7 +21,7 @@ import torch
 from relinear.system.files import own_folder
 from relinear.system.machine import cpu_features
 
-__all__ = ["has_compiler", "is_built", "is_loaded"]
+__all__ = ["has_compiler", "is_built", "is_loaded", "is_loaded_beside"]
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
@@ -66,6 +66,11 @@ def is_loaded() -> bool:
         )
         return False
     return True
+
+
+def is_loaded_beside(parameter: torch.Tensor) -> bool:
+    """``is_loaded`` for a layer with this parameter: nothing is built for what is not on a CPU."""
+    return parameter.is_cpu and has_compiler() and is_loaded()
 
 
 def _library_path() -> Path:

@@ -24,6 +24,8 @@ constexpr int kMaxRank = 16;
 constexpr int kAhead = 2;
 // rows taken at a time
 constexpr int kRows = 16;
+// rows that are not worth a copy of B
+constexpr int kFew = 4;
 
 // A line that is needed kAhead rows later: tiles are too narrow for the processor to see what comes next.
 template <class T>
@@ -56,6 +58,14 @@ struct Hidden {
     return total;
   }
 };
+
+// The same of B (R, O) itself, of which the first ``rank`` rows are: for a few rows it is not worth copying.
+template <int R>
+Floats logits_of(const Hidden<R>& phi, const float* up, int64_t columns, int rank, int64_t at, int count) {
+  Floats total = {};
+  for (int k = 0; k < rank; ++k) total += phi.values[k] * load(up + k * columns + at, count);
+  return total;
+}
 
 template <class Body>
 void for_tiles(int64_t columns, const Body& body) {
@@ -93,8 +103,11 @@ void modulate(Tensor& out, Tensor& u, const Tensor& z, const Tensor& x, const Te
   const T *from = z.const_data_ptr<T>(), *given = x.const_data_ptr<T>(), *downs = down.const_data_ptr<T>();
   T *to = out.mutable_data_ptr<T>(), *us = u.mutable_data_ptr<T>();
   const float *ups = up.const_data_ptr<float>(), *factors = scalar ? scalar->const_data_ptr<float>() : nullptr;
-  std::vector<Panel<R>> panels(tiles);
-  for_tiles(columns, [&](int64_t start, int width) { panels[start / kTile].read(ups + start, columns, rank, width); });
+  const bool few = z.size(0) <= kFew;
+  std::vector<Panel<R>> panels(few ? 0 : tiles);
+  if (!few)
+    for_tiles(columns,
+              [&](int64_t start, int width) { panels[start / kTile].read(ups + start, columns, rank, width); });
   for_rows(z.size(0), columns, [&](int64_t begin, int64_t end) {
     Hidden<R> phis[kRows];
     float twice[kRows];
@@ -110,7 +123,14 @@ void modulate(Tensor& out, Tensor& u, const Tensor& z, const Tensor& x, const Te
           if (factors) logit += factors[k] * phis[i].values[k];
         }
         twice[i] = factors ? 4.f * sigmoid(Floats{} + logit)[0] : 2.f;
+        if (few)
+          for_vectors(columns, [&](int64_t at, int count) {
+            const int64_t place = (block + i) * columns + at;
+            const Floats gates = twice[i] * sigmoid(logits_of(phis[i], ups, columns, rank, at, count));
+            store(to + place, load(from + place, count) * gates, count);
+          });
       }
+      if (few) continue;
       for_tiles(columns, [&](int64_t start, int width) {
         const Panel<R>& panel = panels[start / kTile];
         for (int i = 0; i < height; ++i) {
@@ -254,11 +274,13 @@ void modulate_any(Tensor& out, Tensor& u, const Tensor& z, const Tensor& x, cons
 // weight x + bias times its gates, for x (..., I) and channel (O, R): no gradients.
 Tensor modulated_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& down,
                         const Tensor& channel, const std::optional<Tensor>& scalar) {
+  const auto matrix = [](const Tensor& tensor) {
+    return tensor.dim() == 2 && tensor.is_contiguous() ? tensor : tensor.reshape({-1, tensor.size(-1)}).contiguous();
+  };
   Tensor z = at::linear(x, weight, bias).contiguous();
-  Tensor rows = z.view({-1, z.size(-1)});
+  Tensor rows = matrix(z);
   Tensor u = at::empty({rows.size(0), down.size(0)}, z.options());
-  modulate_any(rows, u, rows, x.reshape({-1, x.size(-1)}).contiguous(), down.contiguous(), channel.t().contiguous(),
-               scalar);
+  modulate_any(rows, u, rows, matrix(x), down.contiguous(), channel.t().contiguous(), scalar);
   return z;
 }
 
