@@ -85,7 +85,7 @@ docs: $(STAMP) ## the pages and the reference of the API as a site, strictly: si
 docs-cli: $(STAMP) ## the page of all commands, anew: docs/cli.md
 	$(BIN)/python -m relinear.cli.docs > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
 
-docs-operators: $(STAMP) ## what the docs say of results, anew: measurements and settings of every operator, and docs/claims.md
+docs-operators: $(STAMP) ## what the docs say of results, anew: measurements and settings of every operator, docs/claims.md, tables of results/speed
 	$(BIN)/python docs/make
 
 smollm2: $(STAMP) ## fetch a real pretrained model (SmolLM2-135M-Instruct, 98 MB) into models/smollm2

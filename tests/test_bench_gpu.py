@@ -26,7 +26,7 @@ def test_a_row_says_how_it_failed_and_the_rest_goes_on(tmp_path, monkeypatch):
         yield gpu._measured({"what": "time"}, lambda: 1 / 0)
         yield gpu._measured({"what": "time"}, lambda: {"seconds": float("inf")})
 
-    monkeypatch.setattr(gpu, "_kernel_rows", rows)
+    monkeypatch.setattr(gpu, "STAGES", {"time": rows})
     gpu._run_part("ccl", tmp_path, 60.0, gpu.Plan.rehearsal())
     found = json.loads((tmp_path / "ccl.json").read_text())
     assert found["state"] == "complete"
@@ -50,5 +50,7 @@ def test_the_rehearsal_has_every_row_and_no_error(tmp_path):
         assert found["state"] == "complete"
         assert not [row for row in found["rows"] if "error" in row]
         assert all(row["right"] for row in found["rows"] if row["what"] == "check")
-        kinds = {"training"} if part in gpu.MODELS else {"check", "time"} | ({"tile"} if part != "rotor" else set())
+        kinds = (
+            {"training"} if part in gpu.MODELS else {"check", "time"} | (set() if part in gpu.FIXED_TILES else {"tile"})
+        )
         assert {row["what"] for row in found["rows"]} == kinds

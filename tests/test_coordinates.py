@@ -74,6 +74,10 @@ def test_what_cannot_be_checked_is_refused(text, tmp_path):
         check_coordinates(settings(text), [32, 32])
     with pytest.raises(ValueError, match="give a preset"):
         check_coordinates(settings(text, model=str(tmp_path), model_overrides={}), [32, 64])
+    with pytest.raises(ValueError, match="width 80 has 5 heads, which 2 heads of keys and values cannot serve"):
+        check_coordinates(settings(text, model_overrides=SMALL | {"num_key_value_heads": 4}), [32, 80])
+    with pytest.raises(ValueError, match="sequences of 16 tokens to train on, 4000 are asked for"):
+        check_coordinates(settings(text, batch_size=4000), [32, 64])
     operators = {"all-linear": {"kind": "low_rank", "rank": 48}}
     with pytest.raises(ValueError, match="rank=48 exceeds"):
         check_coordinates(settings(text, operators=operators), [32, 64])
@@ -92,4 +96,6 @@ def test_the_command_leaves_numbers_a_figure_and_a_page(text, tmp_path, capfd):
     found = json.loads((out / "coordinates.json").read_text())
     assert found["operators"]["up_proj"]["rank"] == 4
     assert main(["report", str(out)]) == 0
+    (out / "coordinates.json").write_text(json.dumps(found | {"widths": [0, 64]}))
+    assert main(["report", str(out)]) == 2
     assert main(["check-coordinates", "tiny", *arguments, "--widths", "32,33"]) == 2

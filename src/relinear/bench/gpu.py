@@ -1,8 +1,9 @@
 """One call on a machine with an NVIDIA GPU: are the kernels right, how fast are they, and what do two models train at.
 
-``python -m relinear.bench.gpu --out results/gpu`` (``make gpu``) runs every part in a process of its own, which may
-fail or be cut off by itself. Every part writes its JSON after each row: what a call that is cut off has found stays.
-``--rehearse`` runs the same on a CPU, in Triton's interpreter, at sizes that say nothing.
+``python -m relinear.bench.gpu --out results/gpu`` (``make gpu``) first checks all kernels and compiles whatever is
+going to be timed, many processes at once and no longer than a third of the time; then it times every part in a process
+of its own, which may fail or be cut off by itself. Every part writes its JSON after each row: what a call that is cut
+off has found stays. ``--rehearse`` runs the same on a CPU, in Triton's interpreter, at sizes that say nothing.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
-from relinear.system.files import write_json
+from relinear.system.files import read_json, write_json
 from relinear.system.machine import describe_machine
 
 __all__ = ["PARTS", "Plan", "run_parts"]
 
-KINDS = ("transponder", "hdpl", "ccl", "cgt", "rotor")
+KINDS = ("transponder", "hdpl", "ccl", "cgt", "rotor", "rotor_step")
+#: those whose tiles follow from the window
+FIXED_TILES = ("rotor", "rotor_step")
 #: n -> sizes of the left and the right factor and the blocks of a window of 2^n
 SPINORS = {4: (8, 8, 1), 9: (16, 16, 2), 10: (32, 32, 1), 11: (64, 64, 1), 12: (128, 128, 1), 13: (64, 128, 1)}
 #: name -> preset, operators by target, sequence length, batch size, learning rate
@@ -64,8 +68,9 @@ class Plan:
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
     checked: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
-    widths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
-    tokens: tuple[int, ...] = (1, 64, 4096, 65536)
+    # in the order of their importance, for a call that is cut off
+    widths: tuple[int, ...] = (2048, 512, 4096, 1024, 8192)
+    tokens: tuple[int, ...] = (4096, 1, 64, 65536)
     rounds: int = 5
     seconds: float = 0.01
     tiles: tuple[tuple[int, int, int, int, int], ...] = (
@@ -77,9 +82,14 @@ class Plan:
         (128, 128, 64, 8, 3),
         (128, 256, 64, 8, 3),
     )
-    tiled: tuple[tuple[int, int], ...] = ((1024, 4096), (4096, 4096))
+    tiled: tuple[tuple[int, int], ...] = ((4096, 4096), (1024, 4096))
     steps: int = 100_000
     shrink: int = 1
+
+    def untimed(self) -> Plan:
+        """The same once and without timing, which compiles all that this plan needs: beyond so many tokens nothing else
+        is compiled, and many of these run on one GPU."""
+        return dataclasses.replace(self, rounds=1, seconds=0.0, tokens=tuple(n for n in self.tokens if n <= 4096))
 
     @classmethod
     def rehearsal(cls) -> Plan:
@@ -90,11 +100,12 @@ class Plan:
 
 
 class _Record:
-    """A part's JSON, written anew with every row."""
+    """A part's JSON, written anew with every row; with the checks that it has."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.content: dict[str, Any] = {"machine": describe_machine(), "state": "cut off", "rows": []}
+        rows = [row for row in read_json(path)["rows"] if row["what"] == "check"] if path.is_file() else []
+        self.content: dict[str, Any] = {"machine": describe_machine(), "state": "cut off", "rows": rows}
         self.write()
 
     def add(self, row: dict[str, Any]) -> None:
@@ -128,10 +139,12 @@ def _arguments(kind: str, tokens: int, width: int) -> tuple:
     """An argument list of a square layer, at the settings that figures are quoted for."""
     from relinear.kernels.triton import samples
 
-    if kind == "rotor":
+    if kind in FIXED_TILES:
         n = width.bit_length() - 1
         left, right, blocks = SPINORS[n]
-        return samples.rotor_arguments(tokens, n, left, right, blocks=blocks, basis="spinor")
+        if kind == "rotor":
+            return samples.rotor_arguments(tokens, n, left, right, blocks=blocks, basis="spinor")
+        return samples.rotor_step_arguments(tokens, n, left, right, 3, blocks=blocks, basis="spinor")
     if kind == "cgt":
         return samples.cgt_arguments((tokens,), (tokens,), width, 16, 4)
     small = width < 512
@@ -146,7 +159,7 @@ def _forms(kind: str, given: list, x: Tensor, weight: Tensor, step: bool) -> dic
     from relinear.kernels.triton.samples import SAMPLES
 
     sample = SAMPLES[kind]
-    twin = getattr(import_module(f"relinear.kernels.{kind}"), sample.function)
+    twin = getattr(import_module(sample.reference.__module__.replace("functional", "kernels")), sample.function)
 
     def torch_form(*given: Any) -> Any:
         with triton_kernels("off"):
@@ -174,8 +187,9 @@ def _forms(kind: str, given: list, x: Tensor, weight: Tensor, step: bool) -> dic
 def _inputs(kind: str, tokens: int, width: int, plan: Plan) -> tuple[list, Tensor, Tensor]:
     from relinear.kernels.triton.samples import draw
 
-    given = draw(_arguments(kind, tokens, width), plan.dtype, plan.device)
-    x, weight = draw(((tokens, width), (width, width)), plan.dtype, plan.device)
+    generator = torch.Generator(plan.device).manual_seed(0)  # a CPU would take seconds for so many numbers
+    given = draw(_arguments(kind, tokens, width), plan.dtype, plan.device, generator)
+    x, weight = draw(((tokens, width), (width, width)), plan.dtype, plan.device, generator)
     for tensor in (*given, x, weight):
         if isinstance(tensor, Tensor):
             tensor.requires_grad_()
@@ -210,23 +224,31 @@ def _tile_timing(kind: str, tokens: int, width: int, tile: Sequence[int], plan: 
     return {"seconds": found["tried"].seconds, "ratio": found["tried"].ratio}
 
 
-def _kernel_rows(kind: str, plan: Plan) -> Iterator[dict[str, Any]]:
-    """Checks of a kernel, then its times, then its tiles."""
+def _check_rows(kind: str, plan: Plan) -> Iterator[dict[str, Any]]:
+    """A kernel against its reference in double precision."""
     from relinear.kernels.first_check import TOLERANCES
     from relinear.kernels.triton.samples import SAMPLES, largest_error
 
-    for dtype, given in itertools.product(plan.checked, SAMPLES[kind].given):
+    name = SAMPLES[kind].function
+    samples = [(sample, given) for sample in SAMPLES.values() if sample.function == name for given in sample.given]
+    for dtype, (sample, given) in itertools.product(plan.checked, samples):
 
-        def check(dtype: torch.dtype = dtype, given: tuple = given) -> dict[str, Any]:
-            error = largest_error(SAMPLES[kind], given, dtype, plan.device)
+        def check(sample: Any = sample, dtype: torch.dtype = dtype, given: tuple = given) -> dict[str, Any]:
+            error = largest_error(sample, given, dtype, plan.device)
             return {"relative_error": error, "right": error <= TOLERANCES[dtype]}
 
         yield _measured({"what": "check", "kind": kind, "dtype": str(dtype), "given": str(given)}, check)
+
+
+def _time_rows(kind: str, plan: Plan) -> Iterator[dict[str, Any]]:
     for tokens, width, phase in itertools.product(plan.tokens, plan.widths, ("forward", "step")):
         row = {"what": "time", "kind": kind, "dtype": str(plan.dtype), "width": width, "tokens": tokens, "phase": phase}
         yield _measured(row, lambda t=tokens, w=width, s=phase == "step": _timing(kind, t, w, s, plan))  # type: ignore[misc]
-    if kind == "rotor":
-        return  # the size of its tiles follows from the window
+
+
+def _tile_rows(kind: str, plan: Plan) -> Iterator[dict[str, Any]]:
+    if kind in FIXED_TILES:
+        return
     for (width, tokens), tile in itertools.product(plan.tiled, plan.tiles):
         row = {"what": "tile", "kind": kind, "width": width, "tokens": tokens, "tile": list(tile)}
         yield _measured(row, lambda t=tokens, w=width, tile=tile: _tile_timing(kind, t, w, tile, plan))  # type: ignore[misc]
@@ -300,11 +322,33 @@ def _training_rows(name: str, plan: Plan) -> Iterator[dict[str, Any]]:
 # The call
 
 
+#: what is done of a kernel's rows, by the name of a stage
+STAGES: dict[str, Callable[[str, Plan], Iterator[dict[str, Any]]]] = {
+    "check": _check_rows,
+    "time": _time_rows,
+    "tile": _tile_rows,
+}
+
+
+def _run_stage(kind: str, stage: str, out: Path, plan: Plan) -> None:
+    """Checks, recorded; or all that a later stage times, done once for what it compiles."""
+    if stage != "check":
+        for _ in STAGES[stage](kind, plan.untimed()):
+            pass
+        return
+    record = _Record(out / f"{kind}.json")
+    for row in STAGES[stage](kind, plan):
+        record.add(row)
+
+
 def _run_part(part: str, out: Path, seconds: float, plan: Plan) -> None:
     """Rows until they end or the time does."""
     end = time.monotonic() + seconds
     record = _Record(out / f"{part}.json")
-    rows = _kernel_rows(part, plan) if part in KINDS else _training_rows(part, plan)
+    checked = bool(record.content["rows"])
+    names = [name for name in STAGES if not (name == "check" and checked)]
+    timed = itertools.chain.from_iterable(STAGES[name](part, plan) for name in names)
+    rows = timed if part in KINDS else _training_rows(part, plan)
     for row in rows:
         record.add(row)
         if time.monotonic() > end:
@@ -313,6 +357,30 @@ def _run_part(part: str, out: Path, seconds: float, plan: Plan) -> None:
     else:
         record.content["state"] = "complete"
     record.write()
+
+
+def _command(*given: Any) -> list[str]:
+    return [sys.executable, "-c", "from relinear.bench.gpu import _child; _child()", *map(str, given)]
+
+
+def _prepare(out: Path, parts: Sequence[str], seconds: float, environment: dict[str, str]) -> float:
+    """Every stage of every kernel in a process of its own, as many at once as there are processors; how long it took.
+    What is not compiled by then is compiled when it is timed, in a warm-up."""
+    start = time.monotonic()
+    rehearse = int("TRITON_INTERPRET" in environment)
+    waiting = [(part, stage) for stage in STAGES for part in parts if part in KINDS]
+    running: dict[tuple[str, str], subprocess.Popen] = {}
+    while (waiting or running) and time.monotonic() - start < seconds:
+        while waiting and len(running) < (os.cpu_count() or 1):
+            part, stage = waiting.pop(0)
+            command = _command("prepare", part, stage, out, rehearse)
+            running[part, stage] = subprocess.Popen(command, env=environment)
+        time.sleep(0.2)
+        running = {name: process for name, process in running.items() if process.poll() is None}
+    for process in running.values():
+        process.kill()
+        process.wait()
+    return time.monotonic() - start
 
 
 def run_parts(
@@ -346,26 +414,36 @@ def run_parts(
     end = time.monotonic() + 60 * minutes
     ended: dict[str, Any] = {}
     environment = os.environ | ({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if rehearse else {})
+    for part in parts:
+        (out / f"{part}.json").unlink(missing_ok=True)  # of an earlier call
+    prepared = round(_prepare(out, parts, 20 * minutes, environment), 1)
+    report(f"checks and compilation ended after {prepared} s")
     for number, part in enumerate(parts):
         start = time.monotonic()
         share = (end - start) / (len(parts) - number)
         # a part ends by itself, between two rows, before it is ended
-        given = [part, str(out), str(0.8 * share), str(int(rehearse))]
-        command = [sys.executable, "-c", "from relinear.bench.gpu import _child; _child()", *given]
+        command = _command("time", part, out, 0.8 * share, int(rehearse))
         try:
             code = subprocess.run(command, env=environment, timeout=share, check=False).returncode
             state = "ended" if code == 0 else f"failed with exit code {code}"
         except subprocess.TimeoutExpired:
             state = "cut off"
         ended[part] = {"state": state, "seconds": round(time.monotonic() - start, 1)}
-        write_json(out / "run.json", {"rehearsal": rehearse, "minutes": minutes, "parts": ended})
+        write_json(out / "run.json", {"rehearsal": rehearse, "minutes": minutes, "prepared": prepared, "parts": ended})
         report(f"{part}: {state} after {ended[part]['seconds']} s, {out / part}.json")
     return ended
 
 
 def _child() -> None:
-    part, out, seconds, rehearse = sys.argv[1:]
-    _run_part(part, Path(out), float(seconds), Plan.rehearsal() if rehearse == "1" else Plan())
+    what, *given, rehearse = sys.argv[1:]
+    plan = Plan.rehearsal() if rehearse == "1" else Plan()
+    if what == "prepare":
+        kind, stage, out = given
+        _run_stage(kind, stage, Path(out), plan)
+    else:
+        part, out, seconds = given
+        imports = time.time() - psutil.Process().create_time()  # which the part's time counts
+        _run_part(part, Path(out), float(seconds) - imports, plan)
 
 
 def _main() -> int:

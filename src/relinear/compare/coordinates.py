@@ -37,7 +37,7 @@ def check_coordinates(
     settings: TrainSettings,
     widths: Sequence[int],
     *,
-    steps: int = 8,
+    steps: int = 6,
     seeds: Sequence[int] = (0, 1, 2),
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
@@ -60,7 +60,8 @@ def check_coordinates(
         ``FLAT``. Beside them what was asked.
 
     Raises:
-        ValueError: if the model is no preset, a width has no whole number of heads, or an operator cannot take one.
+        ValueError: if the model is no preset, a width has no whole number of heads, an operator cannot take one, or the
+            text is too short for the batch.
     """
     widths = sorted(set(widths))
     if len(widths) < 2 or steps < 1 or not seeds:
@@ -70,6 +71,11 @@ def check_coordinates(
     with torch.device("meta"):  # what cannot be built is said before anything is computed
         for sized in models.values():
             build_model(sized, data.vocab_size)
+    if len(data.train) < settings.batch_size:
+        raise ValueError(
+            f"the text has {len(data.train)} sequences of {settings.data.sequence_length} tokens to train on, "
+            f"{settings.batch_size} are asked for; give more text, or ask for fewer or shorter ones"
+        )
     batch = torch.stack([data.train[index]["input_ids"] for index in range(settings.batch_size)])
     found: dict[str, Any] = {}
     total = len(PARAMETRIZATIONS) * len(widths) * len(seeds)
@@ -106,7 +112,8 @@ def at_heads(settings: TrainSettings, width: int) -> TrainSettings:
     """``settings`` with a preset at another width: heads of the same size, an MLP in proportion.
 
     Raises:
-        ValueError: if the model is no preset, or the width is no multiple of a head's size.
+        ValueError: if the model is no preset, the width is no multiple of a head's size, or its heads cannot share keys
+            and values as those of the preset do.
     """
     if settings.model not in preset_names():
         raise ValueError(
@@ -127,7 +134,12 @@ def at_heads(settings: TrainSettings, width: int) -> TrainSettings:
         sizes[inner] = round(getattr(config, inner) * width / config.hidden_size)
     groups = getattr(config, "num_key_value_heads", None)
     if groups is not None:
-        sizes["num_key_value_heads"] = max(1, groups * width // config.hidden_size)
+        sizes["num_key_value_heads"] = shared = max(1, groups * width // config.hidden_size)
+        if width // head % shared:
+            raise ValueError(
+                f"width {width} has {width // head} heads, which {shared} heads of keys and values cannot serve "
+                f"(num_key_value_heads={groups} at width {config.hidden_size}); give another width"
+            )
     return settings.updated(model_overrides=own | {config.attribute_map.get(k, k): v for k, v in sizes.items()})
 
 

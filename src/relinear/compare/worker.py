@@ -25,6 +25,8 @@ __all__ = ["JOBS", "InProcess", "Worker"]
 
 Progress = Callable[[dict[str, Any]], None]
 _QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
+# torch then looks for GPUs without CUDA, which would not work in a fork of a process that has begun to use it
+_FORKED = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _FORKS = sys.platform.startswith("linux")
 #: seconds that a job has to save its state after a SIGTERM
 _GENTLY = 60
@@ -120,7 +122,7 @@ class Worker:
                     text=True,
                     encoding="utf-8",
                     start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the worker
-                    env=os.environ | _QUIET | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    env=os.environ | _QUIET | _FORKED | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 )
         return self._process
 
@@ -157,8 +159,9 @@ def _error(message: Mapping[str, Any]) -> Exception:
 def _killed(code: int, log: Path) -> Exception:
     if code == signal.SIGKILL:
         return ChildProcessError(
-            "the process of the run was killed, most likely for want of memory: try a smaller batch_size; what is done "
-            f"is kept, and the same command goes on (see {log})"
+            "the process of the run was killed, most likely for want of memory; what is done is kept, and the same "
+            "command goes on where more memory is free (a smaller batch_size is another run, and takes another "
+            f"directory); see {log}"
         )
     return RuntimeError(f"the process of the run ended without a result (signal or exit code: {code}); see {log}")
 

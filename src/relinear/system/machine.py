@@ -22,6 +22,7 @@ __all__ = [
     "cpu_features",
     "describe_machine",
     "fast_bfloat16",
+    "has_narrow_products",
     "is_first_rank",
     "on_threads",
 ]
@@ -59,6 +60,15 @@ def cpu_features() -> frozenset[str]:
     """The instruction sets of the processor as Linux names them (``avx2``, ``amx_bf16``, ...); empty elsewhere."""
     facts = _cpu_facts()
     return frozenset((facts.get("flags") or facts.get("Features") or "").split())
+
+
+def has_narrow_products() -> bool:
+    """Whether torch's float32 products use half of the processor's vectors: MKL's on an AMD processor with AVX-512.
+
+    MKL takes AVX2 on processors of others than Intel, whatever they have.
+    """
+    others = _cpu_facts().get("vendor_id") == "AuthenticAMD"
+    return others and "avx512f" in cpu_features() and torch.backends.mkl.is_available()
 
 
 def fast_bfloat16(device: torch.device | str = "cpu") -> bool:

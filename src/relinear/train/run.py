@@ -14,6 +14,7 @@ from transformers import AutoConfig, TrainerCallback
 
 from relinear.core.config import nearest, shown
 from relinear.core.context import check_context_is_there
+from relinear.core.vocabulary import most_positions
 from relinear.data import prepare_data
 from relinear.models import draw_as_torch_, from_preset, model_place, preset_names
 from relinear.surgery import checkpoint as checkpoint_room
@@ -125,7 +126,7 @@ def _check_fit(model: Any, settings: TrainSettings, vocab_size: int | None) -> N
             f"the tokenizer {settings.data.tokenizer!r} has {vocab_size} entries, model {settings.model!r} embeds "
             f"{entries}; use the model's own tokenizer, or (for a preset) model_overrides: vocab_size"
         )
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = most_positions(model)
     if positions is not None and settings.data.sequence_length > positions:
         raise ValueError(
             f"data.sequence_length={settings.data.sequence_length}, but model {settings.model!r} has {positions} "
