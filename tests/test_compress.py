@@ -155,6 +155,16 @@ def test_killed_calibration_resumes_to_the_same_bits(fisher: bool, tmp_path) -> 
         assert whole.loss == again.loss
 
 
+def test_what_a_killed_calibration_could_not_take_away_goes(tmp_path) -> None:
+    unfinished = tmp_path / ".hidden-0001.abc"
+    unfinished.mkdir()
+    for path in (unfinished / "0.safetensors", tmp_path / ".moments-0000.safetensors.abc"):
+        path.write_bytes(b"half")
+    model = tiny()
+    calibrate(model, tokens(128)[0].view(8, 16), in_layers(model), tmp_path, batch=3, fisher=True)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
 def test_several_corpora_calibrate_in_turns(tmp_path) -> None:
     first, second = tokens(512)[0].view(-1, 16), tokens(512)[0].flip(0).view(-1, 16)
     mixed = torch.stack([first, second], 1).flatten()
@@ -166,7 +176,7 @@ def test_several_corpora_calibrate_in_turns(tmp_path) -> None:
     assert found[0] == found[1]
 
 
-def test_a_plan_that_is_not_carried_out_leaves_a_models_own(tmp_path) -> None:
+def test_a_plan_that_is_not_carried_out_leaves_a_models_own(tmp_path, monkeypatch) -> None:
     def files():
         return {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file() and path.name[0] != "."}
 
@@ -177,7 +187,23 @@ def test_a_plan_that_is_not_carried_out_leaves_a_models_own(tmp_path) -> None:
     assert {name: after[name] for name in before} == before
     assert json.loads(after["proposed-report.json"])["parameters"] == proposed.parameters
     assert {"proposed-plan.json", "proposed-report.html"} <= after.keys()
-    compress(tiny(), tokens(), keep=0.5, settings=SETTINGS, out_dir=tmp_path)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    def again():
+        return compress(tiny(), tokens(), keep=0.5, settings=SETTINGS, out_dir=tmp_path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("relinear.compress.run._Job._make", killed)
+        with pytest.raises(KeyboardInterrupt):
+            again()
+        patch.setattr("relinear.compress.run.LEAST_SECONDS", 0.0)
+        patch.setattr("relinear.compress.run.NOISE", -1e9)  # all is slower
+        with pytest.raises(ValueError, match=r"the plan \(.*proposed-plan\.json\) would run slower"):
+            again()
+    assert {name: files()[name] for name in before} == before
+    again()
     assert files()["plan.json"] == after["proposed-plan.json"]
 
 
@@ -491,6 +517,9 @@ def test_command_line(tmp_path, capsys) -> None:
     assert f"loss on {rows.parent}" in capsys.readouterr().out
     assert main([*arguments, "--keep", "7"]) == 2
     assert "keep" in capsys.readouterr().err
+    calibrated_on = arguments[arguments.index("--data") + 1]
+    assert main([*arguments, "--evaluate-on", calibrated_on]) == 2
+    assert f"--evaluate-on {calibrated_on} is the text of --data" in capsys.readouterr().err
 
 
 def test_the_function_and_its_room_go_by_one_name() -> None:

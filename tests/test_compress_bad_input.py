@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, T5Config
+from transformers import AutoModelForSeq2SeqLM, BatchEncoding, T5Config
 
 from relinear.compress import compress
 from test_compress import SETTINGS, tiny, tokens
@@ -64,6 +64,9 @@ def test_corpora_in_turns_that_are_too_short_or_none(tmp_path) -> None:
     message = r"short, one of 2 corpora in turns: the corpus has 40 tokens; 256 are to be recorded"
     refused(tiny(), few, message, tmp_path, settings=SETTINGS)
     refused(tiny(), {}, "texts is an empty mapping", tmp_path, settings=SETTINGS)
+    rows = torch.arange(1024).view(16, 64) % 40
+    for encoded in ({"input_ids": rows, "attention_mask": torch.ones_like(rows)}, BatchEncoding({"input_ids": rows})):
+        refused(tiny(), encoded, "one mapping with input_ids", tmp_path, settings=SETTINGS)
     many = {str(i): tokens() for i in range(33)}
     refused(tiny(), many, "33 corpora in turns, and 32 blocks of sequence_length=16", tmp_path, settings=SETTINGS)
 

@@ -7,11 +7,13 @@ from typing import Annotated
 
 import typer
 
+from relinear.cli.options import Exclude, PretrainedModel, Split, TextColumn, load_model, prepare_process, set_if_given
+
 __all__ = ["command"]
 
 
 def command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory of a saved model, or a Hub name.")],
+    model: PretrainedModel,
     data: Annotated[
         list[str],
         typer.Option(
@@ -38,12 +40,12 @@ def command(
         bool | None, typer.Option("--allow-slower", help="Carry out a plan that is slower than the original.")
     ] = None,
     target: Annotated[list[str] | None, typer.Option(help="Pattern of layers that may be replaced.")] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave alone.")] = None,
+    exclude: Exclude = None,
     menu: Annotated[
         list[str] | None, typer.Option(help="Operator that layers may become, such as `low_rank`; several times.")
     ] = None,
-    text_column: Annotated[str | None, typer.Option(help="Column of jsonl, parquet and Hub data.")] = None,
-    split: Annotated[str, typer.Option(help="Split of the corpus: `train`, `validation`, `test` or `all`.")] = "train",
+    text_column: TextColumn = None,
+    split: Split = "train",
     tokens: Annotated[int | None, typer.Option(help="Tokens to calibrate on.")] = None,
     fisher: Annotated[
         bool | None, typer.Option(help="Weigh layers by the loss's gradients; without, all keep the same share.")
@@ -78,7 +80,6 @@ def command(
     **Example:** `relinear compress models/smollm2 --keep 0.8 --data stdlib --out runs/compress`
     """
     from relinear.cli.errors import resumable
-    from relinear.cli.options import load_model, prepare_process, set_if_given
     from relinear.cli.progress import watch_compression
     from relinear.compare.recipe import parse_overrides
     from relinear.compress import CompressSettings, compress
@@ -107,6 +108,12 @@ def command(
         raise ValueError(f"--data {repeated[0]} is given twice; of every corpus as many tokens are taken")
     corpora = {name: DataSettings.load({"data": name} | column, "data") for name in data}
     others = {name: DataSettings.load({"data": name} | column, "data") for name in evaluate_on or []}
+    judged_on = {name: whole_or_held_out(text) for name, text in others.items()}
+    if seen := [name for name in judged_on if name in corpora and judged_on[name] in ("all", split)]:
+        raise ValueError(
+            f"--evaluate-on {seen[0]} is the text of --data, and what calibration saw judges nothing. Name another: of "
+            "--data the part behind what calibration takes is judged on in any case"
+        )
     prepare_process(threads)
     loaded, tokenizer = load_model(model), load_tokenizer(model)
     with resumable("start the same command again"), watch_compression() as on_progress:
@@ -119,9 +126,7 @@ def command(
             settings=settings,
             plan_file=plan,
             plan_only=plan_only,
-            evaluate_on={
-                name: iter_texts(text, whole_or_held_out(text), conversations=True) for name, text in others.items()
-            },
+            evaluate_on={name: iter_texts(text, judged_on[name], conversations=True) for name, text in others.items()},
             export=export,  # type: ignore[arg-type]  # checked by the function
             out_dir=out,
             on_progress=on_progress,

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from relinear.core.inference import build_for_inference
 from relinear.core.operator import linear_features
+from relinear.core.vocabulary import most_positions
 from relinear.system.timing import Timing, interleave
 
 __all__ = ["Observation", "Reading", "Sample", "compared", "like_before", "measure_speed", "observe"]
@@ -118,7 +119,7 @@ def _read(model: Any, blocks: Tensor, told: Callable[[], None]) -> Reading:
 
 
 def _longest(model: Any) -> int:
-    return getattr(getattr(model, "config", None), "max_position_embeddings", None) or 1 << 30
+    return most_positions(model) or 1 << 30
 
 
 def _prompts(model: Any, blocks: Tensor, tokenizer: Any, prompts: Sequence[str]) -> list[tuple[str, Tensor]]:

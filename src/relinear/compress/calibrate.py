@@ -85,6 +85,11 @@ def _batch(index: int) -> str:
     return f"{index}.safetensors"
 
 
+def _remove(path: Path) -> None:
+    """A directory, or a file, which earlier versions had in its place."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 def _save(path: Path, tensors: dict[str, Tensor], about: dict[str, str] | None = None) -> None:
     with atomic_path(path) as temporary:
         save_file({name: value.contiguous() for name, value in tensors.items()}, temporary, metadata=about)
@@ -217,6 +222,8 @@ class _Calibrating:
 
     def run(self) -> None:
         last = max(self.targets)
+        for left in self._files(".hidden-*", ".gradient-*", ".moments-*"):
+            _remove(left)  # of a killed process, which could not: gigabytes, and nobody reads them
         self.layers.check(self.parts[0][:1])
         for part in {part.shape: part for part in self.parts}.values():
             self.layers.embed(part)  # notes the arguments of the layers for this shape
@@ -235,8 +242,11 @@ class _Calibrating:
             self.folder / "calibration.json",
             {"tokens": self.tokens, "loss": loss, "layers": where, "counts": counts},
         )
-        for left in (*self.folder.glob("hidden-*"), *self.folder.glob("gradient-*")):
-            shutil.rmtree(left) if left.is_dir() else left.unlink()  # earlier versions kept files
+        for left in self._files("hidden-*", "gradient-*"):
+            _remove(left)
+
+    def _files(self, *patterns: str) -> list[Path]:
+        return [path for pattern in patterns for path in self.folder.glob(pattern)]
 
     @property
     def _loss_record(self) -> Path:

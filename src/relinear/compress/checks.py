@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from relinear.core.vocabulary import most_positions
+
 __all__ = ["check_directory", "check_ids", "check_model_fits"]
 
 #: what other work leaves in its directory, in which nothing is put beside it
@@ -32,8 +34,8 @@ def check_model_fits(model: Any, sequence_length: int) -> None:
     kind, config = type(model).__name__, getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{kind} has an encoder beside its decoder; decoders alone are compressed")
-    longest = getattr(config, "max_position_embeddings", None)
-    if isinstance(longest, int) and sequence_length > longest:
+    longest = most_positions(model)
+    if longest is not None and sequence_length > longest:
         raise ValueError(
             f"sequence_length={sequence_length} is more than the {longest} positions of {kind}; ask for at most as many"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import hashlib
 import json
 import shutil
@@ -13,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from relinear.compress.beside import Observation, compared, like_before, measure
 from relinear.compress.budget import Budget, budget_of
 from relinear.compress.calibrate import Calibration, calibrate
 from relinear.compress.checks import check_directory, check_ids, check_model_fits
+from relinear.compress.corpus import Corpus, read_corpus, read_elsewhere
 from relinear.compress.corrections import MeasuredPoint, choose_points, correct, corrections, measure_points
 from relinear.compress.export import export_plain
 from relinear.compress.export_gguf import check_gguf, check_gguf_operators, export_gguf
@@ -30,6 +30,7 @@ from relinear.compress.heal import HealReport, check_heal, check_healable, heal,
 from relinear.compress.in_order import fit_in_order, fit_without_order
 from relinear.compress.neurons import NEURONS, Neurons
 from relinear.compress.plan import CompressPlan, layer_candidates, make_plan
+from relinear.compress.report import CompressReport
 from relinear.compress.report_page import write_page
 from relinear.compress.settings import CompressSettings
 from relinear.compress.speed import PlannedSpeed, Shape, SpeedConditions, SpeedTable, planned_speed, speed_table
@@ -37,7 +38,6 @@ from relinear.core.anatomy import layer_index
 from relinear.core.config import check_choice
 from relinear.core.modes import evaluating
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, linear_features
-from relinear.distill.record import token_blocks
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.coverage import coverage, out_of_reach
 from relinear.surgery.plan import plan
@@ -46,7 +46,7 @@ from relinear.surgery.states import flat_states, place_
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
-from relinear.system.machine import PeakMemory, command_line, describe_machine
+from relinear.system.machine import PeakMemory, command_line
 
 __all__ = ["CompressReport", "compress", "proposal"]
 
@@ -64,84 +64,6 @@ OnProgress = Callable[[str, int, int], None]
 
 def _silent(phase: str, done: int, total: int) -> None:
     return None
-
-
-@dataclasses.dataclass(frozen=True)
-class CompressReport:
-    """What a compression did; printing it shows the plan by type of layer and the sizes.
-
-    plan: what every layer became. parameters, parameters_before: of the whole model. calibration_loss: of the original
-    on the calibration's tokens, nats a token. seconds: by phase, of this call. budget: what was allowed; None for a
-    plan that was given. speed: of the layers by the table, None where it was not measured. points: predictions held
-    against measurements. evaluation: the compressed model beside the original (loss, agreement, samples, speed), None
-    where it was not measured. peak_memory_bytes: of this call. settings: all of them. healing: None where there was
-    none. left: what no target could name, such as experts that are held as one tensor, in words.
-    """
-
-    plan: CompressPlan
-    parameters: int
-    parameters_before: int
-    calibration_tokens: int
-    calibration_loss: float | None
-    seconds: dict[str, float]
-    healing: HealReport | None = None
-    budget: Budget | None = None
-    speed: PlannedSpeed | None = None
-    points: tuple[MeasuredPoint, ...] = ()
-    evaluation: dict[str, Any] | None = None
-    peak_memory_bytes: int | None = None
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-    left: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
-        layers = {name: layer.to_dict() for name, layer in self.plan.layers.items()}
-        return {
-            "parameters": self.parameters,
-            "parameters_before": self.parameters_before,
-            "calibration": {"tokens": self.calibration_tokens, "loss": self.calibration_loss},
-            "budget": None if self.budget is None else self.budget.to_dict(),
-            "predicted_nats": self.plan.nats,
-            "measured_nats": None if self.evaluation is None else self.evaluation["nats"],
-            "planned_speed": None if self.speed is None else self.speed.to_dict(),
-            "points": [point.to_dict() for point in self.points],
-            "evaluation": self.evaluation,
-            "peak_memory_bytes": self.peak_memory_bytes,
-            "layers": layers,
-            "left": list(self.left),
-            "seconds": self.seconds,
-            "healing": None if self.healing is None else self.healing.to_dict(),
-            "settings": self.settings,
-            "machine": describe_machine(),
-        }
-
-    def __str__(self) -> str:
-        share = self.parameters / self.parameters_before
-        lines = [str(self.plan)]
-        lines += [f"whole model: {self.parameters_before:,} -> {self.parameters:,} parameters ({share:.3f})"]
-        lines += [f"left as they are: {what}" for what in self.left]
-        if self.speed is not None:
-            lines.append(str(self.speed))
-        if self.healing is not None:
-            lines.append(str(self.healing))
-        if self.evaluation is not None:
-            lines += _evaluation_lines(self.evaluation, self.plan.nats)
-        return "\n".join(lines)
-
-
-def _evaluation_lines(found: Mapping[str, Any], predicted: float | None) -> list[str]:
-    where = "tokens that calibration has not seen" if found["unseen"] else "tokens of the calibration"
-    expected = "" if predicted is None else f", predicted {predicted:+.3f}"
-    speeds = [f"{what} {found['speed'][what]['ratio']:.2f}" for what in ("prefill", "decode")]
-    return [
-        f"loss on {found['tokens']:,} {where}: {found['loss_before']:.3f} -> {found['loss']:.3f} "
-        f"({found['nats']:+.3f}{expected}); next token as the original's: {found['agreement']:.1%}",
-        *(
-            f"loss on {name}: {other['loss_before']:.3f} -> {other['loss']:.3f} ({other['nats']:+.3f})"
-            for name, other in found["elsewhere"].items()
-        ),
-        f"times the original's speed, measured at batch {found['speed']['batch']}: {', '.join(speeds)}",
-    ]
 
 
 def compress(
@@ -205,8 +127,8 @@ def compress(
         job = _Job(model, modules, chosen, Path(folder), on_progress)
         given_plan = None if plan_file is None else job.read_plan(plan_file)
         job.check_budget(given_plan)
-        elsewhere = _elsewhere(evaluate_on or {}, tokenizer, chosen)
-        corpus = _read(texts, elsewhere, tokenizer, chosen, plan_only)
+        elsewhere = read_elsewhere(evaluate_on or {}, tokenizer, chosen)
+        corpus = read_corpus(texts, elsewhere, tokenizer, chosen, plan_only)
         for name, ids in {"the corpus": torch.cat(corpus[:3]), **elsewhere}.items():
             check_ids(ids, model, name)
         job.one_matrix_each = export == "gguf"
@@ -251,79 +173,6 @@ class _Clock:
         now = time.monotonic()
         self.seconds[phase] = now - self._last
         self._last = now
-
-
-class _Corpus(NamedTuple):
-    """Token ids (N, T): for calibration, for healing, to judge the result on, and other texts for that, by name.
-
-    unseen: whether those that judge are in none of the others.
-    """
-
-    blocks: Tensor
-    further: Tensor
-    judging: Tensor
-    unseen: bool
-    elsewhere: dict[str, Tensor]
-
-
-def _read(
-    texts: Iterable[Any] | Mapping[str, Iterable[Any]],
-    elsewhere: dict[str, Tensor],
-    tokenizer: Any,
-    settings: CompressSettings,
-    plan_only: bool,
-) -> _Corpus:
-    """The corpus one part after another; where nothing is behind the others to judge on, the last of calibration."""
-    count, spare = settings.blocks, settings.evaluation_blocks
-    further = 0 if plan_only else settings.heal_blocks + settings.held_out_blocks
-    what = "tokens plus heal_tokens and heal_held_out_tokens" if further else "tokens"
-    corpora = texts if isinstance(texts, Mapping) else {"": texts}
-    blocks = _in_turns(corpora, tokenizer, settings.sequence_length, count + further, what, spare)
-    seen, healing, behind = blocks[:count], blocks[count : count + further], blocks[count + further :]
-    unseen = len(behind) > 0
-    return _Corpus(seen, healing, behind if unseen else seen[-spare:], unseen, elsewhere)
-
-
-def _in_turns(
-    corpora: Mapping[str, Iterable[Any]], tokenizer: Any, length: int, count: int, what: str, spare: int
-) -> Tensor:
-    """``count`` blocks (N, T), one of each corpus after the other, and up to ``spare`` more.
-
-    Raises:
-        ValueError: if there is no corpus, more than blocks, or one that is too short for its share.
-    """
-    if not corpora:
-        raise ValueError("texts is an empty mapping; give one corpus or more, by name")
-    if count < len(corpora):
-        raise ValueError(
-            f"{len(corpora)} corpora in turns, and {count} blocks of sequence_length={length} in all ({what}): give "
-            "fewer corpora, or more tokens"
-        )
-    shares = []
-    for name, texts in corpora.items():
-        try:
-            each = [-(-blocks // len(corpora)) for blocks in (count, spare)]
-            shares.append(token_blocks(texts, tokenizer, length, each[0], what, each[1]))
-        except ValueError as error:
-            which = f"{name}, one of {len(corpora)} corpora in turns: " if len(corpora) > 1 else ""
-            raise ValueError(f"{which}{error}") from error
-    shortest = min(len(blocks) for blocks in shares)
-    return torch.stack([blocks[:shortest] for blocks in shares], 1).flatten(0, 1)[: count + spare]
-
-
-def _elsewhere(texts: Mapping[str, Iterable[Any]], tokenizer: Any, settings: CompressSettings) -> dict[str, Tensor]:
-    """Token ids (N, T) of texts to be judged on, by name."""
-    if texts and not settings.evaluate:
-        raise ValueError("evaluate_on names texts to judge on, and evaluate=False leaves judging out: give one of them")
-    found = {}
-    for name, items in texts.items():
-        try:
-            found[name] = token_blocks(
-                items, tokenizer, settings.sequence_length, 1, spare=settings.evaluation_blocks - 1
-            )
-        except ValueError as error:
-            raise ValueError(f"evaluate_on, {name}: {error}") from error
-    return found
 
 
 def _check_menu(menu: tuple[OperatorConfig, ...], modules: Mapping[str, nn.Module]) -> None:
@@ -408,7 +257,7 @@ class _Job:
         _check_menu(self.menu, self.modules)
         self._budget({}).check(self.modules, self.menu, uniform=not self.settings.fisher)
 
-    def run(self, corpus: _Corpus, tokenizer: Any, given_plan: CompressPlan | None, plan_only: bool) -> CompressReport:
+    def run(self, corpus: Corpus, tokenizer: Any, given_plan: CompressPlan | None, plan_only: bool) -> CompressReport:
         """Calibrate, plan and, unless ``plan_only``, make; what is kept goes to the folder as it is made."""
         clock, memory = _Clock(), PeakMemory(next(self.model.parameters()).device)
         memory.start()
@@ -434,11 +283,11 @@ class _Job:
         if speed is not None and not plan_only:
             self._check_speed(speed)
         clock.lap("speed")
-        if not plan_only:
-            proposal(self.folder, "plan.json").replace(self.folder / "plan.json")
         healing, evaluation = None, None
         if not plan_only and (whole.replaced or narrowed):
             healing, evaluation = self._make(corpus, calibration, whole, narrowed, tokenizer, clock)
+        if not plan_only:  # only now: killed in the hours before, a model that is there keeps the plan it was made by
+            proposal(self.folder, "plan.json").replace(self.folder / "plan.json")
         report = CompressReport(
             whole,
             whole.parameters + whole.others,
@@ -474,7 +323,7 @@ class _Job:
 
     def _make(
         self,
-        corpus: _Corpus,
+        corpus: Corpus,
         calibration: Calibration,
         whole: CompressPlan,
         narrowed: Mapping[str, Any] | None,
@@ -537,8 +386,8 @@ class _Job:
         if self.settings.allow_slower or speed.ratio >= 1 - NOISE or speed.before < LEAST_SECONDS:
             return
         raise ValueError(
-            f"the plan ({self.folder / 'plan.json'}) would run slower than the original: {speed}. Give a budget of "
-            "speed (speed=1.2), exclude small layers, or accept it with allow_slower"
+            f"the plan ({proposal(self.folder, 'plan.json')}) would run slower than the original: {speed}. Give a "
+            "budget of speed (speed=1.2), exclude small layers, or accept it with allow_slower"
         )
 
     def _narrow_plan(self, neurons: Neurons, narrowed: Mapping[str, Any]) -> CompressPlan:
@@ -580,7 +429,7 @@ class _Job:
         write_json(path, {"mark": mark, "points": [point.to_dict() for point in points]})
         return points
 
-    def _observe(self, phase: str, corpus: _Corpus, tokenizer: Any) -> Observation | None:
+    def _observe(self, phase: str, corpus: Corpus, tokenizer: Any) -> Observation | None:
         """What the model does, as it now is; None where nothing is to be evaluated."""
         settings = self.settings
         if not settings.evaluate:

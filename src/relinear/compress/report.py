@@ -1,0 +1,94 @@
+"""What a compression did, as a value that can be printed and written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from relinear.compress.budget import Budget
+from relinear.compress.corrections import MeasuredPoint
+from relinear.compress.heal import HealReport
+from relinear.compress.plan import CompressPlan
+from relinear.compress.speed import PlannedSpeed
+from relinear.system.machine import describe_machine
+
+__all__ = ["CompressReport"]
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressReport:
+    """What a compression did; printing it shows the plan by type of layer and the sizes.
+
+    plan: what every layer became. parameters, parameters_before: of the whole model. calibration_loss: of the original
+    on the calibration's tokens, nats a token. seconds: by phase, of this call. budget: what was allowed; None for a
+    plan that was given. speed: of the layers by the table, None where it was not measured. points: predictions held
+    against measurements. evaluation: the compressed model beside the original (loss, agreement, samples, speed), None
+    where it was not measured. peak_memory_bytes: of this call. settings: all of them. healing: None where there was
+    none. left: what no target could name, such as experts that are held as one tensor, in words.
+    """
+
+    plan: CompressPlan
+    parameters: int
+    parameters_before: int
+    calibration_tokens: int
+    calibration_loss: float | None
+    seconds: dict[str, float]
+    healing: HealReport | None = None
+    budget: Budget | None = None
+    speed: PlannedSpeed | None = None
+    points: tuple[MeasuredPoint, ...] = ()
+    evaluation: dict[str, Any] | None = None
+    peak_memory_bytes: int | None = None
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    left: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        layers = {name: layer.to_dict() for name, layer in self.plan.layers.items()}
+        return {
+            "parameters": self.parameters,
+            "parameters_before": self.parameters_before,
+            "calibration": {"tokens": self.calibration_tokens, "loss": self.calibration_loss},
+            "budget": None if self.budget is None else self.budget.to_dict(),
+            "predicted_nats": self.plan.nats,
+            "measured_nats": None if self.evaluation is None else self.evaluation["nats"],
+            "planned_speed": None if self.speed is None else self.speed.to_dict(),
+            "points": [point.to_dict() for point in self.points],
+            "evaluation": self.evaluation,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "layers": layers,
+            "left": list(self.left),
+            "seconds": self.seconds,
+            "healing": None if self.healing is None else self.healing.to_dict(),
+            "settings": self.settings,
+            "machine": describe_machine(),
+        }
+
+    def __str__(self) -> str:
+        share = self.parameters / self.parameters_before
+        lines = [str(self.plan)]
+        lines += [f"whole model: {self.parameters_before:,} -> {self.parameters:,} parameters ({share:.3f})"]
+        lines += [f"left as they are: {what}" for what in self.left]
+        if self.speed is not None:
+            lines.append(str(self.speed))
+        if self.healing is not None:
+            lines.append(str(self.healing))
+        if self.evaluation is not None:
+            lines += _evaluation_lines(self.evaluation, self.plan.nats)
+        return "\n".join(lines)
+
+
+def _evaluation_lines(found: Mapping[str, Any], predicted: float | None) -> list[str]:
+    where = "tokens that calibration has not seen" if found["unseen"] else "tokens of the calibration"
+    expected = "" if predicted is None else f", predicted {predicted:+.3f}"
+    speeds = [f"{what} {found['speed'][what]['ratio']:.2f}" for what in ("prefill", "decode")]
+    return [
+        f"loss on {found['tokens']:,} {where}: {found['loss_before']:.3f} -> {found['loss']:.3f} "
+        f"({found['nats']:+.3f}{expected}); next token as the original's: {found['agreement']:.1%}",
+        *(
+            f"loss on {name}: {other['loss_before']:.3f} -> {other['loss']:.3f} ({other['nats']:+.3f})"
+            for name, other in found["elsewhere"].items()
+        ),
+        f"times the original's speed, measured at batch {found['speed']['batch']}: {', '.join(speeds)}",
+    ]
