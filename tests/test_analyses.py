@@ -11,7 +11,7 @@ import torch
 
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
-from relinear.analysis.analyses import Subject, analyze
+from relinear.analysis.analyses import Subject, analyze, applying
 from relinear.analysis.effective_rank import effective_rank, effective_ranks, operator_gram, realised_spectra
 from relinear.analysis.fingerprints import context_fingerprints
 from relinear.analysis.gates import gate_statistics
@@ -19,9 +19,14 @@ from relinear.analysis.latents import latent_statistics
 from relinear.analysis.page import analyses_blocks
 from relinear.analysis.planes import plane_angles
 from relinear.analysis.recording import record_contexts, record_gates
+from relinear.analysis.tokens import HeldOutText
 from relinear.analysis.top_tokens import top_tokens
+from relinear.cli.analyze import analyze_saved
+from relinear.cli.main import main
 from relinear.clifford import bivector_to_matrix
 from relinear.core.context import context_owner
+from relinear.data import DataSettings
+from relinear.data.tokenizers import load_tokenizer
 
 IDS = torch.randint(0, 96, (4, 24), generator=torch.Generator().manual_seed(1))
 
@@ -202,9 +207,6 @@ def test_models_without_gates_are_refused(call) -> None:
 
 
 def test_analyze_writes_numbers_and_figures(tmp_path, capsys) -> None:
-    from relinear.cli.main import main
-    from relinear.data.tokenizers import load_tokenizer
-
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog, and the cow over the $moon$.\n" * 60)
     model, control = tmp_path / "model", tmp_path / "control"
@@ -224,6 +226,22 @@ def test_analyze_writes_numbers_and_figures(tmp_path, capsys) -> None:
         assert (out / f"{name}.png").stat().st_size > 10_000
     assert main([*arguments, "--only", "gate"]) == 2
     assert "did you mean 'gates'" in capsys.readouterr().err
+    assert main([*arguments, "--length", "129"]) == 2
+    assert "129 tokens are too long for this model, which reads 128" in capsys.readouterr().err
+
+
+def test_of_what_is_too_short_there_is_taken_what_there_is(tmp_path) -> None:
+    """As ``relinear report --analyze`` asks for; the record says how much it was."""
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog.\n" * 60)
+    model = make_tiny_gpt2(vocab_size=300, n_positions=32)
+    relinear.replace_(model, {"mlp.c_fc": relinear.Transponder(rank=2)})
+    relinear.save_pretrained(model, tmp_path / "model", tokenizer=load_tokenizer("bytes"))
+    text = HeldOutText(DataSettings(data=str(tmp_path / "text.txt")), fewer=True)
+    names = applying(model)
+    analyze_saved(str(tmp_path / "model"), text, tmp_path / "out", names, loaded=model)
+    record = json.loads((tmp_path / "out" / "analyze.json").read_text())
+    assert record["length"] == 32
+    assert 0 < record["sequences"] < 64
 
 
 # Latents and planes

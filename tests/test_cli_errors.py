@@ -71,6 +71,7 @@ CASES = {
     "operator text cut off": (["inspect", "tiny", "-r", "q_proj=low_rank:rank="], ["rank="]),
     "pattern without a match": (["inspect", "tiny", "-r", "qproj=low_rank:rank=4"], ["qproj", "q_proj"]),
     "layer that is not there": (["inspect", "tiny", "-r", "q_proj=low_rank:rank=4", "--layers", "99"], ["99"]),
+    "layers from the end": (["inspect", "tiny", "-r", "q_proj=low_rank:rank=4", "--layers", "0,1-0"], ["1-0", "range"]),
     "layers that are no numbers": (["inspect", "tiny", "-r", "q_proj=low_rank", "--layers", "first"], ["first"]),
     "rank too large": (["inspect", "tiny", "-r", "q_proj=low_rank:rank=4096"], ["4096", "128"]),
     "blocks that do not divide": (["inspect", "tiny", "-r", "q_proj=hdpl:rank=8,blocks=3"], ["blocks=3", "1, 2, 4"]),
@@ -95,7 +96,9 @@ CASES = {
     ),
     "absent recipe": (["compare", "--recipe", "qiuck", "--out", "{out}"], ["qiuck", "quick"]),
     "unknown match": (["compare", "-o", "dense", "--match", "size", "--out", "{out}"], ["size", "parameters"]),
-    "seeds that are no numbers": (["compare", "-o", "dense", "--seeds", "one", "--out", "{out}"], ["one"]),
+    "seeds that are no numbers": (["compare", "-o", "dense", "--seeds", "one", "--out", "{out}"], ["--seeds 'one'"]),
+    "sizes that are no numbers": (["scale", "scale", "--sizes", "16,big", "--out", "{out}"], ["--sizes '16,big'"]),
+    "widths that are no numbers": (["check-coordinates", "tiny", "--widths", "64;128"], ["--widths '64;128'"]),
     "an entry twice": (["compare", "-o", "low_rank", "-o", "low_rank", "--out", "{out}"], ["low_rank", "twice"]),
     "a match that cannot be": (
         [

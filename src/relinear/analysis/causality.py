@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from relinear.core.anatomy import layer_index
 from relinear.core.modes import evaluating
 from relinear.core.operator import check_model
+from relinear.core.vocabulary import most_positions
 
 __all__ = ["CausalityError", "CausalityReport", "check_causality"]
 
@@ -94,7 +95,7 @@ def check_causality(
     vocabulary = _vocabulary(model)
     generator = torch.Generator().manual_seed(seed)
     if inputs is None:
-        limit = getattr(getattr(model, "config", None), "max_position_embeddings", None) or tokens
+        limit = most_positions(model) or tokens
         inputs = torch.randint(vocabulary, (1, min(tokens, limit)), generator=generator)
     if inputs.ndim != 2 or inputs.shape[0] != 1 or inputs.shape[1] < 2:
         raise ValueError(f"inputs must be token ids of shape (1, T) with T >= 2, got {tuple(inputs.shape)}")

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from relinear.cli.options import TextColumn, load_model
+
 if TYPE_CHECKING:
     from relinear.analysis.analyses import Result
-    from relinear.data import DataSettings
+    from relinear.analysis.tokens import HeldOutText
 
 __all__ = ["analyze_saved", "command"]
 
@@ -21,7 +23,7 @@ def command(
     only: Annotated[str | None, typer.Option(help="Some analyses, such as gates,top_tokens.")] = None,
     control: Annotated[str | None, typer.Option(help="A second model of the same tokenizer to set beside it.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="By default the one saved with the model.")] = None,
-    text_column: Annotated[str | None, typer.Option(help="Column of jsonl, parquet and Hub data.")] = None,
+    text_column: TextColumn = None,
     sequences: Annotated[int, typer.Option(min=1, help="Sequences to look at.")] = 64,
     length: Annotated[int, typer.Option(min=2, help="Tokens in each.")] = 64,
 ) -> None:
@@ -31,13 +33,14 @@ def command(
     """
     from relinear.analysis.analyses import check_names
     from relinear.analysis.page import analyses_section
+    from relinear.analysis.tokens import HeldOutText
     from relinear.data import DataSettings
     from relinear.pages.page import write_page
 
     names = [name.strip() for name in only.split(",")] if only else []
     check_names(names)
-    settings = DataSettings(data=data, text_column=text_column)
-    results = analyze_saved(model, settings, out, names, control, tokenizer, sequences, length)
+    text = HeldOutText(DataSettings(data=data, text_column=text_column), sequences, length)
+    results = analyze_saved(model, text, out, names, control, tokenizer)
     for name, result in results.items():
         print(f"\n{name}\n{result.text}")
     print(f"\nnumbers and figures: {out.resolve()}")
@@ -46,33 +49,31 @@ def command(
 
 def analyze_saved(
     model: str,
-    settings: DataSettings,
+    text: HeldOutText,
     out: Path,
     names: list[str],
     control: str | None = None,
     tokenizer: str | None = None,
-    sequences: int = 64,
-    length: int = 64,
     loaded: Any = None,
-    fewer: bool = False,
 ) -> dict[str, Result]:
-    """Carry out analyses of a saved model on the validation text of ``settings``.
+    """Carry out analyses of a saved model.
 
     Args:
         names: which; those that apply where there are none.
         loaded: the model, where it has been loaded already.
-        fewer: of a text that is too short for ``sequences`` take what there is.
 
     Raises:
-        ValueError: as ``analyze`` and ``tokens_of``, and for a tokenizer that is missing or of another model.
+        ValueError: as ``analyze`` and ``tokens_of``, for a tokenizer that is missing or of another model, and for a
+            ``length`` that a model does not read.
     """
+    import dataclasses
+
     from transformers import AutoTokenizer
 
     from relinear.analysis.analyses import Subject, analyze
     from relinear.analysis.page import RECORD
     from relinear.analysis.tokens import tokens_of
-    from relinear.cli.options import load_model
-    from relinear.core.vocabulary import check_tokenizer_fits
+    from relinear.core.vocabulary import check_length_fits, check_tokenizer_fits, most_positions
     from relinear.system.files import write_json
     from relinear.system.machine import command_line, describe_machine
 
@@ -82,19 +83,24 @@ def analyze_saved(
         reader = AutoTokenizer.from_pretrained(tokenizer or model)
     except (OSError, ValueError) as error:
         raise ValueError(f"no tokenizer in {tokenizer or model!r}; name one with --tokenizer") from error
+    if text.fewer:
+        text = dataclasses.replace(text, length=min(text.length, most_positions(loaded) or text.length))
     for one in (loaded, second):
         if one is not None:
             check_tokenizer_fits(reader, one)
+            check_length_fits(text.length, one)
+    tokens = tokens_of(text, reader)
     subject = Subject(
         loaded,
-        tokens_of(settings, reader, sequences, length, fewer),
+        tokens,
         reader,
         second,
         _name(model),
         "control" if control is None or _name(control) == _name(model) else _name(control),
     )
     results = analyze(subject, out, names, on_start=lambda name: print(f"{name} ..."))
-    record = {"model": model, "control": control, "data": settings.data, "sequences": sequences, "length": length}
+    asked = {"data": text.data.data, "sequences": len(tokens), "length": text.length}
+    record = {"model": model, "control": control} | asked
     write_json(out / RECORD, record | {"command": command_line(), "machine": describe_machine()})
     return results
 

@@ -7,17 +7,15 @@ from typing import Annotated
 
 import typer
 
+from relinear.cli.options import Attach, PresetFields, Replace, parse_integers, parse_operators, prepare_process
+
 __all__ = ["command"]
 
 
 def command(
     model: Annotated[str, typer.Argument(help="A preset.", metavar="MODEL")],
-    replace: Annotated[
-        list[str] | None, typer.Option("--replace", "-r", metavar="PATTERN=KIND:KEY=VALUE", help="Put an operator in.")
-    ] = None,
-    attach: Annotated[
-        list[str] | None, typer.Option("--attach", metavar="KIND:KEY=VALUE", help="Attach a model-level part.")
-    ] = None,
+    replace: Replace = None,
+    attach: Attach = None,
     widths: Annotated[str, typer.Option(help="Widths of the model, each a whole number of its heads.")] = (
         "64,128,256,512"
     ),
@@ -30,9 +28,7 @@ def command(
     sequences: Annotated[int, typer.Option(min=1, help="Sequences in the batch.")] = 4,
     length: Annotated[int, typer.Option(min=2, help="Tokens in each.")] = 32,
     out: Annotated[Path, typer.Option(help="Directory for JSON, figure and page.")] = Path("runs/coordinates"),
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the preset's config.")
-    ] = None,
+    overrides: PresetFields = None,
 ) -> None:
     """Plot how large activations are against the model's width, over the first steps.
 
@@ -41,7 +37,6 @@ def command(
 
     **Example:** `relinear check-coordinates tiny --replace all-linear=hdpl --set num_hidden_layers=2`
     """
-    from relinear.cli.options import parse_operators, parse_seeds, prepare_process
     from relinear.compare.coordinate_page import FILE, coordinates_section, coordinates_text, write_plot
     from relinear.compare.coordinates import check_coordinates
     from relinear.compare.recipe import parse_overrides
@@ -50,7 +45,7 @@ def command(
     from relinear.system.machine import command_line, describe_machine
     from relinear.train.settings import TrainSettings
 
-    sizes = parse_seeds(widths) or []
+    sizes = parse_integers("--widths", widths) or []
     settings = TrainSettings.load(
         {
             "model": model,
@@ -68,7 +63,7 @@ def command(
         settings,
         sizes,
         steps=steps,
-        seeds=parse_seeds(seeds) or [],
+        seeds=parse_integers("--seeds", seeds) or [],
         on_progress=lambda done, total: print(f"\r{done} of {total} models", end="\n" if done == total else ""),
     )
     found |= {"command": command_line(), "machine": describe_machine()}

@@ -7,6 +7,18 @@ from typing import Annotated, Any
 
 import typer
 
+from relinear.cli.options import (
+    Corpus,
+    RecipeFields,
+    RepeatableThreads,
+    ShareWork,
+    TextColumn,
+    named_entries,
+    parse_integers,
+    prepare_process,
+    set_if_given,
+)
+
 __all__ = ["command"]
 
 
@@ -17,23 +29,17 @@ def command(
         typer.Option("--operator", "-o", metavar="KIND:KEY=VALUE", help="An entry, or `dense`; repeat it."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Directory of the comparison.")] = Path("runs/compare"),
-    data: Annotated[str | None, typer.Option(help="`stdlib`, a file or folder, or a Hub name.")] = None,
-    text_column: Annotated[str | None, typer.Option(help="Column of jsonl, parquet and Hub data.")] = None,
+    data: Corpus = None,
+    text_column: TextColumn = None,
     model: Annotated[str | None, typer.Option(help="Preset, or directory of a model.")] = None,
     steps: Annotated[int | None, typer.Option(help="Budget in optimiser steps.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Budget in training tokens.")] = None,
     match: Annotated[str | None, typer.Option(help="`width`, `parameters` or `flops`.")] = None,
     seeds: Annotated[str | None, typer.Option(help="Seeds, such as 0,1,2.")] = None,
     tune: Annotated[bool, typer.Option("--tune", help="Give each entry its own learning rate.")] = False,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; one makes runs repeat to the last bit.")] = None,
-    share: Annotated[
-        bool,
-        typer.Option("--share", help="Work on it together with other processes that are given the same arguments."),
-    ] = False,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any setting of the recipe, as train.steps=99."),
-    ] = None,
+    threads: RepeatableThreads = None,
+    share: ShareWork = False,
+    overrides: RecipeFields = None,
 ) -> None:
     """Train operators side by side on one corpus and budget; ends with a table and report.html.
 
@@ -44,7 +50,6 @@ def command(
     **Example:** `relinear compare -o dense -o low_rank:rank=48 -o hdpl:rank=16,blocks=4 --match parameters --steps 300`
     """
     from relinear.cli.errors import resumable
-    from relinear.cli.options import named_entries, parse_seeds, prepare_process, set_if_given
     from relinear.cli.progress import watch_comparison
     from relinear.cli.table import print_results
     from relinear.compare.recipe import apply_overrides, parse_overrides, read_recipe
@@ -58,7 +63,7 @@ def command(
             "train.steps": steps,
             "tokens": tokens,
             "match.by": match,
-            "seeds": parse_seeds(seeds),
+            "seeds": parse_integers("--seeds", seeds),
             "tune": True if tune else None,
             "train.threads": threads,
         }

@@ -7,11 +7,23 @@ from typing import Annotated
 
 import typer
 
+from relinear.cli.options import (
+    Exclude,
+    PretrainedModel,
+    Split,
+    TextColumn,
+    load_model,
+    operator_mapping,
+    parse_layers,
+    prepare_process,
+    set_if_given,
+)
+
 __all__ = ["command"]
 
 
 def command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory of a saved model, or a Hub name.")],
+    model: PretrainedModel,
     replace: Annotated[
         list[str],
         typer.Option("--replace", "-r", metavar="PATTERN=KIND:KEY=VALUE", help="What becomes which operator."),
@@ -19,9 +31,9 @@ def command(
     data: Annotated[str, typer.Option(help="Corpus: `stdlib`, a file or folder, or a Hub name.")],
     out: Annotated[Path, typer.Option(help="Directory of the result.")] = Path("runs/distill"),
     layers: Annotated[str | None, typer.Option(help="Decoder layers, such as 0,4-11.")] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave alone.")] = None,
-    text_column: Annotated[str | None, typer.Option(help="Column of jsonl, parquet and Hub data.")] = None,
-    split: Annotated[str, typer.Option(help="Split of the corpus: `train`, `validation`, `test` or `all`.")] = "train",
+    exclude: Exclude = None,
+    text_column: TextColumn = None,
+    split: Split = "train",
     tokens: Annotated[int | None, typer.Option(help="Tokens to fit on.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over them.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Of Adam, falling along a cosine.")] = None,
@@ -52,7 +64,6 @@ def command(
     **Example:** `relinear distill models/smollm2 -r q_proj=rotor --layers 12 --data books --out runs/rotor`
     """
     from relinear.cli.errors import resumable
-    from relinear.cli.options import load_model, operator_mapping, parse_layers, prepare_process, set_if_given
     from relinear.cli.progress import watch_distillation
     from relinear.compare.recipe import parse_overrides
     from relinear.data import DataSettings, iter_texts

@@ -71,7 +71,9 @@ def _written(name: str, kind: Any, info: ArgumentInfo | OptionInfo) -> str:
     """How a parameter is given: ``MODEL``, ``--out PATH``, ``--fisher / --no-fisher``."""
     if isinstance(info, ArgumentInfo):
         return f"`{info.metavar or name.upper()}`"
-    declared = [one for one in info.param_decls or () if one.startswith("-")]
+    # in an annotation typer takes the first name for a default, and puts that right later
+    given = (info.default, *(info.param_decls or ()))
+    declared = [one for one in given if isinstance(one, str) and one.startswith("-")]
     flag = f"--{name.replace('_', '-')}"
     inner = _inner(kind)
     if inner is bool:

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from relinear.cli.options import TextColumn, find_model, load_model, prepare_process
+
 __all__ = ["command"]
 
 
@@ -17,7 +19,7 @@ def command(
     data: Annotated[
         str | None, typer.Option(help="`stdlib`, a file or folder, or a Hub name; by default the run's.")
     ] = None,
-    text_column: Annotated[str | None, typer.Option(help="Column of jsonl, parquet and Hub data.")] = None,
+    text_column: TextColumn = None,
     split: Annotated[str, typer.Option(help="`validation`, `test`, `train`, or `all`.")] = "validation",
     tasks: Annotated[
         str, typer.Option(help="`perplexity`, `lambada`, or tasks of lm-eval, with commas.")
@@ -37,8 +39,6 @@ def command(
     **Example:** `relinear eval runs/low-rank --data README.md --split all`
     """
     import json
-
-    from relinear.cli.options import prepare_process
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
@@ -96,7 +96,6 @@ def command(
 
 def _run_settings(directory: str) -> tuple[str, dict[str, Any] | None]:
     """The folder of the model, and the data settings of the run that it comes from (None for a bare model)."""
-    from relinear.cli.options import find_model
     from relinear.models import model_folder
     from relinear.system.files import read_json
 
@@ -119,7 +118,6 @@ def _run_settings(directory: str) -> tuple[str, dict[str, Any] | None]:
 
 
 def _load(folder: str) -> tuple[Any, Any]:
-    from relinear.cli.options import load_model
     from relinear.data.tokenizers import load_tokenizer
 
     model = load_model(folder, presets=False)

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from relinear.cli.options import TextColumn, load_model, prepare_process
+
 __all__ = ["command"]
 
 
@@ -16,7 +18,7 @@ def command(
         str | None, typer.Argument(help="A second one, to be set beside it.", metavar="DIR2", show_default=False)
     ] = None,
     data: Annotated[str, typer.Option(help="Texts: `stdlib`, a file or folder, or a Hub name.")] = "stdlib",
-    text_column: Annotated[str | None, typer.Option(help="Column of jsonl, parquet and Hub data.")] = None,
+    text_column: TextColumn = None,
     sequences: Annotated[int, typer.Option(min=1, help="Texts to look at.")] = 256,
     length: Annotated[int, typer.Option(min=2, help="Tokens in each.")] = 64,
     sites: Annotated[
@@ -41,7 +43,6 @@ def command(
 
     **Example:** `relinear explore runs/ccl/model runs/static/model --static compared.html`
     """
-    from relinear.cli.options import prepare_process
     from relinear.cli.progress import watch_steps
     from relinear.data import DataSettings
     from relinear.explore.page import static_page, write_static_page
@@ -79,7 +80,6 @@ def _subject(name: str, tokenizer: str | None, folder: Path | None, **wanted: An
     """The model that the user named, with its tokenizer and its index."""
     from transformers import AutoTokenizer
 
-    from relinear.cli.options import load_model
     from relinear.cli.progress import watch_steps
     from relinear.explore.prepare import prepare_subject
     from relinear.models import model_folder

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from relinear.cli.options import PresetFields, ReplaceLayers, load_model, operator_mapping, parse_layers
+
 __all__ = ["command"]
 
 
@@ -15,10 +17,8 @@ def command(
         list[str] | None,
         typer.Option("--replace", "-r", metavar="PATTERN=KIND:KEY=VALUE", help="Show it with operators in place."),
     ] = None,
-    layers: Annotated[str | None, typer.Option(help="Decoder layers for --replace, such as 0,4-11.")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the preset's config.")
-    ] = None,
+    layers: ReplaceLayers = None,
+    overrides: PresetFields = None,
     causality: Annotated[
         bool, typer.Option("--causality", help="Also run the model and check that no output sees a later token.")
     ] = False,
@@ -33,7 +33,6 @@ def command(
     import json
 
     import relinear
-    from relinear.cli.options import load_model, operator_mapping, parse_layers
     from relinear.compare.recipe import parse_overrides
 
     loaded = load_model(model, parse_overrides(overrides or []), meta=not causality)

@@ -1,6 +1,7 @@
 """The ``relinear`` command. A command is a file with a function ``command``, and one line in ``COMMANDS``.
 
-Those files import only typer and the standard library at their head, so that ``--help`` and completion are quick.
+Those files import only typer, ``options`` and the standard library at their head, so that ``--help`` and completion are
+quick.
 """
 
 from __future__ import annotations

@@ -1,23 +1,66 @@
-"""What several commands read from their arguments: operators, overrides, models."""
+"""What several commands read from their arguments: operators, overrides, models; and options that they share."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 __all__ = [
+    "Attach",
+    "Corpus",
+    "Exclude",
+    "PresetFields",
+    "PretrainedModel",
+    "RecipeFields",
+    "RepeatableThreads",
+    "Replace",
+    "ReplaceLayers",
+    "ShareWork",
+    "Split",
+    "TextColumn",
+    "TrainingFields",
+    "TrainingRecipe",
     "find_model",
     "load_model",
     "named_entries",
     "operator_mapping",
+    "parse_integers",
     "parse_layers",
     "parse_operators",
-    "parse_seeds",
     "prepare_process",
     "set_if_given",
 ]
 
 _MOST_LAYERS = 100_000
+
+Replace = Annotated[
+    list[str] | None, typer.Option("--replace", "-r", metavar="PATTERN=KIND:KEY=VALUE", help="Put an operator in.")
+]
+ReplaceLayers = Annotated[str | None, typer.Option(help="Decoder layers for --replace, such as 0,4-11.")]
+Attach = Annotated[
+    list[str] | None, typer.Option("--attach", metavar="KIND:KEY=VALUE", help="Attach a model-level part.")
+]
+Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave alone.")]
+PretrainedModel = Annotated[str, typer.Argument(metavar="MODEL", help="Directory of a saved model, or a Hub name.")]
+Corpus = Annotated[str | None, typer.Option(help="`stdlib`, a file or folder, or a Hub name.")]
+TextColumn = Annotated[str | None, typer.Option(help="Column of jsonl, parquet and Hub data.")]
+Split = Annotated[str, typer.Option(help="Split of the corpus: `train`, `validation`, `test` or `all`.")]
+TrainingRecipe = Annotated[str | None, typer.Option(help="A YAML file of training settings.")]
+TrainingFields = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any training setting: data.seed=1")
+]
+RecipeFields = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting of the recipe, as train.steps=99.")
+]
+PresetFields = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the preset's config.")
+]
+ShareWork = Annotated[
+    bool, typer.Option("--share", help="Work on it together with other processes that are given the same arguments.")
+]
+RepeatableThreads = Annotated[int | None, typer.Option(help="CPU threads; one makes runs repeat to the last bit.")]
 
 
 def prepare_process(threads: int | None = None) -> None:
@@ -87,8 +130,10 @@ def parse_layers(text: str | None) -> list[int] | None:
         try:
             wanted = range(int(first), int(last) + 1) if dash and first else range(int(part), int(part) + 1)
         except ValueError:
+            wanted = range(0)
+        if not wanted:  # also a range from its end
             given = f"--layers {shown(text)}: {shown(part.strip())}"
-            raise ValueError(f"{given} is neither a number nor a range like 4-11") from None
+            raise ValueError(f"{given} is neither a number nor a range like 4-11")
         if wanted.stop - wanted.start > _MOST_LAYERS:
             raise ValueError(f"--layers {shown(text)}: no model has more than {_MOST_LAYERS:,} layers")
         indices += wanted
@@ -139,8 +184,8 @@ def set_if_given(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def parse_seeds(text: str | None) -> list[int] | None:
-    """``"0,1,2"`` as a list of integers; None for none. Raises ValueError if a part is no integer."""
+def parse_integers(option: str, text: str | None) -> list[int] | None:
+    """``"0,1,2"``, given as ``option``, as a list; None for none. Raises ValueError if a part is no integer."""
     from relinear.core.config import shown
 
     if text is None:
@@ -148,7 +193,7 @@ def parse_seeds(text: str | None) -> list[int] | None:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"--seeds {shown(text)}: write them as 0,1,2") from None
+        raise ValueError(f"{option} {shown(text)}: write them as 0,1,2") from None
 
 
 def named_entries(settings: list[str]) -> dict[str, str]:

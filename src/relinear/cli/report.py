@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from relinear.data import DataSettings
     from relinear.pages.blocks import Section
 
-__all__ = ["analyze_models_of", "command", "section_of", "write_report_of"]
+__all__ = ["analyze_models", "command", "section_of", "trained_in", "write_report_of"]
 
 
 def command(
@@ -45,8 +45,7 @@ def command(
     from relinear.pages.page import WITHOUT_PLOTLY, can_be_hovered
 
     if analyze:
-        for run in runs:
-            analyze_models_of(run)
+        analyze_models([folder for run in runs for folder in trained_in(run)])
     path = write_report_of(runs, out)
     for run in runs:
         if (run / SCALE).is_file():
@@ -58,19 +57,11 @@ def command(
         print(WITHOUT_PLOTLY)
 
 
-def analyze_models_of(run: Path) -> None:
-    """Carry out the analyses that apply to the trained models in ``run``, into ``analysis`` beside each of them.
+def trained_in(run: Path) -> list[Path]:
+    """The directories in ``run`` that hold a trained model: its own, or of a comparison those of every entry.
 
-    Of a comparison these are the models of every entry's first seed, trained for its largest budget.
-
-    Raises:
-        ValueError: where no model is saved, or its text is too short.
+    Of an entry it is the first seed, trained for the largest budget. Raises ValueError where no model is saved.
     """
-    from relinear.analysis.analyses import applying
-    from relinear.cli.analyze import analyze_saved
-    from relinear.cli.options import load_model, prepare_process
-
-    prepare_process()
     places = [run, *_first_seeds(run)]
     folders = [folder for folder in places if (folder / "model").is_dir() and (folder / "run.json").is_file()]
     if not folders:
@@ -78,12 +69,31 @@ def analyze_models_of(run: Path) -> None:
             f"no trained model is saved in {run}; give the directory of a comparison or a training run whose models "
             "were kept (save_model), or look into another model with relinear analyze"
         )
+    return folders
+
+
+def analyze_models(folders: list[Path]) -> None:
+    """Carry out the analyses that apply to trained models, into ``analysis`` beside each of them.
+
+    Args:
+        folders: as ``trained_in`` finds them.
+
+    Raises:
+        ValueError: where a text is too short, or a record damaged.
+    """
+    from relinear.analysis.analyses import applying
+    from relinear.analysis.tokens import HeldOutText
+    from relinear.cli.analyze import analyze_saved
+    from relinear.cli.options import load_model, prepare_process
+
+    prepare_process()
     for folder in folders:
         model = load_model(str(folder / "model"), presets=False)
         names = applying(model)
         print(f"{folder}: {', '.join(name.replace('_', ' ') for name in names) or 'no analysis applies'}")
         if names:
-            analyze_saved(str(folder / "model"), _data_of(folder), folder / "analysis", names, loaded=model, fewer=True)
+            text = HeldOutText(_data_of(folder), fewer=True)
+            analyze_saved(str(folder / "model"), text, folder / "analysis", names, loaded=model)
 
 
 def _data_of(folder: Path) -> DataSettings:
@@ -128,7 +138,7 @@ def section_of(run: Path) -> Section:
 
     try:
         section = _section(run)
-    except (LookupError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(
             f"the files in {run} are damaged or of another version ({error!r}); carry out their command again"
         ) from None

@@ -7,22 +7,18 @@ from typing import Annotated
 
 import typer
 
+from relinear.cli.options import Corpus, RecipeFields, ShareWork, parse_integers, prepare_process, set_if_given
+
 __all__ = ["command"]
 
 
 def command(
     recipe: Annotated[str, typer.Argument(help="A YAML file with `sizes`, or a name such as `scale`.")],
     out: Annotated[Path, typer.Option(help="Directory of the whole.")] = Path("runs/scale"),
-    data: Annotated[str | None, typer.Option(help="`stdlib`, a file or folder, or a Hub name.")] = None,
+    data: Corpus = None,
     sizes: Annotated[str | None, typer.Option(help="Widths in place of the recipe's, such as 32,48,64,96.")] = None,
-    share: Annotated[
-        bool,
-        typer.Option("--share", help="Work on it together with other processes that are given the same arguments."),
-    ] = False,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any setting of the recipe, as train.steps=99."),
-    ] = None,
+    share: ShareWork = False,
+    overrides: RecipeFields = None,
 ) -> None:
     """Compare at several widths, and fit loss against training FLOPs and training time.
 
@@ -32,12 +28,11 @@ def command(
     **Example:** `relinear scale scale --out runs/scale`
     """
     from relinear.cli.errors import resumable
-    from relinear.cli.options import parse_seeds, prepare_process, set_if_given
     from relinear.cli.progress import watch_comparison
     from relinear.cli.table import print_scale
     from relinear.compare.recipe import apply_overrides, parse_overrides, read_recipe
 
-    widths = None if sizes is None else parse_seeds(sizes)
+    widths = parse_integers("--sizes", sizes)
     changes = set_if_given({"train.data.data": data, "sizes.widths": widths})
     values = apply_overrides(read_recipe(recipe), changes | parse_overrides(overrides or []))
 

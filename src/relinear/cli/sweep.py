@@ -7,6 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
+from relinear.cli.options import (
+    Corpus,
+    Replace,
+    TrainingFields,
+    TrainingRecipe,
+    parse_operators,
+    prepare_process,
+    set_if_given,
+)
+
 __all__ = ["command"]
 
 
@@ -14,21 +24,17 @@ def command(
     parameters: Annotated[
         list[str], typer.Option("--param", "-p", metavar="NAME=LOW..HIGH[:log]", help="What to search; or NAME=A,B,C.")
     ],
-    recipe: Annotated[str | None, typer.Option(help="A YAML file of training settings.")] = None,
+    recipe: TrainingRecipe = None,
     out: Annotated[Path, typer.Option(help="Directory of the sweep.")] = Path("runs/sweep"),
-    replace: Annotated[
-        list[str] | None, typer.Option("--replace", "-r", metavar="PATTERN=KIND:KEY=VALUE", help="Put an operator in.")
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="`stdlib`, a file or folder, or a Hub name.")] = None,
+    replace: Replace = None,
+    data: Corpus = None,
     steps: Annotated[int | None, typer.Option(help="Optimiser steps of a trial.")] = None,
     trials: Annotated[int, typer.Option(help="Trials, those of earlier calls included.")] = 20,
     seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
     share: Annotated[
         bool, typer.Option("--share", help="Work on one sweep with other processes that are given the same arguments.")
     ] = False,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any training setting: data.seed=1")
-    ] = None,
+    overrides: TrainingFields = None,
 ) -> None:
     """Search learning rates or any other settings with optuna; ends with a table, best first.
 
@@ -37,7 +43,6 @@ def command(
     **Example:** `relinear sweep -r low_rank -p learning_rate=1e-4..1e-2:log -p operators.all-linear.rank=8,16`
     """
     from relinear.cli.errors import resumable
-    from relinear.cli.options import parse_operators, prepare_process, set_if_given
     from relinear.cli.progress import watch_trials
     from relinear.compare.recipe import apply_overrides, find_recipe, parse_overrides, read_yaml
 

@@ -7,38 +7,47 @@ from typing import Annotated
 
 import typer
 
+from relinear.cli.options import (
+    Attach,
+    Corpus,
+    RepeatableThreads,
+    Replace,
+    ReplaceLayers,
+    TextColumn,
+    TrainingFields,
+    TrainingRecipe,
+    parse_layers,
+    parse_operators,
+    prepare_process,
+    set_if_given,
+)
+
 __all__ = ["command"]
 
 
 def command(
-    recipe: Annotated[str | None, typer.Option(help="A YAML file of training settings.")] = None,
+    recipe: TrainingRecipe = None,
     out: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("runs/train"),
     model: Annotated[str | None, typer.Option(help="Preset, directory of a model, or Hub name.")] = None,
-    replace: Annotated[
-        list[str] | None, typer.Option("--replace", "-r", metavar="PATTERN=KIND:KEY=VALUE", help="Put an operator in.")
-    ] = None,
-    attach: Annotated[
-        list[str] | None, typer.Option("--attach", metavar="KIND:KEY=VALUE", help="Attach a model-level part.")
-    ] = None,
+    replace: Replace = None,
+    attach: Attach = None,
     objective: Annotated[
         str | None,
         typer.Option(metavar="KIND:KEY=VALUE", help="What is minimised: `distill:teacher=DIR`, `cgt:eta=0.5`."),
     ] = None,
-    layers: Annotated[str | None, typer.Option(help="Decoder layers for --replace, such as 0,4-11.")] = None,
-    data: Annotated[str | None, typer.Option(help="`stdlib`, a file or folder, or a Hub name.")] = None,
-    text_column: Annotated[str | None, typer.Option(help="Column of jsonl, parquet and Hub data.")] = None,
+    layers: ReplaceLayers = None,
+    data: Corpus = None,
+    text_column: TextColumn = None,
     tokenizer: Annotated[str | None, typer.Option(help="`bytes`, `bpe:8000`, or an AutoTokenizer name.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Sequences in a forward pass.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak of the schedule.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the initialisation and the order of data.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; one makes runs repeat to the last bit.")] = None,
+    threads: RepeatableThreads = None,
     start_over: Annotated[
         bool, typer.Option("--start-over", help="Discard what an earlier run left in --out.")
     ] = False,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any training setting: data.seed=1")
-    ] = None,
+    overrides: TrainingFields = None,
 ) -> None:
     """Train one model, with operators in place of its linear layers; leaves metrics, results and the model in --out.
 
@@ -47,7 +56,6 @@ def command(
     **Example:** `relinear train --model tiny -r all-linear=low_rank:rank=16 --steps 200 --out runs/low-rank`
     """
     from relinear.cli.errors import resumable
-    from relinear.cli.options import parse_layers, parse_operators, prepare_process, set_if_given
     from relinear.cli.progress import watch_training
     from relinear.compare.recipe import apply_overrides, find_recipe, parse_overrides, read_yaml
 

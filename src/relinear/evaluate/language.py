@@ -21,7 +21,7 @@ from relinear.core.aux import IGNORED_LABEL
 from relinear.core.inference import keeping_for_inference
 from relinear.core.modes import evaluating
 from relinear.core.operator import check_model
-from relinear.core.vocabulary import check_tokenizer_fits
+from relinear.core.vocabulary import check_tokenizer_fits, most_positions
 
 __all__ = ["Lambada", "Perplexity", "lambada", "lm_eval", "perplexity"]
 
@@ -133,7 +133,7 @@ def lambada(
     rows = list(_lambada_rows(texts))[:max_examples]
     if not rows:
         raise ValueError("LAMBADA needs at least one text")
-    longest = _longest(model)
+    longest = most_positions(model)
     examples = [_split_last_word(tokenizer, row, longest) for row in rows]
     examples.sort(key=lambda example: len(example[0]))
     right, total = 0, 0.0
@@ -202,12 +202,8 @@ def _evaluating(model: nn.Module) -> Iterator[torch.device]:
         yield next(model.parameters()).device
 
 
-def _longest(model: Any) -> int | None:
-    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
-
-
 def _sequence_length(model: nn.Module, wanted: int | None) -> int:
-    longest = _longest(model)
+    longest = most_positions(model)
     if wanted is None:
         return min(1024, longest or 1024)
     if not isinstance(wanted, int) or wanted < 2:

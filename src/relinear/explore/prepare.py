@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from relinear.analysis.tokens import tokens_of
-from relinear.core.vocabulary import check_tokenizer_fits
+from relinear.analysis.tokens import HeldOutText, tokens_of
+from relinear.core.vocabulary import check_length_fits, check_tokenizer_fits
 from relinear.data import DataSettings
 from relinear.data.cache import cache_folder, digest
 from relinear.explore.subject import Subject
@@ -47,12 +47,10 @@ def prepare_subject(
         OSError: if the index cannot be written.
     """
     check_tokenizer_fits(tokenizer, model)
-    positions = getattr(model.config, "max_position_embeddings", None) or length
-    if length > positions:
-        raise ValueError(f"texts of {length} tokens are too long for this model, which reads {positions}")
+    check_length_fits(length, model)
     places = choose_sites(model, wanted)
     data = data or DataSettings()
-    ids = tokens_of(data, tokenizer, sequences, length)
+    ids = tokens_of(HeldOutText(data, sequences, length), tokenizer)
     made_from = {
         "data": data.data,
         "weights": _weights(Path(name)),

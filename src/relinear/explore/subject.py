@@ -17,6 +17,7 @@ from torch import Tensor
 from relinear.core.latents import Edit, intervene
 from relinear.core.modes import evaluating
 from relinear.core.sites import Site
+from relinear.core.vocabulary import most_positions
 from relinear.explore.units import Index, values_of
 
 __all__ = ["MOST_TOKENS", "SHOWN", "Subject"]
@@ -62,7 +63,7 @@ class Subject:
 
     def positions(self) -> int:
         """The most tokens that the model reads."""
-        return int(getattr(self.model.config, "max_position_embeddings", None) or 1 << 20)
+        return most_positions(self.model) or 1 << 20
 
     def encode(self, text: str, new: int = 0) -> Tensor:
         """(T,) token ids of ``text``. Raises ValueError for none, or for more than there is room for with ``new``."""
