@@ -224,6 +224,10 @@ def test_losses_by_position():
     assert losses["specialized"].mean() == pytest.approx(mean.item(), rel=1e-5)
     frozen = contexts.losses_by_position(model, ids, 8, rate=0.0)
     np.testing.assert_allclose(frozen["average"], frozen["specialized"])
+    control = contexts.losses_by_position(model, ids, 8, others=ids[:, :8])
+    np.testing.assert_array_equal(control["shuffled"], control["specialized"])
+    other = contexts.losses_by_position(model, ids, 8, others=ids.roll(1, 0)[:, :8])
+    assert not np.allclose(other["shuffled"], other["specialized"])
 
 
 def test_dot_products_and_spectrum():

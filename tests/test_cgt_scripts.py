@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import GPT2LMHeadModel
@@ -176,3 +177,48 @@ def test_texts_run_and_are_drawn(tmp_path, monkeypatch):
     module.figures(module.parse(["figures", *common]))
     assert {"aux+reg", "vae-3"} <= json.loads((tmp_path / "report.json").read_text()).keys()
     assert {"dot-products", "spectra", "vae-3-positions", "vae-3-authors"} <= set(figures)
+
+
+def test_unlike_sources_run_and_are_held_apart(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    module = script("sources")
+    figures = []
+    monkeypatch.setattr(module, "save_figure", lambda figure, path: figures.append(path.name))
+    for name, letters in (("digits", "0123456789"), ("letters", "abcdefghij")):
+        (tmp_path / f"{name}.txt").write_text(letters * 500)
+    small = "--documents 24 --characters 120 --length 112 --layers 2 --context-layer 1 --width 16 --context-size 12"
+    sources = [f"--source={name}={tmp_path / name}.txt" for name in ("digits", "letters")]
+    common = [
+        *small.split(),
+        *sources,
+        "--steps",
+        "2",
+        "--batch-size",
+        "4",
+        "--excerpts",
+        "3",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    for name in ("aux", "gpt2-equal"):
+        for seed in ("0", "1"):
+            module.run(module.parse(["run", "--name", name, "--seed", seed, *common]))
+    module.figures(module.parse(["figures", *common]))
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert (report["aux"]["seeds"], report["gpt2-equal"]["seeds"]) == (2, 2)
+    assert 1 <= report["gpt2-equal"]["parameters"] / report["aux"]["parameters"] < 1.25  # wider by one channel a head
+    for kind in ("specialized", "shuffled", "average", "baseline"):
+        found = report["aux"]["minus_dynamic"][kind]["5 to 16"]
+        assert found["low"] <= found["mean"] <= found["high"]
+    assert figures == ["aux-positions"]
+    first, second = (tmp_path / "out" / "table.md").read_text().strip().split("\n\n")
+    assert first.count("\n") == 4
+    assert report["5-grams"]["loss"] < 0.5  # of ten letters in a circle, each says the next
+    assert second.count("\n") == 5
+
+    blocks = list(module.blocks_of_texts(module.parse(["figures", *common]), {"a": [b_of(1)] * 3, "b": [b_of(2)] * 2}))
+    assert [block[:, 0].tolist() for block in blocks] == [[1, 2] * 3] * 2  # the text before is of the other source
+
+
+def b_of(value):
+    return np.full(200, value)

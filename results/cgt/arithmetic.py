@@ -17,12 +17,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers import TrainerCallback
 
 import relinear
 from relinear.analysis.plots import save_figure
 from relinear.models.cgt.objective import CGTObjective, GuidedTraining
 from relinear.studies.cgt import contexts, measures, plots
+from relinear.studies.cgt.baselines import plain_gpt2
 from relinear.studies.cgt.schedule import add_schedule, fit_settings, parse_options
 from relinear.studies.cgt.tasks import ArithmeticTask
 from relinear.system.files import write_json, write_text
@@ -107,21 +108,12 @@ def make_model(options, task, column):
         "bos_token_id": None,
         "eos_token_id": None,
     }
+    wanted = None
+    if column == "baseline-equal":
+        wanted = sum(p.numel() for p in make_model(options, task, "aux").parameters())
     torch.manual_seed(options.seed)
     if COLUMNS[column] is None:
-        width, heads = (options.width, options.heads)
-        if column == "baseline-equal":
-            wanted = sum(p.numel() for p in make_model(options, task, "aux").parameters())
-            head = width // heads
-            torch.manual_seed(options.seed)
-            while True:
-                heads += 1
-                wider = GPT2LMHeadModel(GPT2Config(n_embd=heads * head, n_head=heads, **shared))
-                if sum(p.numel() for p in wider.parameters()) >= wanted:
-                    width = heads * head
-                    break
-        off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        return GPT2LMHeadModel(GPT2Config(n_embd=width, n_head=heads, **off, **shared))
+        return plain_gpt2(options.width, options.heads, parameters=wanted, **shared)
     return relinear.CGTForCausalLM(
         relinear.CGTConfig(
             n_embd=options.width,

@@ -1,4 +1,4 @@
-"""The models that the CGT paper compares with, where no stock class does: a Transformer that reads vectors."""
+"""The models that the CGT paper compares with: plain GPT-2s, and one that reads vectors, which no stock class does."""
 
 # Legend: B batch, T positions, D width, F features
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2Model
+from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
 from relinear.core.config import check_choice
 from relinear.models.cgt.model import CGTOutput, squared_error
 
-__all__ = ["PlainRegression"]
+__all__ = ["PlainRegression", "plain_gpt2"]
 
 
 class PlainRegression(nn.Module):
@@ -50,3 +50,22 @@ class PlainRegression(nn.Module):
         predictions = self.head(hidden)
         loss = None if targets is None else squared_error(predictions, targets, target_mask)
         return CGTOutput(loss=loss, logits=predictions)
+
+
+def plain_gpt2(width: int, heads: int, *, parameters: int | None = None, **config: Any) -> GPT2LMHeadModel:
+    """A plain GPT-2 language model without dropout, as wide as asked or as large as another model.
+
+    Args:
+        width: n_embd.
+        heads: n_head.
+        parameters: None takes ``width``; else the heads become wider, one channel at a time, until it has these.
+        config: all else of its ``GPT2Config``.
+    """
+    without_dropout: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    while parameters is not None:
+        with torch.device("meta"):
+            sized = GPT2LMHeadModel(GPT2Config(n_embd=width, n_head=heads, **config))
+        if sum(p.numel() for p in sized.parameters()) >= parameters:
+            break
+        width += heads
+    return GPT2LMHeadModel(GPT2Config(n_embd=width, n_head=heads, **without_dropout, **config))

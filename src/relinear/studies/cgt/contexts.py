@@ -26,7 +26,13 @@ __all__ = [
 
 @torch.no_grad()
 def losses_by_position(
-    model: Any, ids: Tensor, cut: int, *, rate: float = 1 / 300, baseline: nn.Module | None = None
+    model: Any,
+    ids: Tensor,
+    cut: int,
+    *,
+    rate: float = 1 / 300,
+    baseline: nn.Module | None = None,
+    others: Tensor | None = None,
 ) -> dict[str, np.ndarray]:
     """Cross-entropy at each token of the second part, with and without knowledge of the first (CGT, Section 4.4).
 
@@ -38,11 +44,13 @@ def losses_by_position(
         cut: where y is taken.
         rate: gamma of the moving average (Figure 14).
         baseline: another language model, to be run on the second part alone (Figure 13).
+        others: (B, any length) first parts of other texts, whose y is frozen as a control: what it gains, any y gains,
+            and not what is known of this text.
 
     Returns:
         Arrays (T - cut - 1,), mean over samples, the first for the second token: ``dynamic``, y computed on the second
         part alone; ``specialized``, y frozen at the end of the first; ``average``, a moving average that starts there;
-        and ``baseline``.
+        and, where asked for, ``baseline`` and ``shuffled``, y frozen at the end of ``others``.
     """
     if not 1 <= cut <= ids.shape[1] - 2:
         raise ValueError(f"cut={cut} must leave both parts some of the {ids.shape[1]} tokens")
@@ -59,6 +67,9 @@ def losses_by_position(
             "specialized": losses(model(rest, frozen_context=y, use_cache=False).logits),
             "average": losses(model(rest, frozen_context=y, context_rate=rate, use_cache=False).logits),
         }
+        if others is not None:
+            y = model.context(others)[:, -1]
+            results["shuffled"] = losses(model(rest, frozen_context=y, use_cache=False).logits)
     if baseline is not None:
         with evaluating(baseline):
             results["baseline"] = losses(baseline(rest, use_cache=False).logits)

@@ -133,7 +133,12 @@ def position_figure(losses: Mapping[str, np.ndarray], width: int = 16) -> Any:
     figure, (axes,) = new_figure(8.4, 4.2)
     kernel = np.ones(width) / width
     axes.axhline(0, color="#222222", lw=1)
-    labels = {"specialized": "y frozen", "average": "moving average of y", "baseline": "plain GPT-2"}
+    labels = {
+        "specialized": "y frozen",
+        "average": "moving average of y",
+        "shuffled": "y of another text",
+        "baseline": "plain GPT-2",
+    }
     shown = [name for name in losses if name != "dynamic"]
     for name, colour in zip(shown, PALETTE):
         difference = np.convolve(losses[name] - losses["dynamic"], kernel, mode="valid")
