@@ -1,6 +1,8 @@
 """The generated parts of the docs are what results/ and the settings' docstrings make of them."""
 
 import dataclasses
+import importlib
+import json
 import re
 import subprocess
 import sys
@@ -57,3 +59,57 @@ def test_runs_of_claims_are_listed() -> None:
             for letter in line.split(", ")
         }
         assert named <= set(re.findall(r"^\| ([A-Z]) \| `", section, flags=re.M))
+
+
+@pytest.fixture
+def speed(monkeypatch, tmp_path):
+    """The maker of the tables of speed, which reads its records from an empty directory."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "docs" / "make"))
+    makers = {name: importlib.import_module(name) for name in ("measured", "speed")}
+    monkeypatch.setattr(makers["measured"], "RESULTS", tmp_path)
+    makers["measured"].read.cache_clear()
+    yield makers["speed"]
+    makers["measured"].read.cache_clear()
+    for name in makers:
+        sys.modules.pop(name)
+
+
+def _bench(folder, **changed) -> None:
+    row = {"contender": "rotor", "in_features": 2048, "out_features": 2048, "tokens": 4096, "dtype": "float32"}
+    row |= {"mode": "eager", "phase": "forward", "ratio": 0.5, "ratio_minimum": 0.4, "ratio_maximum": 0.7}
+    row |= {"memory_ratio": 0.91, "error": None} | changed
+    machine = {"processor": "A Processor", "threads": 2, "gpus": [], "torch": "9"}
+    record = {"command": "relinear bench -o rotor", "rows": [row], "machine": machine}
+    record |= {"settings": {"operators": ["rotor"], "rounds": 3, "repeats": 5}}
+    record |= {"roofline": [{"dtype": "float32", "gemm": 2e11}]}
+    (folder / "speed" / "bench").mkdir(parents=True, exist_ok=True)
+    (folder / "speed" / "bench" / "bench.json").write_text(json.dumps(record))
+
+
+def test_tables_of_speed_are_read_from_records(speed, tmp_path) -> None:
+    _bench(tmp_path)
+    aim = next(line for line in speed.wanted().splitlines() if "2048 → 2048, fp32, 4,096 tokens, forward" in line)
+    assert aim.endswith("| 1.92 | at most 0.6 | 0.50 (0.40 to 0.70) | yes |")
+    assert "not recorded" in speed.wanted()
+    assert "5 runs of the whole command, 3 rounds each. Machine: A Processor" in speed.layers()
+    assert "| 2048 → 2048 | fp32 | `rotor` | 0.50 (0.40 to 0.70) |" in speed.layers()
+    assert "| `bench` | 4,096 | 1 | 60 % | 60 % | 60 % |" in speed.noise()
+    assert "0.91" in speed.memory()
+
+
+def test_a_bound_that_is_missed_is_said(speed, tmp_path) -> None:
+    _bench(tmp_path, ratio=0.62)
+    aim = next(line for line in speed.wanted().splitlines() if "2048 → 2048, fp32, 4,096 tokens, forward" in line)
+    assert aim.endswith("| **no** |")
+
+
+def test_models_are_read_from_records(speed, tmp_path) -> None:
+    row = {"variant": "low rank", "preset": "tiny", "dtype": "bfloat16", "phase": "decode", "batch_size": 8}
+    row |= {"tokens_per_second": 1234.5, "speedup": 1.3, "speedup_low": 1.2, "speedup_high": 1.4}
+    machine = {"processor": "A Processor", "threads": 2, "gpus": [], "torch": "9"}
+    (tmp_path / "speed" / "low-rank").mkdir(parents=True)
+    record = {"command": "relinear bench --model tiny", "machine": machine, "rows": [row]}
+    (tmp_path / "speed" / "low-rank" / "models.json").write_text(json.dumps(record))
+    assert "| tiny | `low rank` | bf16 | decode | 8 | 1,234 | 1.30 (1.20 to 1.40) |" in speed.models()
+    aim = next(line for line in speed.wanted().splitlines() if "batch 8, bf16" in line)
+    assert aim.endswith("| at least 1.25 | 1.30 (1.20 to 1.40) | yes |")

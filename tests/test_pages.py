@@ -126,7 +126,7 @@ def test_an_old_comparison_with_analyses_and_a_run_on_one_page(tmp_path, monkeyp
     assert sorted(path.stem for path in Path("old/plots").glob("*.png")) == ["curves", "pareto", "speeds"]
 
 
-@pytest.mark.parametrize("name", ["bench", "bench-gates", "hdpl-67m", "llama-60m"])
+@pytest.mark.parametrize("name", ["bench", "bench-rotor", "hdpl-67m", "llama-60m", "low-rank"])
 def test_recorded_benchmarks_have_a_page(name: str, tmp_path) -> None:
     for kind in ("bench.json", "models.json"):
         if (RESULTS / "speed" / name / kind).is_file():
@@ -202,6 +202,11 @@ def test_a_run_is_looked_into_before_its_page_is_written(tmp_path, monkeypatch, 
         "modulators, runs/transponder/seed-0/analysis",
     ]
     assert len(page.encode()) < pages.LIMIT
+    shutil.rmtree("run/runs/low_rank/seed-0/analysis")
+    Path("empty").mkdir()
+    assert main(["report", "run", "empty", "--analyze"]) != 0
+    assert not Path("run/runs/low_rank/seed-0/analysis").exists()
+    assert "no trained model is saved in empty" in capsys.readouterr().err
     shutil.rmtree("run/runs")
     assert main(["report", "run", "--analyze"]) != 0
     assert "no trained model is saved in run" in capsys.readouterr().err

@@ -1,20 +1,25 @@
 """``python docs/make``: every generated part of the docs, anew; ``--check`` only says what is not up to date.
 
 A page holds its generated parts between ``<!-- generated: NAME -->`` and ``<!-- end of NAME -->``; what stands around
-them is written by hand. The page of claims is generated as a whole.
+them is written by hand, as in results/speed/README.md. The page of claims is generated as a whole.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 import claims
+import cut
+import gpu
 import measured
 import pictures
+import speed
 from settings import settings_table
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -28,9 +33,9 @@ _FITS = {
 #: files of one budget, their reference, and the entries that an operator's page shows
 _LOSSES = {
     "ccl": (
-        ("ccl/equal-width/results.json", "ccl/equal-parameters/results.json"),
-        "dense-equal",
-        ("dense-64", "static", "low_rank", "ccl-no-output-gate", "ccl-no-basis-gate", "ccl", "ccl-ema"),
+        ("ccl/claims-1M/results.json",),
+        "dense-equal-parameters",
+        ("dense-64", "dense-second-embedding", "static", "ccl"),
     ),
     "transponder": (
         ("transponder/runs.json",),
@@ -73,26 +78,30 @@ def measured_of(kind: str) -> str:
 PARTS = {"measured": measured_of, "settings": settings_table}
 
 
-def filled(text: str, kind: str) -> str:
+def filled(text: str, parts: Mapping[str, Callable[[], str]], page: str) -> str:
     """A page with its generated parts anew. Raises ValueError for a part that does not end or that nothing makes."""
 
     def whole(found: re.Match[str]) -> str:
         name = found[1]
-        if name not in PARTS:
-            raise ValueError(f"nothing makes the part {name!r}; there are: {', '.join(PARTS)}")
-        return f"<!-- generated: {name} -->\n\n{PARTS[name](kind)}\n\n<!-- end of {name} -->"
+        if name not in parts:
+            raise ValueError(f"nothing makes the part {name!r}; there are: {', '.join(parts)}")
+        return f"<!-- generated: {name} -->\n\n{parts[name]()}\n\n<!-- end of {name} -->"
 
     marked = re.compile(r"<!-- generated: (\w+) -->\n.*?<!-- end of \1 -->", flags=re.S)
     if len(marked.findall(text)) != text.count("<!-- generated: "):
-        raise ValueError(f"the page of {kind} has a generated part without its end")
+        raise ValueError(f"the page of {page} has a generated part without its end")
     return marked.sub(whole, text)
 
 
 def pages() -> dict[Path, str]:
     """Every file with generated parts, and what it should hold."""
     found = {DOCS / "claims.md": claims.page()}
+    for folder, made in {"speed": speed.PARTS, "gpu": gpu.PARTS, **cut.PARTS}.items():
+        page = measured.RESULTS / folder / "README.md"
+        found[page] = filled(page.read_text(encoding="utf-8"), made, folder)
     for page in sorted((DOCS / "operators").glob("*.md")):
-        found[page] = filled(page.read_text(encoding="utf-8"), page.stem)
+        parts = {name: functools.partial(make, page.stem) for name, make in PARTS.items()}
+        found[page] = filled(page.read_text(encoding="utf-8"), parts, page.stem)
         found[page.with_suffix(".svg")] = pictures.picture(page.stem)
     return found
 

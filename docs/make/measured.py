@@ -105,12 +105,18 @@ def losses_table(names: Sequence[str], entries: Sequence[str], reference: str) -
 # Speed of layers
 
 
+#: least and most of several runs, or of a single one the quartiles of its rounds
+_BOUNDS = (("minimum", "low"), ("maximum", "high"))
+
+
 def timed(kind: str) -> tuple[str, list[dict[str, Any]]]:
-    """The newest file that times the operator in eager mode over all shapes, and its rows of it."""
-    for name in ("speed/bench-rotor/bench.json", "speed/bench-gates/bench.json", "speed/bench/bench.json"):
-        rows = [row for row in read(name)["rows"] if row["contender"].partition(":")[0] == kind and not row["error"]]
-        if rows:  # earlier versions called the phase ``passed``
-            return name, [{"phase": row.get("passed"), **row} for row in rows]
+    """The record that times the operator as it comes, or else at some setting, and its eager rows there."""
+    for exact in (True, False):
+        for name in ("speed/bench/bench.json", "speed/bench-rotor/bench.json"):
+            rows = [row for row in read(name)["rows"] if not row["error"] and row["mode"] == "eager"]
+            rows = [row for row in rows if (row["contender"] if exact else row["contender"].partition(":")[0]) == kind]
+            if rows:  # earlier versions called the phase ``passed``
+                return name, [{"phase": row.get("passed"), **row} for row in rows]
     return "", []
 
 
@@ -123,7 +129,8 @@ def speed_table(kind: str) -> str:
     cells: dict[tuple[str, str], dict[tuple[str, int], str]] = {}
     for row in rows:
         case = cells.setdefault((f"{row['in_features']} → {row['out_features']}", row["dtype"]), {})
-        case[row["phase"], row["tokens"]] = f"{row['ratio']:.2f} ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})"
+        low, high = (row.get(f"ratio_{run}", row[f"ratio_{quartile}"]) for run, quartile in _BOUNDS)
+        case[row["phase"], row["tokens"]] = f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
     lines = [[shape, dtype, *(found.get(column, "") for column in columns)] for (shape, dtype), found in cells.items()]
     head = [
         "shape",
@@ -133,10 +140,12 @@ def speed_table(kind: str) -> str:
     faster = sum(row["ratio"] < 1 for row in rows)
     best, worst = (pick(rows, key=lambda row: row["ratio"]) for pick in (min, max))
     settings = read(name)["settings"]
+    runs, rounds = settings.get("repeats", 1), f"{settings['rounds']} interleaved rounds"
+    how = f"{rounds} and quartiles" if runs == 1 else f"{runs} runs of {rounds}, the least and the most of a run"
     return "\n\n".join(
         [
             f"Time relative to a dense layer of the same shape (`{rows[0]['contender']}`, eager; median of "
-            f"{settings['rounds']} interleaved rounds and quartiles; step: forward and backward). "
+            f"{how}; step: forward and backward). "
             f"{machine(read(name))}",
             table(head, lines),
             f"Faster than dense in {faster} of {len(rows)} cases timed; best {_case(best)}, worst {_case(worst)}. "

@@ -1,0 +1,133 @@
+"""Tables of comparisons that were cut off, from the records of results/unfinished.py."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from measured import RESULTS, mean, read, table
+
+__all__ = ["PARTS", "against", "best", "evaluated", "trained", "typed"]
+
+#: folder of results/ -> its record
+_RECORDS = {
+    "ccl": "ccl/claims-20M/runs.json",
+    "hdpl": "hdpl/claims-5M/runs.json",
+    "transponder": "transponder/claims-20M/runs.json",
+}
+
+
+def _signed(gap: Mapping[str, Any]) -> str:
+    return f"{gap['mean']:+.3f} [{gap['low']:+.3f}, {gap['high']:+.3f}]"
+
+
+def against(folder: str, entry: str, part: str) -> str:
+    """An entry's gap to the reference with its interval; part: ``tuning_gaps`` or ``gaps``."""
+    return _signed(read(_RECORDS[folder])[part][entry])
+
+
+def _rows_of(found: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    return [run for run in found["tuning"].get(name, ()) if run["validation_loss"] is not None]
+
+
+def best(folder: str, name: str) -> dict[str, Any]:
+    """An entry's best tuning run."""
+    return min(_rows_of(read(_RECORDS[folder]), name), key=lambda run: run["validation_loss"])
+
+
+def trained(folder: str, name: str) -> str:
+    """Differences of training losses of runs that were cut off."""
+    return ", ".join(f"{one['mean']:+.3f}" for one in read(_RECORDS[folder])["training_gaps"][name])
+
+
+def tuned(folder: str) -> str:
+    """The best tuning run of every entry: a whole run on fewer tokens."""
+    found = read(_RECORDS[folder])
+    chosen = {name: best(folder, name) for name in found["tuning"] if _rows_of(found, name)}
+    lines = []
+    for name, run in sorted(chosen.items(), key=lambda pair: pair[1]["validation_loss"]):
+        start = run["initializer_range"]
+        gap = _signed(found["tuning_gaps"][name]) if name in found["tuning_gaps"] else "reference"
+        lines.append(
+            [
+                f"`{name}`",
+                f"{run['parameters']:,}",
+                f"{run['learning_rate']:g}" + ("" if start is None else f", {start:g}"),
+                str(len(_rows_of(found, name))),
+                f"{run['validation_loss']:.3f}",
+                gap,
+            ]
+        )
+    return table(["entry", "parameters", "rate, start", "tuning runs", "validation loss", "gap"], lines)
+
+
+def _gap_of(found: Mapping[str, Any], name: str) -> str:
+    if name == found["reference"]:
+        return "reference"
+    if name in found["gaps"]:
+        return _signed(found["gaps"][name])
+    cut = found["training_gaps"].get(name, ())
+    each = ", ".join(f"{one['mean']:+.3f} (steps {one['from']:,} to {one['to']:,})" for one in cut)
+    return f"training loss {each}" if each else "–"
+
+
+def final(folder: str) -> str:
+    """Final runs: those that ended, and how far the others came."""
+    found = read(_RECORDS[folder])
+    lines = []
+    for name, seeds in found["runs"].items():
+        ended = [run["validation_loss"] for run in seeds.values() if run["validation_loss"] is not None]
+        cut = [f"{run['steps_taken']:,}" for run in seeds.values() if run["validation_loss"] is None]
+        some = next(iter(seeds.values()))
+        start = some["initializer_range"]
+        lines.append(
+            [
+                f"`{name}`",
+                f"{some['learning_rate']:g}" + ("" if start is None else f", {start:g}"),
+                f"{len(ended)} ended"
+                + (f", {len(cut)} cut off at step {' and '.join(cut)} of {some['steps']:,}" if cut else ""),
+                f"{mean(ended):.3f}" if ended else "–",
+                _gap_of(found, name),
+            ]
+        )
+    return table(["entry", "rate, start", "runs", "validation loss", "gap"], lines)
+
+
+def counting(folder: str) -> str:
+    """What n-grams come to on as many tokens."""
+    short, whole = (read(_RECORDS[folder])["ngrams"][part] for part in ("tuning", "runs"))
+    return (
+        f"Counting, for comparison: Kneser-Ney {short['order']}-grams reach {short['validation_loss']:.3f} on the "
+        f"{short['tokens']:,} tokens of a tuning run and {whole['validation_loss']:.3f} on the {whole['tokens']:,} of "
+        "a final run."
+    )
+
+
+def typed(folder: str) -> str:
+    """The command."""
+    return read(_RECORDS[folder])["command"]
+
+
+def command(folder: str) -> str:
+    """The commands as a block."""
+    return "\n".join(f"    {one}" for one in (typed(folder), *read(_RECORDS[folder])["later"]))
+
+
+def evaluated(folder: str, name: str, step: int) -> float:
+    """The validation loss of an entry's first final run at a step."""
+    run = next(iter(read(_RECORDS[folder])["runs"][name].values()))
+    return dict(map(tuple, run["evaluations"]))[step]
+
+
+#: folder -> part -> what makes it
+PARTS: dict[str, dict[str, Callable[[], str]]] = {
+    folder: {
+        "cut_command": functools.partial(command, folder),
+        "cut_tuned": functools.partial(tuned, folder),
+        "cut_final": functools.partial(final, folder),
+        "cut_counting": functools.partial(counting, folder),
+    }
+    for folder in _RECORDS
+    if (RESULTS / _RECORDS[folder]).is_file()
+}

@@ -1,0 +1,132 @@
+"""What a comparison has come to that was cut off: its tuning runs, which are whole runs on fewer tokens, and its final
+runs, ended or not.
+
+    python results/unfinished.py runs/NAME REFERENCE [runs/LATER ...] > results/FOLDER/runs.json
+
+The comparison has one budget. Final runs of later ones, with the same data and budget, join its own; where both have a
+run the later one stands. Gaps are to REFERENCE: between the best tuning runs of two entries, between final runs
+that ended, and, of a run that did not end, between the training losses of both on the same batches, over the last
+tenth of its steps. Beside them stands what counting n-grams comes to on as many tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from relinear.compare.counting import count_ngrams
+from relinear.compare.folder import BLOCK_LOSSES
+from relinear.compare.gaps import gap
+from relinear.compare.settings import CompareSettings
+from relinear.data import prepare_data
+from relinear.system.files import read_json
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The rows that a run has logged."""
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def told(folder: Path) -> dict[str, Any]:
+    """A run in numbers."""
+    run = read_json(folder / "run.json")
+    rows = metrics(folder)
+    result = run.get("result") or {}
+    return {
+        "status": run["status"],
+        "seed": run["settings"]["seed"],
+        "learning_rate": run["settings"]["learning_rate"],
+        "initializer_range": run["settings"]["model_overrides"].get("initializer_range"),
+        "steps": run["settings"]["steps"],
+        "steps_taken": rows[-1]["step"] if rows else 0,
+        "validation_loss": result.get("validation_loss"),
+        "evaluations": [[row["step"], row["validation_loss"]] for row in rows if "validation_loss" in row],
+        "parameters": result.get("parameters"),
+        "device": ", ".join(run["machine"]["gpus"]) or run["machine"]["processor"],
+    }
+
+
+def held_against(folders: list[Path], references: list[Path]) -> dict[str, Any]:
+    """The gap between runs that ended, with its interval."""
+    losses = [[np.load(folder / BLOCK_LOSSES, allow_pickle=False) for folder in one] for one in (folders, references)]
+    return gap(*losses)
+
+
+def while_training(folder: Path, reference: Path) -> dict[str, Any] | None:
+    """Mean difference of the training losses on the same batches over the last tenth of a run's steps so far."""
+    ours, theirs = ({row["step"]: row["loss"] for row in metrics(at) if "loss" in row} for at in (folder, reference))
+    if not ours:
+        return None
+    last = max(ours)
+    shared = [step for step in ours if step in theirs and step > 0.9 * last]
+    if not shared:
+        return None
+    return {"from": min(shared), "to": max(shared), "mean": float(np.mean([ours[s] - theirs[s] for s in shared]))}
+
+
+def best_trial(folders: list[Path]) -> Path | None:
+    """The tuning run with the lowest loss."""
+    ended = [folder for folder in folders if told(folder)["validation_loss"] is not None]
+    return min(ended, key=lambda folder: told(folder)["validation_loss"], default=None)
+
+
+def counted(recipe: dict[str, Any], fraction: float) -> dict[str, Any]:
+    """What counting n-grams comes to on a fraction of the budget."""
+    train = {key: value for key, value in recipe["train"].items() if key != "steps"}
+    budget = round(fraction * recipe["budgets"][0])
+    settings = CompareSettings.load(recipe | {"train": train, "tokens": None, "budgets": [budget]})
+    with TemporaryDirectory() as folder:
+        return count_ngrams(settings, prepare_data(settings.train.data), Path(folder))
+
+
+def place_of(out_dir: Path) -> Path:
+    """The comparison of the one budget."""
+    (place,) = (out_dir / "budgets").iterdir()
+    return place
+
+
+def main(out_dir: Path, reference: str, later: list[Path]) -> dict[str, Any]:
+    """All of it."""
+    place = place_of(out_dir)
+    started = read_json(out_dir / "run.json")
+    found: dict[str, Any] = {key: started[key] for key in ("recipe", "command", "machine")} | {"reference": reference}
+    fractions = {"tuning": found["recipe"]["tune"]["fraction"], "runs": 1.0}
+    found["ngrams"] = {part: counted(found["recipe"], fraction) for part, fraction in fractions.items()}
+    trials = {
+        entry.name: sorted(run.parent for run in entry.glob("*/run.json"))
+        for entry in sorted((place / "tuning").iterdir())
+        if entry.is_dir()
+    }
+    runs: dict[str, dict[str, Path]] = {}
+    for at in (place, *map(place_of, later)):
+        for run in sorted((at / "runs").glob("*/*/run.json")):
+            runs.setdefault(run.parents[1].name, {})[run.parent.name] = run.parent
+    found["later"] = [read_json(one / "run.json")["command"] for one in later]
+    best = {name: at for name, folders in trials.items() if (at := best_trial(folders)) is not None}
+    found["tuning"] = {name: [told(folder) for folder in folders] for name, folders in trials.items()}
+    found["tuning_gaps"] = {
+        name: held_against([at], [best[reference]]) for name, at in best.items() if name != reference
+    }
+    found["runs"] = {name: {seed: told(at) for seed, at in seeds.items()} for name, seeds in runs.items()}
+    found["gaps"], found["training_gaps"] = {}, {}
+    for name, seeds in runs.items():
+        if name == reference:
+            continue
+        pairs = [(at, runs[reference][seed]) for seed, at in seeds.items() if seed in runs[reference]]
+        ended = [pair for pair in pairs if all(told(at)["validation_loss"] is not None for at in pair)]
+        if ended:
+            found["gaps"][name] = held_against(*map(list, zip(*ended, strict=True)))
+        cut = [while_training(ours, theirs) for ours, theirs in pairs if told(ours)["validation_loss"] is None]
+        if any(cut):
+            found["training_gaps"][name] = [one for one in cut if one]
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]), sys.argv[2], [Path(one) for one in sys.argv[3:]]), indent=1))
