@@ -17,11 +17,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.main import get_command
 
 import relinear
 from conftest import REPOSITORY, make_tiny_llama
 from relinear.cli import docs
-from relinear.cli.main import COMMANDS, main
+from relinear.cli.main import COMMANDS, app, main
 from relinear.compare.settings import CompareSettings
 from relinear.compare.worker import InProcess
 from relinear.data.tokenizers import load_tokenizer, vocabulary_size
@@ -255,3 +256,12 @@ def test_the_page_of_commands_is_up_to_date() -> None:
     assert page.read_text(encoding="utf-8") == docs.markdown(), "run `make docs-cli`"
     for name in COMMANDS:
         assert f"\n## relinear {name}\n" in docs.markdown()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_page_of_commands_has_the_options_that_there_are(name: str) -> None:
+    parameters = get_command(app).commands[name].params
+    known = {flag for one in parameters for flag in (*one.opts, *one.secondary_opts) if flag.startswith("-")}
+    section = docs.markdown().partition(f"\n## relinear {name}\n")[2].partition("\n## ")[0]
+    shown = re.findall(r"^\| `(-.+?)` \|", section, flags=re.M)
+    assert {word.strip(",") for row in shown for word in row.split() if word.startswith("-")} == known

@@ -2,10 +2,16 @@
 
     python results/speed/dense_or_structured.py > results/speed/dense_or_structured.txt
 
-Prints the time of each structured form relative to dense nn.Linear (median of interleaved rounds; above 1 is slower).
+Prints the time of each structured form relative to dense nn.Linear (median of interleaved rounds; above 1 is slower);
+of training steps, behind it, that through a dense matrix which is composed in every step.
 """
 
+import functools
+import math
+from collections.abc import Callable
+
 import torch
+from torch import nn
 
 import relinear
 from relinear.kernels import choice
@@ -20,25 +26,63 @@ CONFIGS = {
 }
 
 
+SIZES = 64, 128, 256, 512, 1024, 2048
+#: the table that has every layer composed: all sizes, from no tokens on
+ALL = dict.fromkeys((torch.float32, torch.bfloat16), ((0, math.inf),))
+
+
+def inference(dtype: torch.dtype, tokens: int, size: int) -> str:
+    """Ratios of the structured forms, without gradients."""
+    x = torch.randn(tokens, size).to(dtype)
+    modules: dict[str, nn.Module] = {"dense": nn.Linear(size, size, bias=False)}
+    modules |= {kind: make(size).build(size, size, bias=False) for kind, make in CONFIGS.items()}
+    calls = {kind: functools.partial(module.to(dtype).eval(), x) for kind, module in modules.items()}
+    with torch.no_grad():
+        timings = interleave(calls, "dense", rounds=25, min_seconds=0.01)
+    return "  ".join(f"{kind} {timings[kind].ratio:5.2f}" for kind in CONFIGS)
+
+
+def stepping(module: nn.Module, x: torch.Tensor, table: dict) -> Callable[[], None]:
+    """A training step of a layer, by this table of what is composed."""
+    upstream = torch.randn(len(x), module.out_features).to(x.dtype)
+    leaves = [x, *module.parameters()]
+
+    def step() -> None:
+        choice.LARGEST_COMPOSED = table
+        module(x).backward(upstream)
+        for leaf in leaves:
+            leaf.grad = None
+
+    return step
+
+
+def training(dtype: torch.dtype, tokens: int, size: int) -> str:
+    """Ratios of the structured forms and, after a stroke, of the composed ones, of a training step."""
+    x = torch.randn(tokens, size).to(dtype).requires_grad_()
+    calls = {"dense": stepping(nn.Linear(size, size, bias=False).to(dtype), x, {})}
+    for kind, make in CONFIGS.items():
+        module = make(size).build(size, size, bias=False).to(dtype).train()
+        calls[kind] = stepping(module, x, {})
+        calls[f"{kind}, composed"] = stepping(module, x, {kind: ALL})
+    timings = interleave(calls, "dense", rounds=25, min_seconds=0.01)
+    return "  ".join(
+        f"{kind} {timings[kind].ratio:5.2f} / {timings[f'{kind}, composed'].ratio:5.2f}" for kind in CONFIGS
+    )
+
+
 def main() -> None:
     """Print one line a dtype, number of tokens and size."""
     choice.LARGEST_DENSE.clear()  # the structured forms, whatever the table says
     relinear.tune_allocator()
     machine = describe_machine()
     print(f"# {machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, allocator tuned")
-    for dtype in (torch.float32, torch.bfloat16):
-        for tokens in (1, 1024):
-            for size in (64, 128, 256, 512, 1024, 2048):
-                x = torch.randn(tokens, size).to(dtype)
-                linear = torch.nn.Linear(size, size, bias=False).to(dtype).eval()
-                calls = {"dense": lambda x=x, linear=linear: linear(x)}
-                for kind, make in CONFIGS.items():
-                    module = make(size).build(size, size, bias=False).to(dtype).eval()
-                    calls[kind] = lambda x=x, module=module: module(x)
-                with torch.no_grad():
-                    timings = interleave(calls, "dense", rounds=25, min_seconds=0.01)
-                ratios = "  ".join(f"{kind} {timings[kind].ratio:5.2f}" for kind in CONFIGS)
-                print(f"{str(dtype).removeprefix('torch.'):9} {tokens:5} tokens  {size:5}  {ratios}", flush=True)
+    for measure, counts in ((inference, (1, 1024)), (training, (32, 128, 512, 2048, 4096))):
+        print(f"# {measure.__name__}")
+        for dtype in (torch.float32, torch.bfloat16):
+            for tokens in counts:
+                for size in SIZES if measure is inference else SIZES[:-1]:
+                    ratios = measure(dtype, tokens, size)
+                    print(f"{str(dtype).removeprefix('torch.'):9} {tokens:5} tokens  {size:5}  {ratios}", flush=True)
 
 
 if __name__ == "__main__":
