@@ -24,7 +24,7 @@ import relinear.kernels.cgt
 import relinear.kernels.context_manager
 import relinear.kernels.hdpl
 import relinear.kernels.transponder
-from conftest import make_tiny_llama
+from conftest import make_tiny_llama, mostly_slow
 from relinear import functional, kernels
 from relinear.functional import block_hadamard as functional_block_hadamard
 from relinear.functional import low_rank as functional_low_rank
@@ -380,6 +380,12 @@ CASES: list[Case] = [
 ]
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+#: the first of each kind, and the others in the slow tests: for what takes seconds a case
+case_of_every_kind = pytest.mark.parametrize(
+    "case",
+    mostly_slow(CASES, *{case.config.kind: case for case in reversed(CASES)}.values()),
+    ids=lambda case: case.name,
+)
 
 TWINS: list[Twin] = [
     Twin(

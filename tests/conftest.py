@@ -10,6 +10,11 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
+def mostly_slow(values, *fast):
+    """Parameters of a test of which all but ``fast`` run in the slow tests alone."""
+    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

@@ -272,6 +272,7 @@ def test_deepcopy_after_a_training_forward(model):
     torch.testing.assert_close(other(IDS, labels=IDS).loss, model(IDS, labels=IDS).loss)
 
 
+@pytest.mark.slow
 def test_fullgraph_compile(model):
     eager = copy.deepcopy(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

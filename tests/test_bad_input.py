@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import relinear
-from cases import CASES
+from cases import CASES, case_of_every_kind
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear.compare.folder import check_same
 from relinear.compare.recipe import apply_overrides, parse_overrides, read_yaml
@@ -75,7 +75,7 @@ def test_an_operator_refuses_what_is_no_input_of_its_size(case, training):
         assert operator(torch.randn(3, width)).shape == (3, outputs)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@case_of_every_kind
 def test_a_compiled_or_exported_operator_keeps_the_check_out_of_its_graph(case):
     width = case.shapes[0][0]
     operator = case.config.build(*case.shapes[0]).eval()

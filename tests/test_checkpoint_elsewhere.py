@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import relinear
-from conftest import make_tiny_gpt2, make_tiny_llama
+from conftest import make_tiny_gpt2, make_tiny_llama, mostly_slow
 from relinear.data.tokenizers import load_tokenizer
 from test_surgery import IDS, LOW
 
@@ -46,7 +46,9 @@ def elsewhere(code, folder, *, installed=True):
     )
 
 
-@pytest.fixture(scope="module", params=[make_tiny_llama, make_tiny_gpt2], ids=["llama", "gpt2"])
+@pytest.fixture(
+    scope="module", params=mostly_slow([make_tiny_llama, make_tiny_gpt2], make_tiny_gpt2), ids=["llama", "gpt2"]
+)
 def saved(request, tmp_path_factory):
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("elsewhere")

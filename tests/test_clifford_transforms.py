@@ -7,6 +7,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, vmap
 
+from conftest import mostly_slow
 from relinear import clifford as cl
 
 D = torch.float64
@@ -58,7 +59,7 @@ def test_forward_derivatives_and_hessians_of_exponentials(name, n):
     torch.testing.assert_close(hessian(total)(beta), torch.autograd.functional.hessian(total, beta))
 
 
-@pytest.mark.parametrize("n", [3, 4, 6])
+@pytest.mark.parametrize("n", mostly_slow([3, 4, 6], 4))
 @every_function
 def test_compiles_without_a_break(function, n):
     torch._dynamo.reset()

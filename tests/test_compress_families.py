@@ -64,6 +64,7 @@ def run(kind: str, folder) -> tuple:
     return report, logits, made
 
 
+@pytest.mark.slow
 def test_families_are_compressed_and_come_back(tmp_path) -> None:
     results = {}
     for kind in WANTED:

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import relinear
+from conftest import mostly_slow
 from relinear.compress import CompressSettings, compress, heal
 from relinear.compress.heal import original_copy
 from relinear.testing.tiny_models import VOCABULARY, make_family
@@ -37,8 +38,8 @@ def divergence(model, original) -> float:
     return float(F.kl_div(got, wanted, log_target=True, reduction="none").sum(-1).mean())
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("what", ["operators", "all", "lora"])
+@pytest.mark.parametrize("kind", mostly_slow(["llama", "gpt2"], "llama"))
+@pytest.mark.parametrize("what", mostly_slow(["operators", "all", "lora"], "operators"))
 def test_healing_brings_the_model_nearer_to_the_original(kind: str, what: str, tmp_path) -> None:
     original = pretrained(kind)
     before, after = copy.deepcopy(original), copy.deepcopy(original)
@@ -63,9 +64,7 @@ def test_healing_brings_the_model_nearer_to_the_original(kind: str, what: str, t
     assert "on held-out text" in str(report)
 
 
-@pytest.mark.parametrize(
-    "what", ["operators", *(pytest.param(what, marks=pytest.mark.slow) for what in ("all", "lora"))]
-)
+@pytest.mark.parametrize("what", mostly_slow(["operators", "all", "lora"], "operators"))
 def test_killed_healing_resumes_to_the_same_bits(what: str, tmp_path) -> None:
     def run(folder, stop_at=None):
         model = pretrained()
@@ -79,7 +78,7 @@ def test_killed_healing_resumes_to_the_same_bits(what: str, tmp_path) -> None:
         return model.state_dict()
 
     whole = run(tmp_path / "whole")
-    for stop in (1, 7, 16):
+    for stop in (1, 16):
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / str(stop), stop)
         again = run(tmp_path / str(stop))

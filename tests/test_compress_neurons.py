@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from conftest import mostly_slow
 from relinear.compress import compress
 from relinear.compress.neurons import Neurons, fewer_neurons
 from relinear.core.moments import Moments
@@ -73,8 +74,10 @@ def test_all_neurons_and_redundant_ones_cost_nothing() -> None:
     assert error < 1e-3 * float(moments.error(weight))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3", "gpt_neox", "opt", "gemma2", "qwen2"])
-@pytest.mark.parametrize("fisher", [True, False])
+@pytest.mark.parametrize(
+    "kind", mostly_slow(["llama", "gpt2", "phi3", "gpt_neox", "opt", "gemma2", "qwen2"], "llama", "gpt2", "phi3")
+)
+@pytest.mark.parametrize("fisher", mostly_slow([True, False], True))
 def test_the_result_is_a_stock_checkpoint(kind: str, fisher: bool, tmp_path) -> None:
     original = make_family(kind)
     model = copy.deepcopy(original)
@@ -117,6 +120,7 @@ def test_budget_of_the_whole_model(tmp_path) -> None:
     assert 0.75 * before < sum(p.numel() for p in model.parameters()) <= 0.85 * before
 
 
+@pytest.mark.slow
 def test_narrowed_models_are_healed(tmp_path) -> None:
     settings = SETTINGS | {"heal_tokens": 1024, "heal_held_out_tokens": 128, "heal": "lora"}
     model = make_family("llama")

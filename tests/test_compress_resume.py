@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from conftest import mostly_slow
 from relinear.compress import compress
 from relinear.compress import run as stages
 from relinear.data.tokenizers import byte_tokenizer
@@ -59,7 +60,7 @@ def whole(tmp_path_factory) -> dict[str, bytes]:
     return run(tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.parametrize("stage", ["forward", "backward", "candidates", "fit", "heal"])
+@pytest.mark.parametrize("stage", mostly_slow(["forward", "backward", "candidates", "fit", "heal"], "backward", "fit"))
 def test_killed_while_it_computes(stage: str, whole, tmp_path) -> None:
     with pytest.raises(_Kill):
         run(tmp_path, killing(stage))
@@ -67,7 +68,7 @@ def test_killed_while_it_computes(stage: str, whole, tmp_path) -> None:
     assert run(tmp_path) == whole
 
 
-@pytest.mark.parametrize("stage", ["plan", "save", "export"])
+@pytest.mark.parametrize("stage", mostly_slow(["plan", "save", "export"], "save"))
 def test_killed_while_it_writes(stage: str, whole, tmp_path, monkeypatch) -> None:
     from transformers import LlamaForCausalLM
 
@@ -99,6 +100,7 @@ def test_everything_that_is_left_was_written(whole) -> None:
     assert {"config.json", "model.safetensors", "modeling_factorized.py", "tokenizer.json"} <= names
 
 
+@pytest.mark.slow
 def test_an_export_of_an_earlier_model_does_not_stay_beside_a_newer_one(whole, tmp_path) -> None:
     run(tmp_path)
     (tmp_path / "model.gguf").write_text("of an earlier call")
@@ -108,6 +110,7 @@ def test_an_export_of_an_earlier_model_does_not_stay_beside_a_newer_one(whole, t
     assert not [path for path in tmp_path.iterdir() if "plain" in path.name or "gguf" in path.name]
 
 
+@pytest.mark.slow
 def test_a_folder_of_the_users_own_stays(tmp_path) -> None:
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "notes.txt").write_text("mine")

@@ -14,6 +14,10 @@ class TestOperators(OperatorConformance):
     cases = CASES
 
     @pytest.mark.slow
+    def test_compiles_as_one_graph(self, case: Case) -> None:
+        super().test_compiles_as_one_graph(case)
+
+    @pytest.mark.slow
     @pytest.mark.parametrize("mode", ["train", "eval"])
     def test_compiles_with_inductor(self, case: Case, mode: str) -> None:
         super().test_compiles_with_inductor(case, mode)

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM, StaticCache
 
 import relinear
-from conftest import make_tiny_gpt2, make_tiny_llama
+from conftest import make_tiny_gpt2, make_tiny_llama, mostly_slow
 
 VOCABULARY, DIM = 96, 8
 PAD = 0
@@ -342,7 +342,7 @@ def test_a_memory_in_float64_is_exact_in_float64(mixer):
     torch.testing.assert_close(final, state, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", mostly_slow([False, True], False))
 @pytest.mark.parametrize("manager", ["ema", "gru"])
 def test_a_memory_is_exported_for_any_number_of_tokens(manager, strict):
     model = conditioned("llama", manager)

@@ -39,6 +39,7 @@ def found(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_command_under_torchrun_is_one_run(tmp_path):
     (tmp_path / "text.txt").write_text("\n\n".join(f"paragraph {i} says {i * i}" for i in range(60)))
     settings = ["device=cpu", "batch_size=2", "dtype=float32", "data.sequence_length=16", "data.tokenizer=bytes"]

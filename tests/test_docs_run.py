@@ -53,7 +53,10 @@ DEFAULTS = {
     "check-coordinates": "--data books",
 }
 CUTS = {
-    "compare": ["--steps", "1", "--seeds", "0", "--set", "speed.seconds=0.01", "--set", "train.warmup_steps=0"],
+    "compare": [
+        *("--steps", "1", "--seeds", "0", "--set", "speed.seconds=0.01", "--set", "speed.rounds=3"),
+        *("--set", "train.warmup_steps=0", "--set", "train.batch_size=2"),
+    ],
     "train": ["--steps", "1"],
     "sweep": ["--steps", "1", "--trials", "1"],
     "scale": ["--sizes", "16,24,32,40", "--set", "train.steps=1", "--set", "seeds=[0]", "--set", "speed.seconds=0.01"],
@@ -151,8 +154,8 @@ def run_shell(text: str, language: str) -> None:
         assert done in (0, None), words
 
 
-#: pages whose comparisons and benches take minutes even when they are cut
-LONG = ("docs/compare.md", "docs/cli.md")
+#: pages whose blocks take half a minute to minutes even when they are cut
+LONG = [f"docs/{name}.md" for name in ("cli", "compare", "compress", "data", "distributed", "training", "tutorial")]
 
 
 def named(page: Path) -> str:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import relinear
+from conftest import mostly_slow
 from relinear.compress import export_plain
 from relinear.data.tokenizers import load_tokenizer
 from relinear.testing.tiny_models import make_family
@@ -56,8 +57,11 @@ def alone(directory, trust: str = "trust") -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize("operator", [relinear.LowRank(rank=5), relinear.PivotedLowRank(rank=5)], ids=lambda c: c.kind)
-@pytest.mark.parametrize("kind", list(MODELS))
+PIVOTED = relinear.PivotedLowRank(rank=5)
+
+
+@pytest.mark.parametrize("operator", mostly_slow([relinear.LowRank(rank=5), PIVOTED], PIVOTED), ids=lambda c: c.kind)
+@pytest.mark.parametrize("kind", mostly_slow(MODELS, "llama"))
 def test_loads_and_generates_without_relinear(kind: str, operator, tmp_path) -> None:
     model = model_of(kind, operator)
     kept = {name: value.clone() for name, value in model.state_dict().items()}
@@ -80,7 +84,7 @@ def test_loads_and_generates_without_relinear(kind: str, operator, tmp_path) -> 
     assert "trust_remote_code" in refused.stderr or "does not recognize" in refused.stderr
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", mostly_slow(["gpt_neox", "mixtral", "qwen3_moe"], "mixtral"))
 def test_weights_that_transformers_stores_under_older_names_come_back(family: str, tmp_path) -> None:
     model = make_family(family)
     relinear.replace_(model, {r".*(o_proj|attention\.dense)": relinear.LowRank(rank=5)})
@@ -92,6 +96,7 @@ def test_weights_that_transformers_stores_under_older_names_come_back(family: st
     assert torch.allclose(torch.tensor(json.loads(ran.stdout)["logits"]), wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_operators_with_one_matrix_become_stock_layers(tmp_path) -> None:
     model = model_of("llama", relinear.Monarch(blocks=4))
     export_plain(model, tmp_path / "plain")

@@ -213,6 +213,7 @@ def test_a_directory_that_is_gone_ends_the_run(tmp_path, phase, step):
     assert not (out / "checkpoints").exists()
 
 
+@pytest.mark.slow
 @linux
 def test_a_worker_that_is_killed_is_no_fault_of_ours_and_the_run_goes_on(tmp_path, corpus):  # noqa: F811
     settings = run_settings(corpus, steps=9, save_every=3).model_dump(mode="json", exclude_unset=True)

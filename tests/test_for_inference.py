@@ -16,8 +16,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import relinear
-from cases import every_case
-from conftest import make_tiny_llama
+from cases import case_of_every_kind, every_case
+from conftest import make_tiny_llama, mostly_slow
 from relinear.core.inference import keeping_for_inference
 from relinear.core.parameter_cache import CachingModule
 from relinear.testing.conformance import assert_close, build, call, given, inputs
@@ -312,7 +312,7 @@ def test_other_parameters_for_one_call(case) -> None:
             assert_close(module(x), want, TOLERANCE)
 
 
-@every_case
+@case_of_every_kind
 def test_compiled(case) -> None:
     torch.compiler.reset()  # rows share code, and there is a limit on how often one function is compiled
     module = relinear.for_inference_(build(case))
@@ -342,7 +342,7 @@ def test_copies_and_files_hold_nothing_of_it(case, tmp_path) -> None:
 
 
 @every_case
-@pytest.mark.parametrize("promised", [True, False])
+@pytest.mark.parametrize("promised", mostly_slow([True, False], True))
 def test_threads_share_a_model(case, promised: bool) -> None:
     module = build(case).eval()
     leadings = [(1,), (5,), (2, 3), (40,)]

@@ -21,6 +21,7 @@ def test_a_short_fuzz():
     assert sum(found["outcomes"].values()) == 300
 
 
+@pytest.mark.slow
 def test_the_fuzz_sees_failures(monkeypatch):
     """Of every kind: an exception that is no error in words, a hang, memory, a death, a file elsewhere."""
     import os

@@ -184,6 +184,7 @@ def test_gradient_checkpointing(model) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.slow
 def test_compiled_models(model) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -50,9 +50,10 @@ def test_record_holds_the_gates_that_the_model_used():
     ("make", "operator"),
     [
         (make_tiny_gpt2, {}),
-        (make_tiny_llama, {"contextual": False}),
-        (make_tiny_llama, {"channel": False}),
-        (make_tiny_llama, {"scalar": False}),
+        *(
+            pytest.param(make_tiny_llama, {off: False}, marks=pytest.mark.slow)
+            for off in ("contextual", "channel", "scalar")
+        ),
     ],
 )
 def test_numbers_and_figures_are_written(make, operator, tmp_path):

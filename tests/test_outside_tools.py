@@ -11,14 +11,12 @@ from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import relinear
-from cases import CASES, Case, model_with
+from cases import Case, case_of_every_kind, every_case, model_with
 from conftest import make_tiny_llama
 from dist_ranks import without_noise
 from relinear.core.aux import named_operators
 
 IDS = torch.randint(0, 96, (2, 7), generator=torch.Generator().manual_seed(3))
-
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def logits(model: nn.Module) -> torch.Tensor:
@@ -304,7 +302,7 @@ def test_a_model_is_exported_for_any_number_of_tokens(case: Case) -> None:
 # The stock Trainer
 
 
-@every_case
+@case_of_every_kind
 def test_the_stock_trainer_takes_auxiliary_losses(case: Case, tmp_path, monkeypatch) -> None:
     """Accumulation included: the same gradients as one batch, so the same weights after a step of plain descent."""
     if getattr(case.config, "balance", 0):

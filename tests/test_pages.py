@@ -184,6 +184,7 @@ def test_every_analysis_has_its_page(tmp_path) -> None:
     assert main(["report", str(folder)]) != 0
 
 
+@pytest.mark.slow
 def test_a_run_is_looked_into_before_its_page_is_written(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("Once upon a time there were three words and a full stop. " * 300)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import relinear
+from conftest import mostly_slow
 from relinear.cli.main import COMMANDS
 
 ROOT = Path(relinear.__file__).parent
@@ -94,18 +95,23 @@ print([m for m in sys.argv[1].split(",") if m in sys.modules], len(sys.modules) 
 
 @pytest.mark.parametrize(
     "first",
-    [
-        "import relinear, transformers",
+    mostly_slow(
+        [
+            "import relinear, transformers",
+            "import transformers, relinear",
+            "import torch, relinear; relinear.HDPL",
+            "import relinear.surgery.checkpoint",
+            "import relinear.models.cgt",
+            "import relinear.operators.context_manager",
+            "import relinear.cli.main; import relinear.train.settings",
+            "import relinear.data; relinear.data.DataSettings",
+            "from relinear.train import fit",
+            "from relinear.distill import distill_; import relinear; assert relinear.distill_ is distill_",
+        ],
         "import transformers, relinear",
-        "import torch, relinear; relinear.HDPL",
-        "import relinear.surgery.checkpoint",
         "import relinear.models.cgt",
-        "import relinear.operators.context_manager",
-        "import relinear.cli.main; import relinear.train.settings",
-        "import relinear.data; relinear.data.DataSettings",
         "from relinear.train import fit",
-        "from relinear.distill import distill_; import relinear; assert relinear.distill_ is distill_",
-    ],
+    ),
 )
 def test_checkpoints_load_whatever_was_imported_first(first: str) -> None:
     code = f"""
@@ -118,7 +124,13 @@ print(AutoConfig.for_model("relinear_cgt").model_type)
     assert run(code, str(CHECKPOINT)).split() == ["LowRankLinear", "relinear_cgt"]
 
 
-@pytest.mark.parametrize("first", ["import relinear, transformers", "import transformers.modeling_utils, relinear"])
+@pytest.mark.parametrize(
+    "first",
+    mostly_slow(
+        ["import relinear, transformers", "import transformers.modeling_utils, relinear"],
+        "import relinear, transformers",
+    ),
+)
 def test_a_config_of_the_callers_own_is_seen_through_by_the_first_load(first: str) -> None:
     code = f"""
 {first}
@@ -184,18 +196,23 @@ assert tries == [0, 1]
 REGISTERED = "\nfrom transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as known\nprint('relinear' in known)"
 
 
-@pytest.mark.parametrize("name", ["transformers", "relinear.surgery", "relinear.operators.rotor", "relinear.no_room"])
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(["transformers", "relinear.surgery", "relinear.operators.rotor", "relinear.no_room"], "transformers"),
+)
 def test_looking_for_a_module_without_importing_it_changes_nothing(name: str) -> None:
     """As ``is_transformers_available`` of accelerate, datasets and many others does."""
     code = f"import relinear, importlib.util\nimportlib.util.find_spec({name!r})\nimport transformers"
     assert run(code + REGISTERED) == "True\n"
 
 
+@pytest.mark.slow
 def test_reloading_the_package_before_its_first_use() -> None:
     code = "import relinear, importlib\nimportlib.reload(relinear)\nimportlib.reload(relinear)\nrelinear.LowRank"
     assert run(code + REGISTERED + "\nimportlib.reload(relinear).LowRank") == "True\n"
 
 
+@pytest.mark.slow
 def test_modules_keep_their_own_loaders() -> None:
     code = "import relinear.surgery, sys, transformers, transformers.modeling_utils as models\n"
     code += "for m in (relinear.surgery, transformers, models):\n"
@@ -204,6 +221,7 @@ def test_modules_keep_their_own_loaders() -> None:
     assert run(code).split() == ["SourceFileLoader"] * 3 + ["True"]
 
 
+@pytest.mark.slow
 def test_first_use_in_several_threads() -> None:
     code = """
 import threading, relinear
@@ -254,7 +272,7 @@ import relinear
 
 
 @pytest.mark.parametrize("done", OTHERS.values(), ids=OTHERS)
-@pytest.mark.parametrize("place", ["before", "after"])
+@pytest.mark.parametrize("place", mostly_slow(["before", "after"], "after"))
 def test_first_use_beside_other_finders(done: str, place: str) -> None:
     steps = ["import relinear", done] if place == "after" else [done, "import relinear"]
     code = "import sys\n" + "\n".join(steps) + "\nrelinear.LowRank\nimport transformers.modeling_utils as models\n"

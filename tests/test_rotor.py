@@ -435,6 +435,7 @@ def test_power_iterations_are_the_same_again_in_evaluation_and_after_loading():
     assert not all(torch.equal(v, before[k]) for k, v in module.state_dict().items() if k in before)
 
 
+@pytest.mark.slow
 def test_power_iterations_under_gradient_checkpointing():
     module = relinear.Rotor.authors(power_iterations=2).build(16, 16, dtype=D)
     twin = copy.deepcopy(module)

@@ -15,6 +15,7 @@ from torch.func import functional_call, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from cases import CASES, TWINS, Case, Twin, every_case, leaves_of
+from conftest import mostly_slow
 from relinear.clifford import blades
 from relinear.kernels import autograd, hdpl, native
 from relinear.kernels.cpu import by_rows
@@ -169,7 +170,7 @@ def test_a_gradient_penalty_through_an_operator(case: Case, mode: str) -> None:
 
 
 @every_case
-@pytest.mark.parametrize("recorded", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("recorded", mostly_slow([True, False], True), ids=["grad", "no_grad"])
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_transforms_of_operators(case: Case, mode: str, recorded: bool) -> None:
     """``jvp``, ``jacrev``, ``vmap`` by inputs and by parameters, ``functional_call``: they agree and leave no trace."""

@@ -50,6 +50,7 @@ def test_shares_no_storage_and_leaves_the_model_alone(model):
         assert torch.equal(value, before[name]), name
 
 
+@pytest.mark.slow
 def test_checkpoint_loads_without_relinear(tmp_path):
     model = make_cgt()
     prefix, ids = torch.randint(0, 50, (7,)), torch.randint(0, 50, (1, 12))

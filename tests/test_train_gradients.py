@@ -46,7 +46,14 @@ def by_hand(kind, source="full"):
     return {name: p.grad for name, p in model.named_parameters()}, loss.item()
 
 
-@pytest.mark.parametrize(("kind", "data"), [("llama", "full"), ("gpt2", "full"), ("llama", "padded")])
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [
+        pytest.param("llama", "full", marks=pytest.mark.slow),
+        pytest.param("gpt2", "full", marks=pytest.mark.slow),
+        ("llama", "padded"),
+    ],
+)
 def test_division_of_a_step_changes_nothing(kind, data):
     expected, loss = by_hand(kind, data)
     variants = {

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from conftest import mostly_slow
 from relinear.models.cgt.objective import CGTObjective, GuidedTraining
 from relinear.train import FitSettings, TrainSettings, fit, read_metrics, read_result, train
 from test_cgt import make_cgt
@@ -58,8 +59,8 @@ def comparable(rows):
     return [{key: value for key, value in row.items() if key not in timing} for row in rows]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adam"])
-@pytest.mark.parametrize("schedule", ["cosine", "onecycle"])
+@pytest.mark.parametrize("optimizer", mostly_slow(["adamw", "adam"], "adamw"))
+@pytest.mark.parametrize("schedule", mostly_slow(["cosine", "onecycle"], "cosine"))
 def test_resumed_run_is_the_same_run(tmp_path, optimizer, schedule):
     settings = FIT.updated(optimizer=optimizer, schedule=schedule)
     whole = dropout_model()
@@ -192,6 +193,7 @@ train(json.loads(sys.argv[1]), sys.argv[2], on_progress=on_progress)
 """
 
 
+@pytest.mark.slow
 def test_killed_run_continues_to_the_same_result(tmp_path, corpus):
     settings = run_settings(corpus)
     expected = train(settings, tmp_path / "whole")

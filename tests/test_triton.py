@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from conftest import mostly_slow
+
 pytest.importorskip("triton")
 
 HERE = Path(__file__).parent
@@ -25,9 +27,10 @@ def _run(arguments: list[str], **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize("marked", mostly_slow(["not slow", "slow"], "not slow"))
 @pytest.mark.parametrize("file", INTERPRETED)
-def test_kernels_in_the_interpreter(file: str) -> None:
-    out = _run(["-m", "pytest", "-p", "no:cacheprovider", str(HERE / file)], TRITON_INTERPRET="1")
+def test_kernels_in_the_interpreter(file: str, marked: str) -> None:
+    out = _run(["-m", "pytest", "-p", "no:cacheprovider", "-m", marked, str(HERE / file)], TRITON_INTERPRET="1")
     assert "passed" in out
     assert "skipped" not in out
 

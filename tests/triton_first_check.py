@@ -14,6 +14,7 @@ import triton.language as tl
 from torch.utils.checkpoint import checkpoint
 
 import relinear
+from conftest import mostly_slow
 from relinear.kernels import choice, first_check
 from relinear.kernels.triton import cgt, rotor, transponder
 from relinear.kernels.triton.samples import SAMPLES
@@ -56,7 +57,7 @@ def count(monkeypatch) -> list:
     return checks
 
 
-@pytest.mark.parametrize("kind", SAMPLES)
+@pytest.mark.parametrize("kind", mostly_slow(SAMPLES, "ccl", "hdpl", "rotor", "cgt"))
 def test_kernels_that_are_right_are_used(kind: str, count) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

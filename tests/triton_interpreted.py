@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import relinear
+from conftest import mostly_slow
 from relinear.kernels import cgt as kernels_cgt
 from relinear.kernels import choice
 from relinear.kernels.triton import rotor_step
@@ -47,7 +48,7 @@ def _poisoned():
 
 
 @pytest.mark.usefixtures("_poisoned")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", mostly_slow(DTYPES, torch.float32), ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernel_equals_its_reference(case: Case, dtype: torch.dtype) -> None:
     assert list(inspect.signature(case.fast).parameters) == list(inspect.signature(case.reference).parameters)
