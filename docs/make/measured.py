@@ -164,7 +164,9 @@ def machine(values: Mapping[str, Any]) -> str:
     """The machine of a record in a sentence."""
     found = values["machine"]
     gpus = ", ".join(found["gpus"]) or "no GPU"
-    return f"Machine: {found['processor']}, {found['threads']} threads, {gpus}, torch {found['torch']}."
+    held = f", oneDNN held to {found['onednn_max_cpu_isa']}" if "onednn_max_cpu_isa" in found else ""
+    units = " with AMX" if "amx_bf16" in found.get("extensions", ()) else ""
+    return f"Machine: {found['processor']}{units}, {found['threads']} threads, {gpus}, torch {found['torch']}{held}."
 
 
 # Fits to SmolLM2's projections

@@ -13,15 +13,19 @@ from measured import machine, table
 __all__ = ["PARTS"]
 
 #: records of layers: every operator, and the network of rotors at small sizes
-LAYERS, ROTORS, COMPILED, PEERS = (
-    f"speed/{name}/bench.json" for name in ("bench", "bench-rotor", "bench-compiled", "bench-peers")
+LAYERS, ROTORS, HELD, COMPILED, PEERS = (
+    f"speed/{name}/bench.json" for name in ("bench", "bench-rotor", "bench-avx512", "bench-compiled", "bench-peers")
 )
-#: records of whole models
-MODELS = tuple(f"speed/{name}/models.json" for name in ("hdpl-67m", "llama-60m", "low-rank"))
+#: records of whole models; of the first two also with torch's bfloat16 products in AVX-512, as before
+MODELS = tuple(
+    f"speed/{name}/models.json" for name in ("hdpl-67m", "llama-60m", "low-rank", "hdpl-67m-avx512", "llama-60m-avx512")
+)
 BESIDE = "speed/beside.json"
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 _SQUARE, _WIDE, _SMALL = (2048, 2048), (512, 2048), (512, 512)
+#: said of figures whose dense layers multiply bfloat16 as the processor of "before" does, which has no units for it
+_HELD = ", products in AVX-512"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,13 +150,20 @@ def _aims() -> list[Aim]:
         what = f"`Rotor()`, {shape[0]} → {shape[1]}, {_DTYPES[dtype]}, {tokens:,} tokens, {phase}"
         return Aim(what, before, wanted, _layer("rotor", shape, dtype, phase, tokens))
 
+    def half(shape: tuple[int, int], phase: str, before: str) -> list[Aim]:
+        what = f"`Rotor()`, {shape[0]} → {shape[1]}, bf16, 4,096 tokens, {phase}"
+        return [
+            Aim(what + held, before, 1.5, _layer("rotor", shape, "bfloat16", phase, 4096, names))
+            for held, names in ((_HELD, [HELD]), ("", [LAYERS]))
+        ]
+
     aims = [
         rotor(_SQUARE, "float32", "forward", 4096, "1.92", 0.6),
         rotor(_SQUARE, "float32", "step", 4096, "2.03", 1.1),
-        rotor(_SQUARE, "bfloat16", "forward", 4096, "4.3", 1.5),
-        rotor(_SQUARE, "bfloat16", "step", 4096, "3.5", 1.5),
-        rotor(_WIDE, "bfloat16", "forward", 4096, "6.0", 1.5),
-        rotor(_WIDE, "bfloat16", "step", 4096, "4.0", 1.5),
+        *half(_SQUARE, "forward", "4.3"),
+        *half(_SQUARE, "step", "3.5"),
+        *half(_WIDE, "forward", "6.0"),
+        *half(_WIDE, "step", "4.0"),
     ]
     small = ((128, "22", 2, "30", 10), (256, "14", None, "15", None), (512, "7.5", 0.9, "8", 1.4))
     for width, forward, most, step, most_step in small:
@@ -169,7 +180,7 @@ def _aims() -> list[Aim]:
     for name in ("low_rank:rank=64", "pivoted_low_rank:rank=64", "block_hadamard:blocks=8", "monarch"):
         what = f"`{name}`, 512 → 512, fp32, 64 tokens, step"
         aims.append(Aim(what, "structured form only", None, _layer(name, _SMALL, "float32", "step", 64)))
-    hybrid, llama, low_rank = MODELS
+    hybrid, llama, low_rank, held_hybrid, held_llama = MODELS
     aims += [
         Aim(
             "`hdpl:rank=128,blocks=8`, 512 → 512, fp32, 4,096 tokens, step",
@@ -179,11 +190,12 @@ def _aims() -> list[Aim]:
         ),
         Aim("`relinear --help`", "3 s", 0.5, _beside("help_seconds"), unit=" s"),
         Aim("`make demo`'s command", "6 min", 4, _beside("demo_minutes"), unit=" min"),
-        Aim("hdpl-67m with HDPL, training, bf16: speed", "0.84", 1.0, _model(hybrid, "bfloat16", "step", 1), True),
-        Aim(
-            "llama-60m with Transponder, training, bf16: speed", "0.77", 0.9, _model(llama, "bfloat16", "step", 4), True
-        ),
     ]
+    trained = (("hdpl-67m with HDPL", "0.84", 1.0, 1, hybrid), ("llama-60m with Transponder", "0.77", 0.9, 4, llama))
+    for (model, before, wanted, batch, own), held in zip(trained, (held_hybrid, held_llama), strict=True):
+        for said, name in ((_HELD, held), ("", own)):
+            what = f"{model}, training, bf16{said}: speed"
+            aims.append(Aim(what, before, wanted, _model(name, "bfloat16", "step", batch), True))
     for dtype in _DTYPES:
         for batch in (1, 8):
             what = f"low-rank MLPs of half the parameters, decoding, batch {batch}, {_DTYPES[dtype]}: speed"
@@ -226,7 +238,7 @@ def _table_of(rows: Sequence[Mapping[str, Any]]) -> str:
 def layers() -> str:
     """Every operator of the main record, and the rotors at small sizes."""
     parts = []
-    for name in (LAYERS, ROTORS):
+    for name in (LAYERS, ROTORS, HELD):
         rows = [row for row in _rows(name) if row["mode"] == "eager" and ":" + row["contender"] not in _peers(name)]
         if rows:
             parts += [_of(name), _table_of(rows)]

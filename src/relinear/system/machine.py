@@ -93,11 +93,13 @@ def describe_machine() -> dict[str, Any]:
     import transformers
 
     extensions = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+    held = os.environ.get("ONEDNN_MAX_CPU_ISA")
     return {
         "processor": _cpu_facts().get("model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "extensions": [flag for flag in extensions if flag in cpu_features()],
+        **({"onednn_max_cpu_isa": held} if held else {}),  # what torch's products were kept from using
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "system": platform.platform(),
