@@ -2,11 +2,13 @@
 runs, ended or not.
 
     python results/unfinished.py runs/NAME REFERENCE [runs/LATER ...] > results/FOLDER/runs.json
+    python results/unfinished.py results/FOLDER/runs.json REFERENCE runs/LATER ... > new.json
 
-The comparison has one budget. Final runs of later ones, with the same data and budget, join its own; where both have a
-run the later one stands. Gaps are to REFERENCE: between the best tuning runs of two entries, between final runs
-that ended, and, of a run that did not end, between the training losses of both on the same batches, over the last
-tenth of its steps. Beside them stands what counting n-grams comes to on as many tokens.
+The second adds later runs to a record whose own runs are gone. The comparison has one budget. Final runs of later ones,
+with the same data and budget, join its own; where both have a run the later one stands. Gaps are to REFERENCE: between
+the best tuning runs of two entries, between final runs that ended (of runs whose losses of blocks are gone the mean
+alone), and, of a run that did not end, between the training losses of both on the same batches, over the last tenth of
+its steps. Beside them stands what counting n-grams comes to on as many tokens.
 """
 
 from __future__ import annotations
@@ -128,5 +130,25 @@ def main(out_dir: Path, reference: str, later: list[Path]) -> dict[str, Any]:
     return found
 
 
+def added(found: dict[str, Any], later: list[Path]) -> dict[str, Any]:
+    """A record with the final runs of later comparisons in it."""
+    reference = found["runs"][found["reference"]]
+    for one in later:
+        command = read_json(one / "run.json")["command"]
+        found["later"] = [*(known for known in found["later"] if known != command), command]
+        for run in sorted((place_of(one) / "runs").glob("*/*/run.json")):
+            name, seed = run.parents[1].name, run.parent.name
+            result = found["runs"].setdefault(name, {})[seed] = told(run.parent)
+            if result["validation_loss"] is not None and seed in reference:
+                found["training_gaps"].pop(name, None)
+                found["gaps"][name] = {"mean": result["validation_loss"] - reference[seed]["validation_loss"]}
+    return found
+
+
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), sys.argv[2], [Path(one) for one in sys.argv[3:]]), indent=1))
+    first, reference, *others = sys.argv[1:]
+    if Path(first).is_file():
+        result = added(read_json(Path(first)), [Path(one) for one in others])
+    else:
+        result = main(Path(first), reference, [Path(one) for one in others])
+    print(json.dumps(result, indent=1))

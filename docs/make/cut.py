@@ -19,7 +19,8 @@ _RECORDS = {
 
 
 def _signed(gap: Mapping[str, Any]) -> str:
-    return f"{gap['mean']:+.3f} [{gap['low']:+.3f}, {gap['high']:+.3f}]"
+    interval = f" [{gap['low']:+.3f}, {gap['high']:+.3f}]" if "low" in gap else ""  # none where blocks' losses are gone
+    return f"{gap['mean']:+.3f}{interval}"
 
 
 def against(folder: str, entry: str, part: str) -> str:
