@@ -11,8 +11,9 @@ import relinear
 from relinear.bench import peers
 from relinear.bench.check import of_runs, slower
 from relinear.bench.operators import Case, bench_case
-from relinear.bench.run import table
+from relinear.bench.run import BenchSettings, table
 from relinear.cli.main import main
+from relinear.core.operator import OperatorConfig
 
 CASE = Case(in_features=32, out_features=86, tokens=5, dtype=torch.float32, mode="eager", phase="step")
 
@@ -76,6 +77,15 @@ def test_command(tmp_path, capfd):
     assert "IN->OUT" in capfd.readouterr().err
     assert main(["bench", "--tokens", "0", "--out", str(tmp_path / "other")]) == 2
     assert "greater than 0" in capfd.readouterr().err
+
+
+def test_every_operator_is_timed_as_it_comes():
+    kinds = {
+        kind: config for kind, config in OperatorConfig.kinds().items() if config.__module__.startswith("relinear.")
+    }
+    timed = [config for _, config in BenchSettings().parsed_operators()]
+    assert {config.kind for config in timed} == set(kinds)
+    assert [kind for kind, config in kinds.items() if config() not in timed] == []
 
 
 def test_results_of_earlier_versions_are_read():

@@ -685,6 +685,7 @@ def test_wrong_sizes(changes, said):
 # Sharing
 
 
+@pytest.mark.slow
 def test_shared_and_unshared_work_refuse_each_other(text, tmp_path):
     recipe = small(text, tune={"learning_rates": [1e-3, 4e-3], "extensions": 0}, entries={"dense": "dense"}, seeds=[0])
     recipe |= {"match": "width"}
@@ -705,6 +706,7 @@ def test_shared_and_unshared_work_refuse_each_other(text, tmp_path):
     assert not list(tmp_path.rglob("claims"))
 
 
+@pytest.mark.slow
 def test_shared_budgets_come_to_the_same(text, tmp_path):
     recipe = small(
         text,

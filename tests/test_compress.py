@@ -487,6 +487,7 @@ def test_refusals(tmp_path) -> None:
         compress(tiny(), tokens(), keep=0.01, settings=SETTINGS, out_dir=tmp_path / "d", plan_only=True)
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path, capsys) -> None:
     from relinear.cli.main import main
     from relinear.data.tokenizers import load_tokenizer

@@ -60,7 +60,7 @@ def whole(tmp_path_factory) -> dict[str, bytes]:
     return run(tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.parametrize("stage", mostly_slow(["forward", "backward", "candidates", "fit", "heal"], "backward", "fit"))
+@pytest.mark.parametrize("stage", mostly_slow(["forward", "backward", "candidates", "fit", "heal"], "fit"))
 def test_killed_while_it_computes(stage: str, whole, tmp_path) -> None:
     with pytest.raises(_Kill):
         run(tmp_path, killing(stage))

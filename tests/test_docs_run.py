@@ -155,7 +155,9 @@ def run_shell(text: str, language: str) -> None:
 
 
 #: pages whose blocks take half a minute to minutes even when they are cut
-LONG = [f"docs/{name}.md" for name in ("cli", "compare", "compress", "data", "distributed", "training", "tutorial")]
+LONG = [
+    f"docs/{name}.md" for name in ("cli", "compare", "compress", "data", "distributed", "speed", "training", "tutorial")
+]
 
 
 def named(page: Path) -> str:
@@ -165,7 +167,7 @@ def named(page: Path) -> str:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(p, id=named(p), marks=[pytest.mark.slow, pytest.mark.timeout(1800)] if named(p) in LONG else [])
+        pytest.param(p, id=named(p), marks=[pytest.mark.slow, pytest.mark.timeout(1800)] if p.stem in LONG else [])
         for p in PAGES
     ],
 )
@@ -213,6 +215,7 @@ def test_examples_run_and_are_short(name: str, world: Path, tmp_path, monkeypatc
     runpy.run_path(str(script), run_name="__main__")
 
 
+@pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path) -> None:
     pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
     pytest.importorskip("mkdocstrings", reason="the extra `docs` is not installed")

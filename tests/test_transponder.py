@@ -329,6 +329,7 @@ def test_paths_twice_or_out_of_range_are_refused():
         relinear.attach_(model, relinear.PathTransponder())
 
 
+@pytest.mark.slow
 def test_checkpointing_and_compile_see_the_same_gates():
     model = make_tiny_llama().train()
     relinear.replace_(model, {"all-linear": relinear.Transponder()})

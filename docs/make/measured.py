@@ -112,7 +112,7 @@ _BOUNDS = (("minimum", "low"), ("maximum", "high"))
 def timed(kind: str) -> tuple[str, list[dict[str, Any]]]:
     """The record that times the operator as it comes, or else at some setting, and its eager rows there."""
     for exact in (True, False):
-        for name in ("speed/bench/bench.json", "speed/bench-rotor/bench.json"):
+        for name in ("speed/bench/bench.json", "speed/bench-rotor/bench.json", "speed/bench-gate/bench.json"):
             rows = [row for row in read(name)["rows"] if not row["error"] and row["mode"] == "eager"]
             rows = [row for row in rows if (row["contender"] if exact else row["contender"].partition(":")[0]) == kind]
             if rows:  # earlier versions called the phase ``passed``

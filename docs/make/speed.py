@@ -13,8 +13,8 @@ from measured import machine, table
 __all__ = ["PARTS"]
 
 #: records of layers: every operator, and the network of rotors at small sizes
-LAYERS, ROTORS, HELD, COMPILED, PEERS = (
-    f"speed/{name}/bench.json" for name in ("bench", "bench-rotor", "bench-avx512", "bench-compiled", "bench-peers")
+LAYERS, ROTORS, GATE, HELD, COMPILED, PEERS = (
+    f"speed/bench{name}/bench.json" for name in ("", "-rotor", "-gate", "-avx512", "-compiled", "-peers")
 )
 #: records of whole models; of the first two also with torch's bfloat16 products in AVX-512, as before
 MODELS = tuple(
@@ -238,7 +238,7 @@ def _table_of(rows: Sequence[Mapping[str, Any]]) -> str:
 def layers() -> str:
     """Every operator of the main record, and the rotors at small sizes."""
     parts = []
-    for name in (LAYERS, ROTORS, HELD):
+    for name in (LAYERS, ROTORS, GATE, HELD):
         rows = [row for row in _rows(name) if row["mode"] == "eager" and ":" + row["contender"] not in _peers(name)]
         if rows:
             parts += [_of(name), _table_of(rows)]

@@ -38,6 +38,7 @@ DEFAULT_OPERATORS = (
     "hdpl:rank=128,blocks=8",
     "ccl:rank=64,context_dim=64",
     "transponder:rank=8",
+    "output_gate",
     "rotor:width=1,depth=0",
     "rotor",
 )
