@@ -2,7 +2,7 @@
 runs, ended or not.
 
     python results/unfinished.py runs/NAME REFERENCE [runs/LATER ...] > results/FOLDER/runs.json
-    python results/unfinished.py results/FOLDER/runs.json REFERENCE runs/LATER ... > new.json
+    python results/unfinished.py results/FOLDER/runs.json runs/LATER ... > new.json
 
 The second adds later runs to a record whose own runs are gone. The comparison has one budget. Final runs of later ones,
 with the same data and budget, join its own; where both have a run the later one stands. Gaps are to REFERENCE: between
@@ -137,18 +137,23 @@ def added(found: dict[str, Any], later: list[Path]) -> dict[str, Any]:
         command = read_json(one / "run.json")["command"]
         found["later"] = [*(known for known in found["later"] if known != command), command]
         for run in sorted((place_of(one) / "runs").glob("*/*/run.json")):
-            name, seed = run.parents[1].name, run.parent.name
-            result = found["runs"].setdefault(name, {})[seed] = told(run.parent)
-            if result["validation_loss"] is not None and seed in reference:
+            name = run.parents[1].name
+            ours = found["runs"].setdefault(name, {})
+            ours[run.parent.name] = told(run.parent)
+            shared = sorted(ours.keys() & reference.keys())
+            pairs = [(ours[seed]["validation_loss"], reference[seed]["validation_loss"]) for seed in shared]
+            ended = [mine - theirs for mine, theirs in pairs if mine is not None and theirs is not None]
+            if ended:
+                found["gaps"][name] = {"mean": float(np.mean(ended))}
+            if len(ended) == len(ours):
                 found["training_gaps"].pop(name, None)
-                found["gaps"][name] = {"mean": result["validation_loss"] - reference[seed]["validation_loss"]}
     return found
 
 
 if __name__ == "__main__":
-    first, reference, *others = sys.argv[1:]
+    first, *others = sys.argv[1:]
     if Path(first).is_file():
         result = added(read_json(Path(first)), [Path(one) for one in others])
     else:
-        result = main(Path(first), reference, [Path(one) for one in others])
+        result = main(Path(first), others[0], [Path(one) for one in others[1:]])
     print(json.dumps(result, indent=1))

@@ -64,7 +64,7 @@ def test_command(tmp_path, capfd):
     assert "without relinear.for_inference_" in capfd.readouterr().out
     found = json.loads((tmp_path / "as_it_is" / "bench.json").read_text())
     assert not any(row["for_inference"] for row in found["rows"])
-    arguments = ["--shapes", "64->172", "--tokens", "3", "--modes", "eager", "--rounds", "3", "--no-untuned"]
+    arguments = ["--shapes", "64x64,64->172", "--tokens", "3", "--modes", "eager", "--rounds", "3", "--no-untuned"]
     assert main(["bench", *arguments, "--dtypes", "fp32", "--out", str(tmp_path / "bench")]) == 0
     out = capfd.readouterr().out
     assert "rotor" in out

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
+from conftest import mostly_slow
 from relinear import clifford as cl
 
 D = torch.float64
-DIMENSIONS = [2, 3, 4, 5, 6, 7, pytest.param(8, marks=pytest.mark.slow)]
+DIMENSIONS = mostly_slow(range(2, 9), *range(2, 8))
 
 
 def planes(n):

@@ -40,7 +40,7 @@ MANAGERS = {
 }
 every_model = pytest.mark.parametrize(
     "model_name",
-    ["llama", "gpt2", pytest.param("qwen2", marks=pytest.mark.slow)],  # a third only where there is time
+    mostly_slow(["llama", "gpt2", "qwen2"], "llama", "gpt2"),  # a third only where there is time
 )
 every_manager = pytest.mark.parametrize("manager", list(MANAGERS))
 

@@ -24,8 +24,8 @@ def kills(tmp_path, *arguments, timeout):
 
 
 def test_a_few_kills(tmp_path):
-    found = kills(tmp_path, "--kills", "3", "--work", "train", "--work", "save", timeout=850)
-    assert found["kills"] >= 3
+    found = kills(tmp_path, "--kills", "6", "--work", "train", "--work", "save", "--work", "sweep", timeout=850)
+    assert found["kills"] >= 6
 
 
 def shared(name):

@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import relinear
+from conftest import mostly_slow
 from relinear import clifford
 from relinear.core.moments import Moments
 from relinear.core.operator import linear_of
@@ -292,7 +293,7 @@ def dimensions(config, size, terms):
     return torch.linalg.matrix_rank(torch.stack(maps), rtol=1e-9).item()
 
 
-@pytest.mark.parametrize("size", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (8, 16))])
+@pytest.mark.parametrize("size", mostly_slow([4, 8, 16], 4))
 def test_a_plain_sum_of_rotors_never_becomes_a_general_matrix(size):
     one = relinear.Rotor(depth=0, width=1, init_std=1.0)
     assert dimensions(one, size, size**2 + 9) == size**2 // 4

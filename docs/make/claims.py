@@ -832,7 +832,8 @@ def hdpl() -> Paper:
         "C": Run(cut.typed("hdpl"), "1.25 million tokens, one seed; 5 million, one seed of HDPL", "hdpl"),
     }
     last, ended = 1221, functools.partial(cut.against, "hdpl", part="gaps")
-    there = {name: f"{cut.evaluated('hdpl', name, last):.3f}" for name in ("dense", "dense-0.002", "hdpl")}
+    there = {name: cut.evaluated("hdpl", name, last) for name in ("dense", "dense-0.002", "hdpl")}
+    of_rate = (there["dense"] - there["dense-0.002"]) / (there["dense"] - there["hdpl"])
     best = {name: cut.best("hdpl", name) for name in ("dense", "hdpl", "hdpl-without-noise")}
     noiseless = best["hdpl-without-noise"]["validation_loss"] - best["hdpl"]["validation_loss"]
     claims = [
@@ -852,8 +853,8 @@ def hdpl() -> Paper:
             f"tuned for both: {cut.against('hdpl', 'hdpl', 'tuning_gaps')} at 1.25 million tokens, "
             f"{ended('hdpl')} at 5 million (one seed each), where a dense model of HDPL's parameters has "
             f"{ended('dense-equal-parameters')}. But the short runs found dense too low a rate: twice that rate takes "
-            f"its long run from {there['dense']} to {there['dense-0.002']}, HDPL being at {there['hdpl']} (same seed): "
-            "two thirds of the lead were the rate",
+            f"its long run from {there['dense']:.3f} to {there['dense-0.002']:.3f}, HDPL being at {there['hdpl']:.3f} "
+            f"(same seed): {of_rate:.0%} of the lead was the rate",
             "C",
         ),
         Claim(
