@@ -222,6 +222,7 @@ def test_trials_that_were_added_by_hand_are_recorded(tmp_path):
         (4e-3, 1e-3, 1, 1e-3, True, [4e-3, 2e-3, 8e-3, 1e-3]),
         (4e-3, 5e-4, 0, 2e-3, True, [4e-3, 2e-3, 8e-3]),
         (3e-3, 3e-3, 2, 3e-3, False, [3e-3, 2e-3, 4e-3]),  # a rate that is not of the grid
+        (4.1e-3, 4e-3, 2, 4.1e-3, False, [4.1e-3, 2e-3, 8.41e-3]),  # and one too near to it
     ],
 )
 def test_the_chosen_rate_is_held_against_its_neighbours(tmp_path, start, best, moves, ends, edge, tried):
@@ -248,7 +249,7 @@ def test_a_gap_has_its_mean_and_the_interval_of_its_spread():
     own = [losses - 0.05 + generator.normal(0, 0.1, 1000) for losses in reference]
     found = gap(own, reference)
     assert found["mean"] == pytest.approx(-0.05, abs=0.01)
-    assert found["low"] < found["mean"] < found["high"] < 0
+    assert found["low"] < found["mean"] < found["high"]
     assert found["standard_error"] == pytest.approx(0.1 / math.sqrt(3 * 1000), rel=0.15)
     assert found["values"] == pytest.approx([float((a - b).mean()) for a, b in zip(own, reference, strict=True)])
     assert gap(own, reference) == found
@@ -264,14 +265,29 @@ def test_an_evaluation_too_small_is_said_to_be(text, error, warned):
     assert bool(said) == warned
 
 
-def test_intervals_hold_the_truth_as_often_as_they_say():
+@pytest.mark.parametrize("seeds", [2, 3, 8])
+def test_intervals_hold_the_truth_as_often_as_they_say(seeds):
     hits = 0
-    for trial in range(200):
+    for trial in range(400):
         generator = np.random.default_rng(trial)
-        seeds = generator.normal(0, 0.05, (8, 1))
-        low, high = interval(replicates(0.3 + seeds + generator.normal(0, 0.5, 400) / 1.0, 400, seed=trial))
+        of_seeds, of_blocks = generator.normal(0, 0.05, (seeds, 1)), generator.normal(0, 0.2, 400)
+        low, high = interval(replicates(0.3 + of_seeds + of_blocks, 1000, seed=trial))
         hits += low < 0.3 < high
-    assert 175 <= hits <= 198
+    assert 366 <= hits <= 394  # 95 % of 400, and three standard deviations to either side
+
+
+def test_intervals_over_seeds_alone_are_those_of_student():
+    values = np.asarray([[0.1], [0.4], [0.2]])
+    low, high = interval(replicates(values, 200_000))
+    half = 4.303 * values.std(ddof=1) / math.sqrt(3)
+    assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.02)
+
+
+@pytest.mark.parametrize("blocks", [256, 384, 1003])
+def test_what_is_the_same_in_every_block_has_no_spread(blocks):
+    found = gap([np.full(blocks, 1.9)] * 2, [np.full(blocks, 2.0)] * 2)
+    assert (found["low"], found["high"]) == pytest.approx((-0.1, -0.1))
+    assert found["standard_error"] == pytest.approx(0, abs=1e-12)
 
 
 def test_blocks_of_any_number_keep_the_mean():
@@ -452,7 +468,7 @@ def test_report_is_self_contained_and_escapes(finished):
 
 
 def test_a_diverged_run_names_its_entry(text, tmp_path):
-    recipe = small(text, entries={"wild": {"operator": "low_rank:rank=4", "set": {"learning_rate": 1e30}}}, seeds=[0])
+    recipe = small(text, entries={"wild": {"operator": "low_rank:rank=4", "learning_rate": 1e30}}, seeds=[0])
     recipe["train"] |= {"max_grad_norm": 0, "schedule": "constant", "warmup_steps": 0, "steps": 30, "eval_every": 0}
     with pytest.raises(ValueError, match=r"wild: the (training|validation) loss is nan"):
         compare(recipe, tmp_path / "out", isolate=False)

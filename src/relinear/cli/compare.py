@@ -71,6 +71,8 @@ def command(
     if recipe is None and not operators:
         raise ValueError("nothing to compare: give --recipe, or --operator at least once; see relinear compare --help")
     values = {} if recipe is None else read_recipe(recipe)
+    if tune and values.get("tune"):
+        changes.pop("tune")  # how the recipe tunes
     values = apply_overrides(values, changes | parse_overrides(overrides or []))
 
     from relinear.compare.report import write_report

@@ -11,9 +11,12 @@ from typing import Any
 from relinear.compare.plan import Planned
 from relinear.compare.settings import CompareSettings
 from relinear.core.config import shown
+from relinear.data import PackedData
 from relinear.system.files import read_json, write_json
 from relinear.system.machine import command_line, describe_machine
 from relinear.system.text import cut
+from relinear.train.settings import TrainSettings
+from relinear.train.trainer import training_device, training_dtype
 
 __all__ = ["BLOCK_LOSSES", "FORMAT", "RESULTS", "RUN", "SPEED", "check_same", "now", "record_start"]
 
@@ -61,23 +64,59 @@ def _differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
         yield f"{path}: {shown(before)} -> {shown(now)}"
 
 
-def record_start(out_dir: Path, described: Mapping[str, Any], planned: list[Planned]) -> dict[str, Any]:
-    """``run.json`` of the directory, written now unless it is there: the recipe, its entries, machine and command."""
+def record_start(
+    out_dir: Path, described: Mapping[str, Any], planned: list[Planned], data: PackedData | None = None
+) -> dict[str, Any]:
+    """``run.json`` of the directory, written now unless it is there: the recipe, its entries, machine and command.
+
+    Raises:
+        ValueError: if it was begun with other text under the same name, or computes in another precision or on another
+            kind of device than here: runs of both could not be held against each other.
+    """
+    tokens = None if data is None else {"train": data.train.checksum, "validation": data.validation.checksum}
     if (out_dir / RUN).is_file():
-        return read_json(out_dir / RUN)
+        record = read_json(out_dir / RUN)
+        _check_as_begun(out_dir, record, planned, tokens)
+        return record
     entries = {
         p.name: {
             "parameters": p.size.parameters,
             "flops_per_token": p.size.flops,
             "deviation": p.deviation,
             "settings": p.settings.model_dump(mode="json"),
+            "computed": _computed(p.settings),
         }
         for p in planned
     }
     record = {"format": FORMAT, "recipe": described, "entries": entries, "machine": describe_machine()}
+    record |= {"tokens": tokens} if tokens else {}
     record |= {"command": command_line(), "started": now()}
     write_json(out_dir / RUN, record)
     return record
+
+
+def _check_as_begun(
+    out_dir: Path, record: Mapping[str, Any], planned: list[Planned], tokens: Mapping[str, int] | None
+) -> None:
+    """Refuse to go on with what settings alone do not show; earlier versions did not note it."""
+    if tokens and record.get("tokens", tokens) != tokens:
+        raise ValueError(
+            f"{out_dir} was begun on other text: the files that train.data names, or what they are tokenised by, have "
+            "changed since; bring the old ones back, or give another --out"
+        )
+    for p in planned:
+        before, here = record["entries"].get(p.name, {}).get("computed"), _computed(p.settings)
+        if before is not None and before != here:
+            raise ValueError(
+                f"{out_dir} was begun with {p.name} in {before}, which would be {here} here; go on where that was, or "
+                "give another --out with train.dtype and train.device written out"
+            )
+
+
+def _computed(settings: TrainSettings) -> str:
+    """What a run computes in, and where: "float32 on cpu"."""
+    device = training_device(settings)
+    return f"{str(training_dtype(settings, device)).removeprefix('torch.')} on {device.type}"
 
 
 def now() -> str:

@@ -1,4 +1,4 @@
-"""How far entries lie from a reference, with intervals: paired by seed and validation block, bootstrapped over both."""
+"""How far entries lie from a reference, with intervals: paired by seed and validation block, over both at once."""
 
 # Legend: S seeds, N blocks, G groups of neighbouring blocks, R replicates
 
@@ -12,38 +12,55 @@ import numpy as np
 
 __all__ = ["REPLICATES", "gap", "interval", "replicates", "too_small"]
 
-REPLICATES = 2000
+REPLICATES = 8000
 #: neighbouring blocks are of one document: they are drawn together, in so many groups at most
 _GROUPS = 256
 _LEVEL = 0.95
 
 
-def _grouped(losses: np.ndarray) -> np.ndarray:
-    """What groups of neighbouring blocks add to the mean, times their number: (S, G) of the mean of ``losses``."""
+def _grouped(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sums of ``losses`` (S, N) over groups of neighbouring blocks (S, G), and how many blocks each has (G,)."""
     blocks = losses.shape[1]
-    groups = min(_GROUPS, blocks)
-    starts = np.linspace(0, blocks, groups, endpoint=False).astype(int)
-    return np.add.reduceat(losses, starts, axis=1) * (groups / blocks)
+    starts = np.linspace(0, blocks, min(_GROUPS, blocks), endpoint=False).astype(int)
+    return np.add.reduceat(losses, starts, axis=1), np.diff([*starts, blocks])
+
+
+def _weights_of_seeds(seeds: int, count: int, generator: np.random.Generator) -> np.ndarray:
+    """Weights (R, S), each row of sum 1, under which a weighted mean of values spreads as their mean is uncertain.
+
+    Resampling two or three values says far too little of how much others would differ. By these weights a weighted mean
+    is ``mean + s / sqrt(S) T`` for any S values with standard deviation s, T being Student's t with S - 1 degrees of
+    freedom, the same draw for all entries: their differences have the t interval of paired values.
+    """
+    if seeds == 1:
+        return np.ones((count, 1))
+    normal = generator.normal(size=(count, seeds))
+    normal -= normal.mean(1, keepdims=True)
+    scale = np.sqrt(seeds * generator.chisquare(seeds - 1, size=(count, 1)))
+    return 1 / seeds + normal / scale
 
 
 def replicates(losses: np.ndarray, count: int = REPLICATES, seed: int = 0) -> np.ndarray:
-    """Bootstrapped means (R,) of losses, or of differences of losses, (S, N): seeds are drawn, then blocks.
+    """Means (R,) of losses, or of differences of losses, (S, N), as they might have come out with other seeds and text.
 
-    All seeds were evaluated on the same blocks, so one draw of blocks serves all seeds of a replicate. The same seed
-    and shape give the same draws: replicates of two entries may be held against each other one by one.
-
-    A draw of S seeds out of S spreads less than S new ones would, by (S - 1) / S in variance: for three seeds that
-    matters, and deviations of seeds are made as much larger. Nothing is said about seeds where there is one.
+    Over seeds they spread by Student's t, over text by a bootstrap that draws groups of neighbouring blocks. All seeds
+    were evaluated on the same blocks, so one draw of blocks serves all seeds of a replicate. The same seed and shape
+    give the same draws: replicates of two entries may be held against each other one by one. Nothing is said about
+    seeds where there is one.
     """
     generator = np.random.default_rng(seed)
-    means, (seeds, _) = losses.mean(1, keepdims=True), losses.shape
-    if seeds > 1:
-        losses = losses + (math.sqrt(seeds / (seeds - 1)) - 1) * (means - means.mean())
-    grouped = _grouped(losses)
-    groups = grouped.shape[1]
-    of_seeds = generator.multinomial(seeds, np.full(seeds, 1 / seeds), count) / seeds
-    of_groups = generator.multinomial(groups, np.full(groups, 1 / groups), count) / groups
-    return ((of_seeds @ grouped) * of_groups).sum(1)
+    sums, sizes = _grouped(losses)
+    of_seeds = _weights_of_seeds(len(losses), count, generator)
+    of_groups = generator.multinomial(len(sizes), np.full(len(sizes), 1 / len(sizes)), count)
+    return ((of_seeds @ sums) * of_groups).sum(1) / (of_groups @ sizes)
+
+
+def _standard_error(difference: np.ndarray) -> float:
+    """Of the mean of ``difference`` (S, N) over blocks, its seeds averaged."""
+    sums, sizes = _grouped(difference)
+    groups, blocks = len(sizes), difference.shape[1]
+    rest = sums.mean(0) - difference.mean() * sizes
+    return math.sqrt(groups / (groups - 1) * float((rest**2).sum())) / blocks
 
 
 def interval(values: np.ndarray) -> tuple[float, float]:
@@ -67,13 +84,12 @@ def gap(own: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> dict[str,
     difference = np.stack([a - b if whole else np.atleast_1d(a.mean() - b.mean()) for a, b in pairs]).astype(float)
     seeds, blocks = difference.shape
     low, high = interval(replicates(difference)) if seeds * blocks > 1 else (None, None)
-    error = float(_grouped(difference).mean(0).std(ddof=1)) / math.sqrt(min(blocks, _GROUPS)) if blocks > 1 else None
     return {
         "mean": float(difference.mean()),
         "low": low,
         "high": high,
         "values": [float(value) for value in difference.mean(1)],
-        "standard_error": error,
+        "standard_error": _standard_error(difference) if blocks > 1 else None,
         "blocks": blocks,
     }
 

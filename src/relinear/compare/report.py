@@ -247,7 +247,8 @@ def _table(results: Mapping[str, Any], palette: Mapping[str, str]) -> Table:
         ratios = [entry["speed"] and entry["speed"][f"{what}_ratio"] for what in ("train", "inference")]
         cells += [Cell(f"{ratio:.2f}×" if ratio else "–", ratio or None) for ratio in ratios]
         cells += [Cell(gib(entry["peak_memory_bytes"]), entry["peak_memory_bytes"])]
-        cells += [Cell(number(entry["learning_rate"]), entry["learning_rate"])]
+        edge = " *" if entry["tuning"] and entry["tuning"]["edge"] else ""
+        cells += [Cell(number(entry["learning_rate"]) + edge, entry["learning_rate"])]
         best = entry["validation_loss"]["mean"] == lowest
         rows.append(Row(cells, entry["name"], palette[entry["name"]], best))
     counted = results.get("ngram")

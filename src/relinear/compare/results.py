@@ -6,15 +6,13 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from relinear.compare.gaps import too_small
 from relinear.compare.match import Size
 from relinear.compare.plan import Planned, match_target
 from relinear.compare.settings import CompareSettings
 from relinear.core.config import Config
 from relinear.train.settings import TrainSettings
-from relinear.train.trainer import training_dtype
+from relinear.train.trainer import training_device, training_dtype
 
 __all__ = ["comparison_result", "entry_result", "gap_notes"]
 
@@ -89,10 +87,14 @@ def comparison_result(
     ``counted`` is the n-gram line, from ``count_ngrams``.
     """
     settings = planned[0].settings
-    per_step = settings.batch_size * settings.accumulation * settings.data.sequence_length
+    per_step = _per_step(settings)
     counts = data.description["splits"]["train"]
     passes = settings.steps * per_step / counts["tokens"]
-    other = [f"{p.name} for {p.settings.steps:,}" for p in planned if p.settings.steps != settings.steps]
+    other = [
+        f"{p.name} for {p.settings.steps:,} of {_per_step(p.settings):,}"
+        for p in planned
+        if (p.settings.steps, _per_step(p.settings)) != (settings.steps, per_step)
+    ]
     budget = (
         f"Every entry was trained for {settings.steps:,} steps of {per_step:,} tokens ({settings.steps * per_step:,} "
         f"tokens, {passes:.2g} passes over the {counts['tokens']:,} training tokens of {settings.data.data}), on "
@@ -112,9 +114,13 @@ def comparison_result(
     }
 
 
+def _per_step(settings: TrainSettings) -> int:
+    """Tokens of a step."""
+    return settings.batch_size * settings.accumulation * settings.data.sequence_length
+
+
 def _precision(settings: TrainSettings) -> str:
-    device = torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu")
-    return str(training_dtype(settings, device)).removeprefix("torch.")
+    return str(training_dtype(settings, training_device(settings))).removeprefix("torch.")
 
 
 def _match_text(recipe: CompareSettings, sizes: Mapping[str, Size]) -> dict[str, Any]:
@@ -153,7 +159,8 @@ def _notes(recipe: CompareSettings, entries: list[dict[str, Any]]) -> list[str]:
     moved = [e["name"] for e in entries if e["tuning"] and e["tuning"].get("full_length", {}).get("moved")]
     if moved:
         notes.append(f"At full length another rate than in short runs was best, and taken, for {', '.join(moved)}.")
-    if recipe.tune is None and len({entry["learning_rate"] for entry in entries}) == 1 and len(entries) > 1:
+    tuned = recipe.tune is not None or all(entry.learning_rate is not None for entry in recipe.entries.values())
+    if not tuned and len({entry["learning_rate"] for entry in entries}) == 1 and len(entries) > 1:
         notes.append("All entries share one learning rate, which may suit some better than others; see --tune.")
     return notes
 
@@ -165,8 +172,12 @@ def gap_notes(recipe: CompareSettings, entries: list[dict[str, Any]]) -> list[st
         return []
     notes = [
         f"Gaps are validation losses less that of {recipe.reference}, on the same seeds and blocks, with 95 % "
-        "intervals of a bootstrap over "
-        + ("seeds and validation blocks." if len(recipe.seeds) > 1 else "validation blocks alone.")
+        "intervals "
+        + (
+            "over seeds (Student's t) and validation blocks (a bootstrap)."
+            if len(recipe.seeds) > 1
+            else "of a bootstrap over validation blocks alone."
+        )
     ]
     if any(found["standard_error"] is None for found in gaps.values()):
         notes.append("Losses by block were not kept for all runs: their gaps have intervals over seeds alone.")

@@ -85,12 +85,13 @@ def compare(
             raise ValueError(f"entries.{name}.set changes the data; all entries of a comparison share one corpus")
     planned = plan_comparison(recipe, data.vocab_size, on_event)
     with only_process_in(out_dir, shared=shared):
-        with only_process_in(out_dir / CLAIMS / "start", patience=60) if shared else contextlib.nullcontext():
+        start = only_process_in(out_dir / CLAIMS / "start", patience=60, required=True)
+        with start if shared else contextlib.nullcontext():
             check_same(out_dir, described)  # another process may have been here since
             check_sharing(out_dir / TUNING, "a comparison", shared)
             if (out_dir / RESULTS).is_file():
                 return read_json(out_dir / RESULTS)
-            started = record_start(out_dir, described, planned)
+            started = record_start(out_dir, described, planned, data)
         if recipe.budgets is not None:
 
             def carry_out(at_one: CompareSettings, folder: Path) -> dict[str, Any]:

@@ -77,7 +77,8 @@ def scale(
     data = prepare_data(recipe.train.data, on_progress=lambda what, done: on_event(Event("data", what, done)))
     recipes = {width: at_size(recipe, width, data.vocab_size) for width in recipe.sizes.widths}
     with only_process_in(out_dir, shared=shared):
-        with only_process_in(out_dir / CLAIMS / "start", patience=60) if shared else contextlib.nullcontext():
+        start = only_process_in(out_dir / CLAIMS / "start", patience=60, required=True)
+        with start if shared else contextlib.nullcontext():
             check_same(out_dir, described)  # another process may have been here since
             record = record_start(out_dir, described, [])
         found = {
@@ -157,7 +158,7 @@ def _scaled(recipe: CompareSettings, name: str, width: int, factor: float, vocab
     sized = at_width(settings, config, width)
     entry = recipe.entries[name]
     changes: dict[str, Any] = {"set": _with_overrides(recipe, entry.set, sized.model_overrides)}
-    if settings.operators:
+    if settings.operators or recipe.entries[name].operator:
         operators = scaled_operators(sized, vocab_size, factor)
         changes |= {"operator": None, "target": None, "operators": operators}
     return changes
@@ -167,7 +168,8 @@ def _with_overrides(
     recipe: CompareSettings, changes: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
     """An entry's ``set`` that comes to these ``model_overrides``, whatever it said of them."""
-    kept = {key: value for key, value in changes.items() if not key.startswith("model_overrides")}
+    # operators are written out at their size beside it
+    kept = {key: value for key, value in changes.items() if key.split(".")[0] not in ("model_overrides", "operators")}
     shared = recipe.train.model_overrides
     if set(shared) - set(overrides):
         return kept | {"model_overrides": dict(overrides)}
@@ -228,18 +230,15 @@ def _summary(recipe: CompareSettings, out_dir: Path, found: Mapping[int, dict[st
 
 def _point(width: int, results: Mapping[str, Any], name: str) -> dict[str, Any]:
     entry = next(entry for entry in results["entries"] if entry["name"] == name)
-    settings, run = entry["settings"], entry["runs"][0]
+    settings, run, speed = entry["settings"], entry["runs"][0], entry["speed"]
     tokens = run["steps"] * settings["batch_size"] * settings["accumulation"] * settings["data"]["sequence_length"]
-    speed = (entry["speed"] or {}).get("train_tokens_per_second")
-    if speed is None:  # not measured in turn: what the runs themselves had
-        rates = [run["tokens_per_second"] for run in entry["runs"]]
-        speed = None if None in rates else float(np.median(rates))
     return {
         "width": width,
         "parameters": entry["parameters"],
         "tokens": tokens,
         "flops": _PASSES * entry["flops_per_token"] * tokens,
-        "seconds": None if speed is None else tokens / speed,
+        "seconds": tokens / speed["train_tokens_per_second"] if speed else None,
+        "processor": speed.get("processor") if speed else None,
         "learning_rate": entry["learning_rate"],
         "validation_loss": entry["validation_loss"],
         "gap": entry["gap"],
@@ -251,10 +250,11 @@ def _drawn(recipe: CompareSettings, out_dir: Path, name: str, points: Sequence[M
     rows = []
     for point in points:
         runs = out_dir / SIZES / str(point["width"]) / "runs" / name
-        rows.append(
-            replicates(np.stack([np.load(runs / f"seed-{s}" / BLOCK_LOSSES) for s in recipe.seeds]).astype(float))
-        )
-    return np.stack(rows)
+        losses = [np.load(runs / f"seed-{s}" / BLOCK_LOSSES, allow_pickle=False) for s in recipe.seeds]
+        rows.append(replicates(np.stack(losses).astype(float)))
+    # of two or three seeds replicates may lie as far out as below 0, where there is no logarithm; so far out one is all
+    # that an interval knows of them
+    return np.maximum(np.stack(rows), np.finfo(float).tiny)
 
 
 def _axis(
@@ -268,6 +268,8 @@ def _axis(
     places = {other: [point[axis] for point in points[other]] for other in {name, *dense}}
     if any(None in place for place in places.values()):
         return None
+    if axis == "seconds" and len({point["processor"] for other in places for point in points[other]}) > 1:
+        return None  # shared among unlike machines: times of one width are not those of another
     fits = {other: fit_power_law(np.asarray(place, float), drawn[other]) for other, place in places.items()}
     middles = {other: _middle(points[other], places[other]) for other in places}
     own: dict[str, Any] = {"log_a": float(middles[name][0][0]), "b": float(middles[name][1][0])}

@@ -37,7 +37,7 @@ def carry_out_budgets(
         for entry in results["entries"]:
             chosen.setdefault(entry["name"], {}).update(_choice(entry))
         rows.append(_row(tokens, str(folder), results))
-    return results | {"name": recipe.name, BUDGETS: rows, "notes": results["notes"] + _notes(recipe)}
+    return results | {"name": recipe.name, BUDGETS: rows, "notes": results["notes"] + _notes(recipe, rows)}
 
 
 def at_budget(recipe: CompareSettings, index: int, chosen: Mapping[str, Mapping[str, float]]) -> CompareSettings:
@@ -60,7 +60,8 @@ def at_budget(recipe: CompareSettings, index: int, chosen: Mapping[str, Mapping[
         values["speed"] = {"seconds": 0}  # the same at every budget
     if recipe.tune is not None and recipe.tune.at == "smallest" and index:
         values["entries"] = with_choices(values["entries"], chosen)
-        values["tune"] = recipe.tune.model_dump() | {"check_full_length": True} if index == 1 else None
+        checked = index == 1 or recipe.tune.check_full_length
+        values["tune"] = recipe.tune.model_dump() | {"check_full_length": True} if checked else None
     return CompareSettings.load(values, f"budget of {budgets[index]:,} tokens")
 
 
@@ -102,7 +103,7 @@ def _row(tokens: int, folder: str, results: Mapping[str, Any]) -> dict[str, Any]
     return {"tokens": tokens, "folder": folder, "ngram": results["ngram"], "entries": entries}
 
 
-def _notes(recipe: CompareSettings) -> list[str]:
+def _notes(recipe: CompareSettings, rows: list[dict[str, Any]]) -> list[str]:
     budgets = recipe.budgets or ()
     notes = [
         f"Every entry was trained to each of {len(budgets)} budgets with a complete schedule; the table is of the last."
@@ -113,4 +114,12 @@ def _notes(recipe: CompareSettings) -> list[str]:
             "each": "at each budget",
         }
         notes.append(f"Learning rates were tuned {at[recipe.tune.at]}.")
+    # of the last budget the table itself tells
+    for row in rows[:-1]:
+        edges = [entry["name"] for entry in row["entries"] if entry["tuning"] and entry["tuning"]["edge"]]
+        if edges:
+            notes.append(
+                f"At {row['tokens']:,} tokens the best learning rate lay at the edge of what was tried for "
+                f"{', '.join(edges)}."
+            )
     return notes

@@ -40,11 +40,12 @@ class Entry(Settings):
         target: patterns that take ``operator``; by default the recipe's ``target``.
         operators: further pattern -> setting, looked at before ``target``; None leaves a layer alone.
         attachments: settings of model-level parts.
-        learning_rate: in place of the recipe's; it is then not tuned.
+        learning_rate: in place of the recipe's; it is then not tuned, but held against its neighbours where rates are.
         duration: of the recipe's budget: 2 trains on twice the tokens, as a dense model of equal time may need.
         resize: what is changed to match the budget: "operator" (its rank, blocks, ...; the default where there is an
             operator), "width" (of the whole model), or "fixed" (nothing; the default for dense).
-        set: other training settings in which this entry differs, by dotted name.
+        set: other training settings in which this entry differs, by dotted name. Of another batch size it is trained
+            on as many tokens as the others, in more or fewer steps.
     """
 
     operator: dict[str, Any] | None = None
@@ -83,6 +84,15 @@ class Entry(Settings):
     @classmethod
     def _one_pattern(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
+
+    @field_validator("set")
+    @classmethod
+    def _has_no_place_of_its_own(cls, value: dict[str, Any]) -> dict[str, Any]:
+        elsewhere = {"learning_rate": "the entry's own learning_rate", "seed": "the recipe's seeds"}
+        for key, place in elsewhere.items():
+            if key in value:
+                raise ValueError(f"set.{key} would be overruled, or overrule what tuning finds; use {place}")
+        return value
 
     @property
     def dense(self) -> bool:
@@ -189,6 +199,14 @@ class Sizes(Settings):
         return tuple(sorted(widths))
 
 
+class _SharedTrainSettings(TrainSettings):
+    """Training settings whose steps may be those of a budget: warm-up is checked with the steps of every entry."""
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> _SharedTrainSettings:
+        return self
+
+
 def _tokens(value: Any) -> Any:
     """A number of tokens, also written as 300k, 20.5M or 1G."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kMG])", value.strip()) if isinstance(value, str) else None
@@ -220,7 +238,7 @@ class CompareSettings(Settings):
     description: str = ""
     entries: dict[str, Entry]
     target: tuple[str, ...] = ("all-linear",)
-    train: TrainSettings = TrainSettings()
+    train: _SharedTrainSettings = _SharedTrainSettings()
     tokens: PositiveInt | None = None
     budgets: tuple[PositiveInt, ...] | None = Field(default=None, min_length=1)
     sizes: Sizes | None = None
@@ -242,6 +260,11 @@ class CompareSettings(Settings):
             if found is not values:
                 return found
         return saved
+
+    @field_validator("train", mode="before")
+    @classmethod
+    def _of_settings(cls, value: Any) -> Any:
+        return value.model_dump(exclude_unset=True) if isinstance(value, TrainSettings) else value
 
     @field_validator("tokens", mode="before")
     @classmethod
@@ -307,6 +330,12 @@ class CompareSettings(Settings):
             raise ValueError("train.operators and train.attachments belong to the entries of a comparison")
         if self.tokens is not None and "steps" in self.train.model_fields_set:
             raise ValueError("give the budget as tokens or as train.steps, not both")
+        if "seed" in self.train.model_fields_set:
+            raise ValueError("train.seed is of a single run; a comparison has seeds: seeds: [0, 1, 2]")
+        if self.tune is not None and self.tune.seed in self.seeds:
+            raise ValueError(
+                f"tune.seed={self.tune.seed} is one of seeds: what is tuned on it has an advantage there; take another"
+            )
         self._check_series()
         for name in self.entries:
             self.settings_of(name)
@@ -339,12 +368,16 @@ class CompareSettings(Settings):
 
     @property
     def steps(self) -> int:
-        """Optimiser steps of every final run; with several budgets, of the largest."""
+        """Optimiser steps of a final run in the shared batches; with several budgets, of the largest."""
+        return self._steps(self.train)
+
+    def _steps(self, settings: TrainSettings) -> int:
+        """Optimiser steps that the budget takes in the batches of ``settings``."""
         tokens = self.tokens if self.budgets is None else self.budgets[-1]
         if tokens is None:
-            return self.train.steps
-        t = self.train
-        return max(1, math.ceil(tokens / (t.batch_size * t.accumulation * t.data.sequence_length)))
+            return settings.steps
+        per_step = settings.batch_size * settings.accumulation * settings.data.sequence_length
+        return max(1, math.ceil(tokens / per_step))
 
     @property
     def ngram_order(self) -> int | None:
@@ -372,13 +405,14 @@ class CompareSettings(Settings):
             for pattern in entry.target or self.target:
                 operators.setdefault(pattern, entry.operator)
         changes = {"operators": operators, "attachments": list(entry.attachments), "seed": self.seeds[0]}
-        if self.tokens is not None or self.budgets is not None:
-            changes["steps"] = self.steps
         if entry.learning_rate is not None:
             changes["learning_rate"] = entry.learning_rate
         # Only what was written: a default of the model's fields must stay a default.
         written = self.train.model_dump(exclude_unset=True)
-        settings = TrainSettings.load(apply_overrides(written | changes, entry.set), f"entries.{name}")
+        values, where = apply_overrides(written | changes, entry.set), f"entries.{name}"
+        if "steps" not in values:
+            values["steps"] = self._steps(_SharedTrainSettings.load(values, where))
+        settings = TrainSettings.load(values, where)
         return settings if entry.duration == 1 else lasting(settings, entry.duration)
 
 

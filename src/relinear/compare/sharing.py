@@ -41,19 +41,27 @@ class Piece:
 def share_out(out_dir: Path, waiting: Callable[[], Sequence[Piece]]) -> None:
     """Do pieces until ``waiting`` gives none: those that are not done and could be done now, held by others or not.
 
-    Exceptions of a piece pass through; its lock is free again then.
+    A piece that fails here is left to the others, and the first such exception is raised when nothing else is left: one
+    run that cannot be done keeps nobody from the rest.
     """
+    failed: dict[str, Exception] = {}
     while pieces := waiting():
-        if not any(_done_here(out_dir, piece) for piece in pieces):
+        left = [piece for piece in pieces if piece.name not in failed]
+        if not left:
+            raise next(iter(failed.values()))
+        if not any(_done_here(out_dir, piece, failed) for piece in left):
             time.sleep(_POLL)  # the others are at the rest of them; one may be killed
 
 
-def _done_here(out_dir: Path, piece: Piece) -> bool:
-    """Do a piece unless another process holds it; whether it is done now."""
+def _done_here(out_dir: Path, piece: Piece, failed: dict[str, Exception]) -> bool:
+    """Do a piece unless another process holds it; whether it was tried. What goes wrong is noted in ``failed``."""
     try:
-        with only_process_in(out_dir / CLAIMS / piece.name, patience=0):
-            if not piece.is_done():
-                piece.do()
+        with only_process_in(out_dir / CLAIMS / piece.name, patience=0, required=True):
+            try:
+                if not piece.is_done():
+                    piece.do()
+            except Exception as error:  # raised by share_out in the end
+                failed[piece.name] = error
             return True
     except InUseError:
         return False

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from relinear.core.inference import for_inference_
-from relinear.system.machine import on_threads
+from relinear.system.machine import describe_machine, on_threads
 from relinear.train.optim import build_optimizer
 from relinear.train.run import build_model
 from relinear.train.settings import TrainSettings
-from relinear.train.trainer import training_dtype
+from relinear.train.trainer import training_device, training_dtype
 
 __all__ = ["measure_speed"]
 
@@ -23,11 +23,12 @@ class _Subject:
     """A model with a training step and an inference pass to be timed, on random tokens of the training's shape."""
 
     def __init__(self, settings: TrainSettings, vocab_size: int) -> None:
-        cuda = settings.device != "cpu" and torch.cuda.is_available()
-        self.device = torch.device("cuda" if cuda else "cpu")
+        self.device = training_device(settings)
         self.model = build_model(settings, vocab_size).to(self.device)
         if settings.dtype == "pure_bfloat16":
             self.model.to(torch.bfloat16)
+        if settings.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if settings.compile:
             self.model.compile()
         self.model.config.use_cache = False
@@ -92,7 +93,8 @@ def measure_speed(
         on_progress: called with ``{"step", "steps"}`` after every round.
 
     Returns:
-        name -> train_ratio, inference_ratio, train_tokens_per_second, inference_tokens_per_second, rounds, reference.
+        name -> train_ratio, inference_ratio, train_tokens_per_second, inference_tokens_per_second, rounds, reference,
+        and the processor or GPU that it was measured on.
     """
     loaded = {name: TrainSettings.load(value) for name, value in settings.items()}
     with on_threads(loaded[reference].threads):
@@ -113,7 +115,9 @@ def measure_speed(
 
 
 def _figures(subject: _Subject, reference: _Subject, name: str) -> dict[str, Any]:
-    figures: dict[str, Any] = {"reference": name, "rounds": len(subject.seconds["train"])}
+    machine = describe_machine()
+    processor = ", ".join(machine["gpus"]) if subject.device.type == "cuda" else machine["processor"]
+    figures: dict[str, Any] = {"reference": name, "rounds": len(subject.seconds["train"]), "processor": processor}
     for what, times in subject.seconds.items():
         ratios = [base / own for base, own in zip(reference.seconds[what], times, strict=True)]
         figures[f"{what}_ratio"] = statistics.median(ratios)

@@ -187,7 +187,7 @@ class _Sweep:
 
     def _tell(self, study: Any, record: Mapping[str, Any]) -> None:
         """Write the table of a shared sweep."""
-        with only_process_in(self.out_dir / CLAIMS / "table", patience=60):
+        with only_process_in(self.out_dir / CLAIMS / "table", patience=60, required=True):
             _check_same(self.out_dir, record)
             write_json(self.out_dir / SWEEP, record | {"trials": _table(study)})
 

@@ -192,9 +192,17 @@ def _search(grid: Sequence[float], extensions: int, losses_of: Losses) -> _Best:
 
 
 def _descend(grid: Sequence[float], start: float, moves: int, losses_of: Losses) -> _Best:
-    """From ``start`` to the better neighbour, up to ``moves`` times; beyond its ends the grid goes on as it ends."""
-    values, best = sorted({*grid, start}), start
-    for _ in range(moves + 1):
+    """From ``start`` to the better neighbour, up to ``moves`` times; beyond its ends the grid goes on as it ends.
+
+    Values of the grid that are nearer to the start than a fourth of the grid's step tell nothing and are left out.
+    Where training diverges at the start and beside it, the way is down, to the lowest value of the grid if need be.
+    """
+    apart = (grid[-1] / grid[0]) ** (1 / (len(grid) - 1))
+    near = [value for value in grid if value != start and max(value / start, start / value) < apart**0.25]
+    values, best = sorted({*grid, start} - set(near)), start
+    if len(values) == 1:
+        values = [_rounded(start / apart), start]
+    while True:
         if best == values[0]:
             values.insert(0, _below(values))
         if best == values[-1]:
@@ -204,9 +212,14 @@ def _descend(grid: Sequence[float], start: float, moves: int, losses_of: Losses)
         asked = list(dict.fromkeys([best, *around]))
         losses = dict(zip(asked, losses_of(asked), strict=True))
         better = min(asked, key=losses.__getitem__)
+        if not math.isfinite(losses[better]) and best > grid[0]:
+            best = values[place - 1]
+            continue
         if better == best:
             break
-        best = better
+        best, moves = better, moves - 1
+        if moves < 0:
+            break
     return _Best(best, tuple(around))  # at an end of these where the last move was the last allowed
 
 

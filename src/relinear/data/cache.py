@@ -16,7 +16,7 @@ import numpy as np
 
 from relinear.system.files import own_folder, read_json, write_json
 
-__all__ = ["cache_folder", "cached", "digest", "write_tokens"]
+__all__ = ["cache_folder", "cached", "checksum", "digest", "write_tokens"]
 
 #: part of every key: raise it when the meaning of cached files changes
 FORMAT = 1
@@ -37,7 +37,8 @@ def digest(value: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _checksum(path: Path) -> int:
+def checksum(path: Path) -> int:
+    """Of a file's content; of a large one, of blocks that are spread over it."""
     size = path.stat().st_size
     blocks = max(1, -(-size // _BLOCK))
     chosen = range(blocks) if blocks <= _CHECKED_BLOCKS else np.linspace(0, blocks - 1, _CHECKED_BLOCKS).astype(int)
@@ -53,8 +54,8 @@ def _read(folder: Path) -> dict[str, Any] | None:
     """What ``build`` returned, or None if the entry is absent or any of its files is not what was written."""
     try:
         manifest = read_json(folder / _MANIFEST)
-        for name, (size, checksum) in manifest["files"].items():
-            if (folder / name).stat().st_size != size or _checksum(folder / name) != checksum:
+        for name, (size, written) in manifest["files"].items():
+            if (folder / name).stat().st_size != size or checksum(folder / name) != written:
                 return None
         return dict(manifest["value"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -105,7 +106,7 @@ def _build(folder: Path, key: Any, build: Callable[[Path], dict[str, Any]]) -> d
     try:
         value = build(temporary)
         files = {
-            str(path.relative_to(temporary)): (path.stat().st_size, _checksum(path))
+            str(path.relative_to(temporary)): (path.stat().st_size, checksum(path))
             for path in sorted(temporary.rglob("*"))
             if path.is_file()
         }

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from relinear.core.config import shown
-from relinear.data.cache import cache_folder, cached, digest, write_tokens
+from relinear.data.cache import cache_folder, cached, checksum, digest, write_tokens
 from relinear.data.corpora import Corpus, open_corpus
 from relinear.data.settings import DataSettings
 from relinear.data.tokenizers import (
@@ -49,6 +49,11 @@ class PackedDataset(Dataset):
         if "_tokens" not in self.__dict__:
             self.__dict__["_tokens"] = np.load(self.path, mmap_mode="r", allow_pickle=False)
         return self.__dict__["_tokens"]
+
+    @property
+    def checksum(self) -> int:
+        """Of the tokens: whether two runs had the same."""
+        return checksum(self.path)
 
     def __getstate__(self) -> dict[str, Any]:
         # A memory map would be pickled as all that it maps.

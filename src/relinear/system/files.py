@@ -22,6 +22,7 @@ __all__ = [
     "own_folder",
     "parse_json",
     "read_json",
+    "sync_files",
     "write_json",
     "write_manifest",
     "write_text",
@@ -66,6 +67,7 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
         yield temporary
+        sync_files(temporary)
         temporary.chmod(0o755)
         if not path.exists():
             temporary.replace(path)
@@ -76,6 +78,14 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
             shutil.rmtree(old)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sync_files(directory: Path) -> None:
+    """Have every file in ``directory`` on the disk: renaming is only all-or-nothing for data that has reached it."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -22,32 +22,38 @@ class InUseError(ValueError):
 
 
 @contextlib.contextmanager
-def only_process_in(directory: str | Path, patience: float | None = None, *, shared: bool = False) -> Iterator[Path]:
+def only_process_in(
+    directory: str | Path, patience: float | None = None, *, shared: bool = False, required: bool = False
+) -> Iterator[Path]:
     """Hold ``directory``, made if need be, for the length of the block; of two processes the second is refused.
 
     The lock (``flock`` on ``.lock``) ends with its holder in whatever way that ends. The file is removed again, and so
     are the folders made for it if nothing else has come into them. Where the system or the file system has no
-    ``flock``, nothing is held.
+    ``flock``, nothing is held, unless it is ``required``.
 
     Args:
         directory: which.
         patience: seconds that another process is waited for; by default as long as one that was just killed may take.
         shared: hold it together with others that share it; who does not share is refused, and refuses them.
+        required: several processes divide work by such locks: refuse to go on without.
 
     Raises:
         InUseError: (a ValueError) if another process holds the directory.
-        OSError: if it cannot be made or written.
+        OSError: if it cannot be made or written, or has no locks although they are required.
     """
     directory = Path(directory)
+    required = required or shared
     try:
         import fcntl
     except ImportError:
+        if required:
+            raise _no_locks(directory) from None
         directory.mkdir(parents=True, exist_ok=True)
         yield directory
         return
     made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     path = directory / LOCK
-    handle = _acquired(path, fcntl, _PATIENCE if patience is None else patience, shared)
+    handle = _acquired(path, fcntl, _PATIENCE if patience is None else patience, shared, required)
     try:
         with contextlib.suppress(OSError):  # who it is helps a reader; on a full disk the lock holds without it
             os.ftruncate(handle, 0)
@@ -62,7 +68,14 @@ def only_process_in(directory: str | Path, patience: float | None = None, *, sha
                 folder.rmdir()
 
 
-def _acquired(path: Path, fcntl: Any, patience: float, shared: bool) -> int:
+def _no_locks(directory: Path) -> OSError:
+    return OSError(
+        f"{directory} is on a system without file locks (flock), by which processes share work; let one process do it, "
+        "without --share (shared=True), or use a file system with locks"
+    )
+
+
+def _acquired(path: Path, fcntl: Any, patience: float, shared: bool, required: bool) -> int:
     """A handle of ``path`` that is locked, and is the file that others see there."""
     deadline = time.monotonic() + patience
     while True:
@@ -84,6 +97,9 @@ def _acquired(path: Path, fcntl: Any, patience: float, shared: bool) -> int:
                 ) from None
             time.sleep(0.05)
         except OSError:  # a file system without locks
+            if required:
+                os.close(handle)
+                raise _no_locks(path.parent) from None
             return handle
         os.close(handle)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import shutil
 import time
 import warnings
@@ -31,7 +30,7 @@ from relinear.core.inference import keeping_for_inference
 from relinear.core.modes import evaluating
 from relinear.core.objective import GuidedTraining
 from relinear.core.record import sync_record
-from relinear.system.files import atomic_path, check_manifest, write_manifest, writing
+from relinear.system.files import atomic_path, check_manifest, sync_files, write_manifest, writing
 from relinear.system.machine import fast_bfloat16
 from relinear.train.optim import build_optimizer, build_schedule
 from relinear.train.settings import FitSettings
@@ -84,6 +83,11 @@ class SteadySampler(Sampler[int]):
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
             order = torch.randperm(self.size, generator=generator)
             yield from order[: self.total - number * self.size].tolist()
+
+
+def training_device(settings: FitSettings) -> torch.device:
+    """Where runs of these settings are trained on this machine."""
+    return torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def training_dtype(settings: FitSettings, device: torch.device) -> torch.dtype:
@@ -175,12 +179,12 @@ class RelinearTrainer(Trainer):
         data_collator: Callable | None = None,
         block_losses: Path | None = None,
     ) -> None:
-        cuda = settings.device != "cpu" and torch.cuda.is_available()
-        if settings.device == "cuda" and not cuda:
+        device = training_device(settings).type
+        if settings.device == "cuda" and device != "cuda":
             raise ValueError("device='cuda', but torch sees no GPU here; use device='cpu' or 'auto'")
         if eval_dataset is None and settings.eval_every:
             raise ValueError(f"eval_every={settings.eval_every}, but there is no validation data")
-        arguments = _arguments(settings, out_dir, "cuda" if cuda else "cpu")
+        arguments = _arguments(settings, out_dir, device)
         super().__init__(
             model=model,
             args=arguments,
@@ -404,7 +408,7 @@ class RelinearTrainer(Trainer):
             self._barrier()
             if self.args.should_save:
                 write_manifest(partial / name, world_size=self.args.world_size)
-                _sync_files(partial / name)
+                sync_files(partial / name)
                 shutil.rmtree(home / name, ignore_errors=True)
                 (partial / name).rename(home / name)
         finally:
@@ -483,11 +487,3 @@ def save_model(model: Any, directory: Path) -> None:
         from safetensors.torch import save_model as save
 
         save(model, str(directory / "model.safetensors"))
-
-
-def _sync_files(directory: Path) -> None:
-    # Renaming is only all-or-nothing for data that has reached the disk.
-    for path in directory.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())

@@ -1,0 +1,200 @@
+"""What would make a comparison unfair in silence: other budgets, other text, other machines, settings that overrule."""
+
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from relinear.cli.main import main
+from relinear.compare.results import comparison_result
+from relinear.compare.run import compare
+from relinear.compare.scaling import at_size
+from relinear.compare.series import at_budget, carry_out_budgets
+from relinear.compare.settings import CompareSettings, Tune
+from relinear.compare.sharing import Piece, share_out
+from relinear.compare.tune import Trials, check_neighbours, open_study
+from relinear.system.lock import only_process_in
+
+WIDTH = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+TRAIN = {"model": "tiny", "batch_size": 8, "data": {"sequence_length": 32}}
+
+
+def recipe(**changes):
+    values = {"entries": {"dense": "dense", "low_rank": "low_rank:rank=4"}, "train": TRAIN}
+    return CompareSettings.load(values | changes)
+
+
+# Budgets
+
+
+def test_an_entry_with_another_batch_is_trained_on_as_many_tokens():
+    entries = {"dense": "dense", "large": {"set": {"batch_size": 32}}, "twice": {"set": {"accumulation": 2}}}
+    found = recipe(entries=entries, tokens=100_000)
+    steps = {name: found.settings_of(name).steps for name in entries}
+    assert steps == {"dense": 391, "large": 98, "twice": 196}
+    planned = [
+        SimpleNamespace(name=name, settings=found.settings_of(name), size=None, deviation=None) for name in entries
+    ]
+    data = SimpleNamespace(description={"splits": {"train": {"tokens": 1_000_000}}})
+    said = comparison_result(found, data, planned, [])["budget"]
+    assert "391 steps of 256 tokens" in said
+    assert "Other steps: large for 98 of 1,024, twice for 196 of 512." in said
+
+
+def test_warm_up_may_be_longer_than_the_default_number_of_steps():
+    train = TRAIN | {"warmup_steps": 2000}
+    found = recipe(train=train, tokens=1_000_000)
+    assert (found.settings_of("dense").steps, found.settings_of("dense").warmup_steps) == (3907, 2000)
+    with pytest.raises(ValueError, match=r"entries\.dense.*warmup_steps=2000 must be below steps=391"):
+        recipe(train=train, tokens=100_000)
+    with pytest.raises(ValueError, match=r"warmup_steps=2000 must be below steps=1000"):
+        recipe(train=train)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"entries": {"dense": {"set": {"learning_rate": 0.01}}}}, "the entry's own learning_rate"),
+        ({"entries": {"dense": {"set": {"seed": 3}}}}, "the recipe's seeds"),
+        ({"train": TRAIN | {"seed": 3}}, "a comparison has seeds"),
+        ({"seeds": [0, 1000], "tune": True}, "one of seeds"),
+    ],
+)
+def test_settings_that_would_be_overruled_are_refused(changes, said):
+    with pytest.raises(ValueError, match=said):
+        recipe(**changes)
+
+
+def test_later_budgets_are_checked_where_the_recipe_asks_for_it_and_tell_of_edges():
+    tune = {"learning_rates": [0.001, 0.002]}
+    series = {"budgets": [1000, 2000, 4000], "reference": "dense"}
+    chosen = {name: {"learning_rate": 0.002} for name in ("dense", "low_rank")}
+    assert at_budget(recipe(**series, tune=tune), 2, chosen).tune is None
+    assert at_budget(recipe(**series, tune=tune | {"check_full_length": True}), 2, chosen).tune.check_full_length
+
+    def carry_out(at_one, folder):
+        tuned = {"edge": at_one.tokens == 2000} if at_one.tune else None
+        entry = {"learning_rate": 0.002, "tuning": tuned, "validation_loss": {"mean": 2.0}, "gap": None, "runs": []}
+        entries = [entry | {"name": name, "settings": {"model_overrides": {}}} for name in at_one.entries]
+        return {"entries": entries, "ngram": None, "notes": []}
+
+    notes = carry_out_budgets(recipe(**series, tune=tune), Path("out"), carry_out)["notes"]
+    assert [note for note in notes if "edge" in note] == [
+        "At 2,000 tokens the best learning rate lay at the edge of what was tried for dense, low_rank."
+    ]
+
+
+# Tuning
+
+
+def test_where_all_neighbours_diverge_the_way_is_down(tmp_path):
+    settings = Tune(learning_rates=(5e-4, 1e-3, 2e-3, 4e-3, 8e-3), extensions=1)
+    trials = Trials(open_study(tmp_path, "x"), lambda rate, _: None if rate > 6e-4 else 1.0 / rate)
+    assert check_neighbours(settings, trials, 4e-3)[0] == 5e-4
+    hopeless = Trials(open_study(tmp_path, "y"), lambda rate, _: None)
+    with pytest.raises(ValueError, match="diverged"):
+        check_neighbours(settings, hopeless, 4e-3)
+    assert min(row["learning_rate"] for row in hopeless.rows()) == pytest.approx(2.5e-4)
+
+
+# Sizes
+
+
+def test_operators_that_an_entry_sets_by_name_grow_with_the_width():
+    entry = {"operator": "low_rank:rank=8", "target": ["q_proj", "all-linear"], "set": {"operators.q_proj.rank": 4}}
+    train = TRAIN | {"model_overrides": WIDTH | {"num_hidden_layers": 2}}
+    found = recipe(entries={"dense": "dense", "mixed": entry}, train=train, sizes=[32, 64, 96, 128], reference="dense")
+    for width, ranks in ((32, (8, 4)), (128, (32, 16))):
+        operators = at_size(found, width, 258).settings_of("mixed").operators
+        assert (operators["all-linear"]["rank"], operators["q_proj"]["rank"]) == ranks
+
+
+# Sharing
+
+
+def test_a_piece_that_fails_keeps_nobody_from_the_rest(tmp_path):
+    done, tried = set(), []
+
+    def piece(name):
+        def do():
+            tried.append(name)
+            if name == "bad":
+                raise RuntimeError("diverged")
+            done.add(name)
+
+        return Piece(name, lambda: name in done, do)
+
+    def waiting():
+        return [piece(name) for name in ("bad", "good", "better") if name not in done]
+
+    with pytest.raises(RuntimeError, match="diverged"):
+        share_out(tmp_path, waiting)
+    assert done == {"good", "better"}
+    assert tried.count("bad") == 1
+
+
+def test_work_is_not_shared_where_there_are_no_locks(tmp_path, monkeypatch):
+    def no_flock(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", no_flock)
+    with pytest.raises(OSError, match="without --share"):
+        share_out(tmp_path, lambda: [Piece("x", lambda: False, lambda: None)])
+    with pytest.raises(OSError, match="flock"), only_process_in(tmp_path, shared=True):
+        pass
+    with only_process_in(tmp_path):
+        pass
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with pytest.raises(OSError, match="flock"), only_process_in(tmp_path, required=True):
+        pass
+
+
+# Going on
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """A recipe on a file, and a directory where it has ended but for its results."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"line {i} of {i % 11}" for i in range(400)))
+    train = {"model": "tiny", "model_overrides": WIDTH, "steps": 2, "batch_size": 2, "dtype": "float32", "threads": 1}
+    train["data"] = {"data": str(text), "sequence_length": 32, "cache_dir": str(tmp_path / "cache")}
+    values = {"entries": {"dense": "dense"}, "train": train, "speed": {"seconds": 0}, "ngram": None}
+    compare(values, tmp_path / "out", isolate=False)
+    (tmp_path / "out" / "results.json").unlink()
+    return values, text
+
+
+def test_other_text_under_the_same_name_is_refused(begun, tmp_path):
+    values, text = begun
+    before = text.read_text()
+    text.write_text(before.replace("line", "lime"))
+    with pytest.raises(ValueError, match="begun on other text"):
+        compare(values, tmp_path / "out", isolate=False)
+    text.write_text(before)
+    assert compare(values, tmp_path / "out", isolate=False)["entries"]
+
+
+def test_another_precision_is_refused(begun, tmp_path, monkeypatch):
+    values, _ = begun
+    monkeypatch.setattr("relinear.compare.folder._computed", lambda settings: "bfloat16 on cuda")
+    with pytest.raises(ValueError, match="dense in float32 on cpu, which would be bfloat16 on cuda"):
+        compare(values, tmp_path / "out", isolate=False)
+
+
+def test_tune_on_the_command_line_keeps_how_a_recipe_tunes(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_text("entries: {dense: dense}\ntune: {learning_rates: [0.003, 0.006]}\n")
+    seen = []
+
+    def stop(settings, *_, **__):
+        seen.append(settings)
+        raise ValueError("seen")
+
+    monkeypatch.setattr("relinear.compare.run.compare", stop)
+    main(["compare", "--recipe", str(path), "--tune"])
+    capsys.readouterr()
+    assert seen[0].tune.learning_rates == (0.003, 0.006)
+    assert math.isclose(seen[0].tune.fraction, 0.25)
