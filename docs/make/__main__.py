@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 import claims
+import curves
 import cut
 import gpu
 import measured
@@ -96,9 +97,11 @@ def filled(text: str, parts: Mapping[str, Callable[[], str]], page: str) -> str:
 def pages() -> dict[Path, str]:
     """Every file with generated parts, and what it should hold."""
     found = {DOCS / "claims.md": claims.page()}
-    for folder, made in {"speed": speed.PARTS, "gpu": gpu.PARTS, **cut.PARTS}.items():
+    made_of = ({"speed": speed.PARTS, "gpu": gpu.PARTS}, cut.PARTS, curves.PARTS)
+    for folder in sorted({folder for made in made_of for folder in made}):
         page = measured.RESULTS / folder / "README.md"
-        found[page] = filled(page.read_text(encoding="utf-8"), made, folder)
+        parts = {name: make for made in made_of for name, make in made.get(folder, {}).items()}
+        found[page] = filled(page.read_text(encoding="utf-8"), parts, folder)
     for page in sorted((DOCS / "operators").glob("*.md")):
         parts = {name: functools.partial(make, page.stem) for name, make in PARTS.items()}
         found[page] = filled(page.read_text(encoding="utf-8"), parts, page.stem)

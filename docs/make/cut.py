@@ -8,7 +8,7 @@ from typing import Any
 
 from measured import RESULTS, mean, read, table
 
-__all__ = ["PARTS", "against", "best", "evaluated", "trained", "typed"]
+__all__ = ["PARTS", "against", "best", "cut_short", "evaluated", "shared", "trained", "typed"]
 
 #: folder of results/ -> its record
 _RECORDS = {
@@ -16,6 +16,10 @@ _RECORDS = {
     "hdpl": "hdpl/claims-5M/runs.json",
     "transponder": "transponder/claims-20M/runs.json",
 }
+
+
+#: head of a column; over one seed the interval says nothing of seeds
+_GAP = "gap [95 %, bootstrap over text and seeds]"
 
 
 def _signed(gap: Mapping[str, Any]) -> str:
@@ -35,6 +39,26 @@ def _rows_of(found: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 def best(folder: str, name: str) -> dict[str, Any]:
     """An entry's best tuning run."""
     return min(_rows_of(read(_RECORDS[folder]), name), key=lambda run: run["validation_loss"])
+
+
+def shared(folder: str, ours: str, theirs: str) -> dict[tuple[float, float], float]:
+    """(rate, start) -> loss of one entry less the other's, where a tuning run of both ended."""
+    found = read(_RECORDS[folder])
+    ended = [
+        {(run["learning_rate"], run["initializer_range"]): run["validation_loss"] for run in _rows_of(found, name)}
+        for name in (ours, theirs)
+    ]
+    return {case: ended[0][case] - ended[1][case] for case in sorted(set(ended[0]) & set(ended[1]))}
+
+
+def cut_short(folder: str, name: str) -> dict[tuple[float, float], str]:
+    """(rate, start) -> steps of an entry's tuning runs that did not end."""
+    runs = read(_RECORDS[folder])["tuning"][name]
+    return {
+        (run["learning_rate"], run["initializer_range"]): f"{run['steps_taken']:,} of {run['steps']:,}"
+        for run in runs
+        if run["validation_loss"] is None
+    }
 
 
 def trained(folder: str, name: str) -> str:
@@ -60,7 +84,7 @@ def tuned(folder: str) -> str:
                 gap,
             ]
         )
-    return table(["entry", "parameters", "rate, start", "tuning runs", "validation loss", "gap"], lines)
+    return table(["entry", "parameters", "rate, start", "tuning runs", "validation loss", _GAP], lines)
 
 
 def _gap_of(found: Mapping[str, Any], name: str) -> str:
@@ -92,7 +116,7 @@ def final(folder: str) -> str:
                 _gap_of(found, name),
             ]
         )
-    return table(["entry", "rate, start", "runs", "validation loss", "gap"], lines)
+    return table(["entry", "rate, start", "runs", "validation loss", _GAP], lines)
 
 
 def counting(folder: str) -> str:

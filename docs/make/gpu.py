@@ -9,7 +9,7 @@ from typing import Any
 import measured
 from measured import table
 
-__all__ = ["PARTS", "share"]
+__all__ = ["PARTS", "peak", "share"]
 
 _KERNELS = ("transponder", "hdpl", "ccl", "cgt", "rotor", "rotor_step")
 #: model -> the one that it is held against
@@ -92,6 +92,11 @@ def share(name: str) -> float:
     return ours / theirs
 
 
+def peak(name: str) -> float:
+    """Peak memory of a model's training, in GB."""
+    return _rows(name, "training")[-1]["peak_bytes"] / 1e9
+
+
 def models() -> str:
     """Speed and memory of training, and the loss of the last step that both models took."""
     rows = []
@@ -101,9 +106,9 @@ def models() -> str:
         for label, found in ((plain, theirs), (name, ours)):
             at = next(row for row in reversed(found) if row["step"] <= shared)
             speed, relative = found[-1]["tokens_per_second"], share(name) if found is ours else 1.0
-            peak = found[-1]["peak_bytes"] / 1e9
+            memory = f"{peak(label):.1f}"
             rows.append(
-                [f"`{label}`", f"{speed:,.0f}", f"{relative:.2f}", f"{peak:.1f}", str(at["step"]), f"{at['loss']:.2f}"]
+                [f"`{label}`", f"{speed:,.0f}", f"{relative:.2f}", memory, str(at["step"]), f"{at['loss']:.2f}"]
             )
     heads = ["model", "tokens a second", "relative", "peak memory, GB", "steps", "training loss there"]
     return table(heads, rows)

@@ -47,11 +47,11 @@ def ranged(values: Sequence[float], digits: int = 3) -> str:
 def gap(ours: Sequence[float], theirs: Sequence[float], digits: int = 3) -> str:
     """Ours less theirs, seed by seed: +0.012 [-0.004, +0.028]; without an interval where there is one seed."""
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
-    text, bounds = _signed(mean(differences), digits), interval(differences)
-    return text if bounds is None else f"{text} [{_signed(bounds[0], digits)}, {_signed(bounds[1], digits)}]"
+    text, bounds = signed(mean(differences), digits), interval(differences)
+    return text if bounds is None else f"{text} [{signed(bounds[0], digits)}, {signed(bounds[1], digits)}]"
 
 
-def _signed(value: float, digits: int) -> str:
+def signed(value: float, digits: int) -> str:
     """+0.012, and +0.000 rather than -0.000."""
     return f"{round(value, digits) + 0.0:+.{digits}f}"
 

@@ -63,17 +63,17 @@ def _figure(row: Mapping[str, Any]) -> Figure:
     return Figure(row["ratio"], row.get("ratio_minimum"), row.get("ratio_maximum"))
 
 
-# What was wanted
+# Targets
 
 
 @dataclasses.dataclass(frozen=True)
 class Aim:
-    """A figure that was asked for: what it was, what was wanted, and how to find what it is now.
+    """A target of the project's own: what the figure was, what it should be, and how to find what it is now.
 
     Args:
         what: the case.
         before: as measured before, on another machine.
-        wanted: the bound; None where only the figure was asked for.
+        wanted: the bound; None where there is only the figure.
         find: the figure, or None where no record has it.
         least: the bound is from below: larger is better.
         unit: behind the figures.
@@ -204,8 +204,9 @@ def _aims() -> list[Aim]:
 
 
 def wanted() -> str:
-    """What was wanted, before and now."""
-    return table(["case", "before", "wanted", "now (least to most)", "met"], [aim.row() for aim in _aims()])
+    """The project's own targets, before and now."""
+    now = "now (least to most of runs; whole models' training and decoding: quartiles of rounds)"
+    return table(["case", "before", "target", now, "met"], [aim.row() for aim in _aims()])
 
 
 # Layers
@@ -217,10 +218,20 @@ def _of(name: str) -> str:
     settings = found["settings"]
     count = settings.get("repeats", 1)
     runs = f"{count} runs of the whole command" if count > 1 else "a single run"
-    command = f"    {found['command']}\n\n" if "command" in found else ""
+    command = f"    {found['command']}\n\n" if "command" in found else f"{_by_settings(settings)} "
     rates = ", ".join(f"{one['gemm'] / 1e9:,.0f} GFLOP/s in {one['dtype']}" for one in found["roofline"])
     said = f"{runs.capitalize()}, {settings['rounds']} rounds each. {machine(found)} A large product: {rates}."
     return command + said
+
+
+def _by_settings(settings: Mapping[str, Any]) -> str:
+    """What a record without a command says of how it was made."""
+    operators = "".join(f" -o {one}" for one in settings["operators"])
+    lists = "".join(
+        f" --{name} {','.join(map(str, settings[name]))}" for name in ("shapes", "tokens", "dtypes", "modes")
+    )
+    more = f" --rounds {settings['rounds']} --no-peers --no-untuned"
+    return f"The command was not recorded; by the settings it was `relinear bench{operators}{lists}{more}`."
 
 
 def _table_of(rows: Sequence[Mapping[str, Any]]) -> str:
