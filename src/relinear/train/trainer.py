@@ -41,6 +41,7 @@ __all__ = [
     "SteadySampler",
     "check_checkpoint",
     "last_checkpoint",
+    "training_device",
     "training_dtype",
 ]
 
