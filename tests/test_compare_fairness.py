@@ -9,13 +9,15 @@ import pytest
 
 from relinear.cli.main import main
 from relinear.compare.results import comparison_result
-from relinear.compare.run import compare
+from relinear.compare.run import _Comparison, compare
 from relinear.compare.scaling import at_size
 from relinear.compare.series import at_budget, carry_out_budgets
 from relinear.compare.settings import CompareSettings, Tune
 from relinear.compare.sharing import Piece, share_out
 from relinear.compare.tune import Trials, check_neighbours, open_study
 from relinear.system.lock import only_process_in
+from relinear.train.run import read_result
+from relinear.train.trainer import NonFiniteLossError
 
 WIDTH = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 TRAIN = {"model": "tiny", "batch_size": 8, "data": {"sequence_length": 32}}
@@ -41,6 +43,34 @@ def test_an_entry_with_another_batch_is_trained_on_as_many_tokens():
     said = comparison_result(found, data, planned, [])["budget"]
     assert "391 steps of 256 tokens" in said
     assert "Other steps: large for 98 of 1,024, twice for 196 of 512." in said
+
+
+def test_warm_up_and_evaluations_keep_their_places_with_another_batch():
+    entries = {
+        "dense": "dense",
+        "large": {"set": {"batch_size": 32}},
+        "own": {"set": {"batch_size": 32, "eval_every": 7}},
+    }
+    train = TRAIN | {"warmup_steps": 40, "eval_every": 100}
+    found = recipe(entries=entries, train=train, tokens=100_000)
+    settings = {name: found.settings_of(name) for name in entries}
+    assert {name: (s.steps, s.warmup_steps, s.eval_every) for name, s in settings.items()} == {
+        "dense": (391, 40, 100),
+        "large": (98, 10, 25),
+        "own": (98, 10, 7),
+    }
+    in_steps = recipe(entries=entries, train=train | {"steps": 400})
+    assert {in_steps.settings_of(name).steps for name in entries} == {400}
+
+
+def test_a_recipe_as_it_was_recorded_is_read_again():
+    found = recipe(tokens=100_000)
+    written = found.model_dump(mode="json")
+    assert written["train"]["seed"] == 0
+    kept = {key: value for key, value in written["train"].items() if key != "steps"}
+    again = CompareSettings.load(written | {"train": kept})
+    assert again.settings_of("dense") == found.settings_of("dense")
+    assert CompareSettings.completed({key: value for key, value in written.items() if key != "speed"}) == written
 
 
 def test_warm_up_may_be_longer_than_the_default_number_of_steps():
@@ -135,6 +165,23 @@ def test_a_piece_that_fails_keeps_nobody_from_the_rest(tmp_path):
     assert tried.count("bad") == 1
 
 
+def test_an_entry_that_diverges_wherever_it_is_tuned_keeps_nobody_from_the_rest(begun, tmp_path, monkeypatch):
+    values, _ = begun
+    values["entries"] = {"wild": "low_rank:rank=4", "dense": {"operator": "dense", "learning_rate": 0.001}}
+    values |= {"tune": {"learning_rates": [0.1, 0.2], "fraction": 1.0, "extensions": 0}, "match": "width"}
+    whole = _Comparison._run
+
+    def run(self, stage, what, settings, folder):
+        if "wild" in what:
+            raise NonFiniteLossError("the training loss is nan")
+        return whole(self, stage, what, settings, folder)
+
+    monkeypatch.setattr(_Comparison, "_run", run)
+    with pytest.raises(ValueError, match=r"wild: training diverged at every learning rate"):
+        compare(values, tmp_path / "shared", isolate=False, shared=True)
+    assert read_result(tmp_path / "shared" / "runs" / "dense" / "seed-0") is not None
+
+
 def test_work_is_not_shared_where_there_are_no_locks(tmp_path, monkeypatch):
     def no_flock(*_):
         raise OSError(38, "Function not implemented")
@@ -142,7 +189,7 @@ def test_work_is_not_shared_where_there_are_no_locks(tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", no_flock)
     with pytest.raises(OSError, match="without --share"):
         share_out(tmp_path, lambda: [Piece("x", lambda: False, lambda: None)])
-    with pytest.raises(OSError, match="flock"), only_process_in(tmp_path, shared=True):
+    with pytest.raises(OSError, match="cannot be locked"), only_process_in(tmp_path, shared=True):
         pass
     with only_process_in(tmp_path):
         pass

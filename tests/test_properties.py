@@ -318,4 +318,6 @@ def test_recipes_with_other_settings_are_read_as_they_are_written(name, train, s
     assert CompareSettings.completed(json.loads(json.dumps(written))) == written
     del written["match"]["tolerance"], written["speed"]  # as a version wrote it that did not know them
     completed = CompareSettings.completed(written)
+    assert "speed" in completed
+    assert "tolerance" in completed["match"]
     assert {key for key in completed if completed[key] != loaded.model_dump(mode="json")[key]} <= {"match", "speed"}

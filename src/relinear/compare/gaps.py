@@ -34,10 +34,12 @@ def _weights_of_seeds(seeds: int, count: int, generator: np.random.Generator) ->
     """
     if seeds == 1:
         return np.ones((count, 1))
-    normal = generator.normal(size=(count, seeds))
+    half = -(-count // 2)
+    normal = generator.normal(size=(half, seeds))
     normal -= normal.mean(1, keepdims=True)
-    scale = np.sqrt(seeds * generator.chisquare(seeds - 1, size=(count, 1)))
-    return 1 / seeds + normal / scale
+    apart = normal / np.sqrt(seeds * generator.chisquare(seeds - 1, size=(half, 1)))
+    # with its mirror image: which side the few extreme draws lie on is no accident of the generator
+    return 1 / seeds + np.concatenate([apart, -apart])[:count]
 
 
 def replicates(losses: np.ndarray, count: int = REPLICATES, seed: int = 0) -> np.ndarray:

@@ -141,6 +141,15 @@ def _at(settings: TrainSettings, rate: float, initializer_range: float | None) -
     return settings.updated(learning_rate=rate, model_overrides=overrides)
 
 
+def _hopeless(name: str, error: ValueError) -> Piece:
+    """A piece that cannot be done, and says why."""
+
+    def tell() -> None:
+        raise ValueError(f"{name}: {error}") from error
+
+    return Piece(f"tuned-{name}", lambda: False, tell)
+
+
 class _Comparison:
     """The work that is left once the sizes are known."""
 
@@ -185,6 +194,9 @@ class _Comparison:
                 choice = self._choice(planned)
             except NotYet as search:
                 found += [self._trial_piece(search.trials, point) for point in search.points]
+                continue
+            except ValueError as error:  # diverged wherever it was tried: the others are not held up by it
+                found.append(_hopeless(planned.name, error))
                 continue
             found += [self._final_piece(planned.name, choice.settings, seed) for seed in self.recipe.seeds]
         waiting = [piece for piece in found if not piece.is_done()]
@@ -356,7 +368,8 @@ class _Comparison:
         full = [p.name for p in self.planned if entries[p.name].dense and entries[p.name].how == "fixed"]
         reference = full[0] if full else "dense at full size"
         if not full:
-            settings[reference] = self.recipe.train.model_dump(mode="json")
+            # its warm-up may be longer than the default number of steps, and does not matter here
+            settings[reference] = self.recipe.train.model_dump(mode="json") | {"warmup_steps": None}
         arguments = {
             "settings": settings,
             "reference": reference,

@@ -268,7 +268,8 @@ def _axis(
     places = {other: [point[axis] for point in points[other]] for other in {name, *dense}}
     if any(None in place for place in places.values()):
         return None
-    if axis == "seconds" and len({point["processor"] for other in places for point in points[other]}) > 1:
+    processors = {point["processor"] for other in places for point in points[other]} - {None}  # None: not noted
+    if axis == "seconds" and len(processors) > 1:
         return None  # shared among unlike machines: times of one width are not those of another
     fits = {other: fit_power_law(np.asarray(place, float), drawn[other]) for other, place in places.items()}
     middles = {other: _middle(points[other], places[other]) for other in places}

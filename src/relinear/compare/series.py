@@ -10,13 +10,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from relinear.compare.settings import CompareSettings
+from relinear.compare.settings import PLACES, CompareSettings
 
 __all__ = ["BUDGETS", "at_budget", "carry_out_budgets", "with_choices"]
 
 BUDGETS = "budgets"
-# Of these an entry may set its own; they say where something happens within a run, and shrink with it.
-_PLACES = ("warmup_steps", "eval_every")
 
 
 def carry_out_budgets(
@@ -82,7 +80,7 @@ def with_choices(
 
 def _shortened(settings: Mapping[str, Any], share: float) -> dict[str, Any]:
     """Settings of a run with the places in it moved to a run of ``share`` times the length."""
-    moved = {key: round(share * settings[key]) for key in _PLACES if settings.get(key)}
+    moved = {key: round(share * settings[key]) for key in PLACES if settings.get(key)}
     return dict(settings) | {key: max(1, value) for key, value in moved.items()}
 
 
@@ -110,7 +108,8 @@ def _notes(recipe: CompareSettings, rows: list[dict[str, Any]]) -> list[str]:
     ]
     if recipe.tune is not None and len(budgets) > 1:
         at = {
-            "smallest": "at the smallest budget, and held against their neighbours in whole runs at the next",
+            "smallest": "at the smallest budget, and held against their neighbours in whole runs at "
+            + ("each after it" if recipe.tune.check_full_length else "the next"),
             "each": "at each budget",
         }
         notes.append(f"Learning rates were tuned {at[recipe.tune.at]}.")

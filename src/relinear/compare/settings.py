@@ -22,9 +22,11 @@ from relinear.core.config import nearest, parse_setting
 from relinear.core.settings import Settings
 from relinear.train.settings import TrainSettings
 
-__all__ = ["CompareSettings", "Entry", "Match", "Sizes", "Speed", "Tune", "lasting"]
+__all__ = ["PLACES", "CompareSettings", "Entry", "Match", "Sizes", "Speed", "Tune", "lasting"]
 
 DENSE = "dense"
+#: settings that say where something happens within a run, and move with its length
+PLACES = ("warmup_steps", "eval_every")
 INITIALIZER_RANGES = (0.02, 0.05, 0.1)
 _INITIALIZER = "initializer_range"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+=-]*")
@@ -44,8 +46,9 @@ class Entry(Settings):
         duration: of the recipe's budget: 2 trains on twice the tokens, as a dense model of equal time may need.
         resize: what is changed to match the budget: "operator" (its rank, blocks, ...; the default where there is an
             operator), "width" (of the whole model), or "fixed" (nothing; the default for dense).
-        set: other training settings in which this entry differs, by dotted name. Of another batch size it is trained
-            on as many tokens as the others, in more or fewer steps.
+        set: other training settings in which this entry differs, by dotted name. Where the budget is one of
+            tokens, an entry of another batch size takes as many of them, in more or fewer steps, with the places of
+            warm-up and evaluations kept.
     """
 
     operator: dict[str, Any] | None = None
@@ -330,7 +333,7 @@ class CompareSettings(Settings):
             raise ValueError("train.operators and train.attachments belong to the entries of a comparison")
         if self.tokens is not None and "steps" in self.train.model_fields_set:
             raise ValueError("give the budget as tokens or as train.steps, not both")
-        if "seed" in self.train.model_fields_set:
+        if self.train.seed != TrainSettings.model_fields["seed"].default:  # which records of recipes hold
             raise ValueError("train.seed is of a single run; a comparison has seeds: seeds: [0, 1, 2]")
         if self.tune is not None and self.tune.seed in self.seeds:
             raise ValueError(
@@ -412,6 +415,9 @@ class CompareSettings(Settings):
         values, where = apply_overrides(written | changes, entry.set), f"entries.{name}"
         if "steps" not in values:
             values["steps"] = self._steps(_SharedTrainSettings.load(values, where))
+            share = values["steps"] / self.steps
+            moved = {key: values[key] for key in PLACES if share != 1 and key not in entry.set and values.get(key)}
+            values |= {key: max(1, round(share * value)) for key, value in moved.items()}
         settings = TrainSettings.load(values, where)
         return settings if entry.duration == 1 else lasting(settings, entry.duration)
 

@@ -48,7 +48,7 @@ def share_out(out_dir: Path, waiting: Callable[[], Sequence[Piece]]) -> None:
     while pieces := waiting():
         left = [piece for piece in pieces if piece.name not in failed]
         if not left:
-            raise next(iter(failed.values()))
+            raise _first(failed)
         if not any(_done_here(out_dir, piece, failed) for piece in left):
             time.sleep(_POLL)  # the others are at the rest of them; one may be killed
 
@@ -60,11 +60,21 @@ def _done_here(out_dir: Path, piece: Piece, failed: dict[str, Exception]) -> boo
             try:
                 if not piece.is_done():
                     piece.do()
+            except InUseError:  # of a folder within: its holder may be another's run that is about to end
+                raise
             except Exception as error:  # raised by share_out in the end
                 failed[piece.name] = error
             return True
     except InUseError:
         return False
+
+
+def _first(failed: dict[str, Exception]) -> Exception:
+    """The first of several exceptions, with the names of what else failed."""
+    names, error = list(failed), next(iter(failed.values()))
+    if names[1:]:
+        error.args = (f"{error} ({', '.join(names[1:])} failed, too)", *error.args[1:])
+    return error
 
 
 def worker_log(out_dir: Path, shared: bool) -> Path:

@@ -194,14 +194,13 @@ def _search(grid: Sequence[float], extensions: int, losses_of: Losses) -> _Best:
 def _descend(grid: Sequence[float], start: float, moves: int, losses_of: Losses) -> _Best:
     """From ``start`` to the better neighbour, up to ``moves`` times; beyond its ends the grid goes on as it ends.
 
-    Values of the grid that are nearer to the start than a fourth of the grid's step tell nothing and are left out.
-    Where training diverges at the start and beside it, the way is down, to the lowest value of the grid if need be.
+    Values of the grid that are nearer to a start of its own than a fourth of the grid's step tell nothing and are left
+    out. Where training diverges at the start and beside it, the way is down, if need be to the grid's lowest value.
     """
     apart = (grid[-1] / grid[0]) ** (1 / (len(grid) - 1))
-    near = [value for value in grid if value != start and max(value / start, start / value) < apart**0.25]
-    values, best = sorted({*grid, start} - set(near)), start
-    if len(values) == 1:
-        values = [_rounded(start / apart), start]
+    values, best = list(grid), start
+    if start not in grid:
+        values = sorted([start, *(v for v in grid if max(v / start, start / v) >= apart**0.25)])
     while True:
         if best == values[0]:
             values.insert(0, _below(values))

@@ -68,10 +68,10 @@ def only_process_in(
                 folder.rmdir()
 
 
-def _no_locks(directory: Path) -> OSError:
+def _no_locks(directory: Path, why: str = "there is no flock") -> OSError:
     return OSError(
-        f"{directory} is on a system without file locks (flock), by which processes share work; let one process do it, "
-        "without --share (shared=True), or use a file system with locks"
+        f"{directory} cannot be locked ({why}), and by file locks processes share work; let one process do it, without "
+        "--share (shared=True), or use a file system that has them"
     )
 
 
@@ -96,10 +96,10 @@ def _acquired(path: Path, fcntl: Any, patience: float, shared: bool, required: b
                     f"another process is at work in {path.parent} ({holder}); wait for it, or give another directory"
                 ) from None
             time.sleep(0.05)
-        except OSError:  # a file system without locks
+        except OSError as error:  # a file system without locks
             if required:
                 os.close(handle)
-                raise _no_locks(path.parent) from None
+                raise _no_locks(path.parent, str(error)) from error
             return handle
         os.close(handle)
 

@@ -87,7 +87,9 @@ class SteadySampler(Sampler[int]):
 
 
 def training_device(settings: FitSettings) -> torch.device:
-    """Where runs of these settings are trained on this machine."""
+    """Where runs of these settings are trained on this machine. Raises ValueError where they ask for a GPU in vain."""
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda', but torch sees no GPU here; use device='cpu' or 'auto'")
     return torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -181,8 +183,6 @@ class RelinearTrainer(Trainer):
         block_losses: Path | None = None,
     ) -> None:
         device = training_device(settings).type
-        if settings.device == "cuda" and device != "cuda":
-            raise ValueError("device='cuda', but torch sees no GPU here; use device='cpu' or 'auto'")
         if eval_dataset is None and settings.eval_every:
             raise ValueError(f"eval_every={settings.eval_every}, but there is no validation data")
         arguments = _arguments(settings, out_dir, device)
