@@ -4,11 +4,12 @@ runs, ended or not.
     python results/unfinished.py runs/NAME REFERENCE [runs/LATER ...] > results/FOLDER/runs.json
     python results/unfinished.py results/FOLDER/runs.json runs/LATER ... > new.json
 
-The second adds later runs to a record whose own runs are gone. The comparison has one budget. Final runs of later ones,
-with the same data and budget, join its own; where both have a run the later one stands. Gaps are to REFERENCE: between
-the best tuning runs of two entries, between final runs that ended (of runs whose losses of blocks are gone the mean
-alone), and, of a run that did not end, between the training losses of both on the same batches, over the last tenth of
-its steps. Beside them stands what counting n-grams comes to on as many tokens.
+The second adds later runs to a record whose own runs are gone. Of a comparison with several budgets those that ended
+are in ``budgets``, and all else is of the last. Final runs of later ones, with the same data and budget, join its own;
+where both have a run the later one stands. Gaps are to REFERENCE: between the best tuning runs of two entries, between
+final runs that ended (of runs whose losses of blocks are gone the mean alone), and, of a run that did not end, between
+the training losses of both on the same batches, over the last tenth of its steps. Beside them stands what counting
+n-grams comes to on as many tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np
 from relinear.compare.counting import count_ngrams
 from relinear.compare.folder import BLOCK_LOSSES
 from relinear.compare.gaps import gap
+from relinear.compare.series import budget_row
 from relinear.compare.settings import CompareSettings
 from relinear.data import prepare_data
 from relinear.system.files import read_json
@@ -78,19 +80,22 @@ def best_trial(folders: list[Path]) -> Path | None:
     return min(ended, key=lambda folder: told(folder)["validation_loss"], default=None)
 
 
-def counted(recipe: dict[str, Any], fraction: float) -> dict[str, Any]:
-    """What counting n-grams comes to on a fraction of the budget."""
+def counted(recipe: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """What counting n-grams comes to on as many tokens."""
     train = {key: value for key, value in recipe["train"].items() if key != "steps"}
-    budget = round(fraction * recipe["budgets"][0])
-    settings = CompareSettings.load(recipe | {"train": train, "tokens": None, "budgets": [budget]})
+    settings = CompareSettings.load(recipe | {"train": train, "tokens": None, "budgets": [tokens]})
     with TemporaryDirectory() as folder:
         return count_ngrams(settings, prepare_data(settings.train.data), Path(folder))
 
 
+def places_of(out_dir: Path) -> list[Path]:
+    """The comparisons of its budgets, smallest first."""
+    return sorted((out_dir / "budgets").iterdir(), key=lambda place: int(place.name))
+
+
 def place_of(out_dir: Path) -> Path:
-    """The comparison of the one budget."""
-    (place,) = (out_dir / "budgets").iterdir()
-    return place
+    """The comparison of the largest budget that has been begun."""
+    return places_of(out_dir)[-1]
 
 
 def main(out_dir: Path, reference: str, later: list[Path]) -> dict[str, Any]:
@@ -98,12 +103,20 @@ def main(out_dir: Path, reference: str, later: list[Path]) -> dict[str, Any]:
     place = place_of(out_dir)
     started = read_json(out_dir / "run.json")
     found: dict[str, Any] = {key: started[key] for key in ("recipe", "command", "machine")} | {"reference": reference}
-    fractions = {"tuning": found["recipe"]["tune"]["fraction"], "runs": 1.0}
-    found["ngrams"] = {part: counted(found["recipe"], fraction) for part, fraction in fractions.items()}
+    found["tokens"] = int(place.name)
+    found["budgets"] = [
+        budget_row(int(at.name), f"budgets/{at.name}", read_json(at / "results.json"))
+        for at in places_of(out_dir)[:-1]
+        if (at / "results.json").is_file()
+    ]
     trials = {
         entry.name: sorted(run.parent for run in entry.glob("*/run.json"))
-        for entry in sorted((place / "tuning").iterdir())
+        for entry in sorted((place / "tuning").glob("*"))
         if entry.is_dir()
+    }
+    fractions = ({"tuning": found["recipe"]["tune"]["fraction"]} if trials else {}) | {"runs": 1.0}
+    found["ngrams"] = {
+        part: counted(found["recipe"], round(fraction * found["tokens"])) for part, fraction in fractions.items()
     }
     runs: dict[str, dict[str, Path]] = {}
     for at in (place, *map(place_of, later)):

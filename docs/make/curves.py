@@ -6,55 +6,76 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from measured import RESULTS, read, signed, table
+from measured import RESULTS, mean, read, signed, table
 
-__all__ = ["PARTS", "gap_at", "gaps", "loss_at"]
+__all__ = ["PARTS", "gap_at"]
 
-#: folder of results/ -> its record at several budgets
-_BUDGETS = {"ccl": "ccl/budgets/results.json", "rotor": "rotor/budgets/results.json"}
+#: folder of results/ -> its record at several budgets: results.json, or what results/unfinished.py made of it
+_BUDGETS = {"ccl": "ccl/budgets/runs.json"}
 _SCALE = "scale/scale.json"
 
 
 def with_interval(gap: Mapping[str, Any]) -> str:
     """-0.105 [-0.149, -0.062]."""
-    return f"{signed(gap['mean'])} [{signed(gap['low'])}, {signed(gap['high'])}]"
+    return f"{signed(gap['mean'], 3)} [{signed(gap['low'], 3)}, {signed(gap['high'], 3)}]"
 
 
-def _entry(folder: str, tokens: int, name: str) -> dict[str, Any]:
-    budget = next(one for one in read(_BUDGETS[folder])["budgets"] if one["tokens"] == tokens)
-    return next(entry for entry in budget["entries"] if entry["name"] == name)
+def _cut_off(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The last budget of a record that was cut off: the entries of which all runs ended."""
+    entries = []
+    for name, runs in found["runs"].items():
+        losses = [run["validation_loss"] for run in runs.values()]
+        if len(losses) < len(found["recipe"]["seeds"]) or None in losses:
+            continue
+        some = next(iter(runs.values()))
+        chosen = {key: some[key] for key in ("learning_rate", "initializer_range", "parameters")}
+        entries.append(
+            {"name": name, "validation_loss": {"mean": mean(losses)}, "gap": found["gaps"].get(name)} | chosen
+        )
+    return {"tokens": found["tokens"], "entries": entries, "ngram": found["ngrams"]["runs"]}
+
+
+@functools.cache
+def _rows(folder: str) -> list[dict[str, Any]]:
+    """The budgets of a record."""
+    found = read(_BUDGETS[folder])
+    return [*found["budgets"], *([_cut_off(found)] if "runs" in found else [])]
+
+
+def _entry(folder: str, tokens: int, name: str) -> dict[str, Any] | None:
+    row = next(one for one in _rows(folder) if one["tokens"] == tokens)
+    return next((entry for entry in row["entries"] if entry["name"] == name), None)
 
 
 def gap_at(folder: str, tokens: int, name: str) -> str:
-    """An entry's gap to the reference at a budget, with its interval."""
-    return with_interval(_entry(folder, tokens, name)["gap"])
-
-
-def loss_at(folder: str, tokens: int, name: str) -> float:
-    """An entry's mean validation loss at a budget."""
-    return _entry(folder, tokens, name)["validation_loss"]["mean"]
+    """An entry's gap to the reference at a budget, with its interval. Raises LookupError where it has none."""
+    entry = _entry(folder, tokens, name)
+    if entry is None:
+        raise LookupError(f"{_BUDGETS[folder]} has no {name} at {tokens:,} tokens")
+    return with_interval(entry["gap"])
 
 
 def gaps(folder: str) -> str:
     """Losses and gaps by budget, with rate and start, and what counting comes to."""
-    found = read(_BUDGETS[folder])
-    budgets = found["budgets"]
-    head = ["entry", "parameters", "rate, start"]
-    head += [f"{budget['tokens']:,} tokens" for budget in budgets]
-    sizes = {entry["name"]: entry["parameters"] for entry in found["entries"]}
-    rows = []
-    for name, size in sizes.items():
-        entries = [_entry(folder, budget["tokens"], name) for budget in budgets]
-        chosen = dict.fromkeys(f"{entry['learning_rate']:g}, {entry['initializer_range']:g}" for entry in entries)
-        cells = [
-            f"{entry['validation_loss']['mean']:.3f}" + (f"; {with_interval(entry['gap'])}" if entry["gap"] else "")
-            for entry in entries
-        ]
-        rows.append([f"`{name}`", f"{size:,}", "; then ".join(chosen), *cells])
-    counted = [budget["ngram"] for budget in budgets]
-    order = counted[0]["order"]
-    rows.append([f"counting: Kneser-Ney {order}-grams", "", "", *(f"{one['validation_loss']:.3f}" for one in counted)])
-    return table(head, rows)
+    found, rows = read(_BUDGETS[folder]), _rows(folder)
+    lines = []
+    for name in (entry["name"] for entry in rows[0]["entries"]):
+        entries = [_entry(folder, row["tokens"], name) for row in rows]
+        chosen = dict.fromkeys(f"{one['learning_rate']:g}, {one['initializer_range']:g}" for one in entries if one)
+        cells = [_cell(entry) for entry in entries]
+        lines.append([f"`{name}`", ", then ".join(chosen), *cells])
+    order = rows[0]["ngram"]["order"]
+    counted = [f"{row['ngram']['validation_loss']:.3f}" for row in rows]
+    lines.append([f"counting: Kneser-Ney {order}-grams", "", *counted])
+    head = ["entry", "rate, start", *(f"{row['tokens']:,} tokens" for row in rows)]
+    return f"Loss, and gap to `{found['reference']}`:\n\n" + table(head, lines)
+
+
+def _cell(entry: Mapping[str, Any] | None) -> str:
+    if entry is None:
+        return "–"
+    loss = f"{entry['validation_loss']['mean']:.3f}"
+    return f"{loss}; {with_interval(entry['gap'])}" if entry["gap"] else loss
 
 
 def scale() -> str:

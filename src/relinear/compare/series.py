@@ -12,7 +12,7 @@ from typing import Any
 
 from relinear.compare.settings import PLACES, CompareSettings
 
-__all__ = ["BUDGETS", "at_budget", "carry_out_budgets", "with_choices"]
+__all__ = ["BUDGETS", "at_budget", "budget_row", "carry_out_budgets", "with_choices"]
 
 BUDGETS = "budgets"
 
@@ -34,7 +34,7 @@ def carry_out_budgets(
         results = carry_out(at_budget(recipe, index, chosen), out_dir / folder)
         for entry in results["entries"]:
             chosen.setdefault(entry["name"], {}).update(_choice(entry))
-        rows.append(_row(tokens, str(folder), results))
+        rows.append(budget_row(tokens, str(folder), results))
     return results | {"name": recipe.name, BUDGETS: rows, "notes": results["notes"] + _notes(recipe, rows)}
 
 
@@ -90,7 +90,8 @@ def _choice(entry: Mapping[str, Any]) -> dict[str, float]:
     return choice if found is None else choice | {"initializer_range": found}
 
 
-def _row(tokens: int, folder: str, results: Mapping[str, Any]) -> dict[str, Any]:
+def budget_row(tokens: int, folder: str, results: Mapping[str, Any]) -> dict[str, Any]:
+    """What the results of a whole tell of one budget: ``results`` are its own, in ``folder``."""
     kept = ("name", "learning_rate", "tuning", "validation_loss", "gap")
     entries = []
     for entry in results["entries"]:
