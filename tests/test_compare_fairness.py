@@ -15,6 +15,7 @@ from relinear.compare.series import at_budget, carry_out_budgets
 from relinear.compare.settings import CompareSettings, Tune
 from relinear.compare.sharing import Piece, share_out
 from relinear.compare.tune import Trials, check_neighbours, open_study
+from relinear.system.files import read_json
 from relinear.system.lock import only_process_in
 from relinear.train.run import read_result
 from relinear.train.trainer import NonFiniteLossError
@@ -180,6 +181,42 @@ def test_an_entry_that_diverges_wherever_it_is_tuned_keeps_nobody_from_the_rest(
     with pytest.raises(ValueError, match=r"wild: training diverged at every learning rate"):
         compare(values, tmp_path / "shared", isolate=False, shared=True)
     assert read_result(tmp_path / "shared" / "runs" / "dense" / "seed-0") is not None
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_where_a_final_run_diverges_all_seeds_take_the_next_lower_rate(begun, tmp_path, monkeypatch, shared):
+    values, _ = begun
+    values |= {"tune": {"learning_rates": [0.001, 0.002, 0.004], "fraction": 1.0, "extensions": 0}, "seeds": [0, 1, 2]}
+    whole, diverged = _Comparison._run, []
+
+    def run(self, stage, what, settings, folder):
+        result = whole(self, stage, what, settings, folder)
+        if stage == "tune":  # the higher, the better
+            return {**result, "validation_loss": -settings.learning_rate}
+        if settings.learning_rate == 0.004 and settings.seed == 1:
+            diverged.append(what)
+            raise NonFiniteLossError("the training loss is nan")
+        return result
+
+    monkeypatch.setattr(_Comparison, "_run", run)
+    results = compare(values, tmp_path / "new", isolate=False, shared=shared)
+    (entry,) = results["entries"]
+    assert diverged == ["dense, seed 1"]
+    assert (entry["learning_rate"], entry["tuning"]["diverged"]) == (0.002, [0.004])
+    assert any("diverged at the learning rate that tuning had found (0.004)" in note for note in results["notes"])
+    runs = [tmp_path / "new" / "runs" / "dense" / f"seed-{seed}" / "run.json" for seed in (0, 1, 2)]
+    assert [read_json(run)["settings"]["learning_rate"] for run in runs] == [0.002] * 3
+    # and at the lowest rate there is no way on
+    (tmp_path / "new" / "results.json").unlink()
+
+    def never(self, stage, what, settings, folder):
+        if stage == "train":
+            raise NonFiniteLossError("the training loss is nan")
+        return run(self, stage, what, settings, folder)
+
+    monkeypatch.setattr(_Comparison, "_run", never)
+    with pytest.raises(ValueError, match=r"dense: final runs diverged at 0.004, 0.002, 0.001, and no lower"):
+        compare(values, tmp_path / "new", isolate=False, shared=shared)
 
 
 def test_work_is_not_shared_where_there_are_no_locks(tmp_path, monkeypatch):

@@ -156,6 +156,13 @@ def _notes(recipe: CompareSettings, entries: list[dict[str, Any]]) -> list[str]:
     ranges = [e["name"] for e in entries if e["tuning"] and e["tuning"].get("initializer_edge")]
     if ranges:
         notes.append(f"The best initialisation lies at the edge of its grid for {', '.join(ranges)}: widen the grid.")
+    for entry in entries:
+        if entry["tuning"] and entry["tuning"].get("diverged"):
+            rates = ", ".join(f"{rate:g}" for rate in entry["tuning"]["diverged"])
+            notes.append(
+                f"A final run of {entry['name']} diverged at the learning rate that tuning had found ({rates}); all "
+                f"its seeds were trained at the next lower one that was tried, {entry['learning_rate']:g}."
+            )
     moved = [e["name"] for e in entries if e["tuning"] and e["tuning"].get("full_length", {}).get("moved")]
     if moved:
         notes.append(f"At full length another rate than in short runs was best, and taken, for {', '.join(moved)}.")

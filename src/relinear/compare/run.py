@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from relinear.compare.counting import count_ngrams
-from relinear.compare.folder import BLOCK_LOSSES, FORMAT, RESULTS, SPEED, check_same, now, record_start
+from relinear.compare.folder import BLOCK_LOSSES, FORMAT, RESULTS, RUN, SPEED, check_same, now, record_start
 from relinear.compare.gaps import gap
 from relinear.compare.plan import Event, OnEvent, Planned, plan_comparison
 from relinear.compare.results import comparison_result, entry_result
@@ -133,6 +134,10 @@ class _Choice:
     record: dict[str, Any] | None
 
 
+class _TookLowerError(Exception):
+    """A final run diverged at the rate that was chosen, and the entry goes on at a lower one."""
+
+
 def _at(settings: TrainSettings, rate: float, initializer_range: float | None) -> TrainSettings:
     """``settings`` at a learning rate and, unless it is None, an initialisation."""
     overrides = dict(settings.model_overrides)
@@ -189,6 +194,7 @@ class _Comparison:
     def _waiting(self) -> list[Piece]:
         """The runs that have not ended and could be done now; what tuning has settled goes to ``chosen``."""
         found = []
+        self._forget_diverged()
         for planned in self.planned:
             try:
                 choice = self._choice(planned)
@@ -209,19 +215,20 @@ class _Comparison:
         return Piece(f"tuning-{study}-{name}", lambda: trials.known(*point) is not None, lambda: trials.loss(*point))
 
     def _final_piece(self, name: str, settings: TrainSettings, seed: int) -> Piece:
+        def do() -> None:
+            with contextlib.suppress(_TookLowerError):  # what is waiting then is another piece
+                self._final_run(name, settings, seed)
+
         folder = self._folder(name, seed)
         return Piece(
-            f"run-{name}-{seed}",
-            lambda: read_result(folder) is not None,
-            lambda: self._final_run(name, settings, seed),
+            f"run-{name}-{seed}", lambda: read_result(folder) is not None and not self._outdated(folder, settings), do
         )
 
     def carry_out(self) -> dict[str, Any]:
         chosen = {p.name: self._choice(p) for p in self.planned}
+        runs = {p.name: self._all_seeds(p) for p in self.planned}
+        chosen |= self.chosen
         final = {name: choice.settings for name, choice in chosen.items()}
-        runs = {
-            p.name: [self._final_run(p.name, final[p.name], seed) for seed in self.recipe.seeds] for p in self.planned
-        }
         counted = self._count()
         speed = self._speed(final)
         gaps = self._gaps()
@@ -285,9 +292,44 @@ class _Comparison:
             full["trials"] = self._told(planned, full["trials"], 1.0)
             # "edge" speaks of the rate that is used
             record = (record or {"trials": []}) | {"full_length": full, "edge": full["edge"]}
+        if record is not None:
+            rate = self._below_diverged(planned, rate, spread, record)
         if record is not None and spread is not None:
             record["initializer_range"] = spread
         return _Choice(_at(given, rate, spread), record)
+
+    def _diverged(self, planned: Planned) -> Trials:
+        """At which rates a final run diverged."""
+        return self._trials(planned, f"{planned.name}, diverged", 1.0, "")
+
+    def _below_diverged(self, planned: Planned, rate: float, spread: float | None, record: dict[str, Any]) -> float:
+        """``rate``, or the next lower one of those tried at which no final run has diverged; told in ``record``."""
+        diverged = self._diverged(planned)
+        lower = [
+            trial["learning_rate"]
+            for trial in [*record["trials"], *record.get("full_length", {}).get("trials", ())]
+            if trial["validation_loss"] is not None and trial.get("initializer_range") == spread
+        ]
+        while diverged.known(rate, spread) is not None:
+            record.setdefault("diverged", []).append(rate)
+            below = [other for other in lower if other < rate]
+            if not below:
+                raise ValueError(
+                    f"{planned.name}: final runs diverged at {', '.join(f'{r:g}' for r in record['diverged'])}, and no "
+                    "lower learning rate was tried; take a lower grid (tune.learning_rates)"
+                )
+            rate = max(below)
+        return rate
+
+    def _forget_diverged(self) -> None:
+        """Choose again where a final run, here or in a process that shares the work, has diverged since."""
+        for planned in self.planned:
+            choice = self.chosen.get(planned.name)
+            if choice is None or choice.record is None:
+                continue
+            spread = choice.record.get("initializer_range")
+            if self._diverged(planned).known(choice.settings.learning_rate, spread) is not None:
+                del self.chosen[planned.name]
 
     def _written_range(self, planned: Planned) -> float | None:
         if self.recipe.keeps_initialisation(planned.name):
@@ -326,9 +368,38 @@ class _Comparison:
     def _folder(self, name: str, seed: int) -> Path:
         return self.out_dir / "runs" / name / f"seed-{seed}"
 
+    def _all_seeds(self, planned: Planned) -> list[dict[str, Any]]:
+        """The final runs of an entry, all at one rate: where one diverges, all are made anew at a lower one."""
+        while True:
+            settings = self._choice(planned).settings
+            try:
+                return [self._final_run(planned.name, settings, seed) for seed in self.recipe.seeds]
+            except _TookLowerError:
+                self._forget_diverged()
+
     def _final_run(self, name: str, settings: TrainSettings, seed: int) -> dict[str, Any]:
         what = name if len(self.recipe.seeds) == 1 else f"{name}, seed {seed}"
-        return {"seed": seed} | self._run("train", what, settings.updated(seed=seed), self._folder(name, seed))
+        folder = self._folder(name, seed)
+        if self._outdated(folder, settings):
+            shutil.rmtree(folder)
+        try:
+            return {"seed": seed} | self._run("train", what, settings.updated(seed=seed), folder)
+        except NonFiniteLossError as error:
+            choice = self.chosen.get(name)
+            if choice is None or choice.record is None:
+                raise
+            planned = next(p for p in self.planned if p.name == name)
+            self._diverged(planned).note_divergence(settings.learning_rate, choice.record.get("initializer_range"))
+            raise _TookLowerError(f"{what}: {error}") from error
+
+    def _outdated(self, folder: Path, settings: TrainSettings) -> bool:
+        """Whether a final run was made at a rate that was given up since, because another seed's diverged at it."""
+        if not (folder / RUN).is_file():
+            return False
+        rate = read_json(folder / RUN)["settings"]["learning_rate"]
+        planned = next(p for p in self.planned if self._folder(p.name, 0).parent == folder.parent)
+        given_up = [row["learning_rate"] for row in self._diverged(planned).rows()] if self.recipe.tune else []
+        return rate in given_up and rate != settings.learning_rate
 
     def _run(self, stage: str, what: str, settings: TrainSettings, folder: Path) -> dict[str, Any]:
         def tell(progress: Mapping[str, Any]) -> None:
