@@ -3,9 +3,11 @@ runs, ended or not.
 
     python results/unfinished.py runs/NAME REFERENCE [runs/LATER ...] > results/FOLDER/runs.json
     python results/unfinished.py results/FOLDER/runs.json runs/LATER ... > new.json
+    python results/unfinished.py results/FOLDER/runs.json --figure results/FOLDER/budgets
 
 The second adds later runs to a record whose own runs are gone. Of a comparison with several budgets those that ended
-are in ``budgets``, and all else is of the last. Final runs of later ones, with the same data and budget, join its own;
+are in ``budgets``, the last with the entries that had all their runs, and all else is of the last; the third draws the
+gaps of entries that have all. Final runs of later ones, with the same data and budget, join its own;
 where both have a run the later one stands. Gaps are to REFERENCE: between the best tuning runs of two entries, between
 final runs that ended (of runs whose losses of blocks are gone the mean alone), and, of a run that did not end, between
 the training losses of both on the same batches, over the last tenth of its steps. Beside them stands what counting
@@ -22,9 +24,11 @@ from typing import Any
 
 import numpy as np
 
+from relinear.analysis.plots import save_figure
 from relinear.compare.counting import count_ngrams
 from relinear.compare.folder import BLOCK_LOSSES
 from relinear.compare.gaps import gap
+from relinear.compare.plots import budgets
 from relinear.compare.series import budget_row
 from relinear.compare.settings import CompareSettings
 from relinear.data import prepare_data
@@ -140,7 +144,30 @@ def main(out_dir: Path, reference: str, later: list[Path]) -> dict[str, Any]:
         cut = [while_training(ours, theirs) for ours, theirs in pairs if told(ours)["validation_loss"] is None]
         if any(cut):
             found["training_gaps"][name] = [one for one in cut if one]
+    if found["budgets"]:
+        found["budgets"].append(last_budget(found))
     return found
+
+
+def last_budget(found: dict[str, Any]) -> dict[str, Any]:
+    """The budget that was cut off, as those that ended are told, with the entries that had all their runs."""
+    entries = []
+    for name, runs in found["runs"].items():
+        losses = [run["validation_loss"] for run in runs.values()]
+        if len(losses) == len(found["recipe"]["seeds"]) and None not in losses:
+            chosen = {key: next(iter(runs.values()))[key] for key in ("learning_rate", "initializer_range")}
+            statistic = {"mean": float(np.mean(losses)), "values": losses}
+            gap_to = found["gaps"].get(name)
+            entries.append({"name": name, "validation_loss": statistic, "gap": gap_to, "tuning": None} | chosen)
+    return {"tokens": found["tokens"], "ngram": found["ngrams"]["runs"], "entries": entries}
+
+
+def draw(found: dict[str, Any], stem: str) -> None:
+    """The gaps by budget of the entries that have one at each, as STEM.png and STEM.svg."""
+    rows = found["budgets"]
+    whole = set.intersection(*({entry["name"] for entry in row["entries"] if entry["gap"]} for row in rows))
+    entries = [{**entry, "dense": False} for entry in rows[0]["entries"] if entry["name"] in whole]
+    save_figure(budgets(entries, rows, found["reference"]), stem)
 
 
 def added(found: dict[str, Any], later: list[Path]) -> dict[str, Any]:
@@ -165,6 +192,9 @@ def added(found: dict[str, Any], later: list[Path]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     first, *others = sys.argv[1:]
+    if others[:1] == ["--figure"]:
+        draw(read_json(Path(first)), others[1])
+        sys.exit()
     if Path(first).is_file():
         result = added(read_json(Path(first)), [Path(one) for one in others])
     else:

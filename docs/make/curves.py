@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from measured import RESULTS, mean, read, signed, table
+from measured import RESULTS, read, signed, table
 
-__all__ = ["PARTS", "gap_at"]
+__all__ = ["PARTS", "gap_at", "typed"]
 
 #: folder of results/ -> its record at several budgets: results.json, or what results/unfinished.py made of it
 _BUDGETS = {"ccl": "ccl/budgets/runs.json"}
@@ -20,30 +20,8 @@ def with_interval(gap: Mapping[str, Any]) -> str:
     return f"{signed(gap['mean'], 3)} [{signed(gap['low'], 3)}, {signed(gap['high'], 3)}]"
 
 
-def _cut_off(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The last budget of a record that was cut off: the entries of which all runs ended."""
-    entries = []
-    for name, runs in found["runs"].items():
-        losses = [run["validation_loss"] for run in runs.values()]
-        if len(losses) < len(found["recipe"]["seeds"]) or None in losses:
-            continue
-        some = next(iter(runs.values()))
-        chosen = {key: some[key] for key in ("learning_rate", "initializer_range", "parameters")}
-        entries.append(
-            {"name": name, "validation_loss": {"mean": mean(losses)}, "gap": found["gaps"].get(name)} | chosen
-        )
-    return {"tokens": found["tokens"], "entries": entries, "ngram": found["ngrams"]["runs"]}
-
-
-@functools.cache
-def _rows(folder: str) -> list[dict[str, Any]]:
-    """The budgets of a record."""
-    found = read(_BUDGETS[folder])
-    return [*found["budgets"], *([_cut_off(found)] if "runs" in found else [])]
-
-
 def _entry(folder: str, tokens: int, name: str) -> dict[str, Any] | None:
-    row = next(one for one in _rows(folder) if one["tokens"] == tokens)
+    row = next(one for one in read(_BUDGETS[folder])["budgets"] if one["tokens"] == tokens)
     return next((entry for entry in row["entries"] if entry["name"] == name), None)
 
 
@@ -55,9 +33,15 @@ def gap_at(folder: str, tokens: int, name: str) -> str:
     return with_interval(entry["gap"])
 
 
+def typed(folder: str) -> str:
+    """The command."""
+    return read(_BUDGETS[folder])["command"]
+
+
 def gaps(folder: str) -> str:
     """Losses and gaps by budget, with rate and start, and what counting comes to."""
-    found, rows = read(_BUDGETS[folder]), _rows(folder)
+    found = read(_BUDGETS[folder])
+    rows = found["budgets"]
     lines = []
     for name in (entry["name"] for entry in rows[0]["entries"]):
         entries = [_entry(folder, row["tokens"], name) for row in rows]
