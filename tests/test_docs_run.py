@@ -59,7 +59,10 @@ CUTS = {
     ],
     "train": ["--steps", "1"],
     "sweep": ["--steps", "1", "--trials", "1"],
-    "scale": ["--sizes", "16,24,32,40", "--set", "train.steps=1", "--set", "seeds=[0]", "--set", "speed.seconds=0.01"],
+    "scale": [
+        *("--sizes", "16,24,32,40", "--set", "train.steps=1", "--set", "seeds=[0]", "--set", "speed.seconds=0.01"),
+        *("--set", "tune=null"),
+    ],
     "analyze": ["--sequences", "8", "--length", "64"],
     "explore": ["--sequences", "4", "--length", "32", "--effects", "1", "--static", "explored.html"],
     "check-coordinates": ["--widths", "64,128", "--steps", "1", "--seeds", "0"],
@@ -167,7 +170,7 @@ def named(page: Path) -> str:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(p, id=named(p), marks=[pytest.mark.slow, pytest.mark.timeout(1800)] if p.stem in LONG else [])
+        pytest.param(p, id=named(p), marks=[pytest.mark.slow, pytest.mark.timeout(1800)] if named(p) in LONG else [])
         for p in PAGES
     ],
 )
