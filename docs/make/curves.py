@@ -6,18 +6,13 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from measured import RESULTS, read, signed, table
+from measured import RESULTS, read, table, with_interval
 
 __all__ = ["PARTS", "gap_at", "typed"]
 
 #: folder of results/ -> its record at several budgets: results.json, or what results/unfinished.py made of it
 _BUDGETS = {"ccl": "ccl/budgets/runs.json"}
 _SCALE = "scale/scale.json"
-
-
-def with_interval(gap: Mapping[str, Any]) -> str:
-    """-0.105 [-0.149, -0.062]."""
-    return f"{signed(gap['mean'], 3)} [{signed(gap['low'], 3)}, {signed(gap['high'], 3)}]"
 
 
 def _entry(folder: str, tokens: int, name: str) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from measured import RESULTS, mean, read, table
+from measured import RESULTS, mean, read, table, with_interval
 
 __all__ = ["PARTS", "against", "best", "cut_short", "evaluated", "shared", "trained", "typed"]
 
@@ -22,14 +22,9 @@ _RECORDS = {
 _GAP = "gap [95 %, bootstrap over text and seeds]"
 
 
-def _signed(gap: Mapping[str, Any]) -> str:
-    interval = f" [{gap['low']:+.3f}, {gap['high']:+.3f}]" if "low" in gap else ""  # none where blocks' losses are gone
-    return f"{gap['mean']:+.3f}{interval}"
-
-
 def against(folder: str, entry: str, part: str) -> str:
     """An entry's gap to the reference with its interval; part: ``tuning_gaps`` or ``gaps``."""
-    return _signed(read(_RECORDS[folder])[part][entry])
+    return with_interval(read(_RECORDS[folder])[part][entry])
 
 
 def _rows_of(found: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
@@ -73,7 +68,7 @@ def tuned(folder: str) -> str:
     lines = []
     for name, run in sorted(chosen.items(), key=lambda pair: pair[1]["validation_loss"]):
         start = run["initializer_range"]
-        gap = _signed(found["tuning_gaps"][name]) if name in found["tuning_gaps"] else "reference"
+        gap = with_interval(found["tuning_gaps"][name]) if name in found["tuning_gaps"] else "reference"
         lines.append(
             [
                 f"`{name}`",
@@ -91,7 +86,7 @@ def _gap_of(found: Mapping[str, Any], name: str) -> str:
     if name == found["reference"]:
         return "reference"
     if name in found["gaps"]:
-        return _signed(found["gaps"][name])
+        return with_interval(found["gaps"][name])
     cut = found["training_gaps"].get(name, ())
     each = ", ".join(f"{one['mean']:+.3f} (steps {one['from']:,} to {one['to']:,})" for one in cut)
     return f"training loss {each}" if each else "–"

@@ -56,6 +56,12 @@ def signed(value: float, digits: int) -> str:
     return f"{round(value, digits) + 0.0:+.{digits}f}"
 
 
+def with_interval(found: Mapping[str, Any], digits: int = 3) -> str:
+    """A recorded gap: -0.105 [-0.149, -0.062]; its mean alone where it has no interval."""
+    text = signed(found["mean"], digits)
+    return f"{text} [{signed(found['low'], digits)}, {signed(found['high'], digits)}]" if "low" in found else text
+
+
 def spread(values: Sequence[float], digits: int = 3, sign: str = "+") -> str:
     """+0.031 ± 0.005: the mean, and over several seeds the sample standard deviation."""
     text = f"{mean(values):{sign}.{digits}f}"

@@ -18,7 +18,7 @@ from relinear.system.text import cut
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import training_device, training_dtype
 
-__all__ = ["BLOCK_LOSSES", "FORMAT", "RESULTS", "RUN", "SPEED", "check_same", "now", "record_start"]
+__all__ = ["BLOCK_LOSSES", "FORMAT", "RESULTS", "RUN", "SPEED", "check_same", "now", "precision", "record_start"]
 
 RUN, RESULTS, SPEED = "run.json", "results.json", "speed.json"
 BLOCK_LOSSES = "block_losses.npy"
@@ -115,8 +115,12 @@ def _check_as_begun(
 
 def _computed(settings: TrainSettings) -> str:
     """What a run computes in, and where: "float32 on cpu"."""
-    device = training_device(settings)
-    return f"{str(training_dtype(settings, device)).removeprefix('torch.')} on {device.type}"
+    return f"{precision(settings)} on {training_device(settings).type}"
+
+
+def precision(settings: TrainSettings) -> str:
+    """What a run computes in on this machine, "auto" resolved."""
+    return str(training_dtype(settings, training_device(settings))).removeprefix("torch.")
 
 
 def now() -> str:

@@ -6,13 +6,13 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from relinear.compare.folder import precision
 from relinear.compare.gaps import too_small
 from relinear.compare.match import Size
 from relinear.compare.plan import Planned, match_target
 from relinear.compare.settings import CompareSettings
 from relinear.core.config import Config
 from relinear.train.settings import TrainSettings
-from relinear.train.trainer import training_device, training_dtype
 
 __all__ = ["comparison_result", "entry_result", "gap_notes"]
 
@@ -87,18 +87,18 @@ def comparison_result(
     ``counted`` is the n-gram line, from ``count_ngrams``.
     """
     settings = planned[0].settings
-    per_step = _per_step(settings)
+    per_step = settings.tokens_per_step
     counts = data.description["splits"]["train"]
     passes = settings.steps * per_step / counts["tokens"]
     other = [
-        f"{p.name} for {p.settings.steps:,} of {_per_step(p.settings):,}"
+        f"{p.name} for {p.settings.steps:,} of {p.settings.tokens_per_step:,}"
         for p in planned
-        if (p.settings.steps, _per_step(p.settings)) != (settings.steps, per_step)
+        if (p.settings.steps, p.settings.tokens_per_step) != (settings.steps, per_step)
     ]
     budget = (
         f"Every entry was trained for {settings.steps:,} steps of {per_step:,} tokens ({settings.steps * per_step:,} "
         f"tokens, {passes:.2g} passes over the {counts['tokens']:,} training tokens of {settings.data.data}), on "
-        f"{len(recipe.seeds)} seed{'s' if len(recipe.seeds) > 1 else ''}, in {_precision(settings)}."
+        f"{len(recipe.seeds)} seed{'s' if len(recipe.seeds) > 1 else ''}, in {precision(settings)}."
     )
     budget += f" Other steps: {', '.join(other)}." if other else ""
     return {
@@ -112,15 +112,6 @@ def comparison_result(
         "data": data.description,
         "entries": entries,
     }
-
-
-def _per_step(settings: TrainSettings) -> int:
-    """Tokens of a step."""
-    return settings.batch_size * settings.accumulation * settings.data.sequence_length
-
-
-def _precision(settings: TrainSettings) -> str:
-    return str(training_dtype(settings, training_device(settings))).removeprefix("torch.")
 
 
 def _match_text(recipe: CompareSettings, sizes: Mapping[str, Size]) -> dict[str, Any]:

@@ -33,6 +33,8 @@ __all__ = ["RESULTS", "Event", "Planned", "compare", "plan_comparison"]
 
 #: folder of the short runs and their studies
 TUNING = "tuning"
+#: in an entry's folder there: the rates at which final runs diverged
+DIVERGED = "diverged.json"
 
 
 def compare(
@@ -219,21 +221,21 @@ class _Comparison:
             with contextlib.suppress(_TookLowerError):  # what is waiting then is another piece
                 self._final_run(name, settings, seed)
 
-        folder = self._folder(name, seed)
-        return Piece(
-            f"run-{name}-{seed}", lambda: read_result(folder) is not None and not self._outdated(folder, settings), do
-        )
+        def is_done() -> bool:
+            return read_result(self._folder(name, seed)) is not None and not self._outdated(name, seed, settings)
+
+        return Piece(f"run-{name}-{seed}", is_done, do)
 
     def carry_out(self) -> dict[str, Any]:
-        chosen = {p.name: self._choice(p) for p in self.planned}
+        for planned in self.planned:
+            self._choice(planned)  # all are tuned before the first is trained
         runs = {p.name: self._all_seeds(p) for p in self.planned}
-        chosen |= self.chosen
-        final = {name: choice.settings for name, choice in chosen.items()}
+        final = {p.name: self._choice(p).settings for p in self.planned}
         counted = self._count()
         speed = self._speed(final)
         gaps = self._gaps()
         entries = [
-            entry_result(p, final[p.name], chosen[p.name].record, runs[p.name], speed.get(p.name))
+            entry_result(p, final[p.name], self._choice(p).record, runs[p.name], speed.get(p.name))
             | {"dense": self.recipe.entries[p.name].dense, "gap": gaps.get(p.name)}
             for p in self.planned
         ]
@@ -293,29 +295,30 @@ class _Comparison:
             # "edge" speaks of the rate that is used
             record = (record or {"trials": []}) | {"full_length": full, "edge": full["edge"]}
         if record is not None:
-            rate = self._below_diverged(planned, rate, spread, record)
+            rate = self._below_diverged(planned.name, rate, spread, record)
         if record is not None and spread is not None:
             record["initializer_range"] = spread
         return _Choice(_at(given, rate, spread), record)
 
-    def _diverged(self, planned: Planned) -> Trials:
-        """At which rates a final run diverged."""
-        return self._trials(planned, f"{planned.name}, diverged", 1.0, "")
+    def _given_up(self, name: str) -> list[float]:
+        """The rates at which a final run of an entry diverged."""
+        path = self.out_dir / TUNING / name / DIVERGED
+        return read_json(path) if path.is_file() else []
 
-    def _below_diverged(self, planned: Planned, rate: float, spread: float | None, record: dict[str, Any]) -> float:
+    def _below_diverged(self, name: str, rate: float, spread: float | None, record: dict[str, Any]) -> float:
         """``rate``, or the next lower one of those tried at which no final run has diverged; told in ``record``."""
-        diverged = self._diverged(planned)
+        given_up = self._given_up(name)
         lower = [
             trial["learning_rate"]
             for trial in [*record["trials"], *record.get("full_length", {}).get("trials", ())]
             if trial["validation_loss"] is not None and trial.get("initializer_range") == spread
         ]
-        while diverged.known(rate, spread) is not None:
+        while rate in given_up:
             record.setdefault("diverged", []).append(rate)
             below = [other for other in lower if other < rate]
             if not below:
                 raise ValueError(
-                    f"{planned.name}: final runs diverged at {', '.join(f'{r:g}' for r in record['diverged'])}, and no "
+                    f"{name}: final runs diverged at {', '.join(f'{r:g}' for r in record['diverged'])}, and no "
                     "lower learning rate was tried; take a lower grid (tune.learning_rates)"
                 )
             rate = max(below)
@@ -323,13 +326,9 @@ class _Comparison:
 
     def _forget_diverged(self) -> None:
         """Choose again where a final run, here or in a process that shares the work, has diverged since."""
-        for planned in self.planned:
-            choice = self.chosen.get(planned.name)
-            if choice is None or choice.record is None:
-                continue
-            spread = choice.record.get("initializer_range")
-            if self._diverged(planned).known(choice.settings.learning_rate, spread) is not None:
-                del self.chosen[planned.name]
+        for name, choice in list(self.chosen.items()):
+            if choice.record is not None and choice.settings.learning_rate in self._given_up(name):
+                del self.chosen[name]
 
     def _written_range(self, planned: Planned) -> float | None:
         if self.recipe.keeps_initialisation(planned.name):
@@ -380,25 +379,23 @@ class _Comparison:
     def _final_run(self, name: str, settings: TrainSettings, seed: int) -> dict[str, Any]:
         what = name if len(self.recipe.seeds) == 1 else f"{name}, seed {seed}"
         folder = self._folder(name, seed)
-        if self._outdated(folder, settings):
+        if self._outdated(name, seed, settings):
             shutil.rmtree(folder)
         try:
             return {"seed": seed} | self._run("train", what, settings.updated(seed=seed), folder)
         except NonFiniteLossError as error:
-            choice = self.chosen.get(name)
-            if choice is None or choice.record is None:
+            if self.chosen[name].record is None:
                 raise
-            planned = next(p for p in self.planned if p.name == name)
-            self._diverged(planned).note_divergence(settings.learning_rate, choice.record.get("initializer_range"))
+            given_up = {*self._given_up(name), settings.learning_rate}
+            write_json(self.out_dir / TUNING / name / DIVERGED, sorted(given_up))
             raise _TookLowerError(f"{what}: {error}") from error
 
-    def _outdated(self, folder: Path, settings: TrainSettings) -> bool:
+    def _outdated(self, name: str, seed: int, settings: TrainSettings) -> bool:
         """Whether a final run was made at a rate that was given up since, because another seed's diverged at it."""
-        if not (folder / RUN).is_file():
+        path, given_up = self._folder(name, seed) / RUN, self._given_up(name)
+        if not given_up or not path.is_file():
             return False
-        rate = read_json(folder / RUN)["settings"]["learning_rate"]
-        planned = next(p for p in self.planned if self._folder(p.name, 0).parent == folder.parent)
-        given_up = [row["learning_rate"] for row in self._diverged(planned).rows()] if self.recipe.tune else []
+        rate = read_json(path)["settings"]["learning_rate"]
         return rate in given_up and rate != settings.learning_rate
 
     def _run(self, stage: str, what: str, settings: TrainSettings, folder: Path) -> dict[str, Any]:

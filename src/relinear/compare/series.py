@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from relinear.compare.settings import PLACES, CompareSettings
+from relinear.compare.settings import CompareSettings, shortened
 
 __all__ = ["BUDGETS", "at_budget", "budget_row", "carry_out_budgets", "with_choices"]
 
@@ -50,9 +50,9 @@ def at_budget(recipe: CompareSettings, index: int, chosen: Mapping[str, Mapping[
     share = budgets[index] / budgets[-1]
     values = recipe.model_dump(exclude_unset=True)
     values |= {"budgets": None, "tokens": budgets[index], "name": f"{recipe.name} at {budgets[index]:,} tokens"}
-    values["train"] = _shortened(values.get("train", {}), share)
+    values["train"] = shortened(values.get("train", {}), share)
     values["entries"] = {
-        name: entry | {"set": _shortened(entry.get("set", {}), share)} for name, entry in values["entries"].items()
+        name: entry | {"set": shortened(entry.get("set", {}), share)} for name, entry in values["entries"].items()
     }
     if index < len(budgets) - 1:
         values["speed"] = {"seconds": 0}  # the same at every budget
@@ -76,12 +76,6 @@ def with_choices(
             change = {"model_overrides.initializer_range": choice["initializer_range"]}
             found[name] |= {"set": entry.get("set", {}) | change}
     return found
-
-
-def _shortened(settings: Mapping[str, Any], share: float) -> dict[str, Any]:
-    """Settings of a run with the places in it moved to a run of ``share`` times the length."""
-    moved = {key: round(share * settings[key]) for key in PLACES if settings.get(key)}
-    return dict(settings) | {key: max(1, value) for key, value in moved.items()}
 
 
 def _choice(entry: Mapping[str, Any]) -> dict[str, float]:

@@ -22,11 +22,11 @@ from relinear.core.config import nearest, parse_setting
 from relinear.core.settings import Settings
 from relinear.train.settings import TrainSettings
 
-__all__ = ["PLACES", "CompareSettings", "Entry", "Match", "Sizes", "Speed", "Tune", "lasting"]
+__all__ = ["CompareSettings", "Entry", "Match", "Sizes", "Speed", "Tune", "lasting", "shortened"]
 
 DENSE = "dense"
 #: settings that say where something happens within a run, and move with its length
-PLACES = ("warmup_steps", "eval_every")
+_PLACES = ("warmup_steps", "eval_every")
 INITIALIZER_RANGES = (0.02, 0.05, 0.1)
 _INITIALIZER = "initializer_range"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+=-]*")
@@ -379,8 +379,7 @@ class CompareSettings(Settings):
         tokens = self.tokens if self.budgets is None else self.budgets[-1]
         if tokens is None:
             return settings.steps
-        per_step = settings.batch_size * settings.accumulation * settings.data.sequence_length
-        return max(1, math.ceil(tokens / per_step))
+        return max(1, math.ceil(tokens / settings.tokens_per_step))
 
     @property
     def ngram_order(self) -> int | None:
@@ -415,11 +414,16 @@ class CompareSettings(Settings):
         values, where = apply_overrides(written | changes, entry.set), f"entries.{name}"
         if "steps" not in values:
             values["steps"] = self._steps(_SharedTrainSettings.load(values, where))
-            share = values["steps"] / self.steps
-            moved = {key: values[key] for key in PLACES if share != 1 and key not in entry.set and values.get(key)}
-            values |= {key: max(1, round(share * value)) for key, value in moved.items()}
+            own = {key: value for key, value in values.items() if key not in entry.set}
+            values |= shortened(own, values["steps"] / self.steps)
         settings = TrainSettings.load(values, where)
         return settings if entry.duration == 1 else lasting(settings, entry.duration)
+
+
+def shortened(settings: Mapping[str, Any], share: float) -> dict[str, Any]:
+    """Settings of a run with the places in it moved to a run of ``share`` times the length."""
+    moved = {key: round(share * settings[key]) for key in _PLACES if settings.get(key)}
+    return dict(settings) | {key: max(1, value) for key, value in moved.items()}
 
 
 def lasting(settings: TrainSettings, fraction: float) -> TrainSettings:

@@ -11,6 +11,7 @@ import torch
 
 from relinear.core.inference import for_inference_
 from relinear.system.machine import describe_machine, on_threads
+from relinear.train.fit import checkpointing
 from relinear.train.optim import build_optimizer
 from relinear.train.run import build_model
 from relinear.train.settings import TrainSettings
@@ -28,7 +29,7 @@ class _Subject:
         if settings.dtype == "pure_bfloat16":
             self.model.to(torch.bfloat16)
         if settings.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            checkpointing(self.model, True)
         if settings.compile:
             self.model.compile()
         self.model.config.use_cache = False
@@ -111,13 +112,14 @@ def measure_speed(
                 for what, times in subject.seconds.items():
                     times.append(subject.time(what))
             on_progress({"step": done + 1, "steps": count})
-    return {name: _figures(subject, subjects[reference], reference) for name, subject in subjects.items()}
+    machine = describe_machine()
+    on_gpu = subjects[reference].device.type == "cuda"
+    processor = {"processor": ", ".join(machine["gpus"]) if on_gpu else machine["processor"]}
+    return {name: _figures(subject, subjects[reference], reference) | processor for name, subject in subjects.items()}
 
 
 def _figures(subject: _Subject, reference: _Subject, name: str) -> dict[str, Any]:
-    machine = describe_machine()
-    processor = ", ".join(machine["gpus"]) if subject.device.type == "cuda" else machine["processor"]
-    figures: dict[str, Any] = {"reference": name, "rounds": len(subject.seconds["train"]), "processor": processor}
+    figures: dict[str, Any] = {"reference": name, "rounds": len(subject.seconds["train"])}
     for what, times in subject.seconds.items():
         ratios = [base / own for base, own in zip(reference.seconds[what], times, strict=True)]
         figures[f"{what}_ratio"] = statistics.median(ratios)

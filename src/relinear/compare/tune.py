@@ -102,21 +102,12 @@ class Trials:
 
     def loss(self, rate: float, initializer_range: float | None = None) -> float:
         """Validation loss of a trial, which is run if it has not been; infinite where it diverged."""
+        import optuna
+
         known = self.known(rate, initializer_range)
         if known is not None:
             return known
         loss = self.evaluate(rate, initializer_range)
-        self._add(rate, initializer_range, loss)
-        return math.inf if loss is None else loss
-
-    def note_divergence(self, rate: float, initializer_range: float | None = None) -> None:
-        """Add a trial that diverged elsewhere."""
-        if self.known(rate, initializer_range) is None:
-            self._add(rate, initializer_range, None)
-
-    def _add(self, rate: float, initializer_range: float | None, loss: float | None) -> None:
-        import optuna
-
         wanted = _parameters(rate, initializer_range)
         distribution = optuna.distributions.FloatDistribution(_LOWEST, _HIGHEST, log=True)
         states = optuna.trial.TrialState
@@ -127,6 +118,7 @@ class Trials:
             state=states.PRUNED if loss is None else states.COMPLETE,
         )
         self.study.add_trial(trial)  # at once: none is ever left half-done by a kill
+        return math.inf if loss is None else loss
 
     def losses(self, points: Sequence[Point]) -> list[float]:
         """The losses at several points, each as ``loss`` has it.

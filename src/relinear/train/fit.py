@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # transformers' Trainer takes seconds to import and is imported by the functions that need it: the room imports this
 # file at once, because a function of the same name as its file cannot be imported on first use.
 
-__all__ = ["TrainResult", "compiled", "fit"]
+__all__ = ["TrainResult", "checkpointing", "compiled", "fit"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _prepared(model: Any, settings: FitSettings) -> Iterator[None]:
     if settings.dtype == "pure_bfloat16":
         model.to(torch.bfloat16)
     if settings.gradient_checkpointing:
-        _checkpointing(model, True)
+        checkpointing(model, True)
     try:
         with (
             on_threads(settings.threads),
@@ -104,7 +104,7 @@ def _prepared(model: Any, settings: FitSettings) -> Iterator[None]:
             yield
     finally:
         if settings.gradient_checkpointing:
-            _checkpointing(model, False)
+            checkpointing(model, False)
         if use_cache is not None:
             model.config.use_cache = use_cache  # Trainer turns it off, which would make generation slow
         if bars:
@@ -147,7 +147,8 @@ def compiled(model: Any) -> Iterator[None]:
             del model._loss_function
 
 
-def _checkpointing(model: Any, on: bool) -> None:
+def checkpointing(model: Any, on: bool) -> None:
+    """Turn gradient checkpointing on or off. Raises ValueError for a model that has none."""
     # Reentrant checkpointing would cut auxiliary losses off from their parameters.
     for prefix in ("activation", "gradient"):
         method = getattr(model, f"{prefix}_checkpointing_{'enable' if on else 'disable'}", None)

@@ -211,6 +211,11 @@ class TrainSettings(FitSettings):
         return tuple(AttachmentConfig.from_dict(setting) for setting in self.attachments)
 
     @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimiser step."""
+        return self.batch_size * self.accumulation * self.data.sequence_length
+
+    @property
     def minimised(self) -> ObjectiveConfig | None:
         """``objective`` as a config."""
         return None if self.objective is None else ObjectiveConfig.from_dict(self.objective)
