@@ -410,6 +410,17 @@ def test_initialisations_are_tuned_for_every_entry_that_brings_none(judged):
         assert run["settings"]["model_overrides"].get("initializer_range") == spread
 
 
+def test_tuning_at_full_length_leaves_the_check_only_what_was_not_run(text, tmp_path):
+    tune = {"learning_rates": [1e-3, 2e-3, 4e-3], "fraction": 1.0, "extensions": 0, "check_full_length": True}
+    entries = {"dense": "dense", "given": {"operator": "dense", "learning_rate": 2e-3}}
+    results = compare(small(text, entries=entries, tune=tune, match="width"), tmp_path / "out", isolate=False)
+    tuned, given = (entry["tuning"] for entry in results["entries"])
+    assert tuned["full_length"]["trials"][:3] == tuned["trials"]  # and what lies beyond the grid, if anything
+    assert len(given["full_length"]["trials"]) == 3
+    whole = {name: len(list((tmp_path / "out" / "tuning" / name).glob("full-length-*"))) for name in entries}
+    assert whole == {"dense": 0, "given": 3}
+
+
 def test_initialisations_of_a_model_that_brings_its_weights_are_not_tuned(text, tmp_path):
     from relinear.models import from_preset
 

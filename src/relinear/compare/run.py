@@ -289,7 +289,11 @@ class _Comparison:
             rate, spread, record = tune(settings, short, spread)
             record["trials"] = self._told(planned, record["trials"], settings.fraction)
         if settings.check_full_length:
-            whole = self._trials(planned, f"{planned.name}, full length", 1.0, "full-length-")
+            # runs of full length that tuning has made already are not made again
+            made = record is not None and settings.fraction == 1
+            whole = self._trials(
+                planned, planned.name if made else f"{planned.name}, full length", 1.0, "" if made else "full-length-"
+            )
             rate, full = check_neighbours(settings, whole, rate, spread)
             full["trials"] = self._told(planned, full["trials"], 1.0)
             # "edge" speaks of the rate that is used
