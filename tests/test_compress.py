@@ -303,6 +303,7 @@ def divergence(model, original) -> float:
     return float(F.kl_div(got, wanted, log_target=True, reduction="none").sum(-1).mean())
 
 
+@pytest.mark.slow
 def test_knowing_the_data_and_going_in_order_pays(tmp_path) -> None:
     original = tiny()
     results = {}
@@ -316,6 +317,7 @@ def test_knowing_the_data_and_going_in_order_pays(tmp_path) -> None:
     assert results["in order"] < results["at once"] < results["plain"], results
 
 
+@pytest.mark.slow
 def test_refinement_brings_the_layers_nearer(tmp_path) -> None:
     original, results = tiny(), {}
     for steps in (0, 100):

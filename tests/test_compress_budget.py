@@ -305,6 +305,7 @@ def test_corrections_change_the_candidates_of_their_type_alone() -> None:
     assert got["l.b"] == options
 
 
+@pytest.mark.slow
 def test_measured_points_change_the_plan_and_are_kept(tmp_path, monkeypatch) -> None:
     def factors(found):
         return {"down_proj": Correction(100.0)}

@@ -116,6 +116,7 @@ def test_the_teacher_takes_no_memory_until_it_must() -> None:
     assert torch.equal(wanted, teacher(input_ids=ids).logits)
 
 
+@pytest.mark.slow
 def test_half_precision_is_healed_in_full_and_given_back() -> None:
     model = pretrained().bfloat16()
     settings = HEALED | {"heal_tokens": 1024, "heal_learning_rate": 2e-4}
@@ -150,6 +151,7 @@ def test_plans_that_leave_nothing_to_train_are_refused(tmp_path) -> None:
         heal(pretrained(), pretrained(), *tokens(1024)[0].view(64, 16).split(32))
 
 
+@pytest.mark.slow
 def test_layers_that_are_corrected_leave_the_original_as_it_was() -> None:
     from relinear.compress import run
 
@@ -169,7 +171,7 @@ def test_layers_that_are_corrected_leave_the_original_as_it_was() -> None:
     assert torch.equal(kept[0](input_ids=tokens()[0][None, :16]).logits, wanted)
 
 
-@pytest.mark.parametrize("what", ["operators", "all"])
+@pytest.mark.parametrize("what", mostly_slow(["operators", "all"], "operators"))
 def test_the_teacher_is_given_back_as_it_was(what: str) -> None:
     model = pretrained().bfloat16()
     teacher = original_copy(model)

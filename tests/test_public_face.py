@@ -109,7 +109,6 @@ print([m for m in sys.argv[1].split(",") if m in sys.modules], len(sys.modules) 
             "from relinear.distill import distill_; import relinear; assert relinear.distill_ is distill_",
         ],
         "import transformers, relinear",
-        "import relinear.models.cgt",
         "from relinear.train import fit",
     ),
 )
