@@ -40,6 +40,7 @@ def test_a_row_says_how_it_failed_and_the_rest_goes_on(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # as long as the rehearsal itself may take
 def test_the_rehearsal_has_every_row_and_no_error(tmp_path):
     pytest.importorskip("triton")
     ended = gpu.run_parts(tmp_path, minutes=30, rehearse=True)

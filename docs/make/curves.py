@@ -6,12 +6,12 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from measured import RESULTS, read, table, with_interval
+from measured import RESULTS, commands, read, table, with_interval
 
 __all__ = ["PARTS", "gap_at", "typed"]
 
 #: folder of results/ -> its record at several budgets: results.json, or what results/unfinished.py made of it
-_BUDGETS = {"ccl": "ccl/budgets/runs.json"}
+_BUDGETS = {"ccl": "ccl/budgets/runs.json", "hdpl": "hdpl/budgets/runs.json"}
 _SCALE = "scale/scale.json"
 
 
@@ -38,7 +38,7 @@ def gaps(folder: str) -> str:
     found = read(_BUDGETS[folder])
     rows = found["budgets"]
     lines = []
-    for name in (entry["name"] for entry in rows[0]["entries"]):
+    for name in dict.fromkeys(entry["name"] for row in rows for entry in row["entries"]):
         entries = [_entry(folder, row["tokens"], name) for row in rows]
         chosen = dict.fromkeys(f"{one['learning_rate']:g}, {one['initializer_range']:g}" for one in entries if one)
         cells = [_cell(entry) for entry in entries]
@@ -82,8 +82,8 @@ def verdicts() -> str:
 
 
 def command(name: str) -> str:
-    """The command as a block."""
-    return f"    {read(name)['command']}"
+    """The commands as a block."""
+    return commands(read(name))
 
 
 #: folder -> part -> what makes it

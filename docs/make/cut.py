@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from measured import RESULTS, mean, read, table, with_interval
+from measured import RESULTS, commands, mean, read, table, with_interval
 
 __all__ = ["PARTS", "against", "best", "cut_short", "evaluated", "shared", "trained", "typed"]
 
@@ -131,7 +131,7 @@ def typed(folder: str) -> str:
 
 def command(folder: str) -> str:
     """The commands as a block."""
-    return "\n".join(f"    {one}" for one in (typed(folder), *read(_RECORDS[folder])["later"]))
+    return commands(read(_RECORDS[folder]))
 
 
 def evaluated(folder: str, name: str, step: int) -> float:

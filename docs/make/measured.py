@@ -56,6 +56,11 @@ def signed(value: float, digits: int) -> str:
     return f"{round(value, digits) + 0.0:+.{digits}f}"
 
 
+def commands(found: Mapping[str, Any]) -> str:
+    """The command of a record, and those whose runs have joined it later, as a block."""
+    return "\n".join(f"    {one}" for one in (found["command"], *found.get("later", ())))
+
+
 def with_interval(found: Mapping[str, Any], digits: int = 3) -> str:
     """A recorded gap: -0.105 [-0.149, -0.062]; its mean alone where it has no interval."""
     text = signed(found["mean"], digits)
