@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from measured import RESULTS, commands, read, table, with_interval
+from measured import commands, read, table, with_interval
 
 __all__ = ["PARTS", "gap_at", "typed"]
 
@@ -90,11 +90,10 @@ def command(name: str) -> str:
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     folder: {"curve_command": functools.partial(command, name), "curve_gaps": functools.partial(gaps, folder)}
     for folder, name in _BUDGETS.items()
-    if (RESULTS / name).is_file()
-}
-if (RESULTS / _SCALE).is_file():
-    PARTS["scale"] = {
+} | {
+    "scale": {
         "scale_command": functools.partial(command, _SCALE),
         "scale_table": scale,
         "scale_verdicts": verdicts,
     }
+}

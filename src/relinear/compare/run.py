@@ -282,19 +282,16 @@ class _Comparison:
         settings, given = self.recipe.tune, planned.settings
         if settings is None:
             return _Choice(given, None)
-        rate, spread, record = given.learning_rate, None, None
+        rate, spread, record, trials = given.learning_rate, None, None, None
         if self._is_tuned(planned.name):
             spread = None if settings.initializer_range is None else self._written_range(planned)
-            short = self._trials(planned, planned.name, settings.fraction, "")
-            rate, spread, record = tune(settings, short, spread)
+            trials = self._trials(planned, planned.name, settings.fraction, "")
+            rate, spread, record = tune(settings, trials, spread)
             record["trials"] = self._told(planned, record["trials"], settings.fraction)
         if settings.check_full_length:
-            # runs of full length that tuning has made already are not made again
-            made = record is not None and settings.fraction == 1
-            whole = self._trials(
-                planned, planned.name if made else f"{planned.name}, full length", 1.0, "" if made else "full-length-"
-            )
-            rate, full = check_neighbours(settings, whole, rate, spread)
+            if trials is None or settings.fraction < 1:  # else tuning's own are of full length
+                trials = self._trials(planned, f"{planned.name}, full length", 1.0, "full-length-")
+            rate, full = check_neighbours(settings, trials, rate, spread)
             full["trials"] = self._told(planned, full["trials"], 1.0)
             # "edge" speaks of the rate that is used
             record = (record or {"trials": []}) | {"full_length": full, "edge": full["edge"]}
