@@ -74,13 +74,23 @@ def append_row(file: Path, row: dict) -> None:
     print(json.dumps(row), flush=True)
 
 
-def tune(fit) -> None:
+def fit(original, config, projection: str, layers: list[int], texts: list[str], tokenizer, **settings):
+    """A copy of the model with a projection of some layers replaced, and the report of its distillation."""
+    model = copy.deepcopy(original)
+    settings = {"validation_tokens": 2048} | settings
+    report = relinear.distill_(
+        model, {projection: config}, texts, layers=layers, tokenizer=tokenizer, settings=settings
+    )
+    return model, report
+
+
+def tune(fitted) -> None:
     """The fit error of every method at every rate, on q of layer 12."""
     file = HERE / "smollm2_rates.jsonl"
     done = {(row["method"], row["learning_rate"]) for row in read_rows(file)}
     for method, rate in itertools.product(METHODS, RATES):
         if (method, rate) not in done:
-            _, report = fit(method, "q_proj", [12], TUNING_SEED, rate)
+            _, report = fitted(method, "q_proj", [12], TUNING_SEED, rate)
             append_row(file, {"method": method, "learning_rate": rate, "error": report.layers[0].error})
 
 
@@ -120,21 +130,12 @@ def main() -> None:
 
     texts = list(itertools.islice(interleaved(options.data), 12))  # more than enough for the tokens that are recorded
 
-    def fit(method: str, projection: str, layers: list[int], seed: int, rate: float):
-        model = copy.deepcopy(original)
-        settings = {"tokens": options.tokens, "epochs": options.epochs, "seed": seed, "validation_tokens": 2048}
-        report = relinear.distill_(
-            model,
-            {projection: METHODS[method]},
-            texts,
-            layers=layers,
-            tokenizer=tokenizer,
-            settings=settings | {"learning_rate": rate},
-        )
-        return model, report
+    def fitted(method: str, projection: str, layers: list[int], seed: int, rate: float):
+        settings = {"tokens": options.tokens, "epochs": options.epochs, "seed": seed, "learning_rate": rate}
+        return fit(original, METHODS[method], projection, layers, texts, tokenizer, **settings)
 
     if options.tune:
-        tune(fit)
+        tune(fitted)
         return
     errors = {(row["error"], row["method"], row["learning_rate"]) for row in read_rows(HERE / "smollm2_rates.jsonl")}
     rates = {method: rate for _, method, rate in sorted(errors, reverse=True)}
@@ -166,14 +167,14 @@ def main() -> None:
         if tuple(head[k] for k in key) in done:
             continue
         started = time.perf_counter()
-        model, report = fit(method, projection, layers, seed, rates[method])
-        fitted = {
+        model, report = fitted(method, projection, layers, seed, rates[method])
+        found = {
             "parameters": sum(fit.parameters for fit in report.layers),
             "error": sum(fit.error for fit in report.layers) / len(report.layers),
             "fit_seconds": time.perf_counter() - started,
             "learning_rate": rates[method],
         }
-        add(head | fitted | judged(model) | budget)
+        add(head | found | judged(model) | budget)
 
 
 if __name__ == "__main__":
