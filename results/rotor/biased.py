@@ -36,7 +36,8 @@ from relinear.system.machine import command_line, describe_machine
 
 LAYER, LENGTH = 12, 256
 _PLACE = f"model.layers.{LAYER}.self_attn.{{}}_proj"
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "(q|k|v)_proj")
+TOGETHER = "q, k and v"
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", TOGETHER)
 RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 #: rates that are tried in any case; further ones where the best is at an end
 FIRST = (0.01, 0.03, 0.1)
@@ -77,7 +78,7 @@ class Work:
         """Losses with the mean output, over the tokens that methods are fitted on, in place of the projection."""
         model = copy.deepcopy(self.original)
         blocks = token_blocks(self.texts, self.tokenizer, LENGTH, self.options.tokens // LENGTH)
-        letters = "qkv" if projection.startswith("(") else projection[0]
+        letters = "qkv" if projection == TOGETHER else projection[0]
         modules = {name: model.get_submodule(name) for name in map(_PLACE.format, letters)}
         with record(model, blocks, modules, batch=8, outputs=modules) as recording:
             means = {name: recording.inputs(name).double().mean(0) for name in modules}
@@ -96,8 +97,9 @@ class Work:
     def fit(self, method: str, projection: str, seed: int, rate: float):
         """The model with fitted operators, and the report."""
         given = {key: getattr(self.options, key) for key in ("tokens", "epochs")}
-        asked = {"seed": seed, "learning_rate": rate, "bias": True, "joint": projection.startswith("(")}
-        return fit(self.original, FITTED[method], projection, [LAYER], self.texts, self.tokenizer, **given, **asked)
+        asked = {"seed": seed, "learning_rate": rate, "bias": True, "joint": projection == TOGETHER}
+        pattern = r".*\.[qkv]_proj" if projection == TOGETHER else projection
+        return fit(self.original, FITTED[method], pattern, [LAYER], self.texts, self.tokenizer, **given, **asked)
 
     def error(self, method: str, projection: str, rate: float) -> dict:
         """What a rate is chosen by: of the attention's output where all three were trained together."""
@@ -145,7 +147,7 @@ def summary(measured: Callable[[str], dict]) -> list[dict]:
             fits = [measured(f"{method} {projection} {seed}") for seed in SEEDS]
             row |= {key: fits[0][key] for key in ("parameters", "rate")}
             row["errors"] = np.mean([found["errors"] for found in fits], 0).tolist()
-            if projection.startswith("("):
+            if projection == TOGETHER:
                 row["joint_error"] = float(np.mean([found["joint_error"] for found in fits]))
         references = [name for name in ("original", CONSTANT, "low rank 1") if name != method]
         of = {name: _losses(measured, name, projection) for name in (method, *references)}
