@@ -60,6 +60,16 @@ def told(folder: Path) -> dict[str, Any]:
     }
 
 
+def check_joins(folder: Path, other: Path, *, same_entry: bool) -> None:
+    """Exit unless a run can stand beside another: of the same entry, with its rate and model, too."""
+    keys = ["steps", "batch_size", "accumulation", "data", "dtype"]
+    keys += ["learning_rate", "model", "model_overrides", "warmup_steps"] if same_entry else []
+    ours, theirs = (read_json(one / "run.json")["settings"] for one in (folder, other))
+    unlike = [f"{key} is {ours[key]}, there {theirs[key]}" for key in keys if ours[key] != theirs[key]]
+    if unlike:
+        sys.exit(f"{folder} cannot stand beside {other}: {'; '.join(unlike)}")
+
+
 def held_against(folders: list[Path], references: list[Path]) -> dict[str, Any]:
     """The gap between runs that ended, with its interval."""
     losses = [[np.load(folder / BLOCK_LOSSES, allow_pickle=False) for folder in one] for one in (folders, references)]
@@ -78,9 +88,10 @@ def while_training(folder: Path, reference: Path) -> dict[str, Any] | None:
     return {"from": min(shared), "to": max(shared), "mean": float(np.mean([ours[s] - theirs[s] for s in shared]))}
 
 
-def best_trial(folders: list[Path]) -> Path | None:
-    """The tuning run with the lowest loss."""
-    ended = [folder for folder in folders if told(folder)["validation_loss"] is not None]
+def best_trial(folders: list[Path], steps: int) -> Path | None:
+    """The tuning run of so many steps with the lowest loss."""
+    runs = {folder: told(folder) for folder in folders}
+    ended = [at for at, run in runs.items() if run["steps"] == steps and run["validation_loss"] is not None]
     return min(ended, key=lambda folder: told(folder)["validation_loss"], default=None)
 
 
@@ -118,16 +129,20 @@ def main(out_dir: Path, reference: str, later: list[Path]) -> dict[str, Any]:
         for entry in sorted((place / "tuning").glob("*"))
         if entry.is_dir()
     }
-    fractions = ({"tuning": found["recipe"]["tune"]["fraction"]} if trials else {}) | {"runs": 1.0}
-    found["ngrams"] = {
-        part: counted(found["recipe"], round(fraction * found["tokens"])) for part, fraction in fractions.items()
-    }
+    # whole runs that held a rate against its neighbours are no match for short ones
+    lengths = {told(folder)["steps"] for folders in trials.values() for folder in folders}
+    best = {name: at for name, folders in trials.items() if (at := best_trial(folders, min(lengths))) is not None}
+    counts = {"tuning": metrics(best[reference])[-1]["tokens"]} if reference in best else {}
+    found["ngrams"] = {part: counted(found["recipe"], n) for part, n in (counts | {"runs": found["tokens"]}).items()}
     runs: dict[str, dict[str, Path]] = {}
     for at in (place, *map(place_of, later)):
         for run in sorted((at / "runs").glob("*/*/run.json")):
-            runs.setdefault(run.parents[1].name, {})[run.parent.name] = run.parent
+            name, seed = run.parents[1].name, run.parent
+            ours = runs.setdefault(name, {})
+            if at != place:
+                check_joins(seed, next(iter((ours or runs[reference]).values())), same_entry=bool(ours))
+            ours[seed.name] = seed
     found["later"] = [read_json(one / "run.json")["command"] for one in later]
-    best = {name: at for name, folders in trials.items() if (at := best_trial(folders)) is not None}
     found["tuning"] = {name: [told(folder) for folder in folders] for name, folders in trials.items()}
     found["tuning_gaps"] = {
         name: held_against([at], [best[reference]]) for name, at in best.items() if name != reference
@@ -179,7 +194,10 @@ def added(found: dict[str, Any], later: list[Path]) -> dict[str, Any]:
         for run in sorted((place_of(one) / "runs").glob("*/*/run.json")):
             name = run.parents[1].name
             ours = found["runs"].setdefault(name, {})
-            ours[run.parent.name] = told(run.parent)
+            new, like = told(run.parent), next(iter(reference.values()))
+            if new["steps"] != like["steps"]:
+                sys.exit(f"{run.parent} has {new['steps']:,} steps, the record's runs {like['steps']:,}")
+            ours[run.parent.name] = new
             shared = sorted(ours.keys() & reference.keys())
             pairs = [(ours[seed]["validation_loss"], reference[seed]["validation_loss"]) for seed in shared]
             ended = [mine - theirs for mine, theirs in pairs if mine is not None and theirs is not None]

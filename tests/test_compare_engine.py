@@ -195,7 +195,8 @@ def test_rate_and_initialisation_are_found_one_after_the_other(tmp_path):
     assert (rate, spread) == (2e-3, 0.1)
     assert tried[:4] == [(1e-3, 0.02), (2e-3, 0.02), (4e-3, 0.02), (8e-3, 0.02)]
     assert tried[4:7] == [(4e-3, 0.05), (4e-3, 0.1), (4e-3, 0.2)]  # the grid grew once
-    assert tried[7:] == [(2e-3, 0.1), (8e-3, 0.1), (1e-3, 0.1)]  # downhill, and a look at the other side
+    assert tried[7:10] == [(2e-3, 0.1), (8e-3, 0.1), (1e-3, 0.1)]  # downhill, and a look at the other side
+    assert {spread for _, spread in tried[10:]} == {0.05}  # the second best start has a rate of its own, too
     assert len(found["trials"]) == len(tried) == len(set(tried))
     assert {(t["learning_rate"], t["initializer_range"]) for t in found["trials"]} == set(tried)
     assert not found["edge"]
@@ -203,6 +204,18 @@ def test_rate_and_initialisation_are_found_one_after_the_other(tmp_path):
     before = len(tried)
     assert tune(settings, Trials(open_study(tmp_path, "x"), evaluate), 0.02) == (rate, spread, found)
     assert len(tried) == before
+
+
+def test_a_start_that_is_second_at_the_first_rate_may_win_at_its_own(tmp_path):
+    def evaluate(rate, spread):
+        best, floor = {0.02: (4e-3, 9.0), 0.05: (4e-3, 1.0), 0.1: (1e-3, 0.5)}[spread]
+        return floor + math.log(rate / best) ** 2 / 3
+
+    settings = Tune(learning_rates=(1e-3, 2e-3, 4e-3, 8e-3), initializer_range=(0.02, 0.05, 0.1), extensions=2)
+    rate, spread, found = tune(settings, Trials(open_study(tmp_path, "x"), evaluate), 0.05)
+    assert evaluate(4e-3, 0.1) > evaluate(4e-3, 0.05)  # at the rate that was found at 0.05 it is behind
+    assert (rate, spread) == (1e-3, 0.1)
+    assert not found["edge"]
 
 
 def test_trials_that_were_added_by_hand_are_recorded(tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from relinear.cli.main import main
 from relinear.compare.results import comparison_result
@@ -14,6 +15,7 @@ from relinear.compare.scaling import at_size
 from relinear.compare.series import at_budget, carry_out_budgets
 from relinear.compare.settings import CompareSettings, Tune
 from relinear.compare.sharing import Piece, share_out
+from relinear.compare.speed import _figures
 from relinear.compare.tune import Trials, check_neighbours, open_study
 from relinear.system.files import read_json
 from relinear.system.lock import only_process_in
@@ -98,6 +100,15 @@ def test_settings_that_would_be_overruled_are_refused(changes, said):
         recipe(**changes)
 
 
+def test_speeds_are_of_tokens_where_batches_differ():
+    times = {"train": [2.0, 2.0], "inference": [1.0, 1.0]}
+    small = SimpleNamespace(ids=torch.zeros(2, 8), seconds=times)
+    large = SimpleNamespace(ids=torch.zeros(4, 8), seconds={name: [2 * t for t in one] for name, one in times.items()})
+    figures = _figures(large, small, "small")
+    assert figures["train_ratio"] == figures["inference_ratio"] == 1
+    assert figures["train_tokens_per_second"] == _figures(small, small, "small")["train_tokens_per_second"] == 8
+
+
 def test_later_budgets_are_checked_where_the_recipe_asks_for_it_and_tell_of_edges():
     tune = {"learning_rates": [0.001, 0.002]}
     series = {"budgets": [1000, 2000, 4000], "reference": "dense"}
@@ -106,14 +117,14 @@ def test_later_budgets_are_checked_where_the_recipe_asks_for_it_and_tell_of_edge
     assert at_budget(recipe(**series, tune=tune | {"check_full_length": True}), 2, chosen).tune.check_full_length
 
     def carry_out(at_one, folder):
-        tuned = {"edge": at_one.tokens == 2000} if at_one.tune else None
+        tuned = {"edge": at_one.tokens == 2000, "trials": []} if at_one.tune else None
         entry = {"learning_rate": 0.002, "tuning": tuned, "validation_loss": {"mean": 2.0}, "gap": None, "runs": []}
         entries = [entry | {"name": name, "settings": {"model_overrides": {}}} for name in at_one.entries]
         return {"entries": entries, "ngram": None, "notes": []}
 
     notes = carry_out_budgets(recipe(**series, tune=tune), Path("out"), carry_out)["notes"]
     assert [note for note in notes if "edge" in note] == [
-        "At 2,000 tokens the best learning rate lay at the edge of what was tried for dense, low_rank."
+        "At 2,000 tokens: The best learning rate lies at the edge of the grid for dense, low_rank: widen the grid."
     ]
 
 

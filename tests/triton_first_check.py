@@ -6,6 +6,7 @@ import dataclasses
 import json
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import relinear
 from conftest import mostly_slow
 from relinear.kernels import choice, first_check
 from relinear.kernels.triton import cgt, rotor, transponder
-from relinear.kernels.triton.samples import SAMPLES
+from relinear.kernels.triton.samples import SAMPLES, largest_error
 
 DTYPE = torch.float16  # the interpreter multiplies bits of bfloat16
 
@@ -93,6 +94,23 @@ def test_a_wrong_kernel_gives_way_to_torch_and_warns_once(monkeypatch, count) ->
     with pytest.warns(UserWarning, match="off by"):
         assert torch.equal(layer(x), expected)
     assert len(count) == 1
+
+
+@pytest.mark.parametrize("kind", ["transponder", "hdpl"])
+def test_rows_that_were_never_written_are_not_lost_in_the_norm_of_the_whole(kind: str) -> None:
+    sample = SAMPLES[kind]
+
+    def without_the_last_rows(*given):
+        results = sample.reference(*given)
+        several = isinstance(results, tuple)
+        whole = [torch.cat([one[:-2], one[-2:] * 0]) for one in (results if several else (results,))]
+        return tuple(whole) if several else whole[0]
+
+    def of(function) -> float:
+        given = dataclasses.replace(sample, module=SimpleNamespace(kernel=function), function="kernel")
+        return largest_error(given, sample.given[0], torch.bfloat16, "cpu")
+
+    assert of(sample.reference) < first_check.TOLERANCES[torch.bfloat16] < of(without_the_last_rows)
 
 
 def test_a_kernel_that_does_not_compile_gives_way(monkeypatch) -> None:

@@ -146,6 +146,7 @@ def summary(measured: Callable[[str], dict]) -> list[dict]:
         if method in FITTED:
             fits = [measured(f"{method} {projection} {seed}") for seed in SEEDS]
             row |= {key: fits[0][key] for key in ("parameters", "rate")}
+            row["edge"] = row["rate"] in (RATES[0], RATES[-1])
             row["errors"] = np.mean([found["errors"] for found in fits], 0).tolist()
             if projection == TOGETHER:
                 row["joint_error"] = float(np.mean([found["joint_error"] for found in fits]))
@@ -176,10 +177,14 @@ def main() -> None:
     parser.add_argument("--state", type=Path, default=Path("runs/rotor-biased"))
     options = parser.parse_args()
     relinear.tune_allocator()
+    given = {key: getattr(options, key) for key in ("model", "tokens", "epochs", "eval_tokens")}
+    begun = options.state / "options.json"
+    if begun.is_file() and read_json(begun) != given:
+        raise SystemExit(f"{options.state} has measurements with {read_json(begun)}; give these, or another --state")
+    write_json(begun, given)
     work = Work(options)
     share_out(options.state, work.waiting)
     original = {text: float(np.mean(losses)) for text, losses in work.measured("original").items()}
-    given = {key: getattr(options, key) for key in ("tokens", "epochs", "eval_tokens")}
     head = {"command": command_line(), "machine": describe_machine(), "layer": LAYER, "original": original} | given
     write_json(HERE / "biased.json", head | {"rows": summary(work.measured)})
 

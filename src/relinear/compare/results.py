@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from relinear.compare.folder import precision
@@ -14,7 +14,7 @@ from relinear.compare.settings import CompareSettings
 from relinear.core.config import Config
 from relinear.train.settings import TrainSettings
 
-__all__ = ["comparison_result", "entry_result", "gap_notes"]
+__all__ = ["comparison_result", "entry_result", "gap_notes", "tuning_notes"]
 
 
 def _statistic(values: list[float]) -> dict[str, Any]:
@@ -141,6 +141,16 @@ def _notes(recipe: CompareSettings, entries: list[dict[str, Any]]) -> list[str]:
             f"process after training (median of {speeds[0]['rounds']} rounds)."
         )
     notes.append("FLOPs are of the forward pass, without attention scores and norms; memory is of the process.")
+    notes += tuning_notes(entries)
+    tuned = recipe.tune is not None or all(entry.learning_rate is not None for entry in recipe.entries.values())
+    if not tuned and len({entry["learning_rate"] for entry in entries}) == 1 and len(entries) > 1:
+        notes.append("All entries share one learning rate, which may suit some better than others; see --tune.")
+    return notes
+
+
+def tuning_notes(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a reader must know of how rates and starts of entries were found."""
+    notes = []
     edges = [entry["name"] for entry in entries if entry["tuning"] and entry["tuning"]["edge"]]
     if edges:
         notes.append(f"The best learning rate lies at the edge of the grid for {', '.join(edges)}: widen the grid.")
@@ -157,9 +167,9 @@ def _notes(recipe: CompareSettings, entries: list[dict[str, Any]]) -> list[str]:
     moved = [e["name"] for e in entries if e["tuning"] and e["tuning"].get("full_length", {}).get("moved")]
     if moved:
         notes.append(f"At full length another rate than in short runs was best, and taken, for {', '.join(moved)}.")
-    tuned = recipe.tune is not None or all(entry.learning_rate is not None for entry in recipe.entries.values())
-    if not tuned and len({entry["learning_rate"] for entry in entries}) == 1 and len(entries) > 1:
-        notes.append("All entries share one learning rate, which may suit some better than others; see --tune.")
+    trials = [f"{e['name']} {len(e['tuning']['trials'])}" for e in entries if e["tuning"] and e["tuning"]["trials"]]
+    if trials:
+        notes.append(f"Runs of tuning: {', '.join(trials)}.")
     return notes
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from relinear.compare.results import tuning_notes
 from relinear.compare.settings import CompareSettings, shortened
 
 __all__ = ["BUDGETS", "at_budget", "budget_row", "carry_out_budgets", "with_choices"]
@@ -108,12 +109,9 @@ def _notes(recipe: CompareSettings, rows: list[dict[str, Any]]) -> list[str]:
             "each": "at each budget",
         }
         notes.append(f"Learning rates were tuned {at[recipe.tune.at]}.")
+        if recipe.tune.initializer_range is not None and recipe.tune.at == "smallest":
+            notes.append("The initialisation is the smallest budget's best throughout, held against nothing later.")
     # of the last budget the table itself tells
     for row in rows[:-1]:
-        edges = [entry["name"] for entry in row["entries"] if entry["tuning"] and entry["tuning"]["edge"]]
-        if edges:
-            notes.append(
-                f"At {row['tokens']:,} tokens the best learning rate lay at the edge of what was tried for "
-                f"{', '.join(edges)}."
-            )
+        notes += [f"At {row['tokens']:,} tokens: {note}" for note in tuning_notes(row["entries"])]
     return notes

@@ -121,7 +121,8 @@ def measure_speed(
 def _figures(subject: _Subject, reference: _Subject, name: str) -> dict[str, Any]:
     figures: dict[str, Any] = {"reference": name, "rounds": len(subject.seconds["train"])}
     for what, times in subject.seconds.items():
-        ratios = [base / own for base, own in zip(reference.seconds[what], times, strict=True)]
+        more = subject.ids.numel() / reference.ids.numel()  # batches of entries may differ
+        ratios = [more * base / own for base, own in zip(reference.seconds[what], times, strict=True)]
         figures[f"{what}_ratio"] = statistics.median(ratios)
         figures[f"{what}_tokens_per_second"] = subject.ids.numel() / statistics.median(times)
     return figures

@@ -225,8 +225,9 @@ def _descend(grid: Sequence[float], start: float, moves: int, losses_of: Losses)
 def tune(settings: Tune, trials: Trials, initializer_range: float | None = None) -> tuple[float, float | None, Any]:
     """The best learning rate of the grid and, where that is tuned, the best initialisation.
 
-    One coordinate after the other: the rate at the written initialisation, the initialisation at that rate, and where
-    that has changed, the rate again, downhill from where it was. Grids grow where the best is at their edge.
+    One coordinate after the other: the rate at the written initialisation, the initialisation at that rate, and at the
+    best two of these the rate again, downhill from where it was, so that no entry is judged at one start with a rate
+    that was found at another. Grids grow where the best is at their edge.
 
     Args:
         settings: the grids and how often they may grow.
@@ -250,10 +251,16 @@ def tune(settings: Tune, trials: Trials, initializer_range: float | None = None)
     grid = sorted({*settings.initializer_range, initializer_range})
     first = rate.value
     spread = _search(grid, settings.extensions, lambda values: trials.losses([(first, value) for value in values]))
-    if spread.value != initializer_range:
-        rate = _descend(settings.learning_rates, first, settings.extensions, trials.by_rate(spread.value))
-    record = {"trials": trials.rows(), "edge": rate.edge, "initializer_edge": spread.edge}
-    return rate.value, spread.value, record
+    around = sorted(spread.grid, key=lambda value: trials.loss(first, value))[:2]
+    rates = {
+        value: _descend(settings.learning_rates, first, settings.extensions, trials.by_rate(value))
+        for value in around
+        if math.isfinite(trials.loss(first, value))
+    }
+    best = min(rates, key=lambda value: trials.loss(rates[value].value, value))
+    on_edge = best in (spread.grid[0], spread.grid[-1])
+    record = {"trials": trials.rows(), "edge": rates[best].edge, "initializer_edge": on_edge}
+    return rates[best].value, best, record
 
 
 def tune_learning_rate(

@@ -255,7 +255,8 @@ def _run(
         if not resume:
             shutil.rmtree(checkpoints, ignore_errors=True)
         log.rewind(step)
-    trainer.start_from(max(step, 0), max((row["tokens"] for row in log.rows), default=0))
+    first_loss = next((row["loss"] for row in log.rows if "loss" in row), None)
+    trainer.start_from(max(step, 0), max((row["tokens"] for row in log.rows), default=0), first_loss)
     has_validation = trainer.eval_dataset is not None
     memory = PeakMemory(trainer.args.device)
     memory.start()

@@ -211,9 +211,9 @@ class RelinearTrainer(Trainer):
         self._plain_model: Any = model
         self._redirect: Path | None = None
 
-    def start_from(self, step: int, tokens: int) -> None:
-        """Count on from a checkpoint: the step it was written at and the tokens seen until then."""
-        self._last_drain, self.tokens_seen = step, tokens
+    def start_from(self, step: int, tokens: int, first_loss: float | None) -> None:
+        """Count on from a checkpoint: the step it was written at, the tokens seen until then, the run's first loss."""
+        self._last_drain, self.tokens_seen, self._first_loss = step, tokens, first_loss
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' ``train``, with noise (latents, dropout, drawn positions) of its own on every rank."""

@@ -208,9 +208,25 @@ def _outcome(function: Callable, given: list, dtype: torch.dtype) -> list[Tensor
     return [*(r.detach() for r in results), *torch.autograd.grad(results, leaves, upstream, allow_unused=True)]
 
 
+def _worst_slice(off: Tensor, expected: Tensor) -> float:
+    """The largest error of a row or column, relative to its norm or to that of an average one if it is larger."""
+    if expected.ndim < 2:
+        return 0.0
+    worst = 0.0
+    for dim in (0, 1):
+        errors, norms = (one.flatten(0, -2).norm(dim=dim) for one in (off, expected))
+        average = norms.square().mean().sqrt()
+        worst = max(worst, float((errors / norms.maximum(average).clamp_min(1e-3)).nan_to_num(float("inf")).max()))
+    return worst
+
+
 def largest_error(sample: Sample, shapes: tuple, dtype: torch.dtype, device: torch.device | str) -> float:
     """The largest relative error, in the Frobenius norm, of a kernel's results and gradients against its reference in
-    double precision; infinite where one is not a number, or is there in one of them alone."""
+    double precision; infinite where one is not a number, or is there in one of them alone.
+
+    A row or column of a result counts with a fifth of its own error: rounding is not the same in all, but one of the
+    last tile's that was never written is off by 1 and would be lost in the norm of the whole.
+    """
     given = draw(shapes, dtype, device)
     actual = _outcome(sample.fast, given, dtype)
     expected = _outcome(sample.reference, given, torch.float64)
@@ -219,6 +235,8 @@ def largest_error(sample: Sample, shapes: tuple, dtype: torch.dtype, device: tor
         if ours is None or theirs is None:
             errors.append(0.0 if ours is theirs else float("inf"))
         else:
-            error = float((ours.double() - theirs).norm() / theirs.norm().clamp_min(1e-3))
+            off = ours.double() - theirs
+            error = float(off.norm() / theirs.norm().clamp_min(1e-3))
+            error = max(error, _worst_slice(off, theirs) / 5)
             errors.append(error if error < float("inf") else float("inf"))
     return max(errors)
