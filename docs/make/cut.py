@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from measured import RESULTS, commands, mean, read, table, with_interval
+from measured import RESULTS, commands, mean, read, signed, table, with_interval
 
-__all__ = ["PARTS", "against", "best", "cut_short", "evaluated", "shared", "trained", "typed"]
+__all__ = ["PARTS", "against", "best", "cut_short", "evaluated", "on_the_way", "shared", "trained", "typed"]
 
 #: folder of results/ -> its record
 _RECORDS = {
@@ -140,12 +140,36 @@ def evaluated(folder: str, name: str, step: int) -> float:
     return dict(map(tuple, run["evaluations"]))[step]
 
 
+def on_the_way(folder: str, name: str, reference: str, step: int) -> list[float]:
+    """Gaps of held-out losses at a step of final runs, of every seed of which both entries came that far."""
+    runs = read(_RECORDS[folder])["runs"]
+    at = [
+        {seed: dict(map(tuple, run["evaluations"])).get(step) for seed, run in runs[n].items()}
+        for n in (name, reference)
+    ]
+    return [ours - theirs for seed, ours in at[0].items() if None not in (ours, theirs := at[1].get(seed))]
+
+
+def halfway(folder: str) -> str:
+    """Gaps of held-out losses before the end of final runs, where there are any."""
+    found = read(_RECORDS[folder])
+    runs = [run for seeds in found["runs"].values() for run in seeds.values()]
+    steps = sorted({step for run in runs for step, _ in run["evaluations"] if 0 < step < 0.95 * run["steps"]})
+    lines = []
+    for name in found["runs"]:
+        if name != found["reference"]:
+            gaps = [on_the_way(folder, name, found["reference"], step) for step in steps]
+            lines.append([f"`{name}`", *(", ".join(signed(one, 3) for one in each) or "–" for each in gaps)])
+    return table(["entry", *(f"step {step:,}" for step in steps)], lines)
+
+
 #: folder -> part -> what makes it
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     folder: {
         "cut_command": functools.partial(command, folder),
         "cut_tuned": functools.partial(tuned, folder),
         "cut_final": functools.partial(final, folder),
+        "cut_halfway": functools.partial(halfway, folder),
         "cut_counting": functools.partial(counting, folder),
     }
     for folder in _RECORDS
