@@ -603,6 +603,43 @@ def test_every_budget_has_whole_schedules_and_its_own_gaps(over_budgets, capsys)
     assert (out / "plots" / "budgets.svg").is_file()
 
 
+def test_warm_up_is_tuned_with_rate_and_start_and_handed_on(text, tmp_path):
+    tune = {"learning_rates": [1e-3, 4e-3], "initializer_range": [0.02, 0.1], "warmup_ratio": [0.25, 0.5]}
+    entries = {"dense": "dense", "low_rank": "low_rank:rank=4", "own": {"set": {"warmup_steps": 2}}}
+    recipe = small(text, entries=entries, match="width", seeds=[0], speed={"seconds": 0})
+    recipe |= {"budgets": [256, 512], "reference": "dense", "tune": tune | {"fraction": 1, "extensions": 0}}
+    recipe["train"] = {key: value for key, value in recipe["train"].items() if key != "steps"}
+    results = compare(recipe, tmp_path / "out", isolate=False)
+    for budget, steps in zip(results["budgets"], (4, 8), strict=True):
+        for entry in budget["entries"]:
+            run = json.loads(
+                (tmp_path / "out" / budget["folder"] / "runs" / entry["name"] / "seed-0/run.json").read_text()
+            )
+            assert run["settings"]["warmup_ratio"] == entry["warmup_ratio"]
+            if entry["name"] == "own":
+                assert run["settings"]["warmup_steps"] == steps // 4
+                assert "warmup_ratio" not in entry["tuning"]
+            else:
+                assert run["settings"]["warmup_steps"] is None
+                assert run["settings"]["steps"] == steps
+                assert entry["warmup_ratio"] in (0.25, 0.5)
+    first, second = results["budgets"]
+    for a, b in zip(first["entries"][:2], second["entries"][:2], strict=True):
+        assert {trial["warmup_ratio"] for trial in a["tuning"]["trials"]} == {0.25, 0.5}
+        best = min(a["tuning"]["trials"], key=lambda trial: trial["validation_loss"])
+        assert (best["warmup_ratio"], best["learning_rate"]) == (a["warmup_ratio"], a["learning_rate"])
+        assert a["warmup_ratio"] == b["warmup_ratio"]
+    assert any("Warm-up was tuned, too" in note for note in results["notes"])
+    assert compare(recipe, tmp_path / "out", isolate=False) == results
+
+
+def test_one_warm_up_is_given():
+    assert TrainSettings(steps=200, warmup_ratio=0.5).warmup == 100
+    assert TrainSettings(steps=200, schedule="onecycle", warmup_ratio=0.0).warmup == 0
+    with pytest.raises(ValueError, match="both say how long the warm-up is; give one of them"):
+        TrainSettings(warmup_steps=3, warmup_ratio=0.5)
+
+
 def test_what_the_smallest_budget_found_is_checked_at_the_next_and_handed_on(over_budgets):
     first, second, third = over_budgets[2]["budgets"]
     for a, b, c in zip(first["entries"], second["entries"], third["entries"], strict=True):

@@ -322,10 +322,10 @@ def scaling(results: Mapping[str, Any]) -> Any:
 
 
 def shown_trials(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The short runs at the initialisation that was chosen; where there are none, those of full length."""
+    """The short runs at the initialisation and warm-up that were chosen; where there are none, those of full length."""
     trials = record["trials"] or record.get("full_length", {}).get("trials", [])
-    chosen = record.get("initializer_range")
-    return [t for t in trials if chosen is None or t.get("initializer_range") == chosen]
+    chosen = {key: record[key] for key in ("initializer_range", "warmup_ratio") if record.get(key) is not None}
+    return [t for t in trials if all(t.get(key) == value for key, value in chosen.items())]
 
 
 def _si(largest: float) -> tuple[float, str]:

@@ -157,6 +157,12 @@ def tuning_notes(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     ranges = [e["name"] for e in entries if e["tuning"] and e["tuning"].get("initializer_edge")]
     if ranges:
         notes.append(f"The best initialisation lies at the edge of its grid for {', '.join(ranges)}: widen the grid.")
+    shares = [f"{e['name']} {e['tuning']['warmup_ratio']:g}" for e in entries if "warmup_ratio" in (e["tuning"] or {})]
+    if shares:
+        notes.append(f"Warm-up was tuned, too: of the steps it takes {', '.join(shares)}.")
+    warmups = [e["name"] for e in entries if e["tuning"] and e["tuning"].get("warmup_edge")]
+    if warmups:
+        notes.append(f"The best warm-up is the shortest or longest that was tried for {', '.join(warmups)}.")
     for entry in entries:
         if entry["tuning"] and entry["tuning"].get("diverged"):
             rates = ", ".join(f"{rate:g}" for rate in entry["tuning"]["diverged"])

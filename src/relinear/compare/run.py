@@ -17,7 +17,7 @@ from relinear.compare.gaps import gap
 from relinear.compare.plan import Event, OnEvent, Planned, plan_comparison
 from relinear.compare.results import comparison_result, entry_result
 from relinear.compare.series import carry_out_budgets
-from relinear.compare.settings import CompareSettings, lasting
+from relinear.compare.settings import CompareSettings, Tune, lasting
 from relinear.compare.sharing import CLAIMS, Piece, check_sharing, share_out, worker_log
 from relinear.compare.tune import NotYet, Point, Trials, check_neighbours, open_study, tune
 from relinear.compare.worker import InProcess, Worker
@@ -179,6 +179,7 @@ class _Comparison:
         self.total = len(planned) * len(recipe.seeds)
         if recipe.tune is not None:
             trials = len(recipe.tune.learning_rates) + len(recipe.tune.initializer_range or ())
+            trials *= len(recipe.tune.warmup_ratio or (None,))
             self.total += sum(self._is_tuned(p.name) for p in planned) * trials
             self.total += 3 * len(planned) * recipe.tune.check_full_length
 
@@ -278,16 +279,14 @@ class _Comparison:
         return self.chosen[planned.name]
 
     def _tune(self, planned: Planned) -> _Choice:
-        """The entry's settings with the learning rate and the initialisation that suit it."""
-        settings, given = self.recipe.tune, planned.settings
+        """The entry's settings with the learning rate, the initialisation and the warm-up that suit it."""
+        settings = self.recipe.tune
         if settings is None:
-            return _Choice(given, None)
-        rate, spread, record, trials = given.learning_rate, None, None, None
+            return _Choice(planned.settings, None)
+        rate, spread, record, trials = planned.settings.learning_rate, None, None, None
         if self._is_tuned(planned.name):
-            spread = None if settings.initializer_range is None else self._written_range(planned)
-            trials = self._trials(planned, planned.name, settings.fraction, "")
-            rate, spread, record = tune(settings, trials, spread)
-            record["trials"] = self._told(planned, record["trials"], settings.fraction)
+            planned, rate, spread, record, trials = self._searched(planned, settings)
+        given = planned.settings
         if settings.check_full_length:
             if trials is None or settings.fraction < 1:  # else tuning's own are of full length
                 trials = self._trials(planned, f"{planned.name}, full length", 1.0, "full-length-")
@@ -301,6 +300,40 @@ class _Comparison:
             record["initializer_range"] = spread
         return _Choice(_at(given, rate, spread), record)
 
+    def _searched(
+        self, planned: Planned, settings: Tune
+    ) -> tuple[Planned, float, float | None, dict[str, Any], Trials]:
+        """The best rate and initialisation at the best of the warm-ups, the entry with that, what was tried there and
+        at the others, and the best one's study."""
+        written = None if settings.initializer_range is None else self._written_range(planned)
+        kept = settings.warmup_ratio is None or self.recipe.keeps_warmup(planned.name)
+        found, tried, diverged = [], [], ValueError("no warm-up to try")
+        for ratio in (None,) if kept else settings.warmup_ratio or ():
+            at, study, prefix = planned, planned.name, ""
+            if ratio is not None:
+                warmed = planned.settings.updated(warmup_steps=None, warmup_ratio=ratio)
+                at = dataclasses.replace(planned, settings=warmed)
+                study, prefix = f"{planned.name}, warm-up {ratio:g}", f"warmup-{ratio:g}-"
+            trials = self._trials(at, study, settings.fraction, prefix)
+            try:
+                rate, spread, record = tune(settings, trials, written)
+            except ValueError as error:  # diverged at every rate; another warm-up may do
+                diverged = error
+                continue
+            rows = self._told(at, record["trials"], settings.fraction)
+            if ratio is not None:
+                rows = [row | {"warmup_ratio": ratio} for row in rows]
+                record["warmup_ratio"] = ratio
+            tried += rows
+            found.append((trials.loss(rate, spread), at, rate, spread, record, trials))
+        if not found:
+            raise diverged
+        _, at, rate, spread, record, trials = min(found, key=lambda one: one[0])
+        record["trials"] = tried
+        if not kept:
+            record["warmup_edge"] = record["warmup_ratio"] in (settings.warmup_ratio[0], settings.warmup_ratio[-1])
+        return at, rate, spread, record, trials
+
     def _given_up(self, name: str) -> list[float]:
         """The rates at which a final run of an entry diverged."""
         path = self.out_dir / TUNING / name / DIVERGED
@@ -312,7 +345,9 @@ class _Comparison:
         lower = [
             trial["learning_rate"]
             for trial in [*record["trials"], *record.get("full_length", {}).get("trials", ())]
-            if trial["validation_loss"] is not None and trial.get("initializer_range") == spread
+            if trial["validation_loss"] is not None
+            and trial.get("initializer_range") == spread
+            and trial.get("warmup_ratio") in (None, record.get("warmup_ratio"))
         ]
         while rate in given_up:
             record.setdefault("diverged", []).append(rate)

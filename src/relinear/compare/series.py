@@ -67,7 +67,7 @@ def at_budget(recipe: CompareSettings, index: int, chosen: Mapping[str, Mapping[
 def with_choices(
     entries: Mapping[str, dict[str, Any]], chosen: Mapping[str, Mapping[str, float]]
 ) -> dict[str, dict[str, Any]]:
-    """Entries with the ``learning_rate`` and, where there is one, the ``initializer_range`` chosen for each."""
+    """Entries with the ``learning_rate`` and, where they were tuned, the initialisation and the warm-up of each."""
     found = {}
     for name, entry in entries.items():
         choice = chosen[name]
@@ -75,14 +75,17 @@ def with_choices(
         if "initializer_range" in choice:
             # by its dotted name: the overrides that all entries share stay as they are
             change = {"model_overrides.initializer_range": choice["initializer_range"]}
-            found[name] |= {"set": entry.get("set", {}) | change}
+            found[name] |= {"set": found[name].get("set", {}) | change}
+        if "warmup_ratio" in choice:
+            warmup = {"warmup_ratio": choice["warmup_ratio"], "warmup_steps": None}
+            found[name] |= {"set": found[name].get("set", {}) | warmup}
     return found
 
 
 def _choice(entry: Mapping[str, Any]) -> dict[str, float]:
     choice = {"learning_rate": entry["learning_rate"]}
-    found = (entry["tuning"] or {}).get("initializer_range")
-    return choice if found is None else choice | {"initializer_range": found}
+    tuned = entry["tuning"] or {}
+    return choice | {key: tuned[key] for key in ("initializer_range", "warmup_ratio") if key in tuned}
 
 
 def budget_row(tokens: int, folder: str, results: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,7 +96,8 @@ def budget_row(tokens: int, folder: str, results: Mapping[str, Any]) -> dict[str
         runs = [{key: run[key] for key in ("seed", "steps", "tokens_per_second")} for run in entry["runs"]]
         overrides = entry["settings"]["model_overrides"]
         spread = {"initializer_range": overrides.get("initializer_range")}
-        entries.append({key: entry[key] for key in kept} | spread | {"runs": runs})
+        warmup = {"warmup_ratio": entry["settings"].get("warmup_ratio")}
+        entries.append({key: entry[key] for key in kept} | spread | warmup | {"runs": runs})
     return {"tokens": tokens, "folder": folder, "ngram": results["ngram"], "entries": entries}
 
 
@@ -110,7 +114,7 @@ def _notes(recipe: CompareSettings, rows: list[dict[str, Any]]) -> list[str]:
         }
         notes.append(f"Learning rates were tuned {at[recipe.tune.at]}.")
         if recipe.tune.initializer_range is not None and recipe.tune.at == "smallest":
-            notes.append("The initialisation is the smallest budget's best throughout, held against nothing later.")
+            notes.append("Initialisations (and warm-ups, where tuned) are the smallest budget's best throughout.")
     # of the last budget the table itself tells
     for row in rows[:-1]:
         notes += [f"At {row['tokens']:,} tokens: {note}" for note in tuning_notes(row["entries"])]

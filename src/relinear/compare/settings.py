@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -13,6 +13,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -28,6 +29,7 @@ DENSE = "dense"
 #: settings that say where something happens within a run, and move with its length
 _PLACES = ("warmup_steps", "eval_every")
 INITIALIZER_RANGES = (0.02, 0.05, 0.1)
+WARMUP_RATIOS = (0.1, 0.3, 0.5)
 _INITIALIZER = "initializer_range"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+=-]*")
 
@@ -135,7 +137,10 @@ class Tune(Settings):
         learning_rates: the grid.
         initializer_range: None leaves the initialisation as it is written. Else a grid of standard deviations for the
             model's weights (``true``: 0.02, 0.05, 0.1): first the rate is found at the written initialisation, then
-            this at that rate, then the rate again around where it was. An entry whose ``set`` has one keeps it.
+            this at that rate, then the rate again at the best two. An entry whose ``set`` has one keeps it.
+        warmup_ratio: None leaves the warm-up as it is written. Else a grid of shares of the steps (``true``: 0.1, 0.3,
+            0.5): rate and initialisation are searched at each, as which are best depends on it. An entry whose
+            ``set`` has a warm-up keeps it.
         fraction: of the steps that a short run takes.
         seed: of the short runs; not one of the final seeds, so that none is favoured.
         extensions: how often each grid grows by one value where the best is at its edge.
@@ -147,18 +152,20 @@ class Tune(Settings):
 
     learning_rates: tuple[PositiveFloat, ...] = Field(default=(5e-4, 1e-3, 2e-3, 4e-3), min_length=2)
     initializer_range: tuple[PositiveFloat, ...] | None = Field(default=None, min_length=2)
+    warmup_ratio: tuple[Annotated[float, Field(ge=0, lt=1)], ...] | None = Field(default=None, min_length=2)
     fraction: float = Field(default=0.25, gt=0, le=1)
     seed: NonNegativeInt = 1000
     extensions: NonNegativeInt = 2
     check_full_length: bool = False
     at: Literal["smallest", "each"] = "smallest"
 
-    @field_validator("initializer_range", mode="before")
+    @field_validator("initializer_range", "warmup_ratio", mode="before")
     @classmethod
-    def _default_ranges(cls, value: Any) -> Any:
-        return {True: INITIALIZER_RANGES, False: None}[value] if isinstance(value, bool) else value
+    def _default_grids(cls, value: Any, info: ValidationInfo) -> Any:
+        grid = INITIALIZER_RANGES if info.field_name == _INITIALIZER else WARMUP_RATIOS
+        return {True: grid, False: None}[value] if isinstance(value, bool) else value
 
-    @field_validator("learning_rates", "initializer_range")
+    @field_validator("learning_rates", "initializer_range", "warmup_ratio")
     @classmethod
     def _ascending(cls, values: tuple[float, ...] | None) -> tuple[float, ...] | None:
         if values is not None and len(set(values)) != len(values):
@@ -394,6 +401,10 @@ class CompareSettings(Settings):
         overrides = changes.get("model_overrides")
         nested = isinstance(overrides, Mapping) and _INITIALIZER in overrides
         return nested or f"model_overrides.{_INITIALIZER}" in changes
+
+    def keeps_warmup(self, name: str) -> bool:
+        """Whether an entry brings a warm-up of its own, which is then not tuned."""
+        return not self.entries[name].set.keys().isdisjoint(("warmup_steps", "warmup_ratio"))
 
     def settings_of(self, name: str) -> TrainSettings:
         """The training settings of an entry, at the size that it is written with, for the first seed.

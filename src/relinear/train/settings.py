@@ -38,7 +38,8 @@ class FitSettings(Settings):
         learning_rate: the peak of the schedule.
         schedule: "cosine" down to ``min_lr_ratio`` of the peak, "onecycle", "noam" (inverse square root) or "constant",
             all after ``warmup_steps``.
-        warmup_steps: None takes a tenth of the steps (onecycle: three tenths, its own default).
+        warmup_steps: None takes ``warmup_ratio``.
+        warmup_ratio: warm-up as a share of the steps; None is a tenth (onecycle: three tenths, its own default).
         weight_decay: of matrices; norms, biases and embeddings have none.
         decay_embeddings: give embeddings the decay of matrices, as training code does that decays whatever has two
             dimensions; those of attached parts too.
@@ -74,6 +75,7 @@ class FitSettings(Settings):
     learning_rate: PositiveFloat = 1e-3
     schedule: Schedule = "cosine"
     warmup_steps: NonNegativeInt | None = None
+    warmup_ratio: float | None = Field(default=None, ge=0, lt=1)
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     weight_decay: NonNegativeFloat = 0.1
     decay_embeddings: bool = False
@@ -111,6 +113,15 @@ class FitSettings(Settings):
         return self
 
     @model_validator(mode="after")
+    def _one_warmup(self) -> FitSettings:
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio:g} both say how long the "
+                "warm-up is; give one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _parametrization_fits(self) -> FitSettings:
         if self.parametrization == "standard":
             return self
@@ -132,7 +143,8 @@ class FitSettings(Settings):
         """Warm-up steps with the default filled in."""
         if self.warmup_steps is not None:
             return self.warmup_steps
-        return round(self.steps * (0.3 if self.schedule == "onecycle" else 0.1))
+        usual = 0.3 if self.schedule == "onecycle" else 0.1
+        return round(self.steps * (usual if self.warmup_ratio is None else self.warmup_ratio))
 
     @property
     def save_interval(self) -> int:
