@@ -185,7 +185,12 @@ def main() -> None:
     work = Work(options)
     share_out(options.state, work.waiting)
     original = {text: float(np.mean(losses)) for text, losses in work.measured("original").items()}
-    head = {"command": command_line(), "machine": describe_machine(), "layer": LAYER, "original": original} | given
+    head = {
+        "command": f"python results/rotor/{command_line()}",
+        "machine": describe_machine(),
+        "layer": LAYER,
+        "original": original,
+    } | given
     write_json(HERE / "biased.json", head | {"rows": summary(work.measured)})
 
 

@@ -1,0 +1,55 @@
+"""Tables of results/rotor/biased.json: fits whose biases start at the mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from measured import commands, read, table, with_interval
+
+__all__ = ["PARTS", "over"]
+
+_RECORD = "rotor/biased.json"
+_TOGETHER = "q, k and v"
+
+
+def _rows(projection: str) -> list[Mapping[str, Any]]:
+    return [row for row in read(_RECORD)["rows"] if row["projection"] == projection]
+
+
+def over(projection: str, method: str, reference: str, text: str = "wikitext2") -> str:
+    """How far a method's loss is above that of the original, of the constant or of rank 1."""
+    row = next(row for row in _rows(projection) if row["method"] == method)
+    return with_interval(row[text][reference])
+
+
+def _fit(row: Mapping[str, Any]) -> str:
+    if "errors" not in row:
+        return ""
+    each = ", ".join(f"{error:.3f}" for error in row["errors"])
+    return f"{each}; together {row['joint_error']:.3f}" if "joint_error" in row else each
+
+
+def fits() -> str:
+    """A table for each projection, and for all three."""
+    head = ["method", "parameters", "rate", "fit error", "WikiText-2", "PTB", "WikiText-2, over the constant"]
+    parts = []
+    for projection in dict.fromkeys(row["projection"] for row in read(_RECORD)["rows"]):
+        lines = []
+        for row in _rows(projection):
+            rate = f"{row['rate']:g}{'*' * row['edge']}" if "rate" in row else ""
+            texts = [with_interval(row[text]["original"]) for text in ("wikitext2", "ptb")]
+            beyond = with_interval(row["wikitext2"]["constant"]) if "constant" in row["wikitext2"] else ""
+            count = f"{row['parameters']:,}" if "parameters" in row else ""
+            lines.append([row["method"], count, rate, _fit(row), *texts, beyond])
+        name = "q, k and v, trained together" if projection == _TOGETHER else projection[0]
+        parts.append(f"**{name}**\n\n{table(head, lines)}")
+    return "\n\n".join(parts)
+
+
+def command() -> str:
+    """The command as a block."""
+    return commands(read(_RECORD))
+
+
+PARTS: dict[str, dict[str, Callable[[], str]]] = {"rotor": {"biased_command": command, "biased_fits": fits}}
