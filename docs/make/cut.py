@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from measured import RESULTS, commands, mean, read, signed, table, with_interval
+from measured import commands, mean, read, signed, table, with_interval
 
 __all__ = ["PARTS", "against", "best", "cut_short", "evaluated", "on_the_way", "shared", "trained", "typed"]
 
@@ -15,6 +15,7 @@ _RECORDS = {
     "ccl": "ccl/claims-20M/runs.json",
     "hdpl": "hdpl/claims-5M/runs.json",
     "transponder": "transponder/claims-20M/runs.json",
+    "hdpl-warmup": "hdpl/warmup/runs.json",
 }
 
 
@@ -172,6 +173,9 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "cut_halfway": functools.partial(halfway, folder),
         "cut_counting": functools.partial(counting, folder),
     }
-    for folder in _RECORDS
-    if (RESULTS / _RECORDS[folder]).is_file()
+    for folder in ("ccl", "hdpl", "transponder")
+}
+PARTS["hdpl"] |= {
+    "warmup_command": functools.partial(command, "hdpl-warmup"),
+    "warmup_final": functools.partial(final, "hdpl-warmup"),
 }
