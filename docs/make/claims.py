@@ -951,14 +951,14 @@ def hdpl() -> Paper:
             f"{curves.gap_at('hdpl', 1_000_000, 'hdpl')} at 1 million (three seeds), where a dense model of HDPL's "
             f"parameters has {curves.gap_at('hdpl', 1_000_000, 'dense-equal-parameters')}. **But their warm-up was a "
             "tenth of the steps: after half of them, from a start of 0.02, the dense model is so much better at 1 "
-            f"million that HDPL's lead is {cut.against('hdpl-warmup', 'hdpl', 'gaps')}** (three seeds; HDPL gains nothing by "
-            f"it), and no more was tried of it. Longer it is open: {ended('hdpl')} at 5 million (one seed; bootstrap "
-            "over text), where a dense model of HDPL's "
+            f"million that HDPL's lead is {cut.against('hdpl-warmup', 'hdpl', 'gaps')}** (three seeds; HDPL gains "
+            f"nothing by it), and no more was tried of it. Longer it is open: {ended('hdpl')} at 5 million (one seed; "
+            "bootstrap over text), where a dense model of HDPL's "
             f"parameters has {ended('dense-equal-parameters')} (bootstrap, three seeds); "
             f"twice dense's rate takes its run from {there['dense']:.3f} to "
             f"{there['dense-0.002']:.3f}, HDPL being at {there['hdpl']:.3f} (same seed): "
-            f"{of_rate:.0%} of the lead was the rate, and dense from 0.05 was not run there. On bytes, at widths of 32 to "
-            "64, HDPL with 0.57 to 0.61 of dense's parameters is level or behind (`results/scale`)",
+            f"{of_rate:.0%} of the lead was the rate, and dense from 0.05 was not run there. On bytes, at widths of "
+            "32 to 64, HDPL with 0.57 to 0.61 of dense's parameters is level or behind (`results/scale`)",
             "C, E, F",
         ),
         Claim(
@@ -1011,9 +1011,9 @@ def hdpl() -> Paper:
         ),
     ]
     summary = (
-        "At a tenth of the paper's size HDPL is ahead of dense at fewer parameters in short training, by less than half "
-        "as much once the dense model has a longer warm-up; at 5 million tokens most of its lead was the dense model's "
-        "rate; at the paper's size and budget it has not been run."
+        "At a tenth of the paper's size HDPL is ahead of dense at fewer parameters in short training, by less than "
+        "half as much once the dense model has a longer warm-up; at 5 million tokens most of its lead was the dense "
+        "model's rate; at the paper's size and budget it has not been run."
     )
     return Paper("HDPL: hybrid dual-path linear transformations", summary, runs, claims)
 
