@@ -144,7 +144,8 @@ class FitSettings(Settings):
         if self.warmup_steps is not None:
             return self.warmup_steps
         usual = 0.3 if self.schedule == "onecycle" else 0.1
-        return round(self.steps * (usual if self.warmup_ratio is None else self.warmup_ratio))
+        share = usual if self.warmup_ratio is None else self.warmup_ratio
+        return min(self.steps - 1, round(self.steps * share))
 
     @property
     def save_interval(self) -> int:
