@@ -33,6 +33,7 @@ from relinear.compare.series import budget_row
 from relinear.compare.settings import CompareSettings
 from relinear.data import prepare_data
 from relinear.system.files import read_json
+from relinear.train import TrainSettings
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -51,6 +52,7 @@ def told(folder: Path) -> dict[str, Any]:
         "seed": run["settings"]["seed"],
         "learning_rate": run["settings"]["learning_rate"],
         "initializer_range": run["settings"]["model_overrides"].get("initializer_range"),
+        "warmup": TrainSettings.load(run["settings"]).warmup,
         "steps": run["settings"]["steps"],
         "steps_taken": rows[-1]["step"] if rows else 0,
         "validation_loss": result.get("validation_loss"),
@@ -61,13 +63,21 @@ def told(folder: Path) -> dict[str, Any]:
 
 
 def check_joins(folder: Path, other: Path, *, same_entry: bool) -> None:
-    """Exit unless a run can stand beside another: of the same entry, with its rate and model, too."""
-    keys = ["steps", "batch_size", "accumulation", "data", "dtype"]
-    keys += ["learning_rate", "model", "model_overrides", "warmup_steps"] if same_entry else []
-    ours, theirs = (read_json(one / "run.json")["settings"] for one in (folder, other))
+    """Exit unless a run of the same budget can stand beside another: of the same entry, with all that was chosen."""
+    keys = ["data", "dtype"]
+    if same_entry:
+        keys += ["steps", "batch_size", "accumulation", "learning_rate", "model", "model_overrides"]
+        keys += ["schedule", "warmup_steps", "warmup_ratio"]
+    ours, theirs = (TrainSettings.completed(read_json(one / "run.json")["settings"]) for one in (folder, other))
     unlike = [f"{key} is {ours[key]}, there {theirs[key]}" for key in keys if ours[key] != theirs[key]]
     if unlike:
         sys.exit(f"{folder} cannot stand beside {other}: {'; '.join(unlike)}")
+
+
+def check_budget(found: dict[str, Any], place: Path) -> None:
+    """Exit unless a later comparison's largest budget is the record's."""
+    if int(place.name) != found["tokens"]:
+        sys.exit(f"{place} is of {int(place.name):,} tokens, the record of {found['tokens']:,}")
 
 
 def held_against(folders: list[Path], references: list[Path]) -> dict[str, Any]:
@@ -88,10 +98,10 @@ def while_training(folder: Path, reference: Path) -> dict[str, Any] | None:
     return {"from": min(shared), "to": max(shared), "mean": float(np.mean([ours[s] - theirs[s] for s in shared]))}
 
 
-def best_trial(folders: list[Path], steps: int) -> Path | None:
-    """The tuning run of so many steps with the lowest loss."""
-    runs = {folder: told(folder) for folder in folders}
-    ended = [at for at, run in runs.items() if run["steps"] == steps and run["validation_loss"] is not None]
+def best_trial(folders: list[Path]) -> Path | None:
+    """The tuning run with the lowest loss. Whole runs that held a rate against its neighbours are no match for it."""
+    short = [folder for folder in folders if not folder.name.startswith("full-length-")]
+    ended = [folder for folder in short if told(folder)["validation_loss"] is not None]
     return min(ended, key=lambda folder: told(folder)["validation_loss"], default=None)
 
 
@@ -129,23 +139,25 @@ def main(out_dir: Path, reference: str, later: list[Path]) -> dict[str, Any]:
         for entry in sorted((place / "tuning").glob("*"))
         if entry.is_dir()
     }
-    # whole runs that held a rate against its neighbours are no match for short ones
-    lengths = {told(folder)["steps"] for folders in trials.values() for folder in folders}
-    best = {name: at for name, folders in trials.items() if (at := best_trial(folders, min(lengths))) is not None}
+    best = {name: at for name, folders in trials.items() if (at := best_trial(folders)) is not None}
     counts = {"tuning": metrics(best[reference])[-1]["tokens"]} if reference in best else {}
     found["ngrams"] = {part: counted(found["recipe"], n) for part, n in (counts | {"runs": found["tokens"]}).items()}
     runs: dict[str, dict[str, Path]] = {}
     for at in (place, *map(place_of, later)):
+        check_budget(found, at)
         for run in sorted((at / "runs").glob("*/*/run.json")):
             name, seed = run.parents[1].name, run.parent
             ours = runs.setdefault(name, {})
-            if at != place:
-                check_joins(seed, next(iter((ours or runs[reference]).values())), same_entry=bool(ours))
+            others = ours or next((seeds for seeds in runs.values() if seeds), {})
+            for other in list(others.values())[:1]:
+                check_joins(seed, other, same_entry=bool(ours))
             ours[seed.name] = seed
     found["later"] = [read_json(one / "run.json")["command"] for one in later]
     found["tuning"] = {name: [told(folder) for folder in folders] for name, folders in trials.items()}
     found["tuning_gaps"] = {
-        name: held_against([at], [best[reference]]) for name, at in best.items() if name != reference
+        name: held_against([at], [best[reference]])
+        for name, at in best.items()
+        if reference in best and name != reference
     }
     found["runs"] = {name: {seed: told(at) for seed, at in seeds.items()} for name, seeds in runs.items()}
     found["gaps"], found["training_gaps"] = {}, {}
@@ -190,14 +202,12 @@ def added(found: dict[str, Any], later: list[Path]) -> dict[str, Any]:
     reference = found["runs"][found["reference"]]
     for one in later:
         command = read_json(one / "run.json")["command"]
+        check_budget(found, place_of(one))
         found["later"] = [*(known for known in found["later"] if known != command), command]
         for run in sorted((place_of(one) / "runs").glob("*/*/run.json")):
             name = run.parents[1].name
             ours = found["runs"].setdefault(name, {})
-            new, like = told(run.parent), next(iter(reference.values()))
-            if new["steps"] != like["steps"]:
-                sys.exit(f"{run.parent} has {new['steps']:,} steps, the record's runs {like['steps']:,}")
-            ours[run.parent.name] = new
+            ours[run.parent.name] = told(run.parent)
             shared = sorted(ours.keys() & reference.keys())
             pairs = [(ours[seed]["validation_loss"], reference[seed]["validation_loss"]) for seed in shared]
             ended = [mine - theirs for mine, theirs in pairs if mine is not None and theirs is not None]

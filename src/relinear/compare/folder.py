@@ -23,6 +23,8 @@ __all__ = ["BLOCK_LOSSES", "FORMAT", "RESULTS", "RUN", "SPEED", "check_same", "n
 RUN, RESULTS, SPEED = "run.json", "results.json", "speed.json"
 BLOCK_LOSSES = "block_losses.npy"
 FORMAT = 1
+#: of what ``tune.tune`` tries: a comparison goes on with the search that it was begun with
+_SEARCH = 2
 #: differences that a message lists
 _TOLD = 10
 
@@ -90,6 +92,7 @@ def record_start(
     }
     record = {"format": FORMAT, "recipe": described, "entries": entries, "machine": describe_machine()}
     record |= {"tokens": tokens} if tokens else {}
+    record["search"] = _SEARCH
     record |= {"command": command_line(), "started": now()}
     write_json(out_dir / RUN, record)
     return record
@@ -103,6 +106,12 @@ def _check_as_begun(
         raise ValueError(
             f"{out_dir} was begun on other text: the files that train.data names, or what they are tokenised by, have "
             "changed since; bring the old ones back, or give another --out"
+        )
+    tuned = record["recipe"].get("tune") or {}
+    if tuned.get("initializer_range") and record.get("search") != _SEARCH:
+        raise ValueError(
+            f"{out_dir} was begun by a version whose tuning tried fewer rates at each initialisation, so that its "
+            "choices may be others; end it with that version, or give another --out"
         )
     for p in planned:
         before, here = record["entries"].get(p.name, {}).get("computed"), _computed(p.settings)

@@ -173,10 +173,16 @@ def tuning_notes(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     moved = [e["name"] for e in entries if e["tuning"] and e["tuning"].get("full_length", {}).get("moved")]
     if moved:
         notes.append(f"At full length another rate than in short runs was best, and taken, for {', '.join(moved)}.")
-    trials = [f"{e['name']} {len(e['tuning']['trials'])}" for e in entries if e["tuning"] and e["tuning"]["trials"]]
-    if trials:
-        notes.append(f"Runs of tuning: {', '.join(trials)}.")
+    counts = {e["name"]: _tried(e["tuning"]) for e in entries if e["tuning"]}
+    if any(counts.values()):
+        notes.append(f"Runs of tuning: {', '.join(f'{name} {count}' for name, count in counts.items())}.")
     return notes
+
+
+def _tried(tuning: Mapping[str, Any]) -> int:
+    """Runs of tuning, short ones and whole ones; those of full length that tuning had made count once."""
+    rows = [*tuning.get("trials", ()), *tuning.get("full_length", {}).get("trials", ())]
+    return len({tuple(sorted(row.items())) for row in rows})
 
 
 def gap_notes(recipe: CompareSettings, entries: list[dict[str, Any]]) -> list[str]:

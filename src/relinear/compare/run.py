@@ -19,7 +19,7 @@ from relinear.compare.results import comparison_result, entry_result
 from relinear.compare.series import carry_out_budgets
 from relinear.compare.settings import CompareSettings, Tune, lasting
 from relinear.compare.sharing import CLAIMS, Piece, check_sharing, share_out, worker_log
-from relinear.compare.tune import NotYet, Point, Trials, check_neighbours, open_study, tune
+from relinear.compare.tune import DivergedError, NotYet, Point, Trials, check_neighbours, open_study, tune
 from relinear.compare.worker import InProcess, Worker
 from relinear.data import prepare_data
 from relinear.models import model_place, preset_config, preset_names
@@ -202,7 +202,7 @@ class _Comparison:
             try:
                 choice = self._choice(planned)
             except NotYet as search:
-                found += [self._trial_piece(search.trials, point) for point in search.points]
+                found += [self._trial_piece(trials, point) for trials, point in search.missing]
                 continue
             except ValueError as error:  # diverged wherever it was tried: the others are not held up by it
                 found.append(_hopeless(planned.name, error))
@@ -289,7 +289,9 @@ class _Comparison:
         given = planned.settings
         if settings.check_full_length:
             if trials is None or settings.fraction < 1:  # else tuning's own are of full length
-                trials = self._trials(planned, f"{planned.name}, full length", 1.0, "full-length-")
+                warmup = f"warmup-{record['warmup_ratio']:g}-" if record and "warmup_ratio" in record else ""
+                study = ", ".join(part for part in (planned.name, warmup.strip("-"), "full length") if part)
+                trials = self._trials(planned, study, 1.0, f"full-length-{warmup}")
             rate, full = check_neighbours(settings, trials, rate, spread)
             full["trials"] = self._told(planned, full["trials"], 1.0)
             # "edge" speaks of the rate that is used
@@ -307,7 +309,10 @@ class _Comparison:
         at the others, and the best one's study."""
         written = None if settings.initializer_range is None else self._written_range(planned)
         kept = settings.warmup_ratio is None or self.recipe.keeps_warmup(planned.name)
-        found, tried, diverged = [], [], ValueError("no warm-up to try")
+        found: list[tuple[Any, ...]] = []
+        tried: list[dict[str, Any]] = []
+        missing: list[tuple[Trials, Point]] = []
+        diverged = None
         for ratio in (None,) if kept else settings.warmup_ratio or ():
             at, study, prefix = planned, planned.name, ""
             if ratio is not None:
@@ -315,23 +320,25 @@ class _Comparison:
                 at = dataclasses.replace(planned, settings=warmed)
                 study, prefix = f"{planned.name}, warm-up {ratio:g}", f"warmup-{ratio:g}-"
             trials = self._trials(at, study, settings.fraction, prefix)
+            told = {} if ratio is None else {"warmup_ratio": ratio}
             try:
                 rate, spread, record = tune(settings, trials, written)
-            except ValueError as error:  # diverged at every rate; another warm-up may do
+                found.append((trials.loss(rate, spread), at, rate, spread, record | told, trials))
+            except NotYet as search:  # what other warm-ups lack can be done meanwhile
+                missing += search.missing
+            except DivergedError as error:  # another warm-up may do
                 diverged = error
-                continue
-            rows = self._told(at, record["trials"], settings.fraction)
-            if ratio is not None:
-                rows = [row | {"warmup_ratio": ratio} for row in rows]
-                record["warmup_ratio"] = ratio
-            tried += rows
-            found.append((trials.loss(rate, spread), at, rate, spread, record, trials))
-        if not found:
+            tried += [row | told for row in self._told(at, trials.rows(), settings.fraction)]
+        if missing:
+            raise NotYet(missing)
+        if diverged is not None and not found:
             raise diverged
         _, at, rate, spread, record, trials = min(found, key=lambda one: one[0])
         record["trials"] = tried
         if not kept:
-            record["warmup_edge"] = record["warmup_ratio"] in (settings.warmup_ratio[0], settings.warmup_ratio[-1])
+            grid = settings.warmup_ratio or ()
+            # with two of them each is an end
+            record["warmup_edge"] = len(grid) > 2 and record["warmup_ratio"] in (grid[0], grid[-1])
         return at, rate, spread, record, trials
 
     def _given_up(self, name: str) -> list[float]:

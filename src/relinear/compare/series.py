@@ -113,8 +113,10 @@ def _notes(recipe: CompareSettings, rows: list[dict[str, Any]]) -> list[str]:
             "each": "at each budget",
         }
         notes.append(f"Learning rates were tuned {at[recipe.tune.at]}.")
-        if recipe.tune.initializer_range is not None and recipe.tune.at == "smallest":
-            notes.append("Initialisations (and warm-ups, where tuned) are the smallest budget's best throughout.")
+        kept = {"initialisation": recipe.tune.initializer_range, "warm-up": recipe.tune.warmup_ratio}
+        tuned = [what for what, grid in kept.items() if grid is not None]
+        if tuned and recipe.tune.at == "smallest":
+            notes.append(f"The {' and the '.join(tuned)} of an entry: the smallest budget's best throughout.")
     # of the last budget the table itself tells
     for row in rows[:-1]:
         notes += [f"At {row['tokens']:,} tokens: {note}" for note in tuning_notes(row["entries"])]

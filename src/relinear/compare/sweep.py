@@ -145,6 +145,7 @@ def _check_same(out_dir: Path, record: Mapping[str, Any]) -> None:
         return
     try:
         before = read_json(path)
+        before["base"] = TrainSettings.completed(before["base"])
         differing = [key for key in record if before[key] != record[key]]
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is no record of a sweep ({error}); give another directory") from error

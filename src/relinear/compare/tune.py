@@ -14,6 +14,7 @@ from relinear.compare.settings import Tune
 __all__ = [
     "JOURNAL",
     "STORAGE",
+    "DivergedError",
     "NotYet",
     "Point",
     "Trials",
@@ -67,12 +68,16 @@ Point = tuple[float, float | None]
 Losses = Callable[[Sequence[float]], list[float]]
 
 
-class NotYet(Exception):
-    """A search cannot go on before ``trials`` has the losses at ``points``."""
+class DivergedError(ValueError):
+    """Training diverged wherever it was tried."""
 
-    def __init__(self, trials: Trials, points: list[Point]) -> None:
-        super().__init__(f"{len(points)} trials have not been run yet")
-        self.trials, self.points = trials, points
+
+class NotYet(Exception):
+    """A search cannot go on before trials have the losses at some points; ``missing``: pairs of both."""
+
+    def __init__(self, missing: list[tuple[Trials, Point]]) -> None:
+        super().__init__(f"{len(missing)} trials have not been run yet")
+        self.missing = missing
 
 
 class Trials:
@@ -126,9 +131,9 @@ class Trials:
         Raises:
             NotYet: where trials are ``shared`` and some have not been run.
         """
-        missing = [point for point in points if self.shared and self.known(*point) is None]
+        missing = [(self, point) for point in points if self.shared and self.known(*point) is None]
         if missing:
-            raise NotYet(self, missing)
+            raise NotYet(missing)
         return [self.loss(*point) for point in points]
 
     def by_rate(self, initializer_range: float | None) -> Losses:
@@ -239,24 +244,22 @@ def tune(settings: Tune, trials: Trials, initializer_range: float | None = None)
         it was tuned, ``initializer_edge``.
 
     Raises:
-        ValueError: if training diverged at every rate.
+        DivergedError: if training diverged at every rate.
     """
     rate = _search(settings.learning_rates, settings.extensions, trials.by_rate(initializer_range))
     if not math.isfinite(trials.loss(rate.value, initializer_range)):
         # A still lower rate is the only way on; the grid below its lowest is not searched blindly.
         grid = list(settings.learning_rates)
-        raise ValueError(f"training diverged at every learning rate of the grid {grid}; lower tune.learning_rates")
+        raise DivergedError(f"training diverged at every learning rate of the grid {grid}; lower tune.learning_rates")
     if initializer_range is None or settings.initializer_range is None:
         return rate.value, initializer_range, {"trials": trials.rows(), "edge": rate.edge}
     grid = sorted({*settings.initializer_range, initializer_range})
     first = rate.value
     spread = _search(grid, settings.extensions, lambda values: trials.losses([(first, value) for value in values]))
-    around = sorted(spread.grid, key=lambda value: trials.loss(first, value))[:2]
-    rates = {
-        value: _descend(settings.learning_rates, first, settings.extensions, trials.by_rate(value))
-        for value in around
-        if math.isfinite(trials.loss(first, value))
-    }
+    rates = {initializer_range: rate}
+    for value in sorted(spread.grid, key=lambda value: trials.loss(first, value))[:2]:
+        if value != initializer_range and math.isfinite(trials.loss(first, value)):
+            rates[value] = _descend(settings.learning_rates, first, settings.extensions, trials.by_rate(value))
     best = min(rates, key=lambda value: trials.loss(rates[value].value, value))
     on_edge = best in (spread.grid[0], spread.grid[-1])
     record = {"trials": trials.rows(), "edge": rates[best].edge, "initializer_edge": on_edge}

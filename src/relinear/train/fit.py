@@ -245,6 +245,8 @@ def _run(
     checkpoints: Path,
     resume: bool,
 ) -> TrainResult:
+    from accelerate.utils import broadcast_object_list
+
     from relinear.train.trainer import check_checkpoint, last_checkpoint
 
     checkpoint = last_checkpoint(checkpoints) if resume else None
@@ -255,7 +257,8 @@ def _run(
         if not resume:
             shutil.rmtree(checkpoints, ignore_errors=True)
         log.rewind(step)
-    first_loss = next((row["loss"] for row in log.rows if "loss" in row), None)
+    # the first rank's alone are rewound, and all must call the same loss an explosion
+    first_loss = broadcast_object_list([next((row["loss"] for row in log.rows if "loss" in row), None)])[0]
     trainer.start_from(max(step, 0), max((row["tokens"] for row in log.rows), default=0), first_loss)
     has_validation = trainer.eval_dataset is not None
     memory = PeakMemory(trainer.args.device)
