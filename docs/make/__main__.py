@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
+import biased
 import claims
 import curves
 import cut
@@ -97,7 +98,7 @@ def filled(text: str, parts: Mapping[str, Callable[[], str]], page: str) -> str:
 def pages() -> dict[Path, str]:
     """Every file with generated parts, and what it should hold."""
     found = {DOCS / "claims.md": claims.page()}
-    made_of = ({"speed": speed.PARTS, "gpu": gpu.PARTS}, cut.PARTS, curves.PARTS)
+    made_of = ({"speed": speed.PARTS, "gpu": gpu.PARTS}, cut.PARTS, curves.PARTS, biased.PARTS)
     for folder in sorted({folder for made in made_of for folder in made}):
         page = measured.RESULTS / folder / "README.md"
         parts = {name: make for made in made_of for name, make in made.get(folder, {}).items()}

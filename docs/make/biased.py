@@ -7,10 +7,12 @@ from typing import Any
 
 from measured import commands, read, table, with_interval
 
-__all__ = ["PARTS", "over"]
+__all__ = ["CONSTANT", "PARTS", "over", "typed"]
 
 _RECORD = "rotor/biased.json"
 _TOGETHER = "q, k and v"
+#: the mean output in place of a projection
+CONSTANT = "constant"
 
 
 def _rows(projection: str) -> list[Mapping[str, Any]]:
@@ -18,7 +20,7 @@ def _rows(projection: str) -> list[Mapping[str, Any]]:
 
 
 def over(projection: str, method: str, reference: str, text: str = "wikitext2") -> str:
-    """How far a method's loss is above that of the original, of the constant or of rank 1."""
+    """How far a method's loss is above that of the original, of the constant or of another method."""
     row = next(row for row in _rows(projection) if row["method"] == method)
     return with_interval(row[text][reference])
 
@@ -39,12 +41,17 @@ def fits() -> str:
         for row in _rows(projection):
             rate = f"{row['rate']:g}{'*' * row['edge']}" if "rate" in row else ""
             texts = [with_interval(row[text]["original"]) for text in ("wikitext2", "ptb")]
-            beyond = with_interval(row["wikitext2"]["constant"]) if "constant" in row["wikitext2"] else ""
+            beyond = with_interval(row["wikitext2"][CONSTANT]) if CONSTANT in row["wikitext2"] else ""
             count = f"{row['parameters']:,}" if "parameters" in row else ""
             lines.append([row["method"], count, rate, _fit(row), *texts, beyond])
         name = "q, k and v, trained together" if projection == _TOGETHER else projection[0]
         parts.append(f"**{name}**\n\n{table(head, lines)}")
     return "\n\n".join(parts)
+
+
+def typed() -> str:
+    """The command."""
+    return read(_RECORD)["command"]
 
 
 def command() -> str:

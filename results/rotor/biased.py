@@ -47,6 +47,9 @@ FITTED = {
     name: WITHOUT_BIAS[name] for name in ("low rank 1", "low rank 4", "rotor, double", "block-Hadamard, 64 blocks")
 } | {"rotor, the authors' network": relinear.Rotor.authors()}
 
+#: methods that the paper holds rotors against
+REFERENCES = ("low rank 1", "low rank 4", "block-Hadamard, 64 blocks")
+
 
 class Work:
     """What is fitted and evaluated, and where it is kept."""
@@ -139,7 +142,7 @@ class Work:
 
 
 def summary(measured: Callable[[str], dict]) -> list[dict]:
-    """A row for every method and projection: gaps to the original, to the constant and to rank 1."""
+    """A row for every method and projection: gaps to the original, to the constant and to other methods."""
     rows = []
     for projection, method in itertools.product(PROJECTIONS, (CONSTANT, *FITTED)):
         row = {"projection": projection, "method": method}
@@ -150,7 +153,7 @@ def summary(measured: Callable[[str], dict]) -> list[dict]:
             row["errors"] = np.mean([found["errors"] for found in fits], 0).tolist()
             if projection == TOGETHER:
                 row["joint_error"] = float(np.mean([found["joint_error"] for found in fits]))
-        references = [name for name in ("original", CONSTANT, "low rank 1") if name != method]
+        references = [name for name in ("original", CONSTANT, *REFERENCES) if name != method]
         of = {name: _losses(measured, name, projection) for name in (method, *references)}
         for text in ("wikitext2", "ptb"):
             values = {name: [np.array(losses[text]) for losses in seeds] for name, seeds in of.items()}
