@@ -145,6 +145,8 @@ def summary(measured: Callable[[str], dict]) -> list[dict]:
     """A row for every method and projection: gaps to the original, to the constant and to other methods."""
     rows = []
     for projection, method in itertools.product(PROJECTIONS, (CONSTANT, *FITTED)):
+        if not _ended(measured, method, projection):
+            continue
         row = {"projection": projection, "method": method}
         if method in FITTED:
             fits = [measured(f"{method} {projection} {seed}") for seed in SEEDS]
@@ -153,13 +155,20 @@ def summary(measured: Callable[[str], dict]) -> list[dict]:
             row["errors"] = np.mean([found["errors"] for found in fits], 0).tolist()
             if projection == TOGETHER:
                 row["joint_error"] = float(np.mean([found["joint_error"] for found in fits]))
-        references = [name for name in ("original", CONSTANT, *REFERENCES) if name != method]
+        references = ["original", *(n for n in (CONSTANT, *REFERENCES) if _ended(measured, n, projection))]
+        references = [name for name in references if name != method]
         of = {name: _losses(measured, name, projection) for name in (method, *references)}
         for text in ("wikitext2", "ptb"):
             values = {name: [np.array(losses[text]) for losses in seeds] for name, seeds in of.items()}
             row[text] = {name: gap(values[method], values[name]) for name in references}
         rows.append(row)
     return rows
+
+
+def _ended(measured: Callable[[str], dict | None], method: str, projection: str) -> bool:
+    """Whether all its runs are there."""
+    names = [f"{method} {projection}"] if method == CONSTANT else [f"{method} {projection} {seed}" for seed in SEEDS]
+    return all(measured(name) for name in names)
 
 
 def _losses(measured: Callable[[str], dict], name: str, projection: str) -> list[dict]:
@@ -177,6 +186,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--eval-tokens", type=int, default=51200)
+    parser.add_argument("--so-far", action="store_true", help="measure nothing; sum up what has all its seeds")
     parser.add_argument("--state", type=Path, default=Path("runs/rotor-biased"))
     options = parser.parse_args()
     relinear.tune_allocator()
@@ -186,7 +196,8 @@ def main() -> None:
         raise SystemExit(f"{options.state} has measurements with {read_json(begun)}; give these, or another --state")
     write_json(begun, given)
     work = Work(options)
-    share_out(options.state, work.waiting)
+    if not options.so_far:
+        share_out(options.state, work.waiting)
     original = {text: float(np.mean(losses)) for text, losses in work.measured("original").items()}
     head = {
         "command": f"python results/rotor/{command_line()}",
