@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from relinear.cli.errors import USER_ERROR, exit_code
 
@@ -36,8 +37,26 @@ COMMANDS = (
     "report",
 )
 
+
+class _Ended(BaseException):
+    """A KeyboardInterrupt on its way through typer, which would make the exit code of Ctrl-C of every one."""
+
+    def __init__(self, interrupt: KeyboardInterrupt) -> None:
+        super().__init__()
+        self.interrupt = interrupt
+
+
+class _Group(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            raise _Ended(interrupt) from None
+
+
 app = typer.Typer(
     name="relinear",
+    cls=_Group,
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -76,6 +95,8 @@ for _name in COMMANDS:
 def _invoke(arguments: Sequence[str]) -> int | None:
     try:
         result: Any = app(args=list(arguments), prog_name="relinear", standalone_mode=False)
+    except _Ended as ended:
+        raise ended.interrupt from None
     except typer.Abort as error:
         raise KeyboardInterrupt from error
     except Exception as error:
