@@ -1020,7 +1020,8 @@ def hdpl() -> Paper:
     ]
     summary = (
         "At a tenth of the paper's size HDPL is ahead of dense at fewer parameters in short training, by less than "
-        "half as much once the dense model has a longer warm-up and another start; at 5 million tokens most of its lead was the dense "
+        "half as much once the dense model has a longer warm-up and another start; at 5 million "
+        "tokens most of its lead was the dense "
         "model's rate; at the paper's size and budget it has not been run."
     )
     return Paper("HDPL: hybrid dual-path linear transformations", summary, runs, claims)
