@@ -637,7 +637,7 @@ def test_warm_up_is_tuned_with_rate_and_start_and_handed_on(text, tmp_path):
 def test_a_fault_is_no_divergence_of_a_warm_up_and_the_search_is_gone_on_with(text, tmp_path, monkeypatch):
     tune = {"learning_rates": [1e-3, 4e-3], "initializer_range": [0.02, 0.1], "warmup_ratio": [0.25, 0.5]}
     recipe = small(text, entries={"dense": "dense"}, match="width", seeds=[0], speed={"seconds": 0})
-    recipe["tune"] = tune | {"fraction": 1, "extensions": 0}
+    recipe["tune"] = tune | {"fraction": 1, "extensions": 0, "check_full_length": True}
     run = InProcess.run
 
     def full_disk(self, method, arguments, tell):
@@ -655,8 +655,11 @@ def test_a_fault_is_no_divergence_of_a_warm_up_and_the_search_is_gone_on_with(te
     with pytest.raises(ValueError, match="begun by a version whose tuning tried fewer rates"):
         compare(recipe, tmp_path / "out", isolate=False)
     begun.write_text(written)
-    trials = compare(recipe, tmp_path / "out", isolate=False)["entries"][0]["tuning"]["trials"]
+    results = compare(recipe, tmp_path / "out", isolate=False)
+    trials = results["entries"][0]["tuning"]["trials"]
     assert {trial["warmup_ratio"] for trial in trials} == {0.25, 0.5}
+    made = len(list((tmp_path / "out" / "tuning" / "dense").glob("*/run.json")))
+    assert f"Runs of tuning: dense {made}." in results["notes"]  # those that hold the rate at full length count once
 
 
 def test_one_warm_up_is_given():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,10 +20,10 @@ def _rows(projection: str) -> list[Mapping[str, Any]]:
     return [row for row in read(_RECORD)["rows"] if row["projection"] == projection]
 
 
-def over(projection: str, method: str, reference: str, text: str = "wikitext2") -> str:
-    """How far a method's loss is above that of the original, of the constant or of another method."""
+def over(projection: str, method: str, reference: str) -> str:
+    """How far a method's loss on WikiText-2 is above that of the original, of the constant or of another method."""
     row = next(row for row in _rows(projection) if row["method"] == method)
-    return with_interval(row[text][reference])
+    return with_interval(row["wikitext2"][reference])
 
 
 def _fit(row: Mapping[str, Any]) -> str:
@@ -54,9 +55,6 @@ def typed() -> str:
     return read(_RECORD)["command"]
 
 
-def command() -> str:
-    """The command as a block."""
-    return commands(read(_RECORD))
-
-
-PARTS: dict[str, dict[str, Callable[[], str]]] = {"rotor": {"biased_command": command, "biased_fits": fits}}
+PARTS: dict[str, dict[str, Callable[[], str]]] = {
+    "rotor": {"biased_command": functools.partial(commands, _RECORD), "biased_fits": fits}
+}

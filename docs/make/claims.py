@@ -781,12 +781,12 @@ def rotor() -> Paper:
         "A": Run(smollm2 + " (and 20)", fitted, "rotor"),
         "B": Run("python results/rotor/constant.py --model models/smollm2 --data data", "the same tokens", "rotor"),
         "C": Run("python results/rotor/init.py --steps 80 --seeds 0,1", "80 steps, 2 seeds", "rotor"),
-        "E": Run(biased.typed(), "8,192 tokens a fit, rates tuned, three seeds, 51,200 tokens of text", "rotor"),
         "D": Run(
             _command(timed("rotor")[0], "relinear bench"),
             "{repeats} runs of {rounds} rounds".format_map(read(timed("rotor")[0])["settings"]),
             "speed",
         ),
+        "E": Run(biased.typed(), "8,192 tokens a fit, rates tuned, three seeds, 51,200 tokens of text", "rotor"),
     }
 
     def biases(reference: str) -> str:
@@ -1020,9 +1020,8 @@ def hdpl() -> Paper:
     ]
     summary = (
         "At a tenth of the paper's size HDPL is ahead of dense at fewer parameters in short training, by less than "
-        "half as much once the dense model has a longer warm-up and another start; at 5 million "
-        "tokens most of its lead was the dense "
-        "model's rate; at the paper's size and budget it has not been run."
+        "half as much once the dense model has a longer warm-up and another start; at 5 million tokens most of its "
+        "lead was the dense model's rate; at the paper's size and budget it has not been run."
     )
     return Paper("HDPL: hybrid dual-path linear transformations", summary, runs, claims)
 

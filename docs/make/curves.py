@@ -81,18 +81,13 @@ def verdicts() -> str:
     return "\n".join(f"- {line}" for line in read(_SCALE)["verdicts"])
 
 
-def command(name: str) -> str:
-    """The commands as a block."""
-    return commands(read(name))
-
-
 #: folder -> part -> what makes it
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    folder: {"curve_command": functools.partial(command, name), "curve_gaps": functools.partial(gaps, folder)}
+    folder: {"curve_command": functools.partial(commands, name), "curve_gaps": functools.partial(gaps, folder)}
     for folder, name in _BUDGETS.items()
 } | {
     "scale": {
-        "scale_command": functools.partial(command, _SCALE),
+        "scale_command": functools.partial(commands, _SCALE),
         "scale_table": scale,
         "scale_verdicts": verdicts,
     }

@@ -130,11 +130,6 @@ def typed(folder: str) -> str:
     return read(_RECORDS[folder])["command"]
 
 
-def command(folder: str) -> str:
-    """The commands as a block."""
-    return commands(read(_RECORDS[folder]))
-
-
 def evaluated(folder: str, name: str, step: int) -> float:
     """The validation loss of an entry's first final run at a step."""
     run = next(iter(read(_RECORDS[folder])["runs"][name].values()))
@@ -167,7 +162,7 @@ def halfway(folder: str) -> str:
 #: folder -> part -> what makes it
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     folder: {
-        "cut_command": functools.partial(command, folder),
+        "cut_command": functools.partial(commands, _RECORDS[folder]),
         "cut_tuned": functools.partial(tuned, folder),
         "cut_final": functools.partial(final, folder),
         "cut_halfway": functools.partial(halfway, folder),
@@ -176,6 +171,6 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     for folder in ("ccl", "hdpl", "transponder")
 }
 PARTS["hdpl"] |= {
-    "warmup_command": functools.partial(command, "hdpl-warmup"),
+    "warmup_command": functools.partial(commands, _RECORDS["hdpl-warmup"]),
     "warmup_final": functools.partial(final, "hdpl-warmup"),
 }

@@ -56,8 +56,9 @@ def signed(value: float, digits: int) -> str:
     return f"{round(value, digits) + 0.0:+.{digits}f}"
 
 
-def commands(found: Mapping[str, Any]) -> str:
-    """The command of a record, and those whose runs have joined it later, as a block."""
+def commands(name: str) -> str:
+    """The command of results/NAME, and those whose runs have joined it later, as a block."""
+    found = read(name)
     return "\n".join(f"    {one}" for one in (found["command"], *found.get("later", ())))
 
 

@@ -148,6 +148,11 @@ def _at(settings: TrainSettings, rate: float, initializer_range: float | None) -
     return settings.updated(learning_rate=rate, model_overrides=overrides)
 
 
+def _of_warmup(name: str, ratio: float | None) -> tuple[str, str]:
+    """The study of an entry's trials at a warm-up that is searched, and how the folders of its runs begin."""
+    return (name, "") if ratio is None else (f"{name}, warm-up {ratio:g}", f"warmup-{ratio:g}-")
+
+
 def _hopeless(name: str, error: ValueError) -> Piece:
     """A piece that cannot be done, and says why."""
 
@@ -288,12 +293,12 @@ class _Comparison:
             planned, rate, spread, record, trials = self._searched(planned, settings)
         given = planned.settings
         if settings.check_full_length:
+            ratio = (record or {}).get("warmup_ratio")
             if trials is None or settings.fraction < 1:  # else tuning's own are of full length
-                warmup = f"warmup-{record['warmup_ratio']:g}-" if record and "warmup_ratio" in record else ""
-                study = ", ".join(part for part in (planned.name, warmup.strip("-"), "full length") if part)
-                trials = self._trials(planned, study, 1.0, f"full-length-{warmup}")
+                study, prefix = _of_warmup(planned.name, ratio)
+                trials = self._trials(planned, f"{study}, full length", 1.0, f"full-length-{prefix}")
             rate, full = check_neighbours(settings, trials, rate, spread)
-            full["trials"] = self._told(planned, full["trials"], 1.0)
+            full["trials"] = self._told(planned, full["trials"], 1.0, ratio)
             # "edge" speaks of the rate that is used
             record = (record or {"trials": []}) | {"full_length": full, "edge": full["edge"]}
         if record is not None:
@@ -308,37 +313,39 @@ class _Comparison:
         """The best rate and initialisation at the best of the warm-ups, the entry with that, what was tried there and
         at the others, and the best one's study."""
         written = None if settings.initializer_range is None else self._written_range(planned)
-        kept = settings.warmup_ratio is None or self.recipe.keeps_warmup(planned.name)
+        ratios: tuple[float | None, ...] = settings.warmup_ratio or (None,)
+        if self.recipe.keeps_warmup(planned.name):
+            ratios = (None,)
         found: list[tuple[Any, ...]] = []
         tried: list[dict[str, Any]] = []
         missing: list[tuple[Trials, Point]] = []
         diverged = None
-        for ratio in (None,) if kept else settings.warmup_ratio or ():
-            at, study, prefix = planned, planned.name, ""
+        for ratio in ratios:
+            at = planned
             if ratio is not None:
                 warmed = planned.settings.updated(warmup_steps=None, warmup_ratio=ratio)
                 at = dataclasses.replace(planned, settings=warmed)
-                study, prefix = f"{planned.name}, warm-up {ratio:g}", f"warmup-{ratio:g}-"
+            study, prefix = _of_warmup(planned.name, ratio)
             trials = self._trials(at, study, settings.fraction, prefix)
-            told = {} if ratio is None else {"warmup_ratio": ratio}
             try:
                 rate, spread, record = tune(settings, trials, written)
-                found.append((trials.loss(rate, spread), at, rate, spread, record | told, trials))
+                if ratio is not None:
+                    record["warmup_ratio"] = ratio
+                found.append((trials.loss(rate, spread), at, rate, spread, record, trials))
             except NotYet as search:  # what other warm-ups lack can be done meanwhile
                 missing += search.missing
             except DivergedError as error:  # another warm-up may do
                 diverged = error
-            tried += [row | told for row in self._told(at, trials.rows(), settings.fraction)]
+            tried += self._told(at, trials.rows(), settings.fraction, ratio)
         if missing:
             raise NotYet(missing)
         if diverged is not None and not found:
             raise diverged
         _, at, rate, spread, record, trials = min(found, key=lambda one: one[0])
         record["trials"] = tried
-        if not kept:
-            grid = settings.warmup_ratio or ()
+        if "warmup_ratio" in record:
             # with two of them each is an end
-            record["warmup_edge"] = len(grid) > 2 and record["warmup_ratio"] in (grid[0], grid[-1])
+            record["warmup_edge"] = len(ratios) > 2 and record["warmup_ratio"] in (ratios[0], ratios[-1])
         return at, rate, spread, record, trials
 
     def _given_up(self, name: str) -> list[float]:
@@ -382,10 +389,13 @@ class _Comparison:
         short = lasting(planned.settings, fraction)
         return short.updated(seed=self.recipe.tune.seed, eval_every=0, save_model=False)
 
-    def _told(self, planned: Planned, trials: list[dict[str, Any]], fraction: float) -> list[dict[str, Any]]:
+    def _told(
+        self, planned: Planned, trials: list[dict[str, Any]], fraction: float, ratio: float | None
+    ) -> list[dict[str, Any]]:
         """Trials with what their runs have in common: everything needed to say what was tried."""
         short = self._short(planned, fraction)
-        return [trial | {"steps": short.steps, "seed": short.seed} for trial in trials]
+        common = {"steps": short.steps, "seed": short.seed} | ({} if ratio is None else {"warmup_ratio": ratio})
+        return [trial | common for trial in trials]
 
     def _trials(self, planned: Planned, study: str, fraction: float, prefix: str) -> Trials:
         folder = self.out_dir / TUNING

@@ -72,13 +72,14 @@ def with_choices(
     for name, entry in entries.items():
         choice = chosen[name]
         found[name] = entry | {"learning_rate": choice["learning_rate"]}
+        change: dict[str, float | None] = {}
         if "initializer_range" in choice:
             # by its dotted name: the overrides that all entries share stay as they are
-            change = {"model_overrides.initializer_range": choice["initializer_range"]}
-            found[name] |= {"set": found[name].get("set", {}) | change}
+            change["model_overrides.initializer_range"] = choice["initializer_range"]
         if "warmup_ratio" in choice:
-            warmup = {"warmup_ratio": choice["warmup_ratio"], "warmup_steps": None}
-            found[name] |= {"set": found[name].get("set", {}) | warmup}
+            change |= {"warmup_ratio": choice["warmup_ratio"], "warmup_steps": None}
+        if change:
+            found[name] |= {"set": entry.get("set", {}) | change}
     return found
 
 
