@@ -11,7 +11,11 @@ from measured import commands, read, table, with_interval
 __all__ = ["PARTS", "gap_at", "typed"]
 
 #: folder of results/ -> its record at several budgets: results.json, or what results/unfinished.py made of it
-_BUDGETS = {"ccl": "ccl/budgets/runs.json", "hdpl": "hdpl/budgets/runs.json"}
+_BUDGETS = {
+    "ccl": "ccl/budgets/runs.json",
+    "hdpl": "hdpl/budgets/runs.json",
+    "transponder": "transponder/budgets/results.json",
+}
 _SCALE = "scale/scale.json"
 
 
@@ -40,14 +44,22 @@ def gaps(folder: str) -> str:
     lines = []
     for name in dict.fromkeys(entry["name"] for row in rows for entry in row["entries"]):
         entries = [_entry(folder, row["tokens"], name) for row in rows]
-        chosen = dict.fromkeys(f"{one['learning_rate']:g}, {one['initializer_range']:g}" for one in entries if one)
+        chosen = dict.fromkeys(", ".join(_chosen(one)) for one in entries if one)
         cells = [_cell(entry) for entry in entries]
-        lines.append([f"`{name}`", ", then ".join(chosen), *cells])
+        lines.append([f"`{name}`", "; then ".join(chosen), *cells])
     order = rows[0]["ngram"]["order"]
     counted = [f"{row['ngram']['validation_loss']:.3f}" for row in rows]
     lines.append([f"counting: Kneser-Ney {order}-grams", "", *counted])
-    head = ["entry", "rate, start", *(f"{row['tokens']:,} tokens" for row in rows)]
+    warmed = any(len(_chosen(entry)) == 3 for row in rows for entry in row["entries"])
+    settings = "rate, start" + ", warm-up" * warmed
+    head = ["entry", settings, *(f"{row['tokens']:,} tokens" for row in rows)]
     return f"Loss, and gap to `{found['reference']}`:\n\n" + table(head, lines)
+
+
+def _chosen(entry: Mapping[str, Any]) -> list[str]:
+    """Rate, start, and the share of the steps for warm-up where that was tuned."""
+    chosen = entry["learning_rate"], entry["initializer_range"], entry.get("warmup_ratio")
+    return [f"{one:g}" for one in chosen if one is not None]
 
 
 def _cell(entry: Mapping[str, Any] | None) -> str:
