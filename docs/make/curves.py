@@ -56,6 +56,43 @@ def gaps(folder: str) -> str:
     return f"Loss, and gap to `{found['reference']}`:\n\n" + table(head, lines)
 
 
+def shared(folder: str, ours: str) -> str:
+    """An entry's loss less the reference's in tuning runs of the same seed and settings, by start, warm-up and rate."""
+    found = read(_BUDGETS[folder])
+    rows = []
+    rates: dict[float, None] = {}
+    for row in found["budgets"]:
+        tried = [_tried(folder, row["tokens"], name) for name in (ours, found["reference"])]
+        apart = {case: tried[0][case] - tried[1][case] for case in tried[0].keys() & tried[1].keys()}
+        rates |= dict.fromkeys(rate for *_, rate in apart)
+        for start, warmup in sorted({case[:2] for case in apart}, key=lambda case: case[::-1]):
+            of = {rate: gap for (*case, rate), gap in apart.items() if case == [start, warmup]}
+            rows.append((f"{row['tokens']:,}", f"{warmup:g}", f"{start:g}", of))
+    columns = sorted(rates)
+    cells = [[*head, *(f"{of[rate]:+.3f}" if rate in of else "–" for rate in columns)] for *head, of in rows]
+    head = ["tokens", "warm-up", "start", *(f"rate {rate:g}" for rate in columns)]
+    return f"`{ours}` less `{found['reference']}`, tuning runs of both at the same settings, one seed:\n\n" + table(
+        head, cells
+    )
+
+
+def _tried(folder: str, tokens: int, name: str) -> dict[tuple[float, float, float], float]:
+    """(start, share of the steps for warm-up, rate) -> loss of an entry's tuning runs, those at full length too."""
+    entry = _entry(folder, tokens, name)
+    if entry is None:
+        return {}
+    trials = entry["tuning"]["trials"] + (entry["tuning"].get("full_length") or {"trials": []})["trials"]
+    own = entry["initializer_range"], entry["warmup_ratio"]
+    return {
+        (
+            run.get("initializer_range", own[0]),
+            run.get("warmup_ratio", own[1]),
+            run["learning_rate"],
+        ): run["validation_loss"]
+        for run in trials
+    }
+
+
 def _chosen(entry: Mapping[str, Any]) -> list[str]:
     """Rate, start, and the share of the steps for warm-up where that was tuned."""
     chosen = entry["learning_rate"], entry["initializer_range"], entry.get("warmup_ratio")
@@ -104,3 +141,4 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "scale_verdicts": verdicts,
     }
 }
+PARTS["transponder"]["curve_shared"] = functools.partial(shared, "transponder", "transponder-rank-2")
