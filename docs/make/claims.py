@@ -343,8 +343,8 @@ def transponder() -> Paper:
             f"{_at_the_edge(_WIDER, 'dense', 'transponder')} is the lowest that was tried). Where modulators cost "
             f"{_share_of_gates():.1%} of the parameters (width 256, rank 2), rate tuned, start and warm-up at the "
             f"first budget, three seeds: {curves.gap_at('transponder', 300_000, 'transponder-rank-2')} at 0.3 million "
-            f"tokens, {curves.gap_at('transponder', 1_000_000, 'transponder-rank-2')} at 1 million. At 5 million (one seed), "
-            f"at the settings that both models had: {_at_shared_settings()}. At the plain model's best "
+            f"tokens, {curves.gap_at('transponder', 1_000_000, 'transponder-rank-2')} at 1 million. At 5 million (one "
+            f"seed), at the settings that both models had: {_at_shared_settings()}. At the plain model's best "
             f"({plain[0]:g}, {plain[1]:g}) Transponder's run was stopped at step {cut_off[plain]}",
             "A, C, G, I",
         ),
