@@ -16,6 +16,7 @@ _RECORDS = {
     "hdpl": "hdpl/claims-5M/runs.json",
     "transponder": "transponder/claims-20M/runs.json",
     "hdpl-warmup": "hdpl/warmup/runs.json",
+    "rotor": "rotor/scratch/runs.json",
 }
 
 
@@ -173,4 +174,8 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
 PARTS["hdpl"] |= {
     "warmup_command": functools.partial(commands, _RECORDS["hdpl-warmup"]),
     "warmup_final": functools.partial(final, "hdpl-warmup"),
+}
+PARTS["rotor"] = {
+    "scratch_command": functools.partial(commands, _RECORDS["rotor"]),
+    "scratch_final": functools.partial(final, "rotor"),
 }
