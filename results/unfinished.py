@@ -134,11 +134,11 @@ def main(out_dir: Path, reference: str, later: list[Path]) -> dict[str, Any]:
         for at in places_of(out_dir)[:-1]
         if (at / "results.json").is_file()
     ]
-    trials = {
-        entry.name: sorted(run.parent for run in entry.glob("*/run.json"))
-        for entry in sorted((place / "tuning").glob("*"))
-        if entry.is_dir()
-    }
+    trials: dict[str, list[Path]] = {}
+    for at in (place, *map(place_of, later)):
+        for entry in sorted((at / "tuning").glob("*")):
+            if entry.is_dir() and entry.name not in trials:  # an entry's own tuning stands before a later one of it
+                trials[entry.name] = sorted(run.parent for run in entry.glob("*/run.json"))
     best = {name: at for name, folders in trials.items() if (at := best_trial(folders)) is not None}
     counts = {"tuning": metrics(best[reference])[-1]["tokens"]} if reference in best else {}
     found["ngrams"] = {part: counted(found["recipe"], n) for part, n in (counts | {"runs": found["tokens"]}).items()}

@@ -790,7 +790,9 @@ def rotor() -> Paper:
             "speed",
         ),
         "E": Run(biased.typed(), "8,192 tokens a fit, rates tuned, three seeds, 51,200 tokens of text", "rotor"),
-        "F": Run(cut.typed("rotor"), "0.25 million tokens, three seeds, everything tuned", "rotor"),
+    } | {
+        letter: Run(command, "0.25 million tokens, three seeds", "rotor")
+        for letter, command in zip("FGH", (cut.typed("rotor"), *read("rotor/scratch/runs.json")["later"]), strict=True)
     }
 
     def biases(reference: str) -> str:
@@ -878,13 +880,15 @@ def rotor() -> Paper:
             BEYOND,
             "q, k and v of a tiny model, nats a byte after 80 steps: "
             + ", ".join(f"{case} {ranged(values)}" for case, values in starts.items())
-            + ". 80 steps do not say which ends best. At 0.25 million tokens, everything tuned, gaps to the rotors: "
+            + ". 80 steps do not say which ends best. At 0.25 million tokens, rate, start and warm-up tuned, gaps to "
+            "the rotors: "
             + ", ".join(
                 f"{name} {cut.against('rotor', name, 'gaps')}"
                 for name in ("low_rank", "block_hadamard", "dense", "rotor-frozen")
             )
-            + " (of their parameters but for dense; the last are rotors that do not learn)",
-            "C, F",
+            + " (of their parameters but for dense; the last are rotors that do not learn, their warm-up not "
+            "searched). Rotors start near the identity and the others do not: start and structure are not told apart",
+            "C, F, G, H",
         ),
     ]
     summary = "From a summary of the paper and its authors' code; SmolLM2-135M in place of LLaMA-2-7B and LLaMA-3-8B."
