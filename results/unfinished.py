@@ -134,8 +134,9 @@ def main(out_dir: Path, reference: str, later: list[Path]) -> dict[str, Any]:
         for at in places_of(out_dir)[:-1]
         if (at / "results.json").is_file()
     ]
+    places = [place, *map(place_of, later)]
     trials: dict[str, list[Path]] = {}
-    for at in (place, *map(place_of, later)):
+    for at in places:
         for entry in sorted((at / "tuning").glob("*")):
             if entry.is_dir() and entry.name not in trials:  # an entry's own tuning stands before a later one of it
                 trials[entry.name] = sorted(run.parent for run in entry.glob("*/run.json"))
@@ -143,7 +144,7 @@ def main(out_dir: Path, reference: str, later: list[Path]) -> dict[str, Any]:
     counts = {"tuning": metrics(best[reference])[-1]["tokens"]} if reference in best else {}
     found["ngrams"] = {part: counted(found["recipe"], n) for part, n in (counts | {"runs": found["tokens"]}).items()}
     runs: dict[str, dict[str, Path]] = {}
-    for at in (place, *map(place_of, later)):
+    for at in places:
         check_budget(found, at)
         for run in sorted((at / "runs").glob("*/*/run.json")):
             name, seed = run.parents[1].name, run.parent
@@ -157,7 +158,8 @@ def main(out_dir: Path, reference: str, later: list[Path]) -> dict[str, Any]:
     found["tuning_gaps"] = {
         name: held_against([at], [best[reference]])
         for name, at in best.items()
-        if reference in best and name != reference
+        # comparisons may have tuned with runs of unlike lengths
+        if reference in best and name != reference and told(at)["steps"] == told(best[reference])["steps"]
     }
     found["runs"] = {name: {seed: told(at) for seed, at in seeds.items()} for name, seeds in runs.items()}
     found["gaps"], found["training_gaps"] = {}, {}

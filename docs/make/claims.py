@@ -13,6 +13,7 @@ import cut
 import gpu
 from measured import (
     RESULTS,
+    every_command,
     fits,
     gap,
     losses,
@@ -792,7 +793,7 @@ def rotor() -> Paper:
         "E": Run(biased.typed(), "8,192 tokens a fit, rates tuned, three seeds, 51,200 tokens of text", "rotor"),
     } | {
         letter: Run(command, "0.25 million tokens, three seeds", "rotor")
-        for letter, command in zip("FGH", (cut.typed("rotor"), *read("rotor/scratch/runs.json")["later"]), strict=True)
+        for letter, command in zip("FGH", every_command("rotor/scratch/runs.json"), strict=True)
     }
 
     def biases(reference: str) -> str:

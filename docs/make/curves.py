@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from measured import commands, read, table, with_interval
+from measured import commands, less, read, table, with_interval
 
 __all__ = ["PARTS", "gap_at", "typed"]
 
@@ -59,37 +59,26 @@ def gaps(folder: str) -> str:
 def shared(folder: str, ours: str) -> str:
     """An entry's loss less the reference's in tuning runs of the same seed and settings, by start, warm-up and rate."""
     found = read(_BUDGETS[folder])
-    rows = []
-    rates: dict[float, None] = {}
-    for row in found["budgets"]:
-        tried = [_tried(folder, row["tokens"], name) for name in (ours, found["reference"])]
-        apart = {case: tried[0][case] - tried[1][case] for case in tried[0].keys() & tried[1].keys()}
-        rates |= dict.fromkeys(rate for *_, rate in apart)
-        for start, warmup in sorted({case[:2] for case in apart}, key=lambda case: case[::-1]):
-            of = {rate: gap for (*case, rate), gap in apart.items() if case == [start, warmup]}
-            rows.append((f"{row['tokens']:,}", f"{warmup:g}", f"{start:g}", of))
-    columns = sorted(rates)
-    cells = [[*head, *(f"{of[rate]:+.3f}" if rate in of else "–" for rate in columns)] for *head, of in rows]
-    head = ["tokens", "warm-up", "start", *(f"rate {rate:g}" for rate in columns)]
-    return f"`{ours}` less `{found['reference']}`, tuning runs of both at the same settings, one seed:\n\n" + table(
-        head, cells
-    )
+    names = ours, found["reference"]
+    rows: dict[tuple[str, str, str], dict[float, float]] = {}
+    for budget in found["budgets"]:
+        tried = [_tried(entry) for name in names for entry in budget["entries"] if entry["name"] == name]
+        for (warmup, start, rate), apart in less(*tried).items():
+            rows.setdefault((f"{budget['tokens']:,}", f"{warmup:g}", f"{start:g}"), {})[rate] = apart
+    rates = sorted(set().union(*rows.values()))
+    lines = [[*case, *(f"{of[rate]:+.3f}" if rate in of else "–" for rate in rates)] for case, of in rows.items()]
+    head = ["tokens", "warm-up", "start", *(f"rate {rate:g}" for rate in rates)]
+    told = f"`{ours}` less `{found['reference']}`, tuning runs of both at the same settings, one seed:"
+    return f"{told}\n\n{table(head, lines)}"
 
 
-def _tried(folder: str, tokens: int, name: str) -> dict[tuple[float, float, float], float]:
-    """(start, share of the steps for warm-up, rate) -> loss of an entry's tuning runs, those at full length too."""
-    entry = _entry(folder, tokens, name)
-    if entry is None:
-        return {}
-    trials = entry["tuning"]["trials"] + (entry["tuning"].get("full_length") or {"trials": []})["trials"]
-    own = entry["initializer_range"], entry["warmup_ratio"]
+def _tried(entry: Mapping[str, Any]) -> dict[tuple[float, float, float], float]:
+    """(share of the steps for warm-up, start, rate) -> loss of an entry's tuning runs, those at full length too."""
+    tuning = entry["tuning"]
+    own = {key: entry[key] for key in ("warmup_ratio", "initializer_range")}
+    runs = [own | run for run in tuning["trials"] + tuning.get("full_length", {}).get("trials", [])]
     return {
-        (
-            run.get("initializer_range", own[0]),
-            run.get("warmup_ratio", own[1]),
-            run["learning_rate"],
-        ): run["validation_loss"]
-        for run in trials
+        (run["warmup_ratio"], run["initializer_range"], run["learning_rate"]): run["validation_loss"] for run in runs
     }
 
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from measured import commands, mean, read, signed, table, with_interval
+from measured import commands, less, mean, read, signed, table, with_interval
 
 __all__ = ["PARTS", "against", "best", "cut_short", "evaluated", "on_the_way", "shared", "trained", "typed"]
 
@@ -45,7 +45,7 @@ def shared(folder: str, ours: str, theirs: str) -> dict[tuple[float, float], flo
         {(run["learning_rate"], run["initializer_range"]): run["validation_loss"] for run in _rows_of(found, name)}
         for name in (ours, theirs)
     ]
-    return {case: ended[0][case] - ended[1][case] for case in sorted(set(ended[0]) & set(ended[1]))}
+    return less(*ended)
 
 
 def cut_short(folder: str, name: str) -> dict[tuple[float, float], str]:
@@ -70,7 +70,8 @@ def tuned(folder: str) -> str:
     lines = []
     for name, run in sorted(chosen.items(), key=lambda pair: pair[1]["validation_loss"]):
         start = run["initializer_range"]
-        gap = with_interval(found["tuning_gaps"][name]) if name in found["tuning_gaps"] else "reference"
+        gap = with_interval(found["tuning_gaps"][name]) if name in found["tuning_gaps"] else "–"
+        gap = "reference" if name == found["reference"] else gap
         lines.append(
             [
                 f"`{name}`",

@@ -56,10 +56,20 @@ def signed(value: float, digits: int) -> str:
     return f"{round(value, digits) + 0.0:+.{digits}f}"
 
 
-def commands(name: str) -> str:
-    """The command of results/NAME, and those whose runs have joined it later, as a block."""
+def every_command(name: str) -> tuple[str, ...]:
+    """The command of results/NAME, and those whose runs have joined it later."""
     found = read(name)
-    return "\n".join(f"    {one}" for one in (found["command"], *found.get("later", ())))
+    return (found["command"], *found.get("later", ()))
+
+
+def commands(name: str) -> str:
+    """The same as a block."""
+    return "\n".join(f"    {one}" for one in every_command(name))
+
+
+def less(ours: Mapping[Any, float], theirs: Mapping[Any, float]) -> dict[Any, float]:
+    """Ours less theirs where both have a value, in order."""
+    return {case: ours[case] - theirs[case] for case in sorted(ours.keys() & theirs.keys())}
 
 
 def with_interval(found: Mapping[str, Any], digits: int = 3) -> str:
