@@ -38,9 +38,8 @@ check: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff format --check src tests examples results docs/site.py docs/make
 	$(BIN)/mypy
 
-slow: $(STAMP) ## the tests that take minutes, and the GPU's call rehearsed on the CPU
+slow: $(STAMP) ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
-	$(MAKE) gpu REHEARSE=1
 
 fuzz: $(STAMP) ## 100,000 damaged files and arguments; counts by kind and outcome in runs/fuzz.json
 	cd tests && OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m fuzz.run --cases 100000 --out $(abspath $(RUN_DIR))/fuzz.json
