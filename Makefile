@@ -34,8 +34,8 @@ browser: $(STAMP) ## the tests of report pages in a browser: Chromium of the sys
 	$(BIN)/python -m pytest tests/test_pages.py
 
 check: $(STAMP) ## ruff and mypy
-	$(BIN)/ruff check src tests examples results docs/site.py docs/make
-	$(BIN)/ruff format --check src tests examples results docs/site.py docs/make
+	$(BIN)/ruff check src tests tools examples results docs/site.py docs/make
+	$(BIN)/ruff format --check src tests tools examples results docs/site.py docs/make
 	$(BIN)/mypy
 
 slow: $(STAMP) ## the tests that take minutes
@@ -70,14 +70,14 @@ gpu-setup: ## make the environment of `make gpu`, on the machine with the GPU or
 
 ifdef REHEARSE
 gpu: $(STAMP) ## kernels and two models on an NVIDIA GPU in nine minutes: results/gpu; REHEARSE=1: on a CPU, tiny
-	OMP_NUM_THREADS=1 $(BIN)/python -m relinear.bench.gpu --rehearse --out $(RUN_DIR)/gpu-rehearsal
+	OMP_NUM_THREADS=1 $(BIN)/python tools/gpu.py --rehearse --out $(RUN_DIR)/gpu-rehearsal
 else
 gpu:
-	$(GPU_VENV)/bin/python -m relinear.bench.gpu --out results/gpu --minutes 8.5
+	$(GPU_VENV)/bin/python tools/gpu.py --out results/gpu --minutes 8.5
 endif
 
 families: $(STAMP) ## every operator in tiny models of every family, anew: docs/families.md
-	OMP_NUM_THREADS=1 $(BIN)/python -m relinear.testing.families --out docs/families.md --json results/families.json
+	OMP_NUM_THREADS=1 $(BIN)/python tests/families.py --out docs/families.md --json results/families.json
 
 docs: $(STAMP) ## the pages and the reference of the API as a site, strictly: site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
@@ -89,7 +89,7 @@ docs-operators: $(STAMP) ## what the docs say of results, anew: measurements and
 	$(BIN)/python docs/make
 
 smollm2: $(STAMP) ## fetch a real pretrained model (SmolLM2-135M-Instruct, 98 MB) into models/smollm2
-	$(BIN)/python -m relinear.models.smollm2 --out models/smollm2
+	$(BIN)/python tools/smollm2.py --out models/smollm2
 
 clean: ## remove the environment and every run
 	rm -rf $(VENV) $(ECOSYSTEM_VENV) .venv-versions $(RUN_DIR) site

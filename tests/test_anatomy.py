@@ -12,7 +12,7 @@ import relinear
 from conftest import make_tiny_llama
 from relinear.core.anatomy import decoder_layers, layer_finder, layer_index, paths
 from relinear.core.operator import is_linear
-from relinear.testing.tiny_models import FAMILIES, LAYERS, VOCABULARY, make_family
+from tiny_models import FAMILIES, LAYERS, VOCABULARY, make_family
 
 IDS = torch.randint(0, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))
 MANAGER = relinear.ContextManager(dim=8)

@@ -1,6 +1,6 @@
 """The benchmarks of contexts run, and report what they say they do."""
 
-from relinear.studies.cgt import speed
+from cgt_study import speed
 
 
 def test_benchmarks_at_a_tiny_size():

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from relinear.bench import gpu
+import gpu
 
 
 def test_wrong_calls_are_refused_before_anything_runs(tmp_path, monkeypatch):
@@ -46,7 +46,7 @@ def test_a_row_says_how_it_failed_and_the_rest_goes_on(tmp_path, monkeypatch):
 def test_the_rehearsal_has_every_row_and_no_error(tmp_path):
     pytest.importorskip("triton")
     # what `make gpu REHEARSE=1` runs
-    command = [sys.executable, "-m", "relinear.bench.gpu", "--rehearse", "--minutes", "30", "--out", str(tmp_path)]
+    command = [sys.executable, gpu.__file__, "--rehearse", "--minutes", "30", "--out", str(tmp_path)]
     subprocess.run(command, check=True)
     ended = json.loads((tmp_path / "run.json").read_text())["parts"]
     assert {part["state"] for part in ended.values()} == {"ended"}

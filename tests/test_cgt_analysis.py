@@ -7,9 +7,9 @@ from torch import nn
 from transformers import GPT2Config
 
 import relinear
-from relinear.studies.cgt import contexts, measures, plots
-from relinear.studies.cgt.baselines import PlainRegression
-from relinear.studies.cgt.tasks import ArithmeticTask, RegressionTask
+from cgt_study import contexts, measures, plots
+from cgt_study.baselines import PlainRegression
+from cgt_study.tasks import ArithmeticTask, RegressionTask
 from relinear.train import FitSettings, fit
 from test_cgt import make_cgt
 

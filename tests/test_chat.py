@@ -9,7 +9,7 @@ import relinear
 from relinear.data import DataSettings, iter_texts, prepare_data
 from relinear.data.tokenizers import byte_tokenizer, encode_documents
 from relinear.distill.record import token_blocks
-from relinear.testing.tiny_models import make_family
+from tiny_models import make_family
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
 OPEN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}"

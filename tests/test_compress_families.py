@@ -9,7 +9,7 @@ import torch
 
 import relinear
 from relinear.compress import beside, compress
-from relinear.testing.tiny_models import VOCABULARY, make_family
+from tiny_models import VOCABULARY, make_family
 
 WANTED = [
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "olmo2",

@@ -10,7 +10,7 @@ import relinear
 from conftest import mostly_slow
 from relinear.compress import CompressSettings, compress, heal
 from relinear.compress.heal import original_copy
-from relinear.testing.tiny_models import VOCABULARY, make_family
+from tiny_models import VOCABULARY, make_family
 
 SETTINGS = {"tokens": 256, "sequence_length": 16, "anchor_tokens": 256, "batch_size": 4, "menu": ["low_rank"]}
 HEALED = SETTINGS | {"heal_tokens": 4096, "heal_held_out_tokens": 256, "heal_learning_rate": 3e-3}

@@ -11,7 +11,7 @@ from relinear.compress import compress
 from relinear.compress.neurons import Neurons, fewer_neurons
 from relinear.core.moments import Moments
 from relinear.core.operator import Operator
-from relinear.testing.tiny_models import VOCABULARY, make_family
+from tiny_models import VOCABULARY, make_family
 
 SETTINGS = {"tokens": 512, "sequence_length": 16, "anchor_tokens": 512, "batch_size": 4, "menu": ["neurons"]}
 

@@ -9,7 +9,7 @@ from conftest import mostly_slow
 from relinear.compress import compress
 from relinear.compress import run as stages
 from relinear.data.tokenizers import byte_tokenizer
-from relinear.testing.tiny_models import make_family
+from tiny_models import make_family
 
 SETTINGS = {"tokens": 256, "sequence_length": 16, "anchor_tokens": 128, "batch_size": 4}
 SETTINGS |= {"heal_tokens": 512, "heal_held_out_tokens": 64, "heal_learning_rate": 3e-3}

@@ -16,7 +16,7 @@ from conftest import make_tiny_llama
 from relinear.core.modes import evaluating
 from relinear.core.operator import Operator
 from relinear.models.cgt import CGTConfig, CGTForCausalLM
-from relinear.testing.tiny_models import FAMILIES, VOCABULARY, make_family
+from tiny_models import FAMILIES, VOCABULARY, make_family
 
 IDS = torch.randint(0, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))
 THIN = relinear.LowRank(rank=1)

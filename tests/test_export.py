@@ -13,7 +13,7 @@ import relinear
 from conftest import mostly_slow
 from relinear.compress import export_plain
 from relinear.data.tokenizers import load_tokenizer
-from relinear.testing.tiny_models import make_family
+from tiny_models import make_family
 
 ALONE = """
 import json, sys

@@ -107,6 +107,6 @@ def test_refusals_before_anything_is_computed(tmp_path) -> None:
     refused("cut text as GPT-2's or SmolLM's", llama(), byte_tokenizer())
     refused("attention_bias", llama(attention_bias=True), tokenizer_of())
     refused("rope_type=linear", llama(rope_parameters={"rope_type": "linear", "factor": 2.0}), tokenizer_of())
-    from relinear.testing.tiny_models import make_family
+    from tiny_models import make_family
 
     refused("of LlamaForCausalLM alone, got Qwen2ForCausalLM", make_family("qwen2"), tokenizer_of())

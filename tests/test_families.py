@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import families
 import relinear
-from relinear.testing import families
-from relinear.testing.families import FAILED, OK, OPERATORS, REFUSED
+from families import FAILED, OK, OPERATORS, REFUSED
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = json.loads((ROOT / "results" / "families.json").read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ from relinear.testing.conformance import OperatorConformance
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 NAMES = sorted(set(re.findall(r"`([^`\s]+)`", PAGE)))
-CODE = [name for name in NAMES if name.startswith("relinear.")]
+CODE = [name for name in NAMES if name.startswith(("relinear.", "cgt_study."))]
 TESTS = [name for name in NAMES if re.match(r"(test_\w+::)?test_", name)]
 FILES = [name for name in NAMES if re.match(r"(src|docs|examples|results|tests)/", name)]
 

@@ -37,7 +37,6 @@ MAY_IMPORT = {
     "compare": {"core", "surgery", "models", "data", "train", "analysis", "evaluate", "pages", "system"},
 }
 MAY_IMPORT["bench"] = set(MAY_IMPORT)
-MAY_IMPORT["studies"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = {*MAY_IMPORT, ""}  # "" is the package itself, as a user imports it
 
 

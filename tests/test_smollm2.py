@@ -5,8 +5,8 @@ import zipfile
 import pytest
 import torch
 
-import relinear.models.smollm2 as smollm2_module
-from relinear.models.smollm2 import fetch, main
+import smollm2 as smollm2_module
+from smollm2 import fetch, main
 
 
 @pytest.fixture

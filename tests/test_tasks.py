@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from relinear.studies.cgt.tasks import ArithmeticTask, RegressionTask, TextMixture
+from cgt_study.tasks import ArithmeticTask, RegressionTask, TextMixture
 
 
 def test_arithmetic_text_has_the_papers_format():

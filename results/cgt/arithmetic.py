@@ -20,12 +20,12 @@ import torch
 from transformers import TrainerCallback
 
 import relinear
+from cgt_study import contexts, measures, plots
+from cgt_study.baselines import plain_gpt2
+from cgt_study.schedule import add_schedule, fit_settings, parse_options
+from cgt_study.tasks import ArithmeticTask
 from relinear.analysis.plots import save_figure
 from relinear.models.cgt.objective import CGTObjective, GuidedTraining
-from relinear.studies.cgt import contexts, measures, plots
-from relinear.studies.cgt.baselines import plain_gpt2
-from relinear.studies.cgt.schedule import add_schedule, fit_settings, parse_options
-from relinear.studies.cgt.tasks import ArithmeticTask
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import describe_machine
 from relinear.train import fit

@@ -16,12 +16,12 @@ import torch
 from transformers import GPT2Config
 
 import relinear
+from cgt_study import measures, plots
+from cgt_study.baselines import PlainRegression
+from cgt_study.schedule import add_schedule, fit_settings, parse_options
+from cgt_study.tasks import RegressionTask
 from relinear.analysis.plots import save_figure
 from relinear.models.cgt.objective import CGTObjective, GuidedTraining
-from relinear.studies.cgt import measures, plots
-from relinear.studies.cgt.baselines import PlainRegression
-from relinear.studies.cgt.schedule import add_schedule, fit_settings, parse_options
-from relinear.studies.cgt.tasks import RegressionTask
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import describe_machine
 from relinear.train import fit

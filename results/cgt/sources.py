@@ -17,10 +17,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from text import NAMES, make_config, make_mixture, make_objective
 from transformers import AutoModelForCausalLM
 
 import relinear
+from cgt_study import contexts, plots
+from cgt_study.baselines import plain_gpt2
+from cgt_study.schedule import add_schedule, fit_settings, parse_options
 from relinear.analysis.plots import save_figure
 from relinear.compare.gaps import gap
 from relinear.core.modes import evaluating
@@ -29,12 +31,10 @@ from relinear.data.settings import DataSettings
 from relinear.data.tokenizers import encode_documents, load_tokenizer, vocabulary_size
 from relinear.evaluate import KneserNey
 from relinear.models.cgt.objective import GuidedTraining
-from relinear.studies.cgt import contexts, plots
-from relinear.studies.cgt.baselines import plain_gpt2
-from relinear.studies.cgt.schedule import add_schedule, fit_settings, parse_options
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import describe_machine
 from relinear.train import fit
+from text import NAMES, make_config, make_mixture, make_objective
 
 #: a plain GPT-2 as wide as the guided models, and one of their parameters
 GPT2, GPT2_EQUAL = "gpt2", "gpt2-equal"

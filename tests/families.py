@@ -1,6 +1,6 @@
 """Families of models times operators: every pair is run on a tiny model, and the outcome becomes a page of the docs.
 
-python -m relinear.testing.families --out docs/families.md --json results/families.json
+python tests/families.py --out docs/families.md --json results/families.json
 
 Of every pair: replace all linear layers (under a context manager where the operator reads a context), forward,
 backward and a step, generate, save, load in another process, the same logits and the same tokens there.
@@ -27,15 +27,16 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import relinear
 from relinear.core.operator import OperatorConfig
 from relinear.operators import CCL, HDPL, ContextManager, LowRank, Monarch, Rotor, Transponder
 from relinear.surgery.plan import attach_, replace_
 from relinear.system.files import write_json, write_text
-from relinear.testing.tiny_models import ENCODER_DECODERS, FAMILIES, MORE_DECODERS, VOCABULARY, make_family
+from tiny_models import ENCODER_DECODERS, FAMILIES, MORE_DECODERS, VOCABULARY, make_family
 
 __all__ = ["COMMAND", "FAILED", "MADE", "OK", "OPERATORS", "REFUSED", "failures", "page", "run"]
 
-COMMAND = "python -m relinear.testing.families --out docs/families.md --json results/families.json"
+COMMAND = "python tests/families.py --out docs/families.md --json results/families.json"
 OK, REFUSED, FAILED = "ok", "refused", "FAILED"
 _CONTEXT = 8
 #: of sizes that suit the tiny models' layers
@@ -53,7 +54,7 @@ MADE = (*FAMILIES, *MORE_DECODERS, *ENCODER_DECODERS)
 TOLERANCE = 1e-6
 _NEW_TOKENS = 4
 _IDS = torch.randint(1, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(relinear.__file__).parent
 _MESSAGE = 240  # characters of a refusal that the page shows
 
 #: The program that loads: it knows the checkpoints' folders, the classes and the inputs, and imports relinear.
@@ -331,7 +332,7 @@ def _cell(cell: Mapping[str, Any], notes: dict[str, int]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit status, 1 where a pair failed."""
-    parser = argparse.ArgumentParser(prog="python -m relinear.testing.families", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tests/families.py", description=__doc__)
     parser.add_argument("--out", required=True, help="page to write, for instance docs/families.md")
     parser.add_argument("--json", required=True, help="record to write, for instance results/families.json")
     parser.add_argument("--families", default=",".join(MADE), help="model types, with commas; default: all")

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cgt_study.tasks import ArithmeticTask, RegressionTask
 from relinear.core.config import check_choice
 from relinear.core.modes import evaluating
-from relinear.studies.cgt.tasks import ArithmeticTask, RegressionTask
 
 __all__ = [
     "Accuracy",

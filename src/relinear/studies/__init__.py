@@ -1,1 +1,0 @@
-"""Studies: the tasks, measures and figures of one paper each, in one folder; scripts in ``results/`` run them."""
