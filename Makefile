@@ -33,10 +33,11 @@ browser: $(STAMP) ## the tests of report pages in a browser: Chromium of the sys
 	command -v chromium >/dev/null || command -v google-chrome >/dev/null || $(BIN)/python -m playwright install chromium
 	$(BIN)/python -m pytest tests/test_pages.py
 
-check: $(STAMP) ## ruff and mypy
+check: $(STAMP) ## ruff, mypy and the limit of lines of code
 	$(BIN)/ruff check src tests tools examples results docs/site.py docs/make
 	$(BIN)/ruff format --check src tests tools examples results docs/site.py docs/make
 	$(BIN)/mypy
+	$(BIN)/python tools/lines.py
 
 slow: $(STAMP) ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+# what the package clifford compiles at every use takes longer than what it then computes; before it is imported
+os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
