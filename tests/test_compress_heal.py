@@ -171,7 +171,7 @@ def test_layers_that_are_corrected_leave_the_original_as_it_was() -> None:
     assert torch.equal(kept[0](input_ids=tokens()[0][None, :16]).logits, wanted)
 
 
-@pytest.mark.parametrize("what", mostly_slow(["operators", "all"], "operators"))
+@pytest.mark.parametrize("what", mostly_slow(["operators", "all", "lora"], "operators", "lora"))
 def test_the_teacher_is_given_back_as_it_was(what: str) -> None:
     model = pretrained().bfloat16()
     teacher = original_copy(model)
@@ -181,7 +181,9 @@ def test_the_teacher_is_given_back_as_it_was(what: str) -> None:
     before |= {name: (p.dtype, p.detach().clone()) for name, p in teacher.named_parameters()}
     flags = {name: p.requires_grad for name, p in teacher.named_parameters()}
     blocks = tokens(64 * 16)[0].view(64, 16)
-    heal(model, teacher, blocks[:48], blocks[48:], settings=CompressSettings.load(HEALED | {"heal": what}))
+    settings = CompressSettings.load(HEALED | {"heal": what})
+    dense = ["model.layers.0.mlp.up_proj"] if what == "lora" else []
+    heal(model, teacher, blocks[:48], blocks[48:], settings=settings, dense=dense)
     after = dict(teacher.named_buffers()) | dict(teacher.named_parameters())
     assert {name: value.dtype for name, value in after.items()} == {name: dtype for name, (dtype, _) in before.items()}
     assert all(torch.equal(value, before[name][1]) for name, value in after.items())

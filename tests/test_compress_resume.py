@@ -11,7 +11,10 @@ from relinear.compress import run as stages
 from relinear.data.tokenizers import byte_tokenizer
 from tiny_models import make_family
 
-SETTINGS = {"tokens": 256, "sequence_length": 16, "anchor_tokens": 128, "batch_size": 4}
+SETTINGS = {"tokens": 256, "sequence_length": 16, "anchor_tokens": 128, "batch_size": 4, "evaluate": False}
+SETTINGS |= {"allow_slower": True}
+# some layers stay dense and are corrected, while healing shares the weights that they had with the original
+SETTINGS |= {"anchor": True, "menu": ["low_rank"]}
 SETTINGS |= {"heal_tokens": 512, "heal_held_out_tokens": 64, "heal_learning_rate": 3e-3}
 
 
@@ -66,6 +69,20 @@ def test_killed_while_it_computes(stage: str, whole, tmp_path) -> None:
         run(tmp_path, killing(stage))
     assert not (tmp_path / "model").exists()
     assert run(tmp_path) == whole
+
+
+def test_a_second_run_gives_the_same_and_heals_nothing_anew(whole, tmp_path) -> None:
+    healed: list[int] = []
+
+    def told(phase: str, done: int, total: int) -> None:
+        if phase == "heal":
+            healed.append(done)
+
+    assert run(tmp_path) == whole
+    figures = json.loads((tmp_path / "report.json").read_text())["healing"]
+    assert run(tmp_path, told) == whole
+    assert not healed
+    assert json.loads((tmp_path / "report.json").read_text())["healing"] == figures
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear.core.operator import dense_weight
 from relinear.operators.low_rank import LowRankLinear
-from relinear.surgery.states import flat_states, place_
+from relinear.surgery.states import flat_states, load_states_, place_
 
 
 def llama(**overrides):
@@ -238,3 +238,16 @@ def test_planned_operators_are_put_in_place_with_known_states():
     place_(second, relinear.plan(second, {"q_proj": LOW}).replacements, states)
     second.load_state_dict({k: v for k, v in first.state_dict().items() if k not in states}, strict=False)
     assert torch.equal(first(IDS).logits, second(IDS).logits)
+
+
+def test_states_are_loaded_into_parameters_of_their_own():
+    """Another model may hold the old ones; what is tied in this one stays tied, on the device and with the flag."""
+    one, other, twin = (nn.Linear(4, 4) for _ in range(3))
+    twin.weight = one.weight.requires_grad_(False)
+    other.weight = one.weight
+    model, before = nn.Sequential(one, twin), other.weight.clone()
+    load_states_(model, ["0"], {"0.weight": torch.ones(4, 4), "0.bias": torch.zeros(4)})
+    assert torch.equal(other.weight, before)
+    assert one.weight is twin.weight
+    assert torch.equal(one.weight, torch.ones(4, 4))
+    assert not one.weight.requires_grad

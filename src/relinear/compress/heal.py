@@ -30,6 +30,7 @@ from relinear.core.aux import named_operators
 from relinear.core.modes import evaluating
 from relinear.core.objective import GuidedTraining
 from relinear.core.operator import is_conv1d
+from relinear.surgery.states import own_parameters_
 from relinear.system.files import atomic_path, read_json, write_json
 from relinear.train.distill import against
 from relinear.train.fit import fit
@@ -219,6 +220,7 @@ class _Healing:
             self._take_best()
         finally:
             if tuner is not None:
+                self._own_dense_()  # merging writes into weights that the teacher may hold as well
                 tuner.merge_and_unload()
                 _forget_adapters(self.model)
         shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
@@ -239,6 +241,11 @@ class _Healing:
             torch.manual_seed(self.settings.seed)
             return LoraModel(self.model, config, "default")
 
+    def _own_dense_(self) -> None:
+        held = {id(p) for p in self.teacher.parameters()}
+        dense = (p for name in self.dense for p in self.model.get_submodule(name).parameters())
+        own_parameters_(self.model, [p for p in dense if id(p) in held])
+
     def _mark_trained(self) -> None:
         """Let those parameters train that are to; the teacher gets its own copies of them where it shares them."""
         if self.settings.heal == "all":
@@ -248,7 +255,8 @@ class _Healing:
                 self.model.requires_grad_(False)
             for _, operator in named_operators(self.model):
                 operator.requires_grad_(True)
-        _own_parameters_(self.teacher, {id(p) for p in self._trained().values()})
+        own_parameters_(self.teacher, self._trained().values())
+        self.teacher.requires_grad_(False)
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -310,17 +318,6 @@ class _Healing:
         values = load_file(self.best)
         for name, parameter in self._trained().items():
             parameter.copy_(values[name])
-
-
-def _own_parameters_(teacher: nn.Module, shared: set[int]) -> None:
-    """Give ``teacher`` copies of those of its parameters whose identity is in ``shared``, tied ones staying tied."""
-    own: dict[int, nn.Parameter] = {}
-    for module in teacher.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in shared:
-                if id(parameter) not in own:
-                    own[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
-                module._parameters[name] = own[id(parameter)]
 
 
 def _forget_adapters(model: Any) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from relinear.surgery.plan import Plan, Replacement
 
-__all__ = ["flat_states", "load_states_", "place_"]
+__all__ = ["flat_states", "load_states_", "own_parameters_", "place_"]
 
 
 def flat_states(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
@@ -20,16 +20,31 @@ def flat_states(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     }
 
 
+def own_parameters_(model: nn.Module, shared: Iterable[nn.Parameter]) -> None:
+    """Give ``model`` copies of those of its parameters that are among ``shared``; tied ones stay tied in it."""
+    own: dict[int, nn.Parameter | None] = {id(parameter): None for parameter in shared}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in own:
+                copied = own[id(parameter)]
+                if copied is None:
+                    copied = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+                    own[id(parameter)] = copied
+                module._parameters[name] = copied
+
+
 def load_states_(model: nn.Module, names: Iterable[str], weights: Mapping[str, Tensor]) -> None:
     """Give the modules ``names`` of ``model`` the states that ``flat_states`` took.
+
+    Their parameters become new ones: another model that holds the old ones keeps its values.
 
     Raises:
         RuntimeError: if ``weights`` lack a tensor of one of them, or hold one of another shape.
     """
-    for name in names:
-        prefix = f"{name}."
-        own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-        model.get_submodule(name).load_state_dict(own)
+    modules = {f"{name}.": model.get_submodule(name) for name in names}
+    own_parameters_(model, [parameter for module in modules.values() for parameter in module.parameters()])
+    for prefix, module in modules.items():
+        module.load_state_dict({key.removeprefix(prefix): weights[key] for key in weights if key.startswith(prefix)})
 
 
 def place_(model: nn.Module, replacements: Iterable[Replacement], weights: Mapping[str, Tensor]) -> None:
