@@ -1,5 +1,6 @@
 """CCL: the paper's counts, its overhead at its own vocabulary, and the baselines of its Section 4.2."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -95,6 +96,36 @@ def by_hand(layer, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
             y = y * torch.sigmoid(layer.output_gate.weight @ hidden[token] + layer.output_gate.bias)
         outputs.append(y)
     return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("gate_bias", [True, False])
+@pytest.mark.parametrize(
+    ("entry", "basis_gate", "output_gate"),
+    [("ccl", True, True), ("ccl-no-output-gate", True, False), ("ccl-no-basis-gate", False, True), ("static", 0, 0)],
+)
+def test_each_arm_of_table_4_is_the_equations(entry, basis_gate, output_gate, gate_bias) -> None:
+    """Eq. 1 to 4 and Figure 3 in numpy, with the gates left out that the recipe's entry leaves out."""
+    (config,) = {*CompareSettings.load(read_recipe("ccl")).settings_of(entry).mapping.values()}
+    layer = config.replace(rank=6, context_dim=5, gate_bias=gate_bias).build(7, 9, dtype=torch.float64)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    value = {name: parameter.detach().numpy() for name, parameter in layer.named_parameters()}
+    assert ("basis_gate.weight" in value, "output_gate.weight" in value) == (basis_gate, output_gate)
+    x, context = torch.randn(20, 7, dtype=torch.float64), torch.randn(20, 5, dtype=torch.float64)
+    h = x.numpy() @ value["basis"].T
+    centred = h - h.mean(-1, keepdims=True)
+    h = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * value["norm.weight"] + value["norm.bias"]
+
+    def gate(name: str) -> np.ndarray | float:
+        if f"{name}.weight" not in value:
+            return 1.0
+        phi = nn.functional.gelu(context @ layer.trunk[0].weight.T + layer.trunk[0].bias).detach().numpy()
+        return 1 / (1 + np.exp(-(phi @ value[f"{name}.weight"].T + value[f"{name}.bias"])))
+
+    y, opened, bias = (h * gate("basis_gate")) @ value["mix"].T, gate("output_gate"), value["bias"]
+    expected = (y + bias) * opened if gate_bias else y * opened + bias
+    with relinear.context(context):
+        torch.testing.assert_close(layer(x), torch.tensor(expected))
 
 
 @pytest.mark.parametrize("norm", [True, False])

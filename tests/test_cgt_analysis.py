@@ -288,6 +288,15 @@ def test_figures(tmp_path):
         assert all(path.stat().st_size > 1000 for path in save_figure(figure, tmp_path / name))
 
 
+def test_figure_of_the_context_draws_the_components_that_vary_most():
+    y = np.random.default_rng(0).normal(size=(30, 6)) * [1, 5, 2, 6, 3, 4]
+    figure = plots.context_figure(y, boundaries=[10, 20], components=4)
+    curves = [line.get_ydata() for line in figure.axes[0].lines]
+    for curve, component in zip(curves[:4], (3, 1, 5, 4), strict=True):
+        np.testing.assert_array_equal(curve, y[:, component])
+    assert [line.get_xdata()[0] for line in figure.axes[0].lines[4:]] == [9.5, 19.5]
+
+
 def test_measuring_leaves_every_module_in_its_mode():
     """Studies measure while they train: what was frozen in evaluation mode stays there, what trains goes on."""
     task = ArithmeticTask(tasks=1, examples=2, digits=1, size=2)

@@ -211,6 +211,10 @@ def test_variants_of_table_1_add_what_they_say():
             relinear.attach_(model, path)
         assert not torch.equal(model(IDS).logits, logits)
         counts[name] = sum(p.numel() for p in model.parameters()) - before
+    # down reads 64 numbers, all others 32; k and v write 16, gate and up 64, all others 32
+    read, written = 7 * width + width, 2 * 16 + 2 * 64 + 3 * width
+    assert counts["layer-scalar"] == layers * (8 * read + 7 * (8 + 1))
+    assert counts["layer-channel"] == layers * (8 * (read + written) + 7)
     assert counts["path-scalar"] == layers * 2 * (8 * width + 8 + 1)
     assert counts["path-channel"] == layers * 2 * (8 * width + 8 * width + 1)
     assert counts["layer-channel-scalar"] == counts["layer-channel"] + layers * 7 * (8 + 1)
@@ -241,11 +245,27 @@ def test_unknown_placement_names_the_nearest():
         relinear.placement("attn", relinear.Transponder())
 
 
+def gates_by_hand(modulator, x: np.ndarray) -> np.ndarray:
+    """Eq. 4 and 5: the product of the gates that a modulator has."""
+    value = {name: p.detach().numpy() for name, p in modulator.named_parameters()}
+    hidden, product = sigmoid(x @ value["down"].T), np.ones(1)
+    for gate in ("channel", "scalar"):
+        if f"{gate}_up" in value:
+            product = product * 2 * sigmoid(np.exp(value[f"{gate}_log_alpha"]) * (hidden @ value[f"{gate}_up"].T))
+    return product
+
+
+@pytest.mark.parametrize("left_out", [{}, {"channel": False}, {"scalar": False}], ids=str)
 @pytest.mark.parametrize("rank", [2, 4, 8, 16, 32])
-def test_hidden_sizes_of_table_6(rank):
-    layer = relinear.Transponder(rank=rank).build(I, O)
-    assert layer.modulator.down.shape == (rank, I)
-    assert layer(torch.randn(2, 3, I)).shape == (2, 3, O)
+def test_layers_of_tables_1_and_6_are_their_gates(rank, left_out):
+    layer = relinear.Transponder(rank=rank, **left_out).build(I, O, dtype=torch.float64)
+    for parameter in layer.modulator.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(2, 3, I, dtype=torch.float64)
+    expected = layer.base(x) * torch.tensor(gates_by_hand(layer.modulator, x.numpy()))
+    torch.testing.assert_close(layer(x), expected, rtol=1e-11, atol=1e-11)
+    rows = O * ("channel" not in left_out) + ("scalar" not in left_out)
+    assert sum(p.numel() for p in layer.modulator.parameters()) == rank * (I + rows) + 2 - len(left_out)
 
 
 def test_controls_of_table_4():
@@ -458,11 +478,14 @@ def gpt_neox(parallel: bool):
     return GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=96, use_parallel_residual=parallel, **sizes)).eval()
 
 
-@pytest.mark.parametrize("reads", ["stream", "normed"])
-@pytest.mark.parametrize("kind", ["llama", "neox", "neox-parallel"])
-def test_paths_are_gated_by_the_stream_itself(reads, kind):
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [(kind, {"reads": reads}) for kind in ("llama", "neox", "neox-parallel") for reads in ("stream", "normed")]
+    + [("llama", {"channel": False}), ("llama", {"scalar": False})],
+)
+def test_paths_are_gated_by_the_stream_itself(kind, settings):
     model = (make_tiny_llama() if kind == "llama" else gpt_neox(kind.endswith("parallel"))).double()
-    relinear.attach_(model, relinear.PathTransponder(reads=reads))
+    relinear.attach_(model, relinear.PathTransponder(**settings))
     decoder = model.model if kind == "llama" else model.gpt_neox
     attention = "self_attn" if kind == "llama" else "attention"
     seen = {}
@@ -480,13 +503,8 @@ def test_paths_are_gated_by_the_stream_itself(reads, kind):
         x, after = seen[index]
 
         def gate(part, x, norm):
-            value = {n: p.detach().numpy() for n, p in part.relinear_modulator.named_parameters()}
-            hidden = sigmoid((x if reads == "stream" else norm(x)).detach().numpy() @ value["down"].T)
-            parts = [
-                2 * sigmoid(np.exp(value[f"{g}_log_alpha"]) * (hidden @ value[f"{g}_up"].T))
-                for g in ("channel", "scalar")
-            ]
-            return torch.tensor(parts[0] * parts[1])
+            read = norm(x) if settings.get("reads") == "normed" else x
+            return torch.tensor(gates_by_hand(part.relinear_modulator, read.detach().numpy()))
 
         norms = layer.input_layernorm, layer.post_attention_layernorm
         first = seen[index, attention] * gate(getattr(layer, attention), x, norms[0])
