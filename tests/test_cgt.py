@@ -260,6 +260,56 @@ def test_resizing_the_vocabulary_resizes_both_streams(tmp_path, ids):
     torch.testing.assert_close(loaded(longer).logits, model(longer).logits)
 
 
+def test_the_bare_model_resizes_both_streams_too(ids):
+    model = make_cgt().transformer
+    with torch.no_grad():
+        before = model(ids).last_hidden_state
+        model.resize_token_embeddings(60)
+        assert torch.equal(model(ids).last_hidden_state, before)
+        assert model(torch.full((1, 4), 59)).last_hidden_state.shape == (1, 4, 24)
+
+
+def test_attentions_are_those_of_x(ids):
+    """One for every layer, of x's own heads; from layer l on as in the GPT-2 that is left after specialisation."""
+    model = make_cgt(attn_implementation="eager", n_head=3, context_heads=2)
+    with torch.no_grad():
+        whole = model(ids, output_attentions=True, output_hidden_states=True)
+        frozen = model(ids, frozen_context=torch.ones(2, 12), output_attentions=True).attentions
+    assert [tuple(weights.shape) for weights in whole.attentions] == [(2, 3, ids.shape[1], ids.shape[1])] * 4
+    assert len(whole.hidden_states) == 5
+    for layer in (0, 1):  # x reads nothing of y there
+        assert torch.equal(whole.attentions[layer], frozen[layer])
+
+
+def test_embeddings_in_place_of_tokens_need_a_part_for_each_stream(model, ids):
+    bare, frozen = model.transformer, torch.ones(2, 12)
+    both = torch.cat([bare.wte(ids), bare.context_wte(ids)], -1)
+    with torch.no_grad():
+        assert torch.equal(model(inputs_embeds=both).logits, model(ids).logits)
+        assert torch.equal(
+            model(inputs_embeds=bare.wte(ids), frozen_context=frozen).logits, model(ids, frozen_context=frozen).logits
+        )
+        for given in ({}, {"frozen_context": frozen, "context_rate": 0.5}):
+            with pytest.raises(ValueError, match=r"36 features, got shape \(2, \d+, 24\).*context_wte"):
+                model(inputs_embeds=bare.wte(ids), **given)
+
+
+def test_an_argument_of_another_class_is_named_as_such(model, ids):
+    with pytest.raises(ValueError, match="no argument 'labels'; it is one of CGTForCausalLM"):
+        model.transformer(ids, labels=ids)
+    with pytest.raises(ValueError, match="no argument 'label'; did you mean 'labels'"):
+        model(ids, label=ids)
+
+
+def test_a_configuration_comes_back_as_it_was(tmp_path):
+    config = make_cgt().config
+    config.save_pretrained(tmp_path)
+    assert relinear.CGTConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
+    config.auto_map = {"AutoModel": "theirs.Model"}
+    config.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).auto_map == config.auto_map
+
+
 def test_bfloat16_and_autocast_are_close(model, ids):
     with torch.no_grad():
         wanted = model(ids).logits

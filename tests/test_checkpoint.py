@@ -181,6 +181,14 @@ def test_checkpoints_of_the_first_versions_load(make, tmp_path):
         assert torch.equal(load(tmp_path)(IDS).logits, model(IDS).logits)
 
 
+def test_an_auto_map_of_somebody_else_stays(saved):
+    model, directory = saved
+    model.config.auto_map = {"AutoModel": "theirs.Model"}
+    model.save_pretrained(directory)
+    for load in (AutoModelForCausalLM.from_pretrained, type(model).from_pretrained):
+        assert load(directory).config.auto_map == {"AutoModel": "theirs.Model"}
+
+
 def test_the_config_in_memory_is_the_stock_one(saved):
     model, directory = saved
     assert type(AutoConfig.from_pretrained(directory)) is type(model.config)

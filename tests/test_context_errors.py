@@ -161,13 +161,6 @@ def test_a_cache_that_the_manager_has_not_seen() -> None:
         conditioned(MANAGER.replace(mixer="ema"))(IDS, past_key_values=cache)
 
 
-def test_a_grown_vocabulary() -> None:
-    model = conditioned()
-    model.resize_token_embeddings(100)
-    with pytest.raises(ValueError, match="vocabulary has grown to 100"):
-        model(IDS)
-
-
 @pytest.mark.parametrize("bad", [{"dim": 0}, {"source": "x"}, {"mixer": "rnn"}, {"timescales": ()}])
 def test_bad_settings(bad: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):

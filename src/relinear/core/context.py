@@ -203,6 +203,8 @@ class ContextOwner(nn.Module):
     """
 
     context_dim: int
+    #: name of the embedding of tokens that this has of its own, if any: it is resized with the model's
+    token_table: str | None = None
 
     def contexts(self, base: Any, inputs: dict[str, Any]) -> Tensor:
         """The context (B, T, C) for the arguments ``inputs`` of the base model's forward, which it may change."""

@@ -12,10 +12,21 @@ from relinear.core.adapters import stock_name
 from relinear.core.anatomy import unwrapped
 from relinear.core.attachment import attachments
 from relinear.core.aux import install_aux_hooks, named_operators
+from relinear.core.config import shown
 
-__all__ = ["FORMAT_VERSION", "METHOD", "config_record", "own_record", "record", "sync_record"]
+__all__ = [
+    "FORMAT_VERSION",
+    "LOADER",
+    "METHOD",
+    "config_record",
+    "own_record",
+    "record",
+    "sync_record",
+    "without_loader",
+]
 
 METHOD = "relinear"  # the name of the quantizer that rebuilds a model
+LOADER = "configuration_relinear"  # the module beside a checkpoint by which programs without relinear load it
 FORMAT_VERSION = 1
 
 
@@ -37,6 +48,16 @@ def own_record(setting: Any) -> dict[str, Any] | None:
     """``setting``, a ``quantization_config`` in either of its forms, as a record of ours; None if it is not one."""
     values = setting if isinstance(setting, Mapping) else getattr(setting, "__dict__", {})
     return dict(values) if values.get("quant_method") == METHOD else None
+
+
+def without_loader(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a ``config.json`` without the entry of ``auto_map`` that names our loader; others' entries stay."""
+    kept = dict(values)
+    auto_map = kept.pop("auto_map", None) or {}
+    if not isinstance(auto_map, Mapping):
+        raise ValueError(f"config.json: auto_map must be an object, got {shown(auto_map)}")
+    auto_map = {key: value for key, value in auto_map.items() if not str(value).startswith(LOADER)}
+    return kept | ({"auto_map": auto_map} if auto_map else {})
 
 
 def sync_record(model: nn.Module) -> None:

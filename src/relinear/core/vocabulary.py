@@ -1,10 +1,36 @@
-"""Whether a model has an embedding for every id that a tokenizer makes of text, and for every position."""
+"""Whether a model and its parts have an embedding for every token that they are given, and for every position."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["check_length_fits", "check_tokenizer_fits", "most_positions"]
+from torch import nn
+
+__all__ = ["check_length_fits", "check_table_fits", "check_tokenizer_fits", "most_positions", "token_tables"]
+
+
+def token_tables(model: nn.Module) -> list[nn.Embedding]:
+    """What parts of ``model`` embed its tokens with beside it: each part names its own as ``token_table``.
+
+    Raises:
+        ValueError: if one is wrapped (by an adapter), so that its size cannot be changed.
+    """
+    names = [(part, getattr(part, "token_table", None)) for part in model.modules()]
+    tables = [getattr(part, name) for part, name in names if isinstance(name, str)]
+    for table in tables:
+        if table is not None and not isinstance(table, nn.Embedding):
+            raise ValueError(f"a {type(table).__name__} is around an embedding of tokens; merge or unload it first")
+    return [table for table in tables if table is not None]
+
+
+def check_table_fits(table: nn.Embedding, base: Any, part: str) -> None:
+    """Raise ValueError if ``base`` knows more tokens than ``table``, the embedding that ``part`` has of them."""
+    known = base.get_input_embeddings().weight.shape[0]  # an adapter around the table shows its weight alone
+    if known > table.num_embeddings:
+        raise ValueError(
+            f"the model's vocabulary has grown to {known}, the {part} knows {table.num_embeddings} tokens; "
+            "resize it by model.resize_token_embeddings, which resizes both"
+        )
 
 
 def check_tokenizer_fits(tokenizer: Any, model: Any) -> None:

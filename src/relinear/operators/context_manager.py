@@ -18,6 +18,7 @@ from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import check_at_least, check_choice, check_type, register, shown
 from relinear.core.context import ContextOwner, check_carries_context, conditioned_operators
 from relinear.core.operator import check_features
+from relinear.core.vocabulary import check_table_fits
 from relinear.kernels.context_manager import linear_recurrence
 
 __all__ = ["GELU_GAIN", "ContextManager", "ContextState", "SharedContext"]
@@ -135,6 +136,7 @@ class SharedContext(ContextOwner):
     mixer="token". The state is kept in float32, in float64 for a model in float64.
     """
 
+    token_table = "embedding"
     fixed_fan_in = ("memory", "hidden", "output")
     fixed_fan_out = ("projection", "memory", "hidden", "output")
 
@@ -234,12 +236,7 @@ class SharedContext(ContextOwner):
             raise ValueError(
                 "ContextManager(source='tokens') needs input_ids and got inputs_embeds; use source='embeddings'"
             )
-        known = base.get_input_embeddings().weight.shape[0]  # an adapter around the table shows its weight alone
-        if known > self.embedding.num_embeddings:
-            raise ValueError(
-                f"the model's vocabulary has grown to {known}, the context manager knows "
-                f"{self.embedding.num_embeddings} tokens; resize the embeddings before attaching it"
-            )
+        check_table_fits(self.embedding, base, "context manager")
         return tokens
 
     def extra_repr(self) -> str:

@@ -13,6 +13,7 @@ from relinear.core.anatomy import sub_blocks
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import check_at_least, register
 from relinear.core.context import ContextOwner, check_carries_context, conditioned_operators, current_context
+from relinear.core.vocabulary import check_table_fits
 
 __all__ = ["SecondEmbedding"]
 
@@ -20,6 +21,7 @@ __all__ = ["SecondEmbedding"]
 class _Table(ContextOwner):
     """``embedding`` (V, C), and ``projection`` (D, C) where C is not D."""
 
+    token_table = "embedding"
     fixed_fan_in = ("projection",)
 
     def __init__(self, vocabulary: int, dim: int, width: int, std: float, **kw: Any) -> None:
@@ -49,12 +51,7 @@ class _Table(ContextOwner):
         ids = inputs.get("input_ids")
         if ids is None:
             raise ValueError("a second embedding needs input_ids and got inputs_embeds; give the model token ids")
-        known = base.get_input_embeddings().weight.shape[0]
-        if known > self.embedding.num_embeddings:
-            raise ValueError(
-                f"the model's vocabulary has grown to {known}, the second embedding knows "
-                f"{self.embedding.num_embeddings} tokens; resize the embeddings before attaching it"
-            )
+        check_table_fits(self.embedding, base, "second embedding")
         return self(ids)
 
 

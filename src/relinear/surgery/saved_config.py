@@ -18,12 +18,11 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from relinear.core.config import shown
-from relinear.core.record import METHOD, config_record
+from relinear.core.record import LOADER, METHOD, config_record, without_loader
 from relinear.system.files import write_text
 
 __all__ = ["SavedConfig", "as_in_memory_", "needs_loader", "remove_loader", "write_config"]
 
-_LOADER = "configuration_relinear"
 _LOADER_TEXT = '''"""Lets programs that do not import relinear load this checkpoint, with trust_remote_code=True.
 
 Some layers of this model are relinear's; they come from the installed package: `pip install relinear`. After
@@ -62,7 +61,7 @@ class SavedConfig(PreTrainedConfig):
         Raises:
             ValueError: if the record of operators is gone, or the type of the model underneath is unknown.
         """
-        values = _without_loader(config_dict)
+        values = {key: value for key, value in without_loader(config_dict).items() if key != "transformers_weights"}
         base = values.pop(_BASE_TYPE, values.get("model_type"))
         if not isinstance(base, str) or base == METHOD or base not in CONFIG_MAPPING:
             raise ValueError(
@@ -81,15 +80,6 @@ class SavedConfig(PreTrainedConfig):
 AutoConfig.register(METHOD, SavedConfig)
 
 
-def _without_loader(values: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in values.items() if key != "transformers_weights"}
-    auto_map = kept.pop("auto_map", None) or {}
-    if not isinstance(auto_map, Mapping):
-        raise ValueError(f"config.json: auto_map must be an object, got {shown(auto_map)}")
-    auto_map = {key: value for key, value in auto_map.items() if not str(value).startswith(_LOADER)}
-    return kept | ({"auto_map": auto_map} if auto_map else {})
-
-
 def needs_loader(config: PreTrainedConfig) -> bool:
     """Whether a model of this config can only be loaded by relinear: it has operators, or is a model of relinear's."""
     return config_record(config) is not None or type(config).__module__.startswith("relinear.")
@@ -97,7 +87,7 @@ def needs_loader(config: PreTrainedConfig) -> bool:
 
 def remove_loader(directory: Path) -> None:
     """Remove the loader beside a checkpoint that is now one which any program loads; a file of another stays."""
-    path = directory / f"{_LOADER}.py"
+    path = directory / f"{LOADER}.py"
     if path.is_file() and f"from relinear import {SavedConfig.__name__}" in path.read_text(
         encoding="utf-8", errors="replace"
     ):
@@ -106,8 +96,12 @@ def remove_loader(directory: Path) -> None:
 
 def as_in_memory_(config: PreTrainedConfig) -> None:
     """Take out of a config that a stock class read itself what only belongs into the file."""
-    for key in ("model_type", "transformers_weights", "auto_map", _BASE_TYPE):  # the class knows its model_type
+    for key in ("model_type", "transformers_weights", _BASE_TYPE):  # the class knows its model_type
         config.__dict__.pop(key, None)
+    auto_map = without_loader(vars(config)).get("auto_map")
+    config.__dict__.pop("auto_map", None)
+    if auto_map:
+        config.auto_map = auto_map
 
 
 def write_config(config: PreTrainedConfig, path: Path, text: str) -> None:
@@ -116,8 +110,8 @@ def write_config(config: PreTrainedConfig, path: Path, text: str) -> None:
     base = type(config).model_type
     known = base in CONFIG_MAPPING  # else its own remote code, by its own auto_map, has to read it
     if known:
-        values["auto_map"] = values.get("auto_map", {}) | {"AutoConfig": f"{_LOADER}.{SavedConfig.__name__}"}
-        write_text(path.with_name(f"{_LOADER}.py"), _LOADER_TEXT)
+        values["auto_map"] = values.get("auto_map", {}) | {"AutoConfig": f"{LOADER}.{SavedConfig.__name__}"}
+        write_text(path.with_name(f"{LOADER}.py"), _LOADER_TEXT)
     if config_record(config) is not None:
         values["transformers_weights"] = _HOW_TO_LOAD
         if known:

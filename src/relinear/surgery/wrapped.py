@@ -21,6 +21,7 @@ from relinear.core.adapters import is_adapted
 from relinear.core.config import shown
 from relinear.core.operator import Operator, is_linear
 from relinear.core.record import config_record, own_record, record
+from relinear.core.vocabulary import token_tables
 from relinear.surgery.card import foreign_card, remove_card, settle_card, write_card
 from relinear.surgery.checkpoint import RelinearConfig, rebuild_
 from relinear.surgery.lora import lora_on_operators_
@@ -48,6 +49,7 @@ def wrap_models() -> None:
     _wrap(PreTrainedModel, "_upload_modified_files", _upload_modified_files)
     _wrap(PreTrainedModel, "_from_config", _from_config)
     _wrap(PreTrainedModel, "from_pretrained", _from_pretrained)
+    _wrap(PreTrainedModel, "_resize_token_embeddings", _resize_token_embeddings)
 
 
 def wrap_lora() -> None:
@@ -117,6 +119,30 @@ def _upload_modified_files(original: Any, model: Any, working_dir: Any, *args: A
     if config_record(model.config) is not None:
         settle_card(model, Path(working_dir), _card.get())
     return original(model, working_dir, *args, **kwargs)
+
+
+def _resize_token_embeddings(
+    original: Any, model: Any, new_num_tokens: Any = None, pad_to_multiple_of: Any = None, mean_resizing: Any = True
+) -> Any:
+    """Every part's own embedding of the tokens is resized with the model's. The output head stays the module that it
+    was, with what is attached to it: transformers puts a bare one in its place.
+    """
+    if new_num_tokens is None and pad_to_multiple_of is None:  # nothing is asked for
+        return model.get_input_embeddings()
+    tables, head = token_tables(model), model.get_output_embeddings()
+    if isinstance(head, Operator):
+        raise ValueError(
+            f"the output head is an operator ({head.config.kind}), which has no rows to add or remove; relinear.fold_ "
+            "it, resize the vocabulary, and replace it again"
+        )
+    resized = original(model, new_num_tokens, pad_to_multiple_of, mean_resizing)
+    for table in tables:
+        model._get_resized_embeddings(table, resized.weight.shape[0], None, mean_resizing)
+    other: Any = model.get_output_embeddings()
+    if other is not head and record(model) is not None:
+        head.weight, head.bias, head.out_features = other.weight, other.bias, other.out_features
+        model.set_output_embeddings(head)
+    return resized
 
 
 def _write_beside(model: Any, directory: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoConfig, GPT2Config
 
 from relinear.core.config import UnknownSettingError, check_at_least, check_choice, check_type, nearest, shown
+from relinear.core.record import without_loader
 
 __all__ = ["CGTConfig", "when_made"]
 
@@ -86,11 +87,12 @@ class CGTConfig(GPT2Config):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As in transformers: what a saved configuration has beside its fields was put there by someone and is kept."""
-        foreign = set(cls._unknown(config_dict))
-        made = super().from_dict({k: v for k, v in config_dict.items() if k not in foreign}, **kwargs)
+        values = without_loader(config_dict)
+        foreign = set(cls._unknown(values))
+        made = super().from_dict({k: v for k, v in values.items() if k not in foreign}, **kwargs)
         config = made[0] if isinstance(made, tuple) else made
         for key in foreign:
-            setattr(config, key, config_dict[key])
+            setattr(config, key, values[key])
         return made
 
     @classmethod

@@ -134,8 +134,8 @@ class CGTBlock(GPT2Block):
         past_key_values: Cache | None = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """(x, y) after the block.
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(x, y) after the block, and the attention of x (B, H, T, S) where its implementation has it.
 
         Args:
             hidden_states: x, (B, T, D).
@@ -150,10 +150,11 @@ class CGTBlock(GPT2Block):
             normal = self.modulate_attn(normal, y)
         elif y is not None:
             y = self.context.attend(normal, y, **kwargs)
-        x = x + self.attn(normal, **kwargs)[0]
+        attended, weights = self.attn(normal, **kwargs)[:2]
+        x = x + attended
         normal = self.ln_2(x)
         if self.modulate_mlp is not None:
             normal = self.modulate_mlp(normal, y)
         elif y is not None:
             y = self.context.feed(normal, y)
-        return x + self.mlp(normal), y
+        return x + self.mlp(normal), y, weights

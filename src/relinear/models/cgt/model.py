@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import ModelOutput
-from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2PreTrainedModel
+from transformers.models.gpt2.modeling_gpt2 import GPT2PreTrainedModel
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
@@ -28,22 +29,6 @@ from relinear.models.cgt.layers import CGTBlock, Modulator
 
 __all__ = ["CGTForCausalLM", "CGTForRegression", "CGTModel", "CGTOutput", "squared_error"]
 
-#: arguments of a forward that a user may have meant
-_ARGUMENTS = (
-    "input_ids",
-    "inputs_embeds",
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "frozen_context",
-    "context_rate",
-    "labels",
-    "use_cache",
-    "logits_to_keep",
-    "vectors",
-    "targets",
-    "target_mask",
-)
 #: what transformers' own code hands to any model, and what its tokenizers make: without a meaning here
 _PASSED_ON = frozenset({*TransformersKwargs.__annotations__, "cache_position", "token_type_ids", "return_dict"})
 
@@ -82,7 +67,7 @@ class CGTPreTrainedModel(GPT2PreTrainedModel):
     _no_split_modules = ["CGTBlock"]  # noqa: RUF012  a list, as transformers expects it
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": OutputRecorder(CGTBlock, index=0),
-        "attentions": OutputRecorder(GPT2Attention, layer_name=".attn", index=1),
+        "attentions": OutputRecorder(CGTBlock, index=2),
     }
 
     def __init__(self, config: CGTConfig, *args: Any, **kwargs: Any):
@@ -115,6 +100,7 @@ class CGTModel(Gated, CGTPreTrainedModel):
     """
 
     tap_kind = "context"
+    token_table = "context_wte"
 
     def __init__(self, config: CGTConfig):
         super().__init__(config)
@@ -142,19 +128,25 @@ class CGTModel(Gated, CGTPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.wte = value
 
-    def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None, position_ids: Tensor) -> tuple:
-        """(x, y) before the first layer; of embeddings of width D (no token part in y) or D + E."""
+    def embed(
+        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, position_ids: Tensor, computes: bool
+    ) -> tuple:
+        """(x, y) before the first layer, of tokens or embeddings (B, T, D + E).
+
+        Those of x alone (B, T, D) do where y is not read (``computes``), or has no part of its own for a token.
+        """
         sizes = (self.config.n_embd, self.config.context_size)
         if inputs_embeds is None:
             x, y = self.wte(input_ids), self.context_wte(input_ids)
         elif inputs_embeds.shape[-1] == sum(sizes):
             x, y = inputs_embeds.split(sizes, -1)
-        elif inputs_embeds.shape[-1] == sizes[0]:
+        elif inputs_embeds.shape[-1] == sizes[0] and not (computes and self.context_wte is not None):
             x, y = inputs_embeds, 0.0
         else:
             raise ValueError(
-                f"inputs_embeds must have {sizes[0]} features (x alone) or {sum(sizes)} (x and y), "
-                f"got shape {tuple(inputs_embeds.shape)}"
+                f"inputs_embeds must have {sum(sizes)} features, got shape {tuple(inputs_embeds.shape)}: each stream "
+                "embeds a token for itself; give torch.cat([wte(ids), context_wte(ids)], -1) of the bare model's two "
+                f"tables. With frozen_context the {sizes[0]} of wte will do"
             )
         y = self.context_wpe(position_ids) + y
         return self.drop(x + self.wpe(position_ids)), self.drop(y.expand(*x.shape[:2], -1))
@@ -192,7 +184,7 @@ class CGTModel(Gated, CGTPreTrainedModel):
         if past_key_values is not None:
             self._extend_cache(past_key_values, seen, computes, context_rate)
 
-        x, y = self.embed(input_ids, inputs_embeds, position_ids)
+        x, y = self.embed(input_ids, inputs_embeds, position_ids, computes)
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=x,
@@ -204,7 +196,7 @@ class CGTModel(Gated, CGTPreTrainedModel):
         split = self.config.context_layer
         y = y if computes else None
         for block in self.h[:split]:
-            x, y = block(x, y, **shared)
+            x, y, _ = block(x, y, **shared)
 
         log_variance = None
         if y is not None:
@@ -217,7 +209,7 @@ class CGTModel(Gated, CGTPreTrainedModel):
             used = self._tapped("context", used)
         if not context_only:
             for block in self.h[split:]:
-                x, _ = block(x, used, **shared)
+                x, *_ = block(x, used, **shared)
             x = self.ln_f(x)
         return CGTOutput(
             last_hidden_state=x,
@@ -328,13 +320,6 @@ class CGTForCausalLM(_CGTWithHead, GenerationMixin):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.post_init()
 
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """As in every Hugging Face model, for the token embeddings of both streams."""
-        resized = super().resize_token_embeddings(*args, **kwargs)
-        second = self._get_resized_embeddings(self.transformer.context_wte, resized.num_embeddings)
-        self.transformer.context_wte = second
-        return resized
-
     @can_return_tuple
     def forward(
         self,
@@ -356,7 +341,7 @@ class CGTForCausalLM(_CGTWithHead, GenerationMixin):
             input_ids: (B, T).
             past_key_values, attention_mask, use_cache, logits_to_keep: as in GPT-2.
             position_ids: (B, T) or (1, T); by default they go on from the cache, from 0 without one.
-            inputs_embeds: (B, T, D + E), both streams, or (B, T, D), x alone.
+            inputs_embeds: (B, T, D + E), of both streams; (B, T, D), of x alone, with a frozen context.
             frozen_context: (B, E), the y that modulates every token, in place of the computed one; the y stream is then
                 not computed. Or (B, T, E), one for each token.
             context_rate: gamma of the moving average used_i = (1 - gamma) used_{i-1} + gamma y_i, which starts from
@@ -452,7 +437,11 @@ def _check_arguments(kwargs: dict[str, Any]) -> None:
     """Refuse what no layer reads: a misspelt ``frozen_context`` would be dropped in silence."""
     for name, value in kwargs.items():
         if value is not None and name not in _PASSED_ON and not name.startswith("relinear_"):
-            raise UnknownSettingError(f"a CGT takes no argument {shown(name)}; {nearest(name, _ARGUMENTS)}")
+            takes = {c.__name__: inspect.signature(c.forward).parameters for c in (CGTForCausalLM, CGTForRegression)}
+            owners = [owner for owner, names in takes.items() if name in names]
+            known = {argument for names in takes.values() for argument in names} - {"self", "kwargs"}
+            hint = f"it is one of {owners[0]}" if owners else nearest(name, sorted(known))
+            raise UnknownSettingError(f"this CGT takes no argument {shown(name)}; {hint}")
 
 
 def _with_head(outputs: CGTOutput, loss: Tensor | None, logits: Tensor) -> CGTOutput:
