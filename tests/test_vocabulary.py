@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import relinear
 from relinear.models import HeadBias, ReadoutScale
-from relinear.testing.tiny_models import make_family
+from tiny_models import make_family
 
 VOCABULARY = 90  # no other size in these models
 
