@@ -14,10 +14,11 @@ from relinear.compress import CompressSettings, compress, layerwise
 from relinear.compress.allocate import Candidate, allocate, best_uniform
 from relinear.compress.calibrate import calibrate
 from relinear.compress.plan import CompressPlan
-from relinear.core.operator import is_linear
+from relinear.compress.speed import SpeedConditions, SpeedTable
+from relinear.core.operator import is_linear, linear_features
 
 SETTINGS = {"tokens": 512, "sequence_length": 16, "anchor_tokens": 512, "batch_size": 4, "anchor": True}
-SETTINGS |= {"evaluate": False}
+SETTINGS |= {"evaluate": False, "allow_slower": True}  # nothing is timed: where speed counts, a table is given
 
 
 def tiny(kind: str = "llama"):
@@ -41,6 +42,20 @@ def tokens(count: int = 512) -> list[torch.Tensor]:
     # a sequence with structure, so that moments are far from white
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, 50, (count,), generator=generator).cumsum(0) % 50]
+
+
+DECODING = SpeedConditions("decode", 1, 16)
+
+
+def speeds(model, scale=1e-6, times=2.0, conditions=DECODING) -> SpeedTable:
+    """Seconds that are given: a dense layer takes ``scale`` of them a FLOP, an operator so many times that."""
+    rows: dict = {}
+    for module in (module for group in in_layers(model).values() for module in group.values()):
+        shape = linear_features(module)
+        sizes = [c for kind in (relinear.LowRank, relinear.PivotedLowRank) for c in kind(rank=1).sizes(*shape)]
+        rows[shape] = {None: 2 * scale * shape[0] * shape[1]}
+        rows[shape] |= {c: times * scale * c.build(*shape, bias=False, device="meta").flops_per_token() for c in sizes}
+    return SpeedTable(conditions, rows)
 
 
 def in_layers(model) -> dict[int, dict[str, torch.nn.Module]]:
@@ -191,17 +206,16 @@ def test_a_plan_that_is_not_carried_out_leaves_a_models_own(tmp_path, monkeypatc
     def killed(*_):
         raise KeyboardInterrupt
 
-    def again():
-        return compress(tiny(), tokens(), keep=0.5, settings=SETTINGS, out_dir=tmp_path)
+    def again(**more):
+        settings = SETTINGS | {"allow_slower": not more}
+        return compress(tiny(), tokens(), keep=0.5, settings=settings, out_dir=tmp_path, **more)
 
     with monkeypatch.context() as patch:
         patch.setattr("relinear.compress.run._Job._make", killed)
         with pytest.raises(KeyboardInterrupt):
             again()
-        patch.setattr("relinear.compress.run.LEAST_SECONDS", 0.0)
-        patch.setattr("relinear.compress.run.NOISE", -1e9)  # all is slower
-        with pytest.raises(ValueError, match=r"the plan \(.*proposed-plan\.json\) would run slower"):
-            again()
+    with pytest.raises(ValueError, match=r"the plan \(.*proposed-plan\.json\) would run slower"):
+        again(speed_table=speeds(tiny(), times=9))
     assert {name: files()[name] for name in before} == before
     again()
     assert files()["plan.json"] == after["proposed-plan.json"]

@@ -13,6 +13,7 @@ from relinear.compress.heal import original_copy
 from tiny_models import VOCABULARY, make_family
 
 SETTINGS = {"tokens": 256, "sequence_length": 16, "anchor_tokens": 256, "batch_size": 4, "menu": ["low_rank"]}
+SETTINGS |= {"allow_slower": True}
 HEALED = SETTINGS | {"heal_tokens": 4096, "heal_held_out_tokens": 256, "heal_learning_rate": 3e-3}
 
 

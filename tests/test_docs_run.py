@@ -67,7 +67,7 @@ CUTS = {
     "explore": ["--sequences", "4", "--length", "32", "--effects", "1", "--static", "explored.html"],
     "check-coordinates": ["--widths", "64,128", "--steps", "1", "--seeds", "0"],
     "bench": ["--rounds", "3", "--no-peers", "--no-untuned"],
-    "compress": ["--tokens", "512"],
+    "compress": ["--tokens", "512", "--allow-slower"],
     "distill": ["--tokens", "256", "--set", "validation_tokens=256"],
 }
 #: sizes that are cut in the text of a block before it runs

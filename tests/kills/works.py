@@ -79,7 +79,7 @@ def _distill(data: Path, out: Path) -> None:
 
 
 def _compress(data: Path, out: Path) -> None:
-    chosen = {"tokens": 256, "sequence_length": 32, "anchor_tokens": 128}
+    chosen = {"tokens": 256, "sequence_length": 32, "anchor_tokens": 128, "allow_slower": True}
     relinear.compress(_model(), _ids(10), keep=0.8, settings=chosen, out_dir=out)
 
 

@@ -39,6 +39,10 @@ def command(
     allow_slower: Annotated[
         bool | None, typer.Option("--allow-slower", help="Carry out a plan that is slower than the original.")
     ] = None,
+    speed_table: Annotated[
+        Path | None,
+        typer.Option(help="A DIR/speed.json to go by, such as one of the machine the model is for; else measured."),
+    ] = None,
     target: Annotated[list[str] | None, typer.Option(help="Pattern of layers that may be replaced.")] = None,
     exclude: Exclude = None,
     menu: Annotated[
@@ -126,6 +130,7 @@ def command(
             settings=settings,
             plan_file=plan,
             plan_only=plan_only,
+            speed_table=speed_table,
             evaluate_on={name: iter_texts(text, judged_on[name], conversations=True) for name, text in others.items()},
             export=export,  # type: ignore[arg-type]  # checked by the function
             out_dir=out,

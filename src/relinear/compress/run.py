@@ -35,7 +35,7 @@ from relinear.compress.report_page import write_page
 from relinear.compress.settings import CompressSettings
 from relinear.compress.speed import PlannedSpeed, Shape, SpeedConditions, SpeedTable, planned_speed, speed_table
 from relinear.core.anatomy import layer_index
-from relinear.core.config import check_choice
+from relinear.core.config import check_choice, check_type
 from relinear.core.modes import evaluating
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, linear_features
 from relinear.surgery.checkpoint import save_pretrained
@@ -77,6 +77,7 @@ def compress(
     settings: CompressSettings | Mapping[str, Any] | None = None,
     plan_file: str | Path | None = None,
     plan_only: bool = False,
+    speed_table: SpeedTable | str | Path | None = None,
     out_dir: str | Path | None = None,
     export: Literal["plain", "gguf"] | None = None,
     evaluate_on: Mapping[str, Iterable[Any]] | None = None,
@@ -96,6 +97,8 @@ def compress(
         plan_file: a plan to carry out in place of one that is made here.
         plan_only: stop after the plan, the model as it was. Where ``out_dir`` holds a model already, plan and report
             are put beside its own as ``proposed-*``.
+        speed_table: seconds of layers to go by, in place of ones that are measured here: a table, or the ``speed.json``
+            that another call left, perhaps on the machine that the model is for.
         evaluate_on: texts of other kinds, by name, that the result is also judged on; of each ``evaluation_tokens``.
         export: "plain" also writes ``out_dir/plain``, a directory that loads without relinear (``export_plain``);
             "gguf" writes ``out_dir/model.gguf`` of a Llama without factors (``export_gguf``).
@@ -119,12 +122,14 @@ def compress(
         )
     if export == "gguf":
         check_gguf(model, tokenizer)
+    table = SpeedTable.load(speed_table) if isinstance(speed_table, str | Path) else speed_table
+    check_type("speed_table", table, SpeedTable, type(None))
     if out_dir is not None:
         check_directory(Path(out_dir))
     modules = _targets(model, targets, exclude)
     check_model_fits(model, chosen.sequence_length)
     with tempfile.TemporaryDirectory() if out_dir is None else only_process_in(out_dir) as folder, evaluating(model):
-        job = _Job(model, modules, chosen, Path(folder), on_progress)
+        job = _Job(model, modules, chosen, Path(folder), on_progress, table)
         given_plan = None if plan_file is None else job.read_plan(plan_file)
         job.check_budget(given_plan)
         elsewhere = read_elsewhere(evaluate_on or {}, tokenizer, chosen)
@@ -214,9 +219,10 @@ class _Job:
         settings: CompressSettings,
         folder: Path,
         on_progress: OnProgress,
+        speed_table: SpeedTable | None,
     ) -> None:
         self.model, self.modules, self.settings, self.folder = model, modules, settings, folder
-        self.on_progress = on_progress
+        self.on_progress, self.speed_table = on_progress, speed_table
         self.one_matrix_each = False
         self.menu = tuple(OperatorConfig.read(text) for text in settings.menu if text != NEURONS)
         self.by_layer: dict[int, dict[str, nn.Module]] = {}
@@ -263,6 +269,8 @@ class _Job:
         memory.start()
         before = module_parameters(self.model)
         left = tuple(entry.in_words() for entry in out_of_reach(coverage(self.model, {}, {})))
+        self._prepare_speed(given_plan, plan_only)
+        clock.lap("speed")
         calibration = self._calibrate(corpus.blocks)
         clock.lap("calibration")
         use = {name: calibration.counts[name] / calibration.tokens for name in self.modules}
@@ -281,8 +289,7 @@ class _Job:
             check_gguf_operators(whole.replaced, {name: linear_features(m) for name, m in self.modules.items()})
         speed = self._speed(whole, use)
         if speed is not None and not plan_only:
-            self._check_speed(speed)
-        clock.lap("speed")
+            self._check_speed(speed, f"the plan ({proposal(self.folder, 'plan.json')})")
         healing, evaluation = None, None
         if not plan_only and (whole.replaced or narrowed):
             healing, evaluation = self._make(corpus, calibration, whole, narrowed, tokenizer, clock)
@@ -368,26 +375,45 @@ class _Job:
                 configs[shape] = [config for entry in self.menu for config in entry.sizes(*shape)]
             if name in replaced:
                 configs[shape].append(replaced[name])
+        conditions = SpeedConditions(settings.speed_for, settings.speed_batch, settings.sequence_length)
+        if self.speed_table is not None:
+            self.speed_table.check(configs, conditions)
+            return self.speed_table
         return speed_table(
             self.modules.values(),
             configs,
-            SpeedConditions(settings.speed_for, settings.speed_batch, settings.sequence_length),
+            conditions,
             self.folder / "speed.json",
             lambda done, total: self.on_progress("speed", done, total),
         )
 
+    @property
+    def _asks_for_speed(self) -> bool:
+        return self.neurons is None and not (self.settings.allow_slower and self.settings.speed is None)
+
+    def _prepare_speed(self, given_plan: CompressPlan | None, plan_only: bool) -> None:
+        """Have the table before the hours of calibration; a plan that is given is judged by it now.
+
+        As if every layer saw every token: which do, calibration tells.
+        """
+        if self._asks_for_speed:
+            replaced = given_plan.replaced if given_plan is not None else {}
+            table = self._table(replaced)
+            if replaced and not plan_only:
+                self._check_speed(planned_speed(table, self.modules, replaced, {}), "the plan that was given")
+
     def _speed(self, whole: CompressPlan, use: Mapping[str, float]) -> PlannedSpeed | None:
         """The plan's speed by the table; None where it is all the same (``allow_slower``) and no speed is asked for."""
-        if not whole.replaced or (self.settings.allow_slower and self.settings.speed is None):
+        if not whole.replaced or not self._asks_for_speed:
             return None
         return planned_speed(self._table(whole.replaced), self.modules, whole.replaced, use)
 
-    def _check_speed(self, speed: PlannedSpeed) -> None:
+    def _check_speed(self, speed: PlannedSpeed, which: str) -> None:
         if self.settings.allow_slower or speed.ratio >= 1 - NOISE or speed.before < LEAST_SECONDS:
             return
         raise ValueError(
-            f"the plan ({proposal(self.folder, 'plan.json')}) would run slower than the original: {speed}. Give a "
-            "budget of speed (speed=1.2), exclude small layers, or accept it with allow_slower"
+            f"{which} would run slower than the original: {speed}. Give a budget of speed "
+            "(speed=1.2), exclude small layers, or accept it with allow_slower"
         )
 
     def _narrow_plan(self, neurons: Neurons, narrowed: Mapping[str, Any]) -> CompressPlan:

@@ -20,6 +20,7 @@ from relinear.core.inference import build_for_inference
 from relinear.core.operator import OperatorConfig, linear_features
 from relinear.system.files import read_json, write_json
 from relinear.system.machine import describe_machine
+from relinear.system.text import cut
 from relinear.system.timing import interleave
 
 __all__ = ["PlannedSpeed", "Shape", "SpeedConditions", "SpeedTable", "planned_speed", "speed_table"]
@@ -79,6 +80,17 @@ class SpeedTable:
         """Whether everything ``wanted`` was measured."""
         return all(config in self.rows.get(shape, {}) for shape, configs in wanted.items() for config in configs)
 
+    def check(self, wanted: Mapping[Shape, Iterable[OperatorConfig | None]], conditions: SpeedConditions) -> None:
+        """Raise ValueError if the table is of other conditions, or says nothing on some of what is ``wanted``."""
+        if self.conditions != conditions:
+            raise ValueError(
+                f"the table of speeds is of {self.conditions}, and {conditions} is asked for; give speed_for, "
+                "speed_batch and sequence_length as they were there"
+            )
+        for shape, configs in wanted.items():
+            for config in (None, *configs):
+                self.seconds(shape, config)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
         rows = [
@@ -94,8 +106,16 @@ class SpeedTable:
         rows: dict[Shape, dict[OperatorConfig | None, float]] = {}
         for row in values["rows"]:
             config = None if row["operator"] is None else OperatorConfig.from_dict(row["operator"])
-            rows.setdefault((row["in"], row["out"]), {})[config] = row["seconds"]
+            rows.setdefault((row["in"], row["out"]), {})[config] = float(row["seconds"])
         return cls(SpeedConditions(**values["conditions"]), rows)
+
+    @classmethod
+    def load(cls, path: str | Path) -> SpeedTable:
+        """The table in a ``speed.json``. Raises ValueError if it holds none, OSError if it cannot be read."""
+        try:
+            return cls.from_dict(read_json(path))
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"{path} is no table of speeds ({type(error).__name__}: {cut(str(error))})") from error
 
 
 @functools.lru_cache(maxsize=100_000)
