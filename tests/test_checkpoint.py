@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -390,6 +391,25 @@ def cut(directory):
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def integers(name):
+    def damage(directory):
+        tensors = load_file(directory / "model.safetensors")
+        whole = {key: value.to(torch.int8) if key.startswith(name) else value for key, value in tensors.items()}
+        save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def special(name):
+    """A pipe in place of a file: whoever opens it to read waits for ever."""
+
+    def damage(directory):
+        (directory / name).unlink()
+        os.mkfifo(directory / name)
+
+    return damage
+
+
 def quantization(change):
     return lambda directory: edit(directory, lambda config: change(config["quantization_config"]))
 
@@ -409,8 +429,13 @@ Q = "model.layers.0.self_attn.q_proj"
         (lambda d: add(d, f"{Q}.scale"), rf"unknown {Q}\.scale"),
         (
             operator(Q, LOW.to_dict() | {"rank": 8}),
-            rf"does not fit.*of another shape {Q}\.down \(4, 16\) for \(8, 16\)",
+            rf"does not fit.*of another shape or kind {Q}\.down \(4, 16\) of floats for \(8, 16\) of floats",
         ),
+        (integers(Q), rf"does not fit.* {Q}\.down \(4, 16\) of integers for \(4, 16\) of floats"),
+        (integers("model.embed_tokens"), r"not floats: model\.embed_tokens\.weight"),
+        (special("model.safetensors"), r"model\.safetensors is a directory, a pipe, .* where a file is expected"),
+        (special("config.json"), r"config\.json is a directory, a pipe, .* where a file is expected"),
+        (quantization(lambda q: q.update(format_version=True)), "format True"),
         (cut, "damaged or cut off"),
         (quantization(lambda q: q.update(format_version=99)), "format 99"),
         (quantization(lambda q: q.pop("operators")), r"missing keys \['operators'\]"),
@@ -428,10 +453,10 @@ def test_damaged_checkpoints_are_refused(saved, damage, message):
         relinear.from_pretrained(directory)
 
 
-@pytest.mark.parametrize("damage", [lambda d: drop(d, f"{Q}.down"), lambda d: add(d, f"{Q}.scale"), cut])
+@pytest.mark.parametrize("damage", [lambda d: drop(d, f"{Q}.down"), lambda d: add(d, f"{Q}.scale"), cut, integers(Q)])
 def test_auto_model_refuses_them_too(saved, damage):
     damage(saved[1])
-    with pytest.raises(ValueError, match=r"missing|unknown|damaged"):
+    with pytest.raises(ValueError, match=r"missing|unknown|damaged|of integers"):
         AutoModelForCausalLM.from_pretrained(saved[1])
 
 

@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,7 +27,7 @@ from relinear.core.aux import named_operators
 from relinear.core.config import nearest, shown
 from relinear.core.operator import OperatorConfig, check_model, is_linear
 from relinear.core.places import saved_place
-from relinear.core.record import FORMAT_VERSION, METHOD, sync_record
+from relinear.core.record import FORMAT_VERSION, METHOD, config_record, sync_record
 from relinear.surgery.card import is_own_card
 from relinear.surgery.saved_config import as_in_memory_
 from relinear.surgery.select import OWN_PREFIX
@@ -60,7 +60,7 @@ class RelinearConfig(QuantizationConfigMixin):
         if missing:
             raise ValueError(f"relinear checkpoint: missing keys {sorted(missing)} in quantization_config")
         version = values["format_version"]
-        if not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
+        if type(version) is not int or not 1 <= version <= FORMAT_VERSION:  # True is an int to Python
             raise ValueError(
                 f"relinear checkpoint: format {shown(version)}; this relinear reads 1 to {FORMAT_VERSION}: upgrade it"
             )
@@ -181,17 +181,38 @@ def rebuild_(model: nn.Module, settings: RelinearConfig) -> None:
     sync_record(model)
 
 
-def _stored_shapes(files: Iterable[str | Path]) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
+_KINDS = {"F": "floats", "C": "complex numbers"}
+
+
+class _Form(NamedTuple):
+    """What a checkpoint has of a tensor, or a model wants: its shape and the kind of its numbers."""
+
+    shape: tuple[int, ...]
+    kind: str
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Form:
+        floats, complexes = tensor.is_floating_point(), tensor.is_complex()
+        return cls(tuple(tensor.shape), "floats" if floats else "complex numbers" if complexes else "integers")
+
+    def __str__(self) -> str:
+        return f"{self.shape} of {self.kind}"
+
+
+def _stored_forms(files: Iterable[str | Path]) -> dict[str, _Form]:
+    forms: dict[str, _Form] = {}
     for file in files:
         if not str(file).endswith(".safetensors"):
             raise ValueError(f"{file}: relinear loads weights from safetensors only")
         try:
             with safe_open(file, framework="pt") as tensors:
-                shapes.update({key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()})  # noqa: SIM118
+                for key in tensors.keys():  # noqa: SIM118
+                    part = tensors.get_slice(key)
+                    kind = part.get_dtype().lstrip("B")[0]  # of F8_E4M3, BF16, ...
+                    forms[key] = _Form(tuple(part.get_shape()), _KINDS.get(kind, "integers"))
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged or cut off ({cut(str(error))}); restore it from a copy") from error
-    return shapes
+    return forms
 
 
 def _named_as_in_model(model: Any, stored: Mapping[str, _T]) -> dict[str, _T]:
@@ -216,12 +237,12 @@ def _check_own_weights(model: Any, files: list[str]) -> None:
     """
     own = [name + "." for name, _ in named_operators(model)]
     own += [name + "." for name, _ in model.named_modules() if name.rpartition(".")[2].startswith(OWN_PREFIX)]
-    stored = {k: v for k, v in _named_as_in_model(model, _stored_shapes(files)).items() if k.startswith(tuple(own))}
-    expected = {k: tuple(v.shape) for k, v in model.state_dict().items() if k.startswith(tuple(own))}
+    stored = {k: v for k, v in _named_as_in_model(model, _stored_forms(files)).items() if k.startswith(tuple(own))}
+    expected = {k: _Form.of(v) for k, v in model.state_dict().items() if k.startswith(tuple(own))}
     missing = expected.keys() - stored.keys() - set(getattr(model, "all_tied_weights_keys", {}))
     unknown = stored.keys() - expected.keys()
-    other = [f"{key} {stored[key]} for {size}" for key, size in expected.items() if stored.get(key, size) != size]
-    found = {"missing": missing, "unknown": unknown, "of another shape": other}
+    other = [f"{key} {stored[key]} for {form}" for key, form in expected.items() if stored.get(key, form) != form]
+    found = {"missing": missing, "unknown": unknown, "of another shape or kind": other}
     if any(found.values()):
         parts = "; ".join(f"{what} {_some(keys)}" for what, keys in found.items() if keys)
         raise ValueError(
@@ -261,7 +282,9 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
     with reading_config(directory):
         model, info = loader.from_pretrained(directory, output_loading_info=True, **kwargs)
     found = {what: sorted(map(str, info[what])) for what in _PROBLEMS if info.get(what)}
-    problems = [f"{what.replace('_', ' ')}: {_some(keys)}" for what, keys in found.items()]
+    if getattr(model.config, "quantization_config", None) is None or config_record(model.config) is not None:
+        found["not_floats"] = [name for name, p in model.named_parameters() if not p.is_floating_point()]
+    problems = [f"{what.replace('_', ' ')}: {_some(keys)}" for what, keys in found.items() if keys]
     if problems:
         raise ValueError(
             f"{directory} was not fully rebuilt ({'; '.join(problems)}): its config.json does not describe its weights"
@@ -298,15 +321,20 @@ _OF_WRONG_VALUES = (TypeError, AttributeError, LookupError, ArithmeticError, Ass
 
 
 def _check_files(directory: Path) -> None:
+    for path in sorted(directory.iterdir()):
+        if path.suffix in (".json", ".safetensors") and path.exists() and not path.is_file():
+            raise ValueError(
+                f"{path} is a directory, a pipe, a socket or a device where a file is expected; replace it"
+            )
     path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{directory}: no config.json there, so no model to load")
     config = read_json(path)
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold an object, got {shown(config)}")
-    shapes = _stored_shapes(sorted(directory.glob("*.safetensors")))
-    if shapes:
-        _check_sizes(path, config, sum(math.prod(shape) for shape in shapes.values()), len(shapes))
+    forms = _stored_forms(sorted(directory.glob("*.safetensors")))
+    if forms:
+        _check_sizes(path, config, sum(math.prod(form.shape) for form in forms.values()), len(forms))
 
 
 def _check_sizes(path: Path, config: Mapping[str, Any], numbers: int, tensors: int) -> None:
