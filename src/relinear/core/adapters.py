@@ -42,8 +42,11 @@ def has_adapters(model: Any) -> bool:
 
 
 def stock_name(name: str) -> str:
-    """The name that a layer has without the adapter around it: ``q_proj`` for ``q_proj.base_layer``."""
-    return ".".join(part for part in name.split(".") if part != BASE_LAYER)
+    """The name that a layer has without what PEFT, FSDP, activation checkpointing and ``torch.compile`` put around it:
+    ``q_proj`` for ``q_proj.base_layer``.
+    """
+    around = (BASE_LAYER, "_orig_mod")
+    return ".".join(part for part in name.split(".") if part not in around and not part.endswith("_wrapped_module"))
 
 
 def say_adapters_leave_out(what: str, module_names: list[str]) -> None:

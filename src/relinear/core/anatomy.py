@@ -22,6 +22,7 @@ __all__ = [
     "is_checkpointing",
     "layer_finder",
     "layer_index",
+    "named_in",
     "paths",
     "sub_blocks",
     "takes_keywords",
@@ -40,6 +41,19 @@ def unwrapped(model: Any) -> Any:
     """The Hugging Face model itself: what a PEFT model holds inside, any other model as it is."""
     inside = getattr(model, "get_base_model", None)
     return inside() if callable(inside) and hasattr(model, "peft_config") else model
+
+
+def named_in(model: Any, name: str) -> nn.Module | None:
+    """The module that a model of another class calls ``name``: between classes the base model's prefix changes."""
+    prefix = getattr(model, "base_model_prefix", "")
+    inner = name.partition(".")[2]
+    for candidate in (name, inner, f"{prefix}.{name}", f"{prefix}.{inner}"):
+        try:
+            if candidate:
+                return model.get_submodule(candidate)
+        except AttributeError:
+            continue
+    return None
 
 
 # The list of layers

@@ -7,7 +7,7 @@ place, is written into its checkpoint in the order of application, and is applie
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from torch import nn
 
@@ -17,6 +17,7 @@ from relinear.core.config import Config
 
 __all__ = ["AttachmentConfig", "attachments"]
 
+#: attribute of a model, and of its base model, which may be saved by itself: the list of settings, one for both
 _ATTRIBUTE = "_relinear_attachments"
 
 
@@ -39,6 +40,10 @@ class AttachmentConfig(Config):
         """
         raise TypeError(f"{type(self).__name__} does not say how it is attached")
 
+    def for_part(self, model: nn.Module) -> Self | None:
+        """What of this concerns ``model``, the base of a model that has it, or one with another head; None: nothing."""
+        return self
+
     def apply_(self, model: nn.Module) -> None:
         """Check, attach, and record the setting on the model; ``relinear.attach_`` also writes it into its config.
 
@@ -49,7 +54,11 @@ class AttachmentConfig(Config):
         known = {id(parameter) for parameter in inside.parameters()}
         names = {name for name, _ in inside.named_modules()}
         self.attach(inside)
-        setattr(inside, _ATTRIBUTE, (*attachments(inside), self))
+        parts = (vars(inside), vars(getattr(inside, "base_model", inside)))
+        settings: list[AttachmentConfig] = next((part[_ATTRIBUTE] for part in parts if _ATTRIBUTE in part), [])
+        settings.append(self)
+        for part in parts:
+            part[_ATTRIBUTE] = settings
         if inside is not model:
             train_new_parameters(inside, known)
             added = [n for n, _ in inside.named_modules() if n not in names and n.rpartition(".")[0] in names]
@@ -57,5 +66,8 @@ class AttachmentConfig(Config):
 
 
 def attachments(model: nn.Module) -> tuple[AttachmentConfig, ...]:
-    """The settings attached to ``model``, in order of application."""
-    return getattr(unwrapped(model), _ATTRIBUTE, ())
+    """The settings attached to ``model``, to a part of it, or to what it is the base of, in order of application."""
+    inside: Any = unwrapped(model)
+    lists = {id(found): found for part in inside.modules() if (found := vars(part).get(_ATTRIBUTE))}
+    settings = (setting.for_part(inside) for found in lists.values() for setting in found)
+    return tuple(setting for setting in settings if setting is not None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -39,6 +39,10 @@ class HeadBias(AttachmentConfig):
             )
         if head.bias is not None:
             raise ValueError(f"the output head of {type(model).__name__} has a bias already")
+
+    def for_part(self, model: nn.Module) -> Self | None:
+        """Nothing, where ``model`` has no output head."""
+        return None if _head(model) is None else self
 
     def attach(self, model: nn.Module) -> None:
         """Register ``bias`` (vocabulary,) on the head, on the weight's device and in its dtype."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
@@ -52,6 +52,10 @@ class ReadoutScale(AttachmentConfig):
             raise ValueError(f"readout_scale needs a model with an output head; {type(model).__name__} has none")
         if hasattr(head, SCALE):
             raise ValueError(f"the output head of {type(model).__name__} is scaled already")
+
+    def for_part(self, model: nn.Module) -> Self | None:
+        """Nothing, where ``model`` has no output head."""
+        return None if _head(model) is None else self
 
     def attach(self, model: nn.Module) -> None:
         """Scale what the head reads."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -22,7 +23,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from relinear.core.attachment import AttachmentConfig
+from relinear.core.anatomy import named_in
+from relinear.core.attachment import AttachmentConfig, attachments
 from relinear.core.aux import named_operators
 from relinear.core.config import nearest, shown
 from relinear.core.operator import OperatorConfig, check_model, is_linear
@@ -89,8 +91,11 @@ class RelinearQuantizer(HfQuantizer):
             raise ValueError("operators come with a checkpoint; to add them, load the model, then relinear.replace_")
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """The one hook that sees the config before anything is read from it; clears what only the file needs."""
+        """The one hook that sees the config before anything is read from it; clears what only the file needs, and the
+        record: heads build their body from the config, and the model is rebuilt as a whole.
+        """
         as_in_memory_(config)
+        del config.quantization_config
         return config
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -102,8 +107,14 @@ class RelinearQuantizer(HfQuantizer):
                 operator.__dict__["weight"] = _loaded_placeholder()
         files = kwargs.get("checkpoint_files")
         if files:
-            _check_own_weights(model, files)
+            _check_own_weights(model, self, files)
         return model
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        """Where the class that was saved calls its body otherwise (question answering), its weights are renamed."""
+        saved, own = _saved_prefix(model), model.base_model_prefix
+        self._renaming = [WeightRenaming(rf"^{saved}\.", f"{own}.")] if saved and own and saved != own else []
+        return [*super().update_weight_conversions(weight_conversions, model), *self._renaming]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name, operator in named_operators(model):
@@ -111,6 +122,8 @@ class RelinearQuantizer(HfQuantizer):
             wrong = operator.wrong_values(operator.state_dict())
             if wrong is not None:
                 raise ValueError(f"the checkpoint's weights of {name} are damaged: {wrong}; restore them from a copy")
+        # Saved again, the body is called as this class calls it.
+        model._weight_conversions = [step for step in model._weight_conversions if step not in self._renaming]
         # An ordinary model again: floats may be cast, Trainer may train it, and save_pretrained writes the record.
         self.remove_quantization_config(model)
         model.config._is_quantized = False
@@ -139,21 +152,29 @@ def _loaded_placeholder() -> torch.Tensor:
     return placeholder
 
 
-def _skeleton_name(model: Any, name: str) -> str | None:
-    """``name`` as it is called in ``model``: the base-model prefix comes and goes between AutoModel classes.
+def _saved_as(model: Any) -> str:
+    """The class whose checkpoint ``model`` is made from; its own where nothing is said of another."""
+    names = getattr(getattr(model, "config", None), "architectures", None)
+    return str(names[0]) if names else type(model).__name__
 
-    None for a layer of the head if ``model`` is for another task than the one that was saved, so has another head.
-    """
-    prefix = getattr(model, "base_model_prefix", "")
-    candidates = [name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"]
-    for candidate in candidates:
-        try:
-            if is_linear(model.get_submodule(candidate)):
-                return candidate
-        except AttributeError:
-            continue
-    saved_as = getattr(getattr(model, "config", None), "architectures", None)
-    if prefix and not name.startswith(f"{prefix}.") and saved_as and type(model).__name__ not in saved_as:
+
+def _saved_prefix(model: Any) -> str:
+    """What the class that was saved calls its body; "" where it calls it nothing, or is not known."""
+    return getattr(getattr(transformers, _saved_as(model), None), "base_model_prefix", "")
+
+
+def _has_another_head(model: Any) -> bool:
+    """Whether ``model`` is of another class than the one that was saved."""
+    return _saved_as(model) != type(model).__name__
+
+
+def _layer_of(model: Any, name: str) -> nn.Module | None:
+    """The layer ``name``; None if it is one of a head that ``model`` does not have, being for another task."""
+    layer = named_in(model, name)
+    if layer is not None and is_linear(layer):
+        return layer
+    bodies = tuple(f"{prefix}." for prefix in (_saved_prefix(model), getattr(model, "base_model_prefix", "")) if prefix)
+    if bodies and not name.startswith(bodies) and _has_another_head(model):
         return None
     known = [key for key, module in model.named_modules() if is_linear(module)]
     raise ValueError(
@@ -165,19 +186,25 @@ def _skeleton_name(model: Any, name: str) -> str | None:
 def rebuild_(model: nn.Module, settings: RelinearConfig) -> None:
     """Put the recorded attachments, then the operators, into a model that is still as its class builds it.
 
+    A part that has a config, and a record, of its own may have been rebuilt already; what is there is left alone.
+
     Raises:
         ValueError: if a recorded layer does not exist in ``model`` or cannot take its operator.
     """
-    for setting in settings.attachments:
-        AttachmentConfig.from_dict(setting).apply_(model)
-    named = [(_skeleton_name(model, name), OperatorConfig.from_dict(s)) for name, s in settings.operators.items()]
+    present = [*attachments(model)]
+    for values in settings.attachments:
+        setting = AttachmentConfig.from_dict(values)
+        needed = setting.for_part(model) if _has_another_head(model) else setting
+        if needed in present:
+            present.remove(needed)
+        elif needed is not None:
+            needed.apply_(model)
     modules = list(model.named_modules(remove_duplicate=False))
-    for name, config in named:
-        if name is None:
-            continue
-        source = model.get_submodule(name)
-        operator = config.convert(source)
-        swap_module(model, [alias for alias, module in modules if module is source], source, operator)
+    for name, values in settings.operators.items():
+        source, config = _layer_of(model, name), OperatorConfig.from_dict(values)
+        if source is not None and getattr(source, "config", None) != config:
+            aliases = [alias for alias, module in modules if module is source]
+            swap_module(model, aliases, source, config.convert(source))
     sync_record(model)
 
 
@@ -215,9 +242,9 @@ def _stored_forms(files: Iterable[str | Path]) -> dict[str, _Form]:
     return forms
 
 
-def _named_as_in_model(model: Any, stored: Mapping[str, _T]) -> dict[str, _T]:
+def _named_as_in_model(model: Any, quantizer: HfQuantizer, stored: Mapping[str, _T]) -> dict[str, _T]:
     """``stored`` under the names that transformers will look for in ``model``: it stores some models under others."""
-    steps = get_model_conversion_mapping(model)
+    steps = get_model_conversion_mapping(model, hf_quantizer=quantizer)
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     converters = [step for step in steps if isinstance(step, WeightConverter)]
     expected, prefix = model.state_dict(), model.base_model_prefix
@@ -230,14 +257,15 @@ def _named_as_in_model(model: Any, stored: Mapping[str, _T]) -> dict[str, _T]:
     return named
 
 
-def _check_own_weights(model: Any, files: list[str]) -> None:
+def _check_own_weights(model: Any, quantizer: HfQuantizer, files: list[str]) -> None:
     """Refuse a checkpoint whose operators and attached parts have not exactly the weights that their record asks for.
 
     What else is missing or unknown (a fresh head for another task, say) is left to transformers.
     """
     own = [name + "." for name, _ in named_operators(model)]
     own += [name + "." for name, _ in model.named_modules() if name.rpartition(".")[2].startswith(OWN_PREFIX)]
-    stored = {k: v for k, v in _named_as_in_model(model, _stored_forms(files)).items() if k.startswith(tuple(own))}
+    named = _named_as_in_model(model, quantizer, _stored_forms(files))
+    stored = {key: form for key, form in named.items() if key.startswith(tuple(own))}
     expected = {k: _Form.of(v) for k, v in model.state_dict().items() if k.startswith(tuple(own))}
     missing = expected.keys() - stored.keys() - set(getattr(model, "all_tied_weights_keys", {}))
     unknown = stored.keys() - expected.keys()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
 
+from relinear.core.anatomy import named_in
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import register, shown
 
@@ -38,29 +39,22 @@ class LayerBias(AttachmentConfig):
         if not self.layers:
             raise ValueError("layer_bias: layers is empty; name the linear layers that get a bias")
         for name in self.layers:
-            layer = _layer(model, name)
+            layer = named_in(model, name)
             if type(layer) is not nn.Linear:
                 what = "no such module" if layer is None else type(layer).__name__
                 raise ValueError(f"layer_bias: {name} must be an nn.Linear of {type(model).__name__}; it is {what}")
             if layer.bias is not None:
                 raise ValueError(f"layer_bias: {name} has a bias already")
 
+    def for_part(self, model: nn.Module) -> Self | None:
+        """The biases of the layers that ``model`` has."""
+        layers = tuple(name for name in self.layers if named_in(model, name) is not None)
+        return self if layers == self.layers else dataclasses.replace(self, layers=layers) if layers else None
+
     def attach(self, model: nn.Module) -> None:
         """Register ``bias`` (O,) on every layer, like its weight in device, dtype and whether it is trained."""
         for name in self.layers:
-            layer = _layer(model, name)
-            assert layer is not None
+            layer: Any = named_in(model, name)
             weight = layer.weight
             zeros = torch.zeros(layer.out_features, device=weight.device, dtype=weight.dtype)
             layer.bias = nn.Parameter(zeros, requires_grad=weight.requires_grad)
-
-
-def _layer(model: nn.Module, name: str) -> nn.Linear | None:
-    """The module of this name; the base-model prefix comes and goes between AutoModel classes."""
-    prefix = getattr(model, "base_model_prefix", "")
-    for candidate in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
-        try:
-            return model.get_submodule(candidate)  # type: ignore[return-value]
-        except AttributeError:
-            continue
-    return None

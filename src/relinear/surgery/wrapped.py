@@ -19,7 +19,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from relinear.core.adapters import is_adapted
 from relinear.core.config import shown
-from relinear.core.operator import Operator, is_linear
+from relinear.core.operator import Operator
 from relinear.core.record import config_record, own_record, record
 from relinear.core.vocabulary import token_tables
 from relinear.surgery.card import foreign_card, remove_card, settle_card, write_card
@@ -158,13 +158,11 @@ def _write_beside(model: Any, directory: Path) -> None:
 @contextmanager
 def _record_of_this_model(model: Any) -> Iterator[None]:
     """Where the config says something else than the model: a stock class that was called with the config of a model
-    with operators has its config, not its operators; a part with a config of its own has operators that only it knows.
+    with operators has its config, not its operators; a part of a model calls its layers by other names, and may have a
+    config of its own, and operators that only it knows.
     """
-    claimed = (config_record(model.config) or {}).get("operators", {})
     true_record = record(model)
-    names = (true_record or {}).get("operators", {})
-    told = {name for known in claimed for name in _endings(known)}
-    if told.issuperset(map(_unwrapped_name, names)) and not any(_is_stock(model, name) for name in claimed):
+    if true_record == config_record(model.config):
         yield
         return
     shared, own = model.config, copy.copy(model.config)
@@ -178,34 +176,22 @@ def _record_of_this_model(model: Any) -> Iterator[None]:
         model.config = shared
 
 
-def _unwrapped_name(name: str) -> str:
-    """``name`` without what FSDP, activation checkpointing and ``torch.compile`` put between its parts."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod" and not part.endswith("_wrapped_module"))
-
-
-def _endings(name: str) -> Iterator[str]:
-    """``name`` and what parts of the model, saved by themselves, call it."""
-    while name:
-        yield name
-        name = name.partition(".")[2]
-
-
-def _is_stock(model: Any, name: str) -> bool:
-    try:
-        module = model.get_submodule(name)
-    except AttributeError:
-        return False
-    return is_linear(module) and not isinstance(module, Operator)
+#: the record of the model that is being built from its config, in which heads build their body from the same one
+_building: ContextVar[dict[str, Any] | None] = ContextVar("_building", default=None)
 
 
 def _from_config(original: Any, cls: Any, config: Any, **kwargs: Any) -> Any:
     """A model from the config of a checkpoint has its operators, freshly initialised like the rest."""
     asked = config_record(config)
-    if asked is not None:
-        as_in_memory_(config)
-    model = original(cls, config, **kwargs)
-    if asked is not None:
-        rebuild_(model, RelinearConfig(**asked))
+    if asked is None or asked == _building.get():
+        return original(cls, config, **kwargs)
+    as_in_memory_(config)
+    token = _building.set(asked)
+    try:
+        model = original(cls, config, **kwargs)
+    finally:
+        _building.reset(token)
+    rebuild_(model, RelinearConfig(**asked))
     return model
 
 
