@@ -24,14 +24,15 @@ from typing import Any
 
 import numpy as np
 
-from relinear.analysis.plots import save_figure
 from relinear.compare.counting import count_ngrams
+from relinear.compare.figures import budgets
 from relinear.compare.folder import BLOCK_LOSSES
 from relinear.compare.gaps import gap
-from relinear.compare.plots import budgets
 from relinear.compare.series import budget_row
 from relinear.compare.settings import CompareSettings
 from relinear.data import prepare_data
+from relinear.pages.drawn import save_panels
+from relinear.pages.figures import colours
 from relinear.system.files import read_json
 from relinear.train import TrainSettings
 
@@ -196,7 +197,7 @@ def draw(found: dict[str, Any], stem: str) -> None:
     rows = found["budgets"]
     whole = set.intersection(*({entry["name"] for entry in row["entries"] if entry["gap"]} for row in rows))
     entries = [{**entry, "dense": False} for entry in rows[0]["entries"] if entry["name"] in whole]
-    save_figure(budgets(entries, rows, found["reference"]), stem)
+    save_panels(budgets(entries, colours(entries), rows, found["reference"]), stem)
 
 
 def added(found: dict[str, Any], later: list[Path]) -> dict[str, Any]:

@@ -266,7 +266,7 @@ def test_token_shifts():
 
 
 def test_figures(tmp_path):
-    from relinear.analysis.plots import save_figure
+    from relinear.pages.drawn import save_figure
 
     accuracy = {"symbols": 0.9, "answers": 0.5}
     rows = {

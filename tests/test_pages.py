@@ -25,11 +25,9 @@ from relinear.pages.blocks import (
     Table,
     Text,
     as_yaml,
-    axes,
-    line,
     picture_of,
-    points,
 )
+from relinear.pages.figures import Axis, Panel, Series
 
 RESULTS = Path(__file__).parents[1] / "results"
 COMPARISON = Path(__file__).parent / "fixtures" / "v0.1" / "comparison"
@@ -40,9 +38,9 @@ PIXEL = "data:image/png;base64,iVBORw0KGgo="
 def hostile_section() -> Section:
     names = list(HOSTILE)
     rows = [Row([name, Cell(str(n), n, small=name, title=name)], name, "#0072B2") for n, name in enumerate(names)]
-    data = [trace for n, name in enumerate(names) for trace in line(name, "#0072B2", n, [0, 1, 2], [n, 1, 2])]
-    data += [points(name, "#D55E00", n, [1], [n], [name]) for n, name in enumerate(names)]
-    chart = Chart(names[0], {"data": data, "layout": axes(names[0], names[1])}, PIXEL)
+    shown = [Series(name=name, colour="#0072B2", number=n, x=[0, 1, 2], y=[n, 1, 2]) for n, name in enumerate(names)]
+    shown += [Series(name=n, colour="#D55E00", x=[1], y=[0], texts=[n], mode="points", label=n) for n in names]
+    chart = Chart(names[0], Panel(shown, Axis(title=names[0]), Axis(title=names[1])), PIXEL)
     blocks = [*map(Text, names), Table(["entry", names[0]], rows), chart, Picture(names[1], PIXEL)]
     blocks += [Listing(name, name) for name in names]
     return Section(names[0], names[1], blocks, dict.fromkeys(names, "#0072B2"), names[2])
@@ -99,7 +97,7 @@ def test_pictures_beyond_the_limit_are_left_out_and_named() -> None:
 def test_live_figures_have_room_before_pictures_do() -> None:
     pytest.importorskip("plotly", reason="live figures need plotly")
     large = "data:image/png;base64," + "A" * 4_000_000
-    figure = {"data": line("entry", "#0072B2", 0, list(range(1000)), [0.123456789] * 1000), "layout": axes("x", "y")}
+    figure = Panel([Series(name="entry", colour="#0072B2", x=range(1000), y=[0.123456789] * 1000)])
     charts = [Chart("first", figure, large), Chart("second", figure, large), Picture("third", large)]
     page = pages.render([Section("a", "b", charts)])
     assert len(page.encode()) < pages.LIMIT

@@ -24,8 +24,8 @@ from cgt_study import contexts, measures, plots
 from cgt_study.baselines import plain_gpt2
 from cgt_study.schedule import add_schedule, fit_settings, parse_options
 from cgt_study.tasks import ArithmeticTask
-from relinear.analysis.plots import save_figure
 from relinear.models.cgt.objective import CGTObjective, GuidedTraining
+from relinear.pages.drawn import save_figure
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import describe_machine
 from relinear.train import fit

@@ -23,7 +23,6 @@ import relinear
 from cgt_study import contexts, plots
 from cgt_study.baselines import plain_gpt2
 from cgt_study.schedule import add_schedule, fit_settings, parse_options
-from relinear.analysis.plots import save_figure
 from relinear.compare.gaps import gap
 from relinear.core.modes import evaluating
 from relinear.data.corpora import iter_texts
@@ -31,6 +30,7 @@ from relinear.data.settings import DataSettings
 from relinear.data.tokenizers import encode_documents, load_tokenizer, vocabulary_size
 from relinear.evaluate import KneserNey
 from relinear.models.cgt.objective import GuidedTraining
+from relinear.pages.drawn import save_figure
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import describe_machine
 from relinear.train import fit

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from relinear.analysis.plots import new_figure, save_figure
 from relinear.cli.options import parse_operators
-from relinear.compare.coordinate_page import FILE, coordinates_text, logarithmic, write_plot
+from relinear.compare.coordinate_page import FILE, coordinates_text, write_plot
 from relinear.compare.coordinates import KINDS, check_coordinates
+from relinear.pages.drawn import save_panels
+from relinear.pages.figures import Axis, Guide, Panel, Series
 from relinear.system.files import read_json, write_json
 from relinear.system.machine import command_line, describe_machine
 from relinear.train.settings import TrainSettings
@@ -71,21 +72,15 @@ def overview(folder: Path) -> None:
             cells.append(" / ".join("–" if spread is None else f"{spread:.3g}" for spread in spreads))
         told = " / ".join("yes" if values["flat"][which] else "no" for which in ("standard", "mup"))
         print(f"| `{name}` | {' | '.join(cells)} | {told} |")
-    columns = 6
-    figure, panels = new_figure(13, 2.1 * -(-len(found) // columns), columns, rows=len(found), sharex=True)
-    for panel, (name, values) in zip(panels, found.items(), strict=False):
+    panels = []
+    for name, values in found.items():
+        widths, shown = values["widths"], []
         for which, colour in (("standard", "#D55E00"), ("mup", "#0072B2")):
             scale = values["parametrizations"][which][KINDS[0]]["scale"]
-            relative = [steps[-1] / scale[0][-1] for steps in scale]
-            panel.plot(values["widths"], relative, "o-", color=colour, markersize=3.5, label=which)
-        panel.axhspan(0.5, 2, color="#000000", alpha=0.06, linewidth=0)
-        logarithmic(panel, values["widths"])
-        panel.set_title(name, fontsize=9)
-    for panel in panels[len(found) :]:
-        panel.set_visible(False)
-    panels[0].legend(frameon=False, fontsize=8)
-    figure.supylabel("residual stream relative to width 64, after 6 steps", fontsize=9)
-    save_figure(figure, folder / "overview")
+            shown.append(Series(name=which, colour=colour, x=widths, y=[s[-1] / scale[0][-1] for s in scale], size=5))
+        bottom = Axis(title="width", log=True, ticks={float(width): f"{width}" for width in widths})
+        panels.append(Panel(shown, bottom, Axis(log=True), [Guide(y=0.5), Guide(y=2)], title=name))
+    save_panels(panels, folder / "overview", "residual stream relative to width 64, after 6 steps")
     shrink(folder / "overview.png")
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from relinear.analysis.plots import PALETTE, new_figure
+from relinear.pages.drawn import new_figure
+from relinear.pages.figures import PALETTE
 
 __all__ = [
     "accuracy_figure",

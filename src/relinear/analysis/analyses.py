@@ -1,8 +1,8 @@
 """The analyses of ``relinear analyze``: each looks at a model on tokens and gives numbers, figures and a few lines.
 
 An analysis is one file with ``applies(model) -> bool`` and ``run(subject) -> Result``, and its name in ``ANALYSES``;
-for the page it has ``HOW_TO_READ`` and ``blocks(numbers, image_of)``, which makes tables and figures of what ``run``
-wrote down.
+it has ``HOW_TO_READ`` and ``blocks(numbers)``, which makes tables and figures of what ``run`` wrote down: for the page
+and, those with a stem, for files.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from relinear.core.config import nearest
+from relinear.pages.blocks import Chart
 from relinear.system.files import write_json
 
-__all__ = ["ANALYSES", "Result", "Subject", "analyze", "applying", "check_names"]
+__all__ = ["ANALYSES", "Result", "Subject", "analyze", "applying", "check_names", "short_name"]
 
 #: an analysis is the file of its name
 ANALYSES = ("effective_rank", "gates", "top_tokens", "fingerprints", "modulators", "latents", "planes")
@@ -49,11 +50,16 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """numbers: JSON values. figures: stem -> matplotlib Figure. text: what to print, a few lines."""
+    """numbers: JSON values. text: what to print, a few lines."""
 
     numbers: dict[str, Any]
-    figures: dict[str, Any]
     text: str
+
+
+def short_name(name: str) -> str:
+    """Return a layer's name without the parts that all layers share."""
+    parts = [p for p in name.split(".") if p not in ("model", "transformer", "layers", "h", "base_model")]
+    return ".".join(parts)
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -76,7 +82,7 @@ def analyze(
     Raises:
         ValueError: for an unknown name, or if none applies.
     """
-    from relinear.analysis.plots import save_figure
+    from relinear.pages.drawn import save_panels
 
     check_names(only)
     chosen = {name: import_module(f"relinear.analysis.{name}") for name in only or applying(subject.model)}
@@ -87,6 +93,7 @@ def analyze(
         on_start(name)
         results[name] = result = module.run(subject)
         write_json(out / f"{name}.json", result.numbers)
-        for stem, figure in result.figures.items():
-            save_figure(figure, out / stem)
+        charts = [block for block in module.blocks(result.numbers) if isinstance(block, Chart) and block.panel]
+        for stem in dict.fromkeys(chart.stem for chart in charts):
+            save_panels([chart.panel for chart in charts if chart.stem == stem and chart.panel], out / stem)
     return results

@@ -16,18 +16,18 @@ diag(inner_t) right, and the inner products need only (O, R) numbers a token, in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject
-from relinear.analysis.plots import PALETTE, REFERENCE, new_figure, short_name
+from relinear.analysis.analyses import Result, Subject, short_name
 from relinear.analysis.recording import record_gates
 from relinear.core.aux import named_operators
 from relinear.core.operator import NotLinearError
-from relinear.pages.blocks import Block, Cell, Chart, Row, Table, axes, points
+from relinear.pages.blocks import Block, Cell, Chart, Row, Table
+from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Panel, Series
 
 __all__ = [
     "HOW_TO_READ",
@@ -37,7 +37,6 @@ __all__ = [
     "effective_ranks",
     "is_ranked",
     "operator_gram",
-    "plot_effective_rank",
     "realised_spectra",
     "run",
     "singular_values",
@@ -195,47 +194,10 @@ def run(subject: Subject) -> Result:
             f"mean effective rank {means['operators']:.1f} of the operators, {means['outputs']:.1f} of their outputs, "
             f"{means['inputs']:.1f} of their inputs; a single one has rank {first['rank']} or less"
         )
-    return Result(ranks, {"effective_rank": plot_effective_rank(ranks)}, "\n".join(lines))
+    return Result(ranks, "\n".join(lines))
 
 
-def plot_effective_rank(ranks: dict[str, dict[str, dict[str, Any]]]) -> Any:
-    """Singular-value decay in the three spaces, a line a layer, a colour a model; dotted: a single operator's rank."""
-    figure, axes = new_figure(12.5, 4.2, 3)
-    palette = dict(zip(ranks, (PALETTE[0], REFERENCE, *PALETTE[1:])))
-    for axis, (space, meaning) in zip(axes, SPACES.items(), strict=True):
-        longest = 1
-        for name, layers in ranks.items():
-            for index, layer in enumerate(layers.values()):
-                values = [v for v in layer["singular_values"][space] if v > 1e-6]
-                longest = max(longest, len(values))
-                axis.plot(
-                    range(1, len(values) + 1),
-                    values,
-                    color=palette[name],
-                    alpha=0.5,
-                    lw=1.2,
-                    marker="o" if len(values) == 1 else None,
-                    label=_label(name, layers, space) if index == 0 else None,
-                )
-        rank = max(layer["rank"] for layers in ranks.values() for layer in layers.values())
-        axis.axvline(rank, color="#888888", ls=":", lw=1, label=f"rank of one operator: {rank}")
-        axis.set_yscale("log")
-        axis.set_ylim(5e-7, 2)
-        axis.set_xlim(0, max(longest, rank) * 1.08)
-        axis.set_title(f"{space}: {meaning}", loc="left")
-        axis.set_xlabel("index of the singular value")
-        axis.legend(loc="lower left", fontsize=8.5, framealpha=0.9)
-    axes[0].set_ylabel("singular value, relative to the largest")
-    return figure
-
-
-def _label(name: str, layers: dict[str, dict[str, Any]], space: str) -> str:
-    values = [layer["effective_rank"][space] for layer in layers.values()]
-    span = f"{min(values):.1f}" if max(values) - min(values) < 0.05 else f"{min(values):.1f} to {max(values):.1f}"
-    return f"{name}: effective rank {span}"
-
-
-def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) -> list[Block]:
+def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     """What a page shows of ``numbers``: every layer's singular values in the three spaces, and a row a layer."""
     palette = dict(zip(numbers, (PALETTE[0], REFERENCE, *PALETTE[1:])))
     rows = [
@@ -250,24 +212,25 @@ def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) ->
         for layer, values in layers.items()
     ]
     head = ["layer", "model", *(f"effective rank of {space}" for space in SPACES)]
+    rank = max(layer["rank"] for layers in numbers.values() for layer in layers.values())
     found: list[Block] = []
-    for number, (space, meaning) in enumerate(SPACES.items()):
-        data = [trace for name in numbers for trace in _decays(numbers[name], space, name, palette[name])]
-        logarithmic = {"type": "log", "exponentformat": "power", "dtick": 1}
-        layout = axes("index of the singular value", "relative to the largest", yaxis=logarithmic)
+    for space, meaning in SPACES.items():
+        shown = [series for name in numbers for series in _decays(numbers[name], space, name, palette[name])]
+        side = Axis(title="relative to the largest", log=True)
+        bottom = Axis(title="index of the singular value", from_zero=True)
+        guide = Guide(x=rank, text=f"rank of one operator: {rank}")
         text = f"{space}: {meaning}. A line a layer; one that falls late is a rank that is used."
-        image = image_of("effective_rank") if number == 0 else None
-        found.append(Chart(text, {"data": data, "layout": layout}, image, beside=True))
+        panel = Panel(shown, bottom, side, [guide], title=f"{space}: {meaning}")
+        found.append(Chart(text, panel, beside=True, stem="effective_rank"))
     return [*found, Table(head, rows, (0, 1))]
 
 
-def _decays(layers: Mapping[str, Any], space: str, model: str, colour: str) -> list[dict[str, Any]]:
-    """A trace a layer, with its name and effective rank where it is pointed at."""
-    traces = []
+def _decays(layers: Mapping[str, Any], space: str, model: str, colour: str) -> list[Series]:
+    """A line a layer, with its name and effective rank where it is pointed at."""
+    found = []
     for number, (layer, values) in enumerate(layers.items()):
         decay = [round(v, 7) for v in values["singular_values"][space] if v > 1e-6]
         text = f"{model}, {layer}: effective rank {values['effective_rank'][space]:.1f}"
-        trace = points(model, colour, 0, range(1, len(decay) + 1), decay, text)
-        mode = "markers" if len(decay) == 1 else "lines"
-        traces.append(trace | {"mode": mode, "opacity": 0.6, "showlegend": number == 0})
-    return traces
+        look: dict[str, Any] = {"mode": "points" if len(decay) == 1 else "plain", "opacity": 0.6, "legend": number == 0}
+        found.append(Series(name=model, colour=colour, x=range(1, len(decay) + 1), y=decay, texts=text, **look))
+    return found

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from relinear.analysis.analyses import Result, Subject
-from relinear.analysis.plots import new_figure, plain_text
 from relinear.analysis.recording import record_contexts
 from relinear.core.context import context_owner
-from relinear.pages.blocks import Block, Cell, Chart, Row, Table, Text, axes, heat, numbered
+from relinear.pages.blocks import Block, Cell, Chart, Row, Table, Text
+from relinear.pages.figures import Heat, Panel, numbered
 
-__all__ = ["HOW_TO_READ", "applies", "blocks", "context_fingerprints", "plot_fingerprints", "run"]
+__all__ = ["HOW_TO_READ", "applies", "blocks", "context_fingerprints", "run"]
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
@@ -67,27 +67,10 @@ def run(subject: Subject) -> Result:
     pairs = [rows[i][j] for i in range(len(rows)) for j in range(i)]
     alike = f"cosine between the inputs' mean contexts {sum(pairs) / len(pairs):.2f}; " if pairs else ""
     text = f"{alike}the context moves {found['step']:.2f} as far from token to token as between any two tokens"
-    return Result(found | {"text": words}, {"fingerprints": plot_fingerprints(found["contexts"], words)}, text)
+    return Result(found | {"text": words}, text)
 
 
-def plot_fingerprints(contexts: list[list[list[float]]], words: list[list[str]]) -> Any:
-    """One panel an input: context dimensions down, tokens across, one colour scale for all."""
-    import numpy as np
-
-    table = np.array(contexts)
-    limit = float(np.quantile(np.abs(table), 0.99)) or 1.0
-    figure, axes = new_figure(0.16 * sum(len(row) for row in words) + 2.5, 4.6, len(words), sharey=True)
-    for index, (axis, values, row) in enumerate(zip(axes, table, words, strict=True)):
-        image = axis.imshow(values.T, aspect="auto", cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="nearest")
-        axis.set_xticks(range(len(row)), [plain_text(word) for word in row], rotation=90, fontsize=6.5)
-        axis.set_title(f"input {index + 1}", loc="left")
-        axis.grid(False)
-    axes[0].set_ylabel("dimension of the context")
-    figure.colorbar(image, ax=axes, label="value of the context", shrink=0.8)
-    return figure
-
-
-def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) -> list[Block]:
+def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     """What a page shows of ``numbers``: how alike the inputs are, and the context of each as a map."""
     similarity = numbers["similarity"]
     names = [f"input {index + 1}" for index in range(len(similarity))]
@@ -100,13 +83,10 @@ def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) ->
     ]
     flat = sorted(abs(v) for tokens in numbers["contexts"] for row in tokens for v in row)
     limit = flat[int(0.99 * (len(flat) - 1))] or 1.0
-    for number, (name, tokens, words) in enumerate(zip(names, numbers["contexts"], numbers["text"], strict=True)):
+    for name, tokens, words in zip(names, numbers["contexts"], numbers["text"], strict=True):
         table = [[round(v, 3) for v in row] for row in zip(*tokens, strict=True)]
-        dimensions = [f"dimension {index}" for index in range(len(table))]
-        trace = heat(table, numbered(words), dimensions, (-limit, limit), "context", diverging=True)
-        layout = axes("", "", xaxis={"tickangle": -90, "tickfont": {"size": 9}}, yaxis={"nticks": 8})
+        sides: dict[str, Any] = {"x": numbered(words), "y": [f"dimension {index}" for index in range(len(table))]}
+        heat = Heat(values=table, **sides, bounds=(-limit, limit), what="context", diverging=True)
         text = f"{name}: a column a token, a row a dimension of the context; blue below 0, red above."
-        found.append(
-            Chart(text, {"data": [trace], "layout": layout}, image_of("fingerprints") if number == 0 else None)
-        )
+        found.append(Chart(text, Panel([heat], title=name), stem="fingerprints"))
     return found

@@ -5,18 +5,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject
-from relinear.analysis.plots import new_figure, short_name
+from relinear.analysis.analyses import Result, Subject, short_name
 from relinear.analysis.recording import gated_operators, record_gates
-from relinear.pages.blocks import Block, Cell, Chart, Row, Table, axes, heat
+from relinear.pages.blocks import Block, Cell, Chart, Row, Table
+from relinear.pages.figures import Axis, Heat, Panel
 
-__all__ = ["HOW_TO_READ", "applies", "blocks", "gate_statistics", "plot_gates", "run"]
+__all__ = ["HOW_TO_READ", "applies", "blocks", "gate_statistics", "run"]
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
@@ -94,41 +94,7 @@ def run(subject: Subject) -> Result:
                 f"entropy {mean['entropy']:.2f} nats, {mean['active']:.0%} active, {mean['shut']:.0%} shut, "
                 f"{mean['open']:.0%} open, standard deviation over tokens {mean['variation']:.2f}"
             )
-    return Result(statistics, {"gates": plot_gates(statistics)}, "\n".join(lines))
-
-
-def plot_gates(statistics: dict[str, dict[str, dict[str, Any]]]) -> Any:
-    """The histogram of every layer as a row, darker where more gates are; entropy and active share at the right."""
-    import numpy as np
-
-    parts = [p for p in ("basis", "output") if any(p in layer for layer in statistics.values())]
-    height = 1.4 + 0.3 * len(statistics)
-    figure, axes = new_figure(6.6 * len(parts), max(2.8, height), len(parts))
-    for axis, part in zip(axes, parts, strict=True):
-        layers = {name: layer[part] for name, layer in statistics.items() if part in layer}
-        table = np.array([layer["histogram"] for layer in layers.values()])
-        image = axis.imshow(
-            table,
-            aspect="auto",
-            cmap="Blues",
-            vmin=0,
-            vmax=max(3 / BINS, float(np.quantile(table, 0.99))),
-            extent=(0, 1, len(layers), 0),
-            interpolation="nearest",
-        )
-        for edge in ACTIVE:
-            axis.axvline(edge, color="#D55E00", lw=0.9, ls=":")
-        axis.set_yticks([i + 0.5 for i in range(len(layers))], [short_name(name) for name in layers], fontsize=8)
-        for i, layer in enumerate(layers.values()):
-            axis.text(
-                1.02, i + 0.5, f"{layer['entropy']:.2f}   {layer['active']:.0%}", va="center", fontsize=8, clip_on=False
-            )
-        axis.text(1.02, -0.25, "entropy   active", fontsize=8, color="#555555", clip_on=False)
-        axis.grid(False)
-        axis.set_xlabel(f"{part} gate")
-        axis.set_title(f"{part} gates over all tokens", loc="left", pad=14)
-        figure.colorbar(image, ax=axis, label="share of gates", pad=0.16, shrink=0.8)
-    return figure
+    return Result(statistics, "\n".join(lines))
 
 
 #: value -> what its column is called
@@ -142,7 +108,7 @@ _COLUMNS = {
 }
 
 
-def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) -> list[Block]:
+def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     """What a page shows of ``numbers``: histograms of all gates as maps, and a row a layer and kind of gate."""
     rows = [
         Row([Cell(short_name(name), title=name), part, *(Cell(f"{values[key]:.3f}", values[key]) for key in _COLUMNS)])
@@ -150,16 +116,15 @@ def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) ->
         for part, values in parts.items()
     ]
     found: list[Block] = []
-    for number, part in enumerate(p for p in ("basis", "output") if any(p in layer for layer in numbers.values())):
+    for part in (p for p in ("basis", "output") if any(p in layer for layer in numbers.values())):
         layers = {short_name(name): layer[part]["histogram"] for name, layer in numbers.items() if part in layer}
         table = [[round(share, 5) for share in histogram] for histogram in layers.values()]
         bins = [f"{i / BINS:.3f} to {(i + 1) / BINS:.3f}" for i in range(BINS)]
-        trace = heat(table, bins, list(layers), (0, max(3 / BINS, _high(table))), "share of gates")
-        layout = axes(f"{part} gate, from shut to open", "", xaxis={"nticks": 6})
-        layout["yaxis"] |= {"autorange": "reversed"}
+        bounds = (0, max(3 / BINS, _high(table)))
+        heat = Heat(values=table, x=bins, y=list(layers), bounds=bounds, what="share of gates")
+        panel = Panel([heat], Axis(title=f"{part} gate, from shut to open"))
         text = f"{part} gates over all tokens, a row a layer: heaped at both ends is a switch, in the middle undecided."
-        image = image_of("gates") if number == 0 else None
-        found.append(Chart(text, {"data": [trace], "layout": layout}, image, 180 + 22 * len(layers)))
+        found.append(Chart(text, panel, height=180 + 22 * len(layers), stem="gates"))
     return [*found, Table(["layer", "gates", *_COLUMNS.values()], rows, (0, 1))]
 
 

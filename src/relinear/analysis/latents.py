@@ -6,19 +6,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject
-from relinear.analysis.plots import PALETTE, new_figure, short_name
+from relinear.analysis.analyses import Result, Subject, short_name
 from relinear.core.latents import Latent, LatentOperator, observe
 from relinear.core.modes import evaluating
-from relinear.pages.blocks import Block, Cell, Chart, Row, Table, axes, points
+from relinear.pages.blocks import Block, Cell, Chart, Row, Table
+from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
 
-__all__ = ["HOW_TO_READ", "applies", "blocks", "latent_statistics", "plot_latents", "run"]
+__all__ = ["HOW_TO_READ", "applies", "blocks", "latent_statistics", "run"]
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
@@ -85,44 +85,26 @@ def run(subject: Subject) -> Result:
     nats = [row["nats"] for row in statistics.values() if row["nats"] is not None]
     if nats:
         text += f"; {sum(nats) / len(nats):.2f} nats a token and layer from the prior"
-    return Result(statistics, {"latents": plot_latents(statistics)}, text)
+    return Result(statistics, text)
 
 
-def plot_latents(statistics: Mapping[str, Mapping[str, Any]]) -> Any:
-    """How far every dimension's mean moves over tokens, largest first, a line a layer."""
-    figure, (axis,) = new_figure(8.0, 4.2)
-    for number, row in enumerate(statistics.values()):
-        colour = PALETTE[number % len(PALETTE)]
-        axis.plot(range(1, row["size"] + 1), row["deviation"], color=colour, alpha=0.6, lw=1.2)
-    axis.axhline(math.sqrt(ACTIVE), color="#888888", ls=":", lw=1, label="below: not active")
-    axis.set_xlabel("dimension, in the order of its spread")
-    axis.set_ylabel("standard deviation of its mean over tokens")
-    axis.set_yscale("symlog", linthresh=1e-3)
-    axis.legend(loc="upper right", fontsize=8.5)
-    return figure
-
-
-def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) -> list[Block]:
+def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     """What a page shows of ``numbers``: a row a layer, and how its dimensions share the work."""
-    rows, data = [], []
+    rows, shown = [], []
     for number, (name, row) in enumerate(numbers.items()):
         nats = Cell("–" if row["nats"] is None else f"{row['nats']:.3f}", row["nats"])
         active = Cell(f"{row['active']} of {row['size']}", row["active"])
         rows.append(Row([Cell(short_name(name), title=name), active, nats, Cell(f"{row['sigma']:.3f}", row["sigma"])]))
-        places, spread = range(1, row["size"] + 1), [round(v, 5) for v in row["deviation"]]
+        place: dict[str, Any] = {"x": range(1, row["size"] + 1), "y": [round(v, 5) for v in row["deviation"]]}
+        look: dict[str, Any] = {"mode": "plain", "opacity": 0.7, "legend": False}
         text = f"{name}: {row['active']} of {row['size']} active"
-        trace = points(name, PALETTE[number % len(PALETTE)], 0, places, spread, text, showlegend=False)
-        data.append(trace | {"mode": "lines", "opacity": 0.7})
-    layout = axes("dimension, in the order of its spread", "deviation of its mean over tokens")
-    layout["shapes"] = [
-        {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": ACTIVE**0.5, "y1": ACTIVE**0.5, "line": _DOTS}
-    ]
+        shown.append(Series(name=name, colour=PALETTE[number % len(PALETTE)], texts=text, **place, **look))
+    bottom = Axis(title="dimension, in the order of its spread")
+    side = Axis(title="deviation of its mean over tokens", from_zero=True)
+    panel = Panel(shown, bottom, side, [Guide(y=ACTIVE**0.5, text="not active below")])
     text = (
-        "How far every dimension's mean moves over tokens, largest first, a line a layer; below the dotted "
+        "How far every dimension's mean moves over tokens, largest first, a line a layer; below the dashed "
         "line it is not active."
     )
     head = ["layer", "active dimensions", "nats a token", "mean sigma"]
-    return [Chart(text, {"data": data, "layout": layout}, image_of("latents")), Table(head, rows)]
-
-
-_DOTS = {"color": "#7F7F7F", "width": 1.2, "dash": "dot"}
+    return [Chart(text, panel, stem="latents"), Table(head, rows)]

@@ -10,31 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject
-from relinear.analysis.modulator_figures import (
-    LINES,
-    PANELS,
-    TOKENS,
-    plot_alphas,
-    plot_channels,
-    plot_scalars,
-    plot_surfaces,
-    plot_variance,
-    shared_spread,
-    shown_layers,
-)
-from relinear.analysis.plots import PALETTE, REFERENCE, short_name
+from relinear.analysis.analyses import Result, Subject, short_name
 from relinear.core.anatomy import layer_index
 from relinear.core.modes import evaluating
-from relinear.pages import blocks as parts
-from relinear.pages.blocks import Block, Cell, Chart, Picture, Row, Table, heat, line, numbered, or_surface
+from relinear.pages.blocks import Block, Cell, Chart, Picture, Row, Table
+from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Heat, Panel, Series, numbered
 
 __all__ = [
     "HOW_TO_READ",
@@ -42,11 +29,6 @@ __all__ = [
     "applies",
     "blocks",
     "modulators",
-    "plot_alphas",
-    "plot_channels",
-    "plot_scalars",
-    "plot_surfaces",
-    "plot_variance",
     "record_modulators",
     "run",
     "variance_split",
@@ -194,13 +176,6 @@ def run(subject: Subject) -> Result:
     """Statistics over all tokens of the subject; figures of the first tokens of its first sequence."""
     record = record_modulators(subject.model, subject.ids, tokens=TOKENS)
     labels = [subject.token_text(int(token)) for token in subject.ids[0, :TOKENS]]
-    figures = {
-        "modulators_scalar": plot_scalars(record, labels),
-        "modulators_surface": plot_surfaces(record),
-        "modulators_channel": plot_channels(record, labels),
-        "modulators_variance": plot_variance(record),
-        "modulators_alpha": plot_alphas(record),
-    }
     lines = []
     for gate in ("scalar", "channel"):
         rows = [row["gates"][gate] for row in record.statistics.values() if gate in row["gates"]]
@@ -217,52 +192,55 @@ def run(subject: Subject) -> Result:
         "channel": _shown_channels(record),
         "tokens": labels,
     }
-    return Result(numbers, {stem: figure for stem, figure in figures.items() if figure is not None}, "\n".join(lines))
+    return Result(numbers, "\n".join(lines))
 
 
+TOKENS = 48  # tokens shown in surfaces and maps
+LINES = 12  # tokens with a line of their own in the figure of scalar gates
 CHANNELS, MAPS = 96, 3  # channels and layers whose gates are written out
+#: kind of gate -> the statistics shown of it, each with its title (all of a scalar gate's variance is the tokens')
+PANELS = {
+    "scalar": (("total", "standard deviation over tokens"), ("mean", "mean over tokens")),
+    "channel": (("total", "standard deviation"), ("varying", "share of variance with the token")),
+}
 
 
 def _shown_channels(record: GateRecord) -> dict[str, Any]:
     """Layer -> some of its channels, their gates by token, and the spread that all maps share; {} where none are."""
     if not record.channel:
         return {}
-    found, spread = {}, round(shared_spread(record), 4)
-    for name in shown_layers(record, MAPS):
+    distances = np.concatenate([np.abs(gate.numpy() - 1).ravel() for gate in record.channel.values()])
+    # all values but the outermost half per cent on either side
+    spread = round(max(float(np.quantile(distances, 0.99)), 0.02), 4)
+    names, found = list(record.channel), {}
+    for name in (names[i] for i in _spaced(len(names), MAPS)):
         gate = record.channel[name].numpy()
-        channels = np.unique(np.linspace(0, gate.shape[1] - 1, min(CHANNELS, gate.shape[1])).round().astype(int))
+        channels = _spaced(gate.shape[1], CHANNELS)
         values = [[round(v, 3) for v in row] for row in gate[:, channels].tolist()]
-        found[name] = {"channels": channels.tolist(), "values": values, "spread": spread}
+        found[name] = {"channels": channels, "values": values, "spread": spread}
     return found
 
 
-#: figures of ``run`` that are pictures, and how to read them
-_PICTURES = {
-    "modulators_channel": "Channel gates: a row a token, a column a channel. Stripes down are the same channel "
-    "at every token, "
-    "which a constant gain would do as well; stripes across are tokens that open or shut a whole layer.",
-    "modulators_surface": "The same as surfaces, as in the paper's Figure 3: flat is a gate that leaves its "
-    "layer alone.",
-    "modulators_alpha": "Learnt curvatures: above 1 gates react more steeply to the input than at first, below 1 less.",
-}
-
-#: those of them that the numbers of channel gates take the place of
-_LIVE = ("modulators_channel", "modulators_surface")
+def _spaced(count: int, most: int) -> list[int]:
+    """At most ``most`` of ``count`` places, evenly, the first and the last among them."""
+    return np.unique(np.linspace(0, count - 1, min(most, count)).round().astype(int)).tolist()
 
 
-def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) -> list[Block]:
+_CHANNELS = (
+    "a row a token, a column a channel. Stripes down are the same channel at every token, which a constant gain would "
+    "do as well; stripes across are tokens that open or shut a whole layer."
+)
+_SURFACES = "the same as surfaces, as in the paper's Figure 3: flat is a gate that leaves its layer alone."
+
+
+def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     """What a page shows of ``numbers``: gates by depth and token, how far they vary, and a row a layer and gate."""
-    found: list[Block] = [
-        *_scalars(numbers, image_of),
-        *_variances(numbers["modules"], image_of),
-    ]
-    for place, name in enumerate(numbers.get("channel", {})):
-        found.append(_channels(numbers, name, image_of("modulators_channel") if place == 0 else None))
-    for stem, text in _PICTURES.items():
-        image = None if stem in _LIVE and numbers.get("channel") else image_of(stem)
-        if image is not None:
-            found.append(Picture(text, image))
-    return [*found, _table(numbers["modules"])]
+    found: list[Block] = [*_scalars(numbers), *_variances(numbers["modules"])]
+    found += [_channels(numbers, name) for name in numbers.get("channel", {})]
+    if not numbers.get("channel"):  # a directory of an older version has pictures alone
+        found.append(Picture(f"Channel gates: {_CHANNELS}", stem="modulators_channel"))
+        found.append(Picture(f"Channel gates: {_SURFACES}", stem="modulators_surface"))
+    return [*found, *_alphas(numbers["modules"]), _table(numbers["modules"])]
 
 
 def _table(modules: Mapping[str, Any]) -> Table:
@@ -277,8 +255,8 @@ def _table(modules: Mapping[str, Any]) -> Table:
     return Table(["module", "gate", "mean", "least", "largest", "variance with the token", "alpha"], rows, (0, 1))
 
 
-def _scalars(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) -> list[Chart]:
-    """Scalar gates against depth, a figure a module, a line a token."""
+def _scalars(numbers: Mapping[str, Any]) -> list[Chart]:
+    """Scalar gates against depth, a figure a module, a line a token (Figure 2)."""
     modules: dict[str, list[tuple[int, Sequence[float]]]] = {}
     for name, values in numbers["scalar"].items():
         row = numbers["modules"][name]
@@ -286,22 +264,22 @@ def _scalars(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) 
     charts = []
     for number, (module, found) in enumerate(modules.items()):
         found.sort(key=lambda pair: pair[0])
-        depth, tokens = [layer for layer, _ in found], len(found[0][1])
-        data = []
-        for token in np.unique(np.linspace(0, tokens - 1, min(LINES, tokens)).round().astype(int)).tolist():
+        depth: dict[str, Any] = {"x": [layer for layer, _ in found], "size": 4}
+        shown = []
+        for token in _spaced(len(found[0][1]), LINES):
             label = f"{token} {numbers['tokens'][token]}" if token < len(numbers["tokens"]) else str(token)
-            colour = PALETTE[number % len(PALETTE)]
-            data += line(label, colour, 0, depth, [values[token] for _, values in found])
+            gates = [values[token] for _, values in found]
+            shown.append(Series(name=label, colour=PALETTE[number % len(PALETTE)], y=gates, opacity=0.45, **depth))
         mean = [float(np.mean(values)) for _, values in found]
-        data = [trace | {"opacity": 0.45} for trace in data] + line("mean of all tokens", REFERENCE, 1, depth, mean)
-        layout = parts.axes("decoder layer", f"scalar gate of {module}", showlegend=False)
+        shown.append(Series(name="mean of all tokens", colour=REFERENCE, number=1, y=mean, **depth))
+        axes = Axis(title="decoder layer"), Axis(title=f"scalar gate of {module}")
         text = f"{module}: a line a token, the strong one their mean. Lines apart are gates that read the token."
-        image = image_of("modulators_scalar") if number == 0 else None
-        charts.append(Chart(text, {"data": data, "layout": layout}, image, 320, beside=True))
+        panel = Panel(shown, *axes, [Guide(y=1)], title=module, legend=False)
+        charts.append(Chart(text, panel, height=320, beside=True, stem="modulators_scalar"))
     return charts
 
 
-def _variances(modules: Mapping[str, Any], image_of: Callable[[str], str | None]) -> list[Chart]:
+def _variances(modules: Mapping[str, Any]) -> list[Chart]:
     """How far gates spread, against depth, a line a module: both panels of every kind."""
     charts: list[Chart] = []
     for kind, value, title in [(name, *panel) for name, panels in PANELS.items() for panel in panels]:
@@ -311,30 +289,48 @@ def _variances(modules: Mapping[str, Any], image_of: Callable[[str], str | None]
                 found = row["gates"][kind][value]
                 shown = math.sqrt(found) if value == "total" else found
                 lines.setdefault(row["module"], []).append((row["layer"], shown))
-        data = [
-            trace
-            for number, (module, spots) in enumerate(lines.items())
-            for trace in line(module, PALETTE[number % len(PALETTE)], number, *zip(*sorted(spots), strict=True))
-        ]
+        data = []
+        for number, (module, spots) in enumerate(lines.items()):
+            x, y = zip(*sorted(spots), strict=True)
+            data.append(Series(name=module, colour=PALETTE[number % len(PALETTE)], number=number, x=x, y=y))
         if data:
             hint = "1 changes nothing." if value == "mean" else "Near 0 a constant would do."
-            layout = parts.axes("decoder layer", title)
             text = f"{kind} gates: {title}, a line a module. {hint}"
-            image = None if charts else image_of("modulators_variance")
-            charts.append(Chart(text, {"data": data, "layout": layout}, image, 380, beside=True))
+            panel = Panel(data, Axis(title="decoder layer"), Axis(title=title), title=f"{kind} gates")
+            charts.append(Chart(text, panel, height=380, beside=True, stem="modulators_variance"))
     return charts
 
 
-def _channels(numbers: Mapping[str, Any], name: str, image: str | None) -> Chart:
-    """The channel gate of a layer as a map or a surface; ``image`` is that of all layers."""
+def _channels(numbers: Mapping[str, Any], name: str) -> Chart:
+    """The channel gate of a layer as a map or a surface (Figure 3)."""
     row, found = numbers["modules"][name], numbers["channel"][name]
     spread = found["spread"]
     words = numbered(numbers["tokens"][: len(found["values"])])
     channels = [f"channel {channel}" for channel in found["channels"]]
-    trace = heat(found["values"], channels, words, (1 - spread, 1 + spread), "gate", diverging=True)
-    layout = parts.axes(
-        "", "", xaxis={"nticks": 8}, yaxis={"autorange": "reversed", "nticks": 24, "tickfont": {"size": 9}}
-    )
-    text = f"Channel gates of {row['module']} in layer {row['layer']}, {len(channels)} channels: "
-    text += _PICTURES["modulators_channel"].partition(": ")[2] + " As a surface it is the paper's Figure 3."
-    return Chart(text, or_surface(trace, layout, "gate"), image, height=520)
+    look: dict[str, Any] = {"what": "gate", "diverging": True, "surface": "modulators_surface"}
+    heat = Heat(values=found["values"], x=channels, y=words, bounds=(1 - spread, 1 + spread), **look)
+    text = f"Channel gates of {row['module']} in layer {row['layer']}, {len(channels)} channels: {_CHANNELS} "
+    text += "As a surface it is the paper's Figure 3."
+    panel = Panel([heat], title=f"{row['module']}, layer {row['layer']}")
+    return Chart(text, panel, height=520, stem="modulators_channel")
+
+
+def _alphas(modules: Mapping[str, Any]) -> list[Chart]:
+    """The learnt curvatures, layers down and modules across; none where all are fixed at 1."""
+    rows = list(modules.values())
+    depth = range(1 + max((row["layer"] for row in rows), default=0))
+    charts = []
+    for kind in dict.fromkeys(kind for row in rows for kind in row["alphas"]):
+        alphas = {(row["layer"], row["module"]): row["alphas"][kind] for row in rows if kind in row["alphas"]}
+        if all(alpha == 1 for alpha in alphas.values()):
+            continue
+        names = list(dict.fromkeys(module for _, module in alphas))
+        spread = max(0.02, max(abs(alpha - 1) for alpha in alphas.values()))
+        look: dict[str, Any] = {"what": "alpha", "diverging": True, "written": len(depth) < 25}
+        table = [[alphas.get((layer, module)) for module in names] for layer in depth]
+        layers = [f"layer {layer}" for layer in depth]
+        heat = Heat(values=table, x=names, y=layers, bounds=(1 - spread, 1 + spread), **look)
+        text = f"Learnt curvatures of the {kind} gates: above 1 they react more steeply to the input than at first."
+        panel = Panel([heat], title=f"alpha of the {kind} gates")
+        charts.append(Chart(text, panel, height=160 + 24 * len(depth), stem="modulators_alpha"))
+    return charts

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
 from relinear.analysis.analyses import ANALYSES
-from relinear.pages.blocks import Block, Listing, Section, Text, picture_of, read_values, what_ran
+from relinear.pages.blocks import Block, Chart, Listing, Picture, Section, Text, picture_of, read_values, what_ran
 
 __all__ = ["RECORD", "analyses_blocks", "analyses_section"]
 
@@ -54,8 +55,21 @@ def _analysis(folder: Path, name: str, place: str) -> Sequence[Block]:
     where = "" if place in (".", "analysis") else f", {place}"
     path = folder / f"{name}.json"
     blocks: list[Block] = [Text(f"Analysis: {title}{where}", heading=True), Text(module.HOW_TO_READ)]
-    blocks += module.blocks(read_values(path), lambda stem: picture_of(folder / stem))
+    blocks += _with_pictures(module.blocks(read_values(path)), folder)
     text = path.read_text(encoding="utf-8")
     if len(text) <= _LARGEST_LISTING:
         blocks.append(Listing(f"{title}: numbers", text))
     return blocks
+
+
+def _with_pictures(blocks: Sequence[Block], folder: Path) -> list[Block]:
+    """Those of ``blocks`` that have something to show: the picture of a stem stands at the first of its charts."""
+    found: list[Block] = []
+    seen: set[str] = set()
+    for block in blocks:
+        if isinstance(block, Chart | Picture) and block.stem not in seen:
+            seen.add(block.stem)
+            block = dataclasses.replace(block, image=picture_of(folder / block.stem))
+        if not isinstance(block, Picture) or block.image is not None:
+            found.append(block)
+    return found

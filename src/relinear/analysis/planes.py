@@ -5,18 +5,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject
-from relinear.analysis.plots import PALETTE, new_figure, short_name
+from relinear.analysis.analyses import Result, Subject, short_name
 from relinear.clifford import bivector_to_matrix
-from relinear.pages.blocks import Block, Cell, Chart, Row, Table, axes, points
+from relinear.pages.blocks import Block, Cell, Chart, Row, Table
+from relinear.pages.figures import PALETTE, Axis, Panel, Series
 
-__all__ = ["HOW_TO_READ", "applies", "blocks", "plane_angles", "planes", "plot_planes", "run"]
+__all__ = ["HOW_TO_READ", "applies", "blocks", "plane_angles", "planes", "run"]
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
@@ -74,42 +74,25 @@ def run(subject: Subject) -> Result:
         f"{sum(largest) / len(largest):.1f} degrees "
         f"on average, {max(largest):.1f} at most"
     )
-    return Result(found, {"planes": plot_planes(found)}, text)
+    return Result(found, text)
 
 
-def plot_planes(found: Mapping[str, Mapping[str, list[list[float]]]]) -> Any:
-    """All angles of every module, rotors from the left and from the right, a row a module."""
-    figure, (axis,) = new_figure(8.0, 1.6 + 0.28 * len(found))
-    for place, row in enumerate(found.values()):
-        for number, side in enumerate(row):
-            angles = [angle for rotor in row[side] for angle in rotor]
-            height = [place + 0.16 * (2 * number - 1)] * len(angles)
-            axis.scatter(angles, height, s=9, color=PALETTE[number], alpha=0.6, label=side if place == 0 else None)
-    axis.set_yticks(range(len(found)), [short_name(name) for name in found], fontsize=7)
-    axis.invert_yaxis()
-    axis.set_xlabel("angle of a plane (degrees)")
-    axis.legend(loc="lower right", fontsize=8.5)
-    return figure
-
-
-def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) -> list[Block]:
+def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     """What a page shows of ``numbers``: a row a module and side, and every angle."""
-    rows = []
-    data: dict[str, list[tuple[float, str, str]]] = {side: [] for side in SIDES}
+    rows, shown = [], []
     for name, sides in numbers.items():
         for side, rotors in sides.items():
             angles = [angle for rotor in rotors for angle in rotor]
             largest, mean = max(angles, default=0.0), math.fsum(angles) / max(len(angles), 1)
             cells = [Cell(str(len(rotors)), len(rotors)), Cell(f"{largest:.1f}°", largest), Cell(f"{mean:.1f}°", mean)]
             rows.append(Row([Cell(short_name(name), title=name), side, *cells]))
-            data[side] += [(angle, name, f"{name}, {side}: {angle:.2f}°") for angle in angles]
-    traces = []
-    for number, (side, found) in enumerate(data.items()):
-        angles, texts = [angle for angle, *_ in found], [text for *_, text in found]
-        names = [short_name(name) for _, name, _ in found]
-        traces.append(points(side, PALETTE[number], number, angles, names, texts, opacity=0.6))
-    layout = axes("angle of a plane (degrees)", "", xaxis={"rangemode": "tozero"})
-    layout["yaxis"] |= {"type": "category", "autorange": "reversed"}
+    for number, side in enumerate(SIDES):
+        found = [(angle, name) for name in numbers for rotor in numbers[name].get(side, []) for angle in rotor]
+        texts = [f"{name}, {side}: {angle:.2f}°" for angle, name in found]
+        place: dict[str, Any] = {"x": [angle for angle, _ in found], "y": [short_name(name) for _, name in found]}
+        look: dict[str, Any] = {"mode": "points", "opacity": 0.6, "texts": texts}
+        shown.append(Series(name=side, colour=PALETTE[number], number=number, **place, **look))
+    panel = Panel(shown, Axis(title="angle of a plane (degrees)", from_zero=True), Axis(rows=True))
     text = "Every angle of every rotor, a row a module: what lies at 0 turns nothing."
-    chart = Chart(text, {"data": traces, "layout": layout}, image_of("planes"), 160 + 22 * len(numbers))
+    chart = Chart(text, panel, height=160 + 22 * len(numbers), stem="planes")
     return [chart, Table(["rotors", "side", "count", "largest angle", "mean angle"], rows, (0, 1))]

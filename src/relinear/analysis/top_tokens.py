@@ -6,18 +6,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject
-from relinear.analysis.plots import PALETTE, new_figure, plain_text, short_name
+from relinear.analysis.analyses import Result, Subject, short_name
 from relinear.analysis.recording import gated_operators, record_gates
-from relinear.pages.blocks import Block, Cell, Chart, Row, Table, Text, axes, points
+from relinear.pages.blocks import Block, Cell, Chart, Row, Table, Text
+from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
 
-__all__ = ["HOW_TO_READ", "applies", "blocks", "plot_top_tokens", "run", "top_tokens"]
+__all__ = ["HOW_TO_READ", "applies", "blocks", "run", "top_tokens"]
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
@@ -25,7 +25,7 @@ HOW_TO_READ = (
     "stands for one kind of token, near it that the list is an accident."
 )
 
-SHOWN = 12  # gates in the figure and in print
+SHOWN = 12  # gates in print
 
 
 def top_tokens(
@@ -97,7 +97,7 @@ def applies(model: nn.Module) -> bool:
 
 
 def run(subject: Subject) -> Result:
-    """Top tokens of every basis gate; the figure shows the gates with the largest lift of the middle layer."""
+    """Top tokens of every basis gate; the text names the gates with the largest lift of the middle layer."""
     found: dict[str, list[dict[str, Any]]] = top_tokens(subject.model, subject.ids)
     for gates in found.values():
         for gate in gates:
@@ -115,47 +115,22 @@ def run(subject: Subject) -> Result:
     for k in chosen:
         gate = found[layer][k]
         lines.append(f"  gate {k:3d}  purity {gate['purity']:.2f} ({gate['base_rate']:.2f})  {'  '.join(gate['text'])}")
-    return Result({"layers": found}, {"top_tokens": plot_top_tokens(found[layer], chosen, layer)}, "\n".join(lines))
-
-
-def plot_top_tokens(gates: list[dict[str, Any]], chosen: list[int], layer: str) -> Any:
-    """Purity of the chosen gates beside what chance would give, with their tokens written at the bars."""
-    figure, (axis,) = new_figure(9.0, 1.2 + 0.36 * len(chosen))
-    rows = range(len(chosen))
-    axis.barh(rows, [gates[k]["purity"] for k in chosen], color=PALETTE[0], height=0.62, label="purity")
-    axis.barh(rows, [gates[k]["base_rate"] for k in chosen], color="#B0B0B0", height=0.62, label="by chance")
-    for row, k in enumerate(chosen):
-        axis.text(
-            1.02, row, "   ".join(plain_text(text) for text in gates[k]["text"]), va="center", fontsize=9, clip_on=False
-        )
-    axis.set_yticks(list(rows), [f"gate {k}" for k in chosen], fontsize=8.5)
-    axis.invert_yaxis()
-    axis.set_xlim(0, 1)
-    axis.set_xlabel("share of the gate's top positions at which one of its five tokens stands")
-    axis.set_title(f"Tokens that open the basis gates of {layer}", loc="left")
-    axis.legend(loc="lower right", bbox_to_anchor=(1.6, 1.0), ncols=2, fontsize=8.5, frameon=False)
-    return figure
+    return Result({"layers": found}, "\n".join(lines))
 
 
 LISTED = 200  # gates in the table of a page
 
 
-def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) -> list[Block]:
+def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     """What a page shows of ``numbers``: purity against chance for every gate, and those of largest lift by name."""
     gates = [(name, k, gate) for name, layer in numbers["layers"].items() for k, gate in enumerate(layer)]
     gates.sort(key=lambda found: found[2]["base_rate"] - found[2]["purity"])
     texts = [f"{name}, gate {k}: {'  '.join(gate['text'])}" for name, k, gate in gates]
     chance, purity = ([round(gate[key], 4) for _, _, gate in gates] for key in ("base_rate", "purity"))
-    dots = points("gates", PALETTE[0], 0, chance, purity, texts, showlegend=False, opacity=0.6)
-    layout = axes(
-        "share of all positions (chance)", "purity", yaxis={"rangemode": "tozero"}, xaxis={"rangemode": "tozero"}
-    )
-    layout["shapes"] = [
-        {"type": "line", "x0": 0, "y0": 0, "x1": 1, "y1": 1, "line": {"color": "#7F7F7F", "dash": "dash"}}
-    ]
-    top = max(chance, default=1.0)
-    layout["xaxis"]["range"] = [0, 1.1 * top or 1]
-    layout["yaxis"]["range"] = [0, 1.05]
+    look: dict[str, Any] = {"mode": "points", "opacity": 0.6, "legend": False}
+    dots = Series(name="gates", colour=PALETTE[0], x=chance, y=purity, texts=texts, **look)
+    bottom = Axis(title="share of all positions (chance)", bounds=(0, 1.1 * max(chance, default=1.0) or 1))
+    panel = Panel([dots], bottom, Axis(title="purity", bounds=(0, 1.05)), [Guide()])
     text = (
         "Every gate: how pure its highest positions are against what chance gives (dashed). Point at a dot "
         "for its tokens."
@@ -173,7 +148,7 @@ def blocks(numbers: Mapping[str, Any], image_of: Callable[[str], str | None]) ->
     ]
     head = ["layer", "gate", "tokens", *_COLUMNS.values()]
     said = f"The {len(rows)} gates of largest lift of {len(gates)}." if len(gates) > len(rows) else ""
-    chart = Chart(text, {"data": [dots], "layout": layout}, image_of("top_tokens"))
+    chart = Chart(text, panel, stem="top_tokens")
     return [chart, Table(head, rows, (0, 2)), *([Text(said, soft=True)] if said else [])]
 
 

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from relinear.analysis.plots import colours
 from relinear.bench.operators import DENSE, phase_of
-from relinear.pages.blocks import (
-    Block,
-    Cell,
-    Chart,
-    Listing,
-    Row,
-    Section,
-    Table,
-    Text,
-    as_yaml,
-    axes,
-    points,
-    what_ran,
-)
+from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text, as_yaml, what_ran
+from relinear.pages.drawn import save_panels
+from relinear.pages.figures import Axis, Guide, Panel, Series, colours
 
-__all__ = ["layers_section", "models_section"]
+__all__ = ["draw_layers", "layers_section", "models_section"]
 
 
 def layers_section(values: Mapping[str, Any], image: str | None = None) -> Section:
@@ -66,27 +55,44 @@ def _by_tokens(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str], im
     """A figure for every number of tokens: a row a layer, a dot a shape, dtype, mode and pass."""
     charts: list[Chart] = []
     timed = [row for row in rows if row.get("ratio")]
-    names = list(palette)
     for tokens in sorted({row["tokens"] for row in timed}, reverse=True):
-        data = []
-        for row in timed:
-            if row["tokens"] != tokens:
-                continue
-            name = row["contender"]
-            case = f"{row['in_features']} → {row['out_features']}, {row['dtype']}, {row['mode']}, {phase_of(row)}"
-            dot = points(name, palette[name], 0, [row["ratio"]], [name], [f"{name}: {row['ratio']:.3f} ({case})"])
-            hollow = "circle" if phase_of(row) == "forward" else "circle-open"
-            data.append(dot | {"marker": {"symbol": hollow, "size": 9}, "showlegend": False})
-        layout = axes("time / dense", "", xaxis={"type": "log"})
-        layout["yaxis"] |= {"type": "category", "autorange": "reversed"}
-        layout["shapes"] = [{"type": "line", "x0": 1, "x1": 1, "yref": "paper", "y0": 0, "y1": 1, "line": _ONE}]
+        panel = _panel([row for row in timed if row["tokens"] == tokens], palette)
         many = f"{tokens:,} token{'s' * (tokens > 1)}"
         text = f"{many}, every shape and dtype; filled: forward, open: with backward. Left of 1 is faster."
-        charts.append(Chart(text, {"data": data, "layout": layout}, None if charts else image, 140 + 34 * len(names)))
+        charts.append(Chart(text, panel, None if charts else image, 140 + 34 * len(palette)))
     return charts
 
 
-_ONE = {"color": "#7F7F7F", "width": 1.2, "dash": "dash"}
+def _panel(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str], title: str = "") -> Panel:
+    """Times relative to dense: a row a layer, a dot a row of the record."""
+    shown = []
+    for name in palette:
+        for row in (row for row in rows if row["contender"] == name):
+            case = f"{row['in_features']} → {row['out_features']}, {row['dtype']}, {row['mode']}, {phase_of(row)}"
+            look: dict[str, Any] = {"mode": "points", "size": 9, "hollow": phase_of(row) != "forward", "legend": False}
+            texts = [f"{name}: {row['ratio']:.3f} ({case})"]
+            shown.append(Series(name=name, colour=palette[name], x=[row["ratio"]], y=[name], texts=texts, **look))
+    bottom = Axis(title="time / dense", log=True, ticks={tick: f"{tick:g}" for tick in (0.05, 0.2, 1, 5)})
+    return Panel(shown, bottom, Axis(rows=True), [Guide(x=1)], title)
+
+
+def draw_layers(rows: Sequence[Mapping[str, Any]], stem: str | Path) -> None:
+    """Draw the rows of bench.json as STEM.png and .svg: one panel a shape and dtype, at the most tokens."""
+    most = max(row["tokens"] for row in rows)
+    shown = [row for row in rows if row["tokens"] == most and row["contender"] != DENSE and row.get("ratio")]
+    palette = colours([{"name": name} for name in dict.fromkeys(row["contender"] for row in shown)])
+    cases = {(row["dtype"], -row["in_features"] * row["out_features"], row["in_features"]) for row in shown}
+    panels = []
+    for dtype, size, wide in sorted(cases):
+        found = [
+            r
+            for r in shown
+            if (r["dtype"], -r["in_features"] * r["out_features"], r["in_features"]) == (dtype, size, wide)
+        ]
+        panels.append(_panel(found, palette, f"{wide} → {-size // wide}, {dtype}"))
+    if panels:
+        title = f"time relative to dense nn.Linear, {most:,} tokens (filled: forward, open: with backward)"
+        save_panels(panels, stem, title)
 
 
 def models_section(values: Mapping[str, Any]) -> Section:
@@ -94,7 +100,7 @@ def models_section(values: Mapping[str, Any]) -> Section:
     names = list(dict.fromkeys(row["variant"] for row in values["rows"]))
     palette = colours([{"name": name, "dense": name == DENSE} for name in names])
     head = ["variant", "dtype", "mode", "pass", "batch", "parameters", "tokens / s", "speed / dense", "quartiles"]
-    rows, data = [], []
+    rows, shown = [], []
     for row in values["rows"]:
         mode = "compiled" if row["compiled"] else "eager"
         case = f"{row['dtype']}, {mode}, {phase_of(row)}, batch {row['batch_size']}"
@@ -109,11 +115,10 @@ def models_section(values: Mapping[str, Any]) -> Section:
         ]
         rows.append(Row(cells, row["variant"], palette[row["variant"]]))
         name, text = row["variant"], f"{row['variant']}: {row['speedup']:.3f} ({case})"
-        dot = points(name, palette[name], 0, [row["speedup"]], [case], [text], showlegend=False)
-        data.append(dot)
-    layout = axes("speed / stock", "")
-    layout["yaxis"] |= {"type": "category", "autorange": "reversed"}
-    figure, height = {"data": data, "layout": layout}, 140 + 34 * len({trace["y"][0] for trace in data})
+        look: dict[str, Any] = {"mode": "points", "texts": [text], "legend": False}
+        shown.append(Series(name=name, colour=palette[name], x=[row["speedup"]], y=[case], **look))
+    panel = Panel(shown, Axis(title="speed / stock"), Axis(rows=True))
+    height = 140 + 34 * len({series.y[0] for series in shown})
     preset = (
         values["settings"]["preset"] if "settings" in values else values["rows"][0]["preset"]
     )  # older ones have none
@@ -121,7 +126,7 @@ def models_section(values: Mapping[str, Any]) -> Section:
         Text(f"Whole models of the preset {preset}: above 1 is faster than the stock model."),
         Text("Results", heading=True),
         Table(head, rows, (0, 1, 2, 3)),
-        Chart("Speed relative to the stock model, a dot a variant: right of 1 is faster.", figure, None, height),
+        Chart("Speed relative to the stock model, a dot a variant: right of 1 is faster.", panel, None, height),
         *_end(values),
     ]
     return Section("Models against dense", "bench", blocks, palette)

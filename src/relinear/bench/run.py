@@ -164,9 +164,9 @@ def run_bench(
             row["ratio_untuned"] = ratios.get(key_of(row))
     result = {"settings": settings.model_dump(), "command": command_line(), "machine": describe_machine()} | tuned
     write_json(out_dir / "bench.json", result)
-    from relinear.bench.plots import plot_bench
+    from relinear.bench.page import draw_layers
 
-    plot_bench(result["rows"], out_dir / "bench")
+    draw_layers(result["rows"], out_dir / "bench")
     return result
 
 

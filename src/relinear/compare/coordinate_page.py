@@ -7,27 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from relinear.analysis.plots import PALETTE, new_figure, save_figure
 from relinear.compare.coordinates import FLAT, KINDS, PARAMETRIZATIONS
-from relinear.pages.blocks import (
-    Block,
-    Cell,
-    Chart,
-    Row,
-    Section,
-    Table,
-    Text,
-    axes,
-    line,
-    picture_of,
-    read_values,
-    what_ran,
-)
+from relinear.pages.blocks import Block, Cell, Chart, Row, Section, Table, Text, picture_of, read_values, what_ran
+from relinear.pages.drawn import save_panels
+from relinear.pages.figures import PALETTE, Axis, Panel, Series
 
-__all__ = ["FILE", "coordinates_section", "coordinates_text", "logarithmic", "write_plot"]
+__all__ = ["FILE", "coordinates_section", "coordinates_text", "write_plot"]
 
 FILE = "coordinates.json"
 _STEM = "coordinates"
+#: colours of the first and the last step
+_EARLY, _LATE = (0xC9, 0xD9, 0x4B), (0x44, 0x0A, 0x54)
 _PAGE_COLOURS = dict(zip(PARAMETRIZATIONS, PALETTE[1::-1], strict=True))
 _HOW_TO_READ = (
     "The root mean square of what each kind of module returns, over tokens and channels, at every width: flat lines "
@@ -63,38 +53,22 @@ def _factor(spread: float | None) -> str:
 
 def write_plot(found: Mapping[str, Any], out: str | Path) -> None:
     """``coordinates.png`` and ``.svg`` in ``out``: a row a parametrisation, a panel a kind, a line a step."""
-    from matplotlib import colormaps
-
-    figure, panels = new_figure(11, 5.2, len(KINDS), rows=2 * len(KINDS), sharex=True, sharey="col")
-    shades = colormaps["viridis_r"]
-    for place, panel in enumerate(panels):
-        name, kind = PARAMETRIZATIONS[place // len(KINDS)], KINDS[place % len(KINDS)]
-        values = found["parametrizations"][name][kind]
-        for step in range(found["steps"] + 1):
-            heights = [math.nan if scale[step] is None else scale[step] for scale in values["scale"]]
-            colour = shades(0.15 + 0.85 * step / found["steps"])
-            panel.plot(found["widths"], heights, "o-", color=colour, linewidth=1.4, markersize=3.5, label=f"{step}")
-        logarithmic(panel, found["widths"])
-        panel.set_title(f"{name}: {kind}\n(factor {_factor(values['spread'])})", fontsize=9)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, title="step", loc="outside right center", frameon=False, fontsize=8)
-    figure.supxlabel("width", fontsize=10)
-    figure.supylabel("root mean square", fontsize=10)
-    save_figure(figure, Path(out) / _STEM)
+    save_panels([_steps(found, name, kind) for name in PARAMETRIZATIONS for kind in KINDS], Path(out) / _STEM)
 
 
-def logarithmic(panel: Any, widths: Sequence[int]) -> None:
-    """Logarithmic axes: the widths below, round numbers at the side, also where they span less than a decade."""
-    from matplotlib.ticker import LogLocator, StrMethodFormatter
+def _steps(found: Mapping[str, Any], name: str, kind: str) -> Panel:
+    values, shown = found["parametrizations"][name][kind], []
+    for step in range(found["steps"] + 1):
+        share = step / found["steps"]
+        shade = "#" + "".join(f"{round(l + share * (d - l)):02x}" for l, d in zip(_EARLY, _LATE, strict=True))
+        heights = [math.nan if scale[step] is None else scale[step] for scale in values["scale"]]
+        shown.append(Series(name=f"step {step}", colour=shade, x=found["widths"], y=heights, size=5))
+    return Panel(shown, *_axes(found["widths"]), title=f"{name}: {kind} (factor {_factor(values['spread'])})")
 
-    panel.set_xscale("log", base=2)
-    panel.set_yscale("log")
-    panel.set_xticks(widths, [f"{width}" for width in widths])
-    low, high = panel.get_ylim()
-    if high < 50 * low:
-        panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    panel.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    panel.minorticks_off()
+
+def _axes(widths: Sequence[int]) -> tuple[Axis, Axis]:
+    ticks = {float(width): f"{width}" for width in widths}
+    return Axis(title="width", log=True, ticks=ticks), Axis(title="root mean square", log=True)
 
 
 def coordinates_section(directory: Path) -> Section:
@@ -116,9 +90,10 @@ def coordinates_section(directory: Path) -> Section:
 
 
 def _figure(found: Mapping[str, Any], kind: str) -> Chart:
-    data: list[dict[str, Any]] = []
+    shown = []
     for number, name in enumerate(PARAMETRIZATIONS):
         heights = [scale[-1] for scale in found["parametrizations"][name][kind]["scale"]]
-        data += line(name, _PAGE_COLOURS[name], number, found["widths"], heights)
-    layout = axes("width", "root mean square", xaxis={"type": "log"}, yaxis={"type": "log"})
-    return Chart(f"{kind.capitalize()} after step {found['steps']}.", {"data": data, "layout": layout}, beside=True)
+        shown.append(Series(name=name, colour=_PAGE_COLOURS[name], number=number, x=found["widths"], y=heights))
+    return Chart(
+        f"{kind.capitalize()} after step {found['steps']}.", Panel(shown, *_axes(found["widths"])), beside=True
+    )

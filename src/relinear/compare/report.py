@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
 import pydantic
 from typing_extensions import TypedDict  # pydantic asks for it before Python 3.12
 
+from relinear.compare import figures
 from relinear.core.config import shown
 from relinear.core.settings import readable
 from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text, as_yaml, picture_of, what_ran
+from relinear.pages.drawn import save_panels
+from relinear.pages.figures import Panel, colours
 from relinear.pages.page import write_page
 from relinear.system.files import read_json
 
@@ -34,7 +37,7 @@ RESULTS = "results.json"
 REPORT = "report.html"
 FORMAT = 1
 
-# name of the figure -> what it shows; all but ``gaps`` are also drawn by the function of the name in compare.plots
+# stem of the figure -> what it shows
 _FIGURES = {
     "curves": "Validation loss against training tokens, one line an entry: the mean of seeds and their range.",
     "gaps": "Validation loss less that of the dense entry while training: below 0 is better than dense.",
@@ -43,7 +46,6 @@ _FIGURES = {
     "budgets": "Gap to the reference against the budget, one line an entry, with 95 % intervals.",
     "tuning": "Validation loss of the tuning runs against the learning rate, one line an entry.",
 }
-_STATIC = tuple(name for name in _FIGURES if name != "gaps")
 
 
 # What the table, the page and the plots read of results.json; more may be there. Numbers are finite.
@@ -162,35 +164,27 @@ def write_report(directory: str | Path) -> Path:
 
 def results_section(directory: str | Path) -> Section:
     """What a page says of a comparison; draws the plots beside ``results.json``. Raises as ``read_results``."""
-    from relinear.analysis.plots import colours
-    from relinear.compare import charts
-
     directory = Path(directory)
     results = read_results(directory)
     entries = results["entries"]
     palette = colours([entry | {"dense": entry["name"] == _dense(results)} for entry in entries])
-    _draw(directory / "plots", results)
-    live = {
-        "curves": charts.curves(entries, palette, results.get("ngram")),
-        "gaps": charts.gaps(entries, palette, _dense(results)),
-        **charts.pareto(entries, palette),
-        "speeds": charts.speeds(entries, palette),
-        "budgets": charts.budgets(entries, palette, results.get("budgets"), results.get("reference")),
-        "tuning": charts.tuning(entries, palette),
+    panels = {
+        "curves": figures.curves(entries, palette, results.get("ngram")),
+        "gaps": figures.gaps(entries, palette, _dense(results)),
+        "pareto": figures.pareto(entries, palette),
+        "speeds": figures.speeds(entries, palette),
+        "budgets": figures.budgets(entries, palette, results.get("budgets"), results.get("reference")),
+        "tuning": figures.tuning(entries, palette),
     }
-    figures: list[Block] = []
-    for name, figure in live.items():
-        front = name not in _FIGURES
-        image = picture_of(directory / "plots" / name)
-        if name == "parameters":
-            image = picture_of(directory / "plots" / "pareto")  # one picture of several panels
-        if figure is not None:
-            text = _FIGURES["pareto"].format(name) if front else _FIGURES[name]
-            figures.append(Chart(text, figure, image, 340 if name == "speeds" else 440, beside=front))
+    charts = [
+        chart
+        for stem, found in panels.items()
+        for chart in _charts(directory / "plots" / stem, found, _FIGURES[stem], 340 if stem == "speeds" else 440)
+    ]
     matched = [Text(results["match"]["text"])] if results["match"]["by"] != "none" else []
     blocks: list[Block] = [Text(results["description"])] if results["description"] else []
     blocks += [Text(results["budget"]), *matched, Text("Results", heading=True), _table(results, palette)]
-    blocks += [Text(" ".join(results["notes"]), soft=True), *_budgets(results), *figures]
+    blocks += [Text(" ".join(results["notes"]), soft=True), *_budgets(results), *charts]
     blocks += [Text("Entries", heading=True), _operators(results, palette), Text("Every setting", heading=True)]
     if results.get("recipe"):
         blocks.append(Listing("recipe, as given", as_yaml(results["recipe"])))
@@ -211,14 +205,15 @@ def _dense(results: Mapping[str, Any]) -> str | None:
     return named or next((e["name"] for e in results["entries"] if e["operators"] == "dense"), None)
 
 
-def _draw(folder: Path, results: Mapping[str, Any]) -> None:
-    from relinear.analysis.plots import save_figure
-    from relinear.compare import plots
-
-    for name in _STATIC:
-        figure = getattr(plots, name)(results["entries"], **_more(name, results))
-        if figure is not None:
-            save_figure(figure, folder / name)
+def _charts(stem: Path, panels: Sequence[Panel], text: str, height: int = 440) -> list[Chart]:
+    """Draw ``panels`` as STEM.png and .svg, ``gaps`` aside; return their charts, the picture at the first of them."""
+    if panels and stem.name != "gaps":
+        save_panels(panels, stem)
+    image, beside = picture_of(stem), len(panels) > 1
+    return [
+        Chart(text.format(panel.x.title), panel, image if place == 0 else None, height, beside)
+        for place, panel in enumerate(panels)
+    ]
 
 
 def _ran(results: Mapping[str, Any]) -> list[Block]:
@@ -294,20 +289,13 @@ def _operators(results: Mapping[str, Any], palette: Mapping[str, str]) -> Table:
 
 def scale_section(directory: str | Path) -> Section:
     """What a page says of ``scale.json``; draws its plot. Raises as ``read_scale``."""
-    from relinear.analysis.plots import colours
-    from relinear.compare import charts
     from relinear.compare.scaling import AXES, read_scale
 
     results = read_scale(directory)
-    image = picture_of(write_scale_plot(directory).with_suffix(""))
     entries = results["entries"]
-    # dense models share a colour in the picture, where line and marker tell them apart: here each has its own
     palette = colours([{"name": entry["name"]} for entry in entries])
-    live = [
-        Chart(f"Loss against {title}: a point a size, and every entry's power law.", figure, image)
-        for axis, title in AXES.items()
-        if (figure := charts.scaling(entries, palette, axis, title)) is not None
-    ]
+    text = "Loss against {}: a point a size, and every entry's power law."
+    live = _charts(Path(directory) / "plots" / "scale", figures.scaling(entries, AXES), text)
     widths = [str(point["width"]) for point in entries[0]["points"]]
     rows = []
     for entry in entries:
@@ -326,19 +314,10 @@ def scale_section(directory: str | Path) -> Section:
 
 def write_scale_plot(directory: str | Path) -> Path:
     """Draw plots/scale.png and .svg beside ``scale.json``; returns the picture. Raises as ``read_scale``."""
-    from relinear.analysis.plots import save_figure
-    from relinear.compare import plots
-    from relinear.compare.scaling import read_scale
+    from relinear.compare.scaling import AXES, read_scale
 
-    directory = Path(directory)
-    return save_figure(plots.scaling(read_scale(directory)), directory / "plots" / "scale")[0]
-
-
-def _more(figure: str, results: Mapping[str, Any]) -> dict[str, Any]:
-    """What a figure shows beside the entries."""
-    if figure == "budgets":
-        return {"budgets": results.get("budgets"), "reference": results.get("reference")}
-    return {"ngram": results.get("ngram")} if figure == "curves" else {}
+    panels = figures.scaling(read_scale(directory)["entries"], AXES)
+    return save_panels(panels, Path(directory) / "plots" / "scale")[0]
 
 
 def number(value: float | None, digits: int = 3) -> str:

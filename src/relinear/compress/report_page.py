@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,15 @@ from typing import Any
 from relinear.compress.corrections import layer_type
 from relinear.core.operator import OperatorConfig
 from relinear.pages import page as pages
-from relinear.pages.blocks import PALETTE, Chart, Part, Section, axes, what_ran
-from relinear.pages.blocks import points as traces
+from relinear.pages.blocks import Chart, Part, Section, what_ran
+from relinear.pages.drawn import data_uri
+from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
 
 __all__ = ["report_section", "write_page"]
 
 TEMPLATE = "compress/report.html"
-#: pixels of a cell of the plan's picture, of its labels, and of the side of the plot of predictions
-CELL, LABELS, PLOT = 26, 110, 300
+#: pixels of a cell of the plan's picture, and of its labels
+CELL, LABELS = 26, 110
 
 
 def write_page(path: str | Path, report: Mapping[str, Any]) -> Path:
@@ -36,8 +36,7 @@ def report_section(report: Mapping[str, Any]) -> Section:
             "report": report,
             "picture": _picture(report["layers"]),
             "types": _by_type(report["layers"]),
-            "plot": _plot(report["points"]),
-            "chart": _chart(report["points"]),
+            "chart": _chart(report["points"]) if report["points"] else None,
         }
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"this is no report of a compression ({error!r}); carry out the compression again") from None
@@ -51,16 +50,15 @@ def _chart(points: Sequence[Mapping[str, Any]]) -> Chart:
     texts = [
         f"{point['name']}: predicted {point['predicted']:.4g}, measured {point['measured']:.4g}" for point in shown
     ]
-    ends = [min([*x, *y], default=0.1), max([*x, *y], default=1.0)]
-    style = {"dash": "dot", "color": PALETTE[-1], "width": 1}
-    diagonal = {"type": "line", "x0": ends[0], "y0": ends[0], "x1": ends[1], "y1": ends[1], "line": style}
-    log = {"type": "log"}
-    layout = axes("predicted nats a token", "measured nats a token", xaxis=log, yaxis=log, shapes=[diagonal])
-    data = [traces("layers", PALETTE[0], 0, x, y, texts, showlegend=False)]
+    ends = min([*x, *y], default=0.1), max([*x, *y], default=1.0)
+    axes = [Axis(title=f"{what} nats a token", log=True, bounds=ends) for what in ("predicted", "measured")]
+    dots = Series(name="layers", colour=PALETTE[0], x=x, y=y, texts=texts, mode="points", legend=False)
+    panel = Panel([dots], axes[0], axes[1], [Guide()])
     return Chart(
-        "Single layers tried by themselves: on the dotted line the prediction was right, above it too low. "
+        "Single layers tried by themselves: on the dashed line the prediction was right, above it too low. "
         "Layers that did not rise are in the table alone.",
-        {"data": data, "layout": layout},
+        panel,
+        data_uri([panel]),
     )
 
 
@@ -129,27 +127,3 @@ def _by_type(layers: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def _plot(points: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Predicted against measured nats on logarithmic axes; points that did not rise lie on the lower edge."""
-    if not points:
-        return None
-    values = [value for point in points for value in (point["predicted"], point["measured"]) if value > 0] or [1.0]
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)) + 1e-9)
-    low = min(low, high - 1)
-
-    def place(value: float) -> float:
-        share = (math.log10(value) - low) / (high - low) if value > 0 else 0.0
-        return PLOT * min(max(share, 0.0), 1.0)
-
-    dots = [
-        {
-            "x": place(point["predicted"]),
-            "y": PLOT - place(point["measured"]),
-            "title": f"{point['name']}: predicted {point['predicted']:.4g}, measured {point['measured']:.4g} nats",
-        }
-        for point in points
-    ]
-    ticks = [{"at": PLOT * i / (high - low), "text": f"1e{low + i}"} for i in range(high - low + 1)]
-    return {"dots": dots, "ticks": ticks, "side": PLOT}

@@ -5,21 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from relinear.pages.blocks import (
-    PALETTE,
-    Block,
-    Cell,
-    Chart,
-    Listing,
-    Row,
-    Section,
-    Table,
-    Text,
-    as_yaml,
-    axes,
-    points,
-    what_ran,
-)
+from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text, as_yaml, what_ran
+from relinear.pages.figures import PALETTE, Axis, Panel, Series
 
 __all__ = ["distill_section"]
 
@@ -57,13 +44,11 @@ def _table(layers: list[Mapping[str, Any]], error: str) -> Table:
 
 
 def _chart(layers: list[Mapping[str, Any]], error: str) -> Chart:
-    data = []
+    shown = []
     for number, (key, name) in enumerate((("start_error", "before fitting"), ("error", "after fitting"))):
-        values = [fit[key] for fit in layers]
+        values, places = [fit[key] for fit in layers], list(range(len(layers)))
         texts = [f"{fit['name']}, {name}: {fit[key]:.4g}" for fit in layers]
-        data.append(points(name, PALETTE[1 - number], number, list(range(len(layers))), values, texts))
-    layout = axes("layer, in the order of fitting", error, xaxis={"nticks": 10}, yaxis={"rangemode": "tozero"})
-    return Chart(
-        "Every layer's error before and after fitting; point at a dot for its name.",
-        {"data": data} | {"layout": layout},
-    )
+        look: dict[str, Any] = {"number": number, "mode": "points", "texts": texts}
+        shown.append(Series(name=name, colour=PALETTE[1 - number], x=places, y=values, **look))
+    panel = Panel(shown, Axis(title="layer, in the order of fitting"), Axis(title=error, from_zero=True))
+    return Chart("Every layer's error before and after fitting; point at a dot for its name.", panel)

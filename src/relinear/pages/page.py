@@ -71,7 +71,7 @@ def render(sections: Sequence[Section]) -> str:
 def _charts(block: Block) -> list[Chart]:
     """Figures of a block that can be live."""
     inner = block.values.values() if isinstance(block, Part) else [block]
-    return [chart for chart in inner if isinstance(chart, Chart) and chart.figure is not None]
+    return [chart for chart in inner if isinstance(chart, Chart) and chart.panel is not None]
 
 
 def _breakable(text: str) -> Markup:
@@ -106,10 +106,10 @@ def _keep_figure(block: Chart | Picture, room: int, live: bool) -> tuple[Chart |
     """The block, without its figure if that has no room, and the bytes that it takes."""
     from markupsafe import escape
 
-    if not live or not isinstance(block, Chart) or block.figure is None:
+    if not live or not isinstance(block, Chart) or block.panel is None:
         return block, 0
     size = len(escape(json.dumps(block.figure)))
-    return (block, size) if size <= room else (dataclasses.replace(block, figure=None), 0)
+    return (block, size) if size <= room else (dataclasses.replace(block, panel=None), 0)
 
 
 def _keep_image(block: Chart | Picture, room: int, live: bool) -> tuple[Chart | Picture, int]:
@@ -120,6 +120,6 @@ def _keep_image(block: Chart | Picture, room: int, live: bool) -> tuple[Chart | 
 
 def _shown(block: Block, live: bool) -> TypeGuard[Chart | Picture]:
     """Whether a block is a figure or a picture that the page shows."""
-    if isinstance(block, Chart) and live and block.figure is not None:
+    if isinstance(block, Chart) and live and block.panel is not None:
         return True
     return isinstance(block, Chart | Picture) and block.image is not None

@@ -5,21 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from relinear.pages.blocks import (
-    PALETTE,
-    Block,
-    Chart,
-    Facts,
-    Listing,
-    Section,
-    Text,
-    as_yaml,
-    axes,
-    in_words,
-    line,
-    read_values,
-    what_ran,
-)
+from relinear.pages.blocks import Block, Chart, Facts, Listing, Section, Text, as_yaml, in_words, read_values, what_ran
+from relinear.pages.figures import PALETTE, Axis, Panel, Series
 from relinear.train.callbacks import read_metrics
 
 __all__ = ["run_section"]
@@ -31,19 +18,19 @@ def run_section(directory: Path) -> Section:
     settings = record["settings"]
     metrics = directory / "metrics.jsonl"
     rows = read_metrics(metrics) if metrics.is_file() else []
-    curves: list[dict[str, Any]] = []
+    curves: list[Series] = []
     for number, (key, name) in enumerate((("loss", "training loss"), ("validation_loss", "validation loss"))):
         found = [(row["tokens"], row[key]) for row in rows if row.get(key) is not None]
         if len(found) > 1:
             x, y = zip(*found, strict=True)
-            curves += line(name, PALETTE[number], number, x, y)
+            curves.append(Series(name=name, colour=PALETTE[number], number=number, x=x, y=y))
     blocks: list[Block] = [Text(f"The run is {record.get('status', 'unfinished')}.")]
     if isinstance(record.get("result"), dict):
         kept = dict(_fact(name, value) for name, value in record["result"].items() if _number(value))
         blocks += [Text("Results", heading=True), Facts(kept)]
     if curves:
-        figure = {"data": curves, "layout": axes("training tokens", "loss (nats per token)")}
-        blocks.append(Chart("Loss against training tokens.", figure))
+        panel = Panel(curves, Axis(title="training tokens"), Axis(title="loss (nats per token)"))
+        blocks.append(Chart("Loss against training tokens.", panel))
     facts = {
         "model": str(settings.get("model")),
         "steps": f"{settings.get('steps')}",

@@ -1,0 +1,248 @@
+"""The figures of a comparison, described once for the page and the files in ``plots/``: a colour an entry in all.
+
+Every function takes the entries of ``results.json`` (of ``scale.json``) and returns panels, none where there is nothing
+to show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from relinear.pages.figures import GUIDE, REFERENCE, Axis, Guide, Panel, Series, colours
+
+__all__ = ["budgets", "curves", "gaps", "mean_curve", "pareto", "pareto_front", "scaling", "speeds", "tuning"]
+
+Entry = Mapping[str, Any]
+Colours = Mapping[str, str]
+LOSS = "validation loss (nats per token)"
+
+
+def curves(entries: Sequence[Entry], palette: Colours, ngram: Mapping[str, Any] | None = None) -> list[Panel]:
+    """Validation loss against training tokens, mean over seeds, with the band from the lowest to the highest seed.
+
+    ``ngram`` (of ``results.json``) is a line across: what counting comes to with as many tokens.
+    """
+    shown: list[Series] = []
+    bounds: list[tuple[float, float]] = []
+    for number, entry in enumerate(entries):
+        curve = mean_curve(entry)
+        if len(curve) < 2:
+            continue
+        x, mean, lowest, highest = zip(*curve, strict=True)
+        shown.append(
+            _line(entry["name"], palette, number, x, mean, lowest, highest, f"{entry['name']}  {mean[-1]:.3f}")
+        )
+        # the first steps span most of the range and show nothing about the operators
+        later = [h for place, h in zip(x, highest, strict=True) if place >= (0.15 if len(x) > 4 else 0) * x[-1]]
+        bounds.append((min(lowest), max(later)))
+    if not shown:
+        return []
+    low, high = min(b[0] for b in bounds), max(b[1] for b in bounds)
+    guides = []
+    if ngram is not None:
+        counted = ngram["validation_loss"]
+        low, high = min(low, counted), max(high, counted)
+        guides = [Guide(y=counted, text=f"{ngram['order']}-grams  {counted:.3f}")]
+    last = max(series.x[-1] for series in shown)
+    return [Panel(shown, _tokens("training tokens", last), Axis(title=LOSS, bounds=_wider(low, high)), guides)]
+
+
+def gaps(entries: Sequence[Entry], palette: Colours, reference: str | None) -> list[Panel]:
+    """Gap to the reference while training, mean over seeds: where all seeds of both were evaluated."""
+    base = next((entry for entry in entries if entry["name"] == reference), None)
+    if base is None:
+        return []
+    losses = {tokens: mean for tokens, mean, *_ in mean_curve(base)}
+    shown: list[Series] = []
+    ends = [0.0]
+    for number, entry in enumerate(entries):
+        found = [(x, mean - losses[x]) for x, mean, *_ in mean_curve(entry) if x in losses]
+        if entry is base or len(found) < 2:
+            continue
+        x, y = zip(*found, strict=True)
+        shown.append(_line(entry["name"], palette, number, x, y, label=f"{entry['name']}  {y[-1]:+.3f}"))
+        ends += y[len(y) // 4 :]
+    if not shown:
+        return []
+    side = Axis(title=f"validation loss less {reference}'s", bounds=_wider(min(ends), max(ends)))
+    return [Panel(shown, _tokens("training tokens", max(s.x[-1] for s in shown)), side, [Guide(y=0)])]
+
+
+def pareto(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
+    """Validation loss against parameters, FLOPs a token and, where measured, time a token: a panel each.
+
+    A grey line joins the entries that no other beats in both.
+    """
+    sizes = {
+        "parameters": {e["name"]: e["parameters"] for e in entries},
+        "forward FLOPs per token": {e["name"]: e["flops_per_token"] for e in entries},
+        "training µs per token": {e["name"]: 1e6 / e["speed"]["train_tokens_per_second"] for e in entries if _timed(e)},
+    }
+    panels = []
+    for title, places in sizes.items():
+        shown = [(number, entry) for number, entry in enumerate(entries) if entry["name"] in places]
+        if not shown:
+            continue
+        spots = [(places[entry["name"]], entry["validation_loss"]["mean"]) for _, entry in shown]
+        x, y = zip(*(spots[i] for i in pareto_front(spots)), strict=True)
+        front = Series(name="front", colour=GUIDE, x=x, y=y, mode="steps", legend=False)
+        points = [_spot(entry, palette, number, places[entry["name"]], title) for number, entry in shown]
+        panels.append(Panel([front, *points], Axis(title=title), Axis(title=LOSS)))
+    return panels
+
+
+def _timed(entry: Entry) -> bool:
+    return bool(entry.get("speed") and entry["speed"]["train_tokens_per_second"] > 0)
+
+
+def _spot(entry: Entry, palette: Colours, number: int, x: float, what: str) -> Series:
+    name, mean, spread = entry["name"], entry["validation_loss"]["mean"], entry["validation_loss"]["spread"]
+    text = f"{name}: {mean:.4f}{'' if spread is None else f' ± {spread:.4f}'}, {x:,.6g} {what}"
+    look: dict[str, Any] = {"number": number, "mode": "points", "size": 10, "label": name}
+    look |= {"low": [mean - spread], "high": [mean + spread]} if spread else {}
+    return Series(name=name, colour=palette[name], x=[x], y=[mean], texts=[text], **look)
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the points that no other point beats in both coordinates (smaller is better), from left to right."""
+    front: list[int] = []
+    for i in sorted(range(len(points)), key=lambda i: points[i]):
+        if not front or points[i][1] < points[front[-1]][1]:
+            front.append(i)
+    return front
+
+
+def speeds(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
+    """Training and inference throughput as ratios to the reference, one row an entry."""
+    timed = [entry for entry in entries if entry.get("speed")]
+    if not timed:
+        return []
+    reference = timed[0]["speed"].get("reference", "dense")
+    shown = []
+    for what, name, number in (("train", "training", 0), ("inference", "inference", 2)):
+        for entry in timed:
+            ratio, rate = entry["speed"][f"{what}_ratio"], entry["speed"][f"{what}_tokens_per_second"]
+            text = f"{entry['name']}, {name}: {ratio:.3f} of {reference}'s, {rate:,.0f} tokens a second"
+            look: dict[str, Any] = {"mode": "points", "size": 11, "hollow": number > 0, "legend": False}
+            place: dict[str, Any] = {"x": [ratio], "y": [entry["name"]], "texts": [text]}
+            shown.append(Series(name=entry["name"], colour=palette[entry["name"]], number=number, **place, **look))
+    title = f"tokens per second / {reference}'s (dot: training, open diamond: inference)"
+    return [Panel(shown, Axis(title=title, from_zero=True), Axis(rows=True), [Guide(x=1)])]
+
+
+def tuning(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
+    """Validation loss of the short tuning runs against the learning rate; the chosen rate is ringed."""
+    shown: list[Series] = []
+    for number, entry in enumerate(entries):
+        trials = _chosen_trials(entry["tuning"]) if entry.get("tuning") else []
+        finite = sorted((t["learning_rate"], t["validation_loss"]) for t in trials if t["validation_loss"] is not None)
+        if finite:
+            name, best = entry["name"], min(finite, key=lambda trial: trial[1])
+            ring = next((trial for trial in finite if trial[0] == entry["learning_rate"]), best)
+            x, y = zip(*finite, strict=True)
+            shown.append(_line(name, palette, number, x, y, label=name))
+            look: dict[str, Any] = {"mode": "points", "size": 14, "hollow": True, "legend": False}
+            text = f"{name}: {ring[0]:.3g} was chosen"
+            shown.append(Series(name=name, colour=palette[name], x=[ring[0]], y=[ring[1]], texts=[text], **look))
+    rates = sorted({place for series in shown for place in series.x})
+    ticks = {rate: f"{rate:.2g}" for rate in rates}
+    return [Panel(shown, Axis(title="learning rate", log=True, ticks=ticks), Axis(title=LOSS))] if shown else []
+
+
+def _chosen_trials(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The short runs at the initialisation and warm-up that were chosen; where there are none, those of full length."""
+    trials = record["trials"] or record.get("full_length", {}).get("trials", [])
+    chosen = {key: record[key] for key in ("initializer_range", "warmup_ratio") if record.get(key) is not None}
+    return [t for t in trials if all(t.get(key) == value for key, value in chosen.items())]
+
+
+def budgets(
+    entries: Sequence[Entry], palette: Colours, found: Sequence[Mapping[str, Any]] | None, reference: str | None
+) -> list[Panel]:
+    """Gap to the reference against the budget, with 95 % intervals; the reference is the line at 0."""
+    if not found or len(found) < 2:
+        return []
+    shown: list[Series] = []
+    x = [budget["tokens"] for budget in found]
+    for number, name in enumerate(entry["name"] for entry in entries if entry.get("gap")):
+        rows = [next(e["gap"] for e in budget["entries"] if e["name"] == name) for budget in found]
+        whole = all(gap["low"] is not None for gap in rows)
+        low, high = ([gap[end] for gap in rows] if whole else None for end in ("low", "high"))
+        means = [gap["mean"] for gap in rows]
+        shown.append(_line(name, palette, number, x, means, low, high, label=f"{name}  {means[-1]:+.3f}"))
+    bottom = Axis(title="training tokens, each with a whole schedule", log=True, ticks={v: _short(v) for v in x})
+    return [Panel(shown, bottom, Axis(title=f"validation loss less {reference}'s"), [Guide(y=0)])]
+
+
+def scaling(entries: Sequence[Entry], axes: Mapping[str, str]) -> list[Panel]:
+    """Of ``scale.json``: loss against training FLOPs and, where measured, time, with every entry's power law.
+
+    ``axes``: what it is against -> its title.
+    """
+    palette = colours([{"name": entry["name"]} for entry in entries])
+    panels = []
+    for axis, title in axes.items():
+        if not entries or not all(entry[axis] for entry in entries):
+            continue
+        shown = []
+        for number, entry in enumerate(entries):
+            x, y = zip(*sorted((p[axis], p["validation_loss"]["mean"]) for p in entry["points"]), strict=True)
+            texts = [f"{entry['name']}: {loss:.4f} at {place:.4g}" for place, loss in zip(x, y, strict=True)]
+            known: dict[str, Any] = {"name": entry["name"], "colour": palette[entry["name"]], "number": number, "x": x}
+            shown.append(Series(**known, y=y, texts=texts, mode="points"))
+            law = [math.exp(entry[axis]["fit"]["log_a"]) * place ** -entry[axis]["fit"]["b"] for place in x]
+            shown.append(Series(**known, y=law, mode="plain", legend=False))
+        panels.append(Panel(shown, Axis(title=title, log=True), Axis(title=LOSS)))
+    return panels
+
+
+def mean_curve(entry: Entry) -> list[tuple[float, float, float, float]]:
+    """(tokens, mean, lowest, highest validation loss) at every step that all seeds have evaluated."""
+    by_step: dict[int, list[tuple[float, float]]] = {}
+    for run in entry["runs"]:
+        for point in run["curve"]:
+            if point.get("validation_loss") is not None:
+                by_step.setdefault(point["step"], []).append((point["tokens"], point["validation_loss"]))
+    points = []
+    for _, values in sorted(by_step.items()):
+        if len(values) == len(entry["runs"]):
+            losses = [loss for _, loss in values]
+            points.append((values[0][0], sum(losses) / len(losses), min(losses), max(losses)))
+    return points
+
+
+def _line(
+    name: str,
+    palette: Colours,
+    number: int,
+    x: Sequence[float],
+    y: Sequence[float],
+    low: Sequence[float] | None = None,
+    high: Sequence[float] | None = None,
+    label: str = "",
+) -> Series:
+    low, high = (None, None) if low == high else (low, high)
+    colour = palette.get(name, REFERENCE)
+    return Series(name=name, colour=colour, number=number, x=x, y=y, low=low, high=high, size=5, label=label)
+
+
+def _wider(low: float, high: float) -> tuple[float, float]:
+    margin = 0.06 * (high - low) or 0.1
+    return low - margin, high + margin
+
+
+def _tokens(title: str, last: float) -> Axis:
+    """From 0 to ``last``, in round numbers."""
+    step = 10 ** math.floor(math.log10(max(last, 1))) / 2
+    step *= next(factor for factor in (1, 2, 4, 10) if last / (step * factor) < 7)
+    ticks = [step * i for i in range(int(last / step) + 1)]
+    return Axis(title=title, ticks={tick: _short(tick) for tick in ticks}, bounds=(0, last))
+
+
+def _short(value: float) -> str:
+    for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= scale:
+            return f"{value / scale:.3g}{unit}"
+    return f"{value:.3g}"

@@ -1,0 +1,327 @@
+"""Figures as Matplotlib draws them into files: without a display, in one style. Matplotlib is imported on first use."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from relinear.pages.figures import GUIDE, Axis, Guide, Heat, Panel, Series
+from relinear.system.files import atomic_path
+
+__all__ = ["data_uri", "drawn", "new_figure", "plain_text", "save_figure", "save_panels", "spread_labels"]
+
+_STYLE: Any = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.labelcolor": "#333333",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E6E6E6",
+    "grid.linewidth": 0.8,
+    "xtick.color": "#555555",
+    "ytick.color": "#555555",
+    "svg.hashsalt": "relinear",  # the same figure gives the same file
+    "figure.constrained_layout.use": True,
+}
+_MARKERS = ("o", "s", "D", "^", "P", "X", "*", "p")
+_WIDTHS = {1: 8.4, 2: 9.6, 3: 12.5}
+#: names of columns or rows of a map that are written at its sides, at most
+_NAMED = 48
+
+
+def new_figure(width: float, height: float, panels: int = 1, **kwargs: Any) -> tuple[Any, list[Any]]:
+    """Make a figure of ``width`` by ``height`` inches in the common style; return it and its axes, left to right.
+
+    Args:
+        width, height: in inches.
+        panels: panels beside each other.
+        **kwargs: of ``pyplot.subplots``; ``rows=n`` asks for as many rows as ``n`` panels need, and the panels then
+            come row by row.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg", force=False)
+    from matplotlib import pyplot
+
+    rows = -(-kwargs.pop("rows", panels) // panels)
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = pyplot.subplots(rows, panels, figsize=(width, height), squeeze=False, **kwargs)
+    pyplot.close(figure)  # drops it from pyplot's list; the figure itself stays usable
+    return figure, list(axes.flat)
+
+
+def save_figure(figure: Any, stem: str | Path) -> list[Path]:
+    """Write ``figure`` as STEM.png (150 dots an inch) and STEM.svg, each atomically; return both paths."""
+    import matplotlib
+
+    png, svg = Path(f"{stem}.png"), Path(f"{stem}.svg")
+    with matplotlib.rc_context(_STYLE):
+        with atomic_path(png) as temporary:
+            figure.savefig(temporary, format="png", bbox_inches="tight", dpi=150)
+        with atomic_path(svg) as temporary:
+            figure.savefig(temporary, format="svg", bbox_inches="tight", metadata={"Date": None})
+    return [png, svg]
+
+
+def save_panels(panels: Sequence[Panel], stem: str | Path, title: str = "") -> list[Path]:
+    """Draw ``panels`` as one figure and write it (``save_figure``); a map that has a surface gets its file, too."""
+    surfaces = [panel for panel in panels for heat in panel.shown if isinstance(heat, Heat) and heat.surface]
+    if surfaces:
+        save_figure(drawn(surfaces, title, surface=True), Path(stem).with_name(_surface(surfaces[0])))
+    return save_figure(drawn(panels, title), stem)
+
+
+def data_uri(panels: Sequence[Panel]) -> str:
+    """Return ``panels`` as one SVG in a data URI, for pages beside which no file is left."""
+    import matplotlib
+
+    file = io.BytesIO()
+    with matplotlib.rc_context(_STYLE):
+        drawn(panels).savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
+    return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode('ascii')}"
+
+
+def _surface(panel: Panel) -> str:
+    return next(heat.surface for heat in panel.shown if isinstance(heat, Heat))
+
+
+def plain_text(text: str) -> str:
+    """Return text that Matplotlib's font has and its markup does not read."""
+    text = text.replace("\u2423", "_").replace("$", r"\$")
+    return "".join(letter if letter.isascii() or letter in "→±µ×°–" else "?" for letter in text)
+
+
+def drawn(panels: Sequence[Panel], title: str = "", surface: bool = False) -> Any:
+    """Draw ``panels`` from left to right, at most four in a row; ``surface`` raises maps. Returns a Figure."""
+    columns = min(len(panels), 4)
+    rows = -(-len(panels) // columns)
+    height = rows * max(_height(panel, rows) for panel in panels)
+    # panels with one title at the side share its scale
+    shared = len({(panel.y.title, panel.y.bounds) for panel in panels}) == 1 and len(panels) > 1
+    options: dict[str, Any] = {"subplot_kw": {"projection": "3d"}} if surface else {"sharey": shared}
+    figure, places = new_figure(_WIDTHS.get(columns, 3.4 * columns), height, columns, rows=len(panels), **options)
+    for place, (axes, panel) in enumerate(zip(places, panels)):
+        if surface:
+            _raise(axes, panel)
+            continue
+        _fill(figure, axes, panel)
+        axes.set_xlabel(panel.x.title)
+        if not shared or place % columns == 0:
+            axes.set_ylabel(panel.y.title)
+    for axes in places[len(panels) :]:
+        axes.set_axis_off()
+    if title:
+        figure.suptitle(plain_text(title), fontsize=11, x=0.01, ha="left")
+    _legend(figure, places, panels)
+    return figure
+
+
+def _height(panel: Panel, rows: int) -> float:
+    for shown in panel.shown:
+        if isinstance(shown, Heat):
+            return min(9.0, max(2.6, 1.4 + 0.17 * len(shown.values)))
+    if panel.y.rows:
+        return 1.3 + 0.34 * len(_rows(panel))
+    return 4.6 if rows == 1 else 2.9
+
+
+def _rows(panel: Panel) -> list[str]:
+    return list(dict.fromkeys(y for series in panel.shown if isinstance(series, Series) for y in series.y))
+
+
+def _legend(figure: Any, places: Sequence[Any], panels: Sequence[Panel]) -> None:
+    """One for all panels, at the right: of what has no label of its own."""
+    handles: dict[str, Any] = {}
+    for axes, panel in zip(places, panels):
+        if panel.legend:
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                handles.setdefault(label, handle)
+    if len(handles) > 1:
+        names = [plain_text(name) for name in handles]
+        figure.legend(handles.values(), names, loc="outside right center", frameon=False, fontsize=8.5)
+
+
+def _fill(figure: Any, axes: Any, panel: Panel) -> None:
+    rows = _rows(panel) if panel.y.rows else []
+    for shown in panel.shown:
+        if isinstance(shown, Series):
+            _series(axes, shown, rows)
+        else:
+            figure.colorbar(_map(axes, shown), ax=axes, label=shown.what, shrink=0.8, pad=0.02)
+    if rows:
+        axes.set_yticks(range(len(rows)), [plain_text(name) for name in rows], fontsize=8 if len(rows) > 12 else 9.5)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.grid(visible=False, axis="y")
+    _scale(axes, "x", panel.x)
+    _scale(axes, "y", panel.y)
+    for guide in panel.guides:
+        _guide(axes, guide, panel.x.bounds or (0, 1))
+    if panel.title:
+        axes.set_title(plain_text(panel.title), loc="left", fontsize=10)
+    _label_ends(axes, panel)
+    _label_points(axes, panel)
+
+
+def _series(axes: Any, series: Series, rows: Sequence[str]) -> None:
+    x = list(series.x)
+    y = [rows.index(value) if rows else value for value in series.y]
+    style: dict[str, Any] = {"color": series.colour, "alpha": series.opacity, "lw": 1.6}
+    if series.mode in ("line", "points") or len(x) == 1:
+        style |= {"marker": _MARKERS[series.number % len(_MARKERS)], "ms": 0.6 * series.size}
+    if series.mode == "points":
+        style["ls"] = ""
+    if series.mode == "steps":
+        style |= {"drawstyle": "steps-post", "zorder": 1, "lw": 1.2}
+    if series.hollow:
+        style["mfc"] = "none"
+    axes.plot(x, y, label=series.name if series.legend and not series.label else None, **style)
+    if series.low is not None and series.high is not None:
+        if series.mode == "points":
+            spans = [abs(h - v) for h, v in zip(series.high, y, strict=True)]
+            axes.errorbar(x, y, yerr=spans, fmt="none", color=series.colour, capsize=3, lw=1.2)
+        else:
+            axes.fill_between(x, series.low, series.high, color=series.colour, alpha=0.15, lw=0)
+
+
+def _map(axes: Any, heat: Heat) -> Any:
+    import numpy as np
+
+    table = np.array(heat.values, dtype=float)
+    low, high = heat.bounds
+    image = axes.imshow(
+        table, cmap="RdBu_r" if heat.diverging else "Blues", vmin=low, vmax=high, aspect="auto", interpolation="nearest"
+    )
+    axes.grid(False)
+    if heat.written:
+        for (row, column), value in np.ndenumerate(table):
+            if math.isfinite(value):
+                ink = "white" if abs(value - (low + high) / 2) > 0.35 * (high - low) else "black"
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7.5, color=ink)
+    for names, set_ticks, turn in ((heat.x, axes.set_xticks, 90), (heat.y, axes.set_yticks, 0)):
+        step = 1 if len(names) <= _NAMED and sum(map(len, names)) < 400 else -(-len(names) // 8)
+        set_ticks(range(0, len(names), step), [plain_text(name) for name in names[::step]], rotation=turn, fontsize=7)
+    return image
+
+
+def _raise(axes: Any, panel: Panel) -> None:
+    import numpy as np
+
+    heat = next(shown for shown in panel.shown if isinstance(shown, Heat))
+    table, (low, high) = np.array(heat.values, dtype=float), heat.bounds
+    x, y = np.meshgrid(np.arange(table.shape[1]), np.arange(table.shape[0]))
+    axes.plot_surface(x, y, table, cmap="RdBu_r", vmin=low, vmax=high, lw=0, rcount=48, ccount=96, rasterized=True)
+    axes.set_zlim(low, high)
+    axes.set_title(plain_text(panel.title), fontsize=10)
+    axes.tick_params(labelsize=7)
+
+
+def _scale(axes: Any, side: str, axis: Axis) -> None:
+    set_scale, set_limits, set_ticks = (getattr(axes, f"set_{side}{what}") for what in ("scale", "lim", "ticks"))
+    if axis.log:
+        set_scale("log")
+        _round_ticks(axes, side)
+    if axis.ticks is not None:
+        set_ticks(list(axis.ticks), list(axis.ticks.values()))
+    if axis.log and axis.ticks is not None:
+        getattr(axes, f"{side}axis").minorticks_off()
+    if axis.bounds is not None:
+        set_limits(*axis.bounds)
+    elif axis.from_zero:
+        set_limits(0, None)
+
+
+def _round_ticks(axes: Any, side: str) -> None:
+    """Round numbers, also where a logarithmic axis spans less than a decade."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    low, high = getattr(axes, f"get_{side}lim")()
+    line = getattr(axes, f"{side}axis")
+    if low > 0 and high < 50 * low:
+        line.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        line.set_major_formatter(StrMethodFormatter("{x:g}"))
+    line.set_minor_formatter(NullFormatter())
+
+
+def _guide(axes: Any, guide: Guide, ends: tuple[float, float]) -> None:
+    style: dict[str, Any] = {"color": GUIDE, "lw": 1.2, "ls": (0, (4, 3)), "zorder": 1}
+    if guide.y is not None:
+        axes.axhline(guide.y, label=None, **style)
+    elif guide.x is not None:
+        axes.axvline(guide.x, label=guide.text or None, **style)
+    else:
+        axes.axline((ends[0], ends[0]), (ends[1], ends[1]), **style)
+
+
+def spread_labels(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Return positions near the ``wanted`` ones, at least ``gap`` apart and within [low, high] where they fit."""
+    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
+    gap = min(gap, (high - low) / max(1, len(wanted) - 1)) if len(wanted) > 1 else gap
+    placed = [min(max(w, low), high) for w in wanted]
+    for before, after in pairwise(order):
+        placed[after] = max(placed[after], placed[before] + gap)
+    if order and placed[order[-1]] > high:
+        placed[order[-1]] = high
+        for after, before in pairwise(order[::-1]):
+            placed[before] = min(placed[before], placed[after] - gap)
+    return placed
+
+
+def _label_ends(axes: Any, panel: Panel) -> None:
+    """Names beside the frame, at the ends of lines and guides."""
+    lines = [s for s in panel.shown if isinstance(s, Series) and s.label and s.mode != "points"]
+    ends = [(s.label, s.x[-1], s.y[-1], s.colour) for s in lines]
+    right = axes.get_xlim()[1]
+    ends += [(guide.text, right, guide.y, GUIDE) for guide in panel.guides if guide.text and guide.y is not None]
+    low, high = axes.get_ylim()
+    places = spread_labels([end[2] for end in ends], 0.055 * (high - low), low, high)
+    for (text, x, y, colour), place in zip(ends, places, strict=True):
+        axes.annotate(
+            plain_text(text),
+            xy=(x, y),
+            xytext=(1.03, place),
+            textcoords=axes.get_yaxis_transform(),
+            color=colour,
+            va="center",
+            fontsize=9.5,
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.6, "alpha": 0.6, "shrinkA": 1, "shrinkB": 2},
+        )
+    if ends:
+        axes.set_ylim(low, high)
+
+
+def _label_points(axes: Any, panel: Panel) -> None:
+    """Names beside their points: on the side with more room, moved apart where points lie close together."""
+    spots = [s for s in panel.shown if isinstance(s, Series) and s.label and s.mode == "points"]
+    if not spots:
+        return
+    xs, ys = [s.x[0] for s in spots], [s.y[0] for s in spots]
+    margin, width = 0.15 * (max(ys) - min(ys)) or 0.1, max(xs) - min(xs) or 0.1 * max(xs)
+    low, high, left, right = min(ys) - margin, max(ys) + margin, min(xs) - 0.12 * width, max(xs) + 0.12 * width
+    axes.set_xlim(left, right)
+    axes.set_ylim(low, high)
+    gap = 0.055 * (high - low)
+    for on_left in (False, True):
+        side = [i for i, x in enumerate(xs) if (x > (left + right) / 2) == on_left]
+        places = spread_labels([ys[i] for i in side], gap, low + 0.1 * margin, high - 0.1 * margin)
+        for i, place in zip(side, places, strict=True):
+            moved: Mapping[str, Any] = {"arrowstyle": "-", "color": spots[i].colour, "lw": 0.5, "alpha": 0.6}
+            axes.annotate(
+                plain_text(spots[i].label),
+                xy=(xs[i], ys[i]),
+                xytext=(xs[i] + (-1 if on_left else 1) * 0.035 * (right - left), place),
+                ha="right" if on_left else "left",
+                va="center",
+                fontsize=9,
+                color=spots[i].colour,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+                arrowprops=moved if abs(place - ys[i]) > 0.2 * gap else None,
+            )

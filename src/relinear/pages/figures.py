@@ -1,0 +1,109 @@
+"""What a figure shows, described once: ``live`` makes it a Plotly figure of a page, ``drawn`` a Matplotlib file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+__all__ = ["GUIDE", "PALETTE", "REFERENCE", "Axis", "Guide", "Heat", "Panel", "Series", "colours", "numbered"]
+
+# Okabe and Ito's colours, told apart also without colour vision, darkened where they are too light for text.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#B5468B", "#8A6D00", "#2A9DC8", "#6A3D9A", "#7F7F7F")
+#: near black, for what the others are held against
+REFERENCE = "#222222"
+#: lines that are no entry
+GUIDE = "#7F7F7F"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Axis:
+    """An axis. ``ticks``: place -> label; ``bounds``: least and largest value; ``rows``: names, from above."""
+
+    title: str = ""
+    log: bool = False
+    ticks: Mapping[float, str] | None = None
+    bounds: tuple[float, float] | None = None
+    from_zero: bool = False
+    rows: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Series:
+    """Points of one entry, joined or not.
+
+    Args:
+        name: of the entry, which the page's filter knows; ``colour``, ``number``: what tells it apart (the marker).
+        x, y: (N,) places; ``y`` may be names of rows.
+        low, high: (N,) the band around a line, or the error bars of points.
+        texts: what is seen when a point is pointed at: (N,), or one for all; "" for its numbers.
+        mode: "line" (with markers), "plain" (a line alone), "points", or "steps".
+        hollow, size, opacity, dashed: how it is drawn.
+        label: at the line's end or beside the point, in drawn figures; "" leaves it to the legend.
+        legend: whether the legend names it.
+    """
+
+    name: str
+    colour: str
+    x: Sequence[float]
+    y: Sequence[Any]
+    number: int = 0
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+    texts: Sequence[str] | str = ""
+    mode: Literal["line", "plain", "points", "steps"] = "line"
+    hollow: bool = False
+    size: float = 7
+    opacity: float = 1
+    label: str = ""
+    legend: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Heat:
+    """A map: ``values`` (rows, columns) from above, with the names of columns and rows, each once.
+
+    ``surface`` is the stem of its picture as a surface, "" for none; ``written`` puts the numbers into the cells.
+    """
+
+    values: Sequence[Sequence[float | None]]
+    x: Sequence[str]
+    y: Sequence[str]
+    bounds: tuple[float, float]
+    what: str
+    diverging: bool = False
+    written: bool = False
+    surface: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Guide:
+    """A line at ``x``, at ``y``, or along the diagonal where neither is given; ``text`` stands at it."""
+
+    x: float | None = None
+    y: float | None = None
+    text: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One pair of axes and what is in it."""
+
+    shown: Sequence[Series | Heat]
+    x: Axis = Axis()
+    y: Axis = Axis()
+    guides: Sequence[Guide] = ()
+    title: str = ""
+    legend: bool = True
+
+
+def colours(entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return a colour by entry name: the dense reference is near black, the others take the palette in order."""
+    others = [entry["name"] for entry in entries if not entry.get("dense")]
+    chosen = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(others)}
+    return {entry["name"]: chosen.get(entry["name"], REFERENCE) for entry in entries}
+
+
+def numbered(words: Sequence[str]) -> list[str]:
+    """Return words with their places in front, which tell equal ones apart along an axis."""
+    return [f"{place} {word}" for place, word in enumerate(words)]
