@@ -9,7 +9,7 @@ ECOSYSTEM_VENV ?= .venv-ecosystem
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: help demo test browser check slow fuzz kills ecosystem versions bench gpu-setup gpu families docs docs-cli \
-	docs-operators smollm2 clean
+	docs-operators pictures smollm2 clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9_-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -88,6 +88,9 @@ docs-cli: $(STAMP) ## the page of all commands, anew: docs/cli.md
 
 docs-operators: $(STAMP) ## what the docs say of results, anew: measurements and settings of every operator, docs/claims.md, tables of results/speed
 	$(BIN)/python docs/make
+
+pictures: ## the demo's report as README shows it, anew, after `make demo`: docs/pictures/demo-light.png and -dark.png
+	$(BIN)/python docs/make/screenshot.py $(RUN_DIR)/demo/report.html
 
 smollm2: $(STAMP) ## fetch a real pretrained model (SmolLM2-135M-Instruct, 98 MB) into models/smollm2
 	$(BIN)/python tools/smollm2.py --out models/smollm2

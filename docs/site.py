@@ -13,6 +13,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?\)")
+SOURCE = re.compile(r'(src(?:set)?=")([^":]+)()"')
 PICTURES = (".png", ".svg")
 FORMULA = re.compile(r"^\$\$(.+?)\$\$", flags=re.S | re.M)
 
@@ -46,6 +47,7 @@ def on_page_markdown(markdown, page, config, files):
         lambda found: f"<div style='overflow-x: auto'>{convert(found[1], display='block')}</div>", markdown
     )
     markdown = LINK.sub(whole, markdown)
+    markdown = SOURCE.sub(lambda match: f'{match[1]}{turned(match) or match[2]}"', markdown)
     gone = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#:]+)(?:#[^)\s]*)?\)")
     return gone.sub(lambda match: match[0] if is_on_site(match[2], page, files) else match[1], markdown)
 

@@ -39,6 +39,20 @@ def test_tables_of_the_docs_are_whole() -> None:
         assert f"(docs/operators/{page.name})" in readme
 
 
+def test_the_readme_is_short() -> None:
+    """At most 900 words, tables of six columns and cells of sixty characters, pictures that are there and small."""
+    text = re.sub(r"```.*?```|<!--.*?-->", "", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S)
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    prose = " ".join(line for line in text.splitlines() if not line.startswith("|"))
+    assert len(prose.split()) + sum(len(cell.split()) for row in rows for cell in row) <= 900
+    assert max(map(len, rows)) <= 6
+    assert max(len(re.sub(r"\]\(.*?\)", "", cell).strip()) for row in rows for cell in row) <= 60
+    pictures = re.findall(r'src(?:set)?="(.+?)"|!\[[^\]]*\]\((.+?)\)', text)
+    assert len(pictures) >= 13
+    for one in pictures:
+        assert (ROOT / "".join(one)).stat().st_size < 300_000
+
+
 def test_contributing_says_where_things_go() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Where things go\n")[1]
     ways = [part for part in text.split("\n\n") if part.startswith("**")]

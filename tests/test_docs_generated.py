@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import re
+import statistics
 import subprocess
 import sys
 
@@ -49,6 +50,23 @@ def test_every_claim_has_a_verdict_and_every_verdict_a_meaning() -> None:
     assert all(row[3].strip() for row in rows)
     for paper in ("HDPL", "CCL", "Transponder", "CGT", "Rotor"):
         assert f"\n## {paper}" in text
+
+
+def test_the_plot_of_claims_has_intervals_of_three_seeds_and_leaves_the_rest_hollow(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "docs" / "make"))
+    forest = importlib.import_module("forest")
+    rows = forest.rows()
+    for row in rows:
+        assert (row.bounds is None) == (len(row.gaps) < 3)
+        if row.bounds:  # Student's t with two degrees of freedom
+            half = 4.303 * statistics.stdev(row.gaps) / 3**0.5
+            assert row.bounds == pytest.approx((statistics.fmean(row.gaps) - half, statistics.fmean(row.gaps) + half))
+    for theme in forest.THEMES:
+        drawn = forest.picture(theme)
+        assert drawn.count('fill="none"') - 1 == sum(row.bounds is None for row in rows) >= 2  # one is in the key
+        assert drawn.count("<circle") == len(rows) + 2
+    for name in ("forest", "measured"):
+        sys.modules.pop(name)
 
 
 def test_runs_of_claims_are_listed() -> None:

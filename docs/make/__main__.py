@@ -18,6 +18,7 @@ import biased
 import claims
 import curves
 import cut
+import forest
 import gpu
 import measured
 import pictures
@@ -98,6 +99,10 @@ def filled(text: str, parts: Mapping[str, Callable[[], str]], page: str) -> str:
 def pages() -> dict[Path, str]:
     """Every file with generated parts, and what it should hold."""
     found = {DOCS / "claims.md": claims.page()}
+    readme = DOCS.parent / "README.md"
+    found[readme] = filled(readme.read_text(encoding="utf-8"), {"claims": claims.in_readme}, "README")
+    found |= {DOCS / "pictures" / f"claims-{theme}.svg": forest.picture(theme) for theme in forest.THEMES}
+    found |= {DOCS / "pictures" / f"{kind}.svg": pictures.thumbnail(kind) for kind in pictures.PICTURES}
     made_of = ({"speed": speed.PARTS, "gpu": gpu.PARTS}, cut.PARTS, curves.PARTS, biased.PARTS)
     for folder in sorted({folder for made in made_of for folder in made}):
         page = measured.RESULTS / folder / "README.md"

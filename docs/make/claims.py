@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import biased
 import curves
 import cut
+import forest
 import gpu
 from measured import (
     RESULTS,
@@ -1073,7 +1074,18 @@ def page() -> str:
     legend = table(
         ["verdict", "claims", "meaning"], [[f"**{v}**", str(verdicts.count(v)), text] for v, text in VERDICTS.items()]
     )
-    return "\n".join([HEAD, legend, *(_section(paper) for paper in papers)]) + "\n"
+    return "\n".join([HEAD, forest.in_page("pictures"), "", legend, *map(_section, papers)]) + "\n"
+
+
+def in_readme() -> str:
+    """The plot, and how many claims came to what."""
+    verdicts = [claim.verdict for make in PAPERS for claim in make().claims if claim.verdict != BEYOND]
+    count = {verdict: verdicts.count(verdict) for verdict in VERDICTS}
+    said = (
+        f"**Of {len(verdicts)} claims in five papers, {count[HELD]} held at our sizes, {count[PARTLY]} in part, and "
+        f"{count[FAILED]} did not;** the rest show no difference yet, are open, or were not run."
+    )
+    return f"{forest.in_page('docs/pictures')}\n\n{said}"
 
 
 def _section(paper: Paper) -> str:

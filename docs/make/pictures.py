@@ -110,7 +110,7 @@ PICTURES: dict[str, tuple[str, Sequence[Box | Sign]]] = {
         [
             OUT,
             EQUALS,
-            vector("g out", note="from c"),
+            Box("g out", 9, 88, GREEN, note="from c"),
             TIMES,
             Sign("(", 40),
             tall("W mix", note="O × R"),
@@ -190,6 +190,23 @@ def picture(kind: str) -> str:
     return "\n".join([head, f"<title>{html.escape(title)}</title>", ground, *parts, "</svg>"]) + "\n"
 
 
+def thumbnail(kind: str, scale: float = 0.5) -> str:
+    """The factors of an operator alone, without words, on no ground: for pages in light and in dark."""
+    parts, x = [], 1.0
+    for item in PICTURES[kind][1]:
+        if isinstance(item, Sign):
+            if item.text in "⊙+":
+                parts.append(_text(x + 8, 32, 18, GREY, item.text))
+                x += 16 + GAP / 2
+        elif item.colour != GREY or item.pattern != "full":
+            small = dataclasses.replace(item, width=round(scale * item.width), height=round(scale * item.height))
+            parts += _shape(small, x, 26 - small.height / 2, f'{GREY}" fill-opacity="0.2')
+            x += small.width + GAP / 2
+    width = round(x - GAP / 2 + 1)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="52" viewBox="0 0 {width} 52" '
+    return "\n".join([f'{head}font-family="system-ui, sans-serif" text-anchor="middle">', *parts, "</svg>"]) + "\n"
+
+
 def _width(item: Box | Sign) -> float:
     """Room that an item takes, that of its texts included."""
     if isinstance(item, Sign):
@@ -199,22 +216,27 @@ def _width(item: Box | Sign) -> float:
 
 def _sign(sign: Sign, x: float) -> str:
     middle = x + _width(sign) / 2
-    y = MIDDLE + 0.34 * sign.size
-    return f'<text x="{middle:.1f}" y="{y:.1f}" font-size="{sign.size}" fill="{INK}">{html.escape(sign.text)}</text>'
+    return _text(middle, MIDDLE + 0.34 * sign.size, sign.size, INK, sign.text)
+
+
+def _text(x: float, y: float, size: int, colour: str, text: str) -> str:
+    return f'<text x="{x:.1f}" y="{round(y, 1)}" font-size="{size}" fill="{colour}">{html.escape(text)}</text>'
 
 
 def _box(box: Box, x: float) -> str:
     y = MIDDLE - box.height / 2
-    plain = box.pattern == "full"
-    frame = _rect(x, y, box.width, box.height, box.colour if plain else LIGHT)
-    inside = [] if plain else _PATTERNS[box.pattern](box, x, y)
     middle, below = x + box.width / 2, MIDDLE + 44 + 22
-    texts = [f'<text x="{middle:.1f}" y="{below}" font-size="13" fill="{INK}">{html.escape(box.label)}</text>']
+    texts = [_text(middle, below, 13, INK, box.label)]
     if box.note:
-        texts.append(
-            f'<text x="{middle:.1f}" y="{below + 17}" font-size="11" fill="{SOFT}">{html.escape(box.note)}</text>'
-        )
-    return "\n".join([frame, *inside, *texts])
+        texts.append(_text(middle, below + 17, 11, SOFT, box.note))
+    return "\n".join([*_shape(box, x, y, LIGHT), *texts])
+
+
+def _shape(box: Box, x: float, y: float, ground: str) -> list[str]:
+    """The factor itself."""
+    plain = box.pattern == "full"
+    frame = _rect(x, y, box.width, box.height, box.colour if plain else ground)
+    return [frame] if plain else [frame, *_PATTERNS[box.pattern](box, x, y)]
 
 
 def _rect(x: float, y: float, width: float, height: float, colour: str) -> str:

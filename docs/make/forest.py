@@ -1,0 +1,174 @@
+"""The forest plot of claims: gaps of methods to their controls with intervals over seeds, read from results/."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import math
+from collections.abc import Sequence
+
+from measured import interval, losses, mean, read, signed
+
+__all__ = ["THEMES", "Row", "in_page", "picture", "rows"]
+
+#: text, lesser text, lines, marks of ours, marks of the papers
+THEMES = {
+    "light": ("#1f2328", "#59636e", "#d1d9e0", "#0072B2", "#D55E00"),
+    "dark": ("#f0f6fc", "#9198a1", "#3d444d", "#4aa8e0", "#ff9e5e"),
+}
+WIDTH, LEFT, RIGHT, STEP, TOP = 540, 224, 20, 22, 54
+ALT = "Forest plot: gaps in nats of HDPL, CCL, Transponder, rotors and CGT to their controls, with intervals over seeds"
+LOW, HIGH, TICKS = -0.5, 0.2, (-0.4, -0.2, 0.0, 0.2)
+#: below this many seeds a mark is hollow and has no interval
+SEEDS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A method less its control: the gap of every seed in nats, and the paper's where it is in nats a token too."""
+
+    method: str
+    control: str
+    budget: str
+    gaps: Sequence[float]
+    papers: float | None = None
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """The interval of 95 % by Student's t."""
+        return interval(self.gaps) if len(self.gaps) >= SEEDS else None
+
+
+def rows() -> list[Row]:
+    """What is drawn, from top to bottom."""
+    ccl = losses("ccl/claims-1M/results.json")
+    hdpl = read("hdpl/claims-5M/runs.json")["runs"]
+    scratch = read("rotor/scratch/runs.json")["gaps"]
+    fits = {one["projection"]: one for one in read("rotor/biased.json")["rows"] if one["method"] == "rotor, double"}
+    sources = read("cgt/sources/report.json")["aux"]["minus_gpt2_equal"]["mean"]
+    long = read("ccl/claims-20M/runs.json")["tuning_gaps"]["ccl"]["values"]
+
+    def at(folder: str, tokens: int, name: str) -> list[float]:
+        file = "results" if folder == "transponder" else "runs"
+        (budget,) = [b for b in read(f"{folder}/budgets/{file}.json")["budgets"] if b["tokens"] == tokens]
+        return next(entry["gap"]["values"] for entry in budget["entries"] if entry["name"] == name)
+
+    def less(control: str) -> list[float]:
+        return [a - b for a, b in zip(ccl["ccl"], ccl[control], strict=True)]
+
+    def last(name: str) -> float:
+        return hdpl[name]["seed-0"]["validation_loss"]
+
+    loss_of_paper, printed = 4.2838 - 4.3206, {"q": 2.629 - 2.636, "k": 2.717 - 2.700, "v": 2.818 - 2.779}
+    fitted = [
+        Row(
+            "Rotor fitted to SmolLM2",
+            f"block-Hadamard in {p}",
+            "",
+            fits[f"{p}_proj"]["wikitext2"]["block-Hadamard, 64 blocks"]["values"],
+            printed[p],
+        )
+        for p in "qkv"
+    ]
+    warmed = read("hdpl/warmup/runs.json")["gaps"]["hdpl"]["values"]
+    return [
+        Row("HDPL", "dense, usual warm-up", "1 M", at("hdpl", 1_000_000, "hdpl"), loss_of_paper),
+        Row("HDPL", "dense, longer warm-up", "1 M", warmed, loss_of_paper),
+        Row("HDPL", "dense, twice the rate", "5 M", [last("hdpl") - last("dense-0.002")], loss_of_paper),
+        Row("CCL", "dense of its width", "1 M", less("dense-64"), math.log(55.83 / 238.30)),
+        Row("CCL", "dense of its size", "1 M", less("dense-equal-parameters")),
+        Row("CCL", "dense of its size", "3 M", at("ccl", 3_000_000, "ccl")),
+        Row("CCL", "dense of its size", "5 M", long),
+        Row("Transponder", "plain model", "0.3 M", at("transponder", 300_000, "transponder-rank-2")),
+        Row("Transponder", "plain model", "1 M", at("transponder", 1_000_000, "transponder-rank-2")),
+        *(
+            Row("Rotor from scratch", name, "0.25 M", [-one for one in scratch[entry]["values"]])
+            for name, entry in (("low rank", "low_rank"), ("block-Hadamard", "block_hadamard"), ("dense", "dense"))
+        ),
+        *fitted,
+        Row("CGT", "GPT-2, 8 % larger", "3.7 M", [sources]),
+    ]
+
+
+def picture(theme: str) -> str:
+    """The SVG, for a light or a dark page."""
+    ink, soft, line, ours, papers = THEMES[theme]
+    y, parts, method = TOP, [], None
+    for row in rows():
+        if row.method != method:
+            method, y = row.method, y + 6
+            parts.append(_text(0, y + 4, f"{method} against", ink, "start", weight=600))
+            y += STEP
+        parts.append(_text(10, y + 4, row.control, ink, "start"))
+        parts.append(_text(LEFT - 12, y + 4, row.budget, soft, "end"))
+        parts += _marks(row, y, ours, papers)
+        y += STEP
+    bottom = y - STEP // 2
+    axis = [_line(_place(at), 44, _place(at), bottom, ink if at == 0 else line, 1.4 if at == 0 else 1) for at in TICKS]
+    axis += [_text(_place(at), bottom + 17, f"{at:+.1f}".replace("-", "−") if at else "0", soft) for at in TICKS]
+    axis.append(_text(_place(0) - 8, 34, "← method better", soft, "end"))
+    axis.append(_text(_place(0) + 8, 34, "worse →", soft, "start"))
+    axis.append(
+        _text((_place(LOW) + _place(HIGH)) / 2, bottom + 37, "gap in validation loss, nats a token or byte", soft)
+    )
+    key = [_circle(8, 10, ours), _text(18, 14, "3 seeds, 95 % interval", soft, "start")]
+    key += [_circle(190, 10, ours, hollow=True), _text(203, 14, "fewer seeds", soft, "start")]
+    key += [_diamond(302, 10, papers), _text(313, 14, "in the paper, at its size", soft, "start")]
+    key.append(_text(LEFT - 12, 34, "tokens", soft, "end"))
+    height = bottom + 46
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{WIDTH}" height="{height}" '
+        f'viewBox="0 0 {WIDTH} {height}" font-family="system-ui, sans-serif" font-size="13">'
+    )
+    return "\n".join([head, f"<title>{html.escape(described())}</title>", *axis, *key, *parts, "</svg>"]) + "\n"
+
+
+def described() -> str:
+    """Every gap in words, the picture's title."""
+    told = [
+        f"{row.method} against {row.control}{f' at {row.budget} tokens' * bool(row.budget)} {signed(mean(row.gaps), 3)}"
+        for row in rows()
+    ]
+    return f"Gaps in nats, below zero the method is better: {'; '.join(told)}."
+
+
+def in_page(folder: str) -> str:
+    """The plot in a page, in light and in dark; ``folder``: where the pictures are, seen from the page."""
+    return (
+        f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="{folder}/claims-dark.svg">\n'
+        f'  <img alt="{html.escape(ALT)}" src="{folder}/claims-light.svg">\n</picture>'
+    )
+
+
+def _place(value: float) -> float:
+    return LEFT + (value - LOW) / (HIGH - LOW) * (WIDTH - LEFT - RIGHT)
+
+
+def _marks(row: Row, y: float, ours: str, papers: str) -> list[str]:
+    parts = []
+    if row.papers is not None and row.papers >= LOW:
+        parts.append(_diamond(_place(row.papers), y, papers))
+    elif row.papers is not None:
+        parts.append(_text(LEFT, y + 4, f"◆ {row.papers:.2f} ←".replace("-", "−"), papers, "start"))
+    if row.bounds is not None:
+        parts.append(_line(_place(row.bounds[0]), y, _place(row.bounds[1]), y, ours, 2.4))
+    return [*parts, _circle(_place(mean(row.gaps)), y, ours, hollow=row.bounds is None)]
+
+
+def _circle(x: float, y: float, colour: str, hollow: bool = False) -> str:
+    fill = f'fill="none" stroke="{colour}" stroke-width="2"' if hollow else f'fill="{colour}"'
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{5.6 if hollow else 5}" {fill}/>'
+
+
+def _diamond(x: float, y: float, colour: str) -> str:
+    return f'<path d="M{x:.1f} {y - 5:.1f}l5 5l-5 5l-5 -5z" fill="{colour}"/>'
+
+
+def _line(x: float, y: float, to_x: float, to_y: float, colour: str, width: float) -> str:
+    return f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" stroke="{colour}" stroke-width="{width}"/>'
+
+
+def _text(x: float, y: float, text: str, colour: str, anchor: str = "middle", weight: int = 400) -> str:
+    bold = f' font-weight="{weight}"' if weight != 400 else ""
+    place = f'x="{x:.1f}" y="{y:.1f}" fill="{colour}" text-anchor="{anchor}"'
+    return f"<text {place}{bold}>{html.escape(text)}</text>"
