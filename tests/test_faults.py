@@ -24,11 +24,10 @@ from relinear.compare.recipe import parse_overrides, read_yaml
 from relinear.compare.run import compare
 from relinear.compare.sweep import parse_parameter, sweep
 from relinear.compare.worker import Worker
-from relinear.data.cache import cached
 from relinear.data.sources import local_sources
 from relinear.distill.run import distill_
 from relinear.system import lock
-from relinear.system.files import check_manifest, own_folder, read_json, write_manifest, writing
+from relinear.system.files import check_manifest, read_json, write_manifest, writing
 from relinear.system.lock import only_process_in
 from relinear.system.signals import Terminated
 from relinear.train import FitSettings, TrainSettings, fit, train
@@ -319,19 +318,6 @@ def test_a_manifest_that_is_damaged_is_refused(tmp_path):
         (tmp_path / "manifest.json").write_text(content)
         with pytest.raises(ValueError, match="manifest"):
             check_manifest(tmp_path)
-
-
-@linux
-def test_caches_are_no_other_users_to_write(tmp_path, monkeypatch):
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache").chmod(0o777)
-    assert own_folder(tmp_path / "cache").stat().st_mode & 0o777 == 0o755
-    cached(tmp_path / "new", "kind", "key", lambda folder: {})
-    assert not any(path.stat().st_mode & 0o022 for path in (tmp_path / "new").rglob("*") if path.is_dir())
-    monkeypatch.setattr(os, "geteuid", lambda: 12_345)
-    os.chown(tmp_path / "cache", 54_321, -1) if os.getuid() == 0 else None
-    with pytest.raises(PermissionError, match="another user"):
-        own_folder(tmp_path / "cache", strict=True)
 
 
 # Values that no model has

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from relinear.system.files import own_folder, read_json, write_json
+from relinear.system.files import read_json, write_json
+from relinear.system.own import check_own, own_folder
 
 __all__ = ["cache_folder", "cached", "checksum", "digest", "write_tokens"]
 
@@ -66,6 +67,7 @@ def cached(root: Path, kind: str, key: Any, build: Callable[[Path], dict[str, An
     """The folder of an entry and what was noted about it, building it first if it is absent or damaged.
 
     Processes that want the same entry at once wait for the one that builds it. An entry appears whole or not at all.
+    Nothing is read that another user could have put there (``check_own``).
 
     Args:
         root: the cache.
@@ -74,23 +76,24 @@ def cached(root: Path, kind: str, key: Any, build: Callable[[Path], dict[str, An
         build: fills the folder it is given and returns JSON values to note.
 
     Raises:
-        OSError: if the cache cannot be written, with a message that says how to choose another one.
+        OSError: if the cache cannot be written, or not only by this user, with a message that says how to choose
+            another one.
     """
     from filelock import FileLock
 
     folder = root / kind / digest(key)
-    value = _read(folder)
-    if value is not None:
-        return folder, value
     try:
-        own_folder(root)
+        check_own(folder)
+        value = _read(folder)
+        if value is not None:
+            return folder, value
         own_folder(folder.parent)
         lock = FileLock(folder.with_suffix(".lock"))
         lock.acquire()
     except OSError as error:
         raise OSError(
-            f"the cache {root} cannot be written ({error.strerror or error}); set cache_dir or RELINEAR_CACHE to a "
-            "folder that can"
+            f"the cache {root} cannot be used ({error.filename or root}: {error.strerror or error}); set cache_dir or "
+            "RELINEAR_CACHE to a folder of your own"
         ) from error
     try:
         value = _read(folder)

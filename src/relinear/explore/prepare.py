@@ -14,6 +14,7 @@ from relinear.data import DataSettings
 from relinear.data.cache import cache_folder, digest
 from relinear.explore.subject import Subject
 from relinear.explore.units import choose_sites, index_units, read_index
+from relinear.system.own import check_own
 
 __all__ = ["prepare_subject"]
 
@@ -69,7 +70,7 @@ def _usual_folder(name: str) -> Path:
     directory = Path(name)
     if directory.is_dir() and os.access(directory, os.W_OK):
         return directory / "explore"
-    return cache_folder() / "explore" / digest([name])
+    return check_own(cache_folder() / "explore" / digest([name]))
 
 
 def _weights(directory: Path) -> list[list[Any]]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from relinear.system.files import read_json, write_json
+from relinear.system.own import check_own
 
 __all__ = ["TOLERANCES", "against_unseen", "check_folder", "forget"]
 
@@ -154,7 +155,7 @@ def _file_name(kind: str, device: torch.device, dtype: torch.dtype) -> str:
 def _read(path: Path) -> str | None:
     """The verdict on disk; None where there is none, or a file that is something else."""
     try:
-        reason = read_json(path)["against"]
+        reason = read_json(check_own(path))["against"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return reason if isinstance(reason, str) else None

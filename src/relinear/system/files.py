@@ -19,7 +19,6 @@ __all__ = [
     "atomic_path",
     "check_manifest",
     "fingerprint",
-    "own_folder",
     "parse_json",
     "read_json",
     "sync_files",
@@ -99,28 +98,6 @@ def _exchange(one: Path, other: Path) -> bool:
     except (OSError, AttributeError):
         return False
     return rename(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), rename_exchange) == 0
-
-
-def own_folder(folder: str | Path, *, strict: bool = False) -> Path:
-    """``folder``, made if need be, so that no other user may write into it: what is read from it is trusted.
-
-    Args:
-        folder: which.
-        strict: also refuse one that belongs to another user (but root): for what will be executed.
-
-    Raises:
-        PermissionError: if it is another user's (where ``strict``), or others may write and that cannot be changed.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    if not hasattr(os, "geteuid"):
-        return folder
-    state, me = folder.stat(), os.geteuid()
-    if strict and state.st_uid not in (me, 0):
-        raise PermissionError(errno.EACCES, "it belongs to another user, who could put anything there", str(folder))
-    if state.st_mode & 0o022 and (state.st_uid == me or strict):
-        folder.chmod(state.st_mode & 0o755)
-    return folder
 
 
 def write_text(path: str | Path, text: str) -> None:

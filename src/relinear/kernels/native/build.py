@@ -18,8 +18,9 @@ from pathlib import Path
 
 import torch
 
-from relinear.system.files import own_folder
+from relinear.system.files import fingerprint
 from relinear.system.machine import cpu_features
+from relinear.system.own import check_own, own_folder
 
 __all__ = ["has_compiler", "is_built", "is_loaded", "is_loaded_beside"]
 
@@ -45,7 +46,10 @@ def is_built() -> bool:
 
 @functools.cache
 def _was_built() -> bool:
-    return _library_path().exists()
+    try:
+        return _kept_library(_library_path()) is not None
+    except OSError:
+        return False
 
 
 @functools.cache
@@ -53,15 +57,18 @@ def is_loaded() -> bool:
     """Whether the kernels can be called: loaded, and built where they have to be, when this is first asked."""
     try:
         path = _library_path()
-        own_folder(path.parent, strict=True)  # what is loaded from there runs as this user
-        if path.exists():
-            torch.ops.load_library(path)
+        own_folder(path.parent)  # what is loaded from there runs as this user
+        kept = _kept_library(path)
+        if kept is not None:
+            torch.ops.load_library(kept)
         else:
             _build(path)
     except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
+        elsewhere = "set TORCH_EXTENSIONS_DIR to a folder of your own, or "
         warnings.warn(
-            f"the C++ kernels could not be built and torch's operations run instead, which are slower: {error}; "
-            "set RELINEAR_COMPILE_KERNELS=0 to skip the attempt",
+            f"the C++ kernels could not be built or loaded, and torch's operations run instead, which are slower: "
+            f"{error}; {elsewhere if isinstance(error, PermissionError) else ''}set RELINEAR_COMPILE_KERNELS=0 to skip "
+            "the attempt",
             stacklevel=2,
         )
         return False
@@ -74,7 +81,10 @@ def is_loaded_beside(parameter: torch.Tensor) -> bool:
 
 
 def _library_path() -> Path:
-    """Where the compiled kernels are kept: a name for what they depend on, this processor included."""
+    """Where the compiled kernels are kept: a name for what they depend on, this processor included.
+
+    On disk the hash of the library stands behind it (``_hashed``).
+    """
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions"
     texts = [path.read_text(encoding="utf-8") for path in (*SOURCES, *HEADERS)]
@@ -87,6 +97,19 @@ def _library_path() -> Path:
     ]
     key = hashlib.sha256("\0".join(depends).encode()).hexdigest()[:16]
     return Path(root) / "relinear" / f"kernels-{key}.so"
+
+
+def _hashed(path: Path, library: Path) -> Path:
+    """The name of a library that was built for ``path``: with its own hash, so that a damaged one is seen."""
+    return path.with_stem(f"{path.stem}-{fingerprint(library)['sha256'][:32]}")
+
+
+def _kept_library(path: Path) -> Path | None:
+    """A library that was built for ``path`` and is what was built. Raises PermissionError where it need not be."""
+    for found in check_own(path.parent).glob(f"{path.stem}-*{path.suffix}"):
+        if _hashed(path, check_own(found)) == found:
+            return found
+    return None
 
 
 def _build(path: Path) -> None:
@@ -102,7 +125,9 @@ def _build(path: Path) -> None:
             build_directory=folder,
             is_python_module=False,
         )
-        os.replace(Path(folder) / "relinear_kernels.so", path)
+        built = Path(folder) / "relinear_kernels.so"
+        built.chmod(0o755)
+        os.replace(built, _hashed(path, built))
 
 
 @contextmanager

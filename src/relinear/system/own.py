@@ -1,0 +1,61 @@
+"""What may be read from a cache: files and folders that no other user can have put there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+__all__ = ["check_own", "own_folder"]
+
+
+def check_own(path: str | Path) -> Path:
+    """``path``, held to being this user's alone before anything is read from it; changes nothing.
+
+    It and all folders above it (behind symbolic links, too) must belong to this user or to root, and no other user may
+    write to them. Above it, folders such as /tmp will do, whose entries only their owners can move (the sticky bit).
+    What is not there yet can hold nothing; systems without owners are not looked at.
+
+    Raises:
+        PermissionError: that names what is another user's, or open to others, and why.
+    """
+    path = Path(path).absolute()
+    if hasattr(os, "geteuid"):
+        real = path.resolve()
+        for part in dict.fromkeys([real, path, *real.parents, *path.parents]):
+            try:
+                _check(part, part.lstat(), above=part not in (real, path))
+            except FileNotFoundError:
+                continue
+    return path
+
+
+def own_folder(folder: str | Path) -> Path:
+    """``folder``, made if need be, once ``check_own`` has passed it. Raises PermissionError otherwise."""
+    folder = check_own(folder)
+    for missing in reversed([part for part in (folder, *folder.parents) if not part.exists()]):
+        missing.mkdir(mode=0o755, exist_ok=True)
+    return check_own(folder)
+
+
+def _check(path: Path, state: os.stat_result, above: bool) -> None:
+    if state.st_uid not in (os.geteuid(), 0):
+        reason = f"it belongs to another user (number {state.st_uid}), who could have put anything there"
+        raise PermissionError(errno.EACCES, reason, str(path))
+    open_to_others = state.st_mode & stat.S_IWOTH or (state.st_mode & stat.S_IWGRP and not _is_private(state.st_gid))
+    if open_to_others and not stat.S_ISLNK(state.st_mode) and not (above and state.st_mode & stat.S_ISVTX):
+        reason = "other users may write there, and could have put anything there; empty it, then chmod go-w"
+        raise PermissionError(errno.EACCES, reason, str(path))
+
+
+def _is_private(group: int) -> bool:
+    """Whether a group has this user alone in it, as where every user has a group of their own."""
+    import grp
+    import pwd
+
+    try:
+        me, known = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return group == me.pw_gid and known.gr_name == me.pw_name and set(known.gr_mem) <= {me.pw_name}

@@ -1,0 +1,170 @@
+"""Caches that another user has, had or may have a hand in are not read, loaded or changed."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from relinear.data import cache
+from relinear.kernels.native import build
+from relinear.system import own
+from relinear.system.own import check_own, own_folder
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="a system without owners")
+OTHER = 65534
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """Lets paths have other owners and modes than they have."""
+    facts: dict[Path, dict[str, int]] = {}
+    real = Path.lstat
+
+    def lstat(path):
+        state = real(path)
+        shown = {name: getattr(state, name) for name in ("st_uid", "st_gid", "st_mode")}
+        return SimpleNamespace(**shown | facts.get(path, {}))
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    monkeypatch.setattr(own, "_is_private", lambda group: group == 4242)
+    return lambda path, **changes: facts.update({path: changes})
+
+
+@pytest.fixture
+def really():
+    """Gives paths another owner, which root alone can."""
+    if os.geteuid() != 0:
+        pytest.skip("another user's files can be made by root alone")
+    return lambda path, st_uid: os.chown(path, st_uid, st_uid)
+
+
+@pytest.fixture(params=["pretend", "really"])
+def give(request):
+    """Both: an owner of a path, as far as this process can see."""
+    return request.getfixturevalue(request.param)
+
+
+DIRECTORY, STICKY = 0o040000, 0o041000
+
+
+@pytest.mark.parametrize(
+    ("where", "facts", "reason"),
+    [
+        ("a", {"st_uid": OTHER}, "belongs to another user"),
+        ("a/b", {"st_uid": OTHER}, "belongs to another user"),
+        ("a/b", {"st_mode": DIRECTORY | 0o777}, "other users may write"),
+        ("a/b", {"st_mode": STICKY | 0o777}, "other users may write"),
+        ("a/b", {"st_mode": DIRECTORY | 0o775}, "other users may write"),
+        ("a/b", {"st_mode": DIRECTORY | 0o775, "st_gid": 4242}, None),
+        ("a", {"st_mode": DIRECTORY | 0o777}, "other users may write"),
+        ("a", {"st_mode": STICKY | 0o777}, None),
+        ("a", {"st_uid": 0}, None),
+    ],
+)
+def test_what_others_own_or_may_write_to_is_refused_and_left(where, facts, reason, pretend, tmp_path):
+    folder = tmp_path / "a" / "b"
+    folder.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(folder)
+    before = folder.stat()
+    pretend(tmp_path / where, **facts)
+    for path in (folder, tmp_path / "link", folder / "new"):
+        made = path.name == "new"
+        if reason is None or (made and where == "a/b" and facts.get("st_mode") == STICKY | 0o777):
+            assert own_folder(path) == path
+        else:
+            with pytest.raises(PermissionError, match=reason) as error:
+                own_folder(path)
+            assert error.value.filename == str(tmp_path / where)
+            assert not (folder / "new").exists()
+    assert folder.stat().st_mode == before.st_mode
+
+
+def test_folders_that_are_made_are_open_to_nobody_else(tmp_path):
+    before = os.umask(0)
+    try:
+        own_folder(tmp_path / "a" / "b")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "a", tmp_path / "a" / "b")} == {0o755}
+
+
+def test_a_link_of_another_user_is_refused(pretend, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    assert check_own(tmp_path / "link") == tmp_path / "link"
+    pretend(tmp_path / "link", st_uid=OTHER)
+    with pytest.raises(PermissionError, match="another user"):
+        check_own(tmp_path / "link")
+
+
+@pytest.mark.parametrize("planted", [".", "tokens", "tokens/entry"])
+def test_tokens_of_another_user_are_not_read(planted, give, tmp_path, monkeypatch):
+    def entry():
+        return cache.cached(tmp_path / "cache", "tokens", "key", lambda folder: {"tokens": 3})
+
+    folder, _ = entry()
+    assert entry() == (folder, {"tokens": 3})
+    give(folder if planted == "tokens/entry" else tmp_path / "cache" / planted, st_uid=OTHER)
+    monkeypatch.setattr(cache, "_read", lambda folder: pytest.fail("read"))
+    with pytest.raises(
+        OSError, match=r"belongs to another user .* set cache_dir or RELINEAR_CACHE to a folder of your own"
+    ):
+        entry()
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A place for kernels, with one that is there; lists of what is loaded, and of what is built."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    path = build._library_path()
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"code")
+    kept = build._hashed(path, path)
+    path.rename(kept)
+    loaded, built = [], []
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    monkeypatch.setattr(build, "_build", built.append)
+    return SimpleNamespace(path=path, kept=kept, loaded=loaded, built=built)
+
+
+def test_kernels_are_loaded_if_they_are_what_was_built(library):
+    assert build.is_loaded.__wrapped__()
+    assert build._was_built.__wrapped__()
+    assert (library.loaded, library.built) == ([library.kept], [])
+    library.kept.write_bytes(b"other code")
+    assert not build._was_built.__wrapped__()
+    assert build.is_loaded.__wrapped__()
+    assert (len(library.loaded), library.built) == (1, [library.path])
+
+
+@pytest.mark.parametrize("planted", ["folder", "file"])
+def test_kernels_of_another_user_are_not_loaded(planted, library, give):
+    give(library.kept if planted == "file" else library.path.parent, st_uid=OTHER)
+    said = rf"belongs to another user.*{library.path.parent}.*set TORCH_EXTENSIONS_DIR to a folder of your own"
+    assert not build._was_built.__wrapped__()
+    with pytest.warns(UserWarning, match=said):
+        assert not build.is_loaded.__wrapped__()
+    assert (library.loaded, library.built) == ([], [])
+
+
+def test_kernels_in_a_folder_that_was_open_to_others_are_not_loaded(library):
+    library.path.parent.chmod(0o777)
+    with pytest.warns(UserWarning, match="other users may write there"):
+        assert not build.is_loaded.__wrapped__()
+    assert (library.loaded, library.built) == ([], [])
+    assert library.path.parent.stat().st_mode & 0o777 == 0o777
+
+
+def test_a_build_is_kept_under_its_hash(tmp_path, monkeypatch):
+    def load(name, sources, *, build_directory, **more):
+        (Path(build_directory) / f"{name}.so").write_bytes(b"code")
+
+    monkeypatch.setattr("torch.utils.cpp_extension.load", load)
+    path = own_folder(tmp_path / "kernels") / "kernels-key.so"
+    build._build(path)
+    kept = build._kept_library(path)
+    assert kept is not None
+    assert kept.read_bytes() == b"code"
+    assert not kept.stat().st_mode & 0o022
