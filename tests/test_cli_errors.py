@@ -200,6 +200,10 @@ CASES = {
         ["exclude=", "q_proj"],
     ),
     "evaluation without data": (["eval", "{saved}"], ["--data"]),
+    "another tokenizer": (
+        ["eval", "{saved}", "--data", "{text}", "--tokenizer", "{tmp}"],
+        ["cannot load the tokenizer"],
+    ),
     "lambada without a file": (["eval", "{saved}", "--tasks", "lambada"], ["--lambada"]),
     "report of nothing": (["report", "{tmp}"], ["results.json"]),
     "empty range": (["sweep", "-p", "learning_rate=1..0.1", "--out", "{out}"], ["lower to a higher"]),
@@ -314,6 +318,27 @@ def newer_format(copy):
 def test_damaged_checkpoints(change, words, saved, tmp_path, capfd):
     copy = damaged(saved, tmp_path, change)
     check(capfd, ["inspect", str(copy)], words)
+
+
+@pytest.mark.parametrize(
+    "command", [["eval"], ["compress"], ["distill", "-r", "v_proj=low_rank"], ["analyze"], ["explore"]]
+)
+def test_a_model_without_its_tokenizer(command, saved, text, tmp_path, capfd):
+    mute = tmp_path / "mute"
+    shutil.copytree(saved, mute, ignore=shutil.ignore_patterns("tokenizer*"))
+    check(
+        capfd,
+        [*command, str(mute), "--data", str(text)],
+        [
+            "(no tokenizer was saved there): it must be 'bytes', ",
+            " can be reached. Name the model's own with --tokenizer",
+        ],
+    )
+    if command == ["eval"]:
+        for given in ([str(saved)], [str(mute), "--tokenizer", "bytes"], [str(mute), "--tokenizer", str(saved)]):
+            assert main(["eval", *given, "--data", str(text), "--split", "all", "--max-tokens", "512", "--json"]) == 0
+        figures = capfd.readouterr().out.split("}\n}\n")
+        assert figures[0] == figures[1] == figures[2] != ""
 
 
 def with_tokenizer(saved, tokenizer, tmp_path):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from relinear.cli.options import TextColumn, load_model
+from relinear.cli.options import TextColumn, Tokenizer, load_model, load_model_tokenizer
 
 if TYPE_CHECKING:
     from relinear.analysis.analyses import Result
@@ -22,7 +22,7 @@ def command(
     out: Annotated[Path, typer.Option(help="Directory for JSON and figures.")] = Path("runs/analyze"),
     only: Annotated[str | None, typer.Option(help="Some analyses, such as gates,top_tokens.")] = None,
     control: Annotated[str | None, typer.Option(help="A second model of the same tokenizer to set beside it.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="By default the one saved with the model.")] = None,
+    tokenizer: Tokenizer = None,
     text_column: TextColumn = None,
     sequences: Annotated[int, typer.Option(min=1, help="Sequences to look at.")] = 64,
     length: Annotated[int, typer.Option(min=2, help="Tokens in each.")] = 64,
@@ -68,8 +68,6 @@ def analyze_saved(
     """
     import dataclasses
 
-    from transformers import AutoTokenizer
-
     from relinear.analysis.analyses import Subject, analyze
     from relinear.analysis.page import RECORD
     from relinear.analysis.tokens import tokens_of
@@ -79,10 +77,7 @@ def analyze_saved(
 
     loaded = load_model(model) if loaded is None else loaded
     second = None if control is None else load_model(control)
-    try:
-        reader = AutoTokenizer.from_pretrained(tokenizer or model)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no tokenizer in {tokenizer or model!r}; name one with --tokenizer") from error
+    reader = load_model_tokenizer(model, tokenizer, separates=False)
     if text.fewer:
         text = dataclasses.replace(text, length=min(text.length, most_positions(loaded) or text.length))
     for one in (loaded, second):

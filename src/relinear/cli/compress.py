@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from relinear.cli.options import Exclude, PretrainedModel, Split, TextColumn, load_model, prepare_process, set_if_given
+from relinear.cli.options import (
+    Exclude,
+    PretrainedModel,
+    Split,
+    TextColumn,
+    Tokenizer,
+    load_model,
+    load_model_tokenizer,
+    prepare_process,
+    set_if_given,
+)
 
 __all__ = ["command"]
 
@@ -49,6 +59,7 @@ def command(
         list[str] | None, typer.Option(help="Operator that layers may become, such as `low_rank`; several times.")
     ] = None,
     text_column: TextColumn = None,
+    tokenizer: Tokenizer = None,
     split: Split = "train",
     tokens: Annotated[int | None, typer.Option(help="Tokens to calibrate on.")] = None,
     fisher: Annotated[
@@ -90,7 +101,6 @@ def command(
     from relinear.compress.run import proposal
     from relinear.data import DataSettings, iter_texts
     from relinear.data.corpora import whole_or_held_out
-    from relinear.data.tokenizers import load_tokenizer
 
     given = {
         "keep": keep,
@@ -119,12 +129,13 @@ def command(
             "--data the part behind what calibration takes is judged on in any case"
         )
     prepare_process(threads)
-    loaded, tokenizer = load_model(model), load_tokenizer(model)
+    reader = load_model_tokenizer(model, tokenizer)
+    loaded = load_model(model)
     with resumable("start the same command again"), watch_compression() as on_progress:
         report = compress(
             loaded,
             {name: iter_texts(text, split, conversations=True) for name, text in corpora.items()},
-            tokenizer=tokenizer,
+            tokenizer=reader,
             targets=target or "all-linear",
             exclude=exclude,
             settings=settings,

@@ -12,7 +12,9 @@ from relinear.cli.options import (
     PretrainedModel,
     Split,
     TextColumn,
+    Tokenizer,
     load_model,
+    load_model_tokenizer,
     operator_mapping,
     parse_layers,
     prepare_process,
@@ -33,6 +35,7 @@ def command(
     layers: Annotated[str | None, typer.Option(help="Decoder layers, such as 0,4-11.")] = None,
     exclude: Exclude = None,
     text_column: TextColumn = None,
+    tokenizer: Tokenizer = None,
     split: Split = "train",
     tokens: Annotated[int | None, typer.Option(help="Tokens to fit on.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over them.")] = None,
@@ -67,7 +70,6 @@ def command(
     from relinear.cli.progress import watch_distillation
     from relinear.compare.recipe import parse_overrides
     from relinear.data import DataSettings, iter_texts
-    from relinear.data.tokenizers import load_tokenizer
     from relinear.distill import DistillSettings, distill_
     from relinear.distill.page import distill_section
     from relinear.pages.blocks import read_values
@@ -80,7 +82,8 @@ def command(
     mapping = operator_mapping(replace)
     text = DataSettings.load({"data": data} | ({"text_column": text_column} if text_column else {}), "data")
     prepare_process(threads)
-    loaded, tokenizer = load_model(model), load_tokenizer(model)
+    reader = load_model_tokenizer(model, tokenizer)
+    loaded = load_model(model)
     with resumable("start the same command again"), watch_distillation() as on_progress:
         report = distill_(
             loaded,
@@ -88,7 +91,7 @@ def command(
             iter_texts(text, split, conversations=True),
             layers=parse_layers(layers),
             exclude=exclude,
-            tokenizer=tokenizer,
+            tokenizer=reader,
             settings=settings,
             out_dir=out,
             resume=not start_over,

@@ -7,7 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from relinear.cli.options import TextColumn, find_model, load_model, prepare_process
+from relinear.cli.options import (
+    TextColumn,
+    Tokenizer,
+    find_model,
+    load_model,
+    load_model_tokenizer,
+    prepare_process,
+)
 
 __all__ = ["command"]
 
@@ -20,6 +27,7 @@ def command(
         str | None, typer.Option(help="`stdlib`, a file or folder, or a Hub name; by default the run's.")
     ] = None,
     text_column: TextColumn = None,
+    tokenizer: Tokenizer = None,
     split: Annotated[str, typer.Option(help="`validation`, `test`, `train`, or `all`.")] = "validation",
     tasks: Annotated[
         str, typer.Option(help="`perplexity`, `lambada`, or tasks of lm-eval, with commas.")
@@ -51,7 +59,8 @@ def command(
     if "perplexity" in names and data is None and settings is None:
         raise ValueError(f"{directory} is no run of relinear train, so it names no data to evaluate on; give --data")
     prepare_process()
-    model, tokenizer = _load(folder)
+    reader = load_model_tokenizer(folder, tokenizer)
+    model = load_model(folder, presets=False)
 
     from relinear import evaluate
     from relinear.data import DataSettings, iter_texts, prepare_data
@@ -59,7 +68,7 @@ def command(
     results: dict[str, Any] = {}
     if "perplexity" in names:
         text: Any
-        if data is None and split == "validation" and sequence_length is None and stride is None:
+        if data is None and split == "validation" and (sequence_length, stride, tokenizer) == (None, None, None):
             # What the run itself was validated on, in the same blocks.
             chosen = DataSettings.load(settings or {}, "data")
             text, given = prepare_data(chosen).validation, {}
@@ -69,7 +78,7 @@ def command(
             chosen = DataSettings.load(values | ({"text_column": text_column} if text_column else {}), "data")
             length = sequence_length or (settings or {}).get("sequence_length")
             text = iter_texts(chosen, split)
-            given = {"tokenizer": tokenizer, "sequence_length": length, "stride": stride}
+            given = {"tokenizer": reader, "sequence_length": length, "stride": stride}
         measured = evaluate.perplexity(model, text, max_tokens=max_tokens, batch_size=batch_size, **given)
         results["perplexity"] = {
             "perplexity": measured.perplexity,
@@ -79,11 +88,11 @@ def command(
             "split": split,
         }
     if lambada is not None and "lambada" in names:
-        scored = evaluate.lambada(model, tokenizer, lambada, max_examples=limit, batch_size=batch_size)
+        scored = evaluate.lambada(model, reader, lambada, max_examples=limit, batch_size=batch_size)
         results["lambada"] = {"accuracy": scored.accuracy, "perplexity": scored.perplexity, "examples": scored.examples}
     others = [name for name in names if name not in ("perplexity", "lambada")]
     if others:
-        results |= evaluate.lm_eval(model, tokenizer, others, batch_size=batch_size, limit=limit)
+        results |= evaluate.lm_eval(model, reader, others, batch_size=batch_size, limit=limit)
     if as_json:
         print(json.dumps(results, indent=2, default=str))
         return
@@ -115,10 +124,3 @@ def _run_settings(directory: str) -> tuple[str, dict[str, Any] | None]:
     if not (path / "model").is_dir():
         raise FileNotFoundError(f"{directory} holds no model: the run has not ended, or save_model was false")
     return str(path / "model"), settings
-
-
-def _load(folder: str) -> tuple[Any, Any]:
-    from relinear.data.tokenizers import load_tokenizer
-
-    model = load_model(folder, presets=False)
-    return model, load_tokenizer(folder)

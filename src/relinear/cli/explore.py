@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from relinear.cli.options import TextColumn, load_model, prepare_process
+from relinear.cli.options import TextColumn, Tokenizer, load_model, load_model_tokenizer, prepare_process
 
 __all__ = ["command"]
 
@@ -25,7 +25,7 @@ def command(
         str | None,
         typer.Option(help="Where to look, such as up_proj.basis_gate,q_proj; by default every latent and gate."),
     ] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="By default the one saved with the model.")] = None,
+    tokenizer: Tokenizer = None,
     index: Annotated[Path | None, typer.Option(help="Where the index is kept; by default DIR/explore.")] = None,
     static: Annotated[Path | None, typer.Option(help="Write one file that can be mailed, and serve nothing.")] = None,
     effects: Annotated[int, typer.Option(min=0, help="Units in that file whose effect is measured.")] = 100,
@@ -78,17 +78,12 @@ def command(
 
 def _subject(name: str, tokenizer: str | None, folder: Path | None, **wanted: Any) -> Any:
     """The model that the user named, with its tokenizer and its index."""
-    from transformers import AutoTokenizer
-
     from relinear.cli.progress import watch_steps
     from relinear.explore.prepare import prepare_subject
     from relinear.models import model_folder
 
     name = model_folder(name)
     loaded = load_model(name, presets=False)
-    try:
-        reader = AutoTokenizer.from_pretrained(tokenizer or name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no tokenizer in {tokenizer or name!r}; name one with --tokenizer") from error
+    reader = load_model_tokenizer(name, tokenizer, separates=False)
     with watch_steps(f"indexing {name}") as on_progress:
         return prepare_subject(name, loaded, reader, folder=folder, on_progress=on_progress, **wanted)

@@ -20,10 +20,12 @@ __all__ = [
     "ShareWork",
     "Split",
     "TextColumn",
+    "Tokenizer",
     "TrainingFields",
     "TrainingRecipe",
     "find_model",
     "load_model",
+    "load_model_tokenizer",
     "named_entries",
     "operator_mapping",
     "parse_integers",
@@ -46,6 +48,9 @@ Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers to le
 PretrainedModel = Annotated[str, typer.Argument(metavar="MODEL", help="Directory of a saved model, or a Hub name.")]
 Corpus = Annotated[str | None, typer.Option(help="`stdlib`, a file or folder, or a Hub name.")]
 TextColumn = Annotated[str | None, typer.Option(help="Column of jsonl, parquet and Hub data.")]
+Tokenizer = Annotated[
+    str | None, typer.Option(help="`bytes`, or a tokenizer's folder or Hub name; by default the one beside the model.")
+]
 Split = Annotated[str, typer.Option(help="Split of the corpus: `train`, `validation`, `test` or `all`.")]
 TrainingRecipe = Annotated[str | None, typer.Option(help="A YAML file of training settings.")]
 TrainingFields = Annotated[
@@ -166,6 +171,28 @@ def load_model(name: str, overrides: dict[str, Any] | None = None, *, meta: bool
         raise ValueError(f"{name} is a saved model; only presets ({', '.join(relinear.preset_names())}) take --set")
     path = Path(name).expanduser()
     return relinear.from_pretrained(path if path.exists() else name).eval()
+
+
+def load_model_tokenizer(model: str, tokenizer: str | None, *, separates: bool = True) -> Any:
+    """The tokenizer that the user named, or the one that was saved with ``model``; ``separates`` as it is loaded.
+
+    Raises:
+        ValueError: if there is none; says that one can be named.
+        ValueError, OSError: if there is no such model; it need not be loaded before.
+    """
+    from relinear.data.tokenizers import load_tokenizer
+    from relinear.models import model_folder
+    from relinear.surgery.checkpoint import check_files
+
+    folder = model_folder(model)
+    if find_model(folder) == "directory":
+        check_files(Path(folder).expanduser())
+    try:
+        return load_tokenizer(tokenizer or folder, separates=separates)
+    except ValueError as error:
+        if tokenizer:
+            raise
+        raise ValueError(f"{error}. Name the model's own with --tokenizer") from error
 
 
 def find_model(name: str, *, presets: bool = True) -> str:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from relinear.cli.options import Tokenizer, load_model_tokenizer
+
 __all__ = ["command"]
 
 
@@ -14,9 +16,7 @@ def command(
     model: Annotated[Path, typer.Argument(help="Directory of a saved CGTForCausalLM.", metavar="DIR")],
     prefix_file: Annotated[Path, typer.Option("--prefix-file", help="UTF-8 text to specialise to.", metavar="FILE")],
     out: Annotated[Path, typer.Option("--out", help="Where the GPT-2 and its tokenizer are written.", metavar="DIR")],
-    tokenizer: Annotated[
-        str | None, typer.Option(help="'bytes' or a tokenizer's folder or name; by default the model's own.")
-    ] = None,
+    tokenizer: Tokenizer = None,
     first_position: Annotated[
         int, typer.Option(help="Position of the first token after the prefix; -1 goes on counting from the prefix.")
     ] = 0,
@@ -30,7 +30,6 @@ def command(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from relinear.data.tokenizers import load_tokenizer
     from relinear.models.cgt.config import CGTConfig
     from relinear.models.cgt.specialize import specialize
 
@@ -40,7 +39,7 @@ def command(
         raise ValueError(f"{model} holds no CGT; only a relinear.CGTForCausalLM can be specialised")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not empty; choose another --out")
-    encoder = load_tokenizer(tokenizer or str(model))
+    encoder = load_model_tokenizer(str(model), tokenizer)
     loaded = AutoModelForCausalLM.from_pretrained(model).eval()
     ids = torch.tensor(encoder(prefix_file.read_text(encoding="utf-8"))["input_ids"], dtype=torch.long)
     if not len(ids):

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from relinear.core.config import shown
 from relinear.data.chat import Closed, spoken
 from relinear.data.hub import hub_in_reach
+from relinear.system.text import cut
 
 __all__ = [
     "byte_tokenizer",
@@ -99,11 +101,15 @@ def train_bpe(documents: Iterable[str], size: int, total_characters: int) -> Any
     return _wrap(tokenizer)
 
 
-def load_tokenizer(name: str) -> Any:
+def load_tokenizer(name: str, *, separates: bool = True) -> Any:
     """``bytes``, or what ``AutoTokenizer.from_pretrained`` loads.
 
+    Args:
+        name: what a user wrote.
+        separates: whether a token that could separate documents is needed.
+
     Raises:
-        ValueError: if there is no such tokenizer, or it has no token that could separate documents.
+        ValueError: if there is no such tokenizer, or it has no such token.
     """
     if name == "bytes":
         return byte_tokenizer()
@@ -114,12 +120,15 @@ def load_tokenizer(name: str) -> Any:
         # Without a Hub, what was fetched before still serves.
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not local and not hub_in_reach())
     except Exception as error:  # hub, file and parse errors of many kinds: to a user there is no such tokenizer
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        reason = cut(" ".join(str(error).split()) or type(error).__name__)
+        if local and not any(any(Path(name).expanduser().glob(part)) for part in ("*tok*", "*vocab*", "*.model")):
+            reason = "no tokenizer was saved there"
         raise ValueError(
-            f"cannot load the tokenizer {name!r}: it must be 'bytes', 'bpe:N', a folder that a tokenizer was saved "
-            f"to, or a name of the Hugging Face Hub that can be reached ({reason})"
+            f"cannot load the tokenizer {shown(name)} ({reason}): it must be 'bytes', 'bpe:N', a folder that a "
+            "tokenizer was saved to, or a name of the Hugging Face Hub that can be reached"
         ) from error
-    separator_id(tokenizer)
+    if separates:
+        separator_id(tokenizer)
     return tokenizer
 
 

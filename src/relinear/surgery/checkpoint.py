@@ -40,6 +40,7 @@ from relinear.system.text import cut
 __all__ = [
     "RelinearConfig",
     "RelinearQuantizer",
+    "check_files",
     "from_pretrained",
     "reading_config",
     "rebuild_",
@@ -305,7 +306,7 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
     name = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
     if saved_place(name, cache_dir=kwargs.get("cache_dir")) == "directory":
         directory = Path(name).expanduser()
-        _check_files(directory)
+        check_files(directory)
     loader: Any = auto_class or AutoModelForCausalLM
     with reading_config(directory):
         model, info = loader.from_pretrained(directory, output_loading_info=True, **kwargs)
@@ -348,7 +349,10 @@ _LONGEST = 1_000  # characters of a message of transformers
 _OF_WRONG_VALUES = (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError, MemoryError)
 
 
-def _check_files(directory: Path) -> None:
+def check_files(directory: Path) -> None:
+    """Raise ValueError or FileNotFoundError if ``directory`` holds no saved model, or one that is seen to be damaged
+    without being built.
+    """
     for path in sorted(directory.iterdir()):
         if path.suffix in (".json", ".safetensors") and path.exists() and not path.is_file():
             raise ValueError(
