@@ -1,0 +1,132 @@
+"""The families that other people's suites run on: a stock model, and the same with each kind of operator in place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import relinear
+from relinear.core.attachment import AttachmentConfig
+from relinear.core.operator import OperatorConfig
+
+__all__ = ["FAMILIES", "Family", "with_operators"]
+
+CONTEXT = relinear.ContextManager(dim=8)
+CCL = relinear.CCL(context_dim=8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What is put into the models of a family, and which family has to pass a test before this one is asked."""
+
+    layers: dict[str, OperatorConfig] = dataclasses.field(default_factory=dict)
+    attachments: tuple[AttachmentConfig, ...] = ()
+    model: str = "llama"
+    stock: str = "llama"
+    #: a quick run has it
+    quick: bool = False
+
+    def put_in(self, model: Any) -> None:
+        for attachment in self.attachments:
+            relinear.attach_(model, attachment)
+        if self.layers:
+            relinear.replace_(model, self.layers)
+
+
+def _all(operator: OperatorConfig, *attachments: AttachmentConfig, **settings: Any) -> Family:
+    return Family({"all-linear": operator}, attachments, **settings)
+
+
+#: "llama" and "gpt2" are stock
+FAMILIES: dict[str, Family] = {
+    "llama": Family(quick=True),
+    "gpt2": Family(model="gpt2", stock="gpt2", quick=True),
+    "low_rank": _all(relinear.LowRank(rank=8)),
+    "pivoted_low_rank": _all(relinear.PivotedLowRank(rank=8)),
+    "monarch": _all(relinear.Monarch(blocks=4)),
+    "block_hadamard": _all(relinear.BlockHadamard(blocks=4)),
+    "rotor": _all(relinear.Rotor()),
+    "hdpl": _all(relinear.HDPL(rank=8, blocks=4)),
+    "transponder": _all(relinear.Transponder(rank=8)),
+    "output_gate": _all(relinear.OutputGate()),
+    "ccl": _all(CCL, CONTEXT.replace(source="embeddings")),
+    "ccl_with_memory": _all(CCL, CONTEXT.replace(source="embeddings", mixer="ema")),
+    "ccl_of_tokens": _all(CCL, CONTEXT),
+    "path_transponder": Family(attachments=(relinear.PathTransponder(rank=8),)),
+    "sdpa_gate": Family(attachments=(relinear.SDPAGate(),)),
+    "second_embedding": Family(attachments=(relinear.SecondEmbedding(),)),
+    "laurel_rw": Family(attachments=(relinear.LaurelRW(),)),
+    "laurel_lr": Family(attachments=(relinear.LaurelLR(rank=8),)),
+    "laurel_pa": Family(attachments=(relinear.LaurelPA(),)),
+    "rezero": Family(attachments=(relinear.ReZero(),)),
+    "layer_norm_scaling": Family(attachments=(relinear.LayerNormScaling(),)),
+    "post_ln": Family(attachments=(relinear.PostLN(),)),
+    "deep_norm": Family(attachments=(relinear.DeepNorm(),)),
+    "mixed": Family(
+        {
+            "q_proj": relinear.Rotor(),
+            "k_proj": relinear.LowRank(rank=8),
+            "v_proj": relinear.HDPL(rank=8, blocks=4),
+            "o_proj": relinear.Transponder(rank=8),
+            "gate_proj": CCL,
+            "up_proj": relinear.Monarch(blocks=4),
+            "down_proj": relinear.BlockHadamard(blocks=4),
+        },
+        (CONTEXT, relinear.LaurelLR(rank=8)),
+        quick=True,
+    ),
+    "mixed_gpt2": Family(
+        {"c_attn": CCL, r"attn\.c_proj|.*\.attn\.c_proj": relinear.LowRank(rank=8), "c_fc": relinear.HDPL(rank=8, blocks=4)},
+        (CONTEXT, relinear.LaurelRW()),
+        model="gpt2",
+        stock="gpt2",
+    ),
+    "cgt": Family(model="cgt", stock="gpt2", quick=True),
+}
+
+_loading = False
+
+
+@contextmanager
+def _as_recorded() -> Iterator[None]:
+    """Loading puts operators in place by itself."""
+    global _loading
+    before, _loading = _loading, True
+    try:
+        yield
+    finally:
+        _loading = before
+
+
+def with_operators(stock: type, family: Family) -> type:
+    """A class like ``stock`` whose instances have the family's operators from the start."""
+    if not family.layers and not family.attachments:
+        return stock
+
+    def made(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        if not _loading and hasattr(config, "quantization_config"):
+            del config.quantization_config  # the record of a model that had this config before
+        super(cls, self).__init__(config, *args, **kwargs)
+        if not _loading:
+            family.put_in(self)
+
+    def loads(name: str) -> Callable[..., Any]:
+        def load(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            with _as_recorded():
+                return getattr(super(own, cls), name)(*args, **kwargs)
+
+        return load
+
+    def from_config(cls: Any, config: Any, **kwargs: Any) -> Any:
+        if not hasattr(config, "quantization_config"):
+            return super(own, cls)._from_config(config, **kwargs)
+        with _as_recorded():
+            return super(own, cls)._from_config(config, **kwargs)
+
+    body = {"__init__": made, "__module__": stock.__module__, "__doc__": stock.__doc__}
+    body |= {"from_pretrained": classmethod(loads("from_pretrained")), "_from_config": classmethod(from_config)}
+    named = [base for base in stock.__bases__ if base.__name__ == "GenerationMixin"]  # asked for among the bases
+    cls = own = type(stock.__name__, (stock, *named), body)
+    return cls
