@@ -78,7 +78,11 @@ FAMILIES: dict[str, Family] = {
         quick=True,
     ),
     "mixed_gpt2": Family(
-        {"c_attn": CCL, r"attn\.c_proj|.*\.attn\.c_proj": relinear.LowRank(rank=8), "c_fc": relinear.HDPL(rank=8, blocks=4)},
+        {
+            "c_attn": CCL,
+            r"attn\.c_proj|.*\.attn\.c_proj": relinear.LowRank(rank=8),
+            "c_fc": relinear.HDPL(rank=8, blocks=4),
+        },
         (CONTEXT, relinear.LaurelRW()),
         model="gpt2",
         stock="gpt2",

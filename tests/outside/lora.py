@@ -13,9 +13,9 @@ sources.activate()
 
 if "diffusers" not in sys.modules:  # one class of it is imported, which is asked for nothing here
     sys.modules["diffusers"] = types.ModuleType("diffusers")
-    sys.modules["diffusers"].StableDiffusionPipeline = type("StableDiffusionPipeline", (), {})  # type: ignore[attr-defined]
-import peft_tests.test_decoder_models as theirs
-from peft import LoraConfig
+    setattr(sys.modules["diffusers"], "StableDiffusionPipeline", type("StableDiffusionPipeline", (), {}))  # noqa: B010
+import peft_tests.test_decoder_models as theirs  # noqa: E402
+from peft import LoraConfig  # noqa: E402
 
 if not getattr(sys.modules["diffusers"], "__file__", None):
     del sys.modules["diffusers"]

@@ -7,17 +7,20 @@ from typing import Any
 
 import torch
 import transformers
-from relinear.models.cgt import CGTConfig, CGTForCausalLM
-from relinear.models.cgt.model import CGTModel
 
 from outside import sources
 from outside.families import FAMILIES, Family, with_operators
+from relinear.models.cgt import CGTConfig, CGTForCausalLM
+from relinear.models.cgt.model import CGTModel
 
 sources.activate()
 
-from tests.generation.test_utils import GenerationTesterMixin  # noqa: E402
-from tests.test_modeling_common import ModelTesterMixin, ids_tensor  # noqa: E402
+from tests import test_modeling_common as common  # noqa: E402
+from tests.generation import test_utils as generation  # noqa: E402
 from tests.test_training_mixin import TrainingTesterMixin  # noqa: E402
+
+_MIXINS = (common.ModelTesterMixin, generation.GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase)
+del TrainingTesterMixin  # pytest would take it for a suite
 
 _SIZES = {"vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _GPT2 = _SIZES | {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 512}
@@ -64,7 +67,7 @@ class ModelTester:
         return self.config_class(**self.settings)
 
     def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        ids = ids_tensor([self.batch_size, self.seq_length], self.vocab_size)
+        ids = common.ids_tensor([self.batch_size, self.seq_length], self.vocab_size)
         return self.get_config(), {"input_ids": ids, "attention_mask": torch.tril(torch.ones_like(ids))}
 
 
@@ -76,9 +79,8 @@ def _suite(name: str, family: Family) -> type:
         self.model_tester.base_model_class, self.model_tester.causal_lm_class = classes[:2]
 
     body = {"setUp": set_up, "all_model_classes": classes, "model_tester": None}
-    return type(name, (ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase), body)
+    return type(name, _MIXINS, body)
 
 
 for _name, _family in FAMILIES.items():
     globals()[_name] = _suite(_name, _family)
-del ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin

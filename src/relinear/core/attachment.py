@@ -14,6 +14,7 @@ from torch import nn
 from relinear.core.adapters import say_adapters_leave_out, train_new_parameters
 from relinear.core.anatomy import unwrapped
 from relinear.core.config import Config
+from relinear.core.drawn import mark_drawn_
 
 __all__ = ["AttachmentConfig", "attachments"]
 
@@ -59,9 +60,11 @@ class AttachmentConfig(Config):
         settings.append(self)
         for part in parts:
             part[_ATTRIBUTE] = settings
+        added = [n for n, _ in inside.named_modules() if n not in names and n.rpartition(".")[0] in names]
+        for name in added:
+            mark_drawn_(inside.get_submodule(name))
         if inside is not model:
             train_new_parameters(inside, known)
-            added = [n for n, _ in inside.named_modules() if n not in names and n.rpartition(".")[0] in names]
             say_adapters_leave_out(str(self), added)
 
 

@@ -36,6 +36,9 @@ class _Gate(Gated, nn.Module):
         super().__init__()
         self.channels = channels
         self.weight = nn.Parameter(torch.empty(gates, width, **kw))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:

@@ -32,7 +32,11 @@ class _Weights(nn.Module):
     def __init__(self, normalize: str, kw: dict[str, Any]):
         super().__init__()
         self.normalize = normalize
-        self.logits = nn.Parameter(torch.zeros(2, **kw))
+        self.logits = nn.Parameter(torch.empty(2, **kw))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.logits)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         if self.normalize == "softmax":
@@ -53,10 +57,17 @@ class _LowRank(nn.Module):
 
     def __init__(self, width: int, rank: int, kw: dict[str, Any]):
         super().__init__()
-        start = torch.zeros(rank, width)
-        start[torch.arange(width) % rank, torch.arange(width)] = 1 / math.sqrt(rank * width)
-        self.down = nn.Parameter(start.to(**kw))
-        self.up = nn.Parameter(torch.zeros(width, rank, **kw))
+        self.down = nn.Parameter(torch.empty(rank, width, **kw))
+        self.up = nn.Parameter(torch.empty(width, rank, **kw))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        rank, width = self.down.shape
+        nn.init.zeros_(self.down)
+        nn.init.zeros_(self.up)
+        columns = torch.arange(width, device=self.down.device)
+        with torch.no_grad():
+            self.down[columns % rank, columns] = 1 / math.sqrt(rank * width)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(torch.nn.functional.linear(x, self.down), self.up)
@@ -171,7 +182,11 @@ class LaurelPreviousSite(nn.Module):
         super().__init__()
         self.width = width
         self.low_rank = None if rank is None else _LowRank(width, rank, kw)
-        self.gamma = nn.Parameter(torch.full((streams,), 0.0 if rank is None else 1 / streams, **kw))
+        self.gamma = nn.Parameter(torch.empty(streams, **kw))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.gamma, 0.0 if self.low_rank is None else 1 / len(self.gamma))
 
     def forward(self, streams: list[Tensor], y: Tensor) -> Tensor:
         # h is linear, so it is applied once, to the weighted sum.

@@ -24,7 +24,11 @@ class _Scale(nn.Module):
 
     def __init__(self, device=None, dtype=None):
         super().__init__()
-        self.alpha = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
+        self.alpha = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.alpha)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.alpha * y

@@ -19,6 +19,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from relinear.core.adapters import is_adapted
 from relinear.core.config import shown
+from relinear.core.drawn import draw_
 from relinear.core.operator import Operator
 from relinear.core.record import config_record, own_record, record
 from relinear.core.vocabulary import token_tables
@@ -50,6 +51,7 @@ def wrap_models() -> None:
     _wrap(PreTrainedModel, "_from_config", _from_config)
     _wrap(PreTrainedModel, "from_pretrained", _from_pretrained)
     _wrap(PreTrainedModel, "_resize_token_embeddings", _resize_token_embeddings)
+    _wrap(PreTrainedModel, "_initialize_weights", _initialize_weights)
 
 
 def wrap_lora() -> None:
@@ -211,6 +213,14 @@ def _from_pretrained(original: Any, cls: Any, name: Any, *args: Any, config: Any
     config = copy.copy(config)
     config.quantization_config = stored
     return original(cls, name, *args, config=config, **kwargs)
+
+
+def _initialize_weights(original: Any, model: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+    """Operators and attached parts draw their own values; transformers knows neither them nor what they hold."""
+    drawn = getattr(module, "_is_hf_initialized", False)
+    original(model, module, *args, **kwargs)
+    if not drawn:
+        draw_(module)
 
 
 _WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
