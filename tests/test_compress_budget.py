@@ -487,11 +487,13 @@ def test_the_page_shows_the_plan_and_is_safe(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("relinear.compress.beside.SPEED_SECONDS", 0.1)
     _, report = evaluated(tmp_path, measured_points=2)
     page = without_plotly((tmp_path / "report.html").read_text())
-    assert page.count("<rect") == len(report.plan.layers) + 1
+    assert page.count("<rect") == len(report.plan.layers)
     for name, config in list(report.plan.replaced.items())[:3]:
         assert f"{name}: {config}" in page
-    assert page.count("<circle") == len(report.points)
-    assert not re.search(r"""src=|href="(?!data:)|@import|url\(""", page)  # nothing is fetched
+    assert report.points
+    assert all(f"{point.name}: predicted {point.predicted:.4g}" in page for point in report.points)
+    assert page.count('<img alt="Single layers tried') == 1
+    assert not re.search(r"""(?:src|href)="(?!data:)|@import|url\(""", page)  # nothing is fetched
     values = report.to_dict()
     sample = values["evaluation"]["samples"][0]
     sample["prompt"] = sample["compressed"]["text"] = "<script>alert(1)</script>"
