@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import json
 import os
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import EntryNotFoundError
+from peft import LoraConfig
+from peft.tuners.lora.model import LoraModel
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -27,12 +30,17 @@ from transformers import (
     LlamaForCausalLM,
     LlavaConfig,
     MixtralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
     QuantoConfig,
     ViTConfig,
 )
+from transformers.quantizers.auto import AutoHfQuantizer
 
 import relinear
+from relinear.core.record import config_record
 from relinear.data.tokenizers import load_tokenizer
+from relinear.surgery.checkpoint import RelinearConfig
 from test_surgery import IDS, LOW, gpt2, llama, replaced
 
 
@@ -546,3 +554,35 @@ def test_operators_of_a_part_with_a_config_of_its_own_are_saved_with_the_whole(t
     model.save_pretrained(tmp_path)
     again = AutoModelForImageTextToText.from_pretrained(tmp_path)
     assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+def calls_by_name(model, directory, folder):
+    """Everything that is wrapped of transformers and PEFT: (class, name) -> object, all that it is called with."""
+    record = RelinearConfig(**config_record(model.config))
+    lora = LoraModel(torch.nn.Sequential(torch.nn.Linear(4, 4)), LoraConfig(target_modules=["0"]), "default")
+    target = {"adapter_name": "other", "target": torch.nn.Linear(4, 4), "r": 2, "lora_alpha": 2}
+    sizes = {"new_num_tokens": 60, "pad_to_multiple_of": None, "mean_resizing": False}
+    both = {"quantization_config": record, "quantization_config_from_args": None}
+    pushed = {"working_dir": folder, "repo_id": "org/name", "files_timestamps": {}}
+    return {
+        (PreTrainedConfig, "to_json_file"): (model.config, {"json_file_path": folder / "a.json", "use_diff": True}),
+        (AutoHfQuantizer, "merge_quantization_configs"): (AutoHfQuantizer, both),
+        (PreTrainedModel, "save_pretrained"): (model, {"save_directory": folder, "is_main_process": True}),
+        (PreTrainedModel, "_upload_modified_files"): (model, pushed),
+        (PreTrainedModel, "_from_config"): (type(model), {"config": model.config}),
+        (PreTrainedModel, "from_pretrained"): (type(model), {"pretrained_model_name_or_path": directory}),
+        (PreTrainedModel, "_resize_token_embeddings"): (model, sizes),
+        (LoraModel, "_create_new_module"): (lora, {"lora_config": LoraConfig(), **target}),
+    }
+
+
+def test_what_is_wrapped_is_called_by_the_names_of_the_original(saved, hub, tmp_path):
+    calls = calls_by_name(*saved, tmp_path)
+    owners = {owner for owner, _ in calls}
+    assert calls.keys() == {(o, n) for o in owners for n in vars(o) if hasattr(getattr(o, n), "_relinear_original")}
+    for (owner, name), (called, arguments) in calls.items():
+        original = getattr(owner, name)._relinear_original
+        wrapped = inspect.getattr_static(owner, name)
+        assert inspect.signature(getattr(wrapped, "__func__", wrapped)) == inspect.signature(original)
+        getattr(called, name)(**arguments)
+    assert {"config.json", "README.md"} <= hub.files.keys()

@@ -68,16 +68,19 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
     if hasattr(original, _MARK):
         return
 
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
+        call = signature.bind(*args, **kwargs)  # so that every argument may be named as it is in the original
+        return around(original, *call.args, **call.kwargs)
 
     setattr(wrapped, _MARK, original)
     kind = type(held) if isinstance(held, classmethod | staticmethod) else lambda function: function
     setattr(owner, name, kind(wrapped))
 
 
-def _create_new_module(original: Any, config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:
+def _create_new_module(original: Any, config: Any, adapter_name: str, target: Any, /, **kwargs: Any) -> Any:
     """The adapter on a layer; on an operator the one that goes on it as a whole (``lora_on_operators_``)."""
     if isinstance(target.get_base_layer() if is_adapted(target) else target, Operator):
         config = lora_on_operators_(copy.copy(config))
@@ -92,7 +95,7 @@ def _to_json_file(original: Any, config: Any, json_file_path: Any, use_diff: boo
         write_config(config, Path(json_file_path), config.to_json_string(use_diff=use_diff))
 
 
-def _save_pretrained(original: Any, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+def _save_pretrained(original: Any, model: Any, save_directory: Any, /, *args: Any, **kwargs: Any) -> None:
     with _record_of_this_model(model), _kept_card(Path(save_directory)):
         original(model, save_directory, *args, **kwargs)
         is_main = args[0] if args else kwargs.get("is_main_process", True)
@@ -182,7 +185,7 @@ def _record_of_this_model(model: Any) -> Iterator[None]:
 _building: ContextVar[dict[str, Any] | None] = ContextVar("_building", default=None)
 
 
-def _from_config(original: Any, cls: Any, config: Any, **kwargs: Any) -> Any:
+def _from_config(original: Any, cls: Any, config: Any, /, **kwargs: Any) -> Any:
     """A model from the config of a checkpoint has its operators, freshly initialised like the rest."""
     asked = config_record(config)
     if asked is None or asked == _building.get():
@@ -197,7 +200,7 @@ def _from_config(original: Any, cls: Any, config: Any, **kwargs: Any) -> Any:
     return model
 
 
-def _from_pretrained(original: Any, cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+def _from_pretrained(original: Any, cls: Any, name: Any, /, *args: Any, config: Any = None, **kwargs: Any) -> Any:
     """The record is the checkpoint's, whatever config the caller brings: its operators' weights fit nothing else."""
     stored = None if config is None else _stored_record(name, kwargs)
     if stored is None or stored == config_record(config):
