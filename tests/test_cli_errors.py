@@ -109,6 +109,8 @@ CASES = {
             "hdpl:rank=4,blocks=1",
             "--match",
             "parameters",
+            "--set",
+            "match.to=low_rank",
             "--out",
             "{out}",
             "--data",

@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from relinear.cli.errors import USER_ERROR, exit_code
+from relinear.system.text import requirement
 
 __all__ = ["COMMANDS", "app", "command_of", "main", "run"]
 
@@ -36,6 +37,10 @@ COMMANDS = (
     "specialize",
     "report",
 )
+
+
+#: what other programs call an option -> what it is called here
+_OTHER_NAMES = {"--ratio": "--keep", "--lr": "--learning-rate", "--output": "--out", "--dataset": "--data"}
 
 
 class _Ended(BaseException):
@@ -106,8 +111,21 @@ def _invoke(arguments: Sequence[str]) -> int | None:
             return USER_ERROR
         # typer's usage errors know their command
         path = getattr(getattr(error, "ctx", None), "command_path", "relinear")
-        raise ValueError(f"{error.format_message()} (see '{path} --help')") from error
+        raise ValueError(f"{_said(error)} (see '{path} --help')") from error
     return result if isinstance(result, int) else None
+
+
+def _said(error: Any) -> str:
+    """A usage error of typer's in our words."""
+    fault = next(iter(error.__cause__.errors()), None) if hasattr(error.__cause__, "errors") else None
+    if fault is not None and error.param is not None:
+        what = requirement(fault["type"], fault["input"], fault.get("ctx", {}), repr(fault["input"]))
+        if what is not None:
+            return f"{(error.param.opts or [error.param.name])[0]} {what}"
+    other = _OTHER_NAMES.get(getattr(error, "option_name", ""))
+    if other and any(other in option.opts for option in error.ctx.command.params):
+        return f"there is no option {error.option_name}; did you mean {other}?"
+    return str(error.format_message())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -108,6 +108,9 @@ def watch_training(title: str) -> Iterator[Callable[[Any], None]]:
     with _view() as view:
 
         def on_progress(progress: Any) -> None:
+            if progress.phase == "evaluating":
+                view.show(f"{title}, evaluating", *progress.batches, "")
+                return
             phase = {"evaluate": " (evaluating)", "prepare": " (preparing)"}.get(progress.phase, "")
             values = {key: getattr(progress, key) for key in ("loss", "validation_loss", "tokens_per_second")}
             view.show(title + phase, progress.step, progress.steps, _detail(values))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,9 +44,9 @@ def skeleton(settings: TrainSettings, vocab_size: int) -> Any:
     Raises:
         ValueError: if the model is unknown or cannot take the operators.
     """
-    if settings.model not in preset_names():
-        return build_model(settings, vocab_size)
-    with torch.device("meta"):
+    on_meta = torch.device("meta") if settings.model in preset_names() else contextlib.nullcontext()
+    with on_meta, warnings.catch_warnings():  # of sizes that are only tried; what is trained warns of its own
+        warnings.simplefilter("ignore")
         return build_model(settings, vocab_size)
 
 

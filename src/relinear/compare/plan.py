@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from relinear.compare.match import Size, matched, measure_size
 from relinear.compare.settings import CompareSettings
@@ -64,14 +64,39 @@ def plan_comparison(recipe: CompareSettings, vocab_size: int, on_event: OnEvent 
             sizes[name] = measure_size(settings, vocab_size)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-    target, reference = match_target(recipe, sizes)
+    match = recipe.match
+    if match.by == "width":
+        return [Planned(name, written[name], sizes[name], None) for name in recipe.entries]
+    if isinstance(match.to, int):
+        return _matched_to(match.to, None, recipe, written, sizes, vocab_size, on_event)
+    candidates = [match.to] if match.to else [n for n, entry in recipe.entries.items() if entry.how != "fixed"]
+    if not candidates:
+        raise ValueError(f"match.by is {match.by!r}, but no entry can be resized: all are fixed or dense")
+    refused: list[ValueError] = []
+    for reference in candidates:  # the first whose size the others can have
+        try:
+            target = sizes[reference].of(match.by)
+            return _matched_to(target, reference, recipe, written, sizes, vocab_size, on_event)
+        except ValueError as error:
+            refused.append(error)
+    raise refused[0]
+
+
+def _matched_to(
+    target: int,
+    reference: str | None,
+    recipe: CompareSettings,
+    written: Mapping[str, TrainSettings],
+    sizes: Mapping[str, Size],
+    vocab_size: int,
+    on_event: OnEvent,
+) -> list[Planned]:
+    """Every entry at the size of ``target``, that of the entry ``reference`` if any; as ``plan_comparison``."""
     planned = []
     for name, entry in recipe.entries.items():
         settings, size = written[name], sizes[name]
-        deviation = None
-        if target is not None and name == reference:
-            deviation = 0.0
-        elif target is not None and entry.how != "fixed":
+        deviation = 0.0 if name == reference else None
+        if name != reference and entry.how != "fixed":
             on_event(Event("match", f"matching {name} by {recipe.match.by}"))
             settings, size = matched(
                 settings,
@@ -87,14 +112,11 @@ def plan_comparison(recipe: CompareSettings, vocab_size: int, on_event: OnEvent 
     return planned
 
 
-def match_target(recipe: CompareSettings, sizes: Mapping[str, Size]) -> tuple[int | None, str | None]:
-    """The number that entries are matched to (None where they are not), and the entry that it is taken from."""
+def match_target(recipe: CompareSettings, planned: Iterable[Planned]) -> tuple[int | None, str | None]:
+    """The number that entries were matched to (None where they were not), and the entry that it is taken from."""
     match = recipe.match
-    if match.by == "width":
-        return None, None
-    if isinstance(match.to, int):
-        return match.to, None
-    reference = match.to or next((n for n, entry in recipe.entries.items() if entry.how != "fixed"), None)
-    if reference is None:
-        raise ValueError(f"match.by is {match.by!r}, but no entry can be resized: all are fixed or dense")
-    return sizes[reference].of(match.by), reference
+    if match.by == "width" or isinstance(match.to, int):
+        return (None if match.by == "width" else match.to), None  # type: ignore[return-value]
+    found = {p.name: p for p in planned if p.deviation == 0}
+    reference = found[match.to] if match.to else next(iter(found.values()))
+    return reference.size.of(match.by), reference.name

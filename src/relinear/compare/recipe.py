@@ -20,12 +20,24 @@ BUNDLED = Path(__file__).parent / "recipes"
 
 #: characters of what the YAML parser says
 _LONGEST = 500
-#: values in a file of settings
-_MOST = 100_000
+#: values in a file of settings, and how deep they are nested
+_MOST, _DEEPEST = 100_000, 64
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader that refuses repeated keys and reads 1e-3 as a number, as YAML 1.2 does."""
+    """The safe loader that refuses repeated keys and endless texts, and reads 1e-3 as a number, as YAML 1.2 does."""
+
+    depth = nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.depth, self.nodes = self.depth + 1, self.nodes + 1
+        if self.depth > _DEEPEST:
+            raise ValueError(f"it is nested too deeply: at most {_DEEPEST} levels")
+        if self.nodes > _MOST:
+            raise ValueError(f"it has more than {_MOST:,} values")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -92,8 +104,6 @@ def read_value(text: str, where: str) -> Any:
     """One value in YAML; ``where`` heads the message of the ValueError if it is none."""
     try:
         value = yaml.load(text, Loader=_Loader)  # a SafeLoader
-    except RecursionError:
-        raise ValueError(f"{where}: the value is nested too deeply") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{where}: the value is no valid YAML: {_one_line(error)}") from None
     except (ValueError, LookupError, AttributeError) as error:  # an integer of 5,000 digits; a tag on what is none

@@ -8,7 +8,6 @@ from typing import Any
 
 from relinear.compare.folder import precision
 from relinear.compare.gaps import too_small
-from relinear.compare.match import Size
 from relinear.compare.plan import Planned, match_target
 from relinear.compare.settings import CompareSettings
 from relinear.core.config import Config
@@ -105,7 +104,7 @@ def comparison_result(
         "name": recipe.name,
         "description": recipe.description,
         "budget": budget,
-        "match": _match_text(recipe, {p.name: p.size for p in planned}),
+        "match": _match_text(recipe, planned),
         "notes": _notes(recipe, entries) + gap_notes(recipe, entries) + _counting_notes(counted, entries),
         "reference": recipe.reference,
         "ngram": counted,
@@ -114,9 +113,9 @@ def comparison_result(
     }
 
 
-def _match_text(recipe: CompareSettings, sizes: Mapping[str, Size]) -> dict[str, Any]:
+def _match_text(recipe: CompareSettings, planned: list[Planned]) -> dict[str, Any]:
     match = recipe.match
-    target, reference = match_target(recipe, sizes)
+    target, reference = match_target(recipe, planned)
     if target is None:
         return {"by": match.by, "target": None, "text": "All models have the same width; sizes differ."}
     unit = "parameters" if match.by == "parameters" else "FLOPs a token"

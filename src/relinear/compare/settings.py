@@ -20,7 +20,7 @@ from pydantic import (
 
 from relinear.compare.recipe import apply_overrides
 from relinear.core.config import nearest, parse_setting
-from relinear.core.settings import Settings
+from relinear.core.settings import Seed, Settings
 from relinear.train.settings import TrainSettings
 
 __all__ = ["CompareSettings", "Entry", "Match", "Sizes", "Speed", "Tune", "lasting", "shortened"]
@@ -116,7 +116,8 @@ class Match(Settings):
     Attributes:
         by: "width" keeps every setting as written (all models then have the same width); "parameters" and "flops"
             (forward FLOPs a token) resize the entries.
-        to: the entry whose size is the target, or a number; by default the first entry with operators.
+        to: the entry whose size is the target, or a number; by default the first entry with operators
+            whose size the others can be given.
         tolerance: largest relative deviation from the target; beyond it the comparison is refused.
     """
 
@@ -154,7 +155,7 @@ class Tune(Settings):
     initializer_range: tuple[PositiveFloat, ...] | None = Field(default=None, min_length=2)
     warmup_ratio: tuple[Annotated[float, Field(ge=0, lt=1)], ...] | None = Field(default=None, min_length=2)
     fraction: float = Field(default=0.25, gt=0, le=1)
-    seed: NonNegativeInt = 1000
+    seed: Seed = 1000
     extensions: NonNegativeInt = 2
     check_full_length: bool = False
     at: Literal["smallest", "each"] = "smallest"
@@ -253,7 +254,7 @@ class CompareSettings(Settings):
     budgets: tuple[PositiveInt, ...] | None = Field(default=None, min_length=1)
     sizes: Sizes | None = None
     match: Match = Match()
-    seeds: tuple[NonNegativeInt, ...] = Field(default=(0,), min_length=1)
+    seeds: tuple[Seed, ...] = Field(default=(0,), min_length=1)
     tune: Tune | None = None
     speed: Speed = Speed()
     reference: str | None = None

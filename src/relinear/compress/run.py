@@ -40,8 +40,8 @@ from relinear.core.modes import evaluating
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, linear_features
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.coverage import coverage, out_of_reach
+from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.plan import plan
-from relinear.surgery.select import ALL_LINEAR
 from relinear.surgery.states import flat_states, place_
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import read_json, write_json

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from relinear.core.settings import Settings
+from relinear.core.settings import Seed, Settings
 
 __all__ = ["CompressSettings"]
 
@@ -75,7 +75,7 @@ class CompressSettings(Settings):
     anchor_tokens: int = Field(default=32768, ge=2)
     refine_steps: int = Field(default=0, ge=0)
     refine_learning_rate: float = Field(default=1e-4, gt=0)
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     heal_tokens: int = Field(default=0, ge=0)
     heal: Literal["operators", "all", "lora"] = "operators"
     heal_held_out_tokens: int = Field(default=8192, ge=2)

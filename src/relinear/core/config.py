@@ -67,10 +67,11 @@ def shown(value: Any) -> str:
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """A phrase that lists the ``known`` names closest to ``name``, or all of them (if they are few) where none is."""
+    """A phrase that lists the ``known`` names that ``name`` is near to or an abbreviation of; all, if none is."""
     known = list(known)
+    short = [one for one in known if name.lower() == "".join(word[:1] for word in one.split("_")) and len(name) > 1]
     # A long text is like no name, and comparing it would take a while.
-    close = difflib.get_close_matches(name, known, n=count, cutoff=0.5) if len(name) <= _SHOWN else []
+    close = short or (difflib.get_close_matches(name, known, n=count, cutoff=0.5) if len(name) <= _SHOWN else [])
     if close:
         return f"did you mean {' or '.join(map(shown, close))}?"
     more = f" and {len(known) - _LISTED} more" if len(known) > _LISTED else ""
@@ -141,6 +142,8 @@ class Config:
         if not issubclass(target, cls):
             raise ValueError(f"{kind!r} is not a {cls.__name__}")
         target._check_names(values, kind)
+        words = {f.name for f in dataclasses.fields(target) if isinstance(f.default, str) and f.type == "str"}
+        values |= {key: "none" for key in words if key in values and values[key] is None}  # "none" read as null
         try:
             decoded = {key: _decode(value) for key, value in values.items()}
         except RecursionError:

@@ -26,7 +26,9 @@ def for_inference_(model: Model, mode: bool = True) -> Model:
 
     The promise ends with ``model.train()`` (of a submodule for that submodule), or with ``for_inference_(model,
     False)``, which leaves the mode alone; what was kept is freed then. After a change of weights in between, call this
-    function again. Copies, pickles and checkpoints of the model hold nothing of it, and a copy does not keep anything.
+    function again. Changes that torch counts are noticed all the same. Writes past it are not (through ``.data``,
+    ``parameter.numpy()``, or another pointer to the memory): outputs are then those of the weights before. Copies,
+    pickles and checkpoints of the model hold nothing of it, and a copy does not keep anything.
 
     Args:
         model: any module with operators in it, placed and loaded: layers whose parameters are on the meta device

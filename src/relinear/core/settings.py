@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from relinear.core.config import nearest, shown
-from relinear.system.text import cut
+from relinear.system.text import cut, requirement
 
-__all__ = ["Settings", "readable"]
+__all__ = ["Seed", "Settings", "readable"]
+
+#: of random numbers: NumPy takes 32 bits
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 #: faults that a message lists
 _TOLD = 10
@@ -69,14 +73,23 @@ class Settings(BaseModel):
 
 
 def readable(error: ValidationError) -> str:
-    """What pydantic found, one fault a line, as ``where: what (got value)``."""
+    """What pydantic found in the users' words, one fault a line: where, what it must be, what it got, what is near."""
     lines = []
     faults = error.errors(include_url=False)
     for fault in faults[:_TOLD]:
         where = cut(".".join(map(str, fault["loc"])))
-        what = cut(fault["msg"].removeprefix("Value error, "), 1_000)
-        given = "" if fault["type"] in ("value_error", "missing") else f" (got {shown(fault['input'])})"
-        lines.append(f"{where}: {what}{given}" if where else what + given)
+        value, limits = fault["input"], fault.get("ctx", {})
+        what = requirement(fault["type"], value, limits, shown(value))
+        if fault["type"] == "missing":
+            lines.append(f"{where} is missing: give it a value")
+        elif what is None:
+            said = cut(fault["msg"].removeprefix("Value error, "), 1_000)
+            given = "" if fault["type"] == "value_error" else f" (got {shown(value)})"
+            lines.append(f"{where}: {said}{given}" if where else said + given)
+        else:
+            choices = re.findall(r"'([^']*)'", limits["expected"]) if fault["type"] == "literal_error" else []
+            hint = f"; {nearest(value, choices)}" if choices and isinstance(value, str) else ""
+            lines.append(f"{where} {what}{hint if 'did you mean' in hint else ''}".lstrip())
     if len(faults) > _TOLD:
         lines.append(f"and {len(faults) - _TOLD} more")
     return "\n  ".join(lines) if len(lines) == 1 else "\n  " + "\n  ".join(lines)

@@ -30,8 +30,8 @@ from relinear.distill.report import DistillProgress, DistillReport, LayerFit
 from relinear.distill.settings import DistillSettings
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.layer_bias import LayerBias
+from relinear.surgery.patterns import matches
 from relinear.surgery.plan import Plan, Replacement, attach_, plan
-from relinear.surgery.select import matches
 from relinear.surgery.states import flat_states, load_states_, place_
 from relinear.system.files import atomic_path, fingerprint, read_json, write_json, writing
 from relinear.system.lock import only_process_in

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from relinear.core.settings import Settings
+from relinear.core.settings import Seed, Settings
 
 __all__ = ["DistillSettings"]
 
@@ -56,7 +56,7 @@ class DistillSettings(Settings):
     retrain: str | None = None
     retrain_learning_rate: float = Field(default=1e-3, gt=0)
     on_disk: bool = False
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
 
     @model_validator(mode="after")
     def _whole_blocks(self) -> DistillSettings:

@@ -10,6 +10,7 @@ import http
 import ipaddress
 import json
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -47,6 +48,10 @@ class _Asked:
         value = self._values.get(name)
         if not isinstance(value, str):
             raise ValueError(f"{name} must be a text, got {shown(value)}")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{name} holds half a character (a lone surrogate) and is no text") from None
         return value
 
     def number(self, name: str, default: int | None = None) -> int:
@@ -61,7 +66,10 @@ class _Asked:
         value = self._values.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{name} must be a number, got {shown(value)}")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{name} is too large") from None
 
     def unit(self) -> tuple[str, int]:
         return self.text("site"), self.number("unit")
@@ -109,6 +117,11 @@ class _Server(ThreadingHTTPServer):
     #: names under which this server may be asked
     hosts: frozenset[str] | None
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that has gone, whatever was being read from it or sent to it."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
 
 class _IPv6Server(_Server):
     address_family = socket.AF_INET6
@@ -145,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError as error:
             self._send_json(400, {"error": str(error)})
         except (ConnectionError, TimeoutError):
-            self.close_connection = True
+            raise
         except Exception:
             traceback.print_exc()
             self._send_json(500, {"error": "this is a fault of relinear; the terminal says more"})

@@ -8,7 +8,7 @@ from torch import nn
 
 from relinear.core.config import nearest, shown
 from relinear.core.operator import check_model
-from relinear.surgery.select import check_patterns, matches
+from relinear.surgery.patterns import check_patterns, matches
 
 __all__ = ["train_only_"]
 

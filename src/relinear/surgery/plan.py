@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -12,16 +14,20 @@ from relinear.core.adapters import has_adapters, say_adapters_leave_out, train_n
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import check_choice, shown
 from relinear.core.context import check_conditioned
-from relinear.core.operator import Init, OperatorConfig, check_model, linear_features
+from relinear.core.operator import Init, Operator, OperatorConfig, check_model, linear_features
 from relinear.core.readers import reader_of_weight
 from relinear.core.record import METHOD, sync_record
+from relinear.core.wrapper import WrapperConfig
 from relinear.surgery.coverage import warn_of_gaps
-from relinear.surgery.select import ALL_LINEAR, Target, is_tied, select_targets
+from relinear.surgery.patterns import ALL_LINEAR
+from relinear.surgery.select import Target, is_tied, select_targets
 from relinear.surgery.summary import Summary, module_flops, module_parameters, summary
 from relinear.surgery.swap import swap_module
 
 __all__ = ["Plan", "Replacement", "attach_", "plan", "replace_"]
 
+#: times the parameters of the layer that it replaces, beyond which an operator is remarked upon
+_LARGER = 1.5
 #: text in place of None, as on the command line
 _LEFT_ALONE = ("none", "dense")
 
@@ -46,19 +52,21 @@ class Plan:
     """What ``replace_`` would do; nothing has changed yet. Printing it shows a line a layer.
 
     left: why each other linear layer stays as it is, by name.
+    notes: what the user may not have meant; ``apply_`` warns of it, and the summary shows it.
     """
 
     model: nn.Module
     replacements: tuple[Replacement, ...]
     init: Init
     left: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{len(self.replacements)} layers to replace (init={self.init}):"]
         for r in self.replacements:
             also = f" (also {', '.join(r.target.aliases)})" if r.target.aliases else ""
             lines.append(f"  {r.name}{also}: {type(r.target.module).__name__} -> {r.config}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
     def apply_(self) -> Summary:
         """Carry the plan out. Every operator is built before the first is put in place, so a failure changes nothing.
@@ -79,7 +87,9 @@ class Plan:
             if self.init == "fresh":
                 train_new_parameters(self.model, known)
             say_adapters_leave_out(f"{len(operators)} operators", [r.name for r in self.replacements])
-        result = summary(self.model, before=before, left=self.left)
+        for note in self.notes:
+            warnings.warn(note, UserWarning, stacklevel=3)
+        result = dataclasses.replace(summary(self.model, before=before, left=self.left), notes=self.notes)
         if any(r.target.pattern == ALL_LINEAR for r in self.replacements):
             warn_of_gaps(result.coverage)
         return result
@@ -105,7 +115,8 @@ def plan(
         layers: indices of decoder layers to stay within (negative ones count from the end); all by default.
         exclude: patterns of layers to leave alone.
         filter_fn: ``filter_fn(module, name) -> bool``; False leaves the layer alone.
-        init: "fresh" draws new parameters, "from_weight" fits the weight that is there (``from_linear``).
+        init: "fresh" draws new parameters (with a warning where the model is pretrained), "from_weight" fits the
+            weight that is there (``from_linear``).
 
     Raises:
         ValueError: a pattern without a match (with the nearest names), a size that the operator cannot take, a tied
@@ -126,7 +137,28 @@ def plan(
         else:
             _check_target(model, target, config, init)
             replacements.append(Replacement(target, config, *linear_features(target.module)))
-    return Plan(model, tuple(replacements), init, left)
+    return Plan(model, tuple(replacements), init, left, tuple(_notes(model, replacements, init)))
+
+
+def _notes(model: Any, replacements: list[Replacement], init: Init) -> Iterator[str]:
+    """What of a plan deserves a warning: trained weights that are lost, operators larger than what they replace."""
+    drawn = [r for r in replacements if not isinstance(r.config, WrapperConfig)]  # a wrapper may keep the layer
+    name = getattr(getattr(model, "config", None), "_name_or_path", "")
+    lost = [r.name for r in drawn if not isinstance(r.target.module, Operator)]
+    if init == "fresh" and name and lost:
+        yield (
+            f"init='fresh' discards the trained weights of {len(lost)} layers of {shown(name)} (such as {lost[0]}): "
+            "the model has to be trained again. init='from_weight' starts from the weights, where an operator can be "
+            "fitted; relinear.distill_ and relinear.compress fit operators to what layers do"
+        )
+    sizes = Counter((r.config, r.in_features, r.out_features, module_parameters(r.target.module)) for r in drawn)
+    for (config, in_features, out_features, before), count in sizes.items():
+        after = module_parameters(config.build(in_features, out_features, device="meta"))
+        if after > _LARGER * before:
+            yield (
+                f"{config} has {after:,} parameters in place of {before:,}, {after / before:.1f} times as many, in "
+                f"{count} layers of {in_features} -> {out_features}; a smaller size makes the model smaller"
+            )
 
 
 def _operator_config(pattern: Any, setting: Any) -> OperatorConfig | None:

@@ -15,26 +15,22 @@ from relinear.core.anatomy import layer_finder, unwrapped
 from relinear.core.config import layer_indices, shown
 from relinear.core.operator import Operator, is_linear
 from relinear.core.readers import reader_of_weight
+from relinear.surgery.patterns import ALL_LINEAR, check_patterns, is_plain, matches
 
 __all__ = [
-    "ALL_LINEAR",
     "OUTPUT_HEAD",
     "OWN_PREFIX",
     "READ_ELSEWHERE",
     "Selection",
     "Target",
-    "check_patterns",
     "heads",
     "is_tied",
-    "matches",
     "select_targets",
 ]
 
-ALL_LINEAR = "all-linear"
 OWN_PREFIX = "relinear_"  # submodules that an attachment adds
 OUTPUT_HEAD = "output head"
 READ_ELSEWHERE = "their weight is read from outside"
-_PLAIN = re.compile(r"[\w.\-]+")
 _LONGEST_NAME = 200  # of a pattern that is compared with names
 _HEADS = frozenset({"lm_head", "score", "classifier", "embed_out", "qa_outputs"})
 
@@ -54,13 +50,6 @@ class Selection(NamedTuple):
 
     targets: list[Target]
     left: dict[str, str]
-
-
-def matches(pattern: str, name: str) -> bool:
-    """PEFT's rule: a plain key is an exact or dotted-suffix name, anything else a regular expression in full."""
-    if _PLAIN.fullmatch(pattern):
-        return name == pattern or name.endswith(f".{pattern}")
-    return re.fullmatch(pattern, name) is not None
 
 
 def _named_aliases(model: nn.Module) -> dict[int, tuple[nn.Module, list[str]]]:
@@ -100,18 +89,6 @@ def is_tied(model: nn.Module, module: nn.Module) -> str | None:
             if parameter is not None and id(parameter) in own:
                 return f"{name}.{key}" if name else key
     return None
-
-
-def check_patterns(patterns: Iterable[Any]) -> None:
-    """Raise ValueError for a pattern that is no text, empty, or no valid regular expression."""
-    for pattern in patterns:
-        if not isinstance(pattern, str) or not pattern:
-            raise ValueError(f"a pattern must be a non-empty string, got {shown(pattern)}")
-        if pattern != ALL_LINEAR and not _PLAIN.fullmatch(pattern):
-            try:
-                re.compile(pattern)
-            except (re.error, RecursionError, OverflowError) as error:
-                raise ValueError(f"pattern {shown(pattern)} is no valid regular expression: {error}") from error
 
 
 def _check_layers(model: nn.Module, layers: Iterable[int] | int | None, names: Iterable[str]) -> set[int] | None:
@@ -171,7 +148,7 @@ def _check_excluded(model: nn.Module, excluded: list[str], found: Iterable[tuple
             continue
         around = [name for name, module in hits.items() if any(is_linear(child) for child in module.modules())]
         if around:
-            plain = _PLAIN.fullmatch(pattern) is not None
+            plain = is_plain(pattern)
             inside = rf".*\b{re.escape(pattern)}\..*" if plain else rf"({pattern})\..*"
             raise ValueError(
                 f"exclude={shown(pattern)} names {around[0]!r} and not the layers in it, so it would leave out none; "

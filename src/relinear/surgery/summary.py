@@ -35,6 +35,7 @@ class Summary:
     parameters: every parameter of the model, tied ones once.
     flops_per_token: forward FLOPs of the rows; attention scores, norms and activations are left out.
     coverage: what operators took the place of, what was left, and why; printed below the table.
+    notes: what ``replace_`` warned of; printed last.
     """
 
     rows: tuple[Row, ...]
@@ -43,6 +44,7 @@ class Summary:
     parameters_before: int
     flops_before: int
     coverage: Coverage
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The table as JSON values."""
@@ -66,7 +68,9 @@ class Summary:
             for line in lines
         ]
         rule = "-" * len(text[0])
-        return "\n".join([text[0], rule, *text[1:-1], rule, text[-1], str(self.coverage)])
+        return "\n".join(
+            [text[0], rule, *text[1:-1], rule, text[-1], str(self.coverage), *(f"note: {note}" for note in self.notes)]
+        )
 
 
 def _grouped(rows: tuple[Row, ...]) -> list[tuple[list[str], Row]]:

@@ -1,10 +1,56 @@
-"""What messages repeat of what they were given."""
+"""What messages say of what they were given."""
 
 from __future__ import annotations
 
-__all__ = ["cut"]
+import re
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["cut", "requirement"]
 
 
 def cut(text: str, most: int = 400) -> str:
     """``text`` without its middle where it is longer than ``most`` characters."""
     return text if len(text) <= most else f"{text[: most // 2]} [...] {text[-most // 2 :]}"
+
+
+#: start of the name that pydantic gives a fault, or a command line a type -> what a value must be
+_MUST_BE = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "path": "a path",
+    "finite_number": "a finite number",
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "above {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "below {lt}",
+    "too_short": "{min_length} values or more",
+    "string_too_short": "{min_length} characters or more",
+    "literal_error": "one of {expected}",
+}
+
+
+def requirement(fault: str, value: Any, limits: Mapping[str, Any], shown: str) -> str | None:
+    """What a setting must be instead of ``value``, as ``must be below 1, got 80; for 80 % write 0.8``.
+
+    Args:
+        fault: its kind, as pydantic names it.
+        limits: what it states beside that.
+        shown: the value as text.
+
+    Returns:
+        None for a kind that is not known here.
+    """
+    must_be = next((text for start, text in _MUST_BE.items() if fault.startswith(start)), None)
+    if must_be is None:
+        return None
+    text = f"must be {must_be.format_map(limits)}, got {shown}"
+    share = re.fullmatch(r"(\d{1,3}(?:\.\d+)?) ?(%?)", str(value)[:20])
+    if share and (share[2] or limits.get("lt", limits.get("le")) == 1) and 1 < float(share[1]) <= 100:
+        text += f"; for {float(share[1]):g} % write {float(share[1]) / 100:g}"
+    return text

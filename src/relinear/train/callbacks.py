@@ -27,14 +27,16 @@ class Progress:
     phase: what was just done, or is about to be (preparing and compiling take a while before the first step).
     loss: the last training loss logged; validation_loss: the last one measured.
     tokens_per_second: of the last steps logged; None before.
+    batches: while "evaluating" takes a while, those done and all.
     """
 
-    phase: Literal["prepare", "evaluate", "train", "save", "done"]
+    phase: Literal["prepare", "evaluating", "evaluate", "train", "save", "done"]
     step: int
     steps: int
     loss: float | None = None
     validation_loss: float | None = None
     tokens_per_second: float | None = None
+    batches: tuple[int, int] = (0, 0)
 
 
 class StopOnTerminate(TrainerCallback):
@@ -161,10 +163,10 @@ class MetricsLog(TrainerCallback):
             said = "the directory of the run was removed or became unreachable while the run was at work"
             raise FileNotFoundError(errno.ENOENT, said, str(self.path.parent))
 
-    def tell(self, phase: Any, step: int) -> None:
+    def tell(self, phase: Any, step: int, batches: tuple[int, int] = (0, 0)) -> None:
         """Report to ``on_progress``."""
         if self._on_progress is not None:
-            self._on_progress(Progress(phase, step, self.steps, **self._last))
+            self._on_progress(Progress(phase, step, self.steps, **self._last, batches=batches))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_save or control.should_training_stop:

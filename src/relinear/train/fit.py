@@ -227,6 +227,7 @@ def fit(
             lambda: trainer.tokens_seen,
             on_progress,
         )
+        trainer.on_evaluating = lambda *batches: log.tell("evaluating", trainer.state.global_step, batches)
         stop = StopOnTerminate(trainer.accelerator)
         for callback in (stop, throughput, log):
             trainer.add_callback(callback)

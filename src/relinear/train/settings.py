@@ -19,7 +19,7 @@ from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import Config
 from relinear.core.objective import ObjectiveConfig
 from relinear.core.operator import OperatorConfig
-from relinear.core.settings import Settings
+from relinear.core.settings import Seed, Settings
 from relinear.data import DataSettings
 
 __all__ = ["FitSettings", "TrainSettings"]
@@ -63,6 +63,7 @@ class FitSettings(Settings):
         eval_every, log_every, save_every: in steps. 0 evaluates only at the start and the end; None saves every tenth
             of the run, but not more often than every 100 steps, and 0 never.
         eval_batch_size: sequences in an evaluation pass; None takes ``batch_size``.
+        eval_start_tokens: evaluate before the first step on the first so many validation tokens; None on all.
         report_to: names of transformers' reporting integrations ("tensorboard", "wandb", ...).
         save_model: write the trained model to ``out_dir/model``.
         keep_checkpoint: keep the last checkpoint, with the optimiser's state, once the run has ended.
@@ -88,13 +89,14 @@ class FitSettings(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "pure_bfloat16"] = "auto"
     compile: bool = False
     gradient_checkpointing: bool = False
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     threads: PositiveInt | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     eval_every: NonNegativeInt = 0
     log_every: PositiveInt = 10
     save_every: NonNegativeInt | None = None
     eval_batch_size: PositiveInt | None = None
+    eval_start_tokens: PositiveInt | None = None
     report_to: tuple[str, ...] = ()
     save_model: bool = True
     keep_checkpoint: bool = False
@@ -173,8 +175,10 @@ class TrainSettings(FitSettings):
         objective: what is minimised in place of the model's own loss, as a mapping with ``kind`` or as text
             (``"distill:teacher=runs/big"``); None for the model's own. Evaluation is by the model's own always.
         data: the corpus, the tokenizer and the sequence length.
+        eval_start_tokens: as for ``FitSettings``; a bound by default, as the whole validation text may take minutes.
     """
 
+    eval_start_tokens: PositiveInt | None = 65_536
     model: str = "tiny"
     model_overrides: dict[str, Any] = Field(default_factory=dict)
     model_start: Literal["config", "torch"] = "config"

@@ -55,6 +55,8 @@ _ALWAYS = (
 )
 #: a training loss of so many times the first one (but at least of so many nats) is on no way down
 _DIVERGED = 100.0
+#: seconds after which an evaluation says how far it is
+_QUIET = 2.0
 _PARTIAL = ".partial"  # checkpoints are written here and renamed when they are whole
 
 
@@ -210,6 +212,8 @@ class RelinearTrainer(Trainer):
         self._block_losses = block_losses
         self._plain_model: Any = model
         self._redirect: Path | None = None
+        #: told of the batches of an evaluation that takes a while, done and in all
+        self.on_evaluating: Callable[[int, int], None] = lambda done, total: None
 
     def start_from(self, step: int, tokens: int, first_loss: float | None) -> None:
         """Count on from a checkpoint: the step it was written at, the tokens seen until then, the run's first loss."""
@@ -354,7 +358,12 @@ class RelinearTrainer(Trainer):
         blocks: list[Tensor | None] = []
         eager, lowered = torch.compiler.set_stance("force_eager"), self.autocast_smart_context_manager()
         with evaluating(model), eager, lowered, keeping_for_inference(model):
-            for inputs in self.get_eval_dataloader(eval_dataset):
+            loader = self.get_eval_dataloader(eval_dataset)
+            bound = math.inf if self.state.global_step else self.settings.eval_start_tokens or math.inf
+            for number, inputs in enumerate(loader):
+                if number and time.perf_counter() - start > _QUIET:
+                    expected = float(sums[1]) / number * len(loader)
+                    self.on_evaluating(number, math.ceil(len(loader) * min(1, bound / expected)))
                 inputs = self._prepare_inputs(inputs)
                 output = model(**inputs)
                 loss = output["loss"] if isinstance(output, dict) else output[0]
@@ -363,6 +372,8 @@ class RelinearTrainer(Trainer):
                 sums += torch.stack([loss.double() * count, torch.as_tensor(count, dtype=torch.float64)]).cpu()
                 if last and self._block_losses is not None:
                     blocks.append(_block_losses(output, labels))
+                if sums[1] >= bound / self.args.world_size:
+                    break
         total, count = self.accelerator.reduce(sums.to(self.args.device), "sum").tolist()
         value = total / max(count, 1)
         self._check_finite(value, "validation loss")
@@ -468,10 +479,15 @@ def _block_losses(output: Any, labels: Tensor | None) -> Tensor | None:
 
 @contextlib.contextmanager
 def _damage(checkpoint: str | None) -> Iterator[None]:
-    """Turn what the readers of safetensors and of torch's archives raise on damaged files into one ValueError."""
+    """Turn what the readers of safetensors and of torch's archives raise on damaged files into one ValueError.
+
+    A lack of memory is no damage, and passes.
+    """
     try:
         yield
     except (SafetensorError, RuntimeError, UnpicklingError, EOFError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or "alloc" in str(error):
+            raise
         raise ValueError(
             f"{checkpoint} is damaged or cut off, or of another model ({str(error).splitlines()[0]}); remove it to "
             "start over"

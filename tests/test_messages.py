@@ -1,0 +1,201 @@
+"""What users are told: wrong settings in their own words, losses of trained weights, patterns and texts without end."""
+
+import http.client
+import json
+import re
+import threading
+import warnings
+
+import pytest
+import torch
+
+import relinear
+from conftest import make_tiny_llama
+from relinear.cli.main import main
+from relinear.compare.plan import match_target, plan_comparison
+from relinear.compare.recipe import read_value
+from relinear.compare.settings import CompareSettings
+from relinear.core.operator import OperatorConfig
+from relinear.explore import server as explore_server
+from relinear.surgery.patterns import check_patterns, matches
+from relinear.train import FitSettings, TrainSettings, fit
+from relinear.train.trainer import _damage
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["compress", "m", "--data", "d", "--keep", "80"], ["keep must be below 1", "got 80", "write 0.8"]),
+        (["compress", "m", "--data", "d", "--keep", "80%"], ["--keep", "80%", "write 0.8"]),
+        (["compress", "m", "--data", "d", "--ratio", "0.8"], ["--ratio", "did you mean --keep"]),
+        (["compare", "-o", "dense", "--match", "params"], ["match.by must be one of", "did you mean 'parameters'?"]),
+        (["train", "--steps", "few"], ["--steps must be a whole number", "'few'"]),
+        (["train", "--set", "lr=0.1"], ["unknown setting 'lr'", "did you mean 'learning_rate'?"]),
+        (["train", "--seed", str(2**62)], ["seed must be below 4294967296"]),
+        (["train", "--set", "betas=3"], ["betas must be a list, got 3"]),
+    ],
+)
+def test_wrong_settings_in_the_users_words(arguments, words, capfd):
+    assert main(arguments) == 2
+    message = capfd.readouterr().err
+    assert not re.search(r"Input should|unable to parse|valid (number|integer)", message)
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(("text", "name"), [("transponder:phi=none", "phi"), ("rotor:activation=none", "activation")])
+def test_none_is_a_word_where_a_setting_takes_words(text, name):
+    assert getattr(OperatorConfig.read(text), name) == "none"
+    assert OperatorConfig.read("hdpl:free_nats=none").free_nats is None
+
+
+def test_a_lack_of_memory_is_no_damage():
+    with pytest.raises(RuntimeError, match="allocate"), _damage("checkpoint-1"):
+        torch.empty(2**60)
+    with pytest.raises(ValueError, match="damaged"), _damage("checkpoint-1"):
+        raise RuntimeError("PytorchStreamReader failed reading zip archive")
+
+
+@pytest.mark.parametrize(
+    "entries", [("low_rank:rank=4", "hdpl:rank=4,blocks=1"), ("hdpl:rank=4,blocks=1", "low_rank:rank=4")]
+)
+def test_sizes_are_matched_whichever_entry_comes_first(entries):
+    named = dict(zip(("first", "second"), entries, strict=True))
+    recipe = CompareSettings.load({"entries": named, "match": "parameters", "train": {"model": "tiny"}})
+    planned = plan_comparison(recipe, 258)
+    target, reference = match_target(recipe, planned)
+    assert named[reference].startswith("hdpl")
+    assert all(abs(p.size.parameters / target - 1) <= recipe.match.tolerance for p in planned)
+
+
+def test_trained_weights_are_not_discarded_without_a_word(tmp_path):
+    make_tiny_llama().save_pretrained(tmp_path)
+    model = relinear.from_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="discards the trained weights of 2 layers"):
+        report = relinear.replace_(model, {"q_proj": relinear.LowRank(rank=2)})
+    assert "note: init='fresh' discards" in str(report)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        relinear.replace_(model, {"k_proj": relinear.LowRank(rank=2)}, init="from_weight")
+        relinear.replace_(model, {"v_proj": relinear.Transponder(rank=2)})
+        relinear.replace_(make_tiny_llama(), {"q_proj": relinear.LowRank(rank=2)})
+
+
+def test_operators_larger_than_their_layers_are_remarked_upon():
+    with pytest.warns(UserWarning, match=r"rank=999.* times as many"):
+        report = relinear.replace_(make_tiny_llama(), {"q_proj": relinear.HDPL(rank=999, blocks=1)})
+    assert "times as many" in str(report)
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(a|a)*b", "(a|aa)+b", "(.*.*.*.*)*x", "((a{0,50}){0,50}){0,50}b"])
+def test_patterns_take_a_bounded_time(pattern):
+    assert not matches(pattern, "a" * 60 + "c")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r".*\.(q|k)_proj",
+        r"model\.layers\.[0-3]\..*",
+        r"(?i)MODEL.*Q_PROJ",
+        r"(?!.*mlp).*proj",
+        r".*(?<=q)_proj",
+        r"(\w+\.){2,4}?\w+",
+        r"(?:model\.layers\.(\d+)\.)?.{3,}",
+        r"[^m].*|.*_proj$",
+        r"\bmodel\b.*[qk]_proj",
+        r"(?s:model.+)(?i:Q)_proj",
+    ],
+)
+def test_patterns_match_as_pythons_do(pattern):
+    check_patterns([pattern])
+    names = [name for name, _ in make_tiny_llama().named_modules()]
+    found = [name for name in names if matches(pattern, name)]
+    assert found == [name for name in names if re.fullmatch(pattern, name)]
+    assert found
+
+
+@pytest.mark.parametrize("pattern", [r"(a)\1", "(?>a+)b", "a++b", "(a)?(?(1)b|c)", "x" * 998 + ".*."])
+def test_patterns_that_are_not_taken(pattern):
+    with pytest.raises(ValueError, match="pattern"):
+        check_patterns([pattern])
+
+
+@pytest.mark.parametrize("text", ["[" * 90 + "]" * 90, "{a: " * 90, "[" + "a," * 200_000 + "]"])
+def test_texts_without_end_are_refused_early(text):
+    with pytest.raises(ValueError, match=r"nested too deeply|more than 100,000 values"):
+        read_value(text, "settings.yaml")
+
+
+class _Validation(torch.utils.data.Dataset):
+    def __init__(self, blocks):
+        self.read, self.blocks = set(), blocks
+
+    def __len__(self):
+        return self.blocks
+
+    def __getitem__(self, index):
+        self.read.add(index)
+        ids = torch.arange(9) % 7
+        return {"input_ids": ids, "labels": ids}
+
+
+def test_the_first_evaluation_is_bounded(tmp_path):
+    assert TrainSettings().eval_start_tokens == 65_536
+    validation, seen = _Validation(40), []
+    settings = FitSettings(steps=1, batch_size=2, eval_start_tokens=32, save_every=0)
+
+    def on_progress(progress):
+        if not seen and progress.phase == "evaluate":
+            seen.append(len(validation.read))
+
+    result = fit(make_tiny_llama(), (_Validation(4), validation), settings, on_progress=on_progress)
+    assert seen[0] <= 6  # two batches, and one that is read ahead
+    assert len(validation.read) == 40
+    assert result.initial_perplexity is not None
+
+
+def test_a_long_evaluation_says_how_far_it_is(monkeypatch):
+    monkeypatch.setattr("relinear.train.trainer._QUIET", -1.0)
+    told = []
+    settings = FitSettings(steps=1, batch_size=2, eval_start_tokens=32, save_every=0)
+    fit(make_tiny_llama(), (_Validation(4), _Validation(40)), settings, on_progress=told.append)
+    batches = [p.batches for p in told if p.phase == "evaluating"]
+    assert batches[:2] == [(1, 2), (1, 20)]
+    assert batches[-1] == (19, 20)
+
+
+@pytest.fixture
+def address(monkeypatch):
+    monkeypatch.setattr(explore_server, "live_page", lambda overviews: "<html></html>")
+    server = explore_server.make_server([], "127.0.0.1", 0)
+    monkeypatch.setitem(explore_server._ANSWERS, ("POST", "/api/echo"), lambda a: [a.text("text"), a.real("value")])
+    with server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [('{"text": "\\ud800", "value": 1}', "text"), ('{"text": "a", "value": 1%s}' % ("0" * 400), "value")],
+)
+def test_texts_and_numbers_that_are_none(address, values, said, capfd):
+    connection = http.client.HTTPConnection(*address, timeout=60)
+    connection.request("POST", "/api/echo", values, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    assert (answer.status, said in json.loads(answer.read())["error"]) == (400, True)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError, BrokenPipeError, TimeoutError])
+def test_clients_that_have_gone_are_none_of_the_terminals_business(address, error, monkeypatch, capfd):
+    def gone(asked):
+        raise error
+
+    monkeypatch.setitem(explore_server._ANSWERS, ("POST", "/api/gone"), gone)
+    connection = http.client.HTTPConnection(*address, timeout=60)
+    connection.request("POST", "/api/gone", "{}", {"Content-Type": "application/json"})
+    with pytest.raises(http.client.RemoteDisconnected):
+        connection.getresponse()
+    assert capfd.readouterr().err == ""
