@@ -76,7 +76,7 @@ def test_command(tmp_path, capfd):
     assert main(["bench", "--shapes", "64", "--out", str(tmp_path / "other")]) == 2
     assert "IN->OUT" in capfd.readouterr().err
     assert main(["bench", "--tokens", "0", "--out", str(tmp_path / "other")]) == 2
-    assert "greater than 0" in capfd.readouterr().err
+    assert "must be above 0" in capfd.readouterr().err
 
 
 def test_every_operator_is_timed_as_it_comes():

@@ -47,7 +47,7 @@ def test_unknown_keys_name_the_nearest():
         Outer.load({"step": 3}, "recipe.yaml")
     with pytest.raises(ValueError, match=r"data: unknown setting 'sequence_lenght'; did you mean 'sequence_length'"):
         Outer.load({"data": {"sequence_lenght": 3}})
-    with pytest.raises(ValueError, match=r"steps: .*integer.*\(got 'many'\)"):
+    with pytest.raises(ValueError, match="steps must be a whole number, got 'many'"):
         Outer.load({"steps": "many"})
     with pytest.raises(ValueError, match="expected a mapping"):
         Outer.load([1])
@@ -69,11 +69,11 @@ def test_tune_allocator_is_idempotent():
     ("values", "message"),
     [
         ({"step": 3}, "unknown setting 'step'; did you mean 'steps'"),
-        ({"steps": 0}, r"steps: .*greater than 0.*\(got 0\)"),
-        ({"learning_rate": float("nan")}, "learning_rate: .*finite"),
+        ({"steps": 0}, "steps must be above 0, got 0"),
+        ({"learning_rate": float("nan")}, "learning_rate must be a finite number"),
         ({"betas": [0.9, 1.5]}, r"betas must lie in \[0, 1\)"),
         ({"steps": 5, "warmup_steps": 5}, "warmup_steps=5 must be below steps=5"),
-        ({"schedule": "linear"}, "schedule: .*'onecycle', 'cosine', 'noam' or 'constant'"),
+        ({"schedule": "linear"}, "schedule must be one of 'onecycle', 'cosine', 'noam' or 'constant'"),
         ({"operators": {"q_proj": "low_rnk:rank=3"}}, "unknown operator kind 'low_rnk'; did you mean 'low_rank'"),
         ({"operators": {"q_proj": {"kind": "low_rank", "rnk": 3}}}, "unknown setting 'rnk'; did you mean 'rank'"),
         ({"operators": "low_rank"}, "expected a mapping"),
