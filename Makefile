@@ -45,8 +45,9 @@ slow: $(STAMP) ## the tests that take minutes
 fuzz: $(STAMP) ## 100,000 damaged files and arguments; counts by kind and outcome in runs/fuzz.json
 	cd tests && OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m fuzz.run --cases 100000 --out $(abspath $(RUN_DIR))/fuzz.json
 
-kills: $(STAMP) ## 200 kills at seeded moments; every work must go on to the same bits; counts in runs/kills.json
+kills: $(STAMP) ## 400 kills at seeded moments; every work must go on to the same bits; counts in runs/kills*.json
 	cd tests && OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m kills.run --kills 200 --out $(abspath $(RUN_DIR))/kills.json
+	cd tests && OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m kills.run --kills 200 --work compressions --out $(abspath $(RUN_DIR))/kills_compress.json
 
 # environments of their own, so that what other programs ask for does not move the pinned one
 ecosystem: ## lm-eval, TRL, PEFT, torchao, Trainer, pipeline and torch.export on a checkpoint: docs/ecosystem.md

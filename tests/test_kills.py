@@ -57,3 +57,11 @@ def test_two_hundred_kills(tmp_path):
     found = kills(tmp_path, "--kills", "200", timeout=7_000)
     assert found["kills"] >= 200
     assert len(found["by_work"]) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7_200)
+def test_two_hundred_kills_of_every_way_of_compressing(tmp_path):
+    found = kills(tmp_path, "--kills", "200", "--work", "compressions", timeout=7_000)
+    assert found["kills"] >= 200
+    assert len(found["by_work"]) == 1 + 2 + 4 + 2 + 2 + 3

@@ -44,7 +44,7 @@ def attempt(
     name: str, data: Path, out: Path, *, event: int | None = None, seconds: float | None = None
 ) -> tuple[bool, int, float]:
     """Whether the work ended by itself, the events on disk, and the seconds it took. Raises if it failed."""
-    from kills.works import WORKS
+    from kills.works import COMPRESSIONS, WORKS
 
     receive, send = os.pipe()
     begun, child = time.monotonic(), os.fork()
@@ -55,7 +55,7 @@ def attempt(
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             count = _Count(out, event)
             sys.addaudithook(count)
-            WORKS[name](data, out)
+            (WORKS | COMPRESSIONS)[name](data, out)
             os.write(send, str(count.seen).encode())
             code = 0
         except BaseException:
@@ -79,14 +79,15 @@ def attempt(
 def run(kills: int, seed: int = 0, names: list[str] | None = None, minutes: float = math.inf) -> dict[str, Any]:
     """So many kills over all works in turn; counts by work, and what came out otherwise than in peace.
 
-    After so many ``minutes`` no further work is begun.
+    The work "compressions" stands for all of ``COMPRESSIONS``, which are counted by each of their axes. After so many
+    ``minutes`` no further work is begun.
     """
     import torch
 
-    from kills.works import WORKS, come_to
+    from kills.works import COMPRESSIONS, WORKS, come_to
 
     torch.set_num_threads(1)
-    names = names or list(WORKS)
+    names = [name for work in names or WORKS for name in (COMPRESSIONS if work == "compressions" else [work])]
     survived: collections.Counter[str] = collections.Counter()
     failures: list[str] = []
     begun = time.monotonic()
@@ -128,9 +129,16 @@ def run(kills: int, seed: int = 0, names: list[str] | None = None, minutes: floa
         "kills": sum(survived.values()),
         "works": number,
         "seconds": round(time.monotonic() - begun, 1),
-        "by_work": dict(sorted(survived.items())),
+        "by_work": dict(sorted(_by_words(survived).items())),
         "failures": failures,
     }
+
+
+def _by_words(survived: collections.Counter[str]) -> collections.Counter[str]:
+    words: collections.Counter[str] = collections.Counter()
+    for name, count in survived.items():
+        words.update(dict.fromkeys(name.split(), count))
+    return words
 
 
 def main() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +18,13 @@ import relinear
 from conftest import make_tiny_llama
 from relinear.compare.run import compare
 from relinear.compare.sweep import parse_parameter, sweep
+from relinear.compress import beside
+from relinear.core.operator import is_linear
+from relinear.data.tokenizers import train_bpe
 from relinear.distill.run import distill_
 from relinear.train import TrainSettings, train, trainer  # noqa: F401
 
-__all__ = ["WORKS", "come_to"]
+__all__ = ["COMPRESSIONS", "WORKS", "come_to"]
 
 WIDTH = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 #: fields of results that tell of time, memory or place
@@ -83,6 +88,38 @@ def _compress(data: Path, out: Path) -> None:
     relinear.compress(_model(), _ids(10), keep=0.8, settings=chosen, out_dir=out)
 
 
+@functools.cache
+def _tokenizer() -> Any:
+    text = "The quick brown fox jumps over 123 lazy dogs. " * 20
+    return train_bpe([text], 300, len(text))
+
+
+def _compress_by(anchor: bool, heal: str, points: bool, plan: str, export: str) -> Callable[[Path, Path], None]:
+    """A compression with all that it keeps state of; its figures are compared, times are not waited for."""
+    # a GGUF file has no layers of two matrices
+    operator = "monarch:blocks=4" if export == "gguf" else "low_rank:rank=4"
+    chosen = {"tokens": 128, "sequence_length": 16, "batch_size": 4, "anchor": anchor, "anchor_tokens": 64}
+    chosen |= {"menu": [operator], "measured_points": int(points), "evaluation_tokens": 32, "sample_tokens": 2}
+    chosen |= {"allow_slower": True}
+    if heal:
+        chosen |= {"heal": heal, "heal_tokens": 192, "heal_held_out_tokens": 32, "heal_learning_rate": 1e-3}
+
+    def work(data: Path, out: Path) -> None:
+        beside.SPEED_SECONDS, beside.PREFILL_TOKENS, beside.DECODED_TOKENS = 0.01, 4, 2
+        torch.manual_seed(0)
+        model, given = make_tiny_llama(vocab_size=320), {}
+        if plan == "given":
+            found = [name for name, module in model.named_modules() if is_linear(module) and "layers.1" not in name]
+            layers = {name: {"operator": operator} for name in found if name != "lm_head"}
+            given["plan_file"] = out.with_name(f"plan-of-{out.name}.json")
+            given["plan_file"].write_text(json.dumps({"layers": layers}))
+        if export:
+            given["export"] = export
+        relinear.compress(model, _ids(20), keep=0.8, tokenizer=_tokenizer(), settings=chosen, out_dir=out, **given)
+
+    return work
+
+
 def _save(data: Path, out: Path) -> None:
     """The same directory over and over: whenever it is looked at, it holds a whole model."""
     if (out / "model").exists():
@@ -105,6 +142,17 @@ WORKS: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
+_AXES = itertools.product((False, True), ("", "operators", "all", "lora"), (False, True), ("made", "given"),
+                          ("", "plain", "gguf"))  # fmt: skip
+#: every way of compressing: its axes in words -> as in ``WORKS``
+COMPRESSIONS: dict[str, Callable[[Path, Path], None]] = {
+    f"compress anchor={anchor} heal={heal or None} points={points} plan={plan} export={export or None}": _compress_by(
+        anchor, heal, points, plan, export
+    )
+    for anchor, heal, points, plan, export in _AXES
+}
+
+
 def come_to(out: Path) -> dict[str, Any]:
     """Every result and every bit of every model below ``out``, without what tells of time and place."""
     found: dict[str, Any] = {}
@@ -117,7 +165,9 @@ def come_to(out: Path) -> dict[str, Any]:
             for key, value in sorted(load_file(path).items()):
                 digest.update(key.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
             found[str(name)] = digest.hexdigest()
-        elif path.suffix == ".json" and path.name in ("run.json", "results.json", "sweep.json", "report.json"):
+        elif path.suffix == ".gguf":
+            found[str(name)] = hashlib.sha256(path.read_bytes()).hexdigest()
+        elif path.name in ("run.json", "results.json", "sweep.json", "report.json", "plan.json", "healed.json"):
             found[str(name)] = _lasting(json.loads(path.read_text()))
         elif path.name == "metrics.jsonl":
             found[str(name)] = [_lasting(json.loads(line)) for line in path.read_text().splitlines()]
