@@ -168,7 +168,8 @@ def test_an_index_is_kept_and_made_again_where_anything_changed(subject, tmp_pat
     assert read_index(tmp_path / "index", made_from) is None
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
-    with pytest.raises(FileExistsError, match="something else"):
+    (tmp_path / "mine" / "index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"index\.json would be replaced"):
         subject.index.save(tmp_path / "mine")
 
 

@@ -23,6 +23,7 @@ from relinear.surgery.plan import replace_
 from relinear.system.files import write_json
 from relinear.system.machine import command_line, describe_machine, on_threads
 from relinear.system.timing import Timing, interleave
+from relinear.system.written import check_ours
 
 __all__ = ["MODEL_PASSES", "ModelBenchSettings", "ModelMeasurement", "bench_models", "run_model_bench"]
 
@@ -238,6 +239,7 @@ def run_model_bench(
     for mapping in variants.values():
         with torch.device("meta"):
             replace_(from_preset(settings.preset), mapping, init="fresh")
+    check_ours(out_dir, "models")
     rows: list[dict[str, Any]] = []
     cases = [
         (phase, batch)

@@ -26,6 +26,7 @@ from relinear.kernels.native.build import has_compiler, is_loaded
 from relinear.system.allocator import tune_allocator
 from relinear.system.files import write_json
 from relinear.system.machine import command_line, describe_machine
+from relinear.system.written import check_ours
 
 __all__ = ["DEFAULT_OPERATORS", "DTYPES", "BenchSettings", "check_names", "run_bench", "table"]
 
@@ -154,6 +155,7 @@ def run_bench(
     """
     settings.check()
     out_dir = Path(out_dir)
+    check_ours(out_dir, "bench")
     out_dir.mkdir(parents=True, exist_ok=True)
     runs = [_child(settings, tuned=True, report=report) for _ in range(settings.repeats)]
     tuned: dict[str, Any] = {**runs[0], "rows": of_runs([run["rows"] for run in runs])}

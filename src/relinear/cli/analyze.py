@@ -36,9 +36,11 @@ def command(
     from relinear.analysis.tokens import HeldOutText
     from relinear.data import DataSettings
     from relinear.pages.page import write_page
+    from relinear.system.written import check_ours
 
     names = [name.strip() for name in only.split(",")] if only else []
     check_names(names)
+    check_ours(out, "analyze")
     text = HeldOutText(DataSettings(data=data, text_column=text_column), sequences, length)
     results = analyze_saved(model, text, out, names, control, tokenizer)
     for name, result in results.items():
@@ -93,11 +95,14 @@ def analyze_saved(
         _name(model),
         "control" if control is None or _name(control) == _name(model) else _name(control),
     )
-    results = analyze(subject, out, names, on_start=lambda name: print(f"{name} ..."))
     asked = {"data": text.data.data, "sequences": len(tokens), "length": text.length}
     record = {"model": model, "control": control} | asked
-    write_json(out / RECORD, record | {"command": command_line(), "machine": describe_machine()})
-    return results
+
+    def begin(name: str) -> None:
+        print(f"{name} ...")
+        write_json(out / RECORD, record | {"command": command_line(), "machine": describe_machine()})
+
+    return analyze(subject, out, names, begin)
 
 
 def _name(path: str) -> str:

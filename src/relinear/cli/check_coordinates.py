@@ -43,8 +43,10 @@ def command(
     from relinear.pages.page import write_page
     from relinear.system.files import write_json
     from relinear.system.machine import command_line, describe_machine
+    from relinear.system.written import check_ours
     from relinear.train.settings import TrainSettings
 
+    check_ours(out, "coordinates")
     sizes = parse_integers("--widths", widths) or []
     settings = TrainSettings.load(
         {

@@ -47,7 +47,10 @@ def command(
     from relinear.data import DataSettings
     from relinear.explore.page import static_page, write_static_page
     from relinear.explore.server import make_server
+    from relinear.system.written import check_page
 
+    if static is not None:
+        check_page(static)
     prepare_process()
     wanted = {
         "data": DataSettings(data=data, text_column=text_column),

@@ -43,7 +43,9 @@ def command(
     from relinear.compare.report import RESULTS, read_results
     from relinear.compare.scaling import SCALE, read_scale
     from relinear.pages.page import WITHOUT_PLOTLY, can_be_hovered
+    from relinear.system.written import check_page
 
+    check_page(page_of(runs, out))
     if analyze:
         analyze_models([folder for run in runs for folder in trained_in(run)])
     path = write_report_of(runs, out)
@@ -118,7 +120,7 @@ def _first_seeds(run: Path) -> list[Path]:
 
 
 def write_report_of(runs: list[Path], out: Path | None = None) -> Path:
-    """Write the page on ``runs`` and return its path: ``out``, or report.html in the run, or here for several.
+    """Write the page on ``runs`` and return its path, that of ``page_of``.
 
     Raises:
         FileNotFoundError: for a directory in which nothing has finished.
@@ -127,7 +129,12 @@ def write_report_of(runs: list[Path], out: Path | None = None) -> Path:
     from relinear.pages.page import write_page
 
     sections = [section_of(run) for run in runs]
-    return write_page(out or (runs[0] if len(runs) == 1 else Path()) / "report.html", sections)
+    return write_page(page_of(runs, out), sections)
+
+
+def page_of(runs: list[Path], out: Path | None) -> Path:
+    """Where the page on ``runs`` is written: ``out``, or report.html in the run, or here for several."""
+    return out or (runs[0] if len(runs) == 1 else Path()) / "report.html"
 
 
 def section_of(run: Path) -> Section:

@@ -15,6 +15,7 @@ from relinear.data import PackedData
 from relinear.system.files import read_json, write_json
 from relinear.system.machine import command_line, describe_machine
 from relinear.system.text import cut
+from relinear.system.written import check_ours
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import training_device, training_dtype
 
@@ -32,6 +33,7 @@ _TOLD = 10
 def check_same(out_dir: Path, described: Mapping[str, Any]) -> None:
     """Refuse a directory that holds a comparison with another recipe, with every setting in which they differ."""
     path = out_dir / RUN
+    check_ours(out_dir, "compare")
     if not path.is_file():
         if (out_dir / RESULTS).is_file():
             raise ValueError(f"{out_dir} holds {RESULTS} but no {RUN}; give another directory")

@@ -19,11 +19,11 @@ from relinear.compare.results import comparison_result, entry_result
 from relinear.compare.series import carry_out_budgets
 from relinear.compare.settings import CompareSettings, Tune, lasting
 from relinear.compare.sharing import CLAIMS, Piece, check_sharing, share_out, worker_log
-from relinear.compare.tune import DivergedError, NotYet, Point, Trials, check_neighbours, open_study, tune
+from relinear.compare.tune import DivergedError, NotYet, Point, Trials, check_neighbours, open_study, study_path, tune
 from relinear.compare.worker import InProcess, Worker
 from relinear.data import prepare_data
 from relinear.models import model_place, preset_config, preset_names
-from relinear.system.files import read_json, write_json
+from relinear.system.files import read_json, write_json, writing
 from relinear.system.lock import only_process_in
 from relinear.train.run import read_result
 from relinear.train.settings import TrainSettings
@@ -105,7 +105,8 @@ def compare(
             worker = Worker(worker_log(out_dir, shared)) if isolate else InProcess()
             try:
                 state = _Comparison(recipe, out_dir, planned, data, worker, on_event, started, shared)
-                results = state.share() if shared else state.carry_out()
+                with writing(study_path(out_dir / TUNING, shared)):
+                    results = state.share() if shared else state.carry_out()
             finally:
                 worker.close()
         if not (out_dir / RESULTS).is_file():  # who shares the work may have written the same

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -13,12 +14,13 @@ from typing import Any
 
 from relinear.compare.recipe import apply_overrides, read_value
 from relinear.compare.sharing import CLAIMS, Piece, check_sharing, share_out, worker_log
-from relinear.compare.tune import open_study
+from relinear.compare.tune import open_study, study_path
 from relinear.compare.worker import InProcess, Worker
 from relinear.core.config import shown
 from relinear.models import model_place
-from relinear.system.files import read_json, write_json
+from relinear.system.files import read_json, write_json, writing
 from relinear.system.lock import only_process_in
+from relinear.system.written import check_ours
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
 
@@ -126,11 +128,8 @@ def sweep(
     worker = Worker(worker_log(out_dir, shared)) if isolate else InProcess()
     work = _Sweep(values, parameters, out_dir, seed, worker, on_progress)
     try:
-        if shared:
-            return work.share(record, trials)
-        with only_process_in(out_dir):
-            _check_same(out_dir, record)  # another process may have been here since
-            return work.carry_out(record, trials)
+        with writing(study_path(out_dir, shared)), contextlib.nullcontext() if shared else only_process_in(out_dir):
+            return work.share(record, trials) if shared else work.carry_out(record, trials)
     finally:
         worker.close()
 
@@ -141,6 +140,7 @@ def _as_json(parameter: Parameter) -> dict[str, Any]:
 
 def _check_same(out_dir: Path, record: Mapping[str, Any]) -> None:
     path = out_dir / SWEEP
+    check_ours(out_dir, "sweep")
     if not path.is_file():
         return
     try:
@@ -170,25 +170,35 @@ class _Sweep:
 
     def carry_out(self, record: Mapping[str, Any], trials: int) -> list[dict[str, Any]]:
         """One trial after the other, as the only process."""
+        self._begin(record)
         study = open_study(self.out_dir, "sweep")
-        write_json(self.out_dir / SWEEP, record | {"trials": _table(study)})
         while len(_ended(study)) < trials:
             number = len(_ended(study))
             self._trial(study, self._proposed(study, number), number)
             write_json(self.out_dir / SWEEP, record | {"trials": _table(study)})
+        write_json(self.out_dir / SWEEP, record | {"trials": _table(study)})
         return _table(study)
 
     def share(self, record: Mapping[str, Any], trials: int) -> list[dict[str, Any]]:
         """Whatever trial nobody else holds, until all have ended. A trial is held by the lock of a folder."""
+        with self._alone_at_the_table():
+            self._begin(record)  # first, so that whoever joins with other settings is refused
         study = open_study(self.out_dir, "sweep", shared=True)
-        self._tell(study, record)  # first, so that whoever joins with other settings is refused
         share_out(self.out_dir, lambda: self._waiting(study, trials))
         self._tell(study, record)
         return _table(study)
 
+    def _alone_at_the_table(self) -> contextlib.AbstractContextManager[Path]:
+        return only_process_in(self.out_dir / CLAIMS / "table", patience=60, required=True)
+
+    def _begin(self, record: Mapping[str, Any]) -> None:
+        _check_same(self.out_dir, record)
+        if not (self.out_dir / SWEEP).is_file():
+            write_json(self.out_dir / SWEEP, record | {"trials": []})
+
     def _tell(self, study: Any, record: Mapping[str, Any]) -> None:
         """Write the table of a shared sweep."""
-        with only_process_in(self.out_dir / CLAIMS / "table", patience=60, required=True):
+        with self._alone_at_the_table():
             _check_same(self.out_dir, record)
             write_json(self.out_dir / SWEEP, record | {"trials": _table(study)})
 

@@ -3,13 +3,17 @@ run goes on with."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from relinear.compare.settings import Tune
+from relinear.system.files import atomic_path, writing
+from relinear.system.lock import only_process_in
 
 __all__ = [
     "JOURNAL",
@@ -20,6 +24,7 @@ __all__ = [
     "Trials",
     "check_neighbours",
     "open_study",
+    "study_path",
     "tune",
     "tune_learning_rate",
 ]
@@ -27,6 +32,11 @@ __all__ = [
 STORAGE, JOURNAL = "optuna.db", "optuna.journal"
 # The ranges are the same for every trial, as optuna asks for; they only have to hold every value.
 _LOWEST, _HIGHEST = 1e-12, 1e3
+
+
+def study_path(folder: Path, shared: bool) -> Path:
+    """The file of the studies in ``folder``."""
+    return folder / (JOURNAL if shared else STORAGE)
 
 
 def open_study(folder: str | Path, name: str, sampler: Any = None, *, shared: bool = False) -> Any:
@@ -53,7 +63,9 @@ def open_study(folder: str | Path, name: str, sampler: Any = None, *, shared: bo
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
 
-        journal = JournalStorage(JournalFileBackend(str(folder / JOURNAL)))
+        lock: Any = _JournalLock(folder / JOURNAL)
+        lock.mend()
+        journal = JournalStorage(JournalFileBackend(str(folder / JOURNAL), lock))
         return optuna.create_study(storage=journal, study_name=name, load_if_exists=True, sampler=sampler)
     storage = f"sqlite:///{(folder / STORAGE).resolve()}"
     study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True, sampler=sampler)
@@ -61,6 +73,50 @@ def open_study(folder: str | Path, name: str, sampler: Any = None, *, shared: bo
         study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
     return study
 
+
+class _JournalLock:
+    """Holds an optuna journal by a lock that ends with its holder, and takes from it what was written by halves."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._held = contextlib.ExitStack()
+
+    def acquire(self) -> bool:
+        """Wait for the journal; half a line at its end, of a process that died or a full disk, goes."""
+        self._held.enter_context(only_process_in(self.path.parent / ".journal", patience=60, required=True))
+        try:
+            with writing(self.path), self.path.open("r+b") as file:
+                length = file.seek(0, os.SEEK_END)
+                file.seek(max(0, length - _LONGEST_LINE))
+                kept = file.read().rfind(b"\n") + 1 + max(0, length - _LONGEST_LINE)
+                if kept < length:
+                    file.truncate(kept)
+        except BaseException:
+            self.release()
+            raise
+        return True
+
+    def release(self) -> None:
+        """Let others write."""
+        self._held.close()
+
+    def mend(self) -> None:
+        """Take out of a journal the halves of lines that earlier versions wrote on behind, which nobody can read."""
+        if not self.path.is_file():
+            return
+        self.acquire()
+        try:
+            with writing(self.path):
+                lines = self.path.read_bytes().splitlines(keepends=True)
+            mended = [line[max(0, line.rfind(b'{"op_code"')) :] for line in lines]
+            if mended != lines:
+                with atomic_path(self.path) as temporary:
+                    temporary.write_bytes(b"".join(mended))
+        finally:
+            self.release()
+
+
+_LONGEST_LINE = 1 << 20
 
 #: a learning rate, and an initialisation where that is tuned
 Point = tuple[float, float | None]

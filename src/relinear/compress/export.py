@@ -33,7 +33,7 @@ def export_plain(model: Any, directory: str | Path, *, tokenizer: Any = None) ->
 
     Args:
         model: a Hugging Face decoder with operators; stays as it is.
-        directory: where to write; an existing one is replaced once the new one is complete.
+        directory: where to write; what relinear wrote there before is replaced, files of others stay.
         tokenizer: saved along if given.
 
     Raises:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import shutil
 import tempfile
 import time
 from collections import Counter
@@ -47,6 +46,7 @@ from relinear.surgery.summary import module_parameters
 from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
 from relinear.system.machine import PeakMemory, command_line
+from relinear.system.written import parts_of
 
 __all__ = ["CompressReport", "compress", "proposal"]
 
@@ -160,10 +160,8 @@ def _save(model: Any, folder: Path, tokenizer: Any, export: str | None) -> None:
 def _remove_exports(folder: Path) -> None:
     """What an earlier call exported here: another model's."""
     (folder / GGUF).unlink(missing_ok=True)
-    if (folder / PLAIN / "config.json").is_file():
-        gone = Path(tempfile.mkdtemp(dir=folder, prefix=f".{PLAIN}."))  # in one step: half of it would load as nothing
-        (folder / PLAIN).replace(gone / PLAIN)
-        shutil.rmtree(gone)
+    for part in parts_of(folder / PLAIN, "saved"):  # its config first: half of it would load as nothing
+        part.unlink()
 
 
 class _Clock:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from relinear.system.files import read_json, write_json
+from relinear.system.files import read_json, write_json, writing
 from relinear.system.own import check_own, own_folder
 
 __all__ = ["cache_folder", "cached", "checksum", "digest", "write_tokens"]
@@ -98,7 +98,8 @@ def cached(root: Path, kind: str, key: Any, build: Callable[[Path], dict[str, An
     try:
         value = _read(folder)
         if value is None:
-            value = _build(folder, key, build)
+            with writing(folder):
+                value = _build(folder, key, build)
     finally:
         lock.release()
     return folder, value

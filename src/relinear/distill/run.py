@@ -33,9 +33,10 @@ from relinear.surgery.layer_bias import LayerBias
 from relinear.surgery.patterns import matches
 from relinear.surgery.plan import Plan, Replacement, attach_, plan
 from relinear.surgery.states import flat_states, load_states_, place_
-from relinear.system.files import atomic_path, fingerprint, read_json, write_json, writing
+from relinear.system.files import atomic_path, fingerprint, read_json, write_json
 from relinear.system.lock import only_process_in
 from relinear.system.machine import command_line, describe_machine
+from relinear.system.written import check_ours
 
 __all__ = ["distill_"]
 
@@ -90,6 +91,8 @@ def distill_(
     """
     settings = DistillSettings.load(settings or {}, "distill settings")
     whole = plan(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
+    if out_dir is not None:
+        check_ours(out_dir, "distill")
     if not whole.replacements:
         raise ValueError("the mapping leaves every layer alone: there is nothing to distill")
     if settings.bias:
@@ -277,7 +280,7 @@ class _Run:
         """Write the layer's weights, then that it is done: a kill between the two repeats the layer."""
         if self.folder is None:
             return
-        with writing(self._weights(number)), atomic_path(self._weights(number)) as path:
+        with atomic_path(self._weights(number)) as path:
             safetensors.torch.save_file(flat_states(self._changed(group)), path)
         finished = [[dataclasses.asdict(fit) for fit in fits] for fits in done]
         self.weights[self._weights(number).name] = fingerprint(self._weights(number))

@@ -15,6 +15,7 @@ from relinear.data.cache import cache_folder, digest
 from relinear.explore.subject import Subject
 from relinear.explore.units import choose_sites, index_units, read_index
 from relinear.system.own import check_own
+from relinear.system.written import check_ours
 
 __all__ = ["prepare_subject"]
 
@@ -61,6 +62,7 @@ def prepare_subject(
     folder = folder or _usual_folder(name)
     index = read_index(folder, made_from)
     if index is None:
+        check_ours(folder, "index")
         index = index_units(model, ids, places, made_from, on_progress)
         index.save(folder)
     return Subject(name, model, tokenizer, places, index)

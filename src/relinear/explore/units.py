@@ -24,7 +24,7 @@ from relinear.core.config import nearest
 from relinear.core.latents import observe_sites
 from relinear.core.modes import evaluating
 from relinear.core.sites import OUTPUT, Latent, Site, sites
-from relinear.system.files import atomic_directory, read_json, write_json, writing
+from relinear.system.files import atomic_directory, read_json, write_json
 
 __all__ = ["BINS", "TOP", "Index", "SiteFacts", "choose_sites", "index_units", "read_index", "values_of"]
 
@@ -137,13 +137,10 @@ class Index:
         """Write both files, whole or not at all, in the place of an older index.
 
         Raises:
-            FileExistsError: if the directory holds something else.
+            ValueError: if the directory holds files of these names that are no index.
             OSError: if it cannot be written.
         """
-        path = Path(directory)
-        if path.is_dir() and any(path.iterdir()) and not (path / "index.json").is_file():
-            raise FileExistsError(f"{path} holds something else than an index; choose another directory with --index")
-        with atomic_directory(directory) as folder, writing(directory):
+        with atomic_directory(directory, "index") as folder:
             save_file({"ids": self.ids.to(torch.int32), **self.tensors}, folder / "units.safetensors")
             values = [dataclasses.asdict(facts) for facts in self.sites.values()]
             write_json(folder / "index.json", {"format": FORMAT, "made_from": dict(self.made_from), "sites": values})

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from relinear.pages.blocks import Block, Chart, Part, Picture, Section, Text, as_yaml
 from relinear.system.files import write_text
+from relinear.system.written import check_page
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -39,6 +40,7 @@ def _script() -> str:
 
 def write_page(path: str | Path, sections: Sequence[Section]) -> Path:
     """Write the page on ``sections`` and return its path. Raises as ``render``, and OSError."""
+    check_page(path)
     write_text(path, render(sections))
     return Path(path)
 

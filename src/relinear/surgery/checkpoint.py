@@ -34,7 +34,7 @@ from relinear.surgery.card import is_own_card
 from relinear.surgery.saved_config import as_in_memory_
 from relinear.surgery.select import OWN_PREFIX
 from relinear.surgery.swap import swap_module
-from relinear.system.files import atomic_directory, read_json
+from relinear.system.files import atomic_directory, read_json, writing
 from relinear.system.text import cut
 
 __all__ = [
@@ -233,7 +233,7 @@ def _stored_forms(files: Iterable[str | Path]) -> dict[str, _Form]:
         if not str(file).endswith(".safetensors"):
             raise ValueError(f"{file}: relinear loads weights from safetensors only")
         try:
-            with safe_open(file, framework="pt") as tensors:
+            with writing(file), safe_open(file, framework="pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118
                     part = tensors.get_slice(key)
                     kind = part.get_dtype().lstrip("B")[0]  # of F8_E4M3, BF16, ...
@@ -397,7 +397,7 @@ _PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 def save_pretrained(model: Any, directory: str | Path, *, tokenizer: Any = None, **kwargs: Any) -> Path:
     """``model.save_pretrained`` and the tokenizer's, written beside ``directory`` and renamed: all of it or nothing.
 
-    An existing ``directory`` is replaced once the new one is complete.
+    What relinear wrote there before is replaced once the new is complete; files of others stay.
 
     Args:
         model: a Hugging Face model, with or without operators.
@@ -407,7 +407,8 @@ def save_pretrained(model: Any, directory: str | Path, *, tokenizer: Any = None,
         **kwargs: handed to ``model.save_pretrained`` (``max_shard_size``, ...).
 
     Raises:
-        ValueError: if ``model`` is no Hugging Face model, or ``directory`` names none. Nothing is written then.
+        ValueError: if ``model`` is no Hugging Face model, or ``directory`` names none, or holds files of others
+            that would be replaced. Nothing is written then.
     """
     _check_saving(model, directory)
     with atomic_directory(directory) as temporary:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import filecmp
 import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from relinear.system.written import MARK, check_ours, is_ours, is_saved, not_ours, parts_of
 
 __all__ = [
     "atomic_directory",
@@ -30,53 +34,101 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 #: what libraries say whose own file writers fail, in place of an OSError
-_UNWRITTEN = ("PytorchStreamWriter", "inline_container", "I/O error", "No space left", "File too large", "disk is full")
+_UNWRITTEN = (
+    *("PytorchStreamWriter", "inline_container", "I/O error", "Input/output error", "No space left", "File too large"),
+    *("disk is full", "unable to open"),
+)
 
 
 @contextlib.contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
-    """A temporary path beside ``path`` that takes its place when the block ends without an error."""
-    path = Path(path)
+    """A temporary path beside ``path`` that takes its place when the block ends without an error.
+
+    A link stays a link, to the new content; a file that is replaced hands on who may read it.
+    """
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # mkstemp makes private files; these are as readable as any other
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with writing(path):
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            yield temporary
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.chmod(stat.S_IMODE(path.stat().st_mode) if path.exists() else _open_to(0o666))
+            temporary.replace(path)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+def _open_to(mode: int) -> int:
+    """``mode`` without what the process's umask takes: temporary files and folders are private."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return mode & ~umask
 
 
 @contextlib.contextmanager
-def atomic_directory(path: str | Path) -> Iterator[Path]:
-    """A temporary directory beside ``path`` that takes its place when the block ends without an error.
+def atomic_directory(path: str | Path, work: str = "saved") -> Iterator[Path]:
+    """A temporary directory whose content takes its place in ``path`` when the block ends without an error.
 
-    An existing ``path`` is replaced once the new one is complete. Raises NotADirectoryError if it is a file.
+    What relinear wrote there before goes; what others wrote stays, and is refused where it would be replaced. A
+    directory of relinear's alone is exchanged in one step. Beside files of others, at a mount point and through links
+    the files are put in place one by one, ``config.json`` last, without which no model is there.
+
+    Args:
+        path: the directory, made if need be. work: as in ``check_ours``.
+
+    Raises:
+        NotADirectoryError: if it is a file. ValueError: if a file in it that relinear did not write would be replaced.
     """
-    path = Path(path)
+    given, path = path, Path(os.path.realpath(path))
     if path.exists() and not path.is_dir():
-        raise NotADirectoryError(f"{path} is a file; choose a directory")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
-    try:
-        yield temporary
-        sync_files(temporary)
-        temporary.chmod(0o755)
-        if not path.exists():
-            temporary.replace(path)
-        elif not _exchange(temporary, path):
-            old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
-            path.replace(old / "old")
-            temporary.replace(path)
-            shutil.rmtree(old)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        raise NotADirectoryError(f"{given} is a file; choose a directory")
+    if not is_saved(path):
+        check_ours(path, work)
+    inside = os.path.ismount(path) or (path.exists() and not os.access(path.parent, os.W_OK))
+    home = path if inside else path.parent
+    home.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        temporary = Path(tempfile.mkdtemp(dir=home, prefix=f".{path.name}."))
+        try:
+            yield temporary
+            (temporary / MARK).write_text("relinear wrote this directory, and replaces what it wrote\n")
+            sync_files(temporary)
+            _settle(temporary, path, work)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _settle(new: Path, path: Path, work: str) -> None:
+    """Put what is in ``new`` in place."""
+    if not path.exists():
+        new.chmod(0o755)
+        new.replace(path)
+        return
+    ours = is_saved(path) or is_ours(path, work)
+    fresh = {part.name for part in new.iterdir()}
+    there = {part.name: part for part in path.iterdir() if part != new}
+    stale = {part.name for part in parts_of(path, work)} - fresh if ours else set()
+    for name in fresh & there.keys():
+        if not ours and not (there[name].is_file() and filecmp.cmp(there[name], new / name, shallow=False)):
+            raise not_ours(there[name])
+    plain = new.parent != path and not any(part.is_symlink() or part.is_dir() for part in there.values())
+    new.chmod(stat.S_IMODE(path.stat().st_mode))
+    if plain and there.keys() <= fresh | stale and _exchange(new, path):
+        return
+    for name in sorted((fresh & there.keys()) | stale, key=lambda name: name != "config.json"):
+        if name in stale or (name == "config.json" and not there[name].is_symlink()):
+            there[name].unlink()
+    for name in sorted(fresh, key=lambda name: name == "config.json"):
+        if (path / name).is_symlink():  # to a larger disk, say
+            with atomic_path(path / name) as temporary:
+                shutil.copyfile(new / name, temporary)
+        else:
+            (new / name).replace(path / name)
 
 
 def sync_files(directory: Path) -> None:
@@ -124,7 +176,8 @@ def parse_json(text: str, where: str | Path) -> Any:
 def read_json(path: str | Path) -> Any:
     """The value in a JSON file. Raises ValueError if it holds none, OSError if it cannot be read."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with writing(path):
+            text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from None
     return parse_json(text, path)
@@ -132,16 +185,30 @@ def read_json(path: str | Path) -> Any:
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Turn what torch, safetensors and SQLite raise where a file cannot be written into an OSError that says so."""
+    """Have whatever is raised where ``path`` cannot be written, or read, be an OSError that has its name.
+
+    torch, safetensors, SQLite and optuna have errors of their own for it, and Python's do not name an open file.
+    """
     try:
         yield
-    except OSError:
+    except OSError as error:
+        temporary = str(error.filename or "").startswith(str(Path(path).with_name(f".{Path(path).name}.")))
+        if error.errno is not None and (error.filename is None or temporary):
+            error.filename = str(path)
         raise
     except Exception as error:
-        if not any(words in str(error) for words in _UNWRITTEN):
+        causes = list(_causes(error))
+        said = " ".join(map(str, causes))
+        if not any(words in said for words in _UNWRITTEN) and all(type(e).__module__ != "sqlite3" for e in causes):
             raise
-        reason = "it could not be written whole: the disk is full, or a limit on the size of files was met"
+        reason = "not read or written whole: the disk is full or fails, or a limit on the size of files was met"
         raise OSError(errno.ENOSPC, reason, str(path)) from error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

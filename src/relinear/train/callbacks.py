@@ -15,7 +15,7 @@ from typing import Any, Literal
 from transformers import TrainerCallback
 
 from relinear.core.config import shown
-from relinear.system.files import parse_json, write_text
+from relinear.system.files import parse_json, write_text, writing
 
 __all__ = ["MetricsLog", "Progress", "StopOnTerminate", "Throughput", "read_metrics"]
 
@@ -65,7 +65,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a ``metrics.jsonl`` without a last line that was cut off. Raises ValueError on a damaged file."""
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        with writing(path):
+            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from None
     rows = []
@@ -202,7 +203,7 @@ class MetricsLog(TrainerCallback):
         self.rows.append(row)
         if self.path is not None:
             self.check_there()
-            with self.path.open("a", encoding="utf-8") as file:
+            with writing(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

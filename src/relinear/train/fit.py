@@ -19,6 +19,7 @@ from relinear.core.objective import GuidedTraining, Objective
 from relinear.surgery.summary import summary
 from relinear.system.machine import PeakMemory, on_threads
 from relinear.system.signals import Terminated, on_terminate
+from relinear.system.written import check_ours
 from relinear.train.settings import FitSettings
 
 if TYPE_CHECKING:
@@ -202,6 +203,8 @@ def fit(
 
     settings = settings or FitSettings()
     train_data, validation = _datasets(data)
+    if out_dir is not None:
+        check_ours(out_dir, "fit")
     with contextlib.ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out_dir is None else out_dir)
         checkpoints = home / "checkpoints"

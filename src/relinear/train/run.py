@@ -20,10 +20,11 @@ from relinear.models import draw_as_torch_, from_preset, model_place, preset_nam
 from relinear.surgery import checkpoint as checkpoint_room
 from relinear.surgery.plan import attach_, plan
 from relinear.surgery.summary import summary
-from relinear.system.files import read_json, write_json, writing
+from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
 from relinear.system.machine import command_line, describe_machine, is_first_rank
 from relinear.system.text import cut
+from relinear.system.written import check_ours
 from relinear.train.callbacks import Progress, read_metrics
 from relinear.train.fit import TrainResult, fit
 from relinear.train.optim import check_readout, width_ratio
@@ -221,6 +222,7 @@ def train(
     """
     settings = TrainSettings.load(settings)
     out_dir = Path(out_dir)
+    check_ours(out_dir, "train")
     done = _ended(settings, out_dir) if resume else None
     if done is not None:
         return done
@@ -288,8 +290,7 @@ def _carry_out(
         raise
     if first:
         if settings.save_model:
-            with writing(out_dir / "model"):
-                checkpoint_room.save_pretrained(model, out_dir / "model", tokenizer=data.tokenizer)
+            checkpoint_room.save_pretrained(model, out_dir / "model", tokenizer=data.tokenizer)
         write_json(path, record | {"status": "done", "result": result.to_dict()})
         if not settings.keep_checkpoint:
             shutil.rmtree(out_dir / "checkpoints", ignore_errors=True)

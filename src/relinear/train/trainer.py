@@ -417,12 +417,12 @@ class RelinearTrainer(Trainer):
             self._barrier()
             with writing(home / name):
                 super()._save_checkpoint(model, trial)
-            self._barrier()
-            if self.args.should_save:
-                write_manifest(partial / name, world_size=self.args.world_size)
-                sync_files(partial / name)
-                shutil.rmtree(home / name, ignore_errors=True)
-                (partial / name).rename(home / name)
+                self._barrier()
+                if self.args.should_save:
+                    write_manifest(partial / name, world_size=self.args.world_size)
+                    sync_files(partial / name)
+                    shutil.rmtree(home / name, ignore_errors=True)
+                    (partial / name).rename(home / name)
         finally:
             self._redirect = None
             if self.args.should_save:

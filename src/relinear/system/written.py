@@ -1,0 +1,114 @@
+"""What relinear wrote, which alone it removes or replaces: known by a record that lies beside it.
+
+A file may be replaced where its folder carries the record of the work that writes files of this name. Anything else is
+somebody else's, and is refused by name before any work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["MARK", "check_ours", "check_page", "is_ours", "is_saved", "not_ours", "parts_of"]
+
+#: in every directory that is written as a whole
+MARK = ".relinear"
+_PAGE = "report.html"
+
+
+class _Work(NamedTuple):
+    """records: files that tell a folder of this work, with what stands in them. names: patterns of what it writes."""
+
+    records: dict[str, str]
+    names: tuple[str, ...]
+
+
+_CHECKPOINT = (
+    *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
+    *("configuration_relinear.py", "modeling_factorized.py"),
+)
+_CARD = "Written by relinear"
+_FIT = ("metrics.jsonl", "block_losses.npy", "latent_moments.json", "checkpoints")
+_RUNS = ("run.json", "results.json", "scale.json", "speed.json", "ngram*", "tuning", "runs", "budgets", "sizes")
+_LOOKS = ("effective_rank", "gates", "top_tokens", "fingerprints", "modulators", "latents", "planes")
+_STATE = ("calibration", "plan.json", "speed.json", "points.json", "fit-*", "heal-*", "proposed-*", "plain")
+_WORKS = {
+    "saved": _Work({MARK: "", "config.json": '"relinear', "README.md": _CARD}, _CHECKPOINT),
+    "index": _Work({MARK: "", "index.json": '"made_from"'}, ("index.json", "units.safetensors")),
+    "fit": _Work({"metrics.jsonl": '"step"', "run.json": '"settings"'}, _FIT),
+    "train": _Work({"run.json": '"settings"'}, ("run.json", "model", *_FIT)),
+    "compare": _Work({"run.json": '"recipe"'}, (*_RUNS, "plots", _PAGE)),
+    "sweep": _Work({"sweep.json": '"parameters"'}, ("sweep.json", "trials", "optuna.db", "optuna.journal")),
+    "distill": _Work({"distill.json": '"settings"'}, ("distill.json", "layers", "model", "report.json", _PAGE)),
+    "compress": _Work(
+        {
+            "calibration/fingerprint.json": '"fingerprint"',
+            "plan.json": '"layers"',
+            "proposed-plan.json": '"layers"',
+            "speed.json": '"machine"',
+        },
+        (*_STATE, "model", "model.gguf", "report.json", _PAGE, "run.json", "config.json"),
+    ),
+    "analyze": _Work({"analyze.json": '"model"'}, ("analyze.json", *(f"{name}*" for name in _LOOKS), _PAGE)),
+    "bench": _Work({"bench.json": '"settings"'}, ("bench.json", "bench.png", "bench.svg", _PAGE)),
+    "models": _Work({"models.json": '"settings"'}, ("models.json", _PAGE)),
+    "coordinates": _Work({"coordinates.json": '"base_width"'}, ("coordinates.*", _PAGE)),
+}
+
+
+def parts_of(folder: Path, work: str) -> Iterator[Path]:
+    """What is in ``folder`` under the names that a work writes, whoever wrote it."""
+    for pattern in _WORKS[work].names:
+        yield from sorted(folder.glob(pattern))
+    if work == "saved" and _says(folder / "README.md", _CARD):
+        yield folder / "README.md"
+
+
+def is_ours(folder: Path, work: str) -> bool:
+    """Whether ``folder`` carries a record of such a work, of this version or an earlier one."""
+    return any(_says(folder / name, words) for name, words in _WORKS[work].records.items())
+
+
+def check_ours(folder: str | Path, work: str) -> None:
+    """Raise ValueError where a work would remove or replace in ``folder`` what relinear did not write, by its name.
+
+    Args:
+        folder: of the work; need not be there.
+        work: the command's name; "fit" for training without the record of a run, "saved" for a checkpoint, "index" for
+            that of ``explore``, "models" and "coordinates" for what is timed and checked.
+    """
+    folder = Path(folder)
+    ours = is_ours(folder, work)
+    for path in parts_of(folder, work):
+        if path.suffix == ".html":  # says itself whose it is
+            check_page(path)
+        elif not ours and not (path.is_file() and not path.stat().st_size):
+            raise not_ours(path, work)
+
+
+def is_saved(directory: Path) -> bool:
+    """Whether relinear saved a model in ``directory``, or fills it; models without operators once had no mark."""
+    works = [work for work in ("train", "distill", "compress") if directory.name in _WORKS[work].names]
+    return is_ours(directory, "saved") or any(is_ours(directory.parent, work) for work in works)
+
+
+def check_page(path: str | Path) -> None:
+    """Raise ValueError where ``path`` is there and is no page of relinear's."""
+    if Path(path).exists() and not _says(Path(path), "– relinear"):
+        raise not_ours(Path(path))
+
+
+def not_ours(path: Path, work: str = "command") -> ValueError:
+    """What is raised about a file, or a folder, that no such work of relinear wrote."""
+    return ValueError(
+        f"{path} would be replaced, and no {work} of relinear wrote it; move it away, or give another directory"
+    )
+
+
+def _says(path: Path, words: str) -> bool:
+    """Whether it is a file that holds these words near its start, as records do."""
+    try:
+        return path.is_file() and (not words or words in path.open("rb").read(1 << 20).decode("utf-8", "replace"))
+    except OSError:
+        return False

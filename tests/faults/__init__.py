@@ -1,0 +1,1 @@
+"""A full and a failing disk: every call on a file, in every command, fails once."""

@@ -1,0 +1,289 @@
+"""Runs the faults: ``python -m faults.run --out results/faults.json`` from tests/. ``--sample 3`` takes some of them.
+
+A command runs on tiny models in a child process in which the n-th call on a file below its folder fails: all from
+there on (a full disk, which takes half of what was being written), or that one (a failing disk, reads too). It must end
+with exit code 2 and one message that names the file, or do without; the same command then comes to what it comes to in
+peace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+__all__ = ["run"]
+
+SHIM = Path(__file__).with_name("shim.c")
+WIDTH = '{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}'
+TRAIN = {
+    "model_overrides": json.loads(WIDTH),
+    "data": {"sequence_length": 16, "max_validation_tokens": 64},
+    **{"steps": 2, "batch_size": 2, "save_every": 1, "log_every": 1, "dtype": "float32", "threads": 1, "device": "cpu"},
+}
+SPEED = {"speed": {"seconds": 0}}
+
+
+def _arguments() -> dict[str, list[str]]:
+    """Of every command, for a folder in which there are text.txt and what ``_prepare`` makes."""
+    import yaml
+
+    train = TRAIN | {"data": TRAIN["data"] | {"data": "text.txt", "cache_dir": "../cache"}}
+    entries = {"a": "dense", "b": "low_rank:rank=4"}
+    tune = {"tune": {"learning_rates": [1e-3, 4e-3], "extensions": 0}}
+    recipes = {
+        "train": TRAIN | {"data": TRAIN["data"] | {"data": "text.txt", "cache_dir": "cache"}},
+        "sweep": train | {"save_model": False},
+        "compare": {"entries": entries, "train": train, **SPEED},
+        "tune": {"entries": {"a": "dense"}, "train": train, **SPEED, **tune},
+        "scale": {"entries": entries, "train": train, **SPEED, "sizes": {"widths": [8, 16, 24, 32]}, "reference": "a"},
+    }
+    for name, values in recipes.items():
+        Path(f"{name}.yaml").write_text(yaml.safe_dump(values))
+    out = ["--out", "out"]
+    sweep = ["sweep", "--recipe", "sweep.yaml", "-p", "learning_rate=1e-4..1e-2:log", "--trials", "2", *out]
+    text = ["--data", "text.txt"]
+    sizes = ["--set", "tokens=256", "--set", "sequence_length=32", "--set", "anchor_tokens=64"]
+    healed = ["--set", "heal_tokens=128", "--set", "heal_batch=2", "--set", "evaluation_tokens=64"]
+    return {
+        "train": ["train", "--recipe", "train.yaml", "-r", "up_proj=low_rank:rank=4", *out],
+        "compare": ["compare", "--recipe", "compare.yaml", *out],
+        "compare --share": ["compare", "--recipe", "tune.yaml", "--share", *out],
+        "tune": ["compare", "--recipe", "tune.yaml", *out],
+        "sweep": sweep,
+        "sweep --share": [*sweep, "--share"],
+        "scale": ["scale", "scale.yaml", *out],
+        "distill": [
+            *("distill", "model", "-r", "v_proj=low_rank:rank=2", *text, *out, "--tokens", "128", "--epochs", "1"),
+            *("--set", "validation_tokens=64", "--set", "sequence_length=32", "--threads", "1"),
+        ],
+        "compress": ["compress", "model", "--keep", "0.9", *text, *out, *sizes, "--export", "plain", "--no-evaluate"],
+        "compress, healed": ["compress", "model", "--keep", "0.9", *text, *out, *sizes, *healed],
+        "eval": ["eval", "model", *text, "--out", "out.json"],
+        "analyze": ["analyze", "model", *text, "--sequences", "2", "--length", "16", *out],
+        "bench": ["bench", "--model", "tiny", "--operator", "q_proj=low_rank:rank=2", "--rounds", "1", *out],
+        "report": ["report", "run"],
+        "specialize": ["specialize", "cgt", "--prefix-file", "prefix.txt", "--tokenizer", "bytes", *out],
+        "check-coordinates": [
+            *("check-coordinates", "tiny", "--widths", "32,64", "--steps", "1", "--seeds", "0", *text, *out),
+            *("--set", "num_hidden_layers=1", "--sequences", "2", "--length", "8"),
+        ],
+        "inspect": ["inspect", "model"],
+    }
+
+
+def _prepare() -> None:
+    """Models, text, and a run that has ended, in the current folder. In a child: who has computed must not fork."""
+    import torch
+
+    import relinear
+    from conftest import make_tiny_llama
+    from relinear.data.tokenizers import load_tokenizer
+
+    Path("text.txt").write_text("\n\n".join(f"paragraph {i} says {i * i} and {i % 7}" for i in range(60)))
+    Path("prefix.txt").write_text("a prefix")
+    tokenizer = load_tokenizer("bytes")
+    torch.manual_seed(0)
+    model = make_tiny_llama(vocab_size=260)
+    relinear.replace_(model, {"q_proj": relinear.Transponder(rank=2)})
+    relinear.save_pretrained(model, "model", tokenizer=tokenizer)
+    sizes = {"vocab_size": 260, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+    config = relinear.CGTConfig(**sizes, context_size=4, context_layer=1, context_heads=2)
+    relinear.save_pretrained(relinear.CGTForCausalLM(config), "cgt")
+
+
+def _in_child(work: Any, *arguments: Any) -> tuple[int, str]:
+    """Exit code, and what it wrote to stderr, of a function in a forked process."""
+    with tempfile.TemporaryFile() as told:
+        child = os.fork()
+        if not child:
+            code = 70
+            try:
+                os.dup2(told.fileno(), 2)
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                code = work(*arguments) or 0
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                with contextlib.suppress(Exception):
+                    sys.stderr.flush()
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        told.seek(0)
+        return os.waitstatus_to_exitcode(status), told.read().decode("utf-8", "replace")
+
+
+def _attempt(folder: Path, arguments: list[str], fault: tuple[int, int] | None) -> tuple[int, str, int, str]:
+    """Exit code, stderr, calls on files, and which of them failed. fault: its number and its kind, 0 to count."""
+    noted = folder.with_name(f"{folder.name}.noted")
+
+    def work() -> int:
+        import relinear.compare.run
+        import relinear.compare.sweep
+        from relinear.cli.main import main
+        from relinear.compare.worker import InProcess
+
+        for room in (relinear.compare.run, relinear.compare.sweep):
+            room.Worker = lambda log: InProcess()  # the process of a run would start anew each time
+        os.chdir(folder)
+        shim = ctypes.CDLL(None)
+        shim.faults_failed.restype = ctypes.c_char_p
+        if fault is not None:
+            number, kind = fault
+            full = kind == errno.ENOSPC
+            shim.faults_arm(os.fsencode(folder), ctypes.c_long(number), kind, int(full), int(not full))
+        code = main(arguments)
+        seen, failed = shim.faults_seen(), shim.faults_failed().decode()
+        shim.faults_arm(b"", ctypes.c_long(0), 0, 0, 0)
+        noted.write_text(json.dumps([seen, failed]))
+        return code
+
+    code, told = _in_child(work)
+    seen, failed = json.loads(noted.read_text()) if noted.exists() else (0, "")
+    noted.unlink(missing_ok=True)
+    return code, told, seen, failed
+
+
+def _named(told: str, failed: list[str], folder: Path) -> bool:
+    """Whether a message names the file of a call that failed, or the directory that it is a part of."""
+    names = set()
+    for call in failed:
+        parts = Path(call.partition(" ")[2]).relative_to(folder).parts
+        names |= {re.sub(r"^\.(.+?)\.[^.]{8}$", r"\1", part) for part in parts[-3:] if part != "checkpoints"}
+    names |= {name.removesuffix("-journal") for name in names}
+    return any(name in told for name in names or {folder.name})
+
+
+def _wrong(folder: Path, arguments: list[str], fault: tuple[int, int], peace: dict[str, Any]) -> str:
+    """What is wrong with a command at a fault and after it; "" if nothing."""
+    from kills.works import come_to
+
+    code, told, _, failed = _attempt(folder, arguments, fault)
+    errors = [line for line in told.splitlines() if line.startswith("error: ")]
+    if "Traceback" in told or code not in (0, 2) or len(errors) != (code == 2):
+        return f"exit code {code} at {failed}: {told[-1500:]}"
+    calls, failed = failed.splitlines(), failed.partition("\n")[0]
+    if code == 2 and calls and not _named(errors[0], calls, folder):
+        return f"unnamed, at {failed}: {errors[0]}"
+    code, told, *_ = _attempt(folder, arguments, None)
+    if code and arguments[0] == "specialize" and "is not empty" in told:  # a whole model, or half of one?
+        shutil.rmtree(folder / "out")
+        code, told, *_ = _attempt(folder, arguments, None)
+    if code:
+        return f"then exit code {code}, after {failed}: {told[-1500:]}"
+    found = come_to(folder)
+    different = sorted(key for key in peace.keys() | found.keys() if peace.get(key) != found.get(key))
+    return f"then other results in {different}, after {failed}" if different else ""
+
+
+def run(
+    sample: int | None = None, seed: int = 0, names: list[str] | None = None, minutes: float = 1e9
+) -> dict[str, Any]:
+    """Faults at ``sample`` calls of every command (at all where None); counts by command, and what went wrong."""
+    import torch
+
+    import relinear.cli.main
+    import relinear.compare.run
+    import relinear.compress
+    import relinear.train.trainer  # noqa: F401  imported once, for every fork
+    from kills.works import come_to
+
+    torch.set_num_threads(1)
+    counts: dict[str, dict[str, int]] = {}
+    failures: list[str] = []
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="faults-") as home_name:
+        home = Path(home_name)
+        given = home / "given"
+        given.mkdir()
+        os.environ["RELINEAR_CACHE"] = str(home / "cache")
+        os.chdir(given)
+        code, told = _in_child(_prepare)
+        assert code == 0, told[-3000:]
+        commands = _arguments()
+        code, told, *_ = _attempt(given, [*commands["train"][:-1], "run"], None)
+        assert code == 0, told[-3000:]
+        shutil.rmtree(given / "cache")
+        for name in names or list(commands):
+            whole = home / "peace"
+            shutil.copytree(given, whole)
+            code, told, *_ = _attempt(whole, commands[name], None)
+            if code:
+                failures.append(f"{name}, in peace: exit code {code}: {told[-1500:]}")
+                shutil.rmtree(whole)
+                continue
+            peace = come_to(whole)
+            counts[name] = {}
+            for kind in (errno.ENOSPC, errno.EIO):
+                shutil.rmtree(whole)
+                shutil.copytree(given, whole)
+                _, _, calls, _ = _attempt(whole, commands[name], (0, kind))
+                counts[name][f"{errno.errorcode[kind]} calls"] = calls
+                rng = random.Random(f"{seed} {name} {kind}")
+                numbers = range(1, calls + 1)
+                chosen = sorted(rng.sample(numbers, min(sample, calls))) if sample is not None else numbers
+                tried = collections.Counter[str]()
+                for number in chosen:
+                    if time.monotonic() - begun > 60 * minutes:
+                        break
+                    folder = home / "attempt"
+                    shutil.copytree(given, folder)
+                    wrong = _wrong(folder, commands[name], (number, kind), peace)
+                    shutil.rmtree(folder)
+                    tried["tried"] += 1
+                    if wrong:
+                        failures.append(f"{name}, {errno.errorcode[kind]} at call {number}: {wrong}")
+                counts[name][errno.errorcode[kind]] = tried["tried"]
+            shutil.rmtree(whole)
+        os.chdir("/")
+    return {
+        "seed": seed,
+        "sample": sample,
+        "faults": sum(count.get("ENOSPC", 0) + count.get("EIO", 0) for count in counts.values()),
+        "seconds": round(time.monotonic() - begun, 1),
+        "by_command": counts,
+        "failures": failures,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--sample", type=int, help="calls of every command; all by default")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--command", action="append", help="of the commands; all by default")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin nothing after so many")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    if not hasattr(ctypes.CDLL(None), "faults_arm"):
+        with tempfile.TemporaryDirectory() as folder:
+            shim = Path(folder) / "shim.so"
+            subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", shim, SHIM, "-ldl"], check=True)
+            again = [sys.executable, "-m", "faults.run", *sys.argv[1:]]
+            sys.exit(subprocess.run(again, env=os.environ | {"LD_PRELOAD": str(shim)}, check=False).returncode)
+    out = given.out and given.out.resolve()
+    found = run(given.sample, given.seed, given.command, given.minutes)
+    text = json.dumps(found, indent=1)
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text + "\n")
+    print(text)
+    sys.exit(1 if found["failures"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""What relinear did not write stays: every command and function refuses to replace it, by name, before any work."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import relinear
+from conftest import make_tiny_llama
+from relinear.cli.main import main
+from relinear.data.tokenizers import load_tokenizer
+from relinear.system import files
+from relinear.system.files import atomic_path, write_text
+from relinear.system.written import check_ours
+from relinear.train import fit
+from test_train_resume import DATA, FIT, dropout_model
+
+FIXTURES = Path(__file__).parent / "fixtures" / "v0.1"
+
+
+def snapshot(folder):
+    """Every file below, with its content; links as links."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        kind = path.readlink() if path.is_symlink() else path.read_bytes() if path.is_file() else None
+        found[str(path.relative_to(folder))] = kind
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    model = make_tiny_llama(vocab_size=260)
+    relinear.replace_(model, {"q_proj": relinear.LowRank(rank=2)})
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    return relinear.save_pretrained(model, folder, tokenizer=load_tokenizer("bytes"))
+
+
+COMMANDS = {
+    "train": (["train", "--out", "."], ["model", "checkpoints", "metrics.jsonl", "run.json", "block_losses.npy"]),
+    "train anew": (["train", "--out", ".", "--start-over"], ["model", "checkpoints", "run.json"]),
+    "compare": (["compare", "--recipe", "quick", "--out", "."], ["run.json", "runs", "report.html"]),
+    "scale": (["scale", "scale", "--out", "."], ["sizes", "scale.json"]),
+    "sweep": (["sweep", "-p", "learning_rate=0.1,0.2", "--out", "."], ["trials", "optuna.db", "sweep.json"]),
+    "distill": (
+        ["distill", "{model}", "-r", "k_proj=low_rank:rank=2", "--data", "{data}", "--out", "."],
+        ["model", "report.json", "layers"],
+    ),
+    "compress": (
+        ["compress", "{model}", "--keep", "0.9", "--data", "{data}", "--out", "."],
+        ["model", "plain", "plan.json"],
+    ),
+    "analyze": (["analyze", "{model}", "--out", "."], ["gates.json", "report.html"]),
+    "bench": (["bench", "--out", "."], ["bench.json", "bench.png"]),
+    "check-coordinates": (["check-coordinates", "tiny", "--out", "."], ["coordinates.json", "report.html"]),
+    "report": (["report", str(FIXTURES / "run"), "--out", "page.html"], ["page.html"]),
+    "explore": (["explore", "{model}", "--static", "page.html"], ["page.html"]),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_refuse_what_is_not_theirs(command, saved, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    arguments, names = COMMANDS[command]
+    places = {"{model}": str(saved), "{data}": str(FIXTURES / "text.txt")}
+    arguments = [places.get(word, word) for word in arguments]
+    for name in names:
+        path = tmp_path / name
+        path.write_text('{"mine": 1}') if path.suffix else (path.mkdir(), (path / "mine.txt").write_text("mine"))
+        before = snapshot(tmp_path)
+        assert main(arguments) == 2
+        told = capfd.readouterr().err
+        assert f"{name} would be replaced" in told
+        assert "Traceback" not in told
+        assert snapshot(tmp_path) == before
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+
+
+def test_fit_refuses_checkpoints_of_another_trainer(tmp_path):
+    (tmp_path / "checkpoints" / "checkpoint-500").mkdir(parents=True)
+    for resume in (True, False):
+        with pytest.raises(ValueError, match=r"checkpoints would be replaced, and no fit of relinear wrote it"):
+            fit(dropout_model(), DATA, FIT, out_dir=tmp_path, resume=resume)
+    assert (tmp_path / "checkpoints" / "checkpoint-500").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("folder", "work"),
+    [("run", "train"), ("run", "fit"), ("comparison", "compare"), ("distillation", "distill")]
+    + [(f"checkpoints/{name}", "saved") for name in ("rotor", "cgt", "second_embedding")],
+)
+def test_directories_of_the_first_version_are_ours(folder, work):
+    check_ours(FIXTURES / folder, work)
+
+
+def test_a_model_is_saved_beside_files_of_others(tmp_path):
+    project, model = tmp_path / "project", make_tiny_llama()
+    (project / "src").mkdir(parents=True)
+    for name in ("notes.txt", "tokenizer.json", "src/code.py"):
+        (project / name).write_text("mine")
+    project.chmod(0o700)
+    for _ in range(2):  # over itself, too: a model without operators tells nothing of who saved it
+        relinear.save_pretrained(model, project)
+        assert [(project / name).read_text() for name in ("notes.txt", "tokenizer.json", "src/code.py")] == ["mine"] * 3
+    relinear.replace_(model, {"q_proj": relinear.LowRank(rank=2)})
+    relinear.save_pretrained(model, project, max_shard_size="5KB")
+    assert len(list(project.glob("model-*.safetensors"))) > 1
+    assert not (project / "model.safetensors").exists(), "of the model before"
+    relinear.save_pretrained(model, project)
+    assert not list(project.glob("model-*.safetensors"))
+    assert (project / "notes.txt").read_text() == "mine"
+    assert project.stat().st_mode & 0o777 == 0o700
+    relinear.from_pretrained(project)
+    assert [path.name for path in tmp_path.iterdir()] == ["project"]
+
+
+def test_a_model_of_others_is_not_replaced(tmp_path):
+    model = make_tiny_llama()
+    model.save_pretrained(tmp_path)
+    before = snapshot(tmp_path)
+    relinear.replace_(model, {"q_proj": relinear.LowRank(rank=2)})
+    with pytest.raises(ValueError, match=r"config\.json would be replaced, and no"):
+        relinear.save_pretrained(model, tmp_path)
+    assert snapshot(tmp_path) == before
+
+
+def test_tokenizers_that_differ_are_not_replaced(tmp_path):
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.save_pretrained(tmp_path)
+    relinear.save_pretrained(make_tiny_llama(), tmp_path, tokenizer=tokenizer)  # the same: nothing is lost
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json would be replaced"):
+        relinear.save_pretrained(make_tiny_llama(vocab_size=260), other, tokenizer=tokenizer)
+    assert [path.name for path in other.iterdir()] == ["tokenizer_config.json"]
+
+
+def test_saving_over_checkpoints_of_the_first_version(tmp_path):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(FIXTURES / "checkpoints" / "rotor", folder)
+    relinear.save_pretrained(make_tiny_llama(), folder)
+    relinear.from_pretrained(folder)
+    assert not (folder / "configuration_relinear.py").exists()
+    run = tmp_path / "run"  # its models without operators carry no mark of their own
+    shutil.copytree(FIXTURES / "run", run)
+    make_tiny_llama().save_pretrained(run / "model")
+    relinear.save_pretrained(make_tiny_llama(), run / "model")
+
+
+def test_links_stay_links(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (tmp_path / "model").symlink_to(disk)
+    model = make_tiny_llama()
+    for _ in range(2):
+        relinear.save_pretrained(model, tmp_path / "model")
+    assert (tmp_path / "model").is_symlink()
+    weights = disk / "model.safetensors"
+    weights.rename(tmp_path / "elsewhere")
+    weights.symlink_to(tmp_path / "elsewhere")
+    model.lm_head.weight.data += 1
+    relinear.save_pretrained(model, tmp_path / "model")
+    assert weights.is_symlink()
+    assert torch.equal(relinear.from_pretrained(disk).lm_head.weight, model.lm_head.weight)
+    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
+    write_text(tmp_path / "link.json", "{}")
+    assert (tmp_path / "link.json").is_symlink()
+    assert (tmp_path / "real.json").read_text() == "{}"
+
+
+def test_modes_and_mount_points(tmp_path, monkeypatch):
+    (tmp_path / "secret").write_text("a")
+    (tmp_path / "secret").chmod(0o600)
+    with atomic_path(tmp_path / "secret") as temporary:
+        temporary.write_text("b")
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    number = mount.stat().st_ino
+    monkeypatch.setattr(files.os.path, "ismount", lambda path: os.fspath(path) == os.fspath(mount))
+    for _ in range(2):
+        relinear.save_pretrained(make_tiny_llama(), mount)
+    assert mount.stat().st_ino == number, "what is mounted cannot be renamed"
+    assert "config.json" in json.dumps(sorted(os.listdir(mount)))
+    relinear.from_pretrained(mount)
