@@ -8,8 +8,8 @@ GPU_VENV ?= .venv-gpu
 ECOSYSTEM_VENV ?= .venv-ecosystem
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test browser check slow fuzz kills ecosystem versions bench gpu-setup gpu families docs docs-cli \
-	docs-operators pictures smollm2 clean
+.PHONY: help demo test browser check slow fuzz kills faults ecosystem versions bench gpu-setup gpu families docs \
+	docs-cli docs-operators pictures smollm2 clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9_-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -48,6 +48,9 @@ fuzz: $(STAMP) ## 100,000 damaged files and arguments; counts by kind and outcom
 kills: $(STAMP) ## 400 kills at seeded moments; every work must go on to the same bits; counts in runs/kills*.json
 	cd tests && OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m kills.run --kills 200 --out $(abspath $(RUN_DIR))/kills.json
 	cd tests && OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m kills.run --kills 200 --work compressions --out $(abspath $(RUN_DIR))/kills_compress.json
+
+faults: $(STAMP) ## full and failing disks at calls drawn from every command; counts in runs/faults.json
+	cd tests && OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m faults.run --sample 10 --out $(abspath $(RUN_DIR))/faults.json
 
 # environments of their own, so that what other programs ask for does not move the pinned one
 ecosystem: ## lm-eval, TRL, PEFT, torchao, Trainer, pipeline and torch.export on a checkpoint: docs/ecosystem.md

@@ -26,8 +26,10 @@ def test_specialize_command(tmp_path, capsys, tiny_gpt2):
     with torch.no_grad():
         torch.testing.assert_close(stock(ids).logits, model(ids, frozen_context=y).logits, atol=1e-5, rtol=1e-5)
 
-    assert main([*arguments, "--out", str(tmp_path / "out")]) == 2
-    assert "not empty" in capsys.readouterr().err
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    assert main([*arguments, "--out", str(tmp_path / "mine")]) == 2
+    assert "config.json would be replaced" in capsys.readouterr().err
     assert main([*arguments, "--out", str(tmp_path / "on"), "--first-position", "-1"]) == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "on").config.n_positions == 64 - 17
     tiny_gpt2.save_pretrained(tmp_path / "gpt2")

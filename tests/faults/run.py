@@ -57,7 +57,7 @@ def _arguments() -> dict[str, list[str]]:
     sweep = ["sweep", "--recipe", "sweep.yaml", "-p", "learning_rate=1e-4..1e-2:log", "--trials", "2", *out]
     text = ["--data", "text.txt"]
     sizes = ["--set", "tokens=256", "--set", "sequence_length=32", "--set", "anchor_tokens=64"]
-    healed = ["--set", "heal_tokens=128", "--set", "heal_batch=2", "--set", "evaluation_tokens=64"]
+    healed = ["--set", "heal_tokens=128", "--set", "heal_batch=2", "--set", "heal_held_out_tokens=64"]
     return {
         "train": ["train", "--recipe", "train.yaml", "-r", "up_proj=low_rank:rank=4", *out],
         "compare": ["compare", "--recipe", "compare.yaml", *out],
@@ -70,9 +70,9 @@ def _arguments() -> dict[str, list[str]]:
             *("distill", "model", "-r", "v_proj=low_rank:rank=2", *text, *out, "--tokens", "128", "--epochs", "1"),
             *("--set", "validation_tokens=64", "--set", "sequence_length=32", "--threads", "1"),
         ],
-        "compress": ["compress", "model", "--keep", "0.9", *text, *out, *sizes, "--export", "plain", "--no-evaluate"],
-        "compress, healed": ["compress", "model", "--keep", "0.9", *text, *out, *sizes, *healed],
-        "eval": ["eval", "model", *text, "--out", "out.json"],
+        "compress": ["compress", "base", "--keep", "0.9", *text, *out, *sizes, "--export", "plain", "--no-evaluate"],
+        "compress, healed": ["compress", "base", "--keep", "0.9", *text, *out, *sizes, *healed],
+        "eval": ["eval", "model", *text],
         "analyze": ["analyze", "model", *text, "--sequences", "2", "--length", "16", *out],
         "bench": ["bench", "--model", "tiny", "--operator", "q_proj=low_rank:rank=2", "--rounds", "1", *out],
         "report": ["report", "run"],
@@ -98,6 +98,7 @@ def _prepare() -> None:
     tokenizer = load_tokenizer("bytes")
     torch.manual_seed(0)
     model = make_tiny_llama(vocab_size=260)
+    relinear.save_pretrained(model, "base", tokenizer=tokenizer)
     relinear.replace_(model, {"q_proj": relinear.Transponder(rank=2)})
     relinear.save_pretrained(model, "model", tokenizer=tokenizer)
     sizes = {"vocab_size": 260, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
@@ -128,8 +129,10 @@ def _in_child(work: Any, *arguments: Any) -> tuple[int, str]:
         return os.waitstatus_to_exitcode(status), told.read().decode("utf-8", "replace")
 
 
-def _attempt(folder: Path, arguments: list[str], fault: tuple[int, int] | None) -> tuple[int, str, int, str]:
-    """Exit code, stderr, calls on files, and which of them failed. fault: its number and its kind, 0 to count."""
+def _attempt(
+    folder: Path, arguments: list[str], number: int = 0, kind: int = 0
+) -> tuple[int, str, dict[int, int], list[str]]:
+    """Exit code, stderr, calls on files by kind of fault, and those that failed: from ``number`` on, none at 0."""
     noted = folder.with_name(f"{folder.name}.noted")
 
     def work() -> int:
@@ -143,20 +146,18 @@ def _attempt(folder: Path, arguments: list[str], fault: tuple[int, int] | None) 
         os.chdir(folder)
         shim = ctypes.CDLL(None)
         shim.faults_failed.restype = ctypes.c_char_p
-        if fault is not None:
-            number, kind = fault
-            full = kind == errno.ENOSPC
-            shim.faults_arm(os.fsencode(folder), ctypes.c_long(number), kind, int(full), int(not full))
+        full = kind == errno.ENOSPC
+        shim.faults_arm(os.fsencode(folder), ctypes.c_long(number), kind, int(full), int(not full))
         code = main(arguments)
-        seen, failed = shim.faults_seen(), shim.faults_failed().decode()
+        calls, failed = [shim.faults_calls(0), shim.faults_calls(1)], shim.faults_failed().decode()
         shim.faults_arm(b"", ctypes.c_long(0), 0, 0, 0)
-        noted.write_text(json.dumps([seen, failed]))
+        noted.write_text(json.dumps([calls, failed.splitlines()]))
         return code
 
     code, told = _in_child(work)
-    seen, failed = json.loads(noted.read_text()) if noted.exists() else (0, "")
+    calls, failed = json.loads(noted.read_text()) if noted.exists() else ([0, 0], [])
     noted.unlink(missing_ok=True)
-    return code, told, seen, failed
+    return code, told, dict(zip((errno.ENOSPC, errno.EIO), calls, strict=True)), failed
 
 
 def _named(told: str, failed: list[str], folder: Path) -> bool:
@@ -169,21 +170,18 @@ def _named(told: str, failed: list[str], folder: Path) -> bool:
     return any(name in told for name in names or {folder.name})
 
 
-def _wrong(folder: Path, arguments: list[str], fault: tuple[int, int], peace: dict[str, Any]) -> str:
+def _wrong(folder: Path, arguments: list[str], number: int, kind: int, peace: dict[str, Any]) -> str:
     """What is wrong with a command at a fault and after it; "" if nothing."""
     from kills.works import come_to
 
-    code, told, _, failed = _attempt(folder, arguments, fault)
+    code, told, _, calls = _attempt(folder, arguments, number, kind)
+    failed = calls[0] if calls else "none"
     errors = [line for line in told.splitlines() if line.startswith("error: ")]
     if "Traceback" in told or code not in (0, 2) or len(errors) != (code == 2):
         return f"exit code {code} at {failed}: {told[-1500:]}"
-    calls, failed = failed.splitlines(), failed.partition("\n")[0]
     if code == 2 and calls and not _named(errors[0], calls, folder):
         return f"unnamed, at {failed}: {errors[0]}"
-    code, told, *_ = _attempt(folder, arguments, None)
-    if code and arguments[0] == "specialize" and "is not empty" in told:  # a whole model, or half of one?
-        shutil.rmtree(folder / "out")
-        code, told, *_ = _attempt(folder, arguments, None)
+    code, told, *_ = _attempt(folder, arguments)
     if code:
         return f"then exit code {code}, after {failed}: {told[-1500:]}"
     found = come_to(folder)
@@ -216,40 +214,37 @@ def run(
         code, told = _in_child(_prepare)
         assert code == 0, told[-3000:]
         commands = _arguments()
-        code, told, *_ = _attempt(given, [*commands["train"][:-1], "run"], None)
+        code, told, *_ = _attempt(given, [*commands["train"][:-1], "run"])
         assert code == 0, told[-3000:]
         shutil.rmtree(given / "cache")
         for name in names or list(commands):
             whole = home / "peace"
             shutil.copytree(given, whole)
-            code, told, *_ = _attempt(whole, commands[name], None)
+            code, told, calls, _ = _attempt(whole, commands[name])
             if code:
                 failures.append(f"{name}, in peace: exit code {code}: {told[-1500:]}")
                 shutil.rmtree(whole)
                 continue
             peace = come_to(whole)
+            shutil.rmtree(whole)
             counts[name] = {}
             for kind in (errno.ENOSPC, errno.EIO):
-                shutil.rmtree(whole)
-                shutil.copytree(given, whole)
-                _, _, calls, _ = _attempt(whole, commands[name], (0, kind))
-                counts[name][f"{errno.errorcode[kind]} calls"] = calls
+                counts[name][f"{errno.errorcode[kind]} calls"] = calls[kind]
                 rng = random.Random(f"{seed} {name} {kind}")
-                numbers = range(1, calls + 1)
-                chosen = sorted(rng.sample(numbers, min(sample, calls))) if sample is not None else numbers
+                numbers = range(1, calls[kind] + 1)
+                chosen = sorted(rng.sample(numbers, min(sample, len(numbers)))) if sample is not None else numbers
                 tried = collections.Counter[str]()
                 for number in chosen:
                     if time.monotonic() - begun > 60 * minutes:
                         break
                     folder = home / "attempt"
                     shutil.copytree(given, folder)
-                    wrong = _wrong(folder, commands[name], (number, kind), peace)
+                    wrong = _wrong(folder, commands[name], number, kind, peace)
                     shutil.rmtree(folder)
                     tried["tried"] += 1
                     if wrong:
                         failures.append(f"{name}, {errno.errorcode[kind]} at call {number}: {wrong}")
                 counts[name][errno.errorcode[kind]] = tried["tried"]
-            shutil.rmtree(whole)
         os.chdir("/")
     return {
         "seed": seed,

@@ -17,21 +17,22 @@
 #include <unistd.h>
 
 static char folder[PATH_MAX], failed[1 << 16];
-static long seen, fatal;
+static long seen, writes, fatal;
 static int error_number, lasting, reads_too;
 
 void faults_arm(const char *below, long number, int error, int stays, int reads) {
     strncpy(folder, below, PATH_MAX - 1);
-    seen = 0, fatal = number, error_number = error, lasting = stays, reads_too = reads, failed[0] = 0;
+    seen = writes = 0, fatal = number, error_number = error, lasting = stays, reads_too = reads, failed[0] = 0;
 }
-long faults_seen(void) { return seen; }
+long faults_calls(int reads) { return reads ? seen : writes; }
 const char *faults_failed(void) { return failed; }
 
 /* 1 where the call is the one to fail, or one after it on a disk that stays full. */
 static int fails_at(const char *call, const char *path, int reads) {
-    if (!folder[0] || strncmp(path, folder, strlen(folder)) || (reads && !reads_too)) return 0;
-    seen++;
-    if (!fatal || seen < fatal || (seen > fatal && !lasting)) return 0;
+    if (!folder[0] || strncmp(path, folder, strlen(folder))) return 0;
+    seen++, writes += !reads;
+    long number = reads_too ? seen : writes;
+    if (!fatal || (reads && !reads_too) || number < fatal || (number > fatal && !lasting)) return 0;
     size_t told = strlen(failed);
     snprintf(failed + told, sizeof failed - told, "%s %s\n", call, path);
     errno = error_number;
@@ -65,7 +66,7 @@ FILE *fopen(const char *path, const char *mode) { REAL(fopen); return fails("ope
 FILE *fopen64(const char *path, const char *mode) { REAL(fopen64); return fails("open", AT_FDCWD, path, mode[0] == 'r') ? NULL : real(path, mode); }
 
 /* the write at which a disk becomes full */
-#define HALF(count) (error_number == ENOSPC && seen == fatal && (count) > 1)
+#define HALF(count) (error_number == ENOSPC && writes == fatal && (count) > 1)
 ssize_t write(int fd, const void *data, size_t count) { REAL(write); return !fails("write", fd, NULL, 0) ? real(fd, data, count) : HALF(count) ? real(fd, data, count / 2) : -1; }
 ssize_t pwrite(int fd, const void *data, size_t count, off_t at) { REAL(pwrite); return fails("write", fd, NULL, 0) ? -1 : real(fd, data, count, at); }
 ssize_t pwrite64(int fd, const void *data, size_t count, off64_t at) { REAL(pwrite64); return fails("write", fd, NULL, 0) ? -1 : real(fd, data, count, at); }

@@ -28,20 +28,26 @@ def command(
     **Example:** `relinear specialize runs/cgt/model --prefix-file prompt.txt --out runs/specialized`
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from relinear.models.cgt.config import CGTConfig
     from relinear.models.cgt.specialize import specialize
+    from relinear.surgery.checkpoint import from_pretrained, reading_config, save_pretrained
+    from relinear.system.files import writing
+    from relinear.system.written import check_ours
 
     if not (model / "config.json").is_file():
         raise ValueError(f"{model} is no directory of a saved model: it has no config.json")
-    if not isinstance(AutoConfig.from_pretrained(model), CGTConfig):
+    with reading_config(model):
+        config = AutoConfig.from_pretrained(model)
+    if not isinstance(config, CGTConfig):
         raise ValueError(f"{model} holds no CGT; only a relinear.CGTForCausalLM can be specialised")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not empty; choose another --out")
+    check_ours(out, "saved")
     encoder = load_model_tokenizer(str(model), tokenizer)
-    loaded = AutoModelForCausalLM.from_pretrained(model).eval()
-    ids = torch.tensor(encoder(prefix_file.read_text(encoding="utf-8"))["input_ids"], dtype=torch.long)
+    loaded = from_pretrained(model).eval()
+    with writing(prefix_file):
+        prefix = prefix_file.read_text(encoding="utf-8")
+    ids = torch.tensor(encoder(prefix)["input_ids"], dtype=torch.long)
     if not len(ids):
         raise ValueError(f"{prefix_file} has no text")
     if int(ids.max()) >= loaded.config.vocab_size:
@@ -58,8 +64,7 @@ def command(
         where = torch.arange(start, start + probe.shape[1])[None]
         wanted = loaded(probe, frozen_context=frozen, position_ids=where).logits
         difference = (stock(probe).logits - wanted).abs().max().item()
-    stock.save_pretrained(out)
-    encoder.save_pretrained(out)
+    save_pretrained(stock, out, tokenizer=encoder)
     before, after = (sum(p.numel() for p in m.parameters()) for m in (loaded, stock))
     print(f"read {len(ids)} tokens; GPT-2 with {after:,} of {before:,} parameters written to {out}")
     print(f"largest logit difference from the frozen model: {difference:.1e}")

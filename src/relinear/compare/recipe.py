@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from relinear.core.config import nearest, shown
+from relinear.system.files import writing
 from relinear.system.text import cut
 
 __all__ = ["BUNDLED", "apply_overrides", "find_recipe", "parse_overrides", "read_recipe", "read_value", "read_yaml"]
@@ -71,7 +72,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         ValueError: if it is no YAML (with line and column), or no mapping.
     """
     path = Path(path)
-    text = path.read_text(encoding="utf-8")
+    with writing(path):
+        text = path.read_text(encoding="utf-8")
     values = read_value(text, str(path))
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a mapping of settings, got {type(values).__name__}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from relinear.core.config import nearest, shown
 from relinear.data.chat import as_document, is_conversation
-from relinear.system.files import parse_json
+from relinear.system.files import parse_json, writing
 from relinear.system.text import cut
 
 __all__ = ["SPLIT_NAMES", "Source", "choose_column", "files_source", "local_sources", "stdlib_source"]
@@ -110,7 +110,9 @@ def files_source(files: Sequence[Path], text_column: str | None) -> Source:
 
 def _read_text(path: Path, text_column: str | None) -> Iterator[str]:
     try:
-        yield path.read_text(encoding="utf-8-sig")
+        with writing(path):
+            text = path.read_text(encoding="utf-8-sig")
+        yield text
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from error
 

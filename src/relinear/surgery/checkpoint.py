@@ -329,7 +329,8 @@ def reading_config(directory: Any) -> Iterator[None]:
     the whole of that, ``RELINEAR_TRACEBACK=1`` or the error's ``__cause__``.
     """
     try:
-        yield
+        with writing(directory):
+            yield
     except (OSError, torch.OutOfMemoryError):
         raise
     except ValueError as error:  # in words already, which may repeat the file
