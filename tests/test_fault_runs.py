@@ -31,7 +31,7 @@ def faults(tmp_path, *arguments, timeout):
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_a_few_faults(tmp_path):
-    found = faults(tmp_path, "--sample", "1", "--command", "distill", "--command", "sweep --share", timeout=850)
+    found = faults(tmp_path, "--sample", "2", "--command", "sweep --share", timeout=850)
     assert found["faults"] == 4
 
 
