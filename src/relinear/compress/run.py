@@ -43,7 +43,7 @@ from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.plan import plan
 from relinear.surgery.states import flat_states, place_
 from relinear.surgery.summary import module_parameters
-from relinear.system.files import read_json, write_json
+from relinear.system.files import read_json, write_json, writing
 from relinear.system.lock import only_process_in
 from relinear.system.machine import PeakMemory, command_line
 from relinear.system.written import parts_of
@@ -128,7 +128,11 @@ def compress(
         check_directory(Path(out_dir))
     modules = _targets(model, targets, exclude)
     check_model_fits(model, chosen.sequence_length)
-    with tempfile.TemporaryDirectory() if out_dir is None else only_process_in(out_dir) as folder, evaluating(model):
+    with (
+        tempfile.TemporaryDirectory() if out_dir is None else only_process_in(out_dir) as folder,
+        writing(folder),
+        evaluating(model),
+    ):
         job = _Job(model, modules, chosen, Path(folder), on_progress, table)
         given_plan = None if plan_file is None else job.read_plan(plan_file)
         job.check_budget(given_plan)

@@ -36,7 +36,7 @@ MANIFEST = "manifest.json"
 #: what libraries say whose own file writers fail, in place of an OSError
 _UNWRITTEN = (
     *("PytorchStreamWriter", "inline_container", "I/O error", "Input/output error", "No space left", "File too large"),
-    *("disk is full", "unable to open"),
+    *("disk is full", "unable to open", "iostream error"),
 )
 
 
@@ -201,7 +201,8 @@ def writing(path: str | Path) -> Iterator[None]:
         said = " ".join(map(str, causes))
         if not any(words in said for words in _UNWRITTEN) and all(type(e).__module__ != "sqlite3" for e in causes):
             raise
-        reason = "not read or written whole: the disk is full or fails, or a limit on the size of files was met"
+        reason = "not read or written whole: the disk is full or fails, or a limit on the size of files was met "
+        reason += f"({' '.join(str(error).split())[:200]})"
         raise OSError(errno.ENOSPC, reason, str(path)) from error
 
 
