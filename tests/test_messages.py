@@ -4,6 +4,7 @@ import http.client
 import json
 import re
 import threading
+import time
 import warnings
 
 import pytest
@@ -89,7 +90,12 @@ def test_operators_larger_than_their_layers_are_remarked_upon():
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "(a|a)*b", "(a|aa)+b", "(.*.*.*.*)*x", "((a{0,50}){0,50}){0,50}b"])
 def test_patterns_take_a_bounded_time(pattern):
-    assert not matches(pattern, "a" * 60 + "c")
+    start = time.process_time()
+    try:
+        assert not matches(pattern, "a" * 60 + "c")
+    except ValueError as error:
+        assert "takes too long" in str(error)  # noqa: PT017
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize(
@@ -115,7 +121,7 @@ def test_patterns_match_as_pythons_do(pattern):
     assert found
 
 
-@pytest.mark.parametrize("pattern", [r"(a)\1", "(?>a+)b", "a++b", "(a)?(?(1)b|c)", "x" * 998 + ".*."])
+@pytest.mark.parametrize("pattern", ["(a", "[z-a]", "*", "x" * 998 + ".*."])
 def test_patterns_that_are_not_taken(pattern):
     with pytest.raises(ValueError, match="pattern"):
         check_patterns([pattern])
