@@ -479,6 +479,14 @@ def test_a_record_that_was_lost_is_noticed(saved):
         relinear.from_pretrained(directory)
 
 
+def test_what_is_no_file_is_not_read_as_a_card(saved):
+    model, directory = saved
+    (directory / "README.md").unlink()
+    (directory / "README.md").mkdir()  # a pipe would be read for ever
+    model.save_pretrained(directory)
+    assert (directory / "README.md").is_dir()
+
+
 def test_a_directory_without_a_model(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         relinear.from_pretrained(tmp_path)
