@@ -301,6 +301,11 @@ def test_an_argument_of_another_class_is_named_as_such(model, ids):
         model(ids, label=ids)
 
 
+def test_labels_that_are_shifted_already_are_honoured(model, ids):
+    shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:].contiguous()
+    assert torch.equal(model(ids, labels=torch.zeros_like(ids), shift_labels=shifted).loss, model(ids, labels=ids).loss)
+
+
 def test_a_configuration_comes_back_as_it_was(tmp_path):
     config = make_cgt().config
     config.save_pretrained(tmp_path)

@@ -580,6 +580,7 @@ def calls_by_name(model, directory, folder):
         (PreTrainedModel, "_from_config"): (type(model), {"config": model.config}),
         (PreTrainedModel, "from_pretrained"): (type(model), {"pretrained_model_name_or_path": directory}),
         (PreTrainedModel, "_resize_token_embeddings"): (model, sizes),
+        (PreTrainedModel, "_initialize_weights"): (model, {"module": model.lm_head, "is_custom_code": False}),
         (LoraModel, "_create_new_module"): (lora, {"lora_config": LoraConfig(), **target}),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -122,6 +123,15 @@ def test_a_model_that_does_not_hand_keywords_on() -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     with pytest.raises(ValueError, match="GPTJBlock hands no further keyword arguments on to its attention"):
         model(IDS)
+
+
+def test_what_watches_the_checkpoint_function_is_not_taken_for_reentrant() -> None:
+    model = conditioned().train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    layer = model.model.layers[0]
+    layer._gradient_checkpointing_func = Mock(side_effect=layer._gradient_checkpointing_func)
+    model(IDS, labels=IDS).loss.backward()
+    assert layer._gradient_checkpointing_func.called
 
 
 def test_reentrant_checkpointing() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from relinear.core.operator import Operator
@@ -31,5 +32,10 @@ def draw_(module: Any) -> None:
     ours = isinstance(module, Operator) or type(module).__module__.partition(".")[0] == "relinear"
     if not ours or isinstance(module, Wrapper) or not callable(getattr(module, "reset_parameters", None)):
         return
-    if not all(getattr(tensor, _MARK, False) for tensor in module.state_dict(keep_vars=True).values()):
+    tensors = module.state_dict(keep_vars=True).values()
+    loaded = [(tensor, tensor.detach().clone()) for tensor in tensors if getattr(tensor, _MARK, False)]
+    if len(loaded) < len(tensors):
         module.reset_parameters()
+        with torch.no_grad():
+            for tensor, value in loaded:
+                tensor.copy_(value)

@@ -79,7 +79,7 @@ class _Entry:
     def enter_layer(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if layer.training and getattr(layer, "gradient_checkpointing", False):
             keywords = getattr(getattr(layer, "_gradient_checkpointing_func", None), "keywords", {})
-            if keywords.get("use_reentrant", False):
+            if keywords.get("use_reentrant") is True:  # what stands in for the function may answer anything
                 raise ValueError(
                     f"reentrant gradient checkpointing runs backward through the {self.words} once for every layer and "
                     'cannot be right; use model.gradient_checkpointing_enable({"use_reentrant": False})'

@@ -30,6 +30,7 @@ from relinear.core.config import nearest, shown
 from relinear.core.operator import OperatorConfig, check_model, is_linear
 from relinear.core.places import saved_place
 from relinear.core.record import FORMAT_VERSION, METHOD, config_record, sync_record
+from relinear.core.vocabulary import token_tables
 from relinear.surgery.card import is_own_card
 from relinear.surgery.saved_config import as_in_memory_
 from relinear.surgery.select import OWN_PREFIX
@@ -101,11 +102,6 @@ class RelinearQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         rebuild_(model, self.quantization_config)
-        # Some models initialise children by name (GPT-2: ``self.c_proj.weight``), also when nothing is missing. What
-        # they find here is marked as loaded, so that they leave it alone.
-        for _, operator in named_operators(model):
-            if not hasattr(operator, "weight"):
-                operator.__dict__["weight"] = _loaded_placeholder()
         files = kwargs.get("checkpoint_files")
         if files:
             _check_own_weights(model, self, files)
@@ -119,7 +115,6 @@ class RelinearQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name, operator in named_operators(model):
-            operator.__dict__.pop("weight", None)
             wrong = operator.wrong_values(operator.state_dict())
             if wrong is not None:
                 raise ValueError(f"the checkpoint's weights of {name} are damaged: {wrong}; restore them from a copy")
@@ -145,12 +140,6 @@ class RelinearQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
-
-
-def _loaded_placeholder() -> torch.Tensor:
-    placeholder = torch.empty(0)
-    placeholder._is_hf_initialized = True  # type: ignore[attr-defined]
-    return placeholder
 
 
 def _saved_as(model: Any) -> str:
@@ -261,8 +250,11 @@ def _named_as_in_model(model: Any, quantizer: HfQuantizer, stored: Mapping[str, 
 def _check_own_weights(model: Any, quantizer: HfQuantizer, files: list[str]) -> None:
     """Refuse a checkpoint whose operators and attached parts have not exactly the weights that their record asks for.
 
-    What else is missing or unknown (a fresh head for another task, say) is left to transformers.
+    What else is missing or unknown (a fresh head for another task, say) is left to transformers, and so are tables of
+    another vocabulary, which a caller may ask to have drawn anew (``ignore_mismatched_sizes``).
     """
+    tables = {id(table.weight) for table in token_tables(model)}
+    of_tokens = {key for key, value in model.named_parameters() if id(value) in tables}
     own = [name + "." for name, _ in named_operators(model)]
     own += [name + "." for name, _ in model.named_modules() if name.rpartition(".")[2].startswith(OWN_PREFIX)]
     named = _named_as_in_model(model, quantizer, _stored_forms(files))
@@ -270,7 +262,8 @@ def _check_own_weights(model: Any, quantizer: HfQuantizer, files: list[str]) -> 
     expected = {k: _Form.of(v) for k, v in model.state_dict().items() if k.startswith(tuple(own))}
     missing = expected.keys() - stored.keys() - set(getattr(model, "all_tied_weights_keys", {}))
     unknown = stored.keys() - expected.keys()
-    other = [f"{key} {stored[key]} for {form}" for key, form in expected.items() if stored.get(key, form) != form]
+    differ = {key for key, form in expected.items() if stored.get(key, form) != form} - of_tokens
+    other = [f"{key} {stored[key]} for {expected[key]}" for key in differ]
     found = {"missing": missing, "unknown": unknown, "of another shape or kind": other}
     if any(found.values()):
         parts = "; ".join(f"{what} {_some(keys)}" for what, keys in found.items() if keys)

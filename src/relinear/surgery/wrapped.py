@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -219,11 +220,28 @@ def _from_pretrained(original: Any, cls: Any, name: Any, /, *args: Any, config: 
 
 
 def _initialize_weights(original: Any, model: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-    """Operators and attached parts draw their own values; transformers knows neither them nor what they hold."""
-    drawn = getattr(module, "_is_hf_initialized", False)
-    original(model, module, *args, **kwargs)
-    if not drawn:
-        draw_(module)
+    """Operators and attached parts draw their own values; transformers knows neither them nor what they hold.
+
+    Some models initialise children by name (GPT-2: ``self.c_proj.weight``). What they find in an operator without a
+    weight is marked as loaded, so that they leave it alone.
+    """
+    if getattr(module, "_is_hf_initialized", False):
+        return
+    nameless = [part for part in module.modules() if isinstance(part, Operator) and not hasattr(part, "weight")]
+    for part in nameless:
+        part.__dict__["weight"] = _loaded_placeholder()
+    try:
+        original(model, module, *args, **kwargs)
+    finally:
+        for part in nameless:
+            del part.__dict__["weight"]
+    draw_(module)
+
+
+def _loaded_placeholder() -> torch.Tensor:
+    placeholder = torch.empty(0)
+    placeholder._is_hf_initialized = True  # type: ignore[attr-defined]
+    return placeholder
 
 
 _WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
