@@ -27,6 +27,17 @@ def test_help_of_every_command_shows_an_example(capfd):
         assert re.search(rf"relinear {name}", capfd.readouterr().out.split("Example:")[1])
 
 
+def test_help_shows_options_in_groups(capfd):
+    for command, groups in (
+        ("compress", ("Model", "Data", "Budget", "Output", "Speed")),
+        ("train", ("Model", "Budget")),
+    ):
+        assert main([command, "--help"]) == 0
+        printed = capfd.readouterr().out
+        assert [printed.count(f"─ {group} ─") for group in groups] == [1] * len(groups), printed
+        assert "…" not in printed
+
+
 def test_version(capfd):
     assert main(["--version"]) == 0
     assert capfd.readouterr().out.strip() == f"relinear {relinear.__version__}"

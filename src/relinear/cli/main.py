@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from relinear.cli.errors import USER_ERROR, exit_code
 from relinear.system.text import requirement
@@ -41,6 +41,28 @@ COMMANDS = (
 
 #: what other programs call an option -> what it is called here
 _OTHER_NAMES = {"--ratio": "--keep", "--lr": "--learning-rate", "--output": "--out", "--dataset": "--data"}
+
+
+#: group in the help of a command -> its options, by the names of their parameters; the others are "Options"
+_GROUPS = {
+    "Model": "model replace attach objective layers exclude target menu operators recipe match first_position",
+    "Data": "data text_column split tokenizer sequences length sequence_length evaluate_on prefix_file lambada tasks",
+    "Budget": "keep budget_of speed speed_for batch steps tokens trials seeds widths base_width epochs max_tokens "
+    "limit heal_tokens heal batch_size learning_rate tune parameters",
+    "Output": "out export plan plan_only as_json report index static check",
+    "Speed": "threads on_disk share rounds repeats",
+}
+
+
+class _Command(TyperCommand):
+    """A command whose help shows its options in groups, the same in every command."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        groups = {name: group for group, names in _GROUPS.items() for name in names.split()}
+        for option in self.params:
+            if isinstance(option, TyperOption):
+                option.rich_help_panel = option.rich_help_panel or groups.get(option.name or "")
 
 
 class _Ended(BaseException):
@@ -94,7 +116,7 @@ def command_of(name: str) -> Callable:
 
 
 for _name in COMMANDS:
-    app.command(_name)(command_of(_name))
+    app.command(_name, cls=_Command)(command_of(_name))
 
 
 def _invoke(arguments: Sequence[str]) -> int | None:
