@@ -196,10 +196,10 @@ def test_texts_and_numbers_that_are_none(address, values, said, capfd):
 
 @pytest.mark.parametrize("error", [ConnectionResetError, BrokenPipeError, TimeoutError])
 def test_clients_that_have_gone_are_none_of_the_terminals_business(address, error, monkeypatch, capfd):
-    def gone(asked):
+    def gone(handler, status, value):
         raise error
 
-    monkeypatch.setitem(explore_server._ANSWERS, ("POST", "/api/gone"), gone)
+    monkeypatch.setattr(explore_server._Handler, "_send_json", gone)
     connection = http.client.HTTPConnection(*address, timeout=60)
     connection.request("POST", "/api/gone", "{}", {"Content-Type": "application/json"})
     with pytest.raises(http.client.RemoteDisconnected):
