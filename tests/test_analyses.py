@@ -21,12 +21,12 @@ from relinear.analysis.planes import plane_angles
 from relinear.analysis.recording import record_contexts, record_gates
 from relinear.analysis.tokens import HeldOutText
 from relinear.analysis.top_tokens import top_tokens
-from relinear.cli.analyze import analyze_saved
-from relinear.cli.main import main
 from relinear.clifford import bivector_to_matrix
 from relinear.core.context import context_owner
 from relinear.data import DataSettings
 from relinear.data.tokenizers import load_tokenizer
+from relinear_cli.analyze import analyze_saved
+from relinear_cli.main import main
 
 IDS = torch.randint(0, 96, (4, 24), generator=torch.Generator().manual_seed(1))
 

@@ -12,8 +12,8 @@ from relinear.bench import peers
 from relinear.bench.check import of_runs, slower
 from relinear.bench.operators import Case, bench_case
 from relinear.bench.run import BenchSettings, table
-from relinear.cli.main import main
 from relinear.core.operator import OperatorConfig
+from relinear_cli.main import main
 
 CASE = Case(in_features=32, out_features=86, tokens=5, dtype=torch.float32, mode="eager", phase="step")
 

@@ -96,7 +96,7 @@ def test_inputs_and_noise_are_refused() -> None:
 
 
 def test_inspect_reports_causality(tmp_path, capsys) -> None:
-    from relinear.cli.main import main
+    from relinear_cli.main import main
 
     conditioned(relinear.ContextManager(dim=8, mixer="ema")).save_pretrained(tmp_path)
     assert main(["inspect", str(tmp_path), "--causality"]) == 0

@@ -11,11 +11,11 @@ import pytest
 
 import relinear
 from conftest import REPOSITORY
-from relinear.cli.main import COMMANDS, main
-from relinear.cli.options import named_entries, parse_layers, parse_operators
 from relinear.compare.plan import plan_comparison
 from relinear.compare.recipe import BUNDLED, apply_overrides, find_recipe, parse_overrides, read_recipe, read_yaml
 from relinear.compare.settings import CompareSettings
+from relinear_cli.main import COMMANDS, main
+from relinear_cli.options import named_entries, parse_layers, parse_operators
 
 
 def test_help_of_every_command_shows_an_example(capfd):
@@ -44,7 +44,7 @@ def test_version(capfd):
 
 
 def test_the_entry_point_is_the_one_of_the_package():
-    code = "import sys; sys.argv = ['relinear', 'inspect', 'no-preset']; from relinear.cli.main import run; run()"
+    code = "import sys; sys.argv = ['relinear', 'inspect', 'no-preset']; from relinear_cli.main import run; run()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: unknown model")

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from relinear.cli.main import main
+from relinear_cli.main import main
 
 # fast training: whoever gets as far as a step takes a few
 SMALL = [

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
-from relinear.cli.main import main
 from relinear.data.tokenizers import load_tokenizer, vocabulary_size
+from relinear_cli.main import main
 from test_cgt import make_cgt
 
 

@@ -14,7 +14,6 @@ import pytest
 
 import relinear
 from page_helpers import without_plotly
-from relinear.cli.main import main
 from relinear.compare.gaps import gap, interval, replicates, too_small
 from relinear.compare.match import matched, measure_size
 from relinear.compare.results import gap_notes
@@ -30,6 +29,7 @@ from relinear.system.lock import InUseError, only_process_in
 from relinear.train.run import build_model
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import SteadySampler
+from relinear_cli.main import main
 
 VOCABULARY = 258
 WIDTH = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

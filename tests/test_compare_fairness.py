@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from relinear.cli.main import main
 from relinear.compare.results import comparison_result
 from relinear.compare.run import _Comparison, compare
 from relinear.compare.scaling import at_size
@@ -21,6 +20,7 @@ from relinear.system.files import read_json
 from relinear.system.lock import only_process_in
 from relinear.train.run import read_result
 from relinear.train.trainer import NonFiniteLossError
+from relinear_cli.main import main
 
 WIDTH = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 TRAIN = {"model": "tiny", "batch_size": 8, "data": {"sequence_length": 32}}

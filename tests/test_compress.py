@@ -505,8 +505,8 @@ def test_refusals(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_command_line(tmp_path, capsys) -> None:
-    from relinear.cli.main import main
     from relinear.data.tokenizers import load_tokenizer
+    from relinear_cli.main import main
 
     text = tmp_path / "text.txt"
     text.write_text("A line of text that is not like the others: %d.\n" * 200)

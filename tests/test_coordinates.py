@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from relinear.cli.main import main
 from relinear.compare.coordinates import KINDS, at_heads, check_coordinates, is_flat
 from relinear.models import preset_config
 from relinear.train import TrainSettings
+from relinear_cli.main import main
 
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 8}  # heads of 16 channels
 

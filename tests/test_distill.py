@@ -199,8 +199,8 @@ def test_perplexity_before_and_after_is_that_of_held_out_tokens():
 
 
 def test_the_directory_of_a_distillation_is_evaluated(tmp_path, capfd):
-    from relinear.cli.main import main
     from relinear.data.tokenizers import byte_tokenizer
+    from relinear_cli.main import main
 
     model = make_tiny_llama(vocab_size=258)
     tokenizer, text = byte_tokenizer(), tmp_path / "text.txt"
@@ -479,7 +479,7 @@ def test_the_command_killed_and_started_again(tmp_path):
     def command(out):
         arguments = [str(tmp_path / "model"), "-r", "q_proj=rotor", "--data", str(text), "--split", "all"]
         arguments += ["--tokens", "16384", "--set", "validation_tokens=1024", "--threads", "1", "--out", str(out)]
-        return [sys.executable, "-c", "from relinear.cli.main import run; run()", "distill", *arguments]
+        return [sys.executable, "-c", "from relinear_cli.main import run; run()", "distill", *arguments]
 
     subprocess.run(command(tmp_path / "whole"), env=environment, check=True, capture_output=True)
     process = subprocess.Popen(command(tmp_path / "cut"), env=environment, stderr=subprocess.PIPE, text=True)

@@ -47,7 +47,7 @@ def test_the_command_under_torchrun_is_one_run(tmp_path):
     command = ["train", "--model", "tiny", "--data", "text.txt", "--steps", "2", "--out", "out"]
     command += [word for setting in settings for word in ("--set", setting)]
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    code = f"from relinear.cli.main import main; raise SystemExit(main({command}))"
+    code = f"from relinear_cli.main import main; raise SystemExit(main({command}))"
     environment = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", RELINEAR_CACHE=str(tmp_path / "cache"))
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(

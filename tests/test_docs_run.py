@@ -21,11 +21,11 @@ from typer.main import get_command
 
 import relinear
 from conftest import REPOSITORY, make_tiny_llama
-from relinear.cli import docs
-from relinear.cli.main import COMMANDS, app, main
 from relinear.compare.settings import CompareSettings
 from relinear.compare.worker import InProcess
 from relinear.data.tokenizers import load_tokenizer, vocabulary_size
+from relinear_cli import docs
+from relinear_cli.main import COMMANDS, app, main
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^(?:<!-- not run \((\w+)\): (.+?) -->\n)?```(\w*)[^\n]*\n(.*?)^```$", flags=re.S | re.M)

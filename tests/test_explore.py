@@ -10,7 +10,6 @@ import torch
 
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
-from relinear.cli.main import main
 from relinear.data import DataSettings
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.explore import units as units_module
@@ -19,6 +18,7 @@ from relinear.explore.page import static_page
 from relinear.explore.prepare import prepare_subject
 from relinear.explore.server import LARGEST_BODY, make_server
 from relinear.explore.units import BINS, TOP, choose_sites, index_units, read_index, values_of
+from relinear_cli.main import main
 from test_cgt import make_cgt
 
 HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>{{ 7 * 7 }}"

@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from relinear.cli.main import main
 from relinear.compare.recipe import read_yaml
 from relinear.compare.tune import JOURNAL, Trials, open_study
 from relinear.system.files import atomic_path, read_json, writing
+from relinear_cli.main import main
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks, preloads and locks")
 

@@ -18,8 +18,6 @@ import torch
 
 import relinear
 from conftest import make_tiny_llama
-from relinear.cli.errors import is_user_error
-from relinear.cli.main import main
 from relinear.compare.recipe import parse_overrides, read_yaml
 from relinear.compare.run import compare
 from relinear.compare.sweep import parse_parameter, sweep
@@ -31,6 +29,8 @@ from relinear.system.files import check_manifest, read_json, write_manifest, wri
 from relinear.system.lock import only_process_in
 from relinear.system.signals import Terminated
 from relinear.train import FitSettings, TrainSettings, fit, train
+from relinear_cli.errors import is_user_error
+from relinear_cli.main import main
 from test_train_resume import DATA, FIT, RUN, corpus, dropout_model, run_settings  # noqa: F401  a fixture
 from train_helpers import Tokens
 
@@ -137,7 +137,7 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(tmp_path):
 
 SWEEP = """
 import json, sys
-from relinear.cli.main import main
+from relinear_cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -12,7 +12,6 @@ import torch
 
 import relinear
 from conftest import make_tiny_llama
-from relinear.cli.main import main
 from relinear.compare.plan import match_target, plan_comparison
 from relinear.compare.recipe import read_value
 from relinear.compare.settings import CompareSettings
@@ -21,6 +20,7 @@ from relinear.explore import server as explore_server
 from relinear.surgery.patterns import check_patterns, matches
 from relinear.train import FitSettings, TrainSettings, fit
 from relinear.train.trainer import _damage
+from relinear_cli.main import main
 
 
 @pytest.mark.parametrize(

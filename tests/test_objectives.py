@@ -9,11 +9,11 @@ from torch.nn.functional import cross_entropy, softmax
 
 import relinear
 from conftest import make_tiny_llama
-from relinear.cli.main import main
 from relinear.core.objective import ObjectiveConfig
 from relinear.core.settings import Settings
 from relinear.train import FitSettings, TrainSettings, fit, read_metrics, train
 from relinear.train.distill import Distill, divergence
+from relinear_cli.main import main
 from test_cgt import make_cgt
 from test_train_resume import Interrupt, corpus, run_settings, stop_at  # noqa: F401  (corpus is a fixture)
 from train_helpers import Gradients, Padded, Tokens, probe_model

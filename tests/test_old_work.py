@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 import relinear
-from relinear.cli.main import main
 from relinear.distill import run as distill_run
 from relinear.train import read_metrics, train
 from relinear.train import run as train_run
+from relinear_cli.main import main
 
 FIXTURES = Path(__file__).parent / "fixtures"
 VERSIONS = sorted(path.name for path in FIXTURES.glob("v*"))

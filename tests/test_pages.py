@@ -11,7 +11,6 @@ import pytest
 from page_helpers import without_plotly
 from relinear.analysis.analyses import ANALYSES
 from relinear.analysis.page import analyses_section
-from relinear.cli.main import main
 from relinear.compare.worker import InProcess
 from relinear.distill.page import distill_section
 from relinear.pages import page as pages
@@ -28,6 +27,7 @@ from relinear.pages.blocks import (
     picture_of,
 )
 from relinear.pages.figures import Axis, Panel, Series
+from relinear_cli.main import main
 
 RESULTS = Path(__file__).parents[1] / "results"
 COMPARISON = Path(__file__).parent / "fixtures" / "v0.1" / "comparison"

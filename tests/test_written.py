@@ -10,12 +10,12 @@ import torch
 
 import relinear
 from conftest import make_tiny_llama
-from relinear.cli.main import main
 from relinear.data.tokenizers import load_tokenizer
 from relinear.system import files
 from relinear.system.files import atomic_path, write_text
 from relinear.system.written import check_ours
 from relinear.train import fit
+from relinear_cli.main import main
 from test_train_resume import DATA, FIT, dropout_model
 
 FIXTURES = Path(__file__).parent / "fixtures" / "v0.1"

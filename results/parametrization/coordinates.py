@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from relinear.cli.options import parse_operators
 from relinear.compare.coordinate_page import FILE, coordinates_text, write_plot
 from relinear.compare.coordinates import KINDS, check_coordinates
 from relinear.pages.drawn import save_panels
@@ -19,6 +18,7 @@ from relinear.pages.figures import Axis, Guide, Panel, Series
 from relinear.system.files import read_json, write_json
 from relinear.system.machine import command_line, describe_machine
 from relinear.train.settings import TrainSettings
+from relinear_cli.options import parse_operators
 
 WIDTHS = (64, 128, 256, 512)
 #: operators, attachments, and what is different in the model

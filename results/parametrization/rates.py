@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from relinear.cli.options import parse_operators
 from relinear.compare.coordinates import at_heads
 from relinear.data import prepare_data
 from relinear.system.machine import describe_machine
 from relinear.train import NonFiniteLossError, TrainSettings, build_model, fit
+from relinear_cli.options import parse_operators
 
 GRID = [2.0**power for power in range(-11, -5)]  # 0.0005 to 0.016
 

@@ -1,6 +1,6 @@
 """Importing this makes known what is looked up by name: kinds to the registry, models and loader to transformers.
 
-``import relinear`` sees to it that this is imported in time (``relinear.first_use``), and not before.
+``import relinear`` imports it.
 """
 
 import relinear.models.cgt  # the configuration, to transformers' Auto classes
@@ -12,9 +12,6 @@ import relinear.residual
 import relinear.surgery.checkpoint  # the loader of checkpoints with operators in them, to transformers
 import relinear.surgery.layer_bias
 import relinear.train.distill  # noqa: F401
-from relinear.first_use import after_import
 from relinear.surgery import wrapped
 
 wrapped.install()
-after_import("transformers.modeling_utils", wrapped.wrap_models)
-after_import("peft.tuners.lora.model", wrapped.wrap_lora)

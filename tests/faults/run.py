@@ -138,8 +138,8 @@ def _attempt(
     def work() -> int:
         import relinear.compare.run
         import relinear.compare.sweep
-        from relinear.cli.main import main
         from relinear.compare.worker import InProcess
+        from relinear_cli.main import main
 
         for room in (relinear.compare.run, relinear.compare.sweep):
             room.Worker = lambda log: InProcess()  # the process of a run would start anew each time
@@ -195,7 +195,6 @@ def run(
     """Faults at ``sample`` calls of every command (at all where None); counts by command, and what went wrong."""
     import torch
 
-    import relinear.cli.main
     import relinear.compare.run
     import relinear.compress
     import relinear.train.trainer  # noqa: F401  imported once, for every fork

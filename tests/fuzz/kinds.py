@@ -22,7 +22,6 @@ import yaml
 import relinear
 from conftest import make_tiny_llama
 from fuzz import mutate
-from relinear.cli import options, table
 from relinear.compare import recipe, report
 from relinear.compare.folder import check_same as check_same_comparison
 from relinear.compare.settings import CompareSettings
@@ -38,6 +37,7 @@ from relinear.surgery.summary import summary
 from relinear.train import FitSettings, TrainSettings, fit, read_metrics, read_result
 from relinear.train.latents import read_moments
 from relinear.train.run import _check_model
+from relinear_cli import options, table
 from train_helpers import Tokens
 
 __all__ = ["KINDS"]

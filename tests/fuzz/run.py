@@ -53,7 +53,7 @@ def schedule(seed: int, cases: int, names: list[str] | None = None) -> list[str]
 def one(name: str, index: int, seed: int, seconds: float) -> tuple[str, str]:
     """How a case ended, and for a failure where."""
     from fuzz.kinds import KINDS
-    from relinear.cli.errors import is_user_error, one_message
+    from relinear_cli.errors import is_user_error, one_message
 
     folder = Path(tempfile.mkdtemp(prefix="case-"))
     signal.setitimer(signal.ITIMER_REAL, seconds)

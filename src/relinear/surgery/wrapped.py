@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.utils import is_peft_available
 
 from relinear.core.adapters import is_adapted
 from relinear.core.config import shown
@@ -29,38 +31,25 @@ from relinear.surgery.checkpoint import RelinearConfig, rebuild_
 from relinear.surgery.lora import lora_on_operators_
 from relinear.surgery.saved_config import as_in_memory_, needs_loader, remove_loader, write_config
 
-__all__ = ["install", "wrap_lora", "wrap_models"]
+__all__ = ["install"]
 
 _MARK = "_relinear_original"
 
 
 def install() -> None:
-    """Wrap what is light (idempotent); ``wrap_models`` is to be called as soon as there can be a model."""
+    """Wrap them (idempotent). This cannot wait for a record: a caller's config may stand in for the one that has it."""
     _wrap(PreTrainedConfig, "to_json_file", _to_json_file)
     _wrap(AutoHfQuantizer, "merge_quantization_configs", _merge_quantization_configs)
-
-
-def wrap_models() -> None:
-    """Wrap the functions of models (idempotent): apart, because importing what they belong to takes seconds.
-
-    It cannot wait for a record to be read: a caller's own config may stand in for the one that has it.
-    """
-    from transformers.modeling_utils import PreTrainedModel
-
     _wrap(PreTrainedModel, "save_pretrained", _save_pretrained)
     _wrap(PreTrainedModel, "_upload_modified_files", _upload_modified_files)
     _wrap(PreTrainedModel, "_from_config", _from_config)
     _wrap(PreTrainedModel, "from_pretrained", _from_pretrained)
     _wrap(PreTrainedModel, "_resize_token_embeddings", _resize_token_embeddings)
-    _wrap(PreTrainedModel, "_initialize_weights", _initialize_weights)
+    if is_peft_available():  # a plain ``LoraConfig`` may name operators: PEFT would stop at the first
+        from peft.tuners.lora.model import LoraModel
 
-
-def wrap_lora() -> None:
-    """Let a plain ``LoraConfig`` name operators (idempotent): PEFT would stop at the first, others adapted already."""
-    from peft.tuners.lora.model import LoraModel
-
-    if hasattr(LoraModel, "_create_new_module"):
-        _wrap(LoraModel, "_create_new_module", _create_new_module)
+        if hasattr(LoraModel, "_create_new_module"):
+            _wrap(LoraModel, "_create_new_module", _create_new_module)
 
 
 def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:

@@ -8,9 +8,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 
-from relinear.system.signals import Terminated, on_terminate, raise_terminated
-from relinear.system.text import cut
-
 __all__ = ["USER_ERROR", "exit_code", "is_user_error", "one_message", "resumable"]
 
 #: shows the traceback of a user error too
@@ -37,6 +34,8 @@ _FOREIGN = {
 @contextlib.contextmanager
 def resumable(how: str) -> Iterator[None]:
     """On Ctrl-C or SIGTERM within the block, end in an orderly way and tell the user ``how`` to go on."""
+    from relinear.system.signals import Terminated, on_terminate, raise_terminated
+
     try:
         with on_terminate(raise_terminated):
             yield
@@ -55,7 +54,12 @@ def is_user_error(error: BaseException) -> bool:
 
 def one_message(error: BaseException) -> str:
     """What to tell the user about ``error``, in so many characters as a terminal shows at once."""
-    return cut(_message(error), _LONGEST)
+    text = _message(error)
+    if len(text) <= _LONGEST:  # so that a mistyped option is told in a moment
+        return text
+    from relinear.system.text import cut
+
+    return cut(text, _LONGEST)
 
 
 def _message(error: BaseException) -> str:
@@ -77,10 +81,8 @@ def exit_code(work: Callable[[], int | None]) -> int:
     """Run ``work`` and return the exit code of the process, having told the user on stderr what went wrong."""
     try:
         return work() or 0
-    except Terminated:
-        return TERMINATED
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    except KeyboardInterrupt as error:
+        return TERMINATED if type(error).__name__ == "Terminated" else INTERRUPTED  # relinear.system.signals'
     except BrokenPipeError:
         # The reader of our output (head, less) has gone: nothing to tell anybody.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

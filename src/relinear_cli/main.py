@@ -1,25 +1,24 @@
 """The ``relinear`` command. A command is a file with a function ``command``, and one line in ``COMMANDS``.
 
-Those files import only typer, ``options`` and the standard library at their head, so that ``--help`` and completion are
-quick.
+Those files import only typer, ``options`` and the standard library at their head; a command imports ``relinear``, which
+takes torch and transformers with it, as it runs. So ``--help`` and completion are quick.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
-from relinear.cli.errors import USER_ERROR, exit_code
-from relinear.system.text import requirement
+from relinear_cli.errors import USER_ERROR, exit_code
 
 __all__ = ["COMMANDS", "app", "command_of", "main", "run"]
 
-#: Commands in the order of ``relinear --help``; NAME is the function ``command`` of relinear/cli/NAME.py, which has
+#: Commands in the order of ``relinear --help``; NAME is the function ``command`` of relinear_cli/NAME.py, which has
 #: an underscore where the command has a hyphen.
 COMMANDS = (
     "analyze",
@@ -94,9 +93,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from relinear import __version__
-
-        print(f"relinear {__version__}")
+        print(f"relinear {metadata.version('relinear')}")
         raise typer.Exit
 
 
@@ -112,7 +109,7 @@ def _root(
 
 def command_of(name: str) -> Callable:
     """The function of a command, by its name."""
-    return import_module(f"relinear.cli.{name.replace('-', '_')}").command
+    return import_module(f"relinear_cli.{name.replace('-', '_')}").command
 
 
 for _name in COMMANDS:
@@ -141,6 +138,8 @@ def _said(error: Any) -> str:
     """A usage error of typer's in our words."""
     fault = next(iter(error.__cause__.errors()), None) if hasattr(error.__cause__, "errors") else None
     if fault is not None and error.param is not None:
+        from relinear.system.text import requirement
+
         what = requirement(fault["type"], fault["input"], fault.get("ctx", {}), repr(fault["input"]))
         if what is not None:
             return f"{(error.param.opts or [error.param.name])[0]} {what}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from relinear.cli.options import TextColumn, Tokenizer, load_model, load_model_tokenizer
+from relinear_cli.options import TextColumn, Tokenizer, load_model, load_model_tokenizer
 
 if TYPE_CHECKING:
     from relinear.analysis.analyses import Result

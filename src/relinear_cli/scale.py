@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from relinear.cli.options import Corpus, RecipeFields, ShareWork, parse_integers, prepare_process, set_if_given
+from relinear_cli.options import Corpus, RecipeFields, ShareWork, parse_integers, prepare_process, set_if_given
 
 __all__ = ["command"]
 
@@ -27,10 +27,10 @@ def command(
 
     **Example:** `relinear scale scale --out runs/scale`
     """
-    from relinear.cli.errors import resumable
-    from relinear.cli.progress import watch_comparison
-    from relinear.cli.table import print_scale
     from relinear.compare.recipe import apply_overrides, parse_overrides, read_recipe
+    from relinear_cli.errors import resumable
+    from relinear_cli.progress import watch_comparison
+    from relinear_cli.table import print_scale
 
     widths = parse_integers("--sizes", sizes)
     changes = set_if_given({"train.data.data": data, "sizes.widths": widths})

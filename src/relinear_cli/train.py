@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from relinear.cli.options import (
+from relinear_cli.options import (
     Attach,
     Corpus,
     RepeatableThreads,
@@ -55,9 +55,9 @@ def command(
 
     **Example:** `relinear train --model tiny -r all-linear=low_rank:rank=16 --steps 200 --out runs/low-rank`
     """
-    from relinear.cli.errors import resumable
-    from relinear.cli.progress import watch_training
     from relinear.compare.recipe import apply_overrides, find_recipe, parse_overrides, read_yaml
+    from relinear_cli.errors import resumable
+    from relinear_cli.progress import watch_training
 
     changes = set_if_given(
         {

@@ -71,9 +71,9 @@ def command(
     from relinear.bench.models import ModelBenchSettings
     from relinear.bench.page import layers_section
     from relinear.bench.run import BenchSettings, run_bench, table
-    from relinear.cli.options import set_if_given
     from relinear.pages.blocks import picture_of
     from relinear.pages.page import write_page
+    from relinear_cli.options import set_if_given
 
     def split(text: str | None) -> tuple[str, ...] | None:
         return None if text is None else tuple(part.strip() for part in text.split(","))
@@ -156,9 +156,9 @@ def _whole_models(settings: ModelBenchSettings, operators: list[str], out: Path)
 
     from relinear.bench.models import run_model_bench
     from relinear.bench.page import models_section
-    from relinear.cli.options import operator_mapping
     from relinear.pages.page import write_page
     from relinear.system.allocator import tune_allocator
+    from relinear_cli.options import operator_mapping
 
     if not operators:
         raise ValueError("--model needs at least one --operator to compare with the stock model")

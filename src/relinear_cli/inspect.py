@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from relinear.cli.options import PresetFields, ReplaceLayers, load_model, operator_mapping, parse_layers
+from relinear_cli.options import PresetFields, ReplaceLayers, load_model, operator_mapping, parse_layers
 
 __all__ = ["command"]
 

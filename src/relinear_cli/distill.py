@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from relinear.cli.options import (
+from relinear_cli.options import (
     Exclude,
     PretrainedModel,
     Split,
@@ -66,14 +66,14 @@ def command(
 
     **Example:** `relinear distill models/smollm2 -r q_proj=rotor --layers 12 --data books --out runs/rotor`
     """
-    from relinear.cli.errors import resumable
-    from relinear.cli.progress import watch_distillation
     from relinear.compare.recipe import parse_overrides
     from relinear.data import DataSettings, iter_texts
     from relinear.distill import DistillSettings, distill_
     from relinear.distill.page import distill_section
     from relinear.pages.blocks import read_values
     from relinear.pages.page import write_page
+    from relinear_cli.errors import resumable
+    from relinear_cli.progress import watch_distillation
 
     given = {"tokens": tokens, "epochs": epochs, "learning_rate": learning_rate, "loss": loss}
     given |= {"retrain": retrain, "seed": seed, "on_disk": on_disk or None}

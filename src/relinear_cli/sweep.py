@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from relinear.cli.options import (
+from relinear_cli.options import (
     Corpus,
     Replace,
     TrainingFields,
@@ -42,9 +42,9 @@ def command(
 
     **Example:** `relinear sweep -r low_rank -p learning_rate=1e-4..1e-2:log -p operators.all-linear.rank=8,16`
     """
-    from relinear.cli.errors import resumable
-    from relinear.cli.progress import watch_trials
     from relinear.compare.recipe import apply_overrides, find_recipe, parse_overrides, read_yaml
+    from relinear_cli.errors import resumable
+    from relinear_cli.progress import watch_trials
 
     values: dict[str, Any] = {"save_model": False, "model": "tiny"}
     values |= {} if recipe is None else read_yaml(find_recipe(recipe))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from relinear.cli.options import (
+from relinear_cli.options import (
     Corpus,
     RecipeFields,
     RepeatableThreads,
@@ -49,10 +49,10 @@ def command(
 
     **Example:** `relinear compare -o dense -o low_rank:rank=48 -o hdpl:rank=16,blocks=4 --match parameters --steps 300`
     """
-    from relinear.cli.errors import resumable
-    from relinear.cli.progress import watch_comparison
-    from relinear.cli.table import print_results
     from relinear.compare.recipe import apply_overrides, parse_overrides, read_recipe
+    from relinear_cli.errors import resumable
+    from relinear_cli.progress import watch_comparison
+    from relinear_cli.table import print_results
 
     changes: dict[str, Any] = set_if_given(
         {

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from relinear.cli.options import (
+from relinear_cli.options import (
     Exclude,
     PretrainedModel,
     Split,
@@ -94,13 +94,13 @@ def command(
 
     **Example:** `relinear compress models/smollm2 --keep 0.8 --data stdlib --out runs/compress`
     """
-    from relinear.cli.errors import resumable
-    from relinear.cli.progress import watch_compression
     from relinear.compare.recipe import parse_overrides
     from relinear.compress import CompressSettings, compress
     from relinear.compress.run import proposal
     from relinear.data import DataSettings, iter_texts
     from relinear.data.corpora import whole_or_held_out
+    from relinear_cli.errors import resumable
+    from relinear_cli.progress import watch_compression
 
     given = {
         "keep": keep,

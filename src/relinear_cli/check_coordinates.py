@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from relinear.cli.options import Attach, PresetFields, Replace, parse_integers, parse_operators, prepare_process
+from relinear_cli.options import Attach, PresetFields, Replace, parse_integers, parse_operators, prepare_process
 
 __all__ = ["command"]
 

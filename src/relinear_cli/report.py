@@ -39,11 +39,11 @@ def command(
 
     **Example:** `relinear report runs/demo runs/compress --out both.html`
     """
-    from relinear.cli.table import print_results, print_scale
     from relinear.compare.report import RESULTS, read_results
     from relinear.compare.scaling import SCALE, read_scale
     from relinear.pages.page import WITHOUT_PLOTLY, can_be_hovered
     from relinear.system.written import check_page
+    from relinear_cli.table import print_results, print_scale
 
     check_page(page_of(runs, out))
     if analyze:
@@ -85,8 +85,8 @@ def analyze_models(folders: list[Path]) -> None:
     """
     from relinear.analysis.analyses import applying
     from relinear.analysis.tokens import HeldOutText
-    from relinear.cli.analyze import analyze_saved
-    from relinear.cli.options import load_model, prepare_process
+    from relinear_cli.analyze import analyze_saved
+    from relinear_cli.options import load_model, prepare_process
 
     prepare_process()
     for folder in folders:

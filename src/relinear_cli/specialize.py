@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from relinear.cli.options import Tokenizer, load_model_tokenizer
+from relinear_cli.options import Tokenizer, load_model_tokenizer
 
 __all__ = ["command"]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from relinear.cli.options import TextColumn, Tokenizer, load_model, load_model_tokenizer, prepare_process
+from relinear_cli.options import TextColumn, Tokenizer, load_model, load_model_tokenizer, prepare_process
 
 __all__ = ["command"]
 
@@ -43,11 +43,11 @@ def command(
 
     **Example:** `relinear explore runs/ccl/model runs/static/model --static compared.html`
     """
-    from relinear.cli.progress import watch_steps
     from relinear.data import DataSettings
     from relinear.explore.page import static_page, write_static_page
     from relinear.explore.server import make_server
     from relinear.system.written import check_page
+    from relinear_cli.progress import watch_steps
 
     if static is not None:
         check_page(static)
@@ -81,9 +81,9 @@ def command(
 
 def _subject(name: str, tokenizer: str | None, folder: Path | None, **wanted: Any) -> Any:
     """The model that the user named, with its tokenizer and its index."""
-    from relinear.cli.progress import watch_steps
     from relinear.explore.prepare import prepare_subject
     from relinear.models import model_folder
+    from relinear_cli.progress import watch_steps
 
     name = model_folder(name)
     loaded = load_model(name, presets=False)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from relinear.cli.options import (
+from relinear_cli.options import (
     TextColumn,
     Tokenizer,
     find_model,
