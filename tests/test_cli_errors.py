@@ -2,9 +2,12 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 
+from relinear_cli import fields
 from relinear_cli.main import main
 
 # fast training: whoever gets as far as a step takes a few
@@ -417,3 +420,28 @@ def test_interrupt_says_how_to_go_on(capfd, monkeypatch, text, tmp_path):
     monkeypatch.setattr(relinear.train, "train", interrupt, raising=False)
     assert main(["train", "--data", str(text), "--out", str(tmp_path / "out")]) == 130
     assert "start the same command again" in capfd.readouterr().err
+
+
+def test_unknown_keys_are_refused_before_relinear_is_imported():
+    program = (
+        "import sys; from relinear_cli.main import main\n"
+        "code = main(['train', '--set', 'lr=0.1'])\n"
+        "sys.exit(0 if code == 2 and 'torch' not in sys.modules else 1)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "unknown setting 'lr'; did you mean 'learning_rate'?" in done.stderr
+
+
+def test_what_is_known_of_settings_without_their_classes_is_true():
+    assert json.loads(fields.FILE.read_text(encoding="utf-8")) == fields.made(), "run `make docs-cli`"
+    fields.check_keys("train", ["data.seed=1", "model_overrides.hidden_size=16", "data={seed: 1}"])
+    with pytest.raises(ValueError, match=r"unknown setting 'data\.sed'; did you mean 'data\.seed'"):
+        fields.check_keys("train", ["data.sed=1"])
+
+
+def test_help_shows_the_defaults_and_choices_of_settings(capsys):
+    assert main(["compress", "--help"]) in (None, 0)
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "default: (layers)" in shown
+    assert "default: (32768)" in shown

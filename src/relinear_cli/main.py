@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from relinear_cli.errors import USER_ERROR, exit_code
+from relinear_cli.fields import check_keys, described
 
 __all__ = ["COMMANDS", "app", "command_of", "main", "run"]
 
@@ -54,7 +55,7 @@ _GROUPS = {
 
 
 class _Command(TyperCommand):
-    """A command whose help shows its options in groups, the same in every command."""
+    """A command whose help shows its options in groups, with the defaults and choices of the settings behind them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -62,6 +63,20 @@ class _Command(TyperCommand):
         for option in self.params:
             if isinstance(option, TyperOption):
                 option.rich_help_panel = option.rich_help_panel or groups.get(option.name or "")
+                self._describe(option)
+
+    def _describe(self, option: TyperOption) -> None:
+        known = described(self.name or "", option.name or "")
+        if option.default is None and known.get("default") not in (None, ""):
+            option.show_default = str(known["default"])
+        if known.get("choices") and not all(choice in (option.help or "") for choice in known["choices"]):
+            option.help = f"{option.help} One of {', '.join(known['choices'])}."
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse unknown keys of ``--set`` before relinear is imported, which takes seconds."""
+        rest = super().parse_args(ctx, args)
+        check_keys(self.name or "", ctx.params.get("overrides") or [])
+        return rest
 
 
 class _Ended(BaseException):
