@@ -8,7 +8,7 @@ GPU_VENV ?= .venv-gpu
 ECOSYSTEM_VENV ?= .venv-ecosystem
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test browser check slow fuzz kills faults ecosystem versions bench gpu-setup gpu families docs \
+.PHONY: help demo test browser check slow fuzz kills faults ecosystem outside versions bench gpu-setup gpu families docs \
 	docs-cli docs-operators pictures smollm2 clean
 
 help: ## list the targets
@@ -51,6 +51,9 @@ kills: $(STAMP) ## 400 kills at seeded moments; every work must go on to the sam
 
 faults: $(STAMP) ## full and failing disks at calls drawn from every command; counts in runs/faults.json
 	cd tests && OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m faults.run --sample 10 --out $(abspath $(RUN_DIR))/faults.json
+
+outside: $(STAMP) ## transformers' and PEFT's own tests on models with operators: docs/ecosystem.md; QUICK=1: a few families
+	cd tests && $(abspath $(BIN))/python -m outside.run $(if $(QUICK),--quick) --out $(abspath $(RUN_DIR))/outside.json
 
 # environments of their own, so that what other programs ask for does not move the pinned one
 ecosystem: ## lm-eval, TRL, PEFT, torchao, Trainer, pipeline and torch.export on a checkpoint: docs/ecosystem.md
@@ -101,4 +104,4 @@ smollm2: $(STAMP) ## fetch a real pretrained model (SmolLM2-135M-Instruct, 98 MB
 	$(BIN)/python tools/smollm2.py --out models/smollm2
 
 clean: ## remove the environment and every run
-	rm -rf $(VENV) $(ECOSYSTEM_VENV) .venv-versions $(RUN_DIR) site
+	rm -rf $(VENV) $(ECOSYSTEM_VENV) .venv-versions .outside $(RUN_DIR) site

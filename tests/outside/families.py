@@ -14,7 +14,7 @@ from relinear.core.operator import OperatorConfig
 __all__ = ["FAMILIES", "Family", "with_operators"]
 
 CONTEXT = relinear.ContextManager(dim=8)
-CCL = relinear.CCL(context_dim=8)
+CCL = relinear.CCL(context_dim=8, rank=8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,10 @@ class Family:
     stock: str = "llama"
     #: a quick run has it
     quick: bool = False
+    #: an entry in the cache beside the decoder's layers
+    more_in_cache: bool = False
+    #: of training, until a repeated text is known by heart: fewer parameters take longer than transformers' 300
+    steps: int = 300
 
     def put_in(self, model: Any) -> None:
         for attachment in self.attachments:
@@ -43,16 +47,16 @@ def _all(operator: OperatorConfig, *attachments: AttachmentConfig, **settings: A
 FAMILIES: dict[str, Family] = {
     "llama": Family(quick=True),
     "gpt2": Family(model="gpt2", stock="gpt2", quick=True),
-    "low_rank": _all(relinear.LowRank(rank=8)),
-    "pivoted_low_rank": _all(relinear.PivotedLowRank(rank=8)),
-    "monarch": _all(relinear.Monarch(blocks=4)),
-    "block_hadamard": _all(relinear.BlockHadamard(blocks=4)),
+    "low_rank": _all(relinear.LowRank(rank=8), steps=600),
+    "pivoted_low_rank": _all(relinear.PivotedLowRank(rank=8), steps=600),
+    "monarch": _all(relinear.Monarch(blocks=4), steps=600),
+    "block_hadamard": _all(relinear.BlockHadamard(blocks=4), steps=600),
     "rotor": _all(relinear.Rotor()),
     "hdpl": _all(relinear.HDPL(rank=8, blocks=4)),
     "transponder": _all(relinear.Transponder(rank=8)),
     "output_gate": _all(relinear.OutputGate()),
     "ccl": _all(CCL, CONTEXT.replace(source="embeddings")),
-    "ccl_with_memory": _all(CCL, CONTEXT.replace(source="embeddings", mixer="ema")),
+    "ccl_with_memory": _all(CCL, CONTEXT.replace(source="embeddings", mixer="ema"), more_in_cache=True),
     "ccl_of_tokens": _all(CCL, CONTEXT),
     "path_transponder": Family(attachments=(relinear.PathTransponder(rank=8),)),
     "sdpa_gate": Family(attachments=(relinear.SDPAGate(),)),
@@ -87,7 +91,7 @@ FAMILIES: dict[str, Family] = {
         model="gpt2",
         stock="gpt2",
     ),
-    "cgt": Family(model="cgt", stock="gpt2", quick=True),
+    "cgt": Family(model="cgt", stock="gpt2", quick=True, more_in_cache=True),
 }
 
 _loading = False

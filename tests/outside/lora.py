@@ -1,7 +1,8 @@
-"""PEFT's LoRA tests of decoders, on checkpoints of every family."""
+"""PEFT's LoRA tests of decoders, on a checkpoint of every family (folders in ``OUTSIDE_CHECKPOINTS``)."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import types
@@ -11,19 +12,33 @@ from outside import sources
 
 sources.activate()
 
-if "diffusers" not in sys.modules:  # one class of it is imported, which is asked for nothing here
-    sys.modules["diffusers"] = types.ModuleType("diffusers")
-    setattr(sys.modules["diffusers"], "StableDiffusionPipeline", type("StableDiffusionPipeline", (), {}))  # noqa: B010
-import peft_tests.test_decoder_models as theirs  # noqa: E402
-from peft import LoraConfig  # noqa: E402
+if "diffusers" not in sys.modules:  # one class of it is imported, and nothing here is an instance of it
+    diffusers = types.ModuleType("diffusers")
+    diffusers.StableDiffusionPipeline = type("StableDiffusionPipeline", (), {})  # type: ignore[attr-defined]
+    sys.modules["diffusers"] = diffusers
+    from peft_tests import test_decoder_models as theirs
 
-if not getattr(sys.modules["diffusers"], "__file__", None):
     del sys.modules["diffusers"]
+else:
+    from peft_tests import test_decoder_models as theirs
 
-CHECKPOINTS = Path(os.environ["OUTSIDE_CHECKPOINTS"])
-theirs.PEFT_DECODER_MODELS_TO_TEST[:] = sorted(map(str, CHECKPOINTS.iterdir()))
+from peft import LoraConfig  # noqa: E402
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULT_TARGETS  # noqa: E402
+
+DEFAULT_TARGETS.setdefault("relinear_cgt", ["c_attn"])
+FOLDERS = sorted(Path(os.environ["OUTSIDE_CHECKPOINTS"]).iterdir())
+# parametrised with these very lists
+theirs.PEFT_DECODER_MODELS_TO_TEST[:] = [str(folder) for folder in FOLDERS]
 theirs.ALL_CONFIGS[:] = [pair for pair in theirs.ALL_CONFIGS if pair[0] is LoraConfig]
 
+if not os.environ.get("OUTSIDE_BARE"):
+    import relinear  # noqa: F401  registers what loads the checkpoints
 
-class Lora(theirs.TestDecoderModels):
-    """Those tests alone that take a model."""
+
+class TestLora(theirs.TestDecoderModels):
+    """Those tests that are given a model; the others fetch models of their own."""
+
+
+for _name, _test in inspect.getmembers(TestLora, inspect.isfunction):
+    if _name.startswith("test_") and "model_id" not in inspect.signature(_test).parameters:
+        setattr(TestLora, _name, None)

@@ -54,11 +54,11 @@ def fetch() -> str:
 def _run(*command: str) -> None:
     try:
         environment = os.environ | {"GIT_TERMINAL_PROMPT": "0"}
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300, env=environment)
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120, env=environment)
     except FileNotFoundError:
         raise SourcesError(f"no {command[0]} on this machine") from None
     except subprocess.TimeoutExpired:
-        raise SourcesError(f"{' '.join(command[:3])} did not end in five minutes") from None
+        raise SourcesError(f"{' '.join(command[:3])} did not end in two minutes") from None
     except subprocess.CalledProcessError as error:
         raise SourcesError(f"{' '.join(command[:3])}: {(error.stderr.strip() or 'failed').splitlines()[-1]}") from None
 
@@ -69,7 +69,7 @@ def _from_sdist(name: str, folder: Path) -> None:
         wanted = f"{name}=={version(name)}"
         _run(
             *(sys.executable, "-m", "pip", "download", wanted, "--no-binary", ":all:", "--no-deps"),
-            *("--quiet", "--disable-pip-version-check", "--dest", temporary),
+            *("--quiet", "--disable-pip-version-check", "--timeout=15", "--retries=1", "--dest", temporary),
         )
         (archive,) = Path(temporary).glob("*.tar.gz")
         with tarfile.open(archive) as packed:
