@@ -27,15 +27,9 @@ import relinear.kernels.transponder
 from conftest import make_tiny_llama, mostly_slow
 from relinear import functional, kernels
 from relinear.functional import block_hadamard as functional_block_hadamard
-from relinear.functional import low_rank as functional_low_rank
-from relinear.functional import monarch as functional_monarch
-from relinear.functional import pivoted_low_rank as functional_pivoted
 from relinear.functional import rotor as functional_rotor
 from relinear.functional.block_hadamard import block_hadamard_sizes
 from relinear.kernels import block_hadamard as kernels_block_hadamard
-from relinear.kernels import low_rank as kernels_low_rank
-from relinear.kernels import monarch as kernels_monarch
-from relinear.kernels import pivoted_low_rank as kernels_pivoted
 from relinear.kernels import rotor as kernels_rotor
 from relinear.testing import ODD, SQUARE, WIDE, Case
 
@@ -104,7 +98,6 @@ def block_hadamard_arguments(dtype: torch.dtype) -> Iterator[tuple]:
         (3, 96, 40, 4, 1),
         (3, 200, 130, 3, 2),
         (3, 8192, 16, 2, 1),
-        (600, 1800, 16, 4, 2),  # several portions
     ):
         widths = block_hadamard_sizes(in_features, out_features, blocks, depth)
         stages = [torch.randn(blocks, o // blocks, i // blocks, dtype=dtype) for i, o in widths]
@@ -120,46 +113,6 @@ def _block_hadamard_dense_arguments(dtype: torch.dtype) -> Iterator[tuple]:
         stages = [torch.randn(blocks, o // blocks, i // blocks, dtype=dtype) for i, o in widths]
         yield stages, in_features
         yield stages, in_features, False
-
-
-def _monarch_arguments(dtype: torch.dtype) -> Iterator[tuple]:
-    """Few rows, and so many that they are taken in portions; sizes that are no multiple of the blocks."""
-    for leading, in_features, out_features, blocks, rank in (((2, 3), 10, 14, 4, 2), ((3, 200), 1801, 16, 4, 1)):
-        right = torch.randn(blocks, blocks * rank, -(-in_features // blocks), dtype=dtype)
-        left = torch.randn(blocks, -(-out_features // blocks), blocks * rank, dtype=dtype)
-        bias = torch.randn(out_features, dtype=dtype) if rank == 1 else None
-        yield torch.randn(*leading, in_features, dtype=dtype), right, left, out_features, bias
-
-
-def _low_rank_arguments(dtype: torch.dtype) -> Iterator[tuple]:
-    for leading, inputs, outputs, rank in (((3, 5), 10, 14, 4), ((300,), 9, 6, 6), ((1,), 7, 12, 7)):
-        bias = torch.randn(outputs, dtype=dtype) if rank == 4 else None
-        x, down, up = (
-            torch.randn(*shape, dtype=dtype) for shape in ((*leading, inputs), (rank, inputs), (outputs, rank))
-        )
-        yield x, down, up, bias
-
-
-def _pivoted_arguments(dtype: torch.dtype) -> Iterator[tuple]:
-    """Few tokens and many, with a bias and without, full rank among them."""
-    for leading, inputs, outputs, rank in (((3, 5), 10, 14, 4), ((300,), 9, 6, 6), ((1,), 7, 12, 7)):
-        order = torch.randperm(inputs).int()
-        mix, up = torch.randn(rank, inputs - rank, dtype=dtype), torch.randn(outputs, rank, dtype=dtype)
-        bias = torch.randn(outputs, dtype=dtype) if rank == 4 else None
-        yield torch.randn(*leading, inputs, dtype=dtype), order, mix, up, bias
-
-
-def _branches_arguments(dtype: torch.dtype) -> Iterator[tuple]:
-    """A slope a branch and one for all, with and without a permutation and a norm."""
-    for tokens, branches, window, slopes, permuted, normalize in (
-        (5, 3, 8, 3, True, True),
-        (4, 2, 16, 1, False, False),
-    ):
-        order = (
-            torch.from_numpy(functional_rotor.branch_permutation(window, branches, 0, 1)).int() if permuted else None
-        )
-        x = torch.randn(tokens, branches, window, dtype=dtype)
-        yield x, order, torch.rand(slopes, dtype=dtype), torch.randn(branches, dtype=dtype), normalize
 
 
 def _step_arguments(dtype: torch.dtype) -> Iterator[tuple]:
@@ -437,30 +390,6 @@ TWINS: list[Twin] = [
         reference=functional_block_hadamard.block_hadamard_dense,
         fast=kernels_block_hadamard.block_hadamard_dense,
         arguments=_block_hadamard_dense_arguments,
-    ),
-    Twin(
-        kind="monarch",
-        reference=functional_monarch.monarch,
-        fast=kernels_monarch.monarch,
-        arguments=_monarch_arguments,
-    ),
-    Twin(
-        kind="low_rank",
-        reference=functional_low_rank.low_rank,
-        fast=kernels_low_rank.low_rank,
-        arguments=_low_rank_arguments,
-    ),
-    Twin(
-        kind="pivoted_low_rank",
-        reference=functional_pivoted.pivoted_low_rank,
-        fast=kernels_pivoted.pivoted_low_rank,
-        arguments=_pivoted_arguments,
-    ),
-    Twin(
-        kind="rotor-branches",
-        reference=functional_rotor.mixed_branches,
-        fast=kernels_rotor.mixed_branches,
-        arguments=_branches_arguments,
     ),
     Twin(
         kind="rotor-step",

@@ -3,13 +3,14 @@
 import copy
 import itertools
 import math
+import sys
 
 import pytest
 import torch
 
 import relinear
 from relinear.kernels import block_hadamard as kernel
-from relinear.kernels import choice
+from relinear.kernels.cpu.dense import Dense
 
 CONFIGS = [
     relinear.LowRank(rank=4),
@@ -20,6 +21,7 @@ CONFIGS = [
     relinear.BlockHadamard(blocks=3, depth=2),
     relinear.BlockHadamard(blocks=4, depth=3, mix_input=False),
 ]
+MODULES = [sys.modules[cls.__module__] for cls in dict.fromkeys(type(config) for config in CONFIGS)]
 every_config = pytest.mark.parametrize("config", CONFIGS, ids=str)
 SIZES = [(12, 20), (20, 12), (16, 16), (7, 9)]
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}
@@ -28,8 +30,9 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}
 @pytest.fixture
 def composed(monkeypatch):
     """Whatever the size: composed where it is possible. The number of matrices that were composed is counted."""
-    always = dict.fromkeys(TOLERANCES, ((0, math.inf),))
-    monkeypatch.setattr(choice, "LARGEST_COMPOSED", {config.kind: always for config in CONFIGS})
+    always = Dense("any", {}, dict.fromkeys(TOLERANCES, ((0, math.inf),)))
+    for module in MODULES:
+        monkeypatch.setattr(module, "_DENSE", always)
     counted = []
     for cls in {type(config).module_class for config in CONFIGS}:
         monkeypatch.setattr(cls, "to_dense", lambda self, dense=cls.to_dense: counted.append(1) or dense(self))
@@ -38,7 +41,8 @@ def composed(monkeypatch):
 
 def structured(monkeypatch, layer, *given):
     with monkeypatch.context() as patched:
-        patched.setattr(choice, "LARGEST_COMPOSED", {})
+        for module in MODULES:
+            patched.setattr(module, "_DENSE", Dense("any", {}))
         return results(layer, *given)
 
 
@@ -158,13 +162,13 @@ def test_the_matrix_of_block_hadamard_layers(config, inputs, outputs, monkeypatc
     torch.testing.assert_close(kernel.block_hadamard_dense(*given), want)
 
 
-def test_the_table_composes_what_is_small_alone():
-    for kind, by_dtype in choice.LARGEST_COMPOSED.items():
-        for dtype in by_dtype:
-            x = torch.empty(64, 64, dtype=dtype)
-            assert choice.prefers_composed(kind, 64, 64, x)
-            assert not choice.prefers_composed(kind, 2048, 2048, torch.empty(64, 2048, dtype=dtype))
-            with torch.no_grad():
-                assert not choice.prefers_composed(kind, 64, 64, x)
-    assert not choice.prefers_composed("low_rank", 64, 64, torch.empty(64, 64))
-    assert not choice.prefers_composed("monarch", 64, 64, torch.empty(64, 64, dtype=torch.float64))
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module._DENSE.kind)
+def test_what_is_small_alone_is_composed(module):
+    dense = module._DENSE
+    for dtype in dense.composed:
+        x = torch.empty(64, 64, dtype=dtype)
+        assert dense.in_training(64, 64, x)
+        assert not dense.in_training(2048, 2048, torch.empty(64, 2048, dtype=dtype))
+        with torch.no_grad():
+            assert not dense.in_training(64, 64, x)
+    assert not dense.in_training(64, 64, torch.empty(64, 64, dtype=torch.float64))

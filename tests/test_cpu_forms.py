@@ -1,24 +1,14 @@
-"""Compiled functions, gates in products: for large tensors alone, equal to the eager form, never in the way."""
-
-import warnings
+"""Portions of rows, gates in products, products of blocks: equal to the plain form."""
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from cases import ccl_results
 from relinear.functional.block_diagonal import block_diagonal
-from relinear.kernels.choice import against_compiling, against_gated_products
+from relinear.kernels import forms
 from relinear.kernels.cpu import block_diagonal as products
-from relinear.kernels.cpu import compiled, epilogue
+from relinear.kernels.cpu import epilogue
 from relinear.kernels.cpu.portions import row_portions
-from relinear.kernels.cpu.weight_gradient import weight_gradient
-from relinear.kernels.native import build
-
-
-@pytest.fixture
-def any_size(monkeypatch):
-    monkeypatch.setattr(compiled, "FEWEST_COMPILED_ENTRIES", 1)
 
 
 def test_rows_are_covered_once():
@@ -37,49 +27,12 @@ def test_large_portions_are_of_whole_multiples_of_rows():
     assert torch.cat([torch.arange(4096)[rows] for rows in portions]).tolist() == list(range(4096))
 
 
-def test_only_large_real_tensors_on_a_cpu(any_size):
-    x = torch.zeros(4)
-    assert bool(against_compiling(x)) != build.has_compiler()
-    assert against_compiling(x.to("meta"))
-    with FlopCounterMode(display=False):  # a mode sees operations, which a compiled chain would hide
-        assert against_compiling(x)
-
-
-def test_small_tensors_are_left_alone():
-    assert against_compiling(torch.zeros(compiled.FEWEST_COMPILED_ENTRIES - 1))
-
-
-def test_a_failing_compiler_means_the_eager_form_and_one_warning(monkeypatch):
-    def fail(*args):
-        raise torch._dynamo.exc.TorchDynamoException("no compiler here")
-
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: fail)
-    run = compiled.compiled.__wrapped__(torch.neg)
-    with pytest.warns(UserWarning, match="RELINEAR_COMPILE_KERNELS=0"):
-        assert run(torch.ones(1)) == -1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert run(torch.ones(1)) == -1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("inputs", "outputs"), [(24, 40), (6, 40)], ids=["wide", "narrow"])
-def test_gradients_of_weights_in_bfloat16(inputs, outputs, any_size):
-    grad, x = torch.randn(37, outputs).bfloat16(), torch.randn(37, inputs).bfloat16()
-    exact = grad.double().T @ x.double()
-    total = torch.ones(outputs, inputs).bfloat16()
-    for mine, theirs in ((weight_gradient(grad, x), exact), (weight_gradient(grad, x, total), exact + 1)):
-        assert (mine.double() - theirs).norm() < 1e-2 * theirs.norm()
-
-
 @pytest.mark.skipif(not epilogue.has_bfloat16_products(), reason="oneDNN has no bfloat16 on this processor")
 @pytest.mark.parametrize("bias", [True, False])
 def test_gates_in_the_epilogues_of_products(bias):
     x, weight, factor = torch.randn(300, 16), torch.randn(256, 16) / 4, torch.randn(300, 256)
     offset = torch.randn(256)
     x, weight, factor, offset = (t.bfloat16() for t in (x, weight, factor, offset))
-    assert not against_gated_products(x, factor.numel())
-    assert against_gated_products(x.float(), factor.numel())
     product = x.double() @ weight.double().T
     pairs = [
         (epilogue.linear_sigmoid(x, weight, offset), torch.sigmoid(product + offset.double())),
@@ -94,7 +47,7 @@ def test_gates_in_the_epilogues_of_products(bias):
 
 def test_ccl_in_bfloat16_with_gates_in_products(monkeypatch):
     """Outputs and gradients of the path that only large layers take, against the reference in double precision."""
-    monkeypatch.setattr(epilogue, "FEWEST_GATED_ENTRIES", 1)
+    monkeypatch.setattr(forms, "FEWEST_ENTRIES", 1)
     results = ccl_results((torch.float64, torch.bfloat16), 24, 40)
     for exact, mine in zip(*results, strict=True):
         assert (mine.double() - exact).norm() < 5e-2 * exact.norm() + 1e-6

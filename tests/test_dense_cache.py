@@ -1,6 +1,7 @@
 """Inference through the dense matrix that ``for_inference_`` keeps: the same outputs, and only there."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -8,7 +9,6 @@ from torch import nn
 
 import relinear
 from relinear.core import dense_cache
-from relinear.kernels.choice import LARGEST_DENSE, prefers_dense
 
 X = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
 
@@ -18,7 +18,7 @@ X = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
 )
 def operator(request):
     operator = relinear.for_inference_(request.param.build(16, 16))
-    assert prefers_dense(request.param.kind, 16, 16, torch.float32, 5)
+    assert sys.modules[type(request.param).__module__]._DENSE.in_inference(16, 16, torch.float32, 5)
     with torch.no_grad():
         operator(X)
     assert operator._kept.get("dense") is not None
@@ -84,11 +84,10 @@ def test_what_is_kept_knows_nothing_of_autocast_and_inference_mode(operator, lev
     assert not weight.is_inference()
 
 
-def test_the_table_keeps_large_layers_structured():
-    for kind, by_dtype in LARGEST_DENSE.items():
-        for dtype in by_dtype:
-            assert not prefers_dense(kind, 8192, 8192, dtype, 4096)
-    assert not prefers_dense("unknown", 8, 8, torch.float32, 1)
+def test_large_layers_stay_structured(operator):
+    dense = sys.modules[type(operator).__module__]._DENSE
+    for dtype in dense.kept:
+        assert not dense.in_inference(8192, 8192, dtype, 4096)
 
 
 @pytest.mark.parametrize("bias", [True, False])

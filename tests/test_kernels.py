@@ -18,7 +18,8 @@ from torch import Tensor
 import relinear
 from cases import TWINS, Twin, leaves_of
 from relinear import kernels
-from relinear.kernels import choice
+from relinear.kernels import forms, triton
+from relinear.kernels.forms import Call
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -47,8 +48,14 @@ def test_every_twin_is_in_the_table() -> None:
     assert len(listed) == len(found), "a row of cases.TWINS pairs functions of different names"
 
 
+@pytest.fixture
+def any_size(monkeypatch) -> None:
+    """Small tensors take the forms of large ones."""
+    monkeypatch.setattr(forms, "FEWEST_ENTRIES", 1)
+
+
 @pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.kind)
-def test_kernel_equals_its_reference(twin: Twin) -> None:
+def test_kernel_equals_its_reference(twin: Twin, any_size) -> None:
     assert list(inspect.signature(twin.fast).parameters) == list(inspect.signature(twin.reference).parameters)
 
     def run(function, arguments):
@@ -78,51 +85,73 @@ def test_kernel_equals_its_reference(twin: Twin) -> None:
     assert count
 
 
+def on_a_gpu(tokens: int = 1, width: int = 8) -> Call:
+    """A call of a twin with nothing but x, which looks like one on a GPU."""
+    call = Call(torch.zeros(0, dtype=torch.bfloat16))
+    call.device, call.size = triton.DEVICE, tokens * width
+    call.x = types.SimpleNamespace(device=torch.device("cuda"))
+    return call
+
+
 def test_no_kernel_of_a_gpu_inside_a_transform(monkeypatch) -> None:
-    monkeypatch.setattr(choice, "HAS_TRITON", True)
+    monkeypatch.setattr(triton, "HAS_TRITON", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(choice, "against_unseen", lambda kind, device, dtype: "")
-    x = types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, numel=lambda: 8)
-    chosen = [not choice.against_triton("hdpl", x, outputs=8)]
-    torch.vmap(lambda t: (chosen.append(not choice.against_triton("hdpl", x, outputs=8)), t)[1])(torch.zeros(2))
+    monkeypatch.setattr(triton, "against_unseen", lambda kind, device, dtype: "")
+    chosen = []
+
+    def ask(x: Tensor) -> Tensor:
+        chosen.append(not triton.refuses(on_a_gpu(), "hdpl", 1, outputs=lambda call: 8))
+        return x
+
+    ask(torch.zeros(2))
+    torch.vmap(ask)(torch.zeros(2))
     with torch.autograd.forward_ad.dual_level():
-        chosen.append(not choice.against_triton("hdpl", x, outputs=8))
+        ask(torch.zeros(2))
     assert chosen == [True, False, False]
 
 
-def test_kernels_of_a_gpu_run_where_they_were_the_faster_form(monkeypatch) -> None:
-    monkeypatch.setattr(choice, "HAS_TRITON", True)
-    monkeypatch.setattr(choice, "_against_inputs", lambda *given: "")
-    monkeypatch.setattr(choice, "against_unseen", lambda *given: "")
+@pytest.fixture
+def any_inputs(monkeypatch) -> None:
+    monkeypatch.setattr(triton, "HAS_TRITON", True)
+    monkeypatch.setattr(triton, "_refuses_inputs", lambda *given: "")
+    monkeypatch.setattr(triton, "DEVICE", "cpu")
 
-    def runs(kind: str, tokens: int, width: int) -> bool:
-        x = types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, numel=lambda: tokens * width)
-        return not choice.against_triton(kind, x, outputs=width)
+
+def test_kernels_of_a_gpu_run_where_they_were_the_faster_form(any_inputs, monkeypatch) -> None:
+    monkeypatch.setattr(triton, "against_unseen", lambda *given: "")
+
+    def runs(twin, tokens: int, width: int) -> bool:
+        given = types.SimpleNamespace(shape=(width, width), numel=lambda: 1)
+        call = on_a_gpu(tokens, width)
+        call.x.shape = (tokens, width)
+        call.given = (call.x, *[given] * 10)
+        return not importlib.import_module(f"relinear.kernels.{twin}")._refuses_triton(call)
 
     assert [runs("ccl", 4096, width) for width in (2048, 8192)] == [False, False]
     assert runs("ccl", 65536, 2048)
     with torch.no_grad():
         assert [runs("transponder", 4096, width) for width in (2048, 4096)] == [True, False]
+        assert runs("cgt", 4096, 2048)
+    assert not runs("cgt", 4096, 2048)  # it has no backward pass
     assert runs("transponder", 4096, 4096)  # a training step
     assert not runs("hdpl", 65536, 8192)
-    with choice.triton_kernels("force"):
+    with triton.triton_kernels("force"):
         assert runs("ccl", 4096, 2048)
+        assert not runs("cgt", 4096, 2048)
 
 
-def test_kernels_of_a_gpu_can_be_forced_and_turned_off(monkeypatch) -> None:
-    monkeypatch.setattr(choice, "HAS_TRITON", True)
-    monkeypatch.setattr(choice, "_against_inputs", lambda *given: "")
+def test_kernels_of_a_gpu_can_be_forced_and_turned_off(any_inputs, monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr(choice, "against_unseen", lambda *given: asked.append(given) or "off by 1")
-    x = torch.zeros(2, dtype=torch.float16)
-    with choice.triton_kernels("force"):
-        assert not choice.against_triton("hdpl", x, outputs=8)
-    with choice.triton_kernels("0"):
-        assert choice.against_triton("hdpl", x, outputs=8) == "RELINEAR_TRITON=0"
+    monkeypatch.setattr(triton, "against_unseen", lambda *given: asked.append(given) or "off by 1")
+    call = Call(torch.zeros(2, dtype=torch.float16))
+    with triton.triton_kernels("force"):
+        assert not triton.refuses(call, "hdpl", 1, outputs=lambda call: 8)
+    with triton.triton_kernels("0"):
+        assert triton.refuses(call, "hdpl", 1, outputs=lambda call: 8) == "RELINEAR_TRITON=0"
     assert not asked
-    assert choice.against_triton("hdpl", x, outputs=8) == "off by 1"
+    assert triton.refuses(call, "hdpl", 1, outputs=lambda call: 8) == "off by 1"
     assert asked == [("hdpl", "cpu", torch.float16)]
-    with pytest.raises(ValueError, match=r"RELINEAR_TRITON='yes' .* 'force'"), choice.triton_kernels("yes"):
+    with pytest.raises(ValueError, match=r"RELINEAR_TRITON='yes' .* 'force'"), triton.triton_kernels("yes"):
         pass
 
 
@@ -135,7 +164,7 @@ def forms_told(caplog, run) -> list[str]:
 
 @pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.kind)
 def test_forms_are_told_once_a_shape_with_reasons(twin: Twin, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(choice, "_told", set())
+    monkeypatch.setattr(forms, "_told", set())
     arguments = next(iter(twin.arguments(torch.float64)))
     lines = forms_told(caplog, lambda: twin.fast(*arguments))
     assert not forms_told(caplog, lambda: twin.fast(*arguments))
@@ -145,21 +174,64 @@ def test_forms_are_told_once_a_shape_with_reasons(twin: Twin, caplog, monkeypatc
         assert "C++;" not in line
 
 
-def test_a_form_is_told_with_what_spoke_against_the_others(caplog, monkeypatch) -> None:
-    monkeypatch.setattr(choice, "_told", set())
-    monkeypatch.setattr(choice, "HAS_TRITON", True)
+def test_a_form_is_told_with_what_spoke_against_the_others(any_size, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(forms, "_told", set())
     layer = relinear.HDPL(rank=4, blocks=2).build(8, 8)
     lines = forms_told(caplog, lambda: layer(torch.randn(3, 8)))
-    reasons = "not triton: not on an NVIDIA GPU; not few: sampled"
+    reasons = "not Triton: not on an NVIDIA GPU; not C++ for a few rows: sampled; not products in C++: too few tokens"
     assert f"hdpl (3 x 8, float32, cpu): products in place; {reasons}" in lines
-    assert any("a product a block; not native: too few tokens" in line for line in lines)
     small = forms_told(caplog, lambda: layer(torch.randn(4, 8)))
     assert any("(4 x 8," in line for line in small)
 
 
 def test_nobody_is_told_by_default(monkeypatch) -> None:
-    monkeypatch.setattr(choice, "_tell", lambda *given: pytest.fail("told"))
+    monkeypatch.setattr(forms, "tell", lambda *given: pytest.fail("told"))
     relinear.HDPL(rank=4, blocks=2).build(8, 8)(torch.randn(3, 8)).sum().backward()
+
+
+def test_forms_are_tried_in_order_and_asked_with_the_facts_of_one_call() -> None:
+    asked: list[Call] = []
+
+    def refuses(call: Call) -> str:
+        asked.append(call)
+        return "" if call.given[1] == 2 else "no two"
+
+    @forms.dispatch(forms.Form("first", lambda call: "never", lambda *given: "first"),
+                    forms.Form("second", refuses, lambda *given: ("second", given)))  # fmt: skip
+    def twin(x: Tensor, number: int, more: int = 5) -> tuple:
+        """Say who ran, and with what."""
+        return "itself", (x, number, more)
+
+    x = torch.zeros(3, 4)
+    assert twin(x, 2) == ("second", (x, 2, 5))
+    assert twin(x, more=1, number=7) == ("itself", (x, 7, 1))
+    assert (asked[0].x is x, asked[0].rows, asked[0].grad, asked[0].plain) == (True, 3, True, True)
+    assert [len(call.given) for call in asked] == [3, 3]
+    assert twin.__doc__.startswith("Say who")
+    for wrong in ({"nobody": 1}, {}):
+        with pytest.raises(TypeError):
+            twin(x, **wrong)
+
+
+def test_a_small_hdpl_step_asks_and_calls_little() -> None:
+    """At 64 tokens Python's part of a step counts for as much as its arithmetic."""
+    layer, x = relinear.HDPL(rank=128, blocks=8).build(512, 512), torch.randn(64, 512, requires_grad=True)
+    upstream, called = torch.randn(64, 512), []
+
+    def profile(frame, event, argument) -> None:
+        if event == "call" and Path(frame.f_code.co_filename).is_relative_to(source):
+            called.append(frame.f_code.co_name)
+
+    source = Path(relinear.__file__).parent
+    layer(x).backward(upstream)
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        layer(x).backward(upstream)
+    finally:
+        sys.setprofile(before)
+    assert len(called) <= 40, called
+    assert 0 < sum(name.startswith(("refuses", "_refuses")) for name in called) <= 6
 
 
 def test_telling_breaks_no_compiled_graph(caplog) -> None:
@@ -178,9 +250,9 @@ def test_the_environment_asks_for_forms(asked: str, told: bool) -> None:
         text=True,
         check=True,
     )
-    assert ("relinear.forms: hdpl (3 x 8, float32, cpu): products in place" in run.stderr) == told
+    assert ("relinear.forms: hdpl (3 x 8, float32, cpu): reference" in run.stderr) == told
 
 
 def test_a_wrong_wish_in_the_environment_is_refused() -> None:
     with pytest.raises(ValueError, match="RELINEAR_LOG='form' in the environment, expected 'forms'"):
-        choice._log_as_asked("form")
+        forms._log_as_asked("form")

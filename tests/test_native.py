@@ -11,11 +11,10 @@ import torch
 import relinear
 from cases import ccl_results
 from relinear.functional import hdpl as functional_hdpl
-from relinear.functional import rotor as functional_rotor
 from relinear.functional import transponder as reference
-from relinear.kernels import ccl, hdpl, native, rotor, transponder
-from relinear.kernels.choice import against_native
+from relinear.kernels import ccl, forms, hdpl, native, transponder
 from relinear.kernels.cpu import products
+from relinear.kernels.forms import Call
 from relinear.kernels.native import build
 from relinear.system import machine
 
@@ -27,8 +26,8 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 def any_size(monkeypatch):
     monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
     monkeypatch.setattr(hdpl, "FEWEST_NATIVE_TOKENS", 1)
-    monkeypatch.setattr(hdpl, "FEWEST_NATIVE_LATENTS", 1)
-    if against_native(torch.zeros(1)):
+    monkeypatch.setattr(forms, "FEWEST_ENTRIES", 1)
+    if native.refuses(Call(torch.zeros(1))):
         pytest.skip("no C++ compiler, or RELINEAR_COMPILE_KERNELS=0")
 
 
@@ -37,10 +36,8 @@ def few_rows(any_size, monkeypatch):
     """The kernels for a few rows at any size; a list of their calls."""
     calls = []
     kernels = native.kernels()
-    monkeypatch.setattr(native, "FEWEST_CHAIN_WEIGHTS", 0)
     monkeypatch.setattr(native, "MOST_FEW_ROWS", {torch.float32: 8, torch.bfloat16: 8})
-    for module in (native, hdpl, ccl):
-        monkeypatch.setattr(module, "kernels", lambda: calls.append(1) or kernels)
+    monkeypatch.setattr(native, "kernels", lambda: calls.append(1) or kernels)
     return calls
 
 
@@ -48,7 +45,6 @@ def few_rows(any_size, monkeypatch):
 def library(any_size, request, monkeypatch):
     """Whether torch's own products leave half of the processor unused."""
     monkeypatch.setattr(products, "_narrow", lambda: request.param)
-    monkeypatch.setattr(products, "FEWEST_ROWS", 1)
     return request.param
 
 
@@ -89,59 +85,18 @@ def test_modulated_layers_in_inference(settings, leading, dtype, any_size, monke
     exact = copy.deepcopy(module).double()
     y = module(x)
     close(y, exact(x.double()), dtype)
-    reached = []
-    monkeypatch.setattr(transponder, "kernels", lambda: reached.append(1) or native.kernels())
+    reached, kernels = [], native.kernels()
+    monkeypatch.setattr(native, "kernels", lambda: reached.append(1) or kernels)
     module(x)
     assert reached
     module.neutralize()
     assert torch.equal(module(x), module.base(x))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("slopes", ["branch", "shared"])
-@pytest.mark.parametrize(("tokens", "branches", "window"), [(37, 3, 64), (1, 1, 8), (0, 3, 8), (3, 5, 2048)])
-def test_branches_between_rotors(tokens, branches, window, slopes, normalize, dtype, any_size):
-    generator = torch.Generator().manual_seed(0)
-    order = torch.from_numpy(functional_rotor.branch_permutation(window, branches, 0, 1)).int()
-    drawn = torch.randn(branches, tokens, window, generator=generator).to(dtype).transpose(0, 1)  # strided
-    numbers = torch.randn(1 if slopes == "shared" else branches, generator=generator), torch.randn(branches)
-    upstream = torch.randn(1, window, generator=generator).to(dtype).expand(tokens, window)
-    results = []
-    for mix, wide in ((rotor.mixed_branches, False), (functional_rotor.mixed_branches, True)):
-        given = [(t.double() if wide else t.clone()).requires_grad_() for t in (drawn, *numbers)]
-        y = mix(given[0], order, *given[1:], normalize)
-        results.append([y, *torch.autograd.grad(y, given, upstream.to(y.dtype))])
-    for mine, theirs in zip(*results, strict=True):
-        close(mine, theirs, dtype)
-
-
-def test_branches_of_a_token_touch_no_other(any_size):
-    """NaN of one token stays in it."""
-    order = torch.from_numpy(functional_rotor.branch_permutation(16, 3, 0, 0)).int()
-    x, mix = torch.randn(4, 3, 16), torch.ones(3)
-    expected = rotor.mixed_branches(x, order, mix / 4, mix)
-    x[1, 2, 5] = torch.nan
-    y = rotor.mixed_branches(x, order, mix / 4, mix)
-    assert y[1].isnan().all()
-    assert torch.equal(y[[0, 2, 3]], expected[[0, 2, 3]])
-
-
-def test_a_network_of_rotors_takes_one_pass_between_them(any_size, monkeypatch):
-    """Where the kernel of the whole network does not take it."""
-    reached = []
-    monkeypatch.setattr(native, "kernels", lambda: reached.append(1) or torch.ops.relinear_cpu)
-    module, x = relinear.Rotor(basis="blade").build(24, 40), torch.randn(5, 24)
-    module(x).sum().backward()
-    assert len(reached) == 4
-    exact = copy.deepcopy(module).double()
-    close(module(x), exact(x.double()), torch.float32)
-
-
 def test_a_few_tokens_do_not_ask_for_a_build(monkeypatch):
     monkeypatch.setattr(build, "_was_built", lambda: False)
     monkeypatch.setattr(build, "is_loaded", functools.cache(lambda: pytest.fail("built")))
-    assert against_native(torch.zeros(8), fewest=1, may_build=False) == "not worth building the kernels"
+    assert native.refuses(Call(torch.zeros(8)), fewest=1, may_build=False) == "not worth building the kernels"
     x = torch.randn(1, 24)
     assert relinear.Transponder().build(24, 40).eval()(x).shape == (1, 40)
 
@@ -149,7 +104,7 @@ def test_a_few_tokens_do_not_ask_for_a_build(monkeypatch):
 def test_training_on_few_tokens_keeps_to_one_form(any_size, monkeypatch):
     """Whether kernels have been built must not change a run that goes on after a kill."""
     monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1 << 17)
-    monkeypatch.setattr(transponder, "kernels", lambda: pytest.fail("reached the kernels"))
+    monkeypatch.setattr(native, "kernels", lambda: pytest.fail("reached the kernels"))
     relinear.Transponder().build(24, 40)(torch.randn(3, 24)).sum().backward()
 
 
@@ -162,16 +117,14 @@ def test_the_kernels_are_what_runs(any_size, monkeypatch):
             reached.append(name)
             return getattr(torch.ops.relinear_cpu, name)
 
-    for module in (transponder, ccl, hdpl):
-        monkeypatch.setattr(module, "kernels", Spy)
+    monkeypatch.setattr(native, "kernels", Spy)
     relinear.Transponder(rank=4).build(24, 40)(torch.randn(37, 24)).sum().backward()
     with relinear.context(torch.randn(37, 6)):
         relinear.CCL(rank=8, context_dim=6).build(24, 40)(torch.randn(37, 24)).sum().backward()
         relinear.CCL(rank=80, context_dim=6).build(24, 40)(torch.randn(37, 24))  # too many weights to copy
     relinear.HDPL(rank=8, blocks=4).build(24, 40)(torch.randn(37, 24)).sum().backward()
     of_gates = {"modulate", "modulate_backward", "gate", "gate_backward", "gated_product"}
-    of_latents = {"block_low_rank", "block_low_rank_gradient", "sample", "sample_backward", "token_kl"}
-    assert of_gates | of_latents <= set(reached)
+    assert of_gates | {"block_low_rank", "block_low_rank_gradient"} <= set(reached)
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["one-kernel", "products-then-gate"])
@@ -278,28 +231,27 @@ def test_sums_of_thin_products(any_size):
         close(to_blocks, torch.stack([of_dense[g, :, g] for g in range(groups)]), torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(0, 3, 4), (1, 1, 1), (7, 65, 130), (101, 520, 63)])
-def test_products_and_their_gradients(rows, inputs, outputs, dtype, library, monkeypatch):
+def test_products_and_their_gradients(rows, inputs, outputs, any_size, monkeypatch):
     """Strided matrices, every remainder, no rows, new memory that holds NaN; both sides of the gradient's bound."""
     calls = []
     run = native.kernels()
     monkeypatch.setattr(products, "kernels", lambda: calls.append(1) or run)
-    x = torch.randn(rows, 2 * inputs).to(dtype)[:, ::2]
-    weight, bias = torch.randn(inputs, outputs).to(dtype).T, torch.randn(2 * outputs).to(dtype)[::2]
-    grad = torch.randn(1, outputs).to(dtype).expand(rows, outputs)
+    x = torch.randn(rows, 2 * inputs)[:, ::2]
+    weight, bias = torch.randn(inputs, outputs).T, torch.randn(2 * outputs)[::2]
+    grad = torch.randn(1, outputs).expand(rows, outputs)
     torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
     try:
-        for offset in (bias, None):
-            exact = x.double() @ weight.double().T + (0 if offset is None else offset.double())
-            close(products.product(x, weight, offset), exact, dtype)
-        close(products.product_gradient(grad, x), grad.double().T @ x.double(), dtype)
-        reached = len(calls)
+        for in_cpp in (True, False):
+            for offset in (bias, None):
+                exact = x.double() @ weight.double().T + (0 if offset is None else offset.double())
+                close(products.product(x, weight, offset, in_cpp), exact, torch.float32)
+            close(products.product_gradient(grad, x, in_cpp), grad.double().T @ x.double(), torch.float32)
         monkeypatch.setattr(products, "LARGEST_GRADIENT", 0)
-        close(products.product_gradient(grad, x), grad.double().T @ x.double(), dtype)
+        close(products.product_gradient(grad, x, True), grad.double().T @ x.double(), torch.float32)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert reached == len(calls) == (3 if library and dtype == torch.float32 and rows else 0)
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize(
@@ -314,28 +266,6 @@ def test_products_and_their_gradients(rows, inputs, outputs, dtype, library, mon
 def test_where_a_library_leaves_half_of_the_processor(facts, narrow, monkeypatch):
     monkeypatch.setattr(machine, "_cpu_facts", lambda: facts)
     assert machine.has_narrow_products() == narrow
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", [relinear.LowRank(rank=13), relinear.PivotedLowRank(rank=13)], ids=str)
-@pytest.mark.parametrize(
-    ("leading", "inputs", "outputs", "bias"), [((1,), 17, 14, True), ((2, 3), 40, 70, False), ((), 96, 33, True)]
-)
-def test_a_few_rows_of_low_rank_layers(config, leading, inputs, outputs, bias, dtype, few_rows):
-    layer = config.build(inputs, outputs, bias=bias).eval()
-    exact = copy.deepcopy(layer).double()
-    layer = layer.to(dtype)
-    x = torch.randn(*leading, 2 * inputs)[..., ::2].to(dtype)  # strided
-    exact.load_state_dict(layer.state_dict())
-    with torch.no_grad():
-        y = layer(x)
-        close(y, exact(x.double()), dtype)
-    assert y.shape == (*leading, outputs)
-    assert y.dtype == dtype
-    assert few_rows
-    few_rows.clear()
-    layer(x).sum().backward()
-    assert not few_rows  # gradients come from torch's operations
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -427,8 +357,7 @@ def whole_layers(few_rows, monkeypatch):
         def __getattr__(self, name):
             return Kernel(name)
 
-    for module in (hdpl, ccl, transponder):
-        monkeypatch.setattr(module, "kernels", Kernels)
+    monkeypatch.setattr(native, "kernels", Kernels)
     return called
 
 
@@ -601,38 +530,12 @@ def test_a_context_that_sequences_share_is_not_the_kernels(few_rows):
     assert not few_rows
 
 
-def test_a_row_without_numbers_spoils_no_other_of_a_few(few_rows):
-    layer = relinear.PivotedLowRank(rank=13).build(40, 21).eval()
-    x = torch.randn(3, 40)
-    with torch.no_grad():
-        alone = layer(x)
-        x[1] = float("nan")
-        assert torch.equal(layer(x)[[0, 2]], alone[[0, 2]])
-        assert layer(x)[1].isnan().all()
-    assert few_rows
-
-
-def test_an_order_that_names_no_input_is_refused(few_rows):
-    layer = relinear.PivotedLowRank(rank=13).build(40, 21).eval()
-    layer.order[3] = 40
-    with torch.no_grad(), pytest.raises(IndexError, match="places below 40"):
-        layer(torch.randn(1, 40))
-
-
 def test_a_row_that_is_not_a_number_stays_alone(any_size):
     x, out = torch.randn(13, 8), torch.empty(13, 70)
     x[6] = torch.nan
     native.kernels().block_low_rank(out, x, torch.randn(1, 70, 8), torch.randn(13, 3), torch.randn(70, 3), None)
     assert out.isnan().all(1).tolist() == [row == 6 for row in range(13)]
     assert not out[torch.arange(13) != 6].isnan().any()
-
-
-def test_latents_with_extreme_variances(any_size):
-    logvar = torch.tensor([[-torch.inf, -1e38, -200.0, -1.0, 0.0, 80.0, 176.0, 200.0, torch.nan]])
-    mu, noise = torch.zeros_like(logvar), torch.ones_like(logvar)
-    z, s = torch.empty_like(mu), torch.empty_like(mu)
-    native.kernels().sample(z, s, mu, logvar, noise)
-    torch.testing.assert_close(z, functional_hdpl.hdpl_sample(mu, logvar, noise), rtol=2e-6, atol=1e-37, equal_nan=True)
 
 
 def test_sigmoid_of_extreme_numbers(any_size):
@@ -690,16 +593,10 @@ def test_wrong_factors_are_refused(change, message, any_size):
         native.kernels().block_low_rank(*(given | change).values())
 
 
-def test_latents_of_other_strides_are_refused(any_size):
-    given = [torch.empty(4, 6), torch.empty(4, 6), torch.zeros(4, 6), torch.zeros(6, 4).T, torch.zeros(4, 6)]
-    with pytest.raises(RuntimeError, match="equally far apart"):
-        native.kernels().sample(*given)
-
-
 def test_small_and_other_tensors_take_torch_operations():
-    assert against_native(torch.zeros(native.FEWEST_NATIVE_ENTRIES - 1))
-    assert against_native(torch.zeros(native.FEWEST_NATIVE_ENTRIES, dtype=torch.float64))
-    assert against_native(torch.zeros(native.FEWEST_NATIVE_ENTRIES, device="meta"))
+    assert native.refuses(Call(torch.zeros(native.FEWEST_NATIVE_ENTRIES - 1)))
+    assert native.refuses(Call(torch.zeros(native.FEWEST_NATIVE_ENTRIES, dtype=torch.float64)))
+    assert native.refuses(Call(torch.zeros(native.FEWEST_NATIVE_ENTRIES, device="meta")))
 
 
 def in_a_new_process(code, **environment):
@@ -714,9 +611,10 @@ def in_a_new_process(code, **environment):
 
 LARGE = """
 import torch
-from relinear.kernels import choice, native
+from relinear.kernels import native
+from relinear.kernels.forms import Call
 
-print(choice.against_native(torch.zeros(native.FEWEST_NATIVE_ENTRIES)))
+print(native.refuses(Call(torch.zeros(native.FEWEST_NATIVE_ENTRIES))))
 """
 
 
@@ -730,8 +628,15 @@ def test_a_broken_compiler_means_torch_operations_and_a_warning(tmp_path):
     assert "RELINEAR_COMPILE_KERNELS=0" in errors
 
 
-def test_the_kernels_can_be_turned_off(tmp_path):
-    printed, errors = in_a_new_process(LARGE, RELINEAR_COMPILE_KERNELS="0", TORCH_EXTENSIONS_DIR=str(tmp_path))
+@pytest.mark.parametrize("off", ["0", "off"])
+def test_the_kernels_can_be_turned_off(off, tmp_path):
+    printed, errors = in_a_new_process(LARGE, RELINEAR_COMPILE_KERNELS=off, TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert printed == "no C++ compiler, or RELINEAR_COMPILE_KERNELS=0"
     assert "UserWarning" not in errors
     assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_wish_for_kernels_is_refused(monkeypatch):
+    monkeypatch.setenv("RELINEAR_COMPILE_KERNELS", "never")
+    with pytest.raises(ValueError, match=r"RELINEAR_COMPILE_KERNELS='never' .* expected one of '1', 'on'"):
+        build.has_compiler.__wrapped__()

@@ -125,7 +125,7 @@ def test_kernels_show_twins_and_the_choice_between_their_forms() -> None:
     """A file is the twin of that of its name in ``functional``; what else there is serves them all."""
     stems = {path.stem for path in (SOURCE / "kernels").glob("*.py")} - {
         "__init__",
-        "choice",
+        "forms",
         "first_check",
         "autograd",
     }

@@ -1,6 +1,6 @@
 """Derivatives beyond the first, torch's transforms and in-place operations: for every kernel and every operator.
 
-Thresholds are lowered, so that small tensors take the forms of large ones: portions, autograd functions, C++ kernels.
+Thresholds are lowered, so that small tensors take the forms of large ones: autograd functions, C++ kernels.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from cases import CASES, TWINS, Case, Twin, every_case, leaves_of
 from conftest import mostly_slow
 from relinear.clifford import blades
-from relinear.kernels import autograd, hdpl, native
-from relinear.kernels.cpu import by_rows
+from relinear.kernels import autograd, forms, hdpl, native
 from relinear.testing.conformance import assert_close, build, call, given, inputs
 
 every_twin = pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.kind)
@@ -33,9 +32,7 @@ def _any_size(monkeypatch):
     monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
     monkeypatch.setattr(native, "FEWEST_NETWORK_ENTRIES", 1)
     monkeypatch.setattr(hdpl, "FEWEST_NATIVE_TOKENS", 1)
-    monkeypatch.setattr(hdpl, "FEWEST_NATIVE_LATENTS", 1)
-    monkeypatch.setattr(by_rows, "FEWEST_ENTRIES_IN_PORTIONS", 1)
-    monkeypatch.setattr(by_rows, "PORTION_BYTES", 256)
+    monkeypatch.setattr(forms, "FEWEST_ENTRIES", 1)
 
 
 def tensors_of(results) -> list[Tensor]:

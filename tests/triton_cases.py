@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Callable
 
 import relinear
-from relinear import kernels
 from relinear.functional import ccl as reference_ccl
 from relinear.functional import cgt as reference_cgt
 from relinear.functional import hdpl as reference_hdpl
 from relinear.functional import rotor as reference_rotor
 from relinear.functional import transponder as reference_transponder
-from relinear.kernels.triton import ccl, cgt, hdpl, rotor, rotor_step, transponder
+from relinear.kernels.triton import ccl, cgt, hdpl, rotor, transponder
 from relinear.kernels.triton.samples import (
     ccl_arguments,
     cgt_arguments,
@@ -37,6 +36,7 @@ class Case:
             a matrix), anything else is passed on.
         large: argument lists for the compiler, with as many tokens as give the largest tiles.
         half: relative error that is allowed in float16, of results and gradients.
+        training: whether the kernel has a backward pass.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Case:
     small: tuple[tuple, ...]
     large: tuple[tuple, ...]
     half: float = 2e-3
+    training: bool = True
 
 
 CASES = [
@@ -96,6 +97,7 @@ CASES = [
             cgt_arguments((3, 6), (3, 6), 24, 5, 7),
         ),
         large=(cgt_arguments((4096,), (4096,), 128, 16, 8),),
+        training=False,
     ),
     Case(
         name="rotor",
@@ -122,11 +124,12 @@ CASES = [
             rotor_arguments(4096, 9, 16, 16, blocks=2),
             rotor_arguments(4096, 12, 64, 64, basis="spinor"),
         ),
+        training=False,
     ),
     Case(
         name="rotor_step",
         reference=reference_rotor.rotor_step,
-        fast=rotor_step.rotor_step,
+        fast=rotor.rotor_step,
         half=1e-2,  # a number near a kink that is rounded across it has another slope
         small=(
             rotor_step_arguments(1, 3, 4, 4, 2),
@@ -146,10 +149,10 @@ CASES = [
     ),
 ]
 
-#: a layer, the module of its Triton kernel, the module that chooses, and the function of both
+#: a layer, the module of its Triton kernel and its function, and whether it is taken in training
 LAYERS = {
-    "transponder": (relinear.Transponder(), transponder, kernels.transponder, "modulated_linear"),
-    "ccl": (relinear.CCL(rank=6, context_dim=5), ccl, kernels.ccl, "ccl"),
-    "hdpl": (relinear.HDPL(rank=6, blocks=4), hdpl, kernels.hdpl, "hdpl"),
-    "rotor": (relinear.Rotor(depth=0, width=2, basis="blade"), rotor, kernels.rotor, "sandwich_windows"),
+    "transponder": (relinear.Transponder(), transponder, "modulated_linear", True),
+    "ccl": (relinear.CCL(rank=6, context_dim=5), ccl, "ccl", True),
+    "hdpl": (relinear.HDPL(rank=6, blocks=4), hdpl, "hdpl", True),
+    "rotor": (relinear.Rotor(depth=0, width=2, basis="blade"), rotor, "sandwich_windows", False),
 }

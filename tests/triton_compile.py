@@ -58,9 +58,10 @@ def main(capability: int, dtype: torch.dtype, names: list[str]) -> None:
     for case in CASES:
         for shapes in case.large if case.name in names or not names else ():
             given = draw(shapes, dtype)
-            results = case.fast(*(t.requires_grad_() if isinstance(t, Tensor) else t for t in given))
+            results = case.fast(*(t.requires_grad_(case.training) if isinstance(t, Tensor) else t for t in given))
             results = results if isinstance(results, tuple) else (results,)
-            sum(r.sum() for r in results if r is not None).backward()
+            if case.training:
+                sum(r.sum() for r in results if r is not None).backward()
     assert seen
 
 

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import relinear
 from conftest import mostly_slow
-from relinear.kernels import choice, first_check
+from relinear.kernels import first_check
+from relinear.kernels import triton as choice
 from relinear.kernels.triton import cgt, rotor, transponder
 from relinear.kernels.triton.samples import SAMPLES, largest_error
 
@@ -73,7 +74,8 @@ def test_kernels_that_are_right_are_used(kind: str, count) -> None:
 
 
 def test_a_wrong_kernel_gives_way_to_torch_and_warns_once(monkeypatch, count) -> None:
-    monkeypatch.setattr(choice, "_against_inputs", lambda *given: "")
+    monkeypatch.setattr(choice, "DEVICE", "cpu")
+    monkeypatch.setattr(choice, "_refuses_inputs", lambda *given: "")
     monkeypatch.setattr(transponder, "_scalar_gate", _shut_gate)
     layer = relinear.Transponder().build(32, 48).to(DTYPE)
     for parameter in layer.parameters():
@@ -155,9 +157,8 @@ def test_a_damaged_verdict_is_found_out_again(count) -> None:
     assert verdicts()[0]["against"] == ""
 
 
-def test_what_the_caller_has_set_is_no_part_of_the_check(monkeypatch) -> None:
+def test_what_the_caller_has_set_is_no_part_of_the_check() -> None:
     """Inside inference mode, checkpointing, autocast and fake tensors the first use is the same."""
-    monkeypatch.setattr(choice, "_against_inputs", lambda *given: "")
     x = torch.randn(3, 2, 4, requires_grad=True)
 
     def use(x):

@@ -14,8 +14,8 @@ from torch import Tensor
 import relinear
 from conftest import mostly_slow
 from relinear.kernels import cgt as kernels_cgt
-from relinear.kernels import choice
-from relinear.kernels.triton import rotor_step
+from relinear.kernels import triton
+from relinear.kernels.triton import cgt, rotor
 from relinear.operators import rotor as operator
 from triton_cases import CASES, LAYERS, Case, draw
 
@@ -27,11 +27,13 @@ CASES_BY_NAME = {case.name: case for case in CASES}
 DTYPES = {torch.float32: 1e-5, torch.float16: None}
 
 
-def run(function, given: list, dtype: torch.dtype) -> list[Tensor | None]:
-    """Results, then the gradients of a random combination of them."""
-    given = [a.to(dtype).clone().requires_grad_() if isinstance(a, Tensor) else a for a in given]
+def run(function, given: list, dtype: torch.dtype, training: bool = True) -> list[Tensor | None]:
+    """Results, then in training the gradients of a random combination of them."""
+    given = [a.to(dtype).clone().requires_grad_(training) if isinstance(a, Tensor) else a for a in given]
     results = function(*given)
     results = [r for r in (results if isinstance(results, tuple) else (results,)) if r is not None]
+    if not training:
+        return results
     generator = torch.Generator().manual_seed(1)
     upstream = [torch.randn(r.shape, generator=generator).half().to(DEVICE, dtype) for r in results]
     leaves = [a for a in given if isinstance(a, Tensor)]
@@ -54,7 +56,10 @@ def test_kernel_equals_its_reference(case: Case, dtype: torch.dtype) -> None:
     assert list(inspect.signature(case.fast).parameters) == list(inspect.signature(case.reference).parameters)
     for shapes in case.small:
         given = draw(shapes, dtype, DEVICE)
-        actual, expected = run(case.fast, given, dtype), run(case.reference, given, torch.float64)
+        actual, expected = (
+            run(function, given, wide, case.training)
+            for function, wide in ((case.fast, dtype), (case.reference, torch.float64))
+        )
         assert len(actual) == len(expected)
         for ours, theirs in zip(actual, expected):
             assert (ours is None) == (theirs is None)
@@ -66,7 +71,7 @@ def test_kernel_equals_its_reference(case: Case, dtype: torch.dtype) -> None:
             assert error <= (DTYPES[dtype] or case.half), f"{shapes}: {error:.2g}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in CASES if case.training], ids=lambda case: case.name)
 def test_gradients_can_be_differentiated_again(case: Case) -> None:
     """A penalty on gradients whose incoming gradient is constant, after which the result has been changed in place."""
 
@@ -92,16 +97,26 @@ def test_gradients_can_be_differentiated_again(case: Case) -> None:
 def test_kernel_compiles_as_a_whole(case: Case) -> None:
     given = draw(case.small[0], torch.float32, DEVICE)
     compiled = torch.compile(case.fast, fullgraph=True, backend="aot_eager", dynamic=False)
-    for actual, expected in zip(run(compiled, given, torch.float32), run(case.fast, given, torch.float32)):
+    both = (run(function, given, torch.float32, case.training) for function in (compiled, case.fast))
+    for actual, expected in zip(*both, strict=True):
         assert (actual is None) == (expected is None)
         if expected is not None:
             torch.testing.assert_close(actual, expected)
 
 
+@pytest.fixture
+def forced(monkeypatch):
+    """Every call takes its Triton kernel, on the CPU too."""
+    monkeypatch.setattr(triton, "DEVICE", DEVICE)
+    monkeypatch.setattr(triton, "_refuses_inputs", lambda *given: "")
+    with triton.triton_kernels("off"):
+        yield
+
+
 @pytest.mark.parametrize("name", LAYERS)
-def test_layer_uses_its_kernel(name: str, monkeypatch) -> None:
+def test_layer_uses_its_kernel(name: str, forced, monkeypatch) -> None:
     """A layer gives the same with the kernel as without it, and does launch it where the choice is for it."""
-    config, twin, module, function = LAYERS[name]
+    config, module, function, training = LAYERS[name]
     layer = config.build(32, 48, bias=True).to(DEVICE)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -111,31 +126,33 @@ def test_layer_uses_its_kernel(name: str, monkeypatch) -> None:
 
     def outcome():
         torch.manual_seed(0)
-        with given:
-            return run(layer, [x], torch.float32)
+        with given, torch.set_grad_enabled(training):
+            return run(layer, [x], torch.float32, training)
 
     expected = outcome()
     calls = []
-    kernel = getattr(twin, function)
-    monkeypatch.setattr(twin, function, lambda *given: (calls.append(function), kernel(*given))[1])
-    monkeypatch.setattr(module, "against_triton", lambda *given, **more: "")
-    actual = outcome()
+    kernel = getattr(module, function)
+    monkeypatch.setattr(module, function, lambda *given: (calls.append(function), kernel(*given))[1])
+    with triton.triton_kernels("force"):
+        actual = outcome()
+        assert calls == [function]
+        if not training:
+            run(layer, [x], torch.float32)  # has no backward pass: torch's operations run
     assert calls == [function]
     torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("settings", [{"basis": "blade"}, {"activation": "gelu", "permute": False}], ids=str)
-def test_hidden_steps_of_a_network_use_their_kernel(settings: dict, monkeypatch) -> None:
-    monkeypatch.setattr(operator, "against_native_network", lambda *given: "no GPU's")
+def test_hidden_steps_of_a_network_use_their_kernel(settings: dict, forced, monkeypatch) -> None:
+    monkeypatch.setattr(operator, "takes_network", lambda *given: False)
     layer = relinear.Rotor(activate_entry=True, init_std=0.3, **settings).build(24, 32).to(DEVICE)
     x = torch.randn(2, 5, 24, device=DEVICE)
     expected = run(layer, [x], torch.float32)
     with torch.no_grad():
         given = layer.eval()(x)
-    calls, kernel = [], rotor_step.rotor_step
-    monkeypatch.setattr(rotor_step, "rotor_step", lambda *given: (calls.append(len(given)), kernel(*given))[1])
-    monkeypatch.setattr(choice, "_against_inputs", lambda *given: "")
-    with choice.triton_kernels("force"):
+    calls, kernel = [], rotor.rotor_step
+    monkeypatch.setattr(rotor, "rotor_step", lambda *given: (calls.append(len(given)), kernel(*given))[1])
+    with triton.triton_kernels("force"):
         torch.testing.assert_close(run(layer.train(), [x], torch.float32), expected, rtol=1e-4, atol=1e-5)
         with torch.no_grad():
             for _ in range(2):
@@ -143,10 +160,15 @@ def test_hidden_steps_of_a_network_use_their_kernel(settings: dict, monkeypatch)
     assert len(calls) == 6
 
 
-def test_modulator_of_the_cgt_uses_its_kernel(monkeypatch) -> None:
+def test_modulator_of_the_cgt_uses_its_kernel_in_inference(forced, monkeypatch) -> None:
     given = draw(CASES_BY_NAME["cgt"].small[1], torch.float32, DEVICE)
-    expected = run(kernels_cgt.modulate, given, torch.float32)
-    monkeypatch.setattr(kernels_cgt, "against_triton", lambda *given, **more: "")
-    actual = run(kernels_cgt.modulate, given, torch.float32)
-    assert not all(torch.equal(a, e) for a, e in zip(actual, expected))
+    calls, kernel = [], cgt.modulate
+    monkeypatch.setattr(cgt, "modulate", lambda *given: (calls.append(1), kernel(*given))[1])
+    with torch.no_grad():
+        expected = kernels_cgt.modulate(*given)
+        with triton.triton_kernels("force"):
+            actual = kernels_cgt.modulate(*given)
+    with triton.triton_kernels("force"):
+        run(kernels_cgt.modulate, given, torch.float32)
+    assert calls == [1]
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

@@ -155,7 +155,7 @@ def _arguments(kind: str, tokens: int, width: int) -> tuple:
 
 def _forms(kind: str, given: list, x: Tensor, weight: Tensor, step: bool) -> dict[str, Callable[[], Any]]:
     """dense, the operator in torch's operations, and its kernel: calls that do the work once."""
-    from relinear.kernels.choice import triton_kernels
+    from relinear.kernels.triton import triton_kernels
     from relinear.kernels.triton.samples import SAMPLES
 
     sample = SAMPLES[kind]
@@ -166,7 +166,8 @@ def _forms(kind: str, given: list, x: Tensor, weight: Tensor, step: bool) -> dic
             return twin(*given)
 
     forms = {"dense": (torch.nn.functional.linear, [x, weight]), "torch": (torch_form, given)}
-    forms["kernel"] = (sample.fast, given)
+    # what has no backward pass is torch's in training
+    forms["kernel"] = (sample.fast if sample.training or not step else twin, given)
 
     def call(function: Callable, given: list) -> Callable[[], Any]:
         leaves = [a for a in given if isinstance(a, Tensor)]
@@ -210,11 +211,12 @@ def _timing(kind: str, tokens: int, width: int, step: bool, plan: Plan) -> dict[
 
 
 def _tile_timing(kind: str, tokens: int, width: int, tile: Sequence[int], plan: Plan) -> dict[str, Any]:
-    """A step with a tile against one with the sizes that are built in, in turn."""
+    """A step (of a kernel for inference: its forward pass) with a tile against the built-in sizes, in turn."""
+    from relinear.kernels.triton.samples import SAMPLES
     from relinear.kernels.triton.tiles import trying
     from relinear.system.timing import interleave
 
-    run = _forms(kind, *_inputs(kind, tokens, width, plan), True)["kernel"]
+    run = _forms(kind, *_inputs(kind, tokens, width, plan), SAMPLES[kind].training)["kernel"]
 
     def tried() -> Any:
         with trying(*tile):

@@ -1,4 +1,4 @@
-"""Which sizes are faster through a dense matrix in inference: the measurement behind relinear.kernels.choice.
+"""Which sizes are faster through a dense matrix: the measurement behind the operators' ``Dense`` bounds.
 
     python results/speed/dense_or_structured.py > results/speed/dense_or_structured.txt
 
@@ -8,13 +8,14 @@ of training steps, behind it, that through a dense matrix which is composed in e
 
 import functools
 import math
+import sys
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 import relinear
-from relinear.kernels import choice
+from relinear.kernels.cpu.dense import Dense
 from relinear.system.machine import describe_machine
 from relinear.system.timing import interleave
 
@@ -27,8 +28,9 @@ CONFIGS = {
 
 
 SIZES = 64, 128, 256, 512, 1024, 2048
-#: the table that has every layer composed: all sizes, from no tokens on
-ALL = dict.fromkeys((torch.float32, torch.bfloat16), ((0, math.inf),))
+#: what has no layer made dense, and what has every layer composed: all sizes, from no tokens on
+NEVER = Dense("never", {})
+ALWAYS = Dense("always", {}, dict.fromkeys((torch.float32, torch.bfloat16), ((0, math.inf),)))
 
 
 def inference(dtype: torch.dtype, tokens: int, size: int) -> str:
@@ -36,19 +38,27 @@ def inference(dtype: torch.dtype, tokens: int, size: int) -> str:
     x = torch.randn(tokens, size).to(dtype)
     modules: dict[str, nn.Module] = {"dense": nn.Linear(size, size, bias=False)}
     modules |= {kind: make(size).build(size, size, bias=False) for kind, make in CONFIGS.items()}
+    for module in modules.values():
+        bounded(module, NEVER)
     calls = {kind: functools.partial(module.to(dtype).eval(), x) for kind, module in modules.items()}
     with torch.no_grad():
         timings = interleave(calls, "dense", rounds=25, min_seconds=0.01)
     return "  ".join(f"{kind} {timings[kind].ratio:5.2f}" for kind in CONFIGS)
 
 
-def stepping(module: nn.Module, x: torch.Tensor, table: dict) -> Callable[[], None]:
-    """A training step of a layer, by this table of what is composed."""
+def bounded(module: nn.Module, bounds: Dense) -> None:
+    """Have layers of this kind go by such bounds."""
+    if not isinstance(module, nn.Linear):
+        sys.modules[type(module).__module__]._DENSE = bounds
+
+
+def stepping(module: nn.Module, x: torch.Tensor, bounds: Dense) -> Callable[[], None]:
+    """A training step of a layer, by these bounds of what is composed."""
     upstream = torch.randn(len(x), module.out_features).to(x.dtype)
     leaves = [x, *module.parameters()]
 
     def step() -> None:
-        choice.LARGEST_COMPOSED = table
+        bounded(module, bounds)
         module(x).backward(upstream)
         for leaf in leaves:
             leaf.grad = None
@@ -59,11 +69,11 @@ def stepping(module: nn.Module, x: torch.Tensor, table: dict) -> Callable[[], No
 def training(dtype: torch.dtype, tokens: int, size: int) -> str:
     """Ratios of the structured forms and, after a stroke, of the composed ones, of a training step."""
     x = torch.randn(tokens, size).to(dtype).requires_grad_()
-    calls = {"dense": stepping(nn.Linear(size, size, bias=False).to(dtype), x, {})}
+    calls = {"dense": stepping(nn.Linear(size, size, bias=False).to(dtype), x, NEVER)}
     for kind, make in CONFIGS.items():
         module = make(size).build(size, size, bias=False).to(dtype).train()
-        calls[kind] = stepping(module, x, {})
-        calls[f"{kind}, composed"] = stepping(module, x, {kind: ALL})
+        calls[kind] = stepping(module, x, NEVER)
+        calls[f"{kind}, composed"] = stepping(module, x, ALWAYS)
     timings = interleave(calls, "dense", rounds=25, min_seconds=0.01)
     return "  ".join(
         f"{kind} {timings[kind].ratio:5.2f} / {timings[f'{kind}, composed'].ratio:5.2f}" for kind in CONFIGS
@@ -72,7 +82,6 @@ def training(dtype: torch.dtype, tokens: int, size: int) -> str:
 
 def main() -> None:
     """Print one line a dtype, number of tokens and size."""
-    choice.LARGEST_DENSE.clear()  # the structured forms, whatever the table says
     relinear.tune_allocator()
     machine = describe_machine()
     print(f"# {machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, allocator tuned")

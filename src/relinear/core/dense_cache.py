@@ -8,6 +8,7 @@ training it is composed in every step, and gradients go on through the compositi
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,8 +23,18 @@ __all__ = ["dense_form", "dense_inference"]
 VECTOR_ENTRIES = 512 * 512
 
 
+class Bounds(Protocol):
+    """Which sizes of an operator are faster through its dense matrix."""
+
+    def in_inference(self, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
+        """Whether a matrix that is kept is faster for about so many tokens."""
+
+    def in_training(self, in_features: int, out_features: int, x: Tensor) -> bool:
+        """Whether a matrix composed in the step of x is faster, and possible."""
+
+
 def dense_inference(
-    operator: Operator, x: Tensor, prefers: Callable[[str, int, int, torch.dtype, int], bool]
+    operator: Operator, x: Tensor, prefers: Callable[[int, int, torch.dtype, int], bool]
 ) -> Tensor | None:
     """``operator(x)`` through its dense matrix, or None where the structured form is to be used.
 
@@ -33,7 +44,7 @@ def dense_inference(
     Args:
         operator: one with a context-free ``to_dense``.
         x: (..., in_features).
-        prefers: says for a kind, in_features, out_features, dtype and number of tokens whether dense is faster.
+        prefers: says for in_features, out_features, dtype and number of tokens whether dense is faster.
     """
     cache = operator._kept
     if cache is None or operator.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not x.is_cpu:
@@ -48,26 +59,19 @@ def dense_inference(
     return run(x)
 
 
-def dense_form(
-    operator: Operator,
-    x: Tensor,
-    prefers_kept: Callable[[str, int, int, torch.dtype, int], bool],
-    prefers_composed: Callable[[str, int, int, Tensor], bool],
-) -> Tensor | None:
+def dense_form(operator: Operator, x: Tensor, bounds: Bounds) -> Tensor | None:
     """``dense_inference``, or in training ``operator(x)`` through the dense matrix of its parameters as they are; None
     where the structured form is to be used.
 
     Args:
         operator: one with a context-free ``to_dense``.
         x: (..., in_features).
-        prefers_kept: as for ``dense_inference``.
-        prefers_composed: says for a kind, in_features, out_features and x whether the matrix composed in a training
-            step is faster, and possible.
+        bounds: of the operator's kind.
     """
-    y = dense_inference(operator, x, prefers_kept)
+    y = dense_inference(operator, x, bounds.in_inference)
     if y is not None or not operator.training:
         return y
-    if not prefers_composed(operator.config.kind, operator.in_features, operator.out_features, x):
+    if not bounds.in_training(operator.in_features, operator.out_features, x):
         return None
     return linear(x, operator.to_dense(), operator.bias)
 
@@ -76,7 +80,7 @@ def _form(operator: Operator, cache: ParameterCache, x: Tensor, prefers) -> Call
     """How inputs of the size and dtype of x are multiplied."""
     inputs, outputs = operator.in_features, operator.out_features
     tokens = ((1 << x.numel().bit_length()) - 1) // inputs
-    if not prefers(operator.config.kind, inputs, outputs, x.dtype, tokens):
+    if not prefers(inputs, outputs, x.dtype, tokens):
         return lambda x: None
     weight, bias = cache.get("dense") or cache.keep("dense", lambda: dense_in_float32(operator))
     halved = x.dtype == weight.dtype == torch.bfloat16

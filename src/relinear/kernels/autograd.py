@@ -9,6 +9,7 @@ operations. Ordinary training never comes here.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relinear.kernels.choice import is_transformed
+from relinear.kernels.forms import is_transformed
 
-__all__ = ["differentiable_as", "kept", "lowered", "save", "was_changed"]
+__all__ = ["as_given", "differentiable_as", "kept", "lowered", "save", "was_changed"]
 
 
 def lowered(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
@@ -30,10 +31,20 @@ def lowered(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (x, *others))
 
 
+def as_given(x: Tensor) -> contextlib.AbstractContextManager:
+    """Within the block autocast leaves what ``lowered`` has handed over; no block where there is no autocast."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+
+
 def save(ctx: Any, inputs: Sequence[Any], *results: Tensor | None) -> None:
     """Keep all arguments of a forward pass, tensors or not, and some results: these are ``ctx.saved_tensors``."""
-    ctx.plain = tuple(None if isinstance(value, Tensor) else value for value in inputs)
-    ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in inputs), *results)
+    tensors: list[Tensor | None] = [None] * len(inputs)
+    ctx.plain = list(inputs)
+    for at, value in enumerate(inputs):
+        if isinstance(value, Tensor):
+            tensors[at], ctx.plain[at] = value, None
+    ctx.save_for_backward(*tensors, *results)
 
 
 def differentiable_as(reference: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

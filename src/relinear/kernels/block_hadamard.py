@@ -18,8 +18,7 @@ from torch import Tensor
 from relinear.functional import block_hadamard as reference
 from relinear.functional.block_diagonal import block_diagonal, block_diagonal_to_dense, zero_padded
 from relinear.functional.block_hadamard import hadamard as butterflies
-from relinear.kernels.choice import is_traced, is_transformed
-from relinear.kernels.cpu.by_rows import by_rows
+from relinear.kernels.forms import is_traced, is_transformed
 
 __all__ = ["block_hadamard", "block_hadamard_dense", "hadamard", "hadamard_flops"]
 
@@ -79,16 +78,12 @@ def hadamard_flops(size: int) -> int:
 def block_hadamard(
     x: Tensor, blocks: Sequence[Tensor], out_features: int, bias: Tensor | None = None, mix_input: bool = True
 ) -> Tensor:
-    """``functional.block_hadamard.block_hadamard`` with this module's transform, large inputs in portions of rows."""
-
-    def product(x: Tensor, bias: Tensor | None, *blocks: Tensor) -> Tensor:
-        y = zero_padded(x, blocks[0].shape[0] * blocks[0].shape[2])
-        for index, stage in enumerate(blocks):
-            y = block_diagonal(hadamard(y) if index or mix_input else y, stage)
-        y = y[..., :out_features]
-        return y if bias is None else y + bias.to(y.dtype)  # autocast gives products half precision
-
-    return by_rows("block_hadamard", product, x, out_features, bias, *blocks)
+    """``functional.block_hadamard.block_hadamard`` with this module's transform."""
+    y = zero_padded(x, blocks[0].shape[0] * blocks[0].shape[2])
+    for index, stage in enumerate(blocks):
+        y = block_diagonal(hadamard(y) if index or mix_input else y, stage)
+    y = y[..., :out_features]
+    return y if bias is None else y + bias.to(y.dtype)  # autocast gives products half precision
 
 
 def block_hadamard_dense(blocks: Sequence[Tensor], in_features: int, mix_input: bool = True) -> Tensor:

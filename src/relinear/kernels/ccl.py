@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,21 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relinear.kernels.autograd import differentiable_as, kept, lowered, save, was_changed
-from relinear.kernels.choice import (
-    against_few_rows,
-    against_gated_products,
-    against_native,
-    against_native_product,
-    against_opaque,
-    against_triton,
-    is_plain,
-    took,
-)
-from relinear.kernels.cpu.epilogue import linear_product, linear_sigmoid
+from relinear.kernels import native, triton
+from relinear.kernels.autograd import as_given, differentiable_as, kept, lowered, save, was_changed
+from relinear.kernels.cpu.epilogue import has_bfloat16_products, linear_product, linear_sigmoid
 from relinear.kernels.cpu.portions import row_portions
-from relinear.kernels.cpu.weight_gradient import weight_gradient
-from relinear.kernels.native import kernels
+from relinear.kernels.forms import Call, Form, dispatch, is_plain, refuses_small, shape_of, tell
 
 __all__ = ["ccl", "few_rows"]
 
@@ -40,6 +31,33 @@ BACKWARD_PORTION = 1 << 22
 DEEPEST_NATIVE_PER_TOKEN = 2
 
 
+_refuses_triton = functools.partial(
+    triton.refuses, kind="ccl", tensors=11, outputs=lambda call: call.given[3].shape[0], fewest=2**26
+)
+
+
+def _triton(*given: Any) -> Tensor:
+    from relinear.kernels.triton import ccl as fused
+
+    return fused.ccl(*given)
+
+
+def _refuses_few_rows(call: Call) -> str:
+    x, features = call.given[:2]
+    if features is not None and features.shape[:-1] != x.shape[:-1]:
+        return "a context that several sequences share"
+    return native.refuses_few_rows(*call.given[:11])
+
+
+def _few_rows(x: Tensor, features: Tensor | None, *others: Any) -> Tensor:
+    return native.kernels().ccl_layer(x, features, [], *others)
+
+
+@dispatch(
+    Form("Triton", _refuses_triton, _triton),
+    Form("C++ for a few rows", _refuses_few_rows, _few_rows),
+    otherwise="torch's products",
+)
 def ccl(
     x: Tensor,
     features: Tensor | None,
@@ -61,19 +79,6 @@ def ccl(
     product before it; sigmoid and product with the output gate are one pass over memory where they can be, and
     neither gates nor ungated outputs are kept for the backward pass.
     """
-    gates = basis_gate, basis_gate_bias, output_gate, output_gate_bias
-    triton = against_triton("ccl", x, features, basis, mix, bias, norm_gain, norm_offset, *gates, outputs=mix.shape[0])
-    took("ccl", "torch's products" if triton else "Triton", x, triton=triton)
-    if not triton:
-        from relinear.kernels.triton import ccl as fused
-
-        norm = norm_gain, norm_offset
-        return fused.ccl(x, features, basis, mix, bias, *norm, *gates, gate_bias, eps)
-    few = _against_few_rows(x, features, basis, mix, bias, norm_gain, norm_offset, *gates)
-    took("ccl for a few rows", "torch" if few else "C++", x, native=few)
-    if not few:
-        others = bias, norm_gain, norm_offset, *gates, gate_bias, eps
-        return kernels().ccl_layer(x, features, [], basis, mix, *others)
     h = F.linear(x, basis)
     if norm_gain is not None:
         h = F.layer_norm(h, h.shape[-1:], norm_gain, norm_offset, eps)
@@ -85,18 +90,8 @@ def ccl(
     assert features is not None
     assert output_gate_bias is not None
     gated_bias = bias if gate_bias else None
-    given = h, mix, gated_bias, features, output_gate, output_gate_bias
-    shared = "a context that several sequences share" if h.shape[:-1] != features.shape[:-1] else ""
-    whole = against_opaque() or shared
-    took("ccl's output gate", "reference" if whole else "product and gate as one", h, opaque=whole)
-    y = _reference(*given) if whole else _gated_linear(*given)
+    y = _gated_linear(h, mix, gated_bias, features, output_gate, output_gate_bias)
     return y if gate_bias or bias is None else y + bias
-
-
-def _against_few_rows(x: Tensor, features: Tensor | None, *parameters: Tensor | None) -> str:
-    if features is not None and features.shape[:-1] != x.shape[:-1]:
-        return "a context that several sequences share"
-    return against_few_rows(x, features, *parameters)
 
 
 def few_rows(
@@ -105,7 +100,7 @@ def few_rows(
     """The layer with its gate network as a function of a few rows like x and their context, one call in C++.
 
     None where that is not to run; the function gives None for a context that rows share. The parameters are asked about
-    once, here: they must stay. Whoever calls asks ``against_rows`` every time.
+    once, here: they must stay. Whoever calls asks ``native.refuses_rows`` every time.
 
     Args:
         x: (..., I).
@@ -114,70 +109,83 @@ def few_rows(
         others: what follows them there, up to the output gate's bias.
         gate_bias: as there.
     """
-    if against_few_rows(x, *trunk, basis, mix, *others):
+    if native.refuses_few_rows(x, *trunk, basis, mix, *others):
         return None
-    layer, trunk = kernels().ccl_layer.default, list(trunk)
+    tell("ccl", "C++ for a few rows, prepared", shape_of(x), {})
+    layer, trunk = native.kernels().ccl_layer.default, list(trunk)
 
     def run(x: Tensor, context: Tensor | None) -> Tensor | None:
         if context is not None:
             if context.numel() * x.shape[-1] != x.numel() * context.shape[-1] or not is_plain(context):
                 return None
             context = context.to(x.dtype)
-        took("ccl", "C++ for a few rows", x)
         return layer(x, context, trunk, basis, mix, *others, gate_bias, EPS)
 
     return run
 
 
-def _reference(h, mix, bias, features, weight, gate_bias) -> Tensor:
+def _refuses_shared(call: Call) -> str:
+    shared = call.x.shape[:-1] != call.given[3].shape[:-1]
+    return "a context that several sequences share" if shared else refuses_small(call, _outputs(call))
+
+
+def _refuses_gates(call: Call) -> str:
+    return _refuses_shared(call) or native.refuses(call, fewest=1)
+
+
+def _outputs(call: Call) -> int:
+    return call.rows * call.given[1].shape[0]
+
+
+def _gated(in_cpp: bool, h, mix, bias, features, weight, gate_bias) -> Tensor:
+    rows, given = h.reshape(-1, h.shape[-1]), features.reshape(-1, features.shape[-1])
+    tensors = lowered(rows, mix, bias, given, weight, gate_bias)
+    with as_given(h):
+        run: Any = _GatedLinear.apply if torch.is_grad_enabled() else _forward
+        return run(in_cpp, *tensors).view(*h.shape[:-1], mix.shape[0])
+
+
+@dispatch(
+    Form("gates in C++", _refuses_gates, functools.partial(_gated, True)),
+    Form("product and gate as one", _refuses_shared, functools.partial(_gated, False)),
+    otherwise="reference",
+)
+def _gated_linear(
+    h: Tensor, mix: Tensor, bias: Tensor | None, features: Tensor, weight: Tensor, gate_bias: Tensor
+) -> Tensor:
+    """(mix h + bias) * sigmoid(weight features + gate_bias)."""
     return F.linear(h, mix, bias) * F.linear(features, weight, gate_bias).sigmoid()
 
 
-def _gated_linear(h, mix, bias, features, weight, gate_bias) -> Tensor:
-    rows, given = h.reshape(-1, h.shape[-1]), features.reshape(-1, features.shape[-1])
-    tensors = lowered(rows, mix, bias, given, weight, gate_bias)
-    with torch.autocast(h.device.type, enabled=False):
-        run: Any = _GatedLinear.apply if torch.is_grad_enabled() else _forward
-        return run(*tensors).view(*h.shape[:-1], mix.shape[0])
-
-
-def _forward(h, mix, bias, features, weight, gate_bias) -> Tensor:
-    """(mix h + bias) * sigmoid(weight features + gate_bias), few enough tokens at a time to stay in cache."""
-    epilogue = against_gated_products(h, h.shape[0] * mix.shape[0])
-    if not epilogue:
-        took("ccl's gated product", "oneDNN's epilogue", h)
+def _forward(in_cpp: bool, h, mix, bias, features, weight, gate_bias) -> Tensor:
+    """``_gated_linear`` of matrices, without a graph, few enough tokens at a time to stay in cache."""
+    if in_cpp and h.dtype == torch.bfloat16 and has_bfloat16_products():
         return linear_product(h, mix, bias, linear_sigmoid(features, weight, gate_bias))
     y = h.new_empty(h.shape[0], mix.shape[0])
     gate_bias, bias = gate_bias.contiguous(), None if bias is None else bias.contiguous()
     depth = h.shape[1] + features.shape[1]
-    native = against_native_product(y, depth, DEEPEST_NATIVE_PER_TOKEN * h.shape[0])
-    took("ccl's gated product", "two products and a gate" if native else "C++", h, epilogue=epilogue, native=native)
-    if not native:
-        kernels().gated_product(y, h.contiguous(), mix, bias, features.contiguous(), weight, gate_bias)
+    if in_cpp and h.dtype == torch.float32 and depth <= DEEPEST_NATIVE_PER_TOKEN * h.shape[0]:
+        native.kernels().gated_product(y, h.contiguous(), mix, bias, features.contiguous(), weight, gate_bias)
         return y
     for rows in row_portions(y):
         value, logits = F.linear(h[rows], mix, bias), F.linear(features[rows], weight)
-        native = against_native(value)
-        took("ccl's gate", "torch's operations" if native else "C++", value, native=native)
-        if not native:
-            kernels().gate(y[rows], value, logits, gate_bias)
+        if in_cpp:
+            native.kernels().gate(y[rows], value, logits, gate_bias)
         else:
             torch.mul(value, logits.add_(gate_bias).sigmoid_(), out=y[rows])
     return y
 
 
 def _portion_gradients(
-    grad: Tensor, y: Tensor, logits: Tensor, gate_bias: Tensor, to_biases: Tensor
+    in_cpp: bool, grad: Tensor, y: Tensor, logits: Tensor, gate_bias: Tensor, to_biases: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients (n, O) of value and, over ``logits``, of logits of y = value * sigmoid(logits + bias) for some rows.
 
     They need y and not value. Their sums are added to ``to_biases`` (2, O).
     """
-    native = against_native(y)
-    took("ccl's gate backward", "torch's operations" if native else "C++", y, native=native)
-    if not native:
+    if in_cpp:
         to_value = torch.empty_like(y)
-        kernels().gate_backward(to_value, logits, to_biases, y, grad.contiguous(), gate_bias.contiguous())
+        native.kernels().gate_backward(to_value, logits, to_biases, y, grad.contiguous(), gate_bias.contiguous())
         return to_value, logits
     gates = logits.add_(gate_bias).sigmoid_()
     to_value = grad * gates
@@ -187,21 +195,25 @@ def _portion_gradients(
     return to_value, to_logits
 
 
+def _reference(in_cpp: bool, h, mix, bias, features, weight, gate_bias) -> Tensor:
+    return F.linear(h, mix, bias) * F.linear(features, weight, gate_bias).sigmoid()
+
+
 class _GatedLinear(torch.autograd.Function):
     """``_forward``; keeps its inputs and its output, and computes the gates again."""
 
     @staticmethod
-    def forward(ctx, h, mix, bias, features, weight, gate_bias):
-        y = _forward(h, mix, bias, features, weight, gate_bias)
-        save(ctx, (h, mix, bias, features, weight, gate_bias), kept(ctx, y))
+    def forward(ctx, *given):
+        y = _forward(*given)
+        save(ctx, given, kept(ctx, y))
         return y
 
     @staticmethod
     @differentiable_as(_reference)
     def backward(ctx, grad):
-        *given, y = ctx.saved_tensors
+        in_cpp, (_, *given, y) = ctx.plain[0], ctx.saved_tensors
         h, mix, bias, features, weight, gate_bias = given
-        y = _forward(*given) if was_changed(ctx) else y
+        y = _forward(in_cpp, *given) if was_changed(ctx) else y
         wide = torch.promote_types(h.dtype, torch.float32)
         to_h, to_features = torch.empty_like(h), torch.empty_like(features)
         to_mix, to_weight = torch.zeros_like(mix, dtype=wide), torch.zeros_like(weight, dtype=wide)
@@ -209,14 +221,14 @@ class _GatedLinear(torch.autograd.Function):
 
         def add(rows: slice) -> None:  # a function, so that nothing of one portion is alive during the next
             logits = F.linear(features[rows], weight)
-            to_value, to_logits = _portion_gradients(grad[rows], y[rows], logits, gate_bias, to_biases)
+            to_value, to_logits = _portion_gradients(in_cpp, grad[rows], y[rows], logits, gate_bias, to_biases)
             torch.mm(to_value, mix, out=to_h[rows])
             torch.mm(to_logits, weight, out=to_features[rows])
-            to_mix.add_(weight_gradient(to_value, h[rows]))
-            to_weight.add_(weight_gradient(to_logits, features[rows]))
+            to_mix.add_(to_value.T @ h[rows])
+            to_weight.add_(to_logits.T @ features[rows])
 
         for rows in row_portions(y, BACKWARD_PORTION):
             add(rows)
         to_bias, to_gate_bias = to_biases.to(mix.dtype)
-        grads = to_h, to_mix.to(mix.dtype), None if bias is None else to_bias
+        grads = None, to_h, to_mix.to(mix.dtype), None if bias is None else to_bias
         return *grads, to_features, to_weight.to(weight.dtype), to_gate_bias.to(gate_bias.dtype)

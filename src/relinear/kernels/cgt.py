@@ -7,7 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from relinear.kernels.choice import against_triton, took
+from relinear.kernels import triton
+from relinear.kernels.forms import Call, Form, dispatch
 
 __all__ = ["modulate"]
 
@@ -15,6 +16,19 @@ __all__ = ["modulate"]
 MOST_COLUMNS_ON_CHIP = 128
 
 
+def _refuses_triton(call: Call) -> str:
+    if call.given[4].numel() > MOST_COLUMNS_ON_CHIP:
+        return "too many columns"
+    return triton.refuses(call, "cgt", 5, lambda call: call.x.shape[-1], training=False)
+
+
+def _triton(*given: Tensor) -> Tensor:
+    from relinear.kernels.triton import cgt as fused
+
+    return fused.modulate(*given)
+
+
+@dispatch(Form("Triton", _refuses_triton, _triton), otherwise="three thin products")
 def modulate(x: Tensor, sigma: Tensor, left: Tensor, right: Tensor, right_bias: Tensor) -> Tensor:
     """T(x; y) as in ``functional.cgt.modulate``, re-associated: exact, in three thin matrix products.
 
@@ -24,13 +38,6 @@ def modulate(x: Tensor, sigma: Tensor, left: Tensor, right: Tensor, right_bias: 
     """
     templates, rank, width = left.shape
     columns = templates * rank
-    too_many = "too many columns" if columns > MOST_COLUMNS_ON_CHIP else ""
-    triton = too_many or against_triton("cgt", x, sigma, left, right, right_bias, outputs=x.shape[-1])
-    took("cgt", "three thin products" if triton else "Triton", x, triton=triton)
-    if not triton:
-        from relinear.kernels.triton import cgt as fused
-
-        return fused.modulate(x, sigma, left, right, right_bias)
     shares = sigma.repeat_interleave(rank, -1)
     mixer = torch.eye(rank, dtype=x.dtype, device=x.device).repeat(templates, templates)
     inner = torch.nn.functional.linear(x, right.reshape(columns, width), right_bias.reshape(columns))

@@ -8,32 +8,28 @@ rather than kept, so that a layer needs no memory beyond its input and output.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from relinear.functional import rotor as reference
-from relinear.kernels import native
+from relinear.kernels import native, triton
 from relinear.kernels.autograd import differentiable_as, save
-from relinear.kernels.choice import (
-    against_native_branches,
-    against_native_network,
-    against_opaque,
-    against_triton,
-    step_kind,
-    took,
-)
 from relinear.kernels.cpu.portions import row_portions
+from relinear.kernels.forms import Call, Form, dispatch, refuses_opaque, refuses_small
 
 __all__ = [
     "PreparedNetwork",
-    "mixed_branches",
     "rotor_network",
     "rotor_step",
     "sandwich_windows",
     "shared_sandwich_sum",
+    "takes_network",
+    "takes_step",
 ]
 
 #: tokens that are worth gradients of their own, which are summed at the end
@@ -152,78 +148,59 @@ class _SandwichSum(torch.autograd.Function):
         return *_backward(grad, x, left, right, ctx.needs_input_grad[0], ctx.plain[3]), None
 
 
-def shared_sandwich_sum(x: Tensor, left: Tensor, right: Tensor, count: int = 1) -> Tensor:
-    """``functional.rotor.shared_sandwich_sum`` (same arguments and result)."""
-    opaque = against_opaque()
-    took("rotor", "reference" if opaque else "two products a term, by portions", x, opaque=opaque)
-    if opaque:
-        return reference.shared_sandwich_sum(x, left, right, count)
+def _by_portions(x: Tensor, left: Tensor, right: Tensor, count: int) -> Tensor:
     if torch.is_grad_enabled() and (x.requires_grad or left.requires_grad or right.requires_grad):
         return _SandwichSum.apply(x, left, right, count)
     return _forward(x, left, right, count)
 
 
+@dispatch(Form("two products a term, by portions", refuses_small, _by_portions), otherwise="reference")
+def shared_sandwich_sum(x: Tensor, left: Tensor, right: Tensor, count: int = 1) -> Tensor:
+    """``functional.rotor.shared_sandwich_sum`` (same arguments and result)."""
+    return reference.shared_sandwich_sum(x, left, right, count)
+
+
+_refuses_triton = functools.partial(
+    triton.refuses,
+    kind="rotor",
+    tensors=3,
+    outputs=lambda call: call.x.shape[-1] * call.given[1].shape[1],
+    most=2**40,
+    training=False,
+)
+
+
+def _triton(*given: Any) -> Tensor:
+    from relinear.kernels.triton import rotor as fused
+
+    return fused.sandwich_windows(*given)
+
+
+@dispatch(Form("Triton", _refuses_triton, _triton))
 def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spinor") -> Tensor:
     """``functional.rotor.sandwich_windows`` (same arguments and result)."""
-    triton = against_triton("rotor", x, left, right, outputs=x.shape[-1] * left.shape[1])
-    took("rotor's windows and basis", "torch's operations" if triton else "Triton", x, triton=triton)
-    if not triton:
-        from relinear.kernels.triton import rotor as fused
-
-        return fused.sandwich_windows(x, left, right, basis)
     return reference.through_blocks(x, left, right, basis, shared_sandwich_sum)
 
 
-def _single(values: Tensor, branches: int) -> Tensor:
-    """Numbers of the branches, or one for all of them, for the kernel: (W,) in single precision."""
-    return values.detach().float().expand(branches).contiguous()
+def _refuses_step(call: Call) -> str:
+    # factors of 64 numbers and more are checked by themselves, as compilers take their products in other ways
+    window = call.x.shape[-1]
+    kind = "rotor_step" if window < 2048 else "rotor_step_2048" if window < 4096 else "rotor_step_4096"
+    return triton.refuses(call, kind, 5, lambda call: window)
 
 
-class _MixedBranches(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, order, slopes, mix, normalize):
-        save(ctx, (x, order, slopes, mix, normalize))
-        return _mix(x, order, slopes, mix, normalize)
+def _step_in_triton(*given: Any) -> Tensor:
+    from relinear.kernels.triton import rotor as fused
 
-    @staticmethod
-    @differentiable_as(reference.mixed_branches)
-    def backward(ctx, grad):
-        x, order, slopes, mix, _ = ctx.saved_tensors
-        x, branches = x.contiguous(), x.shape[1]
-        grad_x, sums = torch.empty_like(x), x.new_empty(len(x), 2, branches, dtype=torch.float32)
-        numbers = _single(slopes, branches), _single(mix, branches), ctx.plain[4]
-        native.kernels().mix_branches_backward(grad_x, sums, grad.contiguous(), x, order, *numbers)
-        to_slopes, to_mix = sums.sum(0)
-        return grad_x, None, to_slopes.sum_to_size(slopes.shape).to(slopes.dtype), to_mix.to(mix.dtype), None
+    return fused.rotor_step(*given)
 
 
-def _mix(x: Tensor, order: Tensor, slopes: Tensor, mix: Tensor, normalize: bool) -> Tensor:
-    y = x.new_empty(x.shape[0], x.shape[2])
-    numbers = (_single(values, x.shape[1]) for values in (slopes, mix))
-    native.kernels().mix_branches(y, x.contiguous(), order, *numbers, normalize)
-    return y
+def takes_step(x: Tensor, left: Tensor, right: Tensor, slopes: Tensor, mix: Tensor) -> bool:
+    """Whether ``rotor_step`` is one kernel for such tensors, for whom it would cost to compute factors otherwise."""
+    return not _refuses_step(Call(x, left, right, slopes, mix))
 
 
-def mixed_branches(
-    x: Tensor,
-    order: Tensor | None,
-    slopes: Tensor,
-    mix: Tensor,
-    normalize: bool = True,
-    activation: str = "prelu",
-) -> Tensor:
-    """``functional.rotor.mixed_branches`` (same arguments and result)."""
-    against = "no PReLU" if callable(reference.ACTIVATIONS[activation]) else ""
-    against = against or against_native_branches(x, order, slopes, mix)
-    took("rotor's branches", "torch's operations" if against else "one pass in C++", x, native=against)
-    if against:
-        return reference.mixed_branches(x, order, slopes, mix, normalize, activation)
-    assert order is not None
-    if torch.is_grad_enabled() and (x.requires_grad or slopes.requires_grad or mix.requires_grad):
-        return _MixedBranches.apply(x, order, slopes, mix, normalize)
-    return _mix(x, order, slopes, mix, normalize)
-
-
+@dispatch(Form("Triton", _refuses_step, _step_in_triton))
 def rotor_step(
     x: Tensor,
     left: Tensor,
@@ -237,15 +214,9 @@ def rotor_step(
     activation: str = "prelu",
 ) -> Tensor:
     """``functional.rotor.rotor_step`` (same arguments and result)."""
-    triton = against_triton(step_kind(x.shape[-1]), x, left, right, slopes, mix, outputs=x.shape[-1])
-    took("rotor's hidden step", "torch's operations" if triton else "Triton", x, triton=triton)
-    if not triton:
-        from relinear.kernels.triton import rotor_step as fused
-
-        return fused.rotor_step(x, left, right, slopes, mix, seed, step, basis, normalize, activation)
     branches = sandwich_windows(x.unsqueeze(1), left, right, basis)
     order = None if seed is None else reference.step_order(x, left.shape[1], seed, step)
-    return mixed_branches(branches, order, slopes, mix, normalize, activation)
+    return reference.mixed_branches(branches, order, slopes, mix, normalize, activation)
 
 
 def _ready(values: Tensor) -> Tensor:
@@ -326,6 +297,33 @@ class _Network(torch.autograd.Function):
         return None, None, grad_x, to_slopes.to(slopes.dtype), to_mix.to(mix.dtype), to_bias, *to_factors
 
 
+def _refuses_network(call: Call) -> str:
+    """Training keeps to one form, whatever has been built; in inference a few tokens take what is there."""
+    _, left, right, *_ = call.given
+    return _refuses_sizes(call, [factor.shape[-1] for factor in (*left, *right)])
+
+
+def _refuses_sizes(call: Call, sizes: Sequence[int]) -> str:
+    if any(size % 8 for size in sizes):
+        return "factors of sizes not divisible by 8"
+    reason = refuses_opaque(call) or native.refuses(call, native.FEWEST_NETWORK_ENTRIES)
+    if reason and not call.grad:
+        reason = refuses_opaque(call) or native.refuses(call, fewest=1, may_build=False)
+    return reason
+
+
+def takes_network(x: Tensor, sizes: Sequence[int]) -> bool:
+    """Whether ``rotor_network`` is one kernel for inputs x (N, I) and factors of such sizes."""
+    return not _refuses_sizes(Call(x), sizes)
+
+
+def _in_tiles(x, left, right, orders, slopes, mix, bias, form) -> Tensor:
+    if torch.is_grad_enabled():
+        return _Network.apply(form, orders, x, slopes, mix, bias, *left, *right)
+    return PreparedNetwork(x.shape[1], left, right, orders, slopes, mix, form)(x, bias)
+
+
+@dispatch(Form("tiles of tokens in C++", _refuses_network, _in_tiles))
 def rotor_network(
     x: Tensor,
     left: Sequence[Tensor],
@@ -337,10 +335,4 @@ def rotor_network(
     form: reference.NetworkForm,
 ) -> Tensor:
     """``functional.rotor.rotor_network`` (same arguments and result)."""
-    against = against_native_network(x, [factor.shape[-1] for factor in (*left, *right)])
-    took("rotor's network", "torch's operations" if against else "tiles of tokens in C++", x, native=against)
-    if against:
-        return reference.rotor_network(x, left, right, orders, slopes, mix, bias, form)
-    if torch.is_grad_enabled():
-        return _Network.apply(form, orders, x, slopes, mix, bias, *left, *right)
-    return PreparedNetwork(x.shape[1], left, right, orders, slopes, mix, form)(x, bias)
+    return reference.rotor_network(x, left, right, orders, slopes, mix, bias, form)

@@ -20,9 +20,15 @@ from relinear.functional.block_hadamard import (
     block_hadamard_sizes,
 )
 from relinear.kernels.block_hadamard import block_hadamard, block_hadamard_dense, hadamard_flops
-from relinear.kernels.choice import prefers_composed, prefers_dense
+from relinear.kernels.cpu.dense import Dense
 
 __all__ = ["BlockHadamard", "BlockHadamardLinear"]
+
+_DENSE = Dense(
+    "block_hadamard",
+    kept={torch.float32: ((8, 1024), (math.inf, 256)), torch.bfloat16: ((128, 2048), (math.inf, 1024))},
+    composed={torch.float32: ((0, 128),), torch.bfloat16: ((0, 256),)},
+)
 
 
 class BlockHadamardLinear(Operator):
@@ -49,7 +55,7 @@ class BlockHadamardLinear(Operator):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        dense = dense_form(self, x, prefers_dense, prefers_composed)
+        dense = dense_form(self, x, _DENSE)
         if dense is not None:
             return dense
         return block_hadamard(x, self.blocks(), self.out_features, self.bias, self.config.mix_input)

@@ -27,8 +27,8 @@ from relinear.functional.hdpl import (
     hdpl_fit,
     hdpl_sample,
 )
-from relinear.kernels.choice import against_rows
 from relinear.kernels.hdpl import few_rows, hdpl, token_kl
+from relinear.kernels.native import refuses_rows
 from relinear.kernels.native.build import is_loaded_beside
 
 __all__ = ["HDPL", "HDPLLinear"]
@@ -111,7 +111,7 @@ class HDPLLinear(LatentOperator):
         return few_rows(x, self.blocks, weight, offset, self.decoder.forward()[0], self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._kept is not None and self._latent_tap is None and not against_rows(x):
+        if self._kept is not None and self._latent_tap is None and not refuses_rows(x):
             run = prepared(self, x, self._few_rows)
             if run is not None:
                 return run(x)

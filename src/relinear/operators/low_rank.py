@@ -15,12 +15,13 @@ from relinear.core.config import check_at_least, register
 from relinear.core.dense_cache import dense_form
 from relinear.core.moments import Moments
 from relinear.core.operator import Operator, OperatorConfig, dense_weight, linear_features
-from relinear.functional.low_rank import low_rank_factors, weighted_spectrum
-from relinear.kernels.choice import prefers_composed, prefers_dense
-from relinear.kernels.low_rank import low_rank
-from relinear.kernels.native.build import is_loaded_beside
+from relinear.functional.low_rank import low_rank, low_rank_factors, weighted_spectrum
+from relinear.kernels.cpu.dense import Dense
 
 __all__ = ["LowRank", "LowRankLinear", "RankConfig", "RankLinear"]
+
+#: in training never: two products are few
+_DENSE = Dense("low_rank", {torch.float32: ((8, 256),), torch.bfloat16: ((8, 512), (math.inf, 256))})
 
 #: steps of the ranks that are considered when a size is chosen; finer only in layers below 16 times this
 RANK_STEP = 8
@@ -38,12 +39,6 @@ class RankLinear(Operator):
     def to_dense(self) -> Tensor:
         down, up = self.dense_chain()
         return up @ down
-
-    def keep_for_inference(self, keep: bool) -> None:
-        """Also has the kernel built that a few rows take, where it is not there yet."""
-        super().keep_for_inference(keep)
-        if self._kept is not None:
-            is_loaded_beside(next(self.parameters()))
 
     @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:
@@ -85,7 +80,7 @@ class LowRankLinear(RankLinear):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        dense = dense_form(self, x, prefers_dense, prefers_composed)
+        dense = dense_form(self, x, _DENSE)
         return low_rank(x, self.down, self.up, self.bias) if dense is None else dense
 
     def dense_chain(self) -> tuple[Tensor, ...]:

@@ -14,11 +14,16 @@ from torch import Tensor, nn
 from relinear.core.config import check_at_least, register
 from relinear.core.dense_cache import dense_form
 from relinear.core.operator import Operator, OperatorConfig
-from relinear.functional.monarch import monarch_dense, monarch_factors
-from relinear.kernels.choice import prefers_composed, prefers_dense
-from relinear.kernels.monarch import monarch
+from relinear.functional.monarch import monarch, monarch_dense, monarch_factors
+from relinear.kernels.cpu.dense import Dense
 
 __all__ = ["Monarch", "MonarchLinear"]
+
+_DENSE = Dense(
+    "monarch",
+    kept={torch.float32: ((8, 1024), (math.inf, 256)), torch.bfloat16: ((math.inf, 1024),)},
+    composed={torch.float32: ((4096, 256), (0, 128)), torch.bfloat16: ((2048, 512), (0, 256))},
+)
 
 
 class MonarchLinear(Operator):
@@ -53,7 +58,7 @@ class MonarchLinear(Operator):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        dense = dense_form(self, x, prefers_dense, prefers_composed)
+        dense = dense_form(self, x, _DENSE)
         return monarch(x, self.right, self.left, self.out_features, self.bias) if dense is None else dense
 
     def to_dense(self) -> Tensor:

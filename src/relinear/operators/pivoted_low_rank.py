@@ -15,12 +15,17 @@ from torch import Tensor, nn
 from relinear.core.config import register
 from relinear.core.dense_cache import dense_form
 from relinear.core.operator import OperatorConfig, ParamRole
-from relinear.functional.pivoted_low_rank import pivoted_factors
-from relinear.kernels.choice import prefers_composed, prefers_dense
-from relinear.kernels.pivoted_low_rank import pivoted_low_rank
+from relinear.functional.pivoted_low_rank import pivoted_factors, pivoted_low_rank
+from relinear.kernels.cpu.dense import Dense
 from relinear.operators.low_rank import RankConfig, RankLinear
 
 __all__ = ["PivotedLowRank", "PivotedLowRankLinear"]
+
+_DENSE = Dense(
+    "pivoted_low_rank",
+    kept={torch.float32: ((8, 256),), torch.bfloat16: ((8, 576), (math.inf, 256))},
+    composed={torch.float32: ((2048, 0), (0, 64)), torch.bfloat16: ((0, 128),)},
+)
 
 
 class PivotedLowRankLinear(RankLinear):
@@ -58,7 +63,7 @@ class PivotedLowRankLinear(RankLinear):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        dense = dense_form(self, x, prefers_dense, prefers_composed)
+        dense = dense_form(self, x, _DENSE)
         return pivoted_low_rank(x, self.order, self.mix, self.up, self.bias) if dense is None else dense
 
     def dense_chain(self) -> tuple[Tensor, ...]:

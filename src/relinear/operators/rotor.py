@@ -22,13 +22,15 @@ from relinear.functional.rotor import (
     NetworkForm,
     branch_orders,
     branch_permutation,
+    mixed_branches,
     nearest_kronecker,
     through_network,
     window_size,
 )
 from relinear.kernels.autograd import lowered
-from relinear.kernels.choice import against_native_network, against_triton, is_plain, prefers_dense_to, step_kind
-from relinear.kernels.rotor import PreparedNetwork, mixed_branches, rotor_network, rotor_step
+from relinear.kernels.cpu.dense import prefers_dense
+from relinear.kernels.forms import is_plain
+from relinear.kernels.rotor import PreparedNetwork, rotor_network, rotor_step, takes_network, takes_step
 from relinear.operators.sandwich_sum import SandwichSum, exponentials, tiled
 
 __all__ = ["Rotor", "RotorLinear"]
@@ -83,7 +85,8 @@ class _Branches(nn.Module):
 
     def forward(self, x: Tensor, slope: Tensor | None = None, rotors: tuple[Tensor, Tensor] | None = None) -> Tensor:
         config, slopes = self.config, self.slopes_or(slope)
-        if against_triton(step_kind(self.window), x, self.rotors.left, slopes, self.mix, outputs=self.window):
+        left, right = self.rotors.left, self.rotors.right
+        if not takes_step(x, left, left if right is None else right, slopes, self.mix):
             return _mixed(config, self.rotors(x, rotors), self.window, self.index, slopes, self.mix)
         seed = config.seed if config.permute else None
         given = x.reshape(-1, self.window), *self.rotors.factors_for(x, rotors), slopes, self.mix
@@ -142,31 +145,30 @@ class RotorLinear(RememberingModule, Operator):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def _prefers_dense(self, kind: str, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
+    def _prefers_dense(self, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
         if not self.config.linear:
             return False
         factored = sum(stage.factored_cost(tokens, dtype) for stage in self._sums())
-        return prefers_dense_to(factored, kind, in_features, out_features, dtype, tokens, tiled(dtype))
+        return prefers_dense(factored, "rotor", in_features, out_features, dtype, tokens, tiled(dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         dense = dense_inference(self, x, self._prefers_dense)
         if dense is not None:
             return dense
         (x,) = lowered(x)
-        if not self._against_one_pass(x):
+        if self._is_one_pass(x):
             return self._in_one_pass(x)
         y = self._without_bias(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
-    def _against_one_pass(self, x: Tensor) -> str:
-        """Against the kernel of a whole network."""
+    def _is_one_pass(self, x: Tensor) -> bool:
+        """Whether the kernel of a whole network runs."""
         if self.exit is None:
-            return "no network"
+            return False
         sums = self._sums()
         if not all(is_plain(s.left) for s in sums):
-            return "no plain parameters on a CPU"
-        sizes = [size for s in sums for size in s.factor_sizes]
-        return against_native_network(x, sizes)
+            return False
+        return takes_network(x, [size for s in sums for size in s.factor_sizes])
 
     def _in_one_pass(self, x: Tensor) -> Tensor:
         cache, tokens, run = self._network_cache(x), x.reshape(-1, self.in_features), None

@@ -23,8 +23,9 @@ from relinear.functional.rotor import (
     turned_vectors,
     window_count,
 )
-from relinear.kernels.choice import factored_cost, is_transformed, prefers_dense_to
+from relinear.kernels.cpu.dense import factored_cost, prefers_dense
 from relinear.kernels.cpu.portions import PORTION_BYTES
+from relinear.kernels.forms import is_transformed
 from relinear.kernels.rotor import sandwich_windows
 from relinear.system.machine import fast_bfloat16
 
@@ -194,7 +195,7 @@ class SandwichSum(RememberingModule):
         return size, size
 
     def factored_cost(self, tokens: int, dtype: torch.dtype) -> float:
-        """Of the factored form in inference on a CPU, as ``kernels.choice.dense_cost``."""
+        """Of the factored form in inference on a CPU, as ``kernels.cpu.dense.dense_cost``."""
         blade = self.config.basis == "blade"
         sizes = self.in_features, self.out_features, min(self.factor_sizes)
         return factored_cost(*sizes, math.prod(self.counts), self.flops_per_token(), blade, tokens, tiled(dtype))
@@ -241,7 +242,7 @@ class SandwichSum(RememberingModule):
     ) -> Callable[[Tensor], Tensor]:
         """The map with everything that depends on parameters computed beforehand, the faster way."""
         asked = "rotor", self.in_features, self.out_features, dtype, tokens, tiled(dtype)
-        if device.type == "cpu" and prefers_dense_to(self.factored_cost(tokens, dtype), *asked):
+        if device.type == "cpu" and prefers_dense(self.factored_cost(tokens, dtype), *asked):
             weight = cache.get(("dense", dtype))
             if weight is None:
                 weight = cache.keep(("dense", dtype), lambda: self.dense().to(dtype).contiguous())

@@ -21,7 +21,7 @@ from relinear.core.prepared import prepared
 from relinear.core.sites import Gated
 from relinear.core.wrapper import Wrapper, WrapperConfig
 from relinear.functional.transponder import PHI, modulate_static, modulator_gate
-from relinear.kernels.choice import against_rows, took
+from relinear.kernels.native import refuses_rows
 from relinear.kernels.native.build import is_loaded_beside
 from relinear.kernels.transponder import few_rows, modulate, modulated_linear
 
@@ -132,7 +132,6 @@ class Modulator(Gated, CachingModule, _Alphas):
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         gates = None if self._taps is None else self._through_taps(x)
         if self.against_kernels or self._is_edited:
-            took("transponder's gates", "reference", z, option=self.against_kernels or "gates are edited")
             gated = z
             for gate in (self.gates_of(x) if gates is None else gates).values():
                 gated = gated * gate
@@ -344,7 +343,7 @@ class TransponderLinear(Wrapper):
 
     def forward(self, x: Tensor) -> Tensor:
         # looked up where it is: this is asked for every token, and attributes of modules take a while
-        if self._kept is not None and not against_rows(x) and not getattr(self._modules["modulator"], "_taps", None):
+        if self._kept is not None and not refuses_rows(x) and not getattr(self._modules["modulator"], "_taps", None):
             run = prepared(self, x, self._few_rows)
             if run is not None:
                 return run(x)

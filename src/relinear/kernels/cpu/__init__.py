@@ -1,1 +1,1 @@
-"""What the twins share on CPUs: portions of rows that stay in cache, compiled functions, products that gate."""
+"""What the twins share on CPUs: portions of rows that stay in cache, products of blocks, products that gate."""

@@ -28,22 +28,20 @@ def block_diagonal_product(x: Tensor, blocks: Tensor, bias: Tensor | None = None
         groups = y.view(-1, count, outs).transpose(0, 1)
         torch.bmm(x.unflatten(1, (count, ins)).transpose(0, 1), blocks.mT, out=groups)
         return y if bias is None else y.add_(bias)
+    given = x.unflatten(1, (count, ins)).unbind(1)
     biases = [None] * count if bias is None else bias.view(count, outs).unbind()
-    for part, given, block, offset in zip(_groups(y, count), _groups(x, count), blocks.unbind(), biases):
+    for part, rows, block, offset in zip(y.unflatten(1, (count, outs)).unbind(1), given, blocks.unbind(), biases):
         if offset is None:
-            torch.mm(given, block.T, out=part)
+            torch.mm(rows, block.T, out=part)
         else:
-            torch.addmm(offset, given, block.T, out=part)
+            torch.addmm(offset, rows, block.T, out=part)
     return y
 
 
 def block_gradient(gradient: Tensor, x: Tensor, count: int) -> Tensor:
     """The gradient (K, O/K, I/K) of ``count`` blocks, from that (N, O) of their output and their input (N, I)."""
     result = x.new_empty(count, gradient.shape[1] // count, x.shape[1] // count)
-    for block, part, given in zip(result.unbind(), _groups(gradient, count), _groups(x, count)):
-        torch.mm(part.T, given, out=block)
+    parts, given = gradient.unflatten(1, (count, -1)).unbind(1), x.unflatten(1, (count, -1)).unbind(1)
+    for block, part, rows in zip(result.unbind(), parts, given):
+        torch.mm(part.T, rows, out=block)
     return result
-
-
-def _groups(x: Tensor, count: int) -> tuple[Tensor, ...]:
-    return x.unflatten(1, (count, -1)).unbind(1)

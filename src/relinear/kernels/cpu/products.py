@@ -10,15 +10,11 @@ import math
 import torch
 from torch import Tensor
 
-from relinear.kernels.choice import against_native_product, took
-from relinear.kernels.cpu.weight_gradient import weight_gradient
 from relinear.kernels.native import kernels
 from relinear.system.machine import has_narrow_products
 
 __all__ = ["deepest", "product", "product_gradient"]
 
-#: rows from which the copy of a product's weights is worth it
-FEWEST_ROWS = 256
 #: entries of a gradient up to which its sums, which are added to some rows at a time, stay in the second cache
 LARGEST_GRADIENT = 1 << 19
 
@@ -34,11 +30,9 @@ def deepest(bound: int) -> float:
     return math.inf if _narrow() else bound
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x weight^T + bias (N, O), without a graph, of x (N, I) and weight (O, I)."""
-    native = against_native_product(x, weight.shape[1], deepest(0), FEWEST_ROWS)
-    took("a product", "torch's" if native else "C++", x, native=native)
-    if native:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, native: bool) -> Tensor:
+    """x weight^T + bias (N, O), without a graph, of x (N, I) and weight (O, I), in C++ where that is wanted."""
+    if not native:
         return torch.mm(x, weight.T) if bias is None else torch.addmm(bias, x, weight.T)
     y, rows = x.new_empty(x.shape[0], weight.shape[0]), x.contiguous()
     nothing = x.new_empty(x.shape[0], 0), weight.new_empty(weight.shape[0], 0)
@@ -46,13 +40,11 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y
 
 
-def product_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """grad^T x (O, I) of grad (N, O) and x (N, I)."""
+def product_gradient(grad: Tensor, x: Tensor, native: bool) -> Tensor:
+    """grad^T x (O, I) of grad (N, O) and x (N, I), in C++ where that is wanted and small enough for it."""
     outputs, inputs = grad.shape[1], x.shape[1]
-    native = against_native_product(x, inputs, deepest(0), FEWEST_ROWS)
-    if native or outputs * inputs > LARGEST_GRADIENT:
-        return weight_gradient(grad, x)
-    took("a weight's gradient", "C++", x)
+    if not native or outputs * inputs > LARGEST_GRADIENT:
+        return grad.T @ x
     total, nothing = x.new_empty(1, outputs, inputs), x.new_empty(outputs, 0)
     kernels().block_low_rank_gradient(total, nothing, grad.contiguous(), x.contiguous(), x.new_empty(x.shape[0], 0))
     return total[0]

@@ -1,4 +1,4 @@
-"""Kernels in C++ for CPUs, built at their first use (``build``); ``kernels.choice.against_native`` says where they run.
+"""Kernels in C++ for CPUs, built at their first use (``build``), and what they refuse.
 
 Where no C++ compiler is found, or building fails (one warning), or ``RELINEAR_COMPILE_KERNELS=0`` is in the environment
 when they are first wanted, twins take torch's operations.
@@ -9,14 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from relinear.kernels.forms import PLAIN, Call
+from relinear.kernels.native import build
 
 __all__ = [
-    "FEWEST_CHAIN_WEIGHTS",
     "FEWEST_NATIVE_ENTRIES",
     "FEWEST_NETWORK_ENTRIES",
     "LARGEST_NATIVE_RANK",
     "MOST_FEW_ROWS",
     "kernels",
+    "refuses",
+    "refuses_few_rows",
+    "refuses_rows",
 ]
 
 #: entries from which the kernels are used: below, an eager chain takes less time than a thread's start saves
@@ -25,13 +32,71 @@ FEWEST_NATIVE_ENTRIES = 1 << 17
 FEWEST_NETWORK_ENTRIES = 1 << 13
 #: the largest rank of gates that ``modulate`` takes
 LARGEST_NATIVE_RANK = 16
-#: rows up to which the kernels of ``few_rows.cpp`` are faster than torch's matrix products, and how many weights a
-#: product of two matrices takes for that; measured by results/speed/few_rows.py
-MOST_FEW_ROWS = {torch.float32: 8, torch.bfloat16: 1}
-FEWEST_CHAIN_WEIGHTS = 1 << 17
+#: rows up to which the kernels of ``few_rows.cpp`` are faster than torch's matrix products
+MOST_FEW_ROWS = {torch.float32: 4, torch.bfloat16: 1}
 
 
 def kernels() -> Any:
-    """The kernels, as ``torch.ops`` (their C++ source says what each does); only where ``choice`` has nothing against
-    them."""
+    """The kernels, as ``torch.ops`` (their C++ source says what each does); only where nothing speaks against them."""
     return torch.ops.relinear_cpu
+
+
+def refuses(call: Call, fewest: int | None = None, may_build: bool = True, size: int | None = None) -> str:
+    """Refuse tensors but large plain ones in float32 or bfloat16, where the kernels can be built.
+
+    Args:
+        call: of which x is asked about.
+        fewest: entries; ``FEWEST_NATIVE_ENTRIES`` by default.
+        may_build: also where the kernels are not there yet.
+        size: entries that are counted; those of x by default.
+    """
+    if (call.size if size is None else size) < (FEWEST_NATIVE_ENTRIES if fewest is None else fewest):
+        return "too few entries"
+    if call.dtype not in (torch.float32, torch.bfloat16):
+        return "neither float32 nor bfloat16"
+    if not call.plain:
+        return "no plain tensor on a CPU"
+    if call.transformed:
+        return call.opaque
+    if not build.has_compiler():
+        return "no C++ compiler, or RELINEAR_COMPILE_KERNELS=0"
+    if not (may_build or build.is_built()):
+        return "not worth building the kernels"
+    return "" if build.is_loaded() else "the kernels could not be built"
+
+
+def refuses_few_rows(x: Tensor, *parameters: Tensor | None) -> str:
+    """Refuse one kernel for all that an operator does with a few rows x (..., I): it is for inference alone.
+
+    A few rows are not worth a build: ``relinear.for_inference_`` has the kernels built.
+
+    Args:
+        x: inputs.
+        parameters: matrices, biases and whatever else is to be plain, contiguous and of x's dtype.
+    """
+    reason = refuses_rows(x) or refuses(Call(x), fewest=1, may_build=False)
+    if reason:
+        return reason
+    dtype = x.dtype
+    for p in parameters:  # a loop, not a generator: this is asked for every token
+        if p is not None and not (p.dtype == dtype and p.is_cpu and type(p) in PLAIN and p.is_contiguous()):
+            return "no plain parameters of the inputs' dtype on a CPU"
+    return ""
+
+
+def refuses_rows(x: Tensor) -> str:
+    """Refuse any kernel for a few rows x (..., I), whatever its parameters.
+
+    Spelt out, not called: this is asked for every token by every layer.
+    """
+    if torch.is_grad_enabled():
+        return "gradients are recorded"
+    if torch.compiler.is_compiling() or type(x) not in PLAIN or torch._C._len_torch_dispatch_stack():
+        return "operations are traced"  # a program for any number of rows would become one for a few
+    if not 0 < x.numel() <= MOST_FEW_ROWS.get(x.dtype, 0) * x.shape[-1]:
+        return "too many rows, or none"
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return "torch.func or a derivative in forward mode"
+    if not x.is_cpu or torch._C._functorch.is_legacy_batchedtensor(x):
+        return "no plain tensor on a CPU"
+    return "autocast" if torch.is_autocast_enabled("cpu") else ""

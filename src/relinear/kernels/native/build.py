@@ -31,12 +31,26 @@ OPENMP = [] if sys.platform == "darwin" else ["-fopenmp"]
 NATIVE = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
 FLAGS = ["-O3", NATIVE, "-fno-math-errno", "-fno-trapping-math", *OPENMP]
 
+#: values of RELINEAR_COMPILE_KERNELS, and whether kernels are built then
+WANTED = {"1": True, "on": True, "": True, "0": False, "off": False}
+
 
 @functools.cache
 def has_compiler() -> bool:
-    """Whether compiled kernels are wanted and there is a C++ compiler for them: that of CXX, or g++, or clang++."""
-    wanted = os.environ.get("RELINEAR_COMPILE_KERNELS", "1") != "0" and os.name == "posix"
-    return wanted and any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
+    """Whether compiled kernels are wanted and there is a C++ compiler for them: that of CXX, or g++, or clang++.
+
+    Raises:
+        ValueError: RELINEAR_COMPILE_KERNELS is none of ``WANTED``.
+    """
+    asked = os.environ.get("RELINEAR_COMPILE_KERNELS", "1")
+    if asked.lower() not in WANTED:
+        known = ", ".join(repr(value) for value in WANTED)
+        raise ValueError(f"RELINEAR_COMPILE_KERNELS={asked!r} in the environment, expected one of {known}")
+    return (
+        WANTED[asked.lower()]
+        and os.name == "posix"
+        and any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
+    )
 
 
 def is_built() -> bool:

@@ -11,41 +11,7 @@ namespace {
 
 using namespace relinear;
 
-// out = (down x) up^T + bias, or with an order (x_S + down x_rest) up^T + bias, S being the first R of the order.
-template <class T>
-void chain(Tensor& out, const Tensor& x, const std::optional<Tensor>& order, const Tensor& down, const Tensor& up,
-           const std::optional<Tensor>& bias) {
-  const int64_t rows = x.size(0), inputs = x.size(1), rank = down.size(0), outputs = up.size(0);
-  const int64_t pivots = order ? rank : 0, rest = inputs - pivots;
-  const std::vector<float> taken = in_single<T>(x, order);
-  std::vector<float> between(rows * rank);
-  const T* first = down.const_data_ptr<T>();
-  for_outputs(rank, rank, rows * rest, [&](int64_t r, auto count) {
-    for (int64_t n = 0; n < rows; ++n) {  // the weights come from the first cache after n = 0
-      float sums[count] = {};
-      add_products(sums, first + r * rest, rest, taken.data() + n * inputs + pivots);
-      for (int i = 0; i < count; ++i)
-        between[n * rank + r + i] = sums[i] + (pivots ? taken[n * inputs + r + i] : 0.f);
-    }
-  });
-  linear_rows(out.mutable_data_ptr<T>(), between, rows, rank, up.const_data_ptr<T>(), outputs, Bias<T>(bias));
-}
-
-void chain_any(Tensor& out, const Tensor& x, const std::optional<Tensor>& order, const Tensor& down, const Tensor& up,
-               const std::optional<Tensor>& bias) {
-  const auto sizes = checked(x, "x");
-  TORCH_CHECK(down.dim() == 2 && up.dim() == 2, "down and up must be matrices, got ", down.sizes(), " and ",
-              up.sizes());
-  const int64_t pivots = order ? down.size(0) : 0;
-  check(down, "down", x.scalar_type(), {up.size(1), sizes[1] - pivots});
-  check(up, "up", x.scalar_type(), up.sizes());
-  check(out, "out", x.scalar_type(), {sizes[0], up.size(0)});
-  check_optional(order, "order", at::kInt, {sizes[1]});
-  check_optional(bias, "bias", x.scalar_type(), {up.size(0)});
-  RELINEAR_DISPATCH(x, chain<T>(out, x, order, down, up, bias));
-}
-
-// HDPL without noise: z = encoder x + its bias, out = diag(blocks) x + decoder silu(z) + bias. Nobody may want z.
+// HDPL without noise: z = encoder x + its bias, out = diag(blocks) x + decoder silu(z) + bias.
 template <class T>
 void hdpl(T* to, T* to_z, const Tensor& x, const Tensor& blocks, const Tensor& encoder, const Tensor& encoder_bias,
           const Tensor& decoder, const std::optional<Tensor>& bias) {
@@ -62,7 +28,7 @@ void hdpl(T* to, T* to_z, const Tensor& x, const Tensor& blocks, const Tensor& e
       add_products(sums, to_latent + r * inputs, inputs, taken.data() + n * inputs);
       for (int i = 0; i < count; ++i) {
         const float value = sums[i] + offset[r + i];
-        if (to_z) to_z[n * rank + r + i] = T(value);
+        to_z[n * rank + r + i] = T(value);
         latent[n * rank + r + i] = value;
       }
     }
@@ -96,23 +62,15 @@ void check_hdpl(const Tensor& x, const Tensor& blocks, const Tensor& encoder, co
   check_optional(bias, "bias", x.scalar_type(), {outputs});
 }
 
-void hdpl_any(Tensor& out, Tensor& z, const Tensor& x, const Tensor& blocks, const Tensor& encoder,
-              const Tensor& encoder_bias, const Tensor& decoder, const std::optional<Tensor>& bias) {
-  check_hdpl(x, blocks, encoder, encoder_bias, decoder, bias);
-  check(out, "out", x.scalar_type(), {x.size(0), decoder.size(0)});
-  check(z, "z", x.scalar_type(), {x.size(0), decoder.size(1)});
-  RELINEAR_DISPATCH(x, hdpl(out.mutable_data_ptr<T>(), z.mutable_data_ptr<T>(), x, blocks, encoder, encoder_bias,
-                            decoder, bias));
-}
-
-Tensor hdpl_layer(const Tensor& x, const Tensor& blocks, const Tensor& encoder, const Tensor& encoder_bias,
-                  const Tensor& decoder, const std::optional<Tensor>& bias) {
+std::tuple<Tensor, Tensor> hdpl_layer(const Tensor& x, const Tensor& blocks, const Tensor& encoder,
+                                      const Tensor& encoder_bias, const Tensor& decoder,
+                                      const std::optional<Tensor>& bias) {
   const Tensor rows = rows_of(x);
   check_hdpl(rows, blocks, encoder, encoder_bias, decoder, bias);
-  Tensor out = empty_like_rows(x, decoder.size(0));
-  RELINEAR_DISPATCH(rows, hdpl<T>(out.mutable_data_ptr<T>(), nullptr, rows, blocks, encoder, encoder_bias, decoder,
-                                  bias));
-  return out;
+  Tensor out = empty_like_rows(x, decoder.size(0)), z = empty_like_rows(x, decoder.size(1));
+  RELINEAR_DISPATCH(rows, hdpl<T>(out.mutable_data_ptr<T>(), z.mutable_data_ptr<T>(), rows, blocks, encoder,
+                                  encoder_bias, decoder, bias));
+  return {out, z};
 }
 
 // A weight of features with its bias, of a gate: sigmoid(weight features + bias).
@@ -258,14 +216,9 @@ Tensor ccl_any(const Tensor& x, const std::optional<Tensor>& context, at::Tensor
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(relinear_cpu, library) {
-  library.def("chain(Tensor(a!) out, Tensor x, Tensor? order, Tensor down, Tensor up, Tensor? bias) -> ()", chain_any);
-  library.def(
-      "hdpl_rows(Tensor(a!) out, Tensor(b!) z, Tensor x, Tensor blocks, Tensor encoder, Tensor encoder_bias, "
-      "Tensor decoder, Tensor? bias) -> ()",
-      hdpl_any);
   library.def(
       "hdpl_layer(Tensor x, Tensor blocks, Tensor encoder, Tensor encoder_bias, Tensor decoder, Tensor? bias) -> "
-      "Tensor",
+      "(Tensor, Tensor)",
       hdpl_layer);
   library.def(
       "ccl_layer(Tensor x, Tensor? context, Tensor[] trunk, Tensor basis, Tensor mix, Tensor? bias, Tensor? gain, "

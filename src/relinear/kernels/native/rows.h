@@ -50,19 +50,11 @@ void for_outputs(int64_t outputs, int64_t group, int64_t work, const Body& body)
   });
 }
 
-// Numbers in single precision: those of a tensor, or those of its rows in another order.
+// Numbers in single precision.
 template <class T>
-std::vector<float> in_single(const Tensor& x, const std::optional<Tensor>& order = std::nullopt) {
-  const int64_t width = x.size(-1);
-  std::vector<float> taken(x.numel());
-  const int32_t* places = order ? order->const_data_ptr<int32_t>() : nullptr;
+std::vector<float> in_single(const Tensor& x) {
   const T* from = x.const_data_ptr<T>();
-  for (int64_t i = 0; i < width; ++i) {
-    const int64_t place = places ? places[i] : i;
-    TORCH_CHECK_INDEX(place >= 0 && place < width, "order must hold places below ", width, ", got ", place);
-    for (int64_t start = 0; start < x.numel(); start += width) taken[start + i] = float(from[start + place]);
-  }
-  return taken;
+  return {from, from + x.numel()};
 }
 
 // A bias, or zeros.
@@ -73,19 +65,6 @@ struct Bias {
   explicit Bias(const std::optional<Tensor>& bias) : data(bias ? bias->const_data_ptr<T>() : nullptr) {}
   float operator[](int64_t at) const { return data ? float(data[at]) : 0.f; }
 };
-
-// x weights^T + bias of so many rows, to (N, O).
-template <class T>
-void linear_rows(T* to, const std::vector<float>& x, int64_t rows, int64_t inputs, const T* weights, int64_t outputs,
-                 const Bias<T>& bias) {
-  for_outputs(outputs, outputs, rows * inputs, [&](int64_t o, auto count) {
-    for (int64_t n = 0; n < rows; ++n) {  // the weights come from the first cache after n = 0
-      float sums[count] = {};
-      add_products(sums, weights + o * inputs, inputs, x.data() + n * inputs);
-      for (int i = 0; i < count; ++i) to[n * outputs + o + i] = T(sums[i] + bias[o + i]);
-    }
-  });
-}
 
 // The matrix (N, I) of the rows of x (..., I).
 inline Tensor rows_of(const Tensor& x) {

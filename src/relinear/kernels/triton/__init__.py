@@ -1,5 +1,127 @@
-"""Triton kernels for NVIDIA GPUs: one file an operator, reached through ``kernels.choice`` alone.
+"""Triton kernels for NVIDIA GPUs, one file an operator, and what they refuse.
 
-Nothing here is imported before a CUDA tensor asks for it. Every kernel is an opaque ``torch.library`` operator with a
-shape rule and a backward, so that it goes through ``torch.compile(fullgraph=True)``. Tile sizes are untuned.
+No kernel is imported before a CUDA tensor asks for it. Every kernel is an opaque ``torch.library`` operator with a
+shape rule, and a backward where it is taken in training, so that it goes through ``torch.compile(fullgraph=True)``.
+Tile sizes are untuned.
 """
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import os
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from relinear.kernels.first_check import against_unseen
+from relinear.kernels.forms import Call
+
+__all__ = ["refuses", "triton_kernels"]
+
+#: where the kernels run
+DEVICE = "cuda"
+
+#: the oldest GPU that the Triton kernels are compiled for: its tensor cores take bfloat16 and single precision
+OLDEST_CAPABILITY = (8, 0)
+
+#: whether there are Triton kernels to choose: settled once, as a compiler cannot look for packages
+HAS_TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
+
+#: values of RELINEAR_TRITON, and what they say of Triton kernels
+TRITON_MODES = {"": "check", "1": "check", "check": "check", "force": "force", "0": "off", "off": "off"}
+
+
+def _triton_as_asked(asked: str) -> str:
+    """What RELINEAR_TRITON says.
+
+    Raises:
+        ValueError: it is none of ``TRITON_MODES``.
+    """
+    if asked not in TRITON_MODES:
+        known = ", ".join(repr(mode) for mode in TRITON_MODES if mode)
+        raise ValueError(f"RELINEAR_TRITON={asked!r} in the environment, expected one of {known}: change or unset it")
+    return TRITON_MODES[asked]
+
+
+_triton_mode = _triton_as_asked(os.environ.get("RELINEAR_TRITON", ""))
+
+
+@contextlib.contextmanager
+def triton_kernels(mode: str) -> Iterator[None]:
+    """Within the block Triton kernels are used once checked ("check"), unchecked ("force"), or never ("off").
+
+    Raises:
+        ValueError: for another mode.
+    """
+    global _triton_mode
+    before, _triton_mode = _triton_mode, _triton_as_asked(mode)
+    try:
+        yield
+    finally:
+        _triton_mode = before
+
+
+def refuses(
+    call: Call,
+    kind: str,
+    tensors: int,
+    outputs: Callable[[Call], int],
+    *,
+    fewest: int = 0,
+    most: float = math.inf,
+    most_in_training: float | None = None,
+    training: bool = True,
+) -> str:
+    """Refuse the Triton kernel of an operator but on an NVIDIA GPU, in half precision (that of all tensors, or
+    autocast's), where it was the faster form (results/gpu) and has been seen to be right (``first_check``).
+
+    ``RELINEAR_TRITON`` in the environment, read at import, is ``0`` for no kernels, or ``force`` for kernels that
+    nobody has checked, also where they are slower.
+
+    Args:
+        call: of the twin.
+        kind: of the kernel, by which it is checked.
+        tensors: how many of the twin's arguments, from the first on, are to be in half precision.
+        outputs: of a row of the call.
+        fewest: numbers of x from which on the kernel was the faster form.
+        most: multiplications of a dense layer below which it was.
+        most_in_training: the same of a training step; ``most`` by default.
+        training: whether it has a backward pass.
+    """
+    if call.device != DEVICE:
+        return "not on an NVIDIA GPU"
+    reason = _refuses_inputs(call, tensors)
+    if reason:
+        return reason
+    if not HAS_TRITON:
+        return "no triton for NVIDIA GPUs"
+    if _triton_mode == "off":
+        return "RELINEAR_TRITON=0"
+    if call.grad and not training:
+        return "gradients are recorded"
+    if _triton_mode == "force":
+        return ""
+    if call.size < fewest:
+        return "too few numbers"
+    bound = most if most_in_training is None or not call.grad else most_in_training
+    if call.size * outputs(call) >= bound:
+        return "products that torch's library takes faster"
+    return against_unseen(kind, str(call.x.device), call.dtype)
+
+
+def _refuses_inputs(call: Call, tensors: int) -> str:
+    """Refuse what no Triton kernel takes, whatever it holds."""
+    if not call.size:
+        return "no numbers"
+    if call.transformed:
+        return call.opaque
+    given = [t.dtype for t in call.given[:tensors] if isinstance(t, Tensor)]
+    if call.autocast and torch.float64 not in given:
+        given = [call.dtype]
+    if given[0] not in (torch.float16, torch.bfloat16) or any(dtype != given[0] for dtype in given):
+        return "not all in one half precision"
+    old = torch.cuda.get_device_capability(call.x.device) < OLDEST_CAPABILITY
+    return "the GPU is older than compute capability 8.0" if old else ""

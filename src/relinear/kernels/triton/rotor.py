@@ -1,15 +1,16 @@
-"""Sums of sandwiches A X B^T in one kernel: the change of basis and what lies between stay on chip (untuned).
+"""Sums of sandwiches A X B^T, and hidden steps of networks of them, in one kernel each (untuned).
 
-A tile is some tokens' numbers of one window, all of them. In blade coordinates a window's strings are gathered as it is
-read, transformed by a Walsh-Hadamard product and skewed inside the tile; on the way out the same backwards. That change
-is orthogonal, so that the gradient of x is the same kernel with transposed factors, the left one first: general ones do
-not commute where both act on the components of a number.
+A tile is some tokens' numbers of one window, all of them: the change of basis and what lies between stay on chip. In
+blade coordinates a window's strings are gathered as it is read, transformed by a Walsh-Hadamard product and skewed
+inside the tile; on the way out the same backwards. A hidden step goes on to LayerNorm, permutation, activation and
+mixture of its branches; its backward computes them again and writes the gradients of their sandwiches, from which torch
+computes those of x and of the factors. A sum by itself is for inference.
 """
 
-# Legend: N tokens, T tokens of a tile, I / O input / output windows, W terms, V = 2^n window, S blocks of a window with
-# factors of their own, M coordinates that share factors, L and R sizes of the factors; of the spin representation:
-# BLOCKS, K rows and columns, F components. A name with PAD is the size of a product that holds 16 / size copies of a
-# matrix on its diagonal, where the matrix alone would be too small for one.
+# Legend: N tokens, T tokens of a tile, I / O input / output windows, W terms or branches, V = 2^n window, S blocks of a
+# window with factors of their own, M coordinates that share factors, L and R sizes of the factors; of the spin
+# representation: BLOCKS, K rows and columns, F components. A name with PAD is the size of a product that holds 16 /
+# size copies of a matrix on its diagonal, where the matrix alone would be too small for one.
 
 from __future__ import annotations
 
@@ -24,21 +25,19 @@ from relinear.functional import rotor as reference
 from relinear.kernels.autograd import differentiable_as, lowered, save
 from relinear.kernels.triton import tiles
 
-__all__ = ["sandwich_windows"]
+__all__ = ["rotor_step", "sandwich_windows"]
 
 #: numbers in a tile, where the tokens are enough
 NUMBERS = 4096
 
-#: programs that sum the gradients of factors, about
-PROGRAMS = 256
+EPSILON = tl.constexpr(1e-5)  # that of torch's layer norm
 
 
 @triton.jit
-def _factor(weight, SIZE: tl.constexpr, PAD: tl.constexpr, ACROSS: tl.constexpr):
-    """(PAD, PAD) with the transpose of a matrix on its diagonal, or where ACROSS the matrix itself: so that rows are
-    multiplied from the right."""
+def _factor(weight, SIZE: tl.constexpr, PAD: tl.constexpr):
+    """(PAD, PAD) with the transpose of a matrix on its diagonal: so that rows are multiplied from the right."""
     row, column = tl.arange(0, PAD)[:, None], tl.arange(0, PAD)[None, :]
-    at = (row % SIZE) * SIZE + column % SIZE if ACROSS else (column % SIZE) * SIZE + row % SIZE
+    at = (column % SIZE) * SIZE + row % SIZE
     return tl.load(weight + at, mask=row // SIZE == column // SIZE, other=0.0)
 
 
@@ -90,7 +89,7 @@ def _read(
     if BLADE:
         given = tl.load(x + start + tl.load(order + coordinate), mask=ok, other=0.0)
         strings = given.to(tl.float32) * tl.load(signs + coordinate)
-        spectrum = _times(strings, _factor(walsh, K, K_PAD, True), K_PAD, "tf32x3")
+        spectrum = _times(strings, _factor(walsh, K, K_PAD), K_PAD, "tf32x3")
         # (block, row, component, column) is found at (block, component, row ^ column, column)
         column, component, row = coordinate % K, coordinate // K % F, coordinate // (K * F) % K
         block = coordinate // (K * F * K)
@@ -123,7 +122,7 @@ def _strings(
     block = coordinate // (K * K * F)
     source = ((block * K + (row ^ column)) * F + component) * K + column
     spectrum = tl.gather(matrix, at - coordinate + source, 0)
-    return _times(spectrum, _factor(walsh, K, K_PAD, True), K_PAD, "tf32x3") * tl.load(signs + coordinate)
+    return _times(spectrum, _factor(walsh, K, K_PAD), K_PAD, "tf32x3") * tl.load(signs + coordinate)
 
 
 @triton.jit
@@ -164,6 +163,32 @@ def _of_block(numbers, block, S: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
+def _add_sandwich(
+    total,
+    given,
+    left,
+    right,
+    pair,
+    S: tl.constexpr,
+    M: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    L_PAD: tl.constexpr,
+    R_PAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """total (.., L_PAD) + A X B^T of one pair of factors, in spin coordinates, its matrices transposed."""
+    for block in tl.static_range(S):
+        part = _of_block(given, block, S, M)
+        a = _factor(left + (pair * S + block) * L * L, L, L_PAD)
+        b = _factor(right + (pair * S + block) * R * R, R, R_PAD)
+        half = _turned(_times(part, b, R_PAD, PRECISION), L, M // L)
+        half = tl.reshape(half.to(part.dtype), (given.numel // L_PAD, L_PAD))
+        total = tl.dot(half, a, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
 def _sum_kernel(
     x,
     left,
@@ -176,9 +201,6 @@ def _sum_kernel(
     terms,
     inputs,
     outputs,
-    per_input,
-    per_output,
-    ACROSS: tl.constexpr,
     BLADE: tl.constexpr,
     T: tl.constexpr,
     V: tl.constexpr,
@@ -194,88 +216,16 @@ def _sum_kernel(
     R_PAD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One output window of T tokens. Factors lie ``per_input`` and ``per_output`` apart from window to window."""
+    """One output window of T tokens."""
     first, output = tl.program_id(0).to(tl.int64) * T, tl.program_id(1)
-    # right factors first and left ones last, transposed ones the other way round; sums are those of the last product
-    PAD: tl.constexpr = R_PAD if ACROSS else L_PAD
-    total = tl.zeros((T * V // PAD, PAD), tl.float32)
+    total = tl.zeros((T * V // L_PAD, L_PAD), tl.float32)
     for window in range(0, inputs):
         given = _read(x, first, window, inputs, tokens, order, signs, walsh, BLADE, T, V, BLOCKS, K, F, K_PAD)
         for term in range(0, terms):
-            for block in tl.static_range(S):
-                pair = (term * inputs * outputs + output * per_output + window * per_input) * S + block
-                part = _of_block(given, block, S, M)
-                a = _factor(left + pair * L * L, L, L_PAD, ACROSS)
-                b = _factor(right + pair * R * R, R, R_PAD, ACROSS)
-                if ACROSS:
-                    half = _turned(_times(_turned(part, L, M // L), a, L_PAD, PRECISION), M // L, L)
-                    half = tl.reshape(half.to(part.dtype), (T * V // PAD, PAD))
-                    total = tl.dot(half, b, total, input_precision=PRECISION)
-                else:
-                    half = _turned(_times(part, b, R_PAD, PRECISION), L, M // L)
-                    half = tl.reshape(half.to(part.dtype), (T * V // PAD, PAD))
-                    total = tl.dot(half, a, total, input_precision=PRECISION)
-    matrix = tl.reshape(total, (T * V,))
-    if not ACROSS:
-        matrix = _turned(matrix, M // L, L)
+            pair = (term * outputs + output) * inputs + window
+            total = _add_sandwich(total, given, left, right, pair, S, M, L, R, L_PAD, R_PAD, PRECISION)
+    matrix = _turned(tl.reshape(total, (T * V,)), M // L, L)
     _write(y, matrix, first, output, outputs, tokens, order, signs, walsh, BLADE, T, V, BLOCKS, K, F, K_PAD)
-
-
-@triton.jit
-def _factor_kernel(
-    grad,
-    x,
-    other,
-    to_factor,
-    order,
-    signs,
-    walsh,
-    tokens,
-    per_part,
-    inputs,
-    outputs,
-    LEFT: tl.constexpr,
-    BLADE: tl.constexpr,
-    T: tl.constexpr,
-    V: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    K: tl.constexpr,
-    F: tl.constexpr,
-    K_PAD: tl.constexpr,
-    S: tl.constexpr,
-    M: tl.constexpr,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    L_PAD: tl.constexpr,
-    R_PAD: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Gradient of one left or right factor from one part of the tokens, given the ``other`` factor; what lies between
-    the two is computed again rather than kept. One side at a time: the tiles of large factors leave room for no more.
-    """
-    part, pair = tl.program_id(0), tl.program_id(1)
-    block, window, output = pair % S, pair // S % inputs, pair // (S * inputs) % outputs
-    PAD: tl.constexpr = L_PAD if LEFT else R_PAD
-    total = tl.zeros((PAD, PAD), tl.float32)
-    if LEFT:
-        factor = _factor(other + pair * R * R, R, R_PAD, False)
-    else:
-        factor = _factor(other + pair * L * L, L, L_PAD, True)
-    for start in range(0, per_part, T):
-        first = part.to(tl.int64) * per_part + start
-        given = _read(x, first, window, inputs, tokens, order, signs, walsh, BLADE, T, V, BLOCKS, K, F, K_PAD)
-        given = _of_block(given, block, S, M)
-        slope = _read(grad, first, output, outputs, tokens, order, signs, walsh, BLADE, T, V, BLOCKS, K, F, K_PAD)
-        slope = _turned(slope, L, M // L)
-        if LEFT:
-            given = _turned(_times(given, factor, R_PAD, PRECISION).to(given.dtype), L, M // L)
-        else:
-            slope = _turned(_times(slope, factor, L_PAD, PRECISION).to(slope.dtype), M // L, L)
-        slope, given = tl.reshape(slope, (T * V // PAD, PAD)), tl.reshape(given, (T * V // PAD, PAD))
-        total = tl.dot(tl.trans(slope), given, total, input_precision=PRECISION)
-    target = (part.to(tl.int64) * tl.num_programs(1) + pair) * PAD * PAD
-    at = tl.arange(0, PAD)
-    tl.store(to_factor + target + at[:, None] * PAD + at[None, :], total)
 
 
 def _meta(x: Tensor, left: Tensor, right: Tensor, blade: bool) -> tuple[tuple, dict[str, Any]]:
@@ -305,82 +255,344 @@ def _meta(x: Tensor, left: Tensor, right: Tensor, blade: bool) -> tuple[tuple, d
     return tuple(tables) if blade else (None, None, None), meta | pads
 
 
-def _sum(x: Tensor, left: Tensor, right: Tensor, blade: bool, across: bool) -> Tensor:
+@torch.library.custom_op("relinear::sandwich_windows", mutates_args=())
+def _sum(x: Tensor, left: Tensor, right: Tensor, blade: bool) -> Tensor:
+    """y (N, O, V) of x (N, I, V)."""
     terms, outputs, inputs = left.shape[:3]
-    per_input, per_output = 1, inputs
-    if across:
-        outputs, inputs, per_input, per_output = inputs, outputs, per_output, per_input
     tokens, _, window = x.shape
     y = tiles.empty(x, tokens, outputs, window)
     tables, meta = _meta(x, left, right, blade)
-    sizes = tokens, terms, inputs, outputs, per_input, per_output
-    _sum_kernel[(tiles.cdiv(tokens, meta["T"]), outputs)](x, left, right, y, *tables, *sizes, ACROSS=across, **meta)
+    grid = tiles.cdiv(tokens, meta["T"]), outputs
+    _sum_kernel[grid](x, left, right, y, *tables, tokens, terms, inputs, outputs, **meta)
     return y
 
 
-@torch.library.custom_op("relinear::sandwich_windows", mutates_args=())
-def _forward(x: Tensor, left: Tensor, right: Tensor, blade: bool) -> Tensor:
-    """y (N, O, V) of x (N, I, V)."""
-    return _sum(x, left, right, blade, across=False)
-
-
-@_forward.register_fake
+@_sum.register_fake
 def _(x, left, right, blade):
     return x.new_empty(x.shape[0], left.shape[1], x.shape[2])
 
 
-def _to_factor(grad: Tensor, x: Tensor, left: Tensor, right: Tensor, blade: bool, of_left: bool) -> Tensor:
-    """Gradient of one side's factors."""
-    factor, other = (left, right) if of_left else (right, left)
-    (_, outputs, inputs, _), pairs, tokens = left.shape[:4], left.shape[:4].numel(), x.shape[0]
-    tables, meta = _meta(x, left, right, blade)
-    per_part = meta["T"] * tiles.cdiv(tokens, meta["T"] * tiles.cdiv(PROGRAMS, pairs))
-    parts, pad = tiles.cdiv(tokens, per_part), tiles.pad(factor.shape[-1])
-    sums = tiles.empty(x, parts, pairs, pad, pad, dtype=torch.float32)
-    _factor_kernel[(parts, pairs)](
-        grad, x, other, sums, *tables, tokens, per_part, inputs, outputs, LEFT=of_left, **meta
+def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spinor") -> Tensor:
+    """``functional.rotor.sandwich_windows`` (same arguments and result), without gradients."""
+    x, left, right = (t.contiguous() for t in lowered(x, left, right))
+    return _sum(x, left, right, basis == "blade")
+
+
+@triton.jit
+def _activated(h, slope, CURVE: tl.constexpr):
+    """(activation, its derivative)."""
+    if CURVE == "gelu":
+        below = 0.5 * (1.0 + tl.erf(h * 0.7071067811865476))
+        value, derivative = h * below, below + h * tl.exp(-0.5 * h * h) * 0.3989422804014327
+    elif CURVE == "silu":
+        opened = tl.sigmoid(h)
+        value, derivative = h * opened, opened * (1.0 + h * (1.0 - opened))
+    elif CURVE == "elu":
+        power = tl.exp(tl.minimum(h, 0.0))
+        value, derivative = tl.where(h > 0, h, power - 1.0), tl.where(h > 0, 1.0, power)
+    else:
+        derivative = tl.where(h > 0, 1.0, slope)
+        value = h * derivative
+    return value, derivative
+
+
+@triton.jit
+def _branch(
+    given,
+    left,
+    right,
+    orders,
+    places,
+    signs,
+    walsh,
+    branch,
+    NORMALIZE: tl.constexpr,
+    PERMUTE: tl.constexpr,
+    BLADE: tl.constexpr,
+    T: tl.constexpr,
+    V: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    K: tl.constexpr,
+    F: tl.constexpr,
+    K_PAD: tl.constexpr,
+    S: tl.constexpr,
+    M: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    L_PAD: tl.constexpr,
+    R_PAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What a branch activates, (T V,), with the coordinate of its sandwich that each is and the scale of the norm."""
+    at = tl.arange(0, T * V)
+    coordinate = at % V
+    total = tl.zeros((T * V // L_PAD, L_PAD), tl.float32)
+    total = _add_sandwich(total, given, left, right, branch, S, M, L, R, L_PAD, R_PAD, PRECISION)
+    z = _turned(tl.reshape(total, (T * V,)), M // L, L)
+    if BLADE:
+        z = _strings(z, signs, walsh, T, V, BLOCKS, K, F, K_PAD)
+    scale = tl.full((T,), 1.0, tl.float32)
+    if NORMALIZE:  # which knows no order
+        rows = tl.reshape(z, (T, V))
+        rows = rows - (tl.sum(rows, 1) / V)[:, None]
+        scale = 1.0 / tl.sqrt(tl.sum(rows * rows, 1) / V + EPSILON)
+        z = tl.reshape(rows * scale[:, None], (T * V,))
+    taken = coordinate
+    if PERMUTE:
+        taken = tl.load(orders + branch * V + coordinate) - branch * V
+    source = taken
+    if BLADE:
+        source = tl.load(places + taken)
+    if PERMUTE or BLADE:
+        z = tl.gather(z, at - coordinate + source, 0)
+    return z, taken, scale
+
+
+@triton.jit
+def _step_kernel(
+    x,
+    left,
+    right,
+    slopes,
+    mix,
+    y,
+    orders,
+    places,
+    order,
+    signs,
+    walsh,
+    tokens,
+    branches,
+    CURVE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    PERMUTE: tl.constexpr,
+    BLADE: tl.constexpr,
+    T: tl.constexpr,
+    V: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    K: tl.constexpr,
+    F: tl.constexpr,
+    K_PAD: tl.constexpr,
+    S: tl.constexpr,
+    M: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    L_PAD: tl.constexpr,
+    R_PAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """y of T tokens."""
+    first = tl.program_id(0).to(tl.int64) * T
+    given = _read(x, first, 0, 1, tokens, order, signs, walsh, BLADE, T, V, BLOCKS, K, F, K_PAD)
+    total = tl.zeros((T * V,), tl.float32)
+    for branch in range(0, branches):
+        h, _, _ = _branch(
+            given, left, right, orders, places, signs, walsh, branch, NORMALIZE, PERMUTE, BLADE, T, V, BLOCKS, K, F,
+            K_PAD, S, M, L, R, L_PAD, R_PAD, PRECISION,
+        )  # fmt: skip
+        value, _ = _activated(h, tl.load(slopes + branch).to(tl.float32), CURVE)
+        total += value * tl.load(mix + branch).to(tl.float32)
+    at = tl.arange(0, T * V)
+    tl.store(y + first * V + at, total.to(y.dtype.element_ty), mask=first + at // V < tokens)
+
+
+@triton.jit
+def _gradient_kernel(
+    grad,
+    x,
+    left,
+    right,
+    slopes,
+    mix,
+    to_branches,
+    sums,
+    orders,
+    places,
+    order,
+    signs,
+    walsh,
+    tokens,
+    branches,
+    CURVE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    PERMUTE: tl.constexpr,
+    BLADE: tl.constexpr,
+    T: tl.constexpr,
+    V: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    K: tl.constexpr,
+    F: tl.constexpr,
+    K_PAD: tl.constexpr,
+    S: tl.constexpr,
+    M: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    L_PAD: tl.constexpr,
+    R_PAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The gradient of the sandwiches (N, W, V) of T tokens, and what they add to those of slopes and mixture."""
+    first = tl.program_id(0).to(tl.int64) * T
+    at = tl.arange(0, T * V)
+    token = first + at // V
+    given = _read(x, first, 0, 1, tokens, order, signs, walsh, BLADE, T, V, BLOCKS, K, F, K_PAD)
+    upstream = tl.load(grad + first * V + at, mask=token < tokens, other=0.0).to(tl.float32)
+    for branch in range(0, branches):
+        h, taken, scale = _branch(
+            given, left, right, orders, places, signs, walsh, branch, NORMALIZE, PERMUTE, BLADE, T, V, BLOCKS, K, F,
+            K_PAD, S, M, L, R, L_PAD, R_PAD, PRECISION,
+        )  # fmt: skip
+        share = tl.load(mix + branch).to(tl.float32)
+        value, derivative = _activated(h, tl.load(slopes + branch).to(tl.float32), CURVE)
+        of_sums = sums + (tl.program_id(0) * branches + branch) * 2
+        tl.store(of_sums, share * tl.sum(upstream * tl.minimum(h, 0.0), 0))
+        tl.store(of_sums + 1, tl.sum(upstream * value, 0))
+        slope = tl.reshape(upstream * derivative * share, (T, V))
+        if NORMALIZE:
+            rows = tl.reshape(h, (T, V))
+            mean, along = tl.sum(slope, 1) / V, tl.sum(slope * rows, 1) / V
+            slope = (slope - mean[:, None] - rows * along[:, None]) * scale[:, None]
+        target = to_branches + (token * branches + branch) * V + taken
+        tl.store(target, tl.reshape(slope, (T * V,)).to(to_branches.dtype.element_ty), mask=token < tokens)
+
+
+def _step_meta(x: Tensor, left: Tensor, right: Tensor, blade: bool) -> tuple[tuple, dict[str, Any]]:
+    """``_meta``, but for factors of 64 numbers in half precision, which take one token at a time: tiles of two gave
+    numbers that are none on an H100 (Triton 3.6)."""
+    given = x[:1] if left.shape[-1] == right.shape[-1] == 64 and x.element_size() == 2 else x
+    return _meta(given.unsqueeze(1), left, right, blade)
+
+
+def _launch(
+    kernel, x: Tensor, left: Tensor, right: Tensor, given: tuple, order: Tensor | None, settings: tuple
+) -> None:
+    """``kernel`` over tiles of tokens; ``given`` are its pointers up to the tables."""
+    blade, normalize, activation = settings
+    tables, meta = _step_meta(x, left, right, blade)
+    places = reference.string_places(x) if blade else None
+    curve = activation if callable(reference.ACTIVATIONS[activation]) else "prelu"
+    flags = {"CURVE": curve, "NORMALIZE": normalize, "PERMUTE": order is not None}
+    kernel[(tiles.cdiv(x.shape[0], meta["T"]),)](
+        *given, order, places, *tables, x.shape[0], left.shape[1], **flags, **meta
     )
-    # over parts, and over the copies on the diagonal
-    copies = sums.sum(0).view(pairs, -1, factor.shape[-1], pad // factor.shape[-1], factor.shape[-1])
-    return copies.diagonal(dim1=1, dim2=3).sum(-1).view(factor.shape).to(factor.dtype)
 
 
-@torch.library.custom_op("relinear::sandwich_windows_backward", mutates_args=())
+def _order(x: Tensor, left: Tensor, seed: int | None, step: int) -> Tensor | None:
+    return None if seed is None else reference.step_order(x, left.shape[1], seed, step)
+
+
+@torch.library.custom_op("relinear::rotor_step", mutates_args=())
+def _forward(
+    x: Tensor,
+    left: Tensor,
+    right: Tensor,
+    slopes: Tensor,
+    mix: Tensor,
+    seed: int | None,
+    step: int,
+    blade: bool,
+    normalize: bool,
+    activation: str,
+) -> Tensor:
+    """y (N, V) of x (N, V)."""
+    y = tiles.empty(x, *x.shape)
+    given, settings = (x, left, right, slopes, mix, y), (blade, normalize, activation)
+    _launch(_step_kernel, x, left, right, given, _order(x, left, seed, step), settings)
+    return y
+
+
+@_forward.register_fake
+def _(x, left, right, slopes, mix, seed, step, blade, normalize, activation):
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("relinear::rotor_step_backward", mutates_args=())
 def _backward(
-    grad: Tensor, x: Tensor, left: Tensor, right: Tensor, blade: bool, need: list[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, left and right; empty where there is no ``need`` of them."""
-    return (
-        _sum(grad, left, right, blade, across=True) if need[0] else tiles.empty(x, 0),
-        _to_factor(grad, x, left, right, blade, of_left=True) if need[1] else tiles.empty(x, 0),
-        _to_factor(grad, x, left, right, blade, of_left=False) if need[2] else tiles.empty(x, 0),
-    )
+    grad: Tensor,
+    x: Tensor,
+    left: Tensor,
+    right: Tensor,
+    slopes: Tensor,
+    mix: Tensor,
+    seed: int | None,
+    step: int,
+    blade: bool,
+    normalize: bool,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the sandwiches (N, W, V), and those of slopes and mix (W, 2)."""
+    branches, order = left.shape[1], _order(x, left, seed, step)
+    to_branches = tiles.empty(x, x.shape[0], branches, x.shape[1])
+    _, meta = _step_meta(x, left, right, blade)
+    sums = tiles.empty(x, tiles.cdiv(x.shape[0], meta["T"]), branches, 2, dtype=torch.float32)
+    given, settings = (grad, x, left, right, slopes, mix, to_branches, sums), (blade, normalize, activation)
+    _launch(_gradient_kernel, x, left, right, given, order, settings)
+    return to_branches, sums.sum(0)
 
 
 @_backward.register_fake
-def _(grad, x, left, right, blade, need):
-    return tuple(x.new_empty(t.shape if wanted else 0) for t, wanted in zip((x, left, right), need, strict=True))
+def _(grad, x, left, right, slopes, mix, seed, step, blade, normalize, activation):
+    branches = left.shape[1]
+    return x.new_empty(x.shape[0], branches, x.shape[1]), x.new_empty(branches, 2, dtype=torch.float32)
+
+
+def _sandwich_gradients(
+    grad: Tensor, x: Tensor, left: Tensor, right: Tensor, blade: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x (N, V), left and right (1, W, 1, S, ..) from that (N, W, V) of their sandwiches."""
+    if blade:  # an orthogonal change, both ways
+        x, grad = reference.clifford.to_spin(x), reference.clifford.to_spin(grad)
+    window, (_, branches, _, blocks, rows, _), columns = x.shape[-1], left.shape, right.shape[-1]
+    parts = window // reference.shared_coordinates(window, left, right)
+    sizes = branches, parts, rows, rows
+    a, b = left[0, :, 0].expand(sizes), right[0, :, 0].expand(branches, parts, columns, columns)
+    given = x.view(len(x), parts, -1, columns)
+    half = torch.einsum("npcr,wpdr->nwpcd", given, b).reshape(len(x), branches, parts, rows, -1)
+    grad = grad.reshape(half.shape)
+    to_left = torch.einsum("nwplc,nwpkc->wplk", grad, half)
+    to_half = torch.einsum("wplk,nwplc->nwpkc", a, grad).reshape(len(x), branches, parts, -1, columns)
+    to_right = torch.einsum("nwpcd,npcr->wpdr", to_half, given)
+    to_x = torch.einsum("nwpcd,wpdr->npcr", to_half, b).reshape(x.shape)
+    if blocks < parts:  # which share their factors
+        to_left, to_right = to_left.sum(1, keepdim=True), to_right.sum(1, keepdim=True)
+    return reference.clifford.from_spin(to_x) if blade else to_x, to_left.view(left.shape), to_right.view(right.shape)
 
 
 def _setup(ctx, inputs, output):
     save(ctx, inputs)
 
 
-def _reference(x, left, right, blade) -> Tensor:
-    return reference.sandwich_windows(x, left, right, "blade" if blade else "spinor")
+def _reference(x, left, right, slopes, mix, seed, step, blade, normalize, activation) -> Tensor:
+    basis = "blade" if blade else "spinor"
+    return reference.rotor_step(x, left, right, slopes, mix, seed, step, basis, normalize, activation)
 
 
 @differentiable_as(_reference)
 def _differentiate(ctx, grad):
-    need = list(ctx.needs_input_grad[:3])
-    given = _backward(grad.contiguous(), *ctx.saved_tensors[:3], ctx.plain[3], need)
-    return *(gradient if wanted else None for gradient, wanted in zip(given, need, strict=True)), None
+    x, left, right, slopes, mix = ctx.saved_tensors[:5]
+    to_branches, sums = _backward(grad.contiguous(), x, left, right, slopes, mix, *ctx.plain[5:])
+    sandwiches = _sandwich_gradients(to_branches, x, left, right, ctx.plain[7])
+    given = (*sandwiches, sums[:, 0].to(slopes.dtype), sums[:, 1].to(mix.dtype))
+    need = list(ctx.needs_input_grad[:5])
+    need[3] = need[3] and not callable(reference.ACTIVATIONS[ctx.plain[-1]])  # which read no slopes
+    return *(gradient if wanted else None for gradient, wanted in zip(given, need, strict=True)), *(None,) * 5
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup)
 
 
-def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spinor") -> Tensor:
-    """``functional.rotor.sandwich_windows`` (same arguments and result)."""
-    x, left, right = (t.contiguous() for t in lowered(x, left, right))
-    return _forward(x, left, right, basis == "blade")
+def rotor_step(
+    x: Tensor,
+    left: Tensor,
+    right: Tensor,
+    slopes: Tensor,
+    mix: Tensor,
+    seed: int | None,
+    step: int = 0,
+    basis: str = "spinor",
+    normalize: bool = True,
+    activation: str = "prelu",
+) -> Tensor:
+    """``functional.rotor.rotor_step`` (same arguments and result)."""
+    x, left, right, slopes, mix = (t.contiguous() for t in lowered(x, left, right, slopes.expand(len(mix)), mix))
+    return _forward(x, left, right, slopes, mix, seed, step, basis == "blade", normalize, activation)

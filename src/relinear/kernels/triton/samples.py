@@ -17,7 +17,7 @@ from relinear.functional import cgt as reference_cgt
 from relinear.functional import hdpl as reference_hdpl
 from relinear.functional import rotor as reference_rotor
 from relinear.functional import transponder as reference_transponder
-from relinear.kernels.triton import ccl, cgt, hdpl, rotor, rotor_step, transponder
+from relinear.kernels.triton import ccl, cgt, hdpl, rotor, transponder
 
 __all__ = [
     "SAMPLES",
@@ -41,12 +41,14 @@ class Sample:
         module: that of the kernel, and the name of its function there.
         reference: a function of torch operations with the kernel's signature.
         given: argument lists: with each size of tile (``tiles.rows``), and with what can be left out left out.
+        training: whether the kernel has a backward pass.
     """
 
     module: Any
     function: str
     reference: Callable
     given: tuple[tuple, ...]
+    training: bool = True
 
     def fast(self, *given: Any) -> Any:
         """The kernel, as its module has it now."""
@@ -139,6 +141,7 @@ SAMPLES = {
             cgt_arguments((5,), (1,), 24, 5, 7),
             cgt_arguments((2, 35), (2, 1), 70, 16, 4),
         ),
+        training=False,
     ),
     "rotor": Sample(
         rotor,
@@ -150,9 +153,10 @@ SAMPLES = {
             rotor_arguments(35, 9, 16, 16, blocks=2, terms=2),
             rotor_arguments(5, 11, 64, 64),
         ),
+        training=False,
     ),
     "rotor_step": Sample(
-        rotor_step,
+        rotor,
         "rotor_step",
         reference_rotor.rotor_step,
         (
@@ -164,7 +168,7 @@ SAMPLES = {
     ),
     # smooth activations: rounding carries some numbers across the kink of a PReLU, and their gradients with them
     "rotor_step_2048": Sample(
-        rotor_step,
+        rotor,
         "rotor_step",
         reference_rotor.rotor_step,
         (
@@ -173,7 +177,7 @@ SAMPLES = {
         ),
     ),
     "rotor_step_4096": Sample(
-        rotor_step,
+        rotor,
         "rotor_step",
         reference_rotor.rotor_step,
         (
@@ -197,11 +201,13 @@ def draw(
     return [tensor(shape) if isinstance(shape, tuple) else shape for shape in shapes]
 
 
-def _outcome(function: Callable, given: list, dtype: torch.dtype) -> list[Tensor | None]:
-    """Results, then the gradients of a random combination of them."""
-    given = [a.to(dtype).clone().requires_grad_() if isinstance(a, Tensor) else a for a in given]
+def _outcome(function: Callable, given: list, dtype: torch.dtype, training: bool) -> list[Tensor | None]:
+    """Results, then in training the gradients of a random combination of them."""
+    given = [a.to(dtype).clone().requires_grad_(training) if isinstance(a, Tensor) else a for a in given]
     results = function(*given)
     results = [r for r in (results if isinstance(results, tuple) else (results,)) if r is not None]
+    if not training:
+        return results
     generator = torch.Generator().manual_seed(1)
     upstream = [torch.randn(r.shape, generator=generator, device="cpu").half().to(r.device, dtype) for r in results]
     leaves = [a for a in given if isinstance(a, Tensor)]
@@ -228,8 +234,8 @@ def largest_error(sample: Sample, shapes: tuple, dtype: torch.dtype, device: tor
     last tile's that was never written is off by 1 and would be lost in the norm of the whole.
     """
     given = draw(shapes, dtype, device)
-    actual = _outcome(sample.fast, given, dtype)
-    expected = _outcome(sample.reference, given, torch.float64)
+    actual = _outcome(sample.fast, given, dtype, sample.training)
+    expected = _outcome(sample.reference, given, torch.float64, sample.training)
     errors = [0.0]
     for ours, theirs in zip(actual, expected, strict=True):
         if ours is None or theirs is None:

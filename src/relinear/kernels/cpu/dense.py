@@ -1,0 +1,110 @@
+"""Where a dense matrix on a CPU is faster than the structured product that it stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from relinear.kernels.forms import Call, tell
+
+__all__ = ["Dense", "dense_cost", "factored_cost", "prefers_dense"]
+
+#: dtype -> (tokens, largest square layer, in features, that is faster dense) one after another
+Sizes = Mapping[torch.dtype, tuple[tuple[float, float], ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """Up to which sizes an operator is faster through its dense matrix; dtypes without an entry are never made dense.
+
+    Measured by results/speed/dense_or_structured.py, at rank 64 and the default blocks.
+
+    Args:
+        kind: of the operator, as the log tells it.
+        kept: in inference, with a matrix that is kept: sizes for up to so many tokens, fewest first.
+        composed: in training, with a matrix that is composed in every step: from so many tokens on, most first.
+    """
+
+    kind: str
+    kept: Sizes
+    composed: Sizes = dataclasses.field(default_factory=dict)
+
+    def in_inference(self, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
+        """Whether the kept matrix is the faster form."""
+        largest = next((size for most, size in self.kept.get(dtype, ()) if tokens <= most), 0)
+        return _told(in_features * out_features <= largest**2, self.kind, in_features, out_features, dtype, tokens)
+
+    def in_training(self, in_features: int, out_features: int, x: Tensor) -> bool:
+        """Whether the step of x is faster through a matrix composed for it.
+
+        One product then takes the place of several, in both directions, and gradients go on through the composition,
+        which costs as much for many tokens as for few. Never where operations are seen or replaced by others.
+        """
+        if not self.composed:
+            return False
+        call = Call(x)
+        sizes = self.composed.get(call.dtype, ())
+        if not (sizes and call.grad and call.plain) or call.transformed:
+            return False
+        tokens = call.size // in_features
+        largest = next((size for fewest, size in sizes if tokens >= fewest), 0)
+        dense = in_features * out_features <= largest**2
+        return _told(dense, self.kind, in_features, out_features, call.dtype, tokens, "training")
+
+
+def prefers_dense(
+    factored: float, kind: str, in_features: int, out_features: int, dtype: torch.dtype, tokens: int, tiled: bool
+) -> bool:
+    """Whether a dense matrix is faster than what costs ``factored``, of ``factored_cost``; ``tiled`` as there."""
+    dense = dense_cost(in_features, out_features, tokens, dtype.itemsize, tiled) < factored
+    return _told(dense, kind, in_features, out_features, dtype, tokens)
+
+
+def _told(
+    dense: bool, kind: str, in_features: int, out_features: int, dtype: torch.dtype, tokens: int, phase="inference"
+) -> bool:
+    form, other = ("dense matrix", "structured") if dense else ("structured", "dense matrix")
+    given = f"{in_features} -> {out_features}, some {tokens} tokens, {str(dtype).removeprefix('torch.')}"
+    tell(f"{kind} in {phase}", form, given, {other: "slower by what was measured"})
+    return dense
+
+
+#: FLOPs a microsecond that a CPU multiplies at, without and with tiles for half precision
+RATE, TILED_RATE = 4e5, 2e6
+
+
+def dense_cost(in_features: int, out_features: int, tokens: int, itemsize: int, tiled: bool) -> float:
+    """Of a dense product on a CPU, in microseconds: an estimate from rates measured on two AVX-512/AMX cores.
+
+    Only the ratio to ``factored_cost`` matters. A large matrix has to be read for few tokens.
+
+    Args:
+        itemsize: bytes of a number.
+        tiled: whether the processor multiplies these numbers on tiles (bfloat16 with AMX).
+    """
+    stored = in_features * out_features * itemsize
+    single = tokens == 1 and stored >= 1 << 19
+    read = stored / ((4e4 if single else 2.8e4) if tiled else 9e4 if stored < 1 << 23 else 5e4)
+    return max(2 * in_features * out_features * tokens / (TILED_RATE if tiled else RATE), read)
+
+
+def factored_cost(
+    in_features: int, out_features: int, factor: int, pairs: int, flops: int, blade: bool, tokens: int, tiled: bool
+) -> float:
+    """Of a sum of sandwiches, as ``dense_cost``.
+
+    Small factors use a processor badly, and worse the faster it multiplies large ones.
+
+    Args:
+        factor: the smaller size of the factors.
+        pairs: sandwiches.
+        flops: of a token.
+        blade: whether the basis is changed before and after.
+    """
+    waste = 1 + 400 / factor if tiled else 1 + 50 / factor + 500 / factor**2
+    calls = 20 + 26 * (pairs - 1)
+    basis = 40 + 0.01 * (in_features + out_features) * tokens if blade else 0
+    return flops * waste * tokens / (TILED_RATE if tiled else RATE) + calls + basis

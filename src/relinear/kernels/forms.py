@@ -1,0 +1,220 @@
+"""Forms of twins: a list beside each, tried in order, of which the first that does not refuse runs.
+
+A twin (a function of ``kernels`` with the name and the signature of its reference in ``functional``) is computed in
+several forms: kernels in Triton or C++, torch's operations in another order, the reference itself. What a form refuses,
+and why, it says itself; who calls a twin knows nothing of forms.
+
+The logger ``relinear.forms``, set to DEBUG itself, tells what was chosen and what spoke against the forms before it,
+once a shape; ``RELINEAR_LOG=forms`` in the environment, read at import, prints it to stderr.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+__all__ = [
+    "PLAIN",
+    "Call",
+    "Form",
+    "dispatch",
+    "is_plain",
+    "is_traced",
+    "is_transformed",
+    "refuses_opaque",
+    "refuses_small",
+    "shape_of",
+    "tell",
+]
+
+Twin = TypeVar("Twin", bound=Callable[..., Any])
+
+FORMS = logging.getLogger("relinear.forms")
+_told: set[tuple] = set()
+
+#: numbers from which a backward pass of our own saves more than its calls from Python take
+FEWEST_ENTRIES = 1 << 16
+
+#: classes of tensors that are nothing but numbers
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _log_as_asked(asked: str) -> None:
+    """Obey RELINEAR_LOG: nothing, or ``forms``.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    if asked in ("", "0"):
+        return
+    if asked != "forms":
+        raise ValueError(
+            f"RELINEAR_LOG={asked!r} in the environment, expected 'forms' (or nothing): change or unset it"
+        )
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    FORMS.addHandler(handler)
+    FORMS.setLevel(logging.DEBUG)
+    FORMS.propagate = False
+
+
+_log_as_asked(os.environ.get("RELINEAR_LOG", ""))
+
+
+class Call:
+    """Facts about one call of a twin, gathered once and shown to every form.
+
+    Attributes:
+        given: the twin's arguments, in its order.
+        x: the first of them.
+        device, size: of x: the kind of its device, and how many numbers it holds.
+        autocast: whether products run in another dtype than x's.
+        dtype: in which products of x run.
+        grad: whether gradients are recorded.
+        compiled: whether a compiler is at work, which fuses torch's operations with their surroundings.
+        transformed: ``is_transformed``.
+        opaque: what speaks against operations that torch cannot see: compilers, and where ``transformed``.
+        plain: ``is_plain``.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        x: Tensor = given[0]
+        self.given, self.x = given, x
+        self.device = "cpu" if x.is_cpu else x.device.type  # a property of the tensor is there in less time
+        self.dtype, self.size = x.dtype, x.numel()
+        self.autocast = self.device != "meta" and torch.is_autocast_enabled(self.device)
+        if self.autocast and self.dtype != torch.float64:
+            self.dtype = torch.get_autocast_dtype(self.device)
+        self.grad = torch.is_grad_enabled()
+        self.compiled = torch.compiler.is_compiling()
+        # as ``is_transformed`` and ``is_plain``: spelt out, as every call of every twin asks it
+        self.transformed = not self.compiled and (
+            torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+            or torch._C._functorch.is_legacy_batchedtensor(x)
+        )
+        seen = self.compiled or type(x) not in PLAIN or bool(torch._C._len_torch_dispatch_stack())
+        self.plain = self.device == "cpu" and not seen
+        self.opaque = "torch.func or a derivative in forward mode" if self.transformed else ""
+        if self.compiled:
+            self.opaque = "torch.compile fuses the reference"
+
+    @property
+    def rows(self) -> int:
+        """Of x (..., I)."""
+        return self.size // self.x.shape[-1] if self.size else 0
+
+
+class Form(NamedTuple):
+    """One way to compute a twin.
+
+    Args:
+        name: as the log tells it.
+        refuses: "" where ``run`` may be called, or what speaks against it.
+        run: takes the twin's arguments.
+    """
+
+    name: str
+    refuses: Callable[[Call], str]
+    run: Callable[..., Any]
+
+
+def dispatch(*forms: Form, otherwise: str = "torch's operations") -> Callable[[Twin], Twin]:
+    """Decorate a twin: the first form that does not refuse runs, and the twin itself where all do.
+
+    Args:
+        forms: tried in this order.
+        otherwise: what the log calls the twin's own body.
+    """
+
+    def decorate(twin: Twin) -> Twin:
+        parameters = inspect.signature(twin).parameters
+        names, last = tuple(parameters), Form(otherwise, _never, twin)
+        defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+        part = " ".join(dict.fromkeys((twin.__module__.rpartition(".")[2], twin.__name__.strip("_"))))
+
+        @functools.wraps(twin)
+        def run(*given: Any, **named: Any) -> Any:
+            if len(given) != len(names):
+                others, missing = {**defaults, **named}, names[len(given) :]
+                if any(name not in others for name in missing) or any(name not in missing for name in named):
+                    return twin(*given, **named)  # which says what is wrong
+                given = (*given, *[others[name] for name in missing])
+            call, chosen = Call(*given), last
+            for form in forms:
+                if not form.refuses(call):
+                    chosen = form
+                    break
+            # the logger's own level, without its parents': asked in every forward pass, it may take no time
+            if not call.compiled and FORMS.level:
+                before = forms[: forms.index(chosen)] if chosen is not last else forms
+                tell(part, chosen.name, shape_of(call.x), {form.name: form.refuses(call) for form in before})
+            return chosen.run(*given)
+
+        return cast("Twin", run)
+
+    return decorate
+
+
+def _never(call: Call) -> str:
+    return ""
+
+
+def shape_of(x: Tensor) -> str:
+    """Shape, dtype and device of x, as the log tells them."""
+    shape = " x ".join(str(size) for size in x.shape) or "a number"
+    return f"{shape}, {str(x.dtype).removeprefix('torch.')}, {x.device.type}"
+
+
+def tell(part: str, form: str, given: str, against: dict[str, str]) -> None:
+    """Log, where that is wanted, the form of ``part`` that was chosen and what spoke against others; each once."""
+    line = part, given, form, *against.items()
+    if FORMS.level and line not in _told and FORMS.isEnabledFor(logging.DEBUG):
+        _told.add(line)
+        reasons = "".join(f"; not {name}: {reason}" for name, reason in against.items() if reason)
+        FORMS.debug("%s (%s): %s%s", part, given, form, reasons)
+
+
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Whether torch interprets operations rather than runs them: inside ``torch.func``'s transforms (``vmap``, ``jvp``,
+    ``grad``, ...), with derivatives in forward mode, or where a gradient stands for many (``is_grads_batched``).
+
+    A kernel that does not consist of torch's operations would not be seen there. Compilers ask the kernels themselves.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return True
+    for tensor in tensors:  # noqa: SIM110  # a generator takes a call a tensor, and every backward pass asks this
+        if tensor is not None and torch._C._functorch.is_legacy_batchedtensor(tensor):
+            return True
+    return False
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether operations on x are seen or replaced by others: compilers, dispatch modes, classes of tensors."""
+    return torch.compiler.is_compiling() or type(x) not in PLAIN or bool(torch._C._len_torch_dispatch_stack())
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether x is a tensor on a CPU, outside of tracing, fake tensors and dispatch modes."""
+    return x.device.type == "cpu" and not is_traced(x)
+
+
+def refuses_opaque(call: Call) -> str:
+    """Refuse whatever torch cannot see every operation of, where it has to; the reference runs there."""
+    return call.opaque
+
+
+def refuses_small(call: Call, size: int | None = None) -> str:
+    """Refuse the same, and so few numbers (of x by default) that the reference, which is fewer calls, is faster."""
+    few = not call.opaque and (call.size if size is None else size) < FEWEST_ENTRIES
+    return "too few numbers" if few else call.opaque
