@@ -15,6 +15,7 @@ from relinear import clifford
 from relinear.core.moments import Moments
 from relinear.core.operator import linear_of
 from relinear.functional.rotor import branch_permutation, from_windows, to_windows
+from relinear.kernels import forms
 from relinear.operators.sandwich_sum import SandwichSum
 
 D = torch.float64
@@ -532,6 +533,7 @@ def test_gradients_that_are_expanded(settings, shape):
 def test_batched_products_of_an_expanded_gradient_are_contiguous(monkeypatch):
     given = []
     bmm = torch.bmm
+    monkeypatch.setattr(forms, "FEWEST_ENTRIES", 1)
     monkeypatch.setattr(torch, "bmm", lambda *a, **k: given.append([m.stride() for m in a]) or bmm(*a, **k))
     y = relinear.Rotor(depth=0, width=2).build(64, 64)(torch.randn(7, 64))
     given.clear()
