@@ -1,5 +1,6 @@
 """Fixtures that every test may use: seeds, tiny models, corpora and the real pretrained model where they are."""
 
+import gc
 import os
 import shutil
 from pathlib import Path
@@ -16,6 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 def mostly_slow(values, *fast):
     """Parameters of a test of which all but ``fast`` run in the slow tests alone."""
     return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def pytest_collection_finish():
+    """Take what was imported out of the garbage collector: transformers' trainer collects at every start and end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

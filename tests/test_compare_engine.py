@@ -708,7 +708,7 @@ def test_every_budget_may_be_tuned(text):
         ({"tokens": 5000}, "one of them"),
         ({"train": {"steps": 9}}, "one of them"),
         ({"budgets": [100, 100]}, "come twice"),
-        ({"budgets": ["3X"]}, "integer"),
+        ({"budgets": ["3X"]}, "whole number"),
         ({"entries": {"dense": {"set": {"steps": 9}}}}, "use duration"),
         ({"sizes": [8, 16, 24, 32]}, "not both"),
     ],
@@ -776,7 +776,7 @@ def test_a_power_law_is_found_again_and_crossings_are_where_they_are():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"sizes": [16, 32, 48]}, "at least 4"),
+        ({"sizes": [16, 32, 48]}, "must be 4 values or more"),
         ({"match": "parameters"}, "leave match at width"),
         ({"entries": {"a": "low_rank:rank=4"}, "reference": "a"}, "dense entry"),
         ({"tokens": 5000, "sizes": {"widths": [16, 32, 48, 64], "tokens_per_parameter": 20}}, "one of them"),

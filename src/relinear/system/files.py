@@ -196,6 +196,8 @@ def writing(path: str | Path) -> Iterator[None]:
         if error.errno is not None and (error.filename is None or temporary):
             error.filename = str(path)
         raise
+    except ValueError:  # of settings or of a run, in words already
+        raise
     except Exception as error:
         causes = list(_causes(error))
         said = " ".join(map(str, causes))
