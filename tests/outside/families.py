@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,15 +13,16 @@ from relinear.core.operator import OperatorConfig
 
 __all__ = ["FAMILIES", "Family", "with_operators"]
 
-CONTEXT = relinear.ContextManager(dim=8)
+CONTEXT = relinear.ContextManager(dim=8, source="embeddings")
 CCL = relinear.CCL(context_dim=8, rank=8)
+IN_MLP = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), CCL)
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
     """What is put into the models of a family, and which family has to pass a test before this one is asked."""
 
-    layers: dict[str, OperatorConfig] = dataclasses.field(default_factory=dict)
+    layers: Mapping[str, OperatorConfig] = dataclasses.field(default_factory=dict)
     attachments: tuple[AttachmentConfig, ...] = ()
     model: str = "llama"
     stock: str = "llama"
@@ -55,9 +56,9 @@ FAMILIES: dict[str, Family] = {
     "hdpl": _all(relinear.HDPL(rank=8, blocks=4)),
     "transponder": _all(relinear.Transponder(rank=8)),
     "output_gate": _all(relinear.OutputGate()),
-    "ccl": _all(CCL, CONTEXT.replace(source="embeddings")),
-    "ccl_with_memory": _all(CCL, CONTEXT.replace(source="embeddings", mixer="ema"), more_in_cache=True),
-    "ccl_of_tokens": _all(CCL, CONTEXT),
+    "ccl": _all(CCL, CONTEXT),
+    "ccl_with_memory": Family(IN_MLP, (CONTEXT.replace(mixer="ema"),), more_in_cache=True),
+    "ccl_of_tokens": Family(IN_MLP, (CONTEXT.replace(source="tokens"),)),
     "path_transponder": Family(attachments=(relinear.PathTransponder(rank=8),)),
     "sdpa_gate": Family(attachments=(relinear.SDPAGate(),)),
     "second_embedding": Family(attachments=(relinear.SecondEmbedding(),)),
