@@ -45,6 +45,7 @@ def install() -> None:
     _wrap(PreTrainedModel, "_from_config", _from_config)
     _wrap(PreTrainedModel, "from_pretrained", _from_pretrained)
     _wrap(PreTrainedModel, "_resize_token_embeddings", _resize_token_embeddings)
+    _wrap(PreTrainedModel, "_initialize_weights", _initialize_weights)
     if is_peft_available():  # a plain ``LoraConfig`` may name operators: PEFT would stop at the first
         from peft.tuners.lora.model import LoraModel
 
