@@ -21,7 +21,7 @@ def operator(request):
     assert sys.modules[type(request.param).__module__]._DENSE.in_inference(16, 16, torch.float32, 5)
     with torch.no_grad():
         operator(X)
-    assert operator._kept.get("dense") is not None
+    assert "dense" in operator.parameter_cache._state[2]
     return operator
 
 
@@ -70,7 +70,7 @@ def test_an_optimiser_step_is_seen(operator):
 def test_only_where_it_was_asked_for(operator):
     for other in (copy.deepcopy(operator), operator.config.build(16, 16).eval(), operator.train()):
         cached(other)
-        assert other._kept is None
+        assert other.parameter_cache is None
 
 
 @pytest.mark.parametrize("level", [torch.no_grad, torch.inference_mode])
@@ -80,7 +80,7 @@ def test_what_is_kept_knows_nothing_of_autocast_and_inference_mode(operator, lev
     with torch.autocast("cpu", torch.bfloat16), level():
         operator(X)
     assert torch.equal(cached(operator), before)
-    weight, _ = operator._kept.get("dense")
+    weight, _ = operator.parameter_cache._state[2]["dense"]
     assert not weight.is_inference()
 
 

@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import relinear
 from cases import case_of_every_kind, every_case
 from conftest import make_tiny_llama, mostly_slow
-from relinear.core.inference import keeping_for_inference
-from relinear.core.parameter_cache import CachingModule
+from relinear.core.inference import CachingModule, caching_for_inference
 from relinear.testing.conformance import assert_close, build, call, given, inputs
 
 TOLERANCE = 1e-5
@@ -201,7 +200,7 @@ def caching(module: nn.Module) -> list[CachingModule]:
 
 
 def keeps(module: nn.Module) -> bool:
-    return any(m._kept is not None for m in caching(module))
+    return any(m.parameter_cache is not None for m in caching(module))
 
 
 @every_case
@@ -371,12 +370,12 @@ def test_a_part_of_a_model_goes_back_to_training() -> None:
 
 def test_code_that_owns_the_weights_leaves_things_as_they_were() -> None:
     module = relinear.Rotor().build(16, 16)
-    with keeping_for_inference(module):
+    with caching_for_inference(module):
         assert keeps(module)
         assert module.training
     assert not keeps(module)
     relinear.for_inference_(module)
-    with keeping_for_inference(module):
+    with caching_for_inference(module):
         pass
     assert keeps(module)
 

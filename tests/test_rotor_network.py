@@ -230,7 +230,7 @@ def test_parameters_that_change_are_seen_in_inference(calls):
             parameter.data += 0.1  # no version counts this
             assert not torch.equal(module(x), first)
             first = module(x)
-    assert copy.deepcopy(module)._known is None
+    assert copy.deepcopy(module)._comparing_cache is None
 
 
 @pytest.mark.parametrize("n", [2, 6, 7, 8, 9, 10])

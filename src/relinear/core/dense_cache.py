@@ -1,7 +1,7 @@
 """A dense matrix in place of a structured product, where that is the faster form of a linear operator.
 
 A structured product has fewer FLOPs than a dense one and more operations. Below a certain size the operations cost
-more than the FLOPs saved: in inference with weights that stay (``relinear.for_inference_``) the matrix is kept, in
+more than the FLOPs saved: in inference with weights that stay (``relinear.for_inference_``) the matrix is cached, in
 training it is composed in every step, and gradients go on through the composition.
 """
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from relinear.core.inference import ParameterCache
 from relinear.core.operator import Operator, dense_in_float32
-from relinear.core.parameter_cache import ParameterCache
 
 __all__ = ["dense_form", "dense_inference"]
 
@@ -46,17 +46,13 @@ def dense_inference(
         x: (..., in_features).
         prefers: says for in_features, out_features, dtype and number of tokens whether dense is faster.
     """
-    cache = operator._kept
+    cache = operator.parameter_cache
     if cache is None or operator.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not x.is_cpu:
         return None
     # sizes up to a power of two, so that one decision serves many; a single token has a power of its own
     key = x.numel().bit_length(), x.dtype
-    run = cache.get(key)
-    if run is None:
-        if not cache.opens():
-            return None
-        run = cache.keep(key, lambda: _form(operator, cache, x, prefers))
-    return run(x)
+    run = cache.get(key, lambda: _form(operator, cache, x, prefers))
+    return None if run is None else run(x)
 
 
 def dense_form(operator: Operator, x: Tensor, bounds: Bounds) -> Tensor | None:
@@ -76,13 +72,13 @@ def dense_form(operator: Operator, x: Tensor, bounds: Bounds) -> Tensor | None:
     return linear(x, operator.to_dense(), operator.bias)
 
 
-def _form(operator: Operator, cache: ParameterCache, x: Tensor, prefers) -> Callable[[Tensor], Tensor | None]:
+def _form(operator: Operator, cache: ParameterCache, x: Tensor, prefers) -> Callable[[Tensor], Tensor] | None:
     """How inputs of the size and dtype of x are multiplied."""
     inputs, outputs = operator.in_features, operator.out_features
     tokens = ((1 << x.numel().bit_length()) - 1) // inputs
     if not prefers(inputs, outputs, x.dtype, tokens):
-        return lambda x: None
-    weight, bias = cache.get("dense") or cache.keep("dense", lambda: dense_in_float32(operator))
+        return None
+    weight, bias = cache.get("dense", lambda: dense_in_float32(operator))
     halved = x.dtype == weight.dtype == torch.bfloat16
     if not (halved and tokens == 1 and weight.numel() >= VECTOR_ENTRIES):
         return lambda x: linear(x, weight, bias)

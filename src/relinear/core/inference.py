@@ -1,18 +1,215 @@
-"""Inference with weights that are promised to stay: layers keep what they compute from them."""
+"""Inference with weights that are promised to stay: layers cache what they compute from their parameters.
+
+The protocol. A ``CachingModule`` has a ``parameter_cache`` while ``for_inference_`` lasts, else None. There it looks up
+what it prepares from its parameters; whatever changes them empties the cache. ``prepared`` is a whole forward that was
+prepared so.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Self, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from relinear.core.parameter_cache import CachingModule
+from relinear.core.held import forward_hooks
 
-__all__ = ["build_for_inference", "for_inference_", "keeping_for_inference"]
+__all__ = [
+    "CachingModule",
+    "ParameterCache",
+    "build_for_inference",
+    "caching_for_inference",
+    "for_inference_",
+    "prepared",
+]
 
 Model = TypeVar("Model", bound=nn.Module)
+Run = TypeVar("Run", bound=Callable[..., Tensor | None])
+
+
+class ParameterCache:
+    """Values computed from the parameters of a module that are promised not to change (``relinear.for_inference_``).
+
+    What can be noticed at next to no cost drops them all the same: a parameter that was replaced, changed in place
+    under torch's version counter, moved, or added where there was none, and another submodule in the place of one.
+    Writes through ``.data`` and by fused optimisers are not noticed.
+
+    Several threads may read and fill it: values are only ever read beside the sources they were computed from.
+
+    Args:
+        owner: the module whose parameters count, with those of its children.
+    """
+
+    def __init__(self, owner: nn.Module) -> None:
+        self._owner = owner
+        #: (sources, places of everything else that may be replaced, values), replaced as a whole
+        self._state: tuple[list[tuple], list[tuple], dict[Hashable, Any]] | None = None
+
+    def get(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """The value at ``key``, at first ``compute()``; None where the cache does not open.
+
+        Computed without a graph, outside of inference mode and of autocast: it serves calls that are in neither.
+        """
+        state = self._state
+        if state is not None:
+            sources, places, values = state
+            if not self._are_same(sources):
+                state = self._state = None
+            else:
+                for slot, name, module in places:
+                    if slot.get(name) is not module:
+                        state = self._state = None
+                        break
+                else:
+                    if key in values:
+                        return values[key]
+        if not self.opens():
+            return None
+        if state is None:
+            # before the computation, so that a change during it is seen afterwards
+            state = self._state = [self._source(*given) for given in self._parameters()], self._places(), {}
+        kind = next(self._owner.parameters()).device.type
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(kind, enabled=False):
+            value = state[2][key] = compute()
+        return value
+
+    def opens(self) -> bool:
+        """Whether there may be values at all: not of parameters on meta (offloaded), of a subclass, or under vmap, nor
+        where a parametrisation stands in for one, which may depend on what is no parameter."""
+        parametrised = any("parametrizations" in module._modules for module in self._owner.modules())
+        return not parametrised and all(_is_ordinary(parameter) for _, _, parameter in self._parameters())
+
+    def _are_same(self, sources: list[tuple]) -> bool:
+        for slot, name, parameter, version, address in sources:
+            if slot.get(name) is not parameter or parameter._version != version or parameter.data_ptr() != address:
+                return False
+        return True
+
+    def _places(self) -> list[tuple[dict[str, Any], str, nn.Module | None]]:
+        """Where submodules are, and where there is no parameter."""
+        modules = list(self._owner.modules())
+        children = [(module._modules, name, child) for module in modules for name, child in module._modules.items()]
+        empty = [(m._parameters, name, None) for m in modules for name, p in m._parameters.items() if p is None]
+        return children + empty
+
+    def _parameters(self) -> list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]:
+        slots = (module._parameters for module in self._owner.modules())
+        return [(slot, name, p) for slot in slots for name, p in slot.items() if p is not None]
+
+    def _source(self, slot: dict[str, nn.Parameter | None], name: str, parameter: nn.Parameter) -> tuple:
+        return slot, name, parameter, parameter._version, parameter.data_ptr()
+
+
+class ComparingCache(ParameterCache):
+    """Values computed from few parameters, whose every number is compared before each use: no change goes unseen."""
+
+    def _are_same(self, sources: list[tuple]) -> bool:
+        for slot, name, parameter, copy in sources:
+            same = slot.get(name) is parameter and parameter.dtype == copy.dtype and parameter.device == copy.device
+            if not (same and torch.equal(parameter, copy)):
+                return False
+        return True
+
+    def _source(self, slot: dict[str, nn.Parameter | None], name: str, parameter: nn.Parameter) -> tuple:
+        return slot, name, parameter, parameter.detach().clone()
+
+
+class CachingModule(nn.Module):
+    """A module that caches what it computes from its parameters, while ``relinear.for_inference_`` lasts.
+
+    ``parameter_cache`` is None where it must not, as in every fresh module. Copies and pickles start with None;
+    ``train()`` goes back to it; ``eval()``, moves, casts and ``load_state_dict`` empty it.
+    """
+
+    parameter_cache: ParameterCache | None = None
+    _comparing_cache: ComparingCache | None = None
+
+    def cache_parameters(self, cache: bool) -> None:
+        """Start with an empty cache, where it ``opens``, or stop."""
+        own = ParameterCache(self)
+        self.parameter_cache = own if cache and own.opens() else None
+        self._comparing_cache = None
+        if self.parameter_cache is not None:
+            self.build_kernels()
+
+    def build_kernels(self) -> None:
+        """Have the compiled kernels built that inference runs, where they are not there yet."""
+
+    def always_cached(self, parameter: Tensor) -> ParameterCache | None:
+        """``parameter_cache``, or outside of ``for_inference_`` one that compares the parameters before each use.
+
+        Beside exponentials of matrices it takes no time to compare the few parameters that they come from. On a GPU it
+        would, as that waits for the device.
+        """
+        if self.parameter_cache is None and self._comparing_cache is None and parameter.is_cpu:
+            self._comparing_cache = ComparingCache(self)
+        return self.parameter_cache or self._comparing_cache
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.cache_parameters(self.parameter_cache is not None and not mode)
+        return self
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self.cache_parameters(self.parameter_cache is not None)
+        return self
+
+    def _load_from_state_dict(self, *args, **kwargs) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.cache_parameters(self.parameter_cache is not None)
+
+    def _replicate_for_data_parallel(self):
+        replica = super()._replicate_for_data_parallel()  # shares all attributes, on another device
+        replica.parameter_cache = None
+        return replica
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if not isinstance(value, ParameterCache)}
+
+
+def prepared(module: CachingModule, x: Tensor, make: Callable[[Tensor], Run | None]) -> Run | None:
+    """How ``module`` runs inputs like x: ``make(x)``, made once a dtype; None where it is to run as usual.
+
+    None outside of ``relinear.for_inference_`` and in training, also of a submodule alone, where ``make`` has returned
+    None, and wherever calling a submodule would run anything but the forward of its class: what was made reads their
+    parameters by itself.
+
+    Args:
+        module: what the call stands for, with all of its submodules.
+        x: inputs; what depends on more of them than their dtype is for the caller, or for what was made, to ask.
+        make: from the inputs.
+    """
+    cache = module.parameter_cache
+    if cache is None or module.training:
+        return None
+    made: tuple[Run | None, _Bare] | None = cache.get(x.dtype, lambda: (make(x), _Bare(module)))
+    return None if made is None or made[0] is None or not made[1].holds() else made[0]
+
+
+class _Bare:
+    """That submodules of a module are bare and under the promise: asked at every call.
+
+    Whether they are still those that it had is for its cache to notice.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        children = [child for child in module.modules() if child is not module]
+        self._children = [(child, type(child), child.__dict__) for child in children]
+        self._caching = [child for child in children if isinstance(child, CachingModule)]
+        self._hooks = forward_hooks(children)
+
+    def holds(self) -> bool:
+        """Whether the parameters of submodules may be read without calling them."""
+        for child, kind, own in self._children:
+            if child.__class__ is not kind or own["training"] or "forward" in own:
+                return False
+        for child in self._caching:
+            if child.parameter_cache is None:
+                return False
+        return not any(self._hooks)
 
 
 def for_inference_(model: Model, mode: bool = True) -> Model:
@@ -46,31 +243,40 @@ def for_inference_(model: Model, mode: bool = True) -> Model:
     if mode:
         model.eval()
     for module in _caching(model):
-        module.keep_for_inference(mode)
+        module.cache_parameters(mode)
     return model
 
 
 def build_for_inference(model: nn.Module) -> None:
-    """Have the compiled kernels built, once a machine, that inference with ``model`` runs, and keep no values.
+    """Have the compiled kernels built, once a machine, that inference with ``model`` runs, and cache nothing.
 
     For whoever times layers: where nobody has asked for inference yet, a few rows are not worth a build.
     """
-    with keeping_for_inference(model):
-        pass
+    for module in _caching(model):
+        module.build_kernels()
 
 
 @contextlib.contextmanager
-def keeping_for_inference(model: nn.Module) -> Iterator[None]:
-    """``for_inference_`` for code that owns the weights meanwhile: modes are left alone, and what was kept before."""
-    fresh = [module for module in _caching(model) if module._kept is None]
+def caching_for_inference(model: nn.Module) -> Iterator[None]:
+    """``for_inference_`` for code that owns the weights meanwhile: leave modes, and what was cached before, alone."""
+    fresh = [module for module in _caching(model) if module.parameter_cache is None]
     for module in fresh:
-        module.keep_for_inference(True)
+        module.cache_parameters(True)
     try:
         yield
     finally:
         for module in fresh:
-            module.keep_for_inference(False)
+            module.cache_parameters(False)
 
 
 def _caching(model: nn.Module) -> list[CachingModule]:
     return [module for module in model.modules() if isinstance(module, CachingModule)]
+
+
+def _is_ordinary(parameter: Tensor) -> bool:
+    return (
+        type(parameter) in (Tensor, nn.Parameter)
+        and not parameter.is_meta
+        and not parameter.is_inference()  # counts no versions
+        and not torch._C._functorch.is_functorch_wrapped_tensor(parameter)
+    )

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import Config, shown
+from relinear.core.inference import CachingModule
 from relinear.core.moments import Moments
-from relinear.core.parameter_cache import CachingModule
 from relinear.core.roles import ParamRole, StatedFans
 
 __all__ = [

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from relinear.core.aux import IGNORED_LABEL
-from relinear.core.inference import keeping_for_inference
+from relinear.core.inference import caching_for_inference
 from relinear.core.modes import evaluating
 from relinear.core.operator import check_model
 from relinear.core.vocabulary import check_tokenizer_fits, most_positions
@@ -198,7 +198,7 @@ def _check_positive(**values: int | None) -> None:
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[torch.device]:
     """Eval mode without gradients, with weights that stay; gives the model's device and puts everything back."""
-    with evaluating(model), torch.no_grad(), keeping_for_inference(model):
+    with evaluating(model), torch.no_grad(), caching_for_inference(model):
         yield next(model.parameters()).device
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from relinear.core.config import check_at_least, check_choice, check_depth, check_divides, check_type, register
 from relinear.core.context import current_context
 from relinear.core.held import Held, are_held
+from relinear.core.inference import prepared
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig
-from relinear.core.prepared import prepared
 from relinear.core.sites import Gated
 from relinear.functional.ccl import ccl_dense, ccl_gated, ccl_templates, gate, largest_shares, template_shares
 from relinear.functional.low_rank import low_rank_factors
@@ -78,11 +78,8 @@ class CCLLinear(Gated, Operator):
             if last is not None:
                 _keep_variance(last, GELU_GAIN if self.trunk else 1.0)
 
-    def keep_for_inference(self, keep: bool) -> None:
-        """Also has the kernel built that a few rows take, where it is not there yet."""
-        super().keep_for_inference(keep)
-        if self._kept is not None:
-            is_loaded_beside(self.basis)
+    def build_kernels(self) -> None:
+        is_loaded_beside(self.basis)
 
     def _few_rows(self, x: Tensor) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
         parts = (self.norm, self.basis_gate, self.output_gate)
@@ -98,7 +95,7 @@ class CCLLinear(Gated, Operator):
         features = context = None
         if self.config.conditioned:
             context = current_context(x, self.config.context_dim, "ccl")
-        if self._kept is not None and self._taps is None and not refuses_rows(x):
+        if self.parameter_cache is not None and self._taps is None and not refuses_rows(x):
             run = prepared(self, x, self._few_rows)
             y = None if run is None else run(x, context)
             if y is not None:

@@ -15,9 +15,9 @@ from torch.nn.functional import linear as affine
 
 from relinear.core.config import check_at_least, check_choice, check_divides, check_type, register
 from relinear.core.held import Held, are_held
+from relinear.core.inference import prepared
 from relinear.core.latents import Latent, LatentOperator
 from relinear.core.operator import OperatorConfig
-from relinear.core.prepared import prepared
 from relinear.functional.hdpl import (
     bounded_kl,
     free_bits_kl,
@@ -97,11 +97,8 @@ class HDPLLinear(LatentOperator):
             if encoder is not None and encoder.bias is not None:
                 nn.init.uniform_(encoder.bias, -bound, bound) if authors else nn.init.zeros_(encoder.bias)
 
-    def keep_for_inference(self, keep: bool) -> None:
-        """Also has the kernel built that a few rows take, where it is not there yet."""
-        super().keep_for_inference(keep)
-        if self._kept is not None:
-            is_loaded_beside(self.blocks)
+    def build_kernels(self) -> None:
+        is_loaded_beside(self.blocks)
 
     def _few_rows(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         if not are_held((self.mu, self.decoder)):
@@ -111,7 +108,7 @@ class HDPLLinear(LatentOperator):
         return few_rows(x, self.blocks, weight, offset, self.decoder.forward()[0], self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._kept is not None and self._latent_tap is None and not refuses_rows(x):
+        if self.parameter_cache is not None and self._latent_tap is None and not refuses_rows(x):
             run = prepared(self, x, self._few_rows)
             if run is not None:
                 return run(x)

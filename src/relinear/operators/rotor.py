@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from relinear.clifford.blades import MAX_DIMENSION, device_table
 from relinear.core.config import check_at_least, check_choice, check_depth, check_type, register
 from relinear.core.dense_cache import dense_inference
+from relinear.core.inference import ParameterCache
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, ParamRole
-from relinear.core.parameter_cache import ParameterCache, RememberingModule
 from relinear.functional.rotor import (
     ACTIVATIONS,
     NetworkForm,
@@ -98,7 +98,7 @@ class _Branches(nn.Module):
         return _slopes(self.config.activation, slope if self.slopes is None else self.slopes, self.mix)
 
 
-class RotorLinear(RememberingModule, Operator):
+class RotorLinear(Operator):
     """The plain sum of sandwiches (depth 0), or the network of the paper (depth >= 1).
 
     Parameters of ``SandwichSum`` under ``entry``; with depth >= 1 also ``hidden.k.rotors``, ``hidden.k.mix`` (W,),
@@ -173,9 +173,7 @@ class RotorLinear(RememberingModule, Operator):
     def _in_one_pass(self, x: Tensor) -> Tensor:
         cache, tokens, run = self._network_cache(x), x.reshape(-1, self.in_features), None
         if cache is not None:
-            run = cache.get("network")
-            if run is None and cache.opens():
-                run = cache.keep("network", lambda: PreparedNetwork(self.in_features, *self._network_numbers()))
+            run = cache.get("network", lambda: PreparedNetwork(self.in_features, *self._network_numbers()))
         if run is not None:
             y = run(tokens, self.bias)
         else:
@@ -184,11 +182,11 @@ class RotorLinear(RememberingModule, Operator):
         return y.view(*x.shape[:-1], self.out_features)
 
     def _network_cache(self, x: Tensor) -> ParameterCache | None:
-        """Of ``_network_numbers``, where every layer may keep its own."""
+        """Of ``_network_numbers``, where every layer may cache its own."""
         own = all({"mix", "slopes"} <= step._parameters.keys() for step in self.hidden) and "slope" in self._parameters
         if not own or any(s.cache_for(x) is None for s in self._sums()):
             return None
-        return self.remembered(self.entry.left)
+        return self.always_cached(self.entry.left)
 
     def _network_numbers(self) -> tuple[Any, ...]:
         """What ``rotor_network`` takes beside inputs and bias."""

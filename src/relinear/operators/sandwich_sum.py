@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from relinear import clifford
 from relinear.clifford.blades import device_table
-from relinear.core.parameter_cache import ParameterCache, RememberingModule
+from relinear.core.inference import CachingModule, ParameterCache
 from relinear.functional.rotor import (
     product_of_simple_rotors,
     rotor_layer,
@@ -42,7 +42,7 @@ def tiled(dtype: torch.dtype) -> bool:
     return dtype in (torch.bfloat16, torch.float16) and fast_bfloat16()
 
 
-class SandwichSum(RememberingModule):
+class SandwichSum(CachingModule):
     """y = sum_w a_w x b_w over every pair of an input and an output window; no bias.
 
     Parameters: ``left`` and ``right`` (W, o, i, P) bivectors of the rotors (``left`` alone where they are single), or
@@ -205,37 +205,34 @@ class SandwichSum(RememberingModule):
         if cache is not None:
             # tokens up to a power of two, so that one decision serves many sizes of input
             key = (x.numel() // self.in_features).bit_length(), x.dtype
-            run = cache.get(key)
-            if run is None and cache.opens():
-                run = cache.keep(key, lambda: self._inference(cache, (1 << key[0]) - 1, x.dtype, x.device))
+            run = cache.get(key, lambda: self._inference(cache, (1 << key[0]) - 1, x.dtype, x.device))
         if run is not None:
             return run(x)
         return self.apply_factors(x, *self.factors_for(x, rotors))
 
     def factors_for(self, x: Tensor, rotors: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """``factors`` in the dtype of ``x``; in inference those that are kept."""
+        """``factors`` in the dtype of ``x``; in inference the cached ones."""
         cache = self.cache_for(x)
-        if cache is not None and cache.opens():
-            return self._kept_factors(cache, x.dtype)
+        cached = None if cache is None else self._cached_factors(cache, x.dtype)
+        if cached is not None:
+            return cached
         left, right = self.factors(rotors)
         return left.to(x.dtype), right.to(x.dtype)
 
-    def _kept_factors(self, cache: ParameterCache, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return cache.get(("factors", dtype)) or cache.keep(
-            ("factors", dtype), lambda: tuple(factor.to(dtype).contiguous() for factor in self.factors())
-        )
+    def _cached_factors(self, cache: ParameterCache, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return cache.get(("factors", dtype), lambda: tuple(factor.to(dtype).contiguous() for factor in self.factors()))
 
     def cache_for(self, x: Tensor) -> ParameterCache | None:
-        """Where what depends on parameters alone is kept, if it may be.
+        """Where what depends on parameters alone is cached, if it may be.
 
         Where something else stands in a parameter's place (a mask, a parametrisation, a tensor that another network
-        computes), its values come from more than parameters: nothing is kept.
+        computes), its values come from more than parameters: nothing is cached.
         """
         if self.training or torch.compiler.is_compiling() or not self._parameters.keys() >= _PARAMETERS:
             return None
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
             return None
-        return self.remembered(self.left)
+        return self.always_cached(self.left)
 
     def _inference(
         self, cache: ParameterCache, tokens: int, dtype: torch.dtype, device: torch.device
@@ -243,11 +240,9 @@ class SandwichSum(RememberingModule):
         """The map with everything that depends on parameters computed beforehand, the faster way."""
         asked = "rotor", self.in_features, self.out_features, dtype, tokens, tiled(dtype)
         if device.type == "cpu" and prefers_dense(self.factored_cost(tokens, dtype), *asked):
-            weight = cache.get(("dense", dtype))
-            if weight is None:
-                weight = cache.keep(("dense", dtype), lambda: self.dense().to(dtype).contiguous())
+            weight = cache.get(("dense", dtype), lambda: self.dense().to(dtype).contiguous())
             return lambda x: torch.nn.functional.linear(x, weight)
-        left, right = self._kept_factors(cache, dtype)
+        left, right = self._cached_factors(cache, dtype)
         small = tokens * self.window * dtype.itemsize <= PORTION_BYTES // 2
         one = (
             math.prod(self.counts) == 1 and left.shape[3] == 1 and self.in_features == self.out_features == self.window

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from relinear.core.config import check_at_least, check_choice, check_type, register
 from relinear.core.held import is_bare, is_plain_linear
+from relinear.core.inference import CachingModule, prepared
 from relinear.core.operator import NotLinearError
-from relinear.core.parameter_cache import CachingModule
-from relinear.core.prepared import prepared
 from relinear.core.sites import Gated
 from relinear.core.wrapper import Wrapper, WrapperConfig
 from relinear.functional.transponder import PHI, modulate_static, modulator_gate
@@ -154,11 +153,8 @@ class Modulator(Gated, CachingModule, _Alphas):
 
     def _folded(self) -> tuple[Tensor | None, Tensor | None]:
         """Both B with their alphas inside, in float32 at least: for one token casts would cost more than gates."""
-        cache = None if self.training else self._kept
-        folded = None if cache is None else cache.get("folded")
-        if folded is not None:
-            return folded
-        return self._fold() if cache is None or not cache.opens() else cache.keep("folded", self._fold)
+        cache = None if self.training else self.parameter_cache
+        return (None if cache is None else cache.get("folded", self._fold)) or self._fold()
 
     def _fold(self) -> tuple[Tensor | None, Tensor | None]:
         ups = self.channel_up, self.scalar_up
@@ -327,11 +323,8 @@ class TransponderLinear(Wrapper):
         """Set every gate to exactly 1."""
         self.modulator.reset_parameters(identity=True)
 
-    def keep_for_inference(self, keep: bool) -> None:
-        """Also has the kernel built that layer and gates take together, where it is not there yet."""
-        super().keep_for_inference(keep)
-        if self._kept is not None:
-            is_loaded_beside(next(self.parameters()))
+    def build_kernels(self) -> None:
+        is_loaded_beside(next(self.parameters()))
 
     def _few_rows(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         base, modulator = self.base, self.modulator
@@ -343,8 +336,9 @@ class TransponderLinear(Wrapper):
 
     def forward(self, x: Tensor) -> Tensor:
         # looked up where it is: this is asked for every token, and attributes of modules take a while
-        if self._kept is not None and not refuses_rows(x) and not getattr(self._modules["modulator"], "_taps", None):
-            run = prepared(self, x, self._few_rows)
+        if self.parameter_cache is not None and not refuses_rows(x):
+            taps = getattr(self._modules["modulator"], "_taps", None)
+            run = None if taps else prepared(self, x, self._few_rows)
             if run is not None:
                 return run(x)
         base, modulator = self.base, self.modulator

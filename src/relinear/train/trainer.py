@@ -26,7 +26,7 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from relinear.core.aux import IGNORED_LABEL, aux_losses, operator_metrics, share_of_batch
-from relinear.core.inference import keeping_for_inference
+from relinear.core.inference import caching_for_inference
 from relinear.core.modes import evaluating
 from relinear.core.objective import GuidedTraining
 from relinear.core.record import sync_record
@@ -357,7 +357,7 @@ class RelinearTrainer(Trainer):
         last = self.state.global_step == self.settings.steps and self.args.world_size == 1
         blocks: list[Tensor | None] = []
         eager, lowered = torch.compiler.set_stance("force_eager"), self.autocast_smart_context_manager()
-        with evaluating(model), eager, lowered, keeping_for_inference(model):
+        with evaluating(model), eager, lowered, caching_for_inference(model):
             loader = self.get_eval_dataloader(eval_dataset)
             bound = math.inf if self.state.global_step else self.settings.eval_start_tokens or math.inf
             for number, inputs in enumerate(loader):
