@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import dataclasses
+from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Moments"]
+__all__ = ["Moments", "descend_"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,3 +57,27 @@ class Moments:
         if self.outputs is not None:
             weighted = self.outputs.to(difference) @ weighted
         return (weighted * difference).sum()
+
+
+def descend_(operator: Any, weight: Tensor, moments: Moments, steps: int) -> None:
+    """Bring ``operator``'s dense matrix nearer to ``weight`` (O, I) under ``moments``; never farther."""
+    wide = deepcopy(operator).double().train()
+    bias = wide.bias
+    parameters = [p.requires_grad_(True) for p in wide.parameters() if p is not bias]
+    weight = weight.detach().double()
+    scale = float(moments.error(weight)) or 1.0
+    optimizer = torch.optim.LBFGS(parameters, max_iter=steps, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        error = moments.error(weight - wide.to_dense()) / scale
+        error.backward()
+        return error
+
+    with torch.enable_grad():
+        start = float(moments.error(weight - wide.to_dense()).detach()) / scale
+        optimizer.step(closure)
+    with torch.no_grad():
+        if float(moments.error(weight - wide.to_dense())) / scale <= start:  # not a number counts as worse
+            for own, fitted in zip(operator.parameters(), wide.parameters(), strict=True):
+                own.copy_(fitted)

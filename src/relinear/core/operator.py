@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from relinear.core.config import Config, shown
 from relinear.core.inference import CachingModule
-from relinear.core.moments import Moments
+from relinear.core.moments import Moments, descend_
 from relinear.core.roles import ParamRole, StatedFans
+from relinear.core.token_terms import TokenTerms
 
 __all__ = [
     "Init",
@@ -126,7 +127,7 @@ class OperatorConfig(Config):
         return [(self, float(moments.error(weight.double() - fitted.to_dense().detach().double())))]
 
 
-class Operator(CachingModule):
+class Operator(TokenTerms, CachingModule):
     """A module with the contract of ``nn.Linear``: (..., in_features) -> (..., out_features), never a tuple.
 
     Subclasses take ``(config, in_features, out_features, *, bias, device, dtype)``, create their parameters, call
@@ -135,11 +136,7 @@ class Operator(CachingModule):
     ValueError that names the layer, whatever the mathematics behind would make of it.
     """
 
-    #: attributes of the last forward (tensors with a graph): dropped on deepcopy and pickling
-    _transient: tuple[str, ...] = ("_aux_losses", "_metrics", "_counted")
     bias: nn.Parameter | None
-    #: metrics whose means are not taken yet, and the tokens that count in them
-    _counted: tuple[dict[str, Tensor], Tensor | None] | None = None
     #: names of parameters (or of submodules with all of theirs) that sum over a size which the settings fix, as a rank
     fixed_fan_in: tuple[str, ...] = ()
     #: likewise of those whose outputs are so many
@@ -160,9 +157,6 @@ class Operator(CachingModule):
         self.config = config
         self.in_features = in_features
         self.out_features = out_features
-        #: by name, for every token that was seen (a tensor of the leading sizes of the input) or as a mean over them
-        self._aux_losses: dict[str, Tensor] = {}
-        self._metrics: dict[str, Tensor] = {}
 
     def reset_parameters(self) -> None:
         """Initialise every parameter from torch's global generator (in place, safe on meta)."""
@@ -235,47 +229,6 @@ class Operator(CachingModule):
             bias = dense_bias(linear)
             self.bias.copy_(bias) if bias is not None else self.bias.zero_()
 
-    def aux_losses(self) -> dict[str, Tensor]:
-        """Weighted auxiliary losses (scalars, token means) of the last training forward, by name; {} in eval.
-
-        The means are over the tokens that count: in a model those whose prediction counts in its loss (see
-        ``core.aux.counted_tokens``), in a layer that runs by itself all of them.
-        """
-        return _token_means(self._aux_losses, None) if self.training else {}
-
-    def metrics(self) -> dict[str, Tensor]:
-        """Detached scalars of the last training forward that are worth logging (not losses), by name."""
-        metrics, counted = self._counted or (None, None)
-        return _token_means(self._metrics, counted if metrics is self._metrics else None)
-
-    def note(self, aux_losses: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
-        """Keep what this training forward found, by name: a value for every token, or a mean over them.
-
-        Of several calls in one forward of a model the last one's is kept. A sum would need to know where a forward of
-        the model starts and ends, also in one that is compiled or run again, and a layer alone would add up for ever.
-
-        What a layer finds when gradient checkpointing runs it again, during the backward pass, is not kept: it is that
-        of a forward whose means have been taken, and nobody would tell again which tokens count.
-        """
-        again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        if not (again and self._aux_losses):  # a whole model that is run again has forgotten its terms first
-            self._aux_losses, self._metrics = aux_losses, metrics
-
-    def count_tokens(self, counted: Tensor | None) -> None:
-        """Make what the last forward noted for every token into means over those that count.
-
-        Args:
-            counted: (B, T) bool, or None for all. An operator that saw other tokens than these (those routed to an
-                expert, say) takes the mean over all that it saw.
-        """
-        self._aux_losses = _token_means(self._aux_losses, counted)
-        if torch.compiler.is_compiling():
-            self._metrics = _token_means(self._metrics, counted)
-        elif (
-            self._counted is None or self._counted[0] is not self._metrics
-        ):  # else they are those of an earlier forward
-            self._counted = self._metrics, counted  # few steps of a training read them: means are taken there
-
     def flops_per_token(self) -> int:
         """Floating-point operations of the forward pass for one token (a multiply-add counts as two)."""
         raise TypeError(f"{type(self).__name__} does not state its FLOPs")
@@ -300,40 +253,8 @@ class Operator(CachingModule):
         stated = StatedFans(self)
         return {name: stated.role(parameter) for name, parameter in self.named_parameters()}
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Tensors with a graph can be neither copied nor pickled, and belong to a forward that the copy never saw.
-        state = super().__getstate__()
-        for name in self._transient:
-            if name in state:
-                state[name] = type(state[name])() if isinstance(state[name], dict) else None
-        return state
-
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.config}, bias={self.bias is not None}"
-
-
-def descend_(operator: Operator, weight: Tensor, moments: Moments, steps: int) -> None:
-    """Bring ``operator``'s dense matrix nearer to ``weight`` (O, I) under ``moments``; never farther."""
-    wide = deepcopy(operator).double().train()
-    bias = wide.bias
-    parameters = [p.requires_grad_(True) for p in wide.parameters() if p is not bias]
-    weight = weight.detach().double()
-    scale = float(moments.error(weight)) or 1.0
-    optimizer = torch.optim.LBFGS(parameters, max_iter=steps, line_search_fn="strong_wolfe")
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        error = moments.error(weight - wide.to_dense()) / scale
-        error.backward()
-        return error
-
-    with torch.enable_grad():
-        start = float(moments.error(weight - wide.to_dense()).detach()) / scale
-        optimizer.step(closure)
-    with torch.no_grad():
-        if float(moments.error(weight - wide.to_dense())) / scale <= start:  # not a number counts as worse
-            for own, fitted in zip(operator.parameters(), wide.parameters(), strict=True):
-                own.copy_(fitted)
 
 
 def _checked(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -381,38 +302,26 @@ def check_model(model: Any, user: str) -> None:
     raise ValueError(f"{user} takes a model (an nn.Module), got {shown(model)}{hint}")
 
 
-def _token_means(values: dict[str, Tensor], counted: Tensor | None) -> dict[str, Tensor]:
-    return {name: _token_mean(value, counted) for name, value in values.items()}
+_CONV1D = "transformers.pytorch_utils.Conv1D"
+#: transformers' own linear layers, by name, so that the contract does not import it
+_STOCK = (_CONV1D, "transformers.models.falcon.modeling_falcon.FalconLinear")
 
 
-def _token_mean(value: Tensor, counted: Tensor | None) -> Tensor:
-    """The mean over the tokens that count of a value for each, (B, T) or (B T,); a scalar is a mean already."""
-    if value.ndim == 0:
-        return value
-    if counted is None or value.shape not in (counted.shape, (counted.numel(),)):
-        return value.mean()
-    counted = counted.reshape(value.shape).to(value.device)
-    return torch.where(counted, value, 0.0).sum() / counted.sum().clamp(min=1)
+def _class_name(module: Any) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def is_conv1d(module: Any) -> bool:
-    """Whether ``module`` is GPT-2's transposed linear; by name, so that the contract does not import transformers."""
-    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
-
-
-def is_falcon_linear(module: Any) -> bool:
-    """Whether ``module`` is Falcon's linear layer, a subclass that computes what nn.Linear does; by name, likewise."""
-    kind = type(module)
-    return kind.__name__ == "FalconLinear" and kind.__module__ == "transformers.models.falcon.modeling_falcon"
+    """Whether ``module`` is GPT-2's transposed linear."""
+    return _class_name(module) == _CONV1D
 
 
 def is_linear(module: Any) -> bool:
-    """Whether ``module`` can be replaced: exactly nn.Linear, GPT-2's Conv1D, Falcon's layer, or an operator.
+    """Whether ``module`` can be replaced: exactly nn.Linear, one of transformers' ``_STOCK``, or an operator.
 
     Other subclasses of nn.Linear cannot: they may compute something else.
     """
-    stock = type(module) is nn.Linear or is_conv1d(module) or is_falcon_linear(module)
-    return stock or isinstance(module, Operator)
+    return type(module) is nn.Linear or _class_name(module) in _STOCK or isinstance(module, Operator)
 
 
 def linear_features(module: Any) -> tuple[int, int]:
