@@ -24,6 +24,7 @@ LAYERS = {
     relinear.HDPL(rank=128, blocks=8): {"hdpl": functional.hdpl.hdpl, "token_kl": functional.hdpl.token_kl},
     relinear.CCL(rank=64, context_dim=64): {"ccl": functional.ccl.ccl},
     relinear.Transponder(): {"modulated_linear": functional.transponder.modulated_linear},
+    relinear.PivotedLowRank(rank=64): {"pivoted_low_rank": functional.pivoted_low_rank.pivoted_low_rank},
     relinear.BlockHadamard(): {"block_hadamard": functional.block_hadamard.block_hadamard},
     relinear.Rotor(depth=0, width=1): {"sandwich_windows": functional.rotor.sandwich_windows},
     relinear.Rotor(): {},
@@ -36,7 +37,8 @@ def work(config, inputs, outputs, tokens, dtype, step):
     """A call: inference with weights that stay, or a training step."""
     torch.manual_seed(0)
     layer = config.build(inputs, outputs).to(dtype)
-    x, upstream = torch.randn(tokens, inputs, dtype=dtype), torch.randn(tokens, outputs, dtype=dtype)
+    x = torch.randn(tokens, inputs, dtype=dtype, requires_grad=step)
+    upstream = torch.randn(tokens, outputs, dtype=dtype)
     context = torch.randn(tokens, 64, dtype=dtype)
     if not step:
         relinear.for_inference_(layer)
@@ -45,7 +47,9 @@ def work(config, inputs, outputs, tokens, dtype, step):
         with relinear.context(context), torch.set_grad_enabled(step):
             y = layer(x)
         if step:
-            torch.autograd.grad(y, list(layer.parameters()), upstream, allow_unused=True)
+            y.backward(upstream)
+            for leaf in (x, *layer.parameters()):
+                leaf.grad = None
 
     return run
 
