@@ -29,6 +29,7 @@ from relinear.core.objective import ObjectiveConfig as ObjectiveConfig
 from relinear.core.operator import NotLinearError as NotLinearError
 from relinear.core.operator import Operator as Operator
 from relinear.core.operator import OperatorConfig as OperatorConfig
+from relinear.core.plugins import import_named as _import_named
 from relinear.data import prepare_data as prepare_data
 from relinear.distill import DistillSettings as DistillSettings
 from relinear.distill import distill_ as distill_
@@ -84,6 +85,8 @@ from relinear.train.latents import read_moments as read_moments
 #: what is imported above, of the rooms the algebra alone
 __all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]
 __all__ += ["__version__", "clifford"]
+
+_import_named()
 
 
 def __getattr__(name: str) -> _Any:

@@ -6,6 +6,7 @@ takes torch and transformers with it, as it runs. So ``--help`` and completion a
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
@@ -33,6 +34,7 @@ COMMANDS = (
     "compress",
     "eval",
     "inspect",
+    "list",
     "check-coordinates",
     "specialize",
     "report",
@@ -52,6 +54,31 @@ _GROUPS = {
     "Output": "out export plan plan_only as_json report index static check",
     "Speed": "threads on_disk share rounds repeats",
 }
+
+
+def _without_imports(arguments: Sequence[str]) -> list[str]:
+    """Take every ``--import MODULE`` out of the arguments: it may stand in any command, and before it.
+
+    The modules are named in the environment, for ``import relinear`` here and in the processes that a command starts.
+    """
+    rest, modules = [], []
+    given = iter(arguments)
+    for argument in given:
+        name, equals, module = argument.partition("=")
+        if name != "--import":
+            rest.append(argument)
+            continue
+        module = module if equals else next(given, "")
+        if not module or module.startswith("-"):
+            raise ValueError("--import takes the name of a module: --import my_package.operators")
+        modules.append(module)
+    if modules:
+        os.environ["RELINEAR_IMPORT"] = ",".join([*filter(None, [os.environ.get("RELINEAR_IMPORT")]), *modules])
+        if "" not in sys.path:
+            sys.path.insert(0, "")  # as python -m has it: modules beside the user are found
+        if "relinear" in sys.modules:  # of a program that calls this
+            sys.modules["relinear.core.plugins"].import_named()
+    return rest
 
 
 class _Command(TyperCommand):
@@ -119,6 +146,8 @@ def _root(
     """Replace, modulate and compose the linear layers of Transformers.
 
     A first look, five operators side by side on real text: `relinear compare --recipe quick --out runs/demo`
+
+    Every command takes `--import MODULE`, for operators of your own; those of installed packages are found by name.
     """
 
 
@@ -133,7 +162,7 @@ for _name in COMMANDS:
 
 def _invoke(arguments: Sequence[str]) -> int | None:
     try:
-        result: Any = app(args=list(arguments), prog_name="relinear", standalone_mode=False)
+        result: Any = app(args=_without_imports(arguments), prog_name="relinear", standalone_mode=False)
     except _Ended as ended:
         raise ended.interrupt from None
     except typer.Abort as error:

@@ -69,14 +69,11 @@ RepeatableThreads = Annotated[int | None, typer.Option(help="CPU threads; one ma
 
 
 def prepare_process(threads: int | None = None) -> None:
-    """Ready a process that is going to compute: set its threads (if given), tune the allocator and say so."""
-    import sys
-
+    """Ready a process that is going to compute: set its threads (if given), tune the allocator."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
     from relinear.system.allocator import tune_allocator
-    from relinear.system.machine import is_first_rank
 
     if threads is not None:
         if threads < 1:
@@ -84,10 +81,7 @@ def prepare_process(threads: int | None = None) -> None:
         torch.set_num_threads(threads)
     disable_progress_bar()  # of loading and writing weights: a flicker among our own
 
-    thresholds = tune_allocator()
-    if thresholds and is_first_rank():
-        stated = ", ".join(f"{name} {value:,} bytes" for name, value in thresholds.items())
-        print(f"allocator: {stated}", file=sys.stderr)
+    tune_allocator()
 
 
 def parse_operators(texts: list[str]) -> dict[str, dict[str, Any] | None]:

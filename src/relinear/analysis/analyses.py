@@ -15,11 +15,22 @@ from typing import Any
 
 from torch import Tensor
 
+from relinear.core import plugins
 from relinear.core.config import nearest
 from relinear.pages.blocks import Chart
 from relinear.system.files import write_json
 
-__all__ = ["ANALYSES", "Result", "Subject", "analyze", "applying", "check_names", "short_name"]
+__all__ = [
+    "ANALYSES",
+    "Result",
+    "Subject",
+    "analysis",
+    "analyze",
+    "applying",
+    "check_names",
+    "known_analyses",
+    "short_name",
+]
 
 #: an analysis is the file of its name
 ANALYSES = ("effective_rank", "gates", "top_tokens", "fingerprints", "modulators", "latents", "planes")
@@ -65,13 +76,23 @@ def short_name(name: str) -> str:
 def check_names(names: Sequence[str]) -> None:
     """Raise ValueError for a name that is no analysis."""
     for name in names:
-        if name not in ANALYSES:
-            raise ValueError(f"unknown analysis {name!r}; {nearest(name, ANALYSES)}")
+        if name not in known_analyses():
+            raise ValueError(f"unknown analysis {name!r}; {nearest(name, known_analyses())}")
 
 
 def applying(model: Any) -> list[str]:
     """Names of the analyses that apply to ``model``."""
-    return [name for name in ANALYSES if import_module(f"relinear.analysis.{name}").applies(model)]
+    return [name for name in known_analyses() if analysis(name).applies(model)]
+
+
+def known_analyses() -> list[str]:
+    """Return the names of all analyses: relinear's, and those that other packages offer."""
+    return [*ANALYSES, *(name for name in plugins.offered("analysis") if name not in ANALYSES)]
+
+
+def analysis(name: str) -> Any:
+    """Return the module of an analysis."""
+    return import_module(f"relinear.analysis.{name}") if name in ANALYSES else plugins.find("analysis", name)
 
 
 def analyze(
@@ -85,9 +106,9 @@ def analyze(
     from relinear.pages.drawn import save_panels
 
     check_names(only)
-    chosen = {name: import_module(f"relinear.analysis.{name}") for name in only or applying(subject.model)}
+    chosen = {name: analysis(name) for name in only or applying(subject.model)}
     if not chosen:
-        raise ValueError(f"no analysis applies to this model; there are: {', '.join(ANALYSES)}")
+        raise ValueError(f"no analysis applies to this model; there are: {', '.join(known_analyses())}")
     results = {}
     for name, module in chosen.items():
         on_start(name)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
-from relinear.analysis.analyses import ANALYSES
+from relinear.analysis.analyses import analysis, known_analyses
 from relinear.pages.blocks import Block, Chart, Listing, Picture, Section, Text, picture_of, read_values, what_ran
 
 __all__ = ["RECORD", "analyses_blocks", "analyses_section"]
@@ -30,7 +29,7 @@ def analyses_blocks(directory: Path) -> list[Block]:
     blocks: list[Block] = []
     for pattern in _PLACES:
         for folder in [directory] if pattern == "." else sorted(directory.glob(pattern)):
-            for name in ANALYSES:
+            for name in known_analyses():
                 if (folder / f"{name}.json").is_file():
                     blocks += _analysis(folder, name, folder.relative_to(directory).as_posix())
     return blocks
@@ -50,7 +49,7 @@ def analyses_section(directory: Path) -> Section:
 
 
 def _analysis(folder: Path, name: str, place: str) -> Sequence[Block]:
-    module = import_module(f"relinear.analysis.{name}")
+    module = analysis(name)
     title = name.replace("_", " ")
     where = "" if place in (".", "analysis") else f", {place}"
     path = folder / f"{name}.json"

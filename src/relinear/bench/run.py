@@ -19,6 +19,7 @@ from relinear.bench.check import key_of, of_runs
 from relinear.bench.operators import DENSE, MODES, PASSES, bench_case, cases, phase_of
 from relinear.bench.peers import PEERS
 from relinear.bench.roofline import measure_roofline
+from relinear.core.config import environment as environment_of_kinds
 from relinear.core.config import parse_setting
 from relinear.core.operator import OperatorConfig
 from relinear.core.settings import Settings
@@ -122,7 +123,7 @@ def _child(settings: BenchSettings, *, tuned: bool, report: Callable[[str], None
         out = Path(folder) / "out.json"
         command = [sys.executable, "-m", "relinear.bench.run", settings.model_dump_json(), str(int(tuned)), str(out)]
         # the profiler behind peak memory tells of every start and stop unless it is asked not to
-        environment = {"KINETO_LOG_LEVEL": "99", **os.environ}
+        environment = {"KINETO_LOG_LEVEL": "99", **os.environ, **environment_of_kinds()}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
             assert process.stdout is not None
             for line in process.stdout:

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from relinear.core import plugins
 from relinear.core.config import nearest, shown
 from relinear.system.files import writing
 from relinear.system.text import cut
@@ -172,7 +173,12 @@ def find_recipe(name: str | Path) -> Path:
                 return candidate
     if path.exists():
         return path  # a folder, say: reading it tells
-    known = sorted({file.stem for folder in folders if folder.is_dir() for file in folder.glob("*.yaml")})
+    if (other := plugins.find("recipe", path.name.removesuffix(".yaml"))) is not None:
+        return Path(other)
+    known = sorted(
+        set(plugins.offered("recipe"))
+        | {file.stem for folder in folders if folder.is_dir() for file in folder.glob("*.yaml")}
+    )
     raise FileNotFoundError(f"no recipe {str(name)!r}; {nearest(path.stem, known)}")
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from relinear.core.config import environment
 from relinear.system.signals import Terminated
 
 __all__ = ["JOBS", "InProcess", "Worker"]
@@ -122,7 +123,11 @@ class Worker:
                     text=True,
                     encoding="utf-8",
                     start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the worker
-                    env=os.environ | _QUIET | _FORKED | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    env=os.environ
+                    | _QUIET
+                    | _FORKED
+                    | environment()
+                    | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 )
         return self._process
 

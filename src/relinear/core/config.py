@@ -15,16 +15,19 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
+from relinear.core import plugins
 from relinear.system.text import cut
 
 __all__ = [
     "Config",
+    "UnknownKindError",
     "UnknownSettingError",
     "check_at_least",
     "check_choice",
     "check_depth",
     "check_divides",
     "check_type",
+    "environment",
     "first_settings",
     "layer_indices",
     "nearest",
@@ -50,6 +53,10 @@ _MOST_LAYERS = 1_000
 
 class UnknownSettingError(ValueError, TypeError):
     """A setting that does not exist: a wrong value to whoever reads settings, a wrong keyword to whoever calls."""
+
+
+class UnknownKindError(ValueError):
+    """A kind that nobody has registered and no installed package offers."""
 
 
 # reads no more of a value than it is going to show
@@ -95,6 +102,11 @@ def register(cls: C) -> C:
     return cls
 
 
+def environment() -> dict[str, str]:
+    """Return what a process that is started has to be told, so that it knows the kinds that are known here."""
+    return plugins.environment(cls for kinds in _REGISTRY.values() for cls in kinds.values())
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """Base of every serialisable setting. Subclasses are frozen keyword-only dataclasses with a ``kind``."""
@@ -135,9 +147,12 @@ class Config:
             raise ValueError(f"a {cls.family} setting must be a mapping with a 'kind', got {shown(values)}")
         values = dict(values)
         kind = values.pop("kind", None)
+        if isinstance(kind, str) and kind not in cls.kinds():
+            plugins.find(cls.family, kind)
         known = cls.kinds()
         if not isinstance(kind, str) or kind not in known:
-            raise ValueError(f"unknown {cls.family} kind {shown(kind)}; {nearest(str(kind), known)}")
+            names = {**known, **plugins.offered(cls.family)}
+            raise UnknownKindError(f"unknown {cls.family} kind {shown(kind)}; {nearest(str(kind), names)}")
         target = known[kind]
         if not issubclass(target, cls):
             raise ValueError(f"{kind!r} is not a {cls.__name__}")

@@ -13,6 +13,7 @@ from relinear.core.anatomy import unwrapped
 from relinear.core.attachment import attachments
 from relinear.core.aux import install_aux_hooks, named_operators
 from relinear.core.config import shown
+from relinear.core.plugins import packages_of
 
 __all__ = [
     "FORMAT_VERSION",
@@ -36,7 +37,9 @@ def record(model: nn.Module) -> dict[str, Any] | None:
     attached = [config.to_dict() for config in attachments(model)]
     if not operators and not attached:
         return None
-    return {"quant_method": METHOD, "format_version": FORMAT_VERSION, "operators": operators, "attachments": attached}
+    values = {"quant_method": METHOD, "format_version": FORMAT_VERSION, "operators": operators, "attachments": attached}
+    others = packages_of([*(operator.config for _, operator in named_operators(model)), *attachments(model)])
+    return values | ({"packages": others} if others else {})
 
 
 def config_record(config: Any) -> dict[str, Any] | None:

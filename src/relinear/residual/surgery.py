@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from relinear.core import plugins
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import nearest, shown
 from relinear.core.operator import check_model
@@ -42,7 +43,7 @@ def residual_(model: nn.Module, method: str | AttachmentConfig) -> None:
         known = residual_methods()
         written, colon, settings = method.partition(":")
         kind = written.strip().replace("-", "_")
-        if kind not in known:
+        if kind not in known and plugins.find("attachment", kind) is None:
             raise ValueError(f"unknown residual method {shown(written)}; {nearest(kind, known)}")
         method = AttachmentConfig.read(kind + colon + settings)
     if not isinstance(method, AttachmentConfig):

@@ -26,7 +26,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from relinear.core.anatomy import named_in
 from relinear.core.attachment import AttachmentConfig, attachments
 from relinear.core.aux import named_operators
-from relinear.core.config import nearest, shown
+from relinear.core.config import UnknownKindError, nearest, shown
 from relinear.core.operator import OperatorConfig, check_model, is_linear
 from relinear.core.places import saved_place
 from relinear.core.record import FORMAT_VERSION, METHOD, config_record, sync_record
@@ -57,7 +57,7 @@ class RelinearConfig(QuantizationConfigMixin):
     """The record of a model's operators and attachments, checked on reading."""
 
     def __init__(self, **values: Any) -> None:
-        unknown = set(values) - _KEYS
+        unknown = set(values) - _KEYS - {"packages"}
         if unknown:
             raise ValueError(f"relinear checkpoint: unknown keys {shown(sorted(unknown))}; known: {sorted(_KEYS)}")
         missing = _KEYS - set(values)
@@ -71,14 +71,36 @@ class RelinearConfig(QuantizationConfigMixin):
         operators, attached = values["operators"], values["attachments"]
         if not isinstance(operators, Mapping) or not isinstance(attached, list | tuple):
             raise ValueError("relinear checkpoint: 'operators' must be a mapping and 'attachments' a list")
-        for setting in operators.values():
-            OperatorConfig.from_dict(setting)
-        for setting in attached:
-            AttachmentConfig.from_dict(setting)
+        packages = values.get("packages", {})
+        try:
+            for setting in operators.values():
+                OperatorConfig.from_dict(setting)
+            for setting in attached:
+                AttachmentConfig.from_dict(setting)
+        except UnknownKindError as error:
+            raise ValueError(f"relinear checkpoint: {error}{_needed(packages)}") from None
         self.quant_method: Any = METHOD
         self.format_version = version
         self.operators = dict(operators)
         self.attachments = list(attached)
+        if packages:
+            self.packages = dict(packages)
+
+
+def _needed(packages: Any) -> str:
+    """What a checkpoint says of the packages that it was saved with, and what to do."""
+    if not isinstance(packages, Mapping) or not packages:
+        return ""
+    told = []
+    for kind, origin in packages.items():
+        found = {key: str(value) for key, value in origin.items()} if isinstance(origin, Mapping) else {}
+        package = found.get("package")
+        where = f"{package} {found.get('version', '')}".strip() if package else f"the module {found.get('module')}"
+        told.append(f"{shown(kind)} is of {where}")
+    return (
+        f". It was saved with operators of other packages: {', '.join(told)}. Install them, or name their modules in "
+        "RELINEAR_IMPORT or with relinear --import"
+    )
 
 
 @register_quantizer(METHOD)

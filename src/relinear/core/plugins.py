@@ -1,0 +1,92 @@
+"""What other packages add, found by its name: operators, residual methods, objectives, analyses and recipes.
+
+A package offers them as entry points, which are looked at when a name is unknown and imported when it is asked for::
+
+    [project.entry-points."relinear.operators"]
+    btt = "my_package.btt:BTT"
+
+Packages that are not installed are named in the environment: ``RELINEAR_IMPORT=my_package.btt,my_package.other``, which
+``relinear --import`` sets, and which processes that relinear starts are given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from typing import Any
+
+__all__ = ["VARIABLE", "environment", "find", "import_named", "offered", "origin", "packages_of"]
+
+#: modules to import, with commas
+VARIABLE = "RELINEAR_IMPORT"
+_GROUPS = {
+    "operator": "relinear.operators",
+    "attachment": "relinear.residual",
+    "objective": "relinear.objectives",
+    "analysis": "relinear.analyses",
+    "recipe": "relinear.recipes",
+}
+
+
+def offered(family: str) -> dict[str, metadata.EntryPoint]:
+    """Return what installed packages offer of a family ("operator", "attachment", "objective", ...), by name."""
+    return {point.name: point for point in metadata.entry_points(group=_GROUPS[family])}
+
+
+def find(family: str, name: str) -> Any:
+    """Load what a package offers under a name; None where none does, or where it fails, with a warning that says so."""
+    point = offered(family).get(name)
+    if point is None:
+        return None
+    try:
+        return point.load()
+    except Exception as error:
+        where = f"{point.value} of the package {point.dist.name if point.dist else 'unknown'}"
+        warnings.warn(f"the {family} {name!r} is left out: {where} fails with {error!r}", UserWarning, stacklevel=2)
+        return None
+
+
+def import_named() -> None:
+    """Import the modules that the environment names; one that fails is left out, with a warning that says so."""
+    for module in _named():
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            warnings.warn(f"{VARIABLE} names {module}, which fails with {error!r}", UserWarning, stacklevel=2)
+
+
+def _named() -> list[str]:
+    return [module for part in os.environ.get(VARIABLE, "").split(",") if (module := part.strip())]
+
+
+def environment(classes: Iterable[type]) -> dict[str, str]:
+    """Return what a process that is started has to be told, so that it knows ``classes`` of other packages."""
+    modules = dict.fromkeys([*_named(), *(cls.__module__ for cls in classes if _is_foreign(cls))])
+    return {VARIABLE: ",".join(module for module in modules if module != "__main__")}
+
+
+def _is_foreign(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] != "relinear"
+
+
+def origin(cls: type) -> dict[str, str]:
+    """Return the module, the package and the version of a class, as far as they are known."""
+    module = cls.__module__
+    found = metadata.packages_distributions().get(module.partition(".")[0])
+    return {"module": module} | ({"package": found[0], "version": metadata.version(found[0])} if found else {})
+
+
+def packages_of(configs: Iterable[Any]) -> dict[str, dict[str, str]]:
+    """Return kind -> ``origin`` of those of ``configs``, and of what is inside of them, that are not relinear's."""
+    return {config.kind: origin(type(config)) for config in _with_inner(configs) if _is_foreign(type(config))}
+
+
+def _with_inner(configs: Iterable[Any]) -> Iterator[Any]:
+    for config in configs:
+        yield config
+        values = (getattr(config, field.name) for field in dataclasses.fields(config))
+        yield from _with_inner(value for value in values if dataclasses.is_dataclass(value))

@@ -1,0 +1,92 @@
+"""``relinear list``: what there is of each kind of thing, and the settings of one."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["command"]
+
+_LONGEST = 100
+_WHAT = ("operators", "residual", "attachments", "objectives", "analyses", "recipes", "presets")
+
+
+def command(
+    what: Annotated[str, typer.Argument(metavar="WHAT", help=f"{', '.join(_WHAT[:-1])} or {_WHAT[-1]}.")],
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show the settings of this one.")] = None,
+) -> None:
+    """List what can be named on the command line and in recipes, a line each, with the package of what is not ours.
+
+    **Example:** `relinear list operators hdpl`
+    """
+    if what not in _WHAT:
+        raise ValueError(f"there is no list of {what!r}; choose from {', '.join(_WHAT)}")
+    found = _listed(what)
+    if name is None:
+        width = max(map(len, found), default=0)
+        for known, thing in found.items():
+            print(f"{known:<{width}}  {_line(thing)}{_package(thing)}")
+        return
+    if name not in found:
+        from relinear.core.config import nearest
+
+        raise ValueError(f"there is no {name!r} among the {what}; {nearest(name, found)}")
+    print(f"{name}: {_line(found[name])}{_package(found[name])}")
+    for setting, default in _settings(found[name]).items():
+        print(f"  {setting} = {default}")
+
+
+def _listed(what: str) -> dict[str, Any]:
+    """Name -> what stands for it: a class of settings, a module, or a text."""
+    import relinear
+    from relinear.analysis.analyses import analysis, known_analyses
+    from relinear.compare.recipe import BUNDLED, read_yaml
+    from relinear.core import plugins
+    from relinear.core.attachment import AttachmentConfig
+    from relinear.core.objective import ObjectiveConfig
+    from relinear.core.operator import OperatorConfig
+
+    if what == "presets":
+        return dict.fromkeys(relinear.preset_names(), "a model that is built from its configuration")
+    if what == "recipes":
+        others = {name: plugins.find("recipe", name) for name in plugins.offered("recipe")}
+        files = {path.stem: path for path in sorted(BUNDLED.glob("*.yaml"))} | others
+        return {name: str(read_yaml(path).get("description", "")) for name, path in files.items() if path is not None}
+    if what == "analyses":
+        return {name: analysis(name) for name in known_analyses()}
+    families: dict[str, Any] = {"operators": OperatorConfig, "objectives": ObjectiveConfig}
+    family = families.get(what, AttachmentConfig)
+    for name in plugins.offered(family.family):
+        plugins.find(family.family, name)
+    return relinear.residual_methods() if what == "residual" else family.kinds()
+
+
+def _line(thing: Any) -> str:
+    text = thing if isinstance(thing, str) else thing.__doc__ or ""
+    first = re.split(r"(?<!Eq)\. ", " ".join(text.split("\n\n")[0].split()))[0].rstrip(".").replace("``", "")
+    return first if len(first) <= _LONGEST else f"{first[:_LONGEST].rpartition(' ')[0]} ..."
+
+
+def _package(thing: Any) -> str:
+    from relinear.core.plugins import origin
+
+    if not isinstance(thing, type) or thing.__module__.startswith("relinear."):
+        return ""
+    known = origin(thing)
+    return f" [{known.get('package', known['module'])} {known.get('version', '')}".rstrip() + "]"
+
+
+def _settings(thing: Any) -> dict[str, Any]:
+    import dataclasses
+
+    if not isinstance(thing, type):
+        return {}
+    made = {}
+    for field in dataclasses.fields(thing):
+        if field.default_factory is not dataclasses.MISSING:
+            made[field.name] = field.default_factory()
+        else:
+            made[field.name] = "(needed)" if field.default is dataclasses.MISSING else field.default
+    return made
