@@ -1,44 +1,19 @@
-"""What PEFT puts into a model: recognised by its classes' names, so that nothing here imports PEFT."""
+"""Names and new parameters in a model of PEFT's."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 from torch import nn
 
-from relinear.core.anatomy import unwrapped
-
 __all__ = [
     "BASE_LAYER",
-    "has_adapters",
-    "is_adapted",
-    "is_kept_copy",
     "say_adapters_leave_out",
     "stock_name",
     "train_new_parameters",
 ]
 
 BASE_LAYER = "base_layer"
-
-
-def _descends_from(module: Any, name: str) -> bool:
-    return any(base.__name__ == name and base.__module__.startswith("peft.") for base in type(module).__mro__)
-
-
-def is_adapted(module: Any) -> bool:
-    """Whether ``module`` is an adapter's layer (LoRA's Linear) around ``base_layer``; all else in it is the adapter."""
-    return _descends_from(module, "BaseTunerLayer")
-
-
-def is_kept_copy(module: Any) -> bool:
-    """Whether ``module`` holds a module and the copies that PEFT trains of it (``modules_to_save``)."""
-    return _descends_from(module, "AuxiliaryTrainingWrapper") or _descends_from(module, "ModulesToSaveWrapper")
-
-
-def has_adapters(model: Any) -> bool:
-    """Whether ``model`` is a PEFT model around another one."""
-    return unwrapped(model) is not model
 
 
 def stock_name(name: str) -> str:

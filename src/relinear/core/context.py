@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from relinear.core.anatomy import decoder, decoder_layers, takes_keywords, unwrapped
-from relinear.core.handover import check_hands_over, finish, hand_over, held, let_go, start
+from relinear.core.handover import check_hands_over, finish, hand_over, start, strong, weak
 from relinear.core.operator import Operator
 from relinear.core.readers import flattener_of_tokens
 
@@ -88,7 +88,7 @@ def current_context(x: Tensor | None, context_dim: int, kind: str) -> Tensor:
     Raises:
         ValueError: if there is no context, its width differs, or its tokens are not those of ``x``.
     """
-    value = let_go(_carrier.block)
+    value = strong(_carrier.block)
     if value is None:
         value = _carrier.given
     if value is None:
@@ -231,7 +231,7 @@ class ContextOwner(nn.Module):
 
 
 def _enter_block(index: int, value: Tensor) -> None:
-    _carrier.block = held(value)
+    _carrier.block = weak(value)
 
 
 def _after_model(module: nn.Module, args: tuple, output: Any) -> None:

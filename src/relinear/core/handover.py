@@ -20,7 +20,7 @@ from torch import nn
 
 from relinear.core.anatomy import attention_of, decoder_layers, takes_keywords
 
-__all__ = ["check_hands_over", "finish", "hand_over", "held", "let_go", "start"]
+__all__ = ["check_hands_over", "finish", "hand_over", "start", "strong", "weak"]
 
 
 class _Running(threading.local):
@@ -32,7 +32,7 @@ _running = _Running()
 
 def start(key: str, value: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments of a forward that hands on ``value``, which they alone keep alive."""
-    setattr(_running, key, held(value))
+    setattr(_running, key, weak(value))
     return kwargs | {key: value}
 
 
@@ -41,14 +41,14 @@ def finish(key: str) -> None:
     setattr(_running, key, None)
 
 
-def held(value: Any) -> Any:
+def weak(value: Any) -> Any:
     """A weak reference; the value itself for a compiled graph, which cannot follow one nor outlive its forward."""
     return value if torch.compiler.is_compiling() else weakref.ref(value)
 
 
-def let_go(held_value: Any) -> Any:
-    """What ``held`` was given, or None if that is gone."""
-    return held_value() if isinstance(held_value, weakref.ref) else held_value
+def strong(reference: Any) -> Any:
+    """What ``weak`` was given, or None if that is gone."""
+    return reference() if isinstance(reference, weakref.ref) else reference
 
 
 def check_hands_over(model: nn.Module) -> None:
@@ -87,7 +87,7 @@ class _Entry:
         kwargs = dict(kwargs)
         value = kwargs.pop(self.key, None)
         if value is None:
-            value = let_go(getattr(_running, self.key, None))
+            value = strong(getattr(_running, self.key, None))
         if value is not None:
             self.deliver(self.index, value)
             if self.takes_keywords:

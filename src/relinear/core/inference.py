@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from relinear.core.held import forward_hooks
+from relinear.core.parameters import forward_hooks
 
 __all__ = [
     "CachingModule",

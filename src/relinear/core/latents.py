@@ -110,7 +110,7 @@ def latents(model: nn.Module) -> AbstractContextManager[Latents]:
 
 @contextlib.contextmanager
 def _recorded_into(record: Latents, places: Mapping[str, Site]) -> Iterator[Latents]:
-    with _tapped(places, observers={name: [_Keep(record, name)] for name in places}):
+    with _tapped(places, observers={name: [_Recorder(record, name)] for name in places}):
         yield record
 
 
@@ -125,7 +125,7 @@ def observe_sites(places: Mapping[str, Site], observer: Callable[[str, Latent], 
 
 
 @dataclasses.dataclass(frozen=True)
-class _Keep:
+class _Recorder:
     record: Latents
     name: str
 
@@ -393,7 +393,7 @@ def _recorded(source: Recorded) -> Mapping[str, Any]:
     if isinstance(source, nn.Module):
         for operator in latent_operators(source).values():
             for observer in operator._latent_tap.observers if operator._latent_tap else ():
-                if isinstance(observer, _Keep):
+                if isinstance(observer, _Recorder):
                     record = observer.record
     if not record:
         raise ValueError("no latents were recorded: run the model within `with relinear.latents(model):` first")

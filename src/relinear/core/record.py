@@ -55,12 +55,12 @@ def own_record(setting: Any) -> dict[str, Any] | None:
 
 def without_loader(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a ``config.json`` without the entry of ``auto_map`` that names our loader; others' entries stay."""
-    kept = dict(values)
-    auto_map = kept.pop("auto_map", None) or {}
+    others = dict(values)
+    auto_map = others.pop("auto_map", None) or {}
     if not isinstance(auto_map, Mapping):
         raise ValueError(f"config.json: auto_map must be an object, got {shown(auto_map)}")
     auto_map = {key: value for key, value in auto_map.items() if not str(value).startswith(LOADER)}
-    return kept | ({"auto_map": auto_map} if auto_map else {})
+    return others | ({"auto_map": auto_map} if auto_map else {})
 
 
 def sync_record(model: nn.Module) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from relinear.core.config import check_at_least, check_depth, check_type, register
 from relinear.core.dense_cache import dense_form
-from relinear.core.held import HeldList
 from relinear.core.operator import Operator, OperatorConfig
+from relinear.core.parameters import ListedParameters
 from relinear.functional.block_hadamard import (
     block_hadamard_fit,
     block_hadamard_sizes,
@@ -41,7 +41,9 @@ class BlockHadamardLinear(Operator):
         kw = {"device": device, "dtype": dtype}
         k = config.blocks
         sizes = block_hadamard_sizes(in_features, out_features, k, config.depth)
-        self.blocks = HeldList(nn.Parameter(torch.empty(k, n_out // k, n_in // k, **kw)) for n_in, n_out in sizes)
+        self.blocks = ListedParameters(
+            nn.Parameter(torch.empty(k, n_out // k, n_in // k, **kw)) for n_in, n_out in sizes
+        )
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
         self.reset_parameters()
 

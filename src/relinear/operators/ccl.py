@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from relinear.core.config import check_at_least, check_choice, check_depth, check_divides, check_type, register
 from relinear.core.context import current_context
-from relinear.core.held import Held, are_held
 from relinear.core.inference import prepared
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig
+from relinear.core.parameters import AffineParameters, are_affine
 from relinear.core.sites import Gated
 from relinear.functional.ccl import ccl_dense, ccl_gated, ccl_templates, gate, largest_shares, template_shares
 from relinear.functional.low_rank import low_rank_factors
@@ -53,11 +53,11 @@ class CCLLinear(Gated, Operator):
         self.basis = nn.Parameter(torch.empty(rank, in_features, **kw))
         self.mix = nn.Parameter(torch.empty(out_features, rank, **kw))
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
-        self.norm = Held(rank, **kw) if config.norm else None
+        self.norm = AffineParameters(rank, **kw) if config.norm else None
         layers = itertools.pairwise(sizes) if config.conditioned else ()
-        self.trunk = nn.ModuleList([Held(b, a, **kw) for a, b in layers])
-        self.basis_gate = Held(config.basis_gates, sizes[-1], **kw) if config.basis_gate else None
-        self.output_gate = Held(out_features, sizes[-1], **kw) if config.output_gate else None
+        self.trunk = nn.ModuleList([AffineParameters(b, a, **kw) for a, b in layers])
+        self.basis_gate = AffineParameters(config.basis_gates, sizes[-1], **kw) if config.basis_gate else None
+        self.output_gate = AffineParameters(out_features, sizes[-1], **kw) if config.output_gate else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -83,7 +83,7 @@ class CCLLinear(Gated, Operator):
 
     def _few_rows(self, x: Tensor) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
         parts = (self.norm, self.basis_gate, self.output_gate)
-        if self.config.composition != "gates" or not are_held((*self.trunk, *parts)):
+        if self.config.composition != "gates" or not are_affine((*self.trunk, *parts)):
             return None
         # by their forward: hooks are for the calls of a forward pass
         trunk = [parameter for layer in self.trunk for parameter in layer.forward()]

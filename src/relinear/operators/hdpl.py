@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear as affine
 
 from relinear.core.config import check_at_least, check_choice, check_divides, check_type, register
-from relinear.core.held import Held, are_held
 from relinear.core.inference import prepared
 from relinear.core.latents import Latent, LatentOperator
 from relinear.core.operator import OperatorConfig
+from relinear.core.parameters import AffineParameters, are_affine
 from relinear.functional.hdpl import (
     bounded_kl,
     free_bits_kl,
@@ -54,9 +54,9 @@ class HDPLLinear(LatentOperator):
         kw = {"device": device, "dtype": dtype}
         k = config.blocks
         self.blocks = nn.Parameter(torch.empty(k, out_features // k, in_features // k, **kw))
-        self.mu = Held(config.rank, in_features, **kw)
-        self.logvar = Held(config.rank, in_features, **kw) if config.noise else None
-        self.decoder = Held(out_features, config.rank, bias=False, **kw)
+        self.mu = AffineParameters(config.rank, in_features, **kw)
+        self.logvar = AffineParameters(config.rank, in_features, **kw) if config.noise else None
+        self.decoder = AffineParameters(out_features, config.rank, bias=False, **kw)
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
         self.reset_parameters()
 
@@ -101,7 +101,7 @@ class HDPLLinear(LatentOperator):
         is_loaded_beside(self.blocks)
 
     def _few_rows(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
-        if not are_held((self.mu, self.decoder)):
+        if not are_affine((self.mu, self.decoder)):
             return None
         weight, offset = self.mu.forward()  # hooks are for the calls of a forward pass
         assert offset is not None

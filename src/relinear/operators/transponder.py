@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import check_at_least, check_choice, check_type, register
-from relinear.core.held import is_bare, is_plain_linear
 from relinear.core.inference import CachingModule, prepared
 from relinear.core.operator import NotLinearError
+from relinear.core.parameters import is_bare, is_plain_linear
 from relinear.core.sites import Gated
 from relinear.core.wrapper import Wrapper, WrapperConfig
 from relinear.functional.transponder import PHI, modulate_static, modulator_gate

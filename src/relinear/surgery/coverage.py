@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from relinear.core.adapters import is_adapted, is_kept_copy
 from relinear.core.operator import Operator, is_linear, linear_features
 from relinear.core.readers import reader_of_weight
-from relinear.surgery.select import OUTPUT_HEAD, OWN_PREFIX, READ_ELSEWHERE, heads
+from relinear.surgery.select import OUTPUT_HEAD, OWN_PREFIX, READ_ELSEWHERE, heads, is_adapters_own
 
 __all__ = ["Coverage", "Left", "coverage", "dense_size", "out_of_reach", "warn_of_gaps"]
 
@@ -131,11 +130,9 @@ def _linear_maps(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]
             yield name, module, _ADAPTER if adapter else _SUBCLASS
         elif _holds_matrices(module):
             yield name, module, _ADAPTER if adapter else _FUSED
-        around = is_adapted(module)
         for key, child in module.named_children():
             if not key.startswith(OWN_PREFIX):
-                inside = adapter or (around and key != "base_layer") or is_kept_copy(module)
-                yield from walk(child, f"{name}.{key}" if name else key, inside)
+                yield from walk(child, f"{name}.{key}" if name else key, adapter or is_adapters_own(module, key))
 
     yield from walk(model, "", False)
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from relinear.core.adapters import has_adapters, say_adapters_leave_out, train_new_parameters
+from relinear.core.adapters import say_adapters_leave_out, train_new_parameters
+from relinear.core.anatomy import unwrapped
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import check_choice, shown
 from relinear.core.context import check_conditioned
@@ -83,7 +84,7 @@ class Plan:
             target = replacement.target
             swap_module(self.model, (target.name, *target.aliases), target.module, operator)
         sync_record(self.model)
-        if has_adapters(self.model) and operators:
+        if unwrapped(self.model) is not self.model and operators:
             if self.init == "fresh":
                 train_new_parameters(self.model, known)
             say_adapters_leave_out(f"{len(operators)} operators", [r.name for r in self.replacements])

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from relinear.core.adapters import BASE_LAYER, is_adapted, is_kept_copy, stock_name
+from relinear.core.adapters import BASE_LAYER, stock_name
 from relinear.core.anatomy import layer_finder, unwrapped
 from relinear.core.config import layer_indices, shown
 from relinear.core.operator import Operator, is_linear
@@ -24,6 +24,8 @@ __all__ = [
     "Selection",
     "Target",
     "heads",
+    "is_adapted",
+    "is_adapters_own",
     "is_tied",
     "select_targets",
 ]
@@ -52,17 +54,32 @@ class Selection(NamedTuple):
     left: dict[str, str]
 
 
+def _descends_from(module: Any, *names: str) -> bool:
+    """Whether ``module`` is of one of PEFT's classes; by name, so that nothing here imports PEFT."""
+    return any(base.__name__ in names and base.__module__.startswith("peft.") for base in type(module).__mro__)
+
+
+def is_adapted(module: Any) -> bool:
+    """Whether ``module`` is an adapter's layer (LoRA's Linear) around ``base_layer``."""
+    return _descends_from(module, "BaseTunerLayer")
+
+
+def is_adapters_own(module: Any, child: str) -> bool:
+    """Whether PEFT put ``child`` into ``module``: beside ``base_layer``, or as a copy (``modules_to_save``)."""
+    copies = _descends_from(module, "AuxiliaryTrainingWrapper", "ModulesToSaveWrapper")
+    return copies or (child != BASE_LAYER and is_adapted(module))
+
+
 def _named_aliases(model: nn.Module) -> dict[int, tuple[nn.Module, list[str]]]:
     """Every module outside operators, attachments and PEFT's adapters, with all the names it goes by."""
     found: dict[int, tuple[nn.Module, list[str]]] = {}
 
     def walk(module: nn.Module, prefix: str) -> None:
         found.setdefault(id(module), (module, []))[1].append(prefix)
-        if isinstance(module, Operator) or is_kept_copy(module):
+        if isinstance(module, Operator):
             return
-        adapted = is_adapted(module)
         for name, child in module._modules.items():
-            if child is not None and not name.startswith(OWN_PREFIX) and (name == BASE_LAYER or not adapted):
+            if child is not None and not name.startswith(OWN_PREFIX) and not is_adapters_own(module, name):
                 walk(child, f"{prefix}.{name}" if prefix else name)
 
     walk(model, "")

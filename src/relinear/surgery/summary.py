@@ -134,12 +134,12 @@ def summary(
         if id(module) in seen:
             return
         seen.add(id(module))
+        shape = linear_features(module) if is_linear(module) else None
         states_flops = module is not model and callable(getattr(module, "flops_per_token", None))
-        if not is_linear(module) and not states_flops:
+        if shape is None and not states_flops:
             for key, child in module.named_children():
                 walk(child, f"{name}.{key}" if name else key)
             return
-        shape = linear_features(module) if is_linear(module) else None
         operator = str(module.config) if isinstance(module, Operator) else type(module).__name__
         size = (module_parameters(module), module_flops(module))
         dense = (dense_size(module), 2 * shape[0] * shape[1]) if shape else (0, 0)

@@ -20,7 +20,6 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import is_peft_available
 
-from relinear.core.adapters import is_adapted
 from relinear.core.config import shown
 from relinear.core.drawn import draw_
 from relinear.core.operator import Operator
@@ -30,6 +29,7 @@ from relinear.surgery.card import foreign_card, remove_card, settle_card, write_
 from relinear.surgery.checkpoint import RelinearConfig, rebuild_
 from relinear.surgery.lora import lora_on_operators_
 from relinear.surgery.saved_config import as_in_memory_, needs_loader, remove_loader, write_config
+from relinear.surgery.select import is_adapted
 
 __all__ = ["install"]
 
@@ -54,8 +54,8 @@ def install() -> None:
 
 
 def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
-    held = inspect.getattr_static(owner, name)
-    original = held.__func__ if isinstance(held, classmethod | staticmethod) else held
+    static = inspect.getattr_static(owner, name)
+    original = static.__func__ if isinstance(static, classmethod | staticmethod) else static
     if hasattr(original, _MARK):
         return
 
@@ -67,7 +67,7 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
         return around(original, *call.args, **call.kwargs)
 
     setattr(wrapped, _MARK, original)
-    kind = type(held) if isinstance(held, classmethod | staticmethod) else lambda function: function
+    kind = type(static) if isinstance(static, classmethod | staticmethod) else lambda function: function
     setattr(owner, name, kind(wrapped))
 
 
@@ -87,7 +87,7 @@ def _to_json_file(original: Any, config: Any, json_file_path: Any, use_diff: boo
 
 
 def _save_pretrained(original: Any, model: Any, save_directory: Any, /, *args: Any, **kwargs: Any) -> None:
-    with _record_of_this_model(model), _kept_card(Path(save_directory)):
+    with _record_of_this_model(model), _card_noted(Path(save_directory)):
         original(model, save_directory, *args, **kwargs)
         is_main = args[0] if args else kwargs.get("is_main_process", True)
         if is_main and (Path(save_directory) / "config.json").is_file():
@@ -99,7 +99,7 @@ _card: ContextVar[str | None] = ContextVar("_card", default=None)
 
 
 @contextmanager
-def _kept_card(directory: Path) -> Iterator[None]:
+def _card_noted(directory: Path) -> Iterator[None]:
     """Note the card that is in ``directory``, if somebody else wrote it: a push puts a template in its place."""
     token = _card.set(foreign_card(directory))
     try:

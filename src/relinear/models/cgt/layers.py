@@ -12,8 +12,8 @@ from transformers.cache_utils import Cache
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention, GPT2Block
 from transformers.pytorch_utils import Conv1D
 
-from relinear.core.held import Held
 from relinear.core.operator import ParamRole
+from relinear.core.parameters import AffineParameters
 from relinear.functional.cgt import generated_map, mixing
 from relinear.kernels.cgt import modulate
 from relinear.models.cgt.config import CGTConfig
@@ -28,7 +28,7 @@ class Modulator(nn.Module):
         super().__init__()
         self.mixing = config.mixing
         shape = (config.templates, config.rank, config.n_embd)
-        self.mix = Held(config.templates, config.context_size)
+        self.mix = AffineParameters(config.templates, config.context_size)
         self.left = nn.Parameter(torch.empty(shape))
         self.right = nn.Parameter(torch.empty(shape))
         self.right_bias = nn.Parameter(torch.empty(shape[:2]))

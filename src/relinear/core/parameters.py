@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-__all__ = ["Held", "HeldList", "are_held", "forward_hooks", "is_bare", "is_plain_linear"]
+__all__ = ["AffineParameters", "ListedParameters", "are_affine", "forward_hooks", "is_bare", "is_plain_linear"]
 
 
-class Held(nn.Module):
-    """``weight`` and ``bias`` of an affine map (or of a norm): ``weight, bias = held()``.
+class AffineParameters(nn.Module):
+    """``weight`` and ``bias`` of an affine map (or of a norm): ``weight, bias = part()``.
 
     They start, and draw from the generator, as in ``nn.Linear`` and ``nn.LayerNorm``.
 
@@ -59,8 +59,8 @@ class Held(nn.Module):
         return f"{', '.join(map(str, self.weight.shape))}, bias={self.bias is not None}"
 
 
-class HeldList(nn.ParameterList):
-    """A list of parameters: ``first, second = held()``."""
+class ListedParameters(nn.ParameterList):
+    """A list of parameters: ``first, second = part()``."""
 
     __call__ = nn.Module.__call__  # which a plain ParameterList refuses
 
@@ -69,12 +69,12 @@ class HeldList(nn.ParameterList):
         return list(self)
 
 
-def are_held(parts: Iterable[nn.Module | None]) -> bool:
-    """Whether all ``parts`` that there are are exactly ``Held``, whose forward gives nothing but its parameters.
+def are_affine(parts: Iterable[nn.Module | None]) -> bool:
+    """Whether all ``parts`` that there are are exactly ``AffineParameters``, whose forward gives them and no more.
 
     What somebody has put in the place of one may compute others at every call.
     """
-    return all(part is None or type(part) is Held for part in parts)
+    return all(part is None or type(part) is AffineParameters for part in parts)
 
 
 _ORDINARY = (nn.Parameter, Tensor)  # a plain tensor where torch.func puts values in place of parameters
