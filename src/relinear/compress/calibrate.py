@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from relinear.compress.layerwise import LayerByLayer
+from relinear.core.modes import frozen
 from relinear.core.moments import Moments
 from relinear.core.operator import linear_features
 from relinear.system.allocator import release_freed_memory
@@ -187,13 +188,8 @@ def calibrate(
     _claim(folder, mark, config_fingerprint(model))
     if (folder / "calibration.json").is_file():
         return Calibration(folder)
-    flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    model.requires_grad_(False)
-    try:
+    with frozen(model):
         _Calibrating(model, blocks, targets, folder, batch, fisher, on_layer).run()
-    finally:
-        for parameter, flag in flags.items():
-            parameter.requires_grad_(flag)
     return Calibration(folder)
 
 

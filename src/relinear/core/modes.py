@@ -1,4 +1,4 @@
-"""Evaluation as a guard: every module gets the mode back that it had, frozen ones in a model that trains, too."""
+"""Evaluation and freezing as guards: modules get their modes back, and parameters their flags."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-__all__ = ["evaluating", "same_modes"]
+__all__ = ["evaluating", "frozen", "same_modes"]
 
 
 @contextlib.contextmanager
@@ -39,3 +39,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     with same_modes(model):
         model.eval()
         yield
+
+
+@contextlib.contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """``with frozen(model): ...`` runs without gradients of its parameters, then gives each its own flag back."""
+    flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    model.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter, flag in flags.items():
+            parameter.requires_grad_(flag)

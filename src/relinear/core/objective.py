@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from relinear.core.aux import share_of_batch
 from relinear.core.config import Config
 
-__all__ = ["GuidedTraining", "Objective", "ObjectiveConfig"]
+__all__ = ["GuidedTraining", "Objective", "ObjectiveConfig", "kl_terms"]
 
 #: (model, batch) -> (the loss, a mean over the batch's targets; its weighted terms by name; the model's output)
 Objective = Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor], Any]]
+
+
+def kl_terms(logits: Tensor, wanted: Tensor, temperature: float = 1.0) -> Tensor:
+    """Compute the terms (..., V) whose sum over V is KL(softmax(wanted / tau) || softmax(logits / tau)), in float32."""
+    student, teacher = ((values.float() / temperature).log_softmax(-1) for values in (logits, wanted))
+    return torch.nn.functional.kl_div(student, teacher, log_target=True, reduction="none")
 
 
 class ObjectiveConfig(Config):

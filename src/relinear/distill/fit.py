@@ -8,7 +8,9 @@ import contextlib
 import copy
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +20,23 @@ from relinear.core.modes import evaluating
 from relinear.core.operator import Operator
 
 __all__ = [
+    "Course",
+    "Error",
     "FitError",
+    "OnStep",
     "Pairs",
     "Sums",
     "better",
-    "cosine_steps",
     "fit",
+    "improve",
     "loss_value",
     "measure",
-    "parameter_groups",
     "start_bias_",
 ]
+
+Error = TypeVar("Error")
+#: told the step, how many there are, and the loss
+OnStep = Callable[[int, int, float], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +133,7 @@ def loss_value(kind: str, got: Tensor, wanted: Tensor, mean_square: float) -> Te
     return (got - wanted).square().mean() / mean_square
 
 
-def parameter_groups(module: nn.Module, learning_rate: float) -> list[dict]:
+def _parameter_groups(module: nn.Module, learning_rate: float) -> list[dict]:
     """Adam's groups, with the learning-rate multipliers that an operator asks for."""
     roles = module.param_roles() if isinstance(module, Operator) else {}
     return [
@@ -134,9 +142,75 @@ def parameter_groups(module: nn.Module, learning_rate: float) -> list[dict]:
     ]
 
 
-def cosine_steps(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
-    """A schedule from the full rate to 0."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / steps)))
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """How modules are trained: passes over the samples, samples a step, Adam's peak learning rate, seed of the order.
+
+    told_every: steps between two reports of progress.
+    """
+
+    epochs: int
+    batch: int
+    learning_rate: float
+    seed: int
+    told_every: int = 1
+
+
+def improve(
+    modules: Sequence[nn.Module],
+    samples: int,
+    loss: Callable[[Tensor], Tensor],
+    measure: Callable[[], Error],
+    no_worse: Callable[[Error, Error], bool],
+    course: Course,
+    on_progress: OnStep = lambda step, steps, loss: None,
+) -> tuple[Error, Error]:
+    """Train ``modules`` together in place: Adam, a cosine from the full rate to 0, auxiliary losses of operators added.
+
+    Args:
+        samples: how many there are to train on, in a new order each pass; what does not fill a step is left out.
+        loss: of some of the samples, by their indices.
+        measure: the error of the modules as they are, in evaluation mode.
+        no_worse: whether the error after (first) is no worse than the one before; not a number counts as worse.
+        on_progress: called with step, steps and the loss.
+
+    Returns:
+        the errors before and after. Where the second is worse, the modules get their first parameters back.
+    """
+    for module in modules:
+        module.eval()
+    before = measure()
+    starts = [copy.deepcopy(module.state_dict()) for module in modules]
+    for module in modules:
+        module.train().requires_grad_(True)
+    operators = [module for module in modules if isinstance(module, Operator)]
+    groups = [group for module in modules for group in _parameter_groups(module, course.learning_rate)]
+    optimizer = torch.optim.Adam(groups)
+    batch = min(course.batch, samples)
+    steps = course.epochs * (samples // batch)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 0.5 * (1 + math.cos(math.pi * at / steps)))
+    generator = torch.Generator().manual_seed(course.seed)
+    step = 0
+    for _ in range(course.epochs):
+        for rows in torch.randperm(samples, generator=generator).split(batch):
+            if len(rows) < batch:
+                break
+            value = loss(rows) + sum(added for operator in operators for added in operator.aux_losses().values())
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+            schedule.step()
+            step += 1
+            if step % course.told_every == 0 or step == steps:
+                on_progress(step, steps, float(value.detach()))
+    for module in modules:
+        module.eval()
+    after = measure()
+    if no_worse(after, before):
+        return before, after
+    for module, start in zip(modules, starts, strict=True):
+        module.load_state_dict(start)
+    return before, before
 
 
 def fit(
@@ -144,57 +218,27 @@ def fit(
     pairs: Pairs,
     *,
     train_rows: int,
-    epochs: int,
-    batch_size: int,
-    learning_rate: float,
     loss: str,
-    seed: int,
-    on_progress: Callable[[int, int, float], None] = lambda step, steps, loss: None,
+    course: Course,
+    on_progress: OnStep = lambda step, steps, loss: None,
 ) -> tuple[FitError, FitError]:
-    """Train ``module`` in place on the first ``train_rows`` rows; the rows after these judge it.
-
-    Where it ends worse than it began, it gets its first parameters back.
+    """Train ``module`` in place on the first ``train_rows`` rows of ``pairs`` by ``improve``; the rows after judge it.
 
     Args:
         module: an operator (or linear layer) in the precision to train in.
-        pairs: what to reproduce.
         loss: "mse" or "cosine".
-        seed: of the order of rows.
-        on_progress: called with step, steps and the loss every so often.
 
     Returns:
         errors before and after, on the rows that were held out.
     """
     held_out = slice(train_rows, len(pairs.inputs))
     mean_square = float(pairs.outputs(slice(0, min(train_rows, 16384))).double().square().mean()) or 1.0
-    before = measure(module, pairs, held_out)
-    start = copy.deepcopy(module.state_dict())
-    module.train().requires_grad_(True)
-    optimizer = torch.optim.Adam(parameter_groups(module, learning_rate))
-    batch = min(batch_size, train_rows)
-    steps = epochs * (train_rows // batch)
-    schedule = cosine_steps(optimizer, steps)
-    generator = torch.Generator().manual_seed(seed)
-    step = 0
-    for _ in range(epochs):
-        order = torch.randperm(train_rows, generator=generator)
-        for rows in order.split(batch):
-            if len(rows) < batch:
-                break
-            got = pairs.run(module, rows)
-            value = loss_value(loss, got, pairs.outputs(rows).to(got), mean_square)
-            if isinstance(module, Operator):
-                value = value + sum(module.aux_losses().values())
-            optimizer.zero_grad()
-            value.backward()
-            optimizer.step()
-            schedule.step()
-            step += 1
-            if step % 20 == 0 or step == steps:
-                on_progress(step, steps, float(value.detach()))
-    module.eval()
-    after = measure(module, pairs, held_out)
-    if not better(loss, after, before):
-        module.load_state_dict(start)
-        after = before
-    return before, after
+
+    def value(rows: Tensor) -> Tensor:
+        got = pairs.run(module, rows)
+        return loss_value(loss, got, pairs.outputs(rows).to(got), mean_square)
+
+    def error() -> FitError:
+        return measure(module, pairs, held_out)
+
+    return improve([module], train_rows, value, error, partial(better, loss), course, on_progress)

@@ -7,12 +7,16 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from operator import le
 
 import torch
 from torch import Tensor, nn
 
+from relinear.core.modes import frozen
+from relinear.core.objective import kl_terms
 from relinear.core.operator import Operator
-from relinear.distill.fit import FitError, Sums, better, cosine_steps, loss_value, parameter_groups
+from relinear.distill.fit import Course, Error, FitError, OnStep, Sums, better, improve, loss_value
 from relinear.distill.record import output_of
 
 __all__ = ["fit_jointly", "fit_logits", "held_out_perplexity", "swapped"]
@@ -44,11 +48,6 @@ class _InItsOwnDtype(nn.Module):
         return self.operator(x.to(next(self.operator.parameters()).dtype)).to(x.dtype)
 
 
-def _divergence(model: nn.Module, ids: Tensor, teacher: Tensor) -> Tensor:
-    student = model(input_ids=ids).logits.float().log_softmax(-1)
-    return torch.nn.functional.kl_div(student, teacher, log_target=True, reduction="none").sum(-1).mean()
-
-
 @torch.no_grad()
 def held_out_perplexity(
     model: nn.Module, blocks: Tensor, batch: int, on_progress: Callable[[int, int], None] = lambda done, total: None
@@ -70,55 +69,24 @@ def held_out_perplexity(
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def _train(
+def _improve_within(
     model: nn.Module,
     operators: Mapping[str, Operator],
     blocks: Tensor,
+    train_blocks: int,
     loss: Callable[[Tensor], Tensor],
-    *,
-    epochs: int,
-    batch: int,
-    learning_rate: float,
-    seed: int,
-    on_progress: Callable[[int, int, float], None],
-) -> None:
-    """Train ``operators`` together on blocks (N, T); ``loss`` is of some of these. The model stays as it is."""
+    measure: Callable[[], Error],
+    no_worse: Callable[[Error, Error], bool],
+    course: Course,
+    on_progress: OnStep,
+) -> tuple[Error, Error]:
+    """Train ``operators`` by ``improve`` on the first blocks; the model stays as it is."""
     device = next(model.parameters()).device
-    unique = {id(operator): operator for operator in operators.values()}.values()
-    flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    model.requires_grad_(False)
-    try:
-        for operator in unique:
-            operator.train().requires_grad_(True)
-        groups = [group for operator in unique for group in parameter_groups(operator, learning_rate)]
-        optimizer = torch.optim.Adam(groups)
-        batch = min(batch, len(blocks))
-        steps = epochs * (len(blocks) // batch)
-        schedule = cosine_steps(optimizer, steps)
-        generator = torch.Generator().manual_seed(seed)
-        step = 0
-        for _ in range(epochs):
-            for rows in torch.randperm(len(blocks), generator=generator).split(batch):
-                if len(rows) < batch:
-                    break
-                value = loss(blocks[rows].to(device))
-                value = value + sum(loss for operator in unique for loss in operator.aux_losses().values())
-                optimizer.zero_grad()
-                value.backward()
-                optimizer.step()
-                schedule.step()
-                step += 1
-                on_progress(step, steps, float(value.detach()))
-    finally:
-        for parameter, flag in flags.items():
-            parameter.requires_grad_(flag)
-    for operator in unique:
-        operator.eval()
-
-
-def _states(operators: Mapping[str, Operator]) -> list[tuple[Operator, dict[str, Tensor]]]:
-    unique = {id(operator): operator for operator in operators.values()}.values()
-    return [(operator.eval(), {k: v.clone() for k, v in operator.state_dict().items()}) for operator in unique]
+    unique = list({id(operator): operator for operator in operators.values()}.values())
+    with frozen(model):
+        return improve(
+            unique, train_blocks, lambda rows: loss(blocks[rows].to(device)), measure, no_worse, course, on_progress
+        )
 
 
 def fit_logits(
@@ -128,11 +96,8 @@ def fit_logits(
     *,
     originals: Mapping[str, nn.Module],
     train_blocks: int,
-    epochs: int,
-    batch: int,
-    learning_rate: float,
-    seed: int,
-    on_progress: Callable[[int, int, float], None] = lambda step, steps, loss: None,
+    course: Course,
+    on_progress: OnStep = lambda step, steps, loss: None,
 ) -> tuple[float, float]:
     """Train ``operators`` together so that the model with them gives the logits of the model without them.
 
@@ -141,53 +106,26 @@ def fit_logits(
         operators: name -> operator to train, every alias of a layer included.
         blocks: token blocks (N, T); those from ``train_blocks`` on judge the fit.
         originals: modules that the model without the operators has under their names.
-        batch: blocks a step.
+        course: its samples are blocks.
 
     Returns:
         KL(model || model with operators) in nats a token before and after, on the blocks held out. Where it ends worse
         than it began, the operators get their first parameters back.
     """
-    device = next(model.parameters()).device
 
-    @torch.no_grad()
-    def teacher(ids: Tensor) -> Tensor:
-        with swapped(model, originals):
-            return model(input_ids=ids).logits.float().log_softmax(-1)
+    def divergence(ids: Tensor) -> Tensor:
+        with torch.no_grad(), swapped(model, originals):
+            wanted = model(input_ids=ids).logits
+        with swapped(model, operators):
+            return kl_terms(model(input_ids=ids).logits, wanted).sum(-1).mean()
 
     @torch.no_grad()
     def measure() -> float:
-        values = []
-        for part in blocks[train_blocks:].split(batch):
-            ids = part.to(device)
-            wanted = teacher(ids)
-            with swapped(model, operators):
-                values.append(float(_divergence(model, ids, wanted)) * len(part))
-        return sum(values) / (len(blocks) - train_blocks)
+        held_out, device = blocks[train_blocks:], next(model.parameters()).device
+        parts = held_out.split(course.batch)
+        return sum(float(divergence(part.to(device))) * len(part) for part in parts) / len(held_out)
 
-    def loss(ids: Tensor) -> Tensor:
-        wanted = teacher(ids)
-        with swapped(model, operators):
-            return _divergence(model, ids, wanted)
-
-    starts = _states(operators)
-    before = measure()
-    _train(
-        model,
-        operators,
-        blocks[:train_blocks],
-        loss,
-        epochs=epochs,
-        batch=batch,
-        learning_rate=learning_rate,
-        seed=seed,
-        on_progress=on_progress,
-    )
-    after = measure()
-    if not after <= before:
-        for operator, start in starts:
-            operator.load_state_dict(start)
-        after = before
-    return before, after
+    return _improve_within(model, operators, blocks, train_blocks, divergence, measure, le, course, on_progress)
 
 
 def fit_jointly(
@@ -199,16 +137,13 @@ def fit_jointly(
     originals: Mapping[str, nn.Module],
     loss: str,
     train_blocks: int,
-    epochs: int,
-    batch: int,
-    learning_rate: float,
-    seed: int,
-    on_progress: Callable[[int, int, float], None] = lambda step, steps, loss: None,
+    course: Course,
+    on_progress: OnStep = lambda step, steps, loss: None,
 ) -> tuple[FitError, FitError]:
     """Train ``operators`` together so that the module ``holder``, which holds them, gives what it gives without them.
 
     Args:
-        operators, blocks, originals, batch: as for ``fit_logits``; operators may be in another dtype than the model.
+        operators, blocks, originals, course: as for ``fit_logits``; operators may be in another dtype than the model.
         holder: name of a module.
         loss: "mse" or "cosine", of the output of ``holder``.
 
@@ -232,29 +167,16 @@ def fit_jointly(
     @torch.no_grad()
     def measure() -> FitError:
         sums = Sums()
-        for part in blocks[train_blocks:].split(batch):
+        for part in blocks[train_blocks:].split(course.batch):
             ids = part.to(device)
             sums.add(got(ids).flatten(0, -2), wanted(ids).flatten(0, -2))
         return sums.error()
 
-    starts = _states(operators)
-    before = measure()
-    some = blocks[: min(train_blocks, batch)].to(device)
+    some = blocks[: min(train_blocks, course.batch)].to(device)
     mean_square = float(wanted(some).double().square().mean()) or 1.0
-    _train(
-        model,
-        operators,
-        blocks[:train_blocks],
-        lambda ids: loss_value(loss, got(ids), wanted(ids), mean_square),
-        epochs=epochs,
-        batch=batch,
-        learning_rate=learning_rate,
-        seed=seed,
-        on_progress=on_progress,
-    )
-    after = measure()
-    if not better(loss, after, before):
-        for operator, start in starts:
-            operator.load_state_dict(start)
-        after = before
-    return before, after
+
+    def value(ids: Tensor) -> Tensor:
+        return loss_value(loss, got(ids), wanted(ids), mean_square)
+
+    no_worse = partial(better, loss)
+    return _improve_within(model, operators, blocks, train_blocks, value, measure, no_worse, course, on_progress)

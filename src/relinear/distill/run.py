@@ -23,7 +23,7 @@ from relinear.core.config import first_settings
 from relinear.core.modes import evaluating
 from relinear.core.operator import Operator, OperatorConfig, is_linear
 from relinear.core.vocabulary import check_tokenizer_fits
-from relinear.distill.fit import FitError, Pairs, fit, measure, start_bias_
+from relinear.distill.fit import Course, FitError, Pairs, fit, measure, start_bias_
 from relinear.distill.logits import fit_jointly, fit_logits, held_out_perplexity, swapped
 from relinear.distill.record import Recording, record, token_blocks
 from relinear.distill.report import DistillProgress, DistillReport, LayerFit
@@ -414,11 +414,8 @@ class _Run:
                     operators[name],
                     pairs[name],
                     train_rows=self.train_tokens,
-                    epochs=settings.epochs,
-                    batch_size=settings.batch_size,
-                    learning_rate=settings.learning_rate,
                     loss=settings.loss,
-                    seed=settings.seed,
+                    course=self._by_rows(settings.learning_rate),
                     on_progress=self._told("fit", name),
                 )
             if settings.joint:
@@ -441,9 +438,17 @@ class _Run:
     def _everywhere(self, group: list[Replacement], operators: Mapping[str, Operator]) -> dict[str, Operator]:
         return {name: operators[r.name] for r in group for name in (r.name, *r.target.aliases)}
 
+    def _by_rows(self, learning_rate: float) -> Course:
+        """How one module is trained, on recorded tokens."""
+        settings = self.settings
+        return Course(settings.epochs, settings.batch_size, learning_rate, settings.seed, told_every=20)
+
     @property
-    def _blocks_a_step(self) -> int:
-        return max(1, min(self.settings.record_batch, self.settings.batch_size // self.settings.sequence_length))
+    def _by_blocks(self) -> Course:
+        """How operators are trained within the model."""
+        settings = self.settings
+        batch = max(1, min(settings.record_batch, settings.batch_size // settings.sequence_length))
+        return Course(settings.epochs, batch, settings.learning_rate, settings.seed)
 
     def _fit_jointly(self, group: list[Replacement], operators: Mapping[str, Operator]) -> tuple[FitError, FitError]:
         """Train fitted operators on what the nearest module that holds them all gives."""
@@ -456,10 +461,7 @@ class _Run:
             originals=self.originals,
             loss=self.settings.loss,
             train_blocks=self.train_blocks,
-            epochs=self.settings.epochs,
-            batch=self._blocks_a_step,
-            learning_rate=self.settings.learning_rate,
-            seed=self.settings.seed,
+            course=self._by_blocks,
             on_progress=self._told("fit", holder),
         )
 
@@ -475,10 +477,7 @@ class _Run:
             self.blocks,
             originals=self.originals,
             train_blocks=self.train_blocks,
-            epochs=self.settings.epochs,
-            batch=self._blocks_a_step,
-            learning_rate=self.settings.learning_rate,
-            seed=self.settings.seed,
+            course=self._by_blocks,
             on_progress=self._told("fit", group[0].name.rpartition(".")[0]),
         )
         fits = [self._described(r, operators[r.name], start, end, None) for r in group]
@@ -499,11 +498,8 @@ class _Run:
                 trained,
                 Pairs(recording.inputs(name), lambda rows: wanted[rows].float()),
                 train_rows=self.train_tokens,
-                epochs=self.settings.epochs,
-                batch_size=self.settings.batch_size,
-                learning_rate=self.settings.retrain_learning_rate,
                 loss="mse",
-                seed=self.settings.seed,
+                course=self._by_rows(self.settings.retrain_learning_rate),
                 on_progress=self._told("retrain", name),
             )
         module.load_state_dict(trained.state_dict())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from relinear.core.aux import IGNORED_LABEL, aux_losses
 from relinear.core.config import check_at_least, check_type, register, shown
 from relinear.core.modes import evaluating
-from relinear.core.objective import Objective, ObjectiveConfig
+from relinear.core.objective import Objective, ObjectiveConfig, kl_terms
 from relinear.models.names import model_folder, model_place
 from relinear.surgery.checkpoint import from_pretrained
 
@@ -124,6 +124,5 @@ def divergence(logits: Tensor, wanted: Tensor, labels: Tensor, temperature: floa
         temperature: tau.
     """
     counted = labels[:, 1:] != IGNORED_LABEL
-    student, teacher = ((values[:, :-1][counted].float() / temperature).log_softmax(-1) for values in (logits, wanted))
-    kl = torch.nn.functional.kl_div(student, teacher, log_target=True, reduction="sum")
+    kl = kl_terms(logits[:, :-1][counted], wanted[:, :-1][counted], temperature).sum()
     return temperature**2 * kl / counted.sum().clamp(min=1)
