@@ -267,6 +267,11 @@ def test_tags_of_yaml_on_what_is_none(text, tmp_path):
     refused(lambda: read_yaml(tmp_path / "recipe.yaml"), "recipe.yaml", "cannot be read")
 
 
+def test_a_file_without_end_is_no_recipe(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("steps: 3\n#" + " " * 1_000_000)
+    refused(lambda: read_yaml(tmp_path / "recipe.yaml"), "recipe.yaml", "longer than 1,000,000 characters")
+
+
 def test_overrides_that_lead_through_a_long_name():
     refused(lambda: apply_overrides({LONG: 3}, {f"{LONG}.a": 1}), "has no settings of its own")
 

@@ -433,6 +433,7 @@ def test_a_cache_that_cannot_be_written(rows, tmp_path):
         ({"validation_fraction": 0.9}, "validation_fraction"),
         ({"max_documents": 0}, "max_documents"),
         ({"tokenizer": "bpe:100"}, "at least 258"),
+        ({"tokenizer": "bpe:99999999999"}, "at most 10,000,000"),
         ({"tokenizer": "bpe:many"}, "for instance bpe:8000"),
         ({"tokenizer": " "}, "tokenizer must be"),
         ({"data": ""}, "data"),

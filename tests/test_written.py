@@ -15,6 +15,7 @@ from relinear.system import files
 from relinear.system.files import atomic_path, write_text
 from relinear.system.written import check_ours
 from relinear.train import fit
+from relinear.train.run import _clear
 from relinear_cli.main import main
 from test_train_resume import DATA, FIT, dropout_model
 
@@ -169,6 +170,29 @@ def test_links_stay_links(tmp_path):
     write_text(tmp_path / "link.json", "{}")
     assert (tmp_path / "link.json").is_symlink()
     assert (tmp_path / "real.json").read_text() == "{}"
+
+
+def test_what_lies_in_directories_of_ours_stays(tmp_path):
+    names = ("model/notes.txt", "model/model_best.safetensors", "checkpoints/mine.pt")
+    (tmp_path / "run.json").write_text('{"settings": {}}')
+    relinear.save_pretrained(make_tiny_llama(), tmp_path / "model")
+    (tmp_path / "checkpoints" / "checkpoint-3").mkdir(parents=True)
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    relinear.save_pretrained(make_tiny_llama(), tmp_path / "model")
+    _clear(tmp_path)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {*names, "model/.relinear"}
+    assert not (tmp_path / "checkpoints" / "checkpoint-3").exists()
+
+
+def test_a_private_umask_holds_for_directories(tmp_path):
+    before = os.umask(0o077)
+    try:
+        relinear.save_pretrained(make_tiny_llama(), tmp_path / "model")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model").stat().st_mode & 0o777 == 0o700
 
 
 def test_modes_and_mount_points(tmp_path, monkeypatch):

@@ -22,6 +22,8 @@ BUNDLED = Path(__file__).parent / "recipes"
 
 #: characters of what the YAML parser says
 _LONGEST = 500
+#: characters of a file of settings; a device never ends
+_LONGEST_FILE = 1_000_000
 #: values in a file of settings, and how deep they are nested
 _MOST, _DEEPEST = 100_000, 64
 
@@ -73,8 +75,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         ValueError: if it is no YAML (with line and column), or no mapping.
     """
     path = Path(path)
-    with writing(path):
-        text = path.read_text(encoding="utf-8")
+    with writing(path), path.open(encoding="utf-8") as file:
+        text = file.read(_LONGEST_FILE + 1)
+    if len(text) > _LONGEST_FILE:
+        raise ValueError(f"{path} is longer than {_LONGEST_FILE:,} characters, and so no file of settings")
     values = read_value(text, str(path))
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a mapping of settings, got {type(values).__name__}")

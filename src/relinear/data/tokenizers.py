@@ -27,6 +27,8 @@ __all__ = [
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 _SMALLEST_BPE = 256 + 2
+#: a table of so many entries is set up before any text is seen
+_LARGEST_BPE = 10_000_000
 #: characters that byte-pair encoding is trained on: beyond this, merges hardly change and time grows
 _TRAINING_CHARACTERS = 12_000_000
 #: characters handed to the tokenizer at once: enough for its threads, little enough for memory
@@ -38,10 +40,10 @@ def trained_size(name: str) -> int | None:
     if not name.startswith("bpe:"):
         return None
     number = name.removeprefix("bpe:").replace("_", "")
-    if not number.isdecimal() or int(number) < _SMALLEST_BPE:
+    if not number.isdecimal() or len(number) > 8 or not _SMALLEST_BPE <= int(number) <= _LARGEST_BPE:
         raise ValueError(
-            f"tokenizer {name!r}: bpe:N needs N of at least {_SMALLEST_BPE} (256 bytes and 2 special tokens), "
-            "for instance bpe:8000"
+            f"tokenizer {name!r}: bpe:N needs N of at least {_SMALLEST_BPE} (256 bytes and 2 special tokens) and at "
+            f"most {_LARGEST_BPE:,}, for instance bpe:8000"
         )
     return int(number)
 

@@ -106,7 +106,7 @@ def atomic_directory(path: str | Path, work: str = "saved") -> Iterator[Path]:
 def _settle(new: Path, path: Path, work: str) -> None:
     """Put what is in ``new`` in place."""
     if not path.exists():
-        new.chmod(0o755)
+        new.chmod(_open_to(0o777))
         new.replace(path)
         return
     ours = is_saved(path) or is_ours(path, work)

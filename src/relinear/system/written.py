@@ -25,7 +25,8 @@ class _Work(NamedTuple):
 
 
 _CHECKPOINT = (
-    *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
+    *("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors"),
+    "model.safetensors.index.json",
     *("configuration_relinear.py", "modeling_factorized.py"),
 )
 _CARD = "Written by relinear"

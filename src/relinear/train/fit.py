@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # transformers' Trainer takes seconds to import and is imported by the functions that need it: the room imports this
 # file at once, because a function of the same name as its file cannot be imported on first use.
 
-__all__ = ["TrainResult", "checkpointing", "compiled", "fit"]
+__all__ = ["TrainResult", "checkpointing", "compiled", "fit", "remove_checkpoints"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,6 +239,14 @@ def fit(
         return _run(model, trainer, log, throughput, stop, home if out_dir is not None else None, checkpoints, resume)
 
 
+def remove_checkpoints(folder: Path) -> None:
+    """Remove the checkpoints of a run; what others keep beside them stays, and with it the folder."""
+    for part in (*folder.glob("checkpoint-*"), folder / ".partial"):
+        shutil.rmtree(part, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
 def _run(
     model: nn.Module,
     trainer: RelinearTrainer,
@@ -259,7 +267,7 @@ def _run(
     step = -1 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
     if trainer.is_world_process_zero():
         if not resume:
-            shutil.rmtree(checkpoints, ignore_errors=True)
+            remove_checkpoints(checkpoints)
         log.rewind(step)
     # the first rank's alone are rewound, and all must call the same loss an explosion
     first_loss = broadcast_object_list([next((row["loss"] for row in log.rows if "loss" in row), None)])[0]

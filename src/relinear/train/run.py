@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,9 @@ from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
 from relinear.system.machine import command_line, describe_machine, is_first_rank
 from relinear.system.text import cut
-from relinear.system.written import check_ours
+from relinear.system.written import check_ours, parts_of
 from relinear.train.callbacks import Progress, read_metrics
-from relinear.train.fit import TrainResult, fit
+from relinear.train.fit import TrainResult, fit, remove_checkpoints
 from relinear.train.optim import check_readout, width_ratio
 from relinear.train.settings import TrainSettings
 from relinear.train.start import scale_added_, scale_stock_
@@ -293,13 +292,14 @@ def _carry_out(
             checkpoint_room.save_pretrained(model, out_dir / "model", tokenizer=data.tokenizer)
         write_json(path, record | {"status": "done", "result": result.to_dict()})
         if not settings.keep_checkpoint:
-            shutil.rmtree(out_dir / "checkpoints", ignore_errors=True)
+            remove_checkpoints(out_dir / "checkpoints")
     return result
 
 
 def _clear(out_dir: Path) -> None:
     """Remove what an earlier run wrote, and nothing else."""
-    for name in ("checkpoints", "model"):
-        shutil.rmtree(out_dir / name, ignore_errors=True)
+    remove_checkpoints(out_dir / "checkpoints")
+    for part in parts_of(out_dir / "model", "saved"):
+        part.unlink()
     for name in ("run.json", "metrics.jsonl", "block_losses.npy"):
         (out_dir / name).unlink(missing_ok=True)
