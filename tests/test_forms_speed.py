@@ -1,6 +1,7 @@
 """A benchmark, no test of numbers: whatever form runs takes at most 1.05 of the time of torch's own, on this machine.
 
-``pytest -m slow -s tests/test_forms_speed.py`` prints what it measured.
+Ten microseconds more are let through, in which a form is chosen. ``pytest -m slow -s tests/test_forms_speed.py`` prints
+what it measured.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ LAYERS = {
     relinear.Rotor(): {},
 }
 SHAPES = ((512, 512), (512, 2048), (2048, 2048))
-LARGEST_RATIO, ROUNDS, SECONDS, ATTEMPTS = 1.05, 9, 0.05, 3
+LARGEST_RATIO, CHOOSING, ROUNDS, SECONDS, ATTEMPTS = 1.05, 1e-5, 9, 0.05, 3
 
 
 def work(config, inputs, outputs, tokens, dtype, step):
@@ -85,7 +86,8 @@ def ratios(twins, *case, count):
     for _ in range(ROUNDS):
         mine = seconds(chosen, calls)
         with torchs_own(twins, module):
-            found.append(mine / seconds(other, calls))
+            theirs = seconds(other, calls)
+        found.append(1.0 if 0 < mine - theirs <= CHOOSING else mine / theirs)
     return found
 
 
