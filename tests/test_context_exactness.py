@@ -247,6 +247,13 @@ def test_compiles_as_one_graph_in_every_combination(model_name: str, manager: st
     check_compiled(model_name, manager, checkpointing)
 
 
+def test_a_cache_keeps_the_last_state_and_not_those_before_it() -> None:
+    model = make_tiny_llama()
+    relinear.attach_(model, MANAGERS["ema"])
+    state = model(torch.ones(1, 50, dtype=torch.long), use_cache=True).past_key_values.layers[-1].state
+    assert state.untyped_storage().nbytes() == state.nbytes
+
+
 @every_model
 @every_manager
 def test_deepcopy_is_independent(model_name: str, manager: str) -> None:

@@ -89,10 +89,12 @@ def _split(cache: Any) -> tuple[Any, list[Any]]:
 class _MoreInTheCache(generation.GenerationTesterMixin):
     """The checks of a cache that has one more entry, as the mixin asks models with such a cache to write them."""
 
-    def _check_past_key_values_for_generate(self, batch_size: int, past_key_values: Any, *sizes: Any) -> None:
+    def _check_past_key_values_for_generate(
+        self, batch_size: int, past_key_values: Any, seq_length: int, config: Any
+    ) -> None:
         own, more = _split(past_key_values)
         assert len(more) == 1
-        super()._check_past_key_values_for_generate(batch_size, own, *sizes)
+        super()._check_past_key_values_for_generate(batch_size, own, seq_length, config)
 
     def _check_caches_are_equal(self, first: Any, second: Any) -> None:
         (first, (entry,)), (second, (other,)) = _split(first), _split(second)

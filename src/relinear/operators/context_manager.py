@@ -37,8 +37,8 @@ class ContextState(LinearAttentionLayer):
         self.state: Tensor | None = None
 
     def set(self, state: Tensor) -> None:
-        """Keep ``state`` (B, C) for the next call."""
-        self.state = state
+        """Keep ``state`` (B, C) for the next call, and nothing of the tensor that it may be a part of."""
+        self.state = state.clone(memory_format=torch.contiguous_format)
 
     def reset(self) -> None:
         """Forget the sequence: the next call starts from zero."""
