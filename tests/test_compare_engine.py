@@ -21,7 +21,7 @@ from relinear.compare.run import compare, plan_comparison
 from relinear.compare.scaling import at_size, crossing, fit_power_law, scale
 from relinear.compare.series import at_budget
 from relinear.compare.settings import CompareSettings, Tune
-from relinear.compare.tune import Trials, check_neighbours, open_study, tune, tune_learning_rate
+from relinear.compare.tune import Trials, beside, grid_search, open_study
 from relinear.compare.worker import InProcess
 from relinear.data import prepare_data
 from relinear.evaluate import KneserNey
@@ -143,6 +143,21 @@ def test_entries_may_differ_in_any_setting():
 # Tuning
 
 
+def carried_out(make, trials):
+    """What a search comes to, every trial that it asks for being run."""
+    while True:
+        found, missing = trials.advance(make())
+        if not missing:
+            return found
+        for point in missing:
+            trials.loss(*point)
+
+
+def by_rate(settings, study, evaluate):
+    trials = Trials(study, lambda rate, _: evaluate(rate))
+    return carried_out(lambda: grid_search(settings), trials), trials.rows()
+
+
 def test_tuning_finds_the_minimum_and_grows_the_grid(tmp_path):
     tried = []
 
@@ -151,14 +166,14 @@ def test_tuning_finds_the_minimum_and_grows_the_grid(tmp_path):
         return None if rate > 0.5 else (math.log10(rate) + 1.3) ** 2
 
     tune = Tune(learning_rates=(1e-3, 2e-3, 4e-3), extensions=4)
-    best, found = tune_learning_rate(tune, open_study(tmp_path, "x"), evaluate)
+    found, _ = by_rate(tune, open_study(tmp_path, "x"), evaluate)
     assert tried == [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2]
-    assert best == 6.4e-2
-    assert found["edge"]  # the grid has grown as often as it may
-    best, found = tune_learning_rate(tune.updated(extensions=6), open_study(tmp_path, "x"), evaluate)
+    assert found.rate == 6.4e-2
+    assert found.edge  # the grid has grown as often as it may
+    found, _ = by_rate(tune.updated(extensions=6), open_study(tmp_path, "x"), evaluate)
     assert tried[7:] == [0.128]  # what the study has is not run again
-    assert best == 6.4e-2
-    assert not found["edge"]
+    assert found.rate == 6.4e-2
+    assert not found.edge
 
 
 def test_tuning_goes_on_after_a_kill(tmp_path):
@@ -169,15 +184,14 @@ def test_tuning_goes_on_after_a_kill(tmp_path):
 
     tune = Tune(learning_rates=(1.0, 2.0), extensions=0)
     with pytest.raises(SystemExit):
-        tune_learning_rate(tune, open_study(tmp_path, "x"), killed)
-    best, found = tune_learning_rate(tune, open_study(tmp_path, "x"), lambda rate: 1 / rate)
-    assert best == 1.0 or best == 2.0
-    assert [t["validation_loss"] for t in found["trials"]] == [1.0, 0.5]
+        by_rate(tune, open_study(tmp_path, "x"), killed)
+    found, trials = by_rate(tune, open_study(tmp_path, "x"), lambda rate: 1 / rate)
+    assert found.rate == 1.0 or found.rate == 2.0
+    assert [t["validation_loss"] for t in trials] == [1.0, 0.5]
 
 
-def test_divergence_everywhere_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="diverged at every learning rate"):
-        tune_learning_rate(Tune(), open_study(tmp_path, "x"), lambda rate: None)
+def test_divergence_everywhere_is_an_infinite_loss(tmp_path):
+    assert by_rate(Tune(), open_study(tmp_path, "x"), lambda rate: None)[0].loss == math.inf
 
 
 def test_rate_and_initialisation_are_found_one_after_the_other(tmp_path):
@@ -192,18 +206,20 @@ def test_rate_and_initialisation_are_found_one_after_the_other(tmp_path):
         return math.log(rate / best) ** 2 + math.log(spread / 0.1) ** 2
 
     settings = Tune(learning_rates=(1e-3, 2e-3, 4e-3, 8e-3), initializer_range=(0.02, 0.05, 0.1), extensions=2)
-    rate, spread, found = tune(settings, Trials(open_study(tmp_path, "x"), evaluate), 0.02)
-    assert (rate, spread) == (2e-3, 0.1)
+    trials = Trials(open_study(tmp_path, "x"), evaluate)
+    found = carried_out(lambda: grid_search(settings, 0.02), trials)
+    assert (found.rate, found.initializer_range, found.loss) == (2e-3, 0.1, pytest.approx(0))
     assert tried[:4] == [(1e-3, 0.02), (2e-3, 0.02), (4e-3, 0.02), (8e-3, 0.02)]
     assert tried[4:7] == [(4e-3, 0.05), (4e-3, 0.1), (4e-3, 0.2)]  # the grid grew once
     assert tried[7:10] == [(2e-3, 0.1), (8e-3, 0.1), (1e-3, 0.1)]  # downhill, and a look at the other side
     assert {spread for _, spread in tried[10:]} in ({0.05}, {0.2})  # the second best start has a rate of its own, too
-    assert len(found["trials"]) == len(tried) == len(set(tried))
-    assert {(t["learning_rate"], t["initializer_range"]) for t in found["trials"]} == set(tried)
-    assert not found["edge"]
-    assert not found["initializer_edge"]
+    assert len(trials.rows()) == len(tried) == len(set(tried))
+    assert {(t["learning_rate"], t["initializer_range"]) for t in trials.rows()} == set(tried)
+    assert (found.edge, found.initializer_edge) == (False, False)
     before = len(tried)
-    assert tune(settings, Trials(open_study(tmp_path, "x"), evaluate), 0.02) == (rate, spread, found)
+    again = Trials(open_study(tmp_path, "x"), evaluate)
+    assert again.advance(grid_search(settings, 0.02)) == (found, [])
+    assert again.rows() == trials.rows()
     assert len(tried) == before
 
 
@@ -213,18 +229,19 @@ def test_a_start_that_is_second_at_the_first_rate_may_win_at_its_own(tmp_path):
         return floor + math.log(rate / best) ** 2 / 3
 
     settings = Tune(learning_rates=(1e-3, 2e-3, 4e-3, 8e-3), initializer_range=(0.02, 0.05, 0.1), extensions=2)
-    rate, spread, found = tune(settings, Trials(open_study(tmp_path, "x"), evaluate), 0.05)
+    trials = Trials(open_study(tmp_path, "x"), evaluate)
+    found = carried_out(lambda: grid_search(settings, 0.05), trials)
     assert evaluate(4e-3, 0.1) > evaluate(4e-3, 0.05)  # at the rate that was found at 0.05 it is behind
-    assert (rate, spread) == (1e-3, 0.1)
-    assert not found["edge"]
+    assert (found.rate, found.initializer_range) == (1e-3, 0.1)
+    assert not found.edge
 
 
 def test_trials_that_were_added_by_hand_are_recorded(tmp_path):
     settings = Tune(learning_rates=(1.0, 2.0), extensions=0)
     study = open_study(tmp_path, "x")
     Trials(study, lambda rate, _: 7.0).loss(16.0)
-    _, found = tune_learning_rate(settings, study, lambda rate: rate)
-    assert [t["learning_rate"] for t in found["trials"]] == [1.0, 2.0, 16.0]
+    _, trials = by_rate(settings, study, lambda rate: rate)
+    assert [t["learning_rate"] for t in trials] == [1.0, 2.0, 16.0]
 
 
 @pytest.mark.parametrize(
@@ -247,10 +264,9 @@ def test_the_chosen_rate_is_held_against_its_neighbours(tmp_path, start, best, m
         return abs(math.log(rate / best))
 
     settings = Tune(learning_rates=(1e-3, 2e-3, 4e-3), extensions=moves)
-    rate, found = check_neighbours(settings, Trials(open_study(tmp_path, "x"), evaluate), start)
-    assert rate == ends
+    found = carried_out(lambda: beside(settings, start), Trials(open_study(tmp_path, "x"), evaluate))
     assert seen == tried
-    assert (found["from"], found["moved"], found["edge"]) == (start, start != ends, edge)
+    assert (found.rate, found.edge) == (ends, edge)
 
 
 # Gaps

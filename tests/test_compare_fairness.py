@@ -15,12 +15,13 @@ from relinear.compare.series import at_budget, carry_out_budgets
 from relinear.compare.settings import CompareSettings, Tune
 from relinear.compare.sharing import Piece, share_out
 from relinear.compare.speed import _figures
-from relinear.compare.tune import Trials, check_neighbours, open_study
+from relinear.compare.tune import Trials, beside, open_study
 from relinear.system.files import read_json
 from relinear.system.lock import only_process_in
 from relinear.train.run import read_result
 from relinear.train.trainer import NonFiniteLossError
 from relinear_cli.main import main
+from test_compare_engine import carried_out
 
 WIDTH = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 TRAIN = {"model": "tiny", "batch_size": 8, "data": {"sequence_length": 32}}
@@ -134,10 +135,10 @@ def test_later_budgets_are_checked_where_the_recipe_asks_for_it_and_tell_of_edge
 def test_where_all_neighbours_diverge_the_way_is_down(tmp_path):
     settings = Tune(learning_rates=(5e-4, 1e-3, 2e-3, 4e-3, 8e-3), extensions=1)
     trials = Trials(open_study(tmp_path, "x"), lambda rate, _: None if rate > 6e-4 else 1.0 / rate)
-    assert check_neighbours(settings, trials, 4e-3)[0] == 5e-4
+    assert carried_out(lambda: beside(settings, 4e-3), trials).rate == 5e-4
     hopeless = Trials(open_study(tmp_path, "y"), lambda rate, _: None)
     with pytest.raises(ValueError, match="diverged"):
-        check_neighbours(settings, hopeless, 4e-3)
+        carried_out(lambda: beside(settings, 4e-3), hopeless)
     assert min(row["learning_rate"] for row in hopeless.rows()) == pytest.approx(2.5e-4)
 
 

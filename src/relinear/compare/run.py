@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import itertools
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from relinear.compare.counting import count_ngrams
+from relinear.compare.counting import NGRAM, count_ngrams
 from relinear.compare.folder import BLOCK_LOSSES, FORMAT, RESULTS, RUN, SPEED, check_same, now, record_start
 from relinear.compare.gaps import gap
 from relinear.compare.plan import Event, OnEvent, Planned, plan_comparison
 from relinear.compare.results import comparison_result, entry_result
 from relinear.compare.series import carry_out_budgets
 from relinear.compare.settings import CompareSettings, Tune, lasting
-from relinear.compare.sharing import CLAIMS, Piece, check_sharing, share_out, worker_log
-from relinear.compare.tune import DivergedError, NotYet, Point, Trials, check_neighbours, open_study, study_path, tune
+from relinear.compare.sharing import Piece, alone_at, carry_out, check_sharing, worker_log
+from relinear.compare.tune import Found, Point, Trials, beside, grid_search, open_study, study_path
 from relinear.compare.worker import InProcess, Worker
 from relinear.data import prepare_data
 from relinear.models import model_place, preset_config, preset_names
@@ -88,8 +89,7 @@ def compare(
             raise ValueError(f"entries.{name}.set changes the data; all entries of a comparison share one corpus")
     planned = plan_comparison(recipe, data.vocab_size, on_event)
     with only_process_in(out_dir, shared=shared):
-        start = only_process_in(out_dir / CLAIMS / "start", patience=60, required=True)
-        with start if shared else contextlib.nullcontext():
+        with alone_at(out_dir, "start", shared):
             check_same(out_dir, described)  # another process may have been here since
             check_sharing(out_dir / TUNING, "a comparison", shared)
             if (out_dir / RESULTS).is_file():
@@ -97,21 +97,20 @@ def compare(
             started = record_start(out_dir, described, planned, data)
         if recipe.budgets is not None:
 
-            def carry_out(at_one: CompareSettings, folder: Path) -> dict[str, Any]:
+            def compared(at_one: CompareSettings, folder: Path) -> dict[str, Any]:
                 return compare(at_one, folder, isolate=isolate, shared=shared, on_event=on_event)
 
-            results = carry_out_budgets(recipe, out_dir, carry_out) | _start(started)
-        else:
-            worker = Worker(worker_log(out_dir, shared)) if isolate else InProcess()
-            try:
-                state = _Comparison(recipe, out_dir, planned, data, worker, on_event, started, shared)
-                with writing(study_path(out_dir / TUNING, shared)):
-                    results = state.share() if shared else state.carry_out()
-            finally:
-                worker.close()
-        if not (out_dir / RESULTS).is_file():  # who shares the work may have written the same
-            write_json(out_dir / RESULTS, results)
-    return results
+            results = carry_out_budgets(recipe, out_dir, compared) | _start(started)
+            if not (out_dir / RESULTS).is_file():  # who shares the work may have written the same
+                write_json(out_dir / RESULTS, results)
+            return results
+        worker = Worker(worker_log(out_dir, shared)) if isolate else InProcess()
+        try:
+            state = _Comparison(recipe, out_dir, planned, data, worker, on_event, started, shared)
+            with writing(study_path(out_dir / TUNING, shared)):
+                return state.carry_out()
+        finally:
+            worker.close()
 
 
 def _start(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,16 +128,41 @@ def _check_tunable(recipe: CompareSettings, name: str) -> None:
         )
 
 
+@dataclasses.dataclass
+class _Tuning:
+    """What was tried for an entry and found best; ``results.json`` has it without what is None."""
+
+    trials: list[dict[str, Any]]
+    edge: bool = False
+    initializer_edge: bool | None = None
+    warmup_ratio: float | None = None
+    warmup_edge: bool | None = None
+    full_length: dict[str, Any] | None = None
+    diverged: list[float] | None = None
+    initializer_range: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ``results.json`` has it."""
+        return {key: value for key, value in vars(self).items() if value is not None}
+
+
 @dataclasses.dataclass(frozen=True)
 class _Choice:
     """An entry's settings with what tuning found, and what it tried (None where nothing was)."""
 
     settings: TrainSettings
-    record: dict[str, Any] | None
+    tuning: _Tuning | None
 
 
-class _TookLowerError(Exception):
-    """A final run diverged at the rate that was chosen, and the entry goes on at a lower one."""
+@dataclasses.dataclass(frozen=True)
+class _Searched:
+    """The search of an entry at one warm-up: what it came to, or None and the trials that it needs first."""
+
+    ratio: float | None
+    planned: Planned
+    trials: Trials
+    found: Found | None
+    missing: list[Piece]
 
 
 def _at(settings: TrainSettings, rate: float, initializer_range: float | None) -> TrainSettings:
@@ -179,7 +203,11 @@ class _Comparison:
     ) -> None:
         self.recipe, self.out_dir, self.planned, self.data = recipe, out_dir, planned, data
         self.worker, self.on_event, self.started, self.shared = worker, on_event, started, shared
+        #: the best search of an entry, and what had been tried by its end
+        self.searched: dict[str, tuple[_Searched, _Tuning]] = {}
         self.chosen: dict[str, _Choice] = {}
+        #: of final runs that ended here
+        self.records: dict[Path, dict[str, Any]] = {}
         self.studies: dict[str, Trials] = {}
         self.ended = 0
         self.total = len(planned) * len(recipe.seeds)
@@ -189,63 +217,64 @@ class _Comparison:
             self.total += sum(self._is_tuned(p.name) for p in planned) * trials
             self.total += 3 * len(planned) * recipe.tune.check_full_length
 
-    def share(self) -> dict[str, Any]:
-        """With others: whatever run nobody else holds, until all have ended; then one of them sums up."""
-        share_out(self.out_dir, self._waiting)
-        path = self.out_dir / RESULTS
-
-        def sum_up() -> None:
-            write_json(path, self.carry_out())
-
-        share_out(self.out_dir, lambda: [] if path.is_file() else [Piece("results", path.is_file, sum_up)])
-        return read_json(path)
+    def carry_out(self) -> dict[str, Any]:
+        """Do the pieces of the comparison, alone or with others, and return its results."""
+        carry_out(self.out_dir, self._waiting, self.shared)
+        return read_json(self.out_dir / RESULTS)
 
     def _waiting(self) -> list[Piece]:
-        """The runs that have not ended and could be done now; what tuning has settled goes to ``chosen``."""
-        found = []
+        """The pieces that have not been done and could be now: trials before final runs, and what rests on these."""
+        tuning, runs = [], []
         self._forget_diverged()
         for planned in self.planned:
             try:
-                choice = self._choice(planned)
-            except NotYet as search:
-                found += [self._trial_piece(trials, point) for trials, point in search.missing]
-                continue
+                tuning += self._settle(planned)
             except ValueError as error:  # diverged wherever it was tried: the others are not held up by it
-                found.append(_hopeless(planned.name, error))
-                continue
-            found += [self._final_piece(planned.name, choice.settings, seed) for seed in self.recipe.seeds]
-        waiting = [piece for piece in found if not piece.is_done()]
-        self.ended = len(found) - len(waiting) + sum(len(trials.rows()) for trials in self.studies.values())
-        return waiting
+                tuning.append(_hopeless(planned.name, error))
+            if planned.name in self.chosen:
+                runs += [self._final_piece(planned.name, seed) for seed in self.recipe.seeds]
+        waiting = [piece for piece in runs if not piece.is_done()]
+        self.ended = len(runs) - len(waiting) + sum(len(trials.rows()) for trials in self.studies.values())
+        self.total = max(self.total, self.ended)
+        return tuning + waiting or [piece for piece in self._sums() if not piece.is_done()][:1]
 
-    def _trial_piece(self, trials: Trials, point: Point) -> Piece:
-        name = "-".join(f"{value:g}" for value in point if value is not None)
-        study = next(study for study, found in self.studies.items() if found is trials)
-        return Piece(f"tuning-{study}-{name}", lambda: trials.known(*point) is not None, lambda: trials.loss(*point))
+    def _sums(self) -> list[Piece]:
+        """What is done one after the other once all runs have ended."""
+        pieces = []
+        if self.recipe.ngram_order is not None:
+            pieces.append(Piece("ngram", (self.out_dir / NGRAM).is_file, self._count))
+        if self.recipe.speed.seconds:
+            pieces.append(Piece("speed", (self.out_dir / SPEED).is_file, self._speed))
+        return [*pieces, Piece("results", (self.out_dir / RESULTS).is_file, self._sum_up)]
 
-    def _final_piece(self, name: str, settings: TrainSettings, seed: int) -> Piece:
-        def do() -> None:
-            with contextlib.suppress(_TookLowerError):  # what is waiting then is another piece
-                self._final_run(name, settings, seed)
+    def _final_piece(self, name: str, seed: int) -> Piece:
+        folder, settings = self._folder(name, seed), self.chosen[name].settings
 
         def is_done() -> bool:
-            return read_result(self._folder(name, seed)) is not None and not self._outdated(name, seed, settings)
+            ended = folder in self.records or read_result(folder) is not None
+            return ended and not self._outdated(name, seed, settings)
 
-        return Piece(f"run-{name}-{seed}", is_done, do)
+        return Piece(f"run-{name}-{seed}", is_done, lambda: self._final_run(name, settings, seed))
 
-    def carry_out(self) -> dict[str, Any]:
+    def _sum_up(self) -> None:
+        """Write the results; what did not end here is read by the job that made it."""
+        for planned, seed in itertools.product(self.planned, self.recipe.seeds):
+            folder = self._folder(planned.name, seed)
+            if folder not in self.records:
+                self._final_run(planned.name, self.chosen[planned.name].settings, seed)
+            if folder not in self.records:
+                return  # another rate is taken: there is more to be done
+        write_json(self.out_dir / RESULTS, self._results())
+
+    def _results(self) -> dict[str, Any]:
+        counted, speed, gaps = self._count(), self._speed(), self._gaps()
+        entries = []
         for planned in self.planned:
-            self._choice(planned)  # all are tuned before the first is trained
-        runs = {p.name: self._all_seeds(p) for p in self.planned}
-        final = {p.name: self._choice(p).settings for p in self.planned}
-        counted = self._count()
-        speed = self._speed(final)
-        gaps = self._gaps()
-        entries = [
-            entry_result(p, final[p.name], self._choice(p).record, runs[p.name], speed.get(p.name))
-            | {"dense": self.recipe.entries[p.name].dense, "gap": gaps.get(p.name)}
-            for p in self.planned
-        ]
+            name, choice = planned.name, self.chosen[planned.name]
+            tuning = choice.tuning and choice.tuning.to_dict()
+            runs = [{"seed": seed, **self.records[self._folder(name, seed)]} for seed in self.recipe.seeds]
+            entry = entry_result(planned, choice.settings, tuning, runs, speed.get(name))
+            entries.append(entry | {"dense": self.recipe.entries[name].dense, "gap": gaps.get(name)})
         return {
             "format": FORMAT,
             **comparison_result(self.recipe, self.data, self.planned, entries, counted),
@@ -279,98 +308,100 @@ class _Comparison:
     def _is_tuned(self, name: str) -> bool:
         return self.recipe.tune is not None and self.recipe.entries[name].learning_rate is None
 
-    def _choice(self, planned: Planned) -> _Choice:
-        if planned.name not in self.chosen:
-            self.chosen[planned.name] = self._tune(planned)
-        return self.chosen[planned.name]
-
-    def _tune(self, planned: Planned) -> _Choice:
-        """The entry's settings with the learning rate, the initialisation and the warm-up that suit it."""
+    def _settle(self, planned: Planned) -> list[Piece]:
+        """The trials that an entry's choice of rate, initialisation and warm-up needs first; else it is ``chosen``."""
         settings = self.recipe.tune
+        if planned.name in self.chosen:
+            return []
         if settings is None:
-            return _Choice(planned.settings, None)
-        rate, spread, record, trials = planned.settings.learning_rate, None, None, None
+            self.chosen[planned.name] = _Choice(planned.settings, None)
+            return []
+        rate, spread, ratio = planned.settings.learning_rate, None, None
+        tuning, trials = None, None
         if self._is_tuned(planned.name):
-            planned, rate, spread, record, trials = self._searched(planned, settings)
-        given = planned.settings
+            if planned.name not in self.searched:
+                searches = self._searches(planned, settings)
+                missing = [piece for search in searches for piece in search.missing]
+                if missing:
+                    return missing
+                best = min(searches, key=lambda search: search.found.loss)  # type: ignore[union-attr]
+                self.searched[planned.name] = best, self._tuned(settings, searches, best)
+            best, tuning = self.searched[planned.name]
+            tuning = dataclasses.replace(tuning)
+            planned, trials, ratio = best.planned, best.trials, best.ratio
+            rate, spread = best.found.rate, best.found.initializer_range  # type: ignore[union-attr]
         if settings.check_full_length:
-            ratio = (record or {}).get("warmup_ratio")
             if trials is None or settings.fraction < 1:  # else tuning's own are of full length
                 study, prefix = _of_warmup(planned.name, ratio)
                 trials = self._trials(planned, f"{study}, full length", 1.0, f"full-length-{prefix}")
-            rate, full = check_neighbours(settings, trials, rate, spread)
-            full["trials"] = self._told(planned, full["trials"], 1.0, ratio)
-            # "edge" speaks of the rate that is used
-            record = (record or {"trials": []}) | {"full_length": full, "edge": full["edge"]}
-        if record is not None:
-            rate = self._below_diverged(planned.name, rate, spread, record)
-        if record is not None and spread is not None:
-            record["initializer_range"] = spread
-        return _Choice(_at(given, rate, spread), record)
+            full, lacking = trials.advance(beside(settings, rate, spread))
+            if full is None:
+                return self._trial_pieces(trials, lacking)
+            tuning = tuning or _Tuning([])
+            tuning.edge = full.edge  # of the rate that is used
+            rows = self._told(planned, trials.rows(), 1.0, ratio)
+            tuning.full_length = {"trials": rows, "from": rate, "moved": full.rate != rate, "edge": full.edge}
+            rate = full.rate
+        if tuning is not None:
+            tuning.initializer_range = spread
+            rate = self._below_diverged(planned.name, rate, tuning)
+        self.chosen[planned.name] = _Choice(_at(planned.settings, rate, spread), tuning)
+        return []
 
-    def _searched(
-        self, planned: Planned, settings: Tune
-    ) -> tuple[Planned, float, float | None, dict[str, Any], Trials]:
-        """The best rate and initialisation at the best of the warm-ups, the entry with that, what was tried there and
-        at the others, and the best one's study."""
+    def _searches(self, planned: Planned, settings: Tune) -> list[_Searched]:
+        """The search over rates and initialisations at each of the warm-ups: what one lacks can be done meanwhile."""
         written = None if settings.initializer_range is None else self._written_range(planned)
         ratios: tuple[float | None, ...] = settings.warmup_ratio or (None,)
-        if self.recipe.keeps_warmup(planned.name):
-            ratios = (None,)
-        found: list[tuple[Any, ...]] = []
-        tried: list[dict[str, Any]] = []
-        missing: list[tuple[Trials, Point]] = []
-        diverged = None
-        for ratio in ratios:
+        searches = []
+        for ratio in (None,) if self.recipe.keeps_warmup(planned.name) else ratios:
             at = planned
             if ratio is not None:
                 warmed = planned.settings.updated(warmup_steps=None, warmup_ratio=ratio)
                 at = dataclasses.replace(planned, settings=warmed)
             study, prefix = _of_warmup(planned.name, ratio)
             trials = self._trials(at, study, settings.fraction, prefix)
-            try:
-                rate, spread, record = tune(settings, trials, written)
-                if ratio is not None:
-                    record["warmup_ratio"] = ratio
-                found.append((trials.loss(rate, spread), at, rate, spread, record, trials))
-            except NotYet as search:  # what other warm-ups lack can be done meanwhile
-                missing += search.missing
-            except DivergedError as error:  # another warm-up may do
-                diverged = error
-            tried += self._told(at, trials.rows(), settings.fraction, ratio)
-        if missing:
-            raise NotYet(missing)
-        if diverged is not None and not found:
-            raise diverged
-        _, at, rate, spread, record, trials = min(found, key=lambda one: one[0])
-        record["trials"] = tried
-        if "warmup_ratio" in record:
+            found, lacking = trials.advance(grid_search(settings, written))
+            searches.append(_Searched(ratio, at, trials, found, self._trial_pieces(trials, lacking)))
+        return searches
+
+    def _tuned(self, settings: Tune, searches: list[_Searched], best: _Searched) -> _Tuning:
+        """What was tried at all warm-ups, ``best`` being that of the lowest loss."""
+        found = best.found
+        assert found is not None
+        if not math.isfinite(found.loss):
+            raise ValueError(
+                f"training diverged at every learning rate of the grid {list(settings.learning_rates)}; lower "
+                "tune.learning_rates"
+            )
+        rows = [row for s in searches for row in self._told(s.planned, s.trials.rows(), settings.fraction, s.ratio)]
+        tuning = _Tuning(rows, found.edge, found.initializer_edge, best.ratio)
+        if best.ratio is not None:
             # with two of them each is an end
-            record["warmup_edge"] = len(ratios) > 2 and record["warmup_ratio"] in (ratios[0], ratios[-1])
-        return at, rate, spread, record, trials
+            tuning.warmup_edge = len(searches) > 2 and best.ratio in (searches[0].ratio, searches[-1].ratio)
+        return tuning
 
     def _given_up(self, name: str) -> list[float]:
         """The rates at which a final run of an entry diverged."""
         path = self.out_dir / TUNING / name / DIVERGED
         return read_json(path) if path.is_file() else []
 
-    def _below_diverged(self, name: str, rate: float, spread: float | None, record: dict[str, Any]) -> float:
-        """``rate``, or the next lower one of those tried at which no final run has diverged; told in ``record``."""
+    def _below_diverged(self, name: str, rate: float, tuning: _Tuning) -> float:
+        """``rate``, or the next lower one of those tried at which no final run has diverged; told in ``tuning``."""
         given_up = self._given_up(name)
         lower = [
             trial["learning_rate"]
-            for trial in [*record["trials"], *record.get("full_length", {}).get("trials", ())]
+            for trial in [*tuning.trials, *(tuning.full_length or {}).get("trials", ())]
             if trial["validation_loss"] is not None
-            and trial.get("initializer_range") == spread
-            and trial.get("warmup_ratio") in (None, record.get("warmup_ratio"))
+            and trial.get("initializer_range") == tuning.initializer_range
+            and trial.get("warmup_ratio") in (None, tuning.warmup_ratio)
         ]
         while rate in given_up:
-            record.setdefault("diverged", []).append(rate)
+            tuning.diverged = [*(tuning.diverged or ()), rate]
             below = [other for other in lower if other < rate]
             if not below:
                 raise ValueError(
-                    f"{name}: final runs diverged at {', '.join(f'{r:g}' for r in record['diverged'])}, and no "
-                    "lower learning rate was tried; take a lower grid (tune.learning_rates)"
+                    f"final runs diverged at {', '.join(f'{r:g}' for r in tuning.diverged)}, and no lower learning "
+                    "rate was tried; take a lower grid (tune.learning_rates)"
                 )
             rate = max(below)
         return rate
@@ -378,7 +409,7 @@ class _Comparison:
     def _forget_diverged(self) -> None:
         """Choose again where a final run, here or in a process that shares the work, has diverged since."""
         for name, choice in list(self.chosen.items()):
-            if choice.record is not None and choice.settings.learning_rate in self._given_up(name):
+            if choice.tuning is not None and choice.settings.learning_rate in self._given_up(name):
                 del self.chosen[name]
 
     def _written_range(self, planned: Planned) -> float | None:
@@ -412,37 +443,37 @@ class _Comparison:
                 return None
 
         if study not in self.studies:
-            opened = open_study(folder, study, shared=self.shared)
-            self.studies[study] = Trials(opened, evaluate, shared=self.shared)
+            self.studies[study] = Trials(open_study(folder, study, shared=self.shared), evaluate)
         return self.studies[study]
+
+    def _trial_pieces(self, trials: Trials, points: list[Point]) -> list[Piece]:
+        study = next(study for study, known in self.studies.items() if known is trials)
+
+        def piece(point: Point) -> Piece:
+            name = "-".join(f"{value:g}" for value in point if value is not None)
+            key = f"tuning-{study}-{name}"
+            return Piece(key, lambda: trials.known(*point) is not None, lambda: trials.loss(*point))
+
+        return [piece(point) for point in points]
 
     # Training
 
     def _folder(self, name: str, seed: int) -> Path:
         return self.out_dir / "runs" / name / f"seed-{seed}"
 
-    def _all_seeds(self, planned: Planned) -> list[dict[str, Any]]:
-        """The final runs of an entry, all at one rate: where one diverges, all are made anew at a lower one."""
-        while True:
-            settings = self._choice(planned).settings
-            try:
-                return [self._final_run(planned.name, settings, seed) for seed in self.recipe.seeds]
-            except _TookLowerError:
-                self._forget_diverged()
-
-    def _final_run(self, name: str, settings: TrainSettings, seed: int) -> dict[str, Any]:
+    def _final_run(self, name: str, settings: TrainSettings, seed: int) -> None:
+        """Train an entry on a seed. Where it diverges at a rate that was tuned, all its seeds take a lower one."""
         what = name if len(self.recipe.seeds) == 1 else f"{name}, seed {seed}"
         folder = self._folder(name, seed)
         if self._outdated(name, seed, settings):
             shutil.rmtree(folder)
+            self.records.pop(folder, None)
         try:
-            return {"seed": seed} | self._run("train", what, settings.updated(seed=seed), folder)
-        except NonFiniteLossError as error:
-            if self.chosen[name].record is None:
+            self.records[folder] = self._run("train", what, settings.updated(seed=seed), folder)
+        except NonFiniteLossError:
+            if self.chosen[name].tuning is None:
                 raise
-            given_up = {*self._given_up(name), settings.learning_rate}
-            write_json(self.out_dir / TUNING / name / DIVERGED, sorted(given_up))
-            raise _TookLowerError(f"{what}: {error}") from error
+            write_json(self.out_dir / TUNING / name / DIVERGED, sorted({*self._given_up(name), settings.learning_rate}))
 
     def _outdated(self, name: str, seed: int, settings: TrainSettings) -> bool:
         """Whether a final run was made at a rate that was given up since, because another seed's diverged at it."""
@@ -463,17 +494,14 @@ class _Comparison:
         self.on_event(Event(stage, what, 0, settings.steps, self.ended, self.total))
         arguments = {"settings": settings.model_dump(mode="json"), "out_dir": str(folder)}
         try:
-            result = self.worker.run("train", arguments, tell)
+            return self.worker.run("train", arguments, tell)
         except ValueError as error:
             error.args = (f"{what}: {error}",)
             raise
-        self.ended += 1
-        self.total = max(self.total, self.ended)
-        return result
 
     # Speed
 
-    def _speed(self, final: Mapping[str, TrainSettings]) -> dict[str, Any]:
+    def _speed(self) -> dict[str, Any]:
         path, speed = self.out_dir / SPEED, self.recipe.speed
         if speed.seconds == 0:
             return {}
@@ -485,7 +513,7 @@ class _Comparison:
             self.on_event(Event("speed", what, progress["step"], progress["steps"], self.ended, self.total))
 
         self.on_event(Event("speed", what, 0, 0, self.ended, self.total))
-        settings = {name: value.model_dump(mode="json") for name, value in final.items()}
+        settings = {p.name: self.chosen[p.name].settings.model_dump(mode="json") for p in self.planned}
         entries = self.recipe.entries
         full = [p.name for p in self.planned if entries[p.name].dense and entries[p.name].how == "fixed"]
         reference = full[0] if full else "dense at full size"

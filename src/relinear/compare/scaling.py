@@ -8,7 +8,6 @@ narrower and a shallower dense model: an operator that loses to one of them save
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from relinear.compare.match import at_width, measure_size, scaled_operators
 from relinear.compare.plan import Event, OnEvent
 from relinear.compare.run import compare
 from relinear.compare.settings import CompareSettings
-from relinear.compare.sharing import CLAIMS
+from relinear.compare.sharing import alone_at
 from relinear.data import prepare_data
 from relinear.models import preset_config, preset_names
 from relinear.system.files import read_json, write_json
@@ -77,8 +76,7 @@ def scale(
     data = prepare_data(recipe.train.data, on_progress=lambda what, done: on_event(Event("data", what, done)))
     recipes = {width: at_size(recipe, width, data.vocab_size) for width in recipe.sizes.widths}
     with only_process_in(out_dir, shared=shared):
-        start = only_process_in(out_dir / CLAIMS / "start", patience=60, required=True)
-        with start if shared else contextlib.nullcontext():
+        with alone_at(out_dir, "start", shared):
             check_same(out_dir, described)  # another process may have been here since
             record = record_start(out_dir, described, [])
         found = {

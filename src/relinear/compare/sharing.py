@@ -1,4 +1,4 @@
-"""Work that several processes share: each takes the next piece that nobody holds, until none is left.
+"""Work in pieces, done alone or shared: each process takes the next piece that nobody holds, until none is left.
 
 A piece is held by the lock of a folder of its own, which the operating system takes from a process that ends, in
 whatever way. What a killed one had begun is then another's, which goes on with it from its last checkpoint.
@@ -6,6 +6,7 @@ whatever way. What a killed one had begun is then another's, which goes on with 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import platform
@@ -17,7 +18,7 @@ from typing import Any
 from relinear.compare.tune import JOURNAL, STORAGE
 from relinear.system.lock import InUseError, only_process_in
 
-__all__ = ["CLAIMS", "Piece", "check_sharing", "share_out", "worker_log"]
+__all__ = ["Piece", "alone_at", "carry_out", "check_sharing", "share_out", "worker_log"]
 
 #: folder of the locks
 CLAIMS = "claims"
@@ -27,7 +28,7 @@ _POLL = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A piece of shared work.
+    """A piece of work.
 
     name: of its lock, the same in every process. is_done: whether it needs no doing, asked by who holds it. do: does
     it, and leaves on disk what makes ``is_done`` true.
@@ -36,6 +37,22 @@ class Piece:
     name: str
     is_done: Callable[[], bool]
     do: Callable[[], Any]
+
+
+def alone_at(out_dir: Path, what: str, shared: bool) -> contextlib.AbstractContextManager[Any]:
+    """Hold a part of shared work for a moment, to be waited for; work that is not shared is held as a whole."""
+    if not shared:
+        return contextlib.nullcontext()
+    return only_process_in(out_dir / CLAIMS / what, patience=60, required=True)
+
+
+def carry_out(out_dir: Path, waiting: Callable[[], Sequence[Piece]], shared: bool) -> None:
+    """Do pieces until ``waiting`` gives none: alone, in their order and until one fails, or as ``share_out``."""
+    if shared:
+        share_out(out_dir, waiting)
+        return
+    while pieces := waiting():
+        pieces[0].do()
 
 
 def share_out(out_dir: Path, waiting: Callable[[], Sequence[Piece]]) -> None:

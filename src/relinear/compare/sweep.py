@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from relinear.compare.recipe import apply_overrides, read_value
-from relinear.compare.sharing import CLAIMS, Piece, check_sharing, share_out, worker_log
+from relinear.compare.sharing import Piece, alone_at, carry_out, check_sharing, worker_log
 from relinear.compare.tune import open_study, study_path
 from relinear.compare.worker import InProcess, Worker
 from relinear.core.config import shown
@@ -126,10 +126,10 @@ def sweep(
     _check_same(out_dir, record)
     check_sharing(out_dir, "a sweep", shared)
     worker = Worker(worker_log(out_dir, shared)) if isolate else InProcess()
-    work = _Sweep(values, parameters, out_dir, seed, worker, on_progress)
+    work = _Sweep(values, record, parameters, out_dir, seed, shared, worker, on_progress)
     try:
         with writing(study_path(out_dir, shared)), contextlib.nullcontext() if shared else only_process_in(out_dir):
-            return work.share(record, trials) if shared else work.carry_out(record, trials)
+            return work.carry_out(trials)
     finally:
         worker.close()
 
@@ -162,45 +162,30 @@ class _Sweep:
     """The trials of one sweep, and who trains them."""
 
     values: Mapping[str, Any]
+    record: Mapping[str, Any]
     parameters: list[Parameter]
     out_dir: Path
     seed: int
+    shared: bool
     worker: Worker | InProcess
     on_progress: Callable[[int, dict[str, Any], dict[str, Any]], None]
 
-    def carry_out(self, record: Mapping[str, Any], trials: int) -> list[dict[str, Any]]:
-        """One trial after the other, as the only process."""
-        self._begin(record)
-        study = open_study(self.out_dir, "sweep")
-        while len(_ended(study)) < trials:
-            number = len(_ended(study))
-            self._trial(study, self._proposed(study, number), number)
-            write_json(self.out_dir / SWEEP, record | {"trials": _table(study)})
-        write_json(self.out_dir / SWEEP, record | {"trials": _table(study)})
+    def carry_out(self, trials: int) -> list[dict[str, Any]]:
+        """Do whatever trial nobody else holds, until all have ended. A shared trial is held by the lock of a folder."""
+        with alone_at(self.out_dir, "table", self.shared):
+            _check_same(self.out_dir, self.record)  # first, so that whoever joins with other settings is refused
+            if not (self.out_dir / SWEEP).is_file():
+                write_json(self.out_dir / SWEEP, {**self.record, "trials": []})
+        study = open_study(self.out_dir, "sweep", shared=self.shared)
+        carry_out(self.out_dir, lambda: self._waiting(study, trials), self.shared)
+        self._tell(study)
         return _table(study)
 
-    def share(self, record: Mapping[str, Any], trials: int) -> list[dict[str, Any]]:
-        """Whatever trial nobody else holds, until all have ended. A trial is held by the lock of a folder."""
-        with self._alone_at_the_table():
-            self._begin(record)  # first, so that whoever joins with other settings is refused
-        study = open_study(self.out_dir, "sweep", shared=True)
-        share_out(self.out_dir, lambda: self._waiting(study, trials))
-        self._tell(study, record)
-        return _table(study)
-
-    def _alone_at_the_table(self) -> contextlib.AbstractContextManager[Path]:
-        return only_process_in(self.out_dir / CLAIMS / "table", patience=60, required=True)
-
-    def _begin(self, record: Mapping[str, Any]) -> None:
-        _check_same(self.out_dir, record)
-        if not (self.out_dir / SWEEP).is_file():
-            write_json(self.out_dir / SWEEP, record | {"trials": []})
-
-    def _tell(self, study: Any, record: Mapping[str, Any]) -> None:
-        """Write the table of a shared sweep."""
-        with self._alone_at_the_table():
-            _check_same(self.out_dir, record)
-            write_json(self.out_dir / SWEEP, record | {"trials": _table(study)})
+    def _tell(self, study: Any) -> None:
+        """Write the table."""
+        with alone_at(self.out_dir, "table", self.shared):
+            _check_same(self.out_dir, self.record)
+            write_json(self.out_dir / SWEEP, {**self.record, "trials": _table(study)})
 
     def _waiting(self, study: Any, trials: int) -> list[Piece]:
         """The trials that have not ended."""
@@ -215,8 +200,10 @@ class _Sweep:
         return [piece(number) for number in range(trials) if number not in ended]
 
     def _begun_or_new(self, study: Any, number: int) -> None:
-        begun = [t for t in study.get_trials(deepcopy=False) if t.user_attrs.get("number") == number]
+        running = [t for t in study.get_trials(deepcopy=False) if t.state.name == "RUNNING"]
+        begun = [t for t in running if t.user_attrs.get("number") == number]
         self._trial(study, self._again(study, begun[-1]) if begun else self._proposed(study, number), number)
+        self._tell(study)
 
     def _proposed(self, study: Any, number: int) -> Any:
         """A trial with new values."""
@@ -252,8 +239,8 @@ class _Sweep:
         study.tell(trial, result["validation_loss"])
 
 
-def _numbers(trials: list[Any]) -> set[int]:
-    return {trial.user_attrs["number"] for trial in trials}
+def _numbers(ended: list[Any]) -> set[int]:
+    return {trial.user_attrs.get("number", place) for place, trial in enumerate(ended)}  # the first versions noted none
 
 
 def _table(study: Any) -> list[dict[str, Any]]:

@@ -7,9 +7,9 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from relinear.compare.settings import Tune
 from relinear.system.files import atomic_path, writing
@@ -18,15 +18,14 @@ from relinear.system.lock import only_process_in
 __all__ = [
     "JOURNAL",
     "STORAGE",
-    "DivergedError",
-    "NotYet",
+    "Found",
     "Point",
+    "Search",
     "Trials",
-    "check_neighbours",
+    "beside",
+    "grid_search",
     "open_study",
     "study_path",
-    "tune",
-    "tune_learning_rate",
 ]
 
 STORAGE, JOURNAL = "optuna.db", "optuna.journal"
@@ -120,20 +119,25 @@ _LONGEST_LINE = 1 << 20
 
 #: a learning rate, and an initialisation where that is tuned
 Point = tuple[float, float | None]
-#: losses at several values of what is searched
-Losses = Callable[[Sequence[float]], list[float]]
+T = TypeVar("T")
+#: a search: it yields the points whose losses it goes on with, is sent these, and returns what it came to
+Search = Generator[Sequence[Point], Sequence[float], T]
 
 
-class DivergedError(ValueError):
-    """Training diverged wherever it was tried."""
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a search came to.
 
+    rate, initializer_range: the best of those tried (None where the initialisation was left out).
+    loss: there; infinite where training diverged wherever it was tried.
+    edge, initializer_edge: whether they lie at the end of their grids (None where the initialisation was not tuned).
+    """
 
-class NotYet(Exception):
-    """A search cannot go on before trials have the losses at some points; ``missing``: pairs of both."""
-
-    def __init__(self, missing: list[tuple[Trials, Point]]) -> None:
-        super().__init__(f"{len(missing)} trials have not been run yet")
-        self.missing = missing
+    rate: float
+    initializer_range: float | None
+    loss: float
+    edge: bool
+    initializer_edge: bool | None = None
 
 
 class Trials:
@@ -142,24 +146,22 @@ class Trials:
     Args:
         study: from ``open_study``.
         evaluate: (learning rate, initialisation or None) -> validation loss, or None where training diverged.
-        shared: others run trials, too: a search that lacks some ends in ``NotYet``, which says what can be done now.
     """
 
-    def __init__(
-        self, study: Any, evaluate: Callable[[float, float | None], float | None], *, shared: bool = False
-    ) -> None:
-        self.study, self.evaluate, self.shared = study, evaluate, shared
+    def __init__(self, study: Any, evaluate: Callable[[float, float | None], float | None]) -> None:
+        self.study, self.evaluate = study, evaluate
+
+    def _known(self) -> dict[Point, float]:
+        """Validation loss of every trial that has ended, infinite where it diverged; of equal ones the first's."""
+        known: dict[Point, float] = {}
+        for row in self._rows():
+            point = (row["learning_rate"], row.get("initializer_range"))
+            known.setdefault(point, math.inf if row["validation_loss"] is None else row["validation_loss"])
+        return known
 
     def known(self, rate: float, initializer_range: float | None = None) -> float | None:
         """Validation loss of a trial that has ended; infinite where it diverged, None where there is none."""
-        import optuna
-
-        wanted = _parameters(rate, initializer_range)
-        done = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
-        for trial in self.study.get_trials(deepcopy=False, states=done):
-            if trial.params == wanted:
-                return trial.value if trial.state == done[0] else math.inf
-        return None
+        return self._known().get((rate, initializer_range))
 
     def loss(self, rate: float, initializer_range: float | None = None) -> float:
         """Validation loss of a trial, which is run if it has not been; infinite where it diverged."""
@@ -169,7 +171,9 @@ class Trials:
         if known is not None:
             return known
         loss = self.evaluate(rate, initializer_range)
-        wanted = _parameters(rate, initializer_range)
+        wanted = {"learning_rate": rate} | (
+            {} if initializer_range is None else {"initializer_range": initializer_range}
+        )
         distribution = optuna.distributions.FloatDistribution(_LOWEST, _HIGHEST, log=True)
         states = optuna.trial.TrialState
         trial = optuna.trial.create_trial(
@@ -181,43 +185,39 @@ class Trials:
         self.study.add_trial(trial)  # at once: none is ever left half-done by a kill
         return math.inf if loss is None else loss
 
-    def losses(self, points: Sequence[Point]) -> list[float]:
-        """The losses at several points, each as ``loss`` has it.
-
-        Raises:
-            NotYet: where trials are ``shared`` and some have not been run.
-        """
-        missing = [(self, point) for point in points if self.shared and self.known(*point) is None]
-        if missing:
-            raise NotYet(missing)
-        return [self.loss(*point) for point in points]
-
-    def by_rate(self, initializer_range: float | None) -> Losses:
-        """``losses`` at learning rates, the initialisation being this one."""
-        return lambda rates: self.losses([(rate, initializer_range) for rate in rates])
+    def advance(self, search: Search[T]) -> tuple[T | None, list[Point]]:
+        """What a search comes to by the trials that have ended, or None and the points that it needs first."""
+        known, losses = self._known(), None
+        try:
+            while True:
+                points = search.send(losses)  # type: ignore[arg-type]  # None starts it
+                missing = [point for point in points if point not in known]
+                if missing:
+                    return None, missing
+                losses = [known[point] for point in points]
+        except StopIteration as ended:
+            return ended.value, []
 
     def rows(self) -> list[dict[str, Any]]:
         """Every trial that has ended, whoever asked for it: its settings, and its loss (None where it diverged)."""
+        return sorted(self._rows(), key=lambda row: (row.get("initializer_range", 0.0), row["learning_rate"]))
+
+    def _rows(self) -> list[dict[str, Any]]:
         import optuna
 
         done = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
-        found = [
+        return [
             dict(trial.params) | {"validation_loss": trial.value if trial.state == done[0] else None}
             for trial in self.study.get_trials(deepcopy=False, states=done)
         ]
-        return sorted(found, key=lambda row: (row.get("initializer_range", 0.0), row["learning_rate"]))
-
-
-def _parameters(rate: float, initializer_range: float | None) -> dict[str, float]:
-    wanted = {"learning_rate": rate, "initializer_range": initializer_range}
-    return {name: value for name, value in wanted.items() if value is not None}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Best:
-    """The best of a grid as it has grown. edge: whether it lies at an end of it."""
+    """The best of a grid as it has grown, and the loss there. edge: whether it lies at an end of the grid."""
 
     value: float
+    loss: float
     grid: tuple[float, ...]
 
     @property
@@ -237,13 +237,14 @@ def _rounded(rate: float) -> float:
     return float(f"{rate:.3g}")
 
 
-def _search(grid: Sequence[float], extensions: int, losses_of: Losses) -> _Best:
+def _at_best(grid: Sequence[float], extensions: int, at: Callable[[float], Point]) -> Search[_Best]:
     """The best value of ``grid``, which grows by one value up to ``extensions`` times while the best is at an end."""
     values = list(grid)
     for extension in range(extensions + 1):
-        losses = dict(zip(values, losses_of(values), strict=True))
-        best = _Best(min(values, key=losses.__getitem__), tuple(values))
-        if not math.isfinite(losses[best.value]) or extension == extensions or not best.edge:
+        losses = dict(zip(values, (yield [at(value) for value in values]), strict=True))
+        value = min(values, key=losses.__getitem__)
+        best = _Best(value, losses[value], tuple(values))
+        if not math.isfinite(best.loss) or extension == extensions or not best.edge:
             break
         if best.value == values[0]:
             values.insert(0, _below(values))
@@ -252,7 +253,7 @@ def _search(grid: Sequence[float], extensions: int, losses_of: Losses) -> _Best:
     return best
 
 
-def _descend(grid: Sequence[float], start: float, moves: int, losses_of: Losses) -> _Best:
+def _descend(grid: Sequence[float], start: float, moves: int, at: Callable[[float], Point]) -> Search[_Best]:
     """From ``start`` to the better neighbour, up to ``moves`` times; beyond its ends the grid goes on as it ends.
 
     Values of the grid that are nearer to a start of its own than a fourth of the grid's step tell nothing and are left
@@ -270,7 +271,7 @@ def _descend(grid: Sequence[float], start: float, moves: int, losses_of: Losses)
         place = values.index(best)
         around = values[place - 1 : place + 2]
         asked = list(dict.fromkeys([best, *around]))
-        losses = dict(zip(asked, losses_of(asked), strict=True))
+        losses = dict(zip(asked, (yield [at(value) for value in asked]), strict=True))
         better = min(asked, key=losses.__getitem__)
         if not math.isfinite(losses[better]) and best > grid[0]:
             best = values[place - 1]
@@ -280,11 +281,11 @@ def _descend(grid: Sequence[float], start: float, moves: int, losses_of: Losses)
         best, moves = better, moves - 1
         if moves < 0:
             break
-    return _Best(best, tuple(around))  # at an end of these where the last move was the last allowed
+    return _Best(best, losses[best], tuple(around))  # at an end of these where the last move was the last allowed
 
 
-def tune(settings: Tune, trials: Trials, initializer_range: float | None = None) -> tuple[float, float | None, Any]:
-    """The best learning rate of the grid and, where that is tuned, the best initialisation.
+def grid_search(settings: Tune, initializer_range: float | None = None) -> Search[Found]:
+    """Find the best learning rate of the grid and, where that is tuned, the best initialisation.
 
     One coordinate after the other: the rate at the written initialisation, the initialisation at that rate, and at the
     best two of these the rate again, downhill from where it was, so that no entry is judged at one start with a rate
@@ -292,58 +293,38 @@ def tune(settings: Tune, trials: Trials, initializer_range: float | None = None)
 
     Args:
         settings: the grids and how often they may grow.
-        trials: what is known, and how to learn more.
         initializer_range: the written initialisation; None leaves it out of the search.
-
-    Returns:
-        The rate, the initialisation (None where it was left out) and what was tried: ``{"trials", "edge"}`` and, where
-        it was tuned, ``initializer_edge``.
-
-    Raises:
-        DivergedError: if training diverged at every rate.
     """
-    rate = _search(settings.learning_rates, settings.extensions, trials.by_rate(initializer_range))
-    if not math.isfinite(trials.loss(rate.value, initializer_range)):
-        # A still lower rate is the only way on; the grid below its lowest is not searched blindly.
-        grid = list(settings.learning_rates)
-        raise DivergedError(f"training diverged at every learning rate of the grid {grid}; lower tune.learning_rates")
-    if initializer_range is None or settings.initializer_range is None:
-        return rate.value, initializer_range, {"trials": trials.rows(), "edge": rate.edge}
+
+    def from_start(value: float | None) -> Callable[[float], Point]:
+        return lambda rate: (rate, value)
+
+    rate = yield from _at_best(settings.learning_rates, settings.extensions, from_start(initializer_range))
+    # where all diverged a still lower rate is the only way on; the grid below its lowest is not searched blindly
+    if initializer_range is None or settings.initializer_range is None or not math.isfinite(rate.loss):
+        return Found(rate.value, initializer_range, rate.loss, rate.edge)
     grid = sorted({*settings.initializer_range, initializer_range})
     first = rate.value
-    spread = _search(grid, settings.extensions, lambda values: trials.losses([(first, value) for value in values]))
+    spread = yield from _at_best(grid, settings.extensions, lambda value: (first, value))
+    losses = dict(zip(spread.grid, (yield [(first, value) for value in spread.grid]), strict=True))
     rates = {initializer_range: rate}
-    for value in sorted(spread.grid, key=lambda value: trials.loss(first, value))[:2]:
-        if value != initializer_range and math.isfinite(trials.loss(first, value)):
-            rates[value] = _descend(settings.learning_rates, first, settings.extensions, trials.by_rate(value))
-    best = min(rates, key=lambda value: trials.loss(rates[value].value, value))
+    for value in sorted(spread.grid, key=losses.__getitem__)[:2]:
+        if value != initializer_range and math.isfinite(losses[value]):
+            rates[value] = yield from _descend(settings.learning_rates, first, settings.extensions, from_start(value))
+    best = min(rates, key=lambda value: rates[value].loss)
     on_edge = best in (spread.grid[0], spread.grid[-1])
-    record = {"trials": trials.rows(), "edge": rates[best].edge, "initializer_edge": on_edge}
-    return rates[best].value, best, record
+    return Found(rates[best].value, best, rates[best].loss, rates[best].edge, on_edge)
 
 
-def tune_learning_rate(
-    settings: Tune, study: Any, evaluate: Callable[[float], float | None]
-) -> tuple[float, dict[str, Any]]:
-    """``tune`` over the learning rate alone: study from ``open_study``, evaluate: learning rate -> loss or None."""
-    rate, _, record = tune(settings, Trials(study, lambda rate, _: evaluate(rate)))
-    return rate, record
-
-
-def check_neighbours(
-    settings: Tune, trials: Trials, rate: float, initializer_range: float | None = None
-) -> tuple[float, dict[str, Any]]:
-    """``rate`` or the better of its neighbours in the grid, and so on up to ``settings.extensions`` times more.
-
-    Returns:
-        The rate, and what was tried: ``{"trials", "from", "moved", "edge"}``.
+def beside(settings: Tune, rate: float, initializer_range: float | None = None) -> Search[Found]:
+    """Find the better of ``rate`` and its neighbours in the grid, and so on up to ``settings.extensions`` times more.
 
     Raises:
         ValueError: if training diverged at all of them.
     """
-    best = _descend(settings.learning_rates, rate, settings.extensions, trials.by_rate(initializer_range))
-    if not math.isfinite(trials.loss(best.value, initializer_range)):
+    best = yield from _descend(settings.learning_rates, rate, settings.extensions, lambda r: (r, initializer_range))
+    if not math.isfinite(best.loss):
         raise ValueError(
             f"training diverged at {rate:g} and at the learning rates beside it; lower tune.learning_rates"
         )
-    return best.value, {"trials": trials.rows(), "from": rate, "moved": best.value != rate, "edge": best.edge}
+    return Found(best.value, initializer_range, best.loss, best.edge)
