@@ -3,6 +3,7 @@
 import copy
 import json
 import weakref
+from importlib import import_module
 
 import pytest
 import torch
@@ -211,7 +212,7 @@ def test_a_plan_that_is_not_carried_out_leaves_a_models_own(tmp_path, monkeypatc
         return compress(tiny(), tokens(), keep=0.5, settings=settings, out_dir=tmp_path, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr("relinear.compress.run._Job._make", killed)
+        patch.setattr(import_module("relinear.compress.run")._Job, "_make", killed)
         with pytest.raises(KeyboardInterrupt):
             again()
     with pytest.raises(ValueError, match=r"the plan \(.*proposed-plan\.json\) would run slower"):

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from importlib import import_module
 
 import pytest
 import torch
@@ -367,7 +368,7 @@ def evaluated(tmp_path, count: int = 1024, **more):
 
 
 def test_the_report_holds_what_was_measured(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("relinear.compress.beside.SPEED_SECONDS", 0.1)
+    monkeypatch.setattr(import_module("relinear.compress.beside"), "SPEED_SECONDS", 0.1)
     original = tiny()
     model, report = evaluated(tmp_path)
     found = json.loads((tmp_path / "report.json").read_text())["evaluation"]
@@ -395,7 +396,7 @@ def test_the_report_holds_what_was_measured(tmp_path, monkeypatch) -> None:
 
 
 def test_narrower_models_are_judged_too(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("relinear.compress.beside.SPEED_SECONDS", 0.1)
+    monkeypatch.setattr(import_module("relinear.compress.beside"), "SPEED_SECONDS", 0.1)
     model, report = evaluated(tmp_path, menu=("neurons",))
     assert model.config.intermediate_size < 64
     assert report.evaluation["nats"] != 0
@@ -403,7 +404,7 @@ def test_narrower_models_are_judged_too(tmp_path, monkeypatch) -> None:
 
 
 def test_a_corpus_without_a_rest_is_judged_on_what_was_seen_and_says_so(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("relinear.compress.beside.SPEED_SECONDS", 0.1)
+    monkeypatch.setattr(import_module("relinear.compress.beside"), "SPEED_SECONDS", 0.1)
     _, report = evaluated(tmp_path, 512)
     assert report.evaluation["unseen"] is False
     assert "tokens of the calibration" in str(report)
@@ -468,7 +469,7 @@ def test_stand_ins_have_the_original_layers_and_share_all_else(kind: str) -> Non
 
 
 def test_speeds_are_those_of_the_batch_asked_for(monkeypatch) -> None:
-    monkeypatch.setattr("relinear.compress.beside.SPEED_SECONDS", 0.1)
+    monkeypatch.setattr(import_module("relinear.compress.beside"), "SPEED_SECONDS", 0.1)
     model = tiny()
     shapes: set[tuple[int, ...]] = set()
     model.register_forward_pre_hook(
@@ -484,7 +485,7 @@ def test_speeds_are_those_of_the_batch_asked_for(monkeypatch) -> None:
 
 
 def test_the_page_shows_the_plan_and_is_safe(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("relinear.compress.beside.SPEED_SECONDS", 0.1)
+    monkeypatch.setattr(import_module("relinear.compress.beside"), "SPEED_SECONDS", 0.1)
     _, report = evaluated(tmp_path, measured_points=2)
     page = without_plotly((tmp_path / "report.html").read_text())
     assert page.count("<rect") == len(report.plan.layers)

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from relinear.compress.allocate import Candidate
 from relinear.compress.calibrate import Calibration
+from relinear.compress.in_order import fit_operator
 from relinear.compress.layerwise import LayerByLayer
 from relinear.core.anatomy import layer_finder
-from relinear.core.operator import OperatorConfig, dense_bias, dense_weight, linear_of
+from relinear.core.operator import OperatorConfig, dense_weight
 from relinear.surgery.swap import swap_module
 
 __all__ = [
@@ -134,8 +135,8 @@ class _swapped:
         self.model, self.name = model, name
         self.source = model.get_submodule(name)
         assert candidate.config is not None
-        linear = linear_of(dense_weight(self.source).detach(), dense_bias(self.source))
-        self.operator = candidate.config.convert(self.source).from_moments(linear, calibration.moments(name))
+        weight, moments = dense_weight(self.source).detach(), calibration.moments(name)
+        self.operator = fit_operator(candidate.config, self.source, weight, moments)
 
     def __enter__(self) -> None:
         swap_module(self.model, (self.name,), self.source, self.operator)

@@ -31,7 +31,7 @@ from relinear.surgery.plan import Replacement
 from relinear.surgery.states import flat_states, load_states_, place_
 from relinear.system.files import atomic_path
 
-__all__ = ["fit_in_order", "fit_without_order"]
+__all__ = ["fit_in_order", "fit_operator", "fit_without_order"]
 
 #: pull of the original weight on the corrected one, as a share of the inputs' mean square
 ANCHOR_RIDGE = 1e-2
@@ -43,8 +43,8 @@ class _Reached(Exception):
     """Ends a pass once every module of interest has been seen."""
 
 
-def _fitted(config: OperatorConfig, source: nn.Module, weight: Tensor, moments: Moments) -> Operator:
-    """The operator that replaces ``source``, fitted to ``weight`` and the source's bias."""
+def fit_operator(config: OperatorConfig, source: nn.Module, weight: Tensor, moments: Moments) -> Operator:
+    """Make the operator that replaces ``source``, fitted to ``weight`` and the source's bias."""
     operator = config.convert(source)
     return operator.from_moments(linear_of(weight, dense_bias(source)), moments)
 
@@ -59,7 +59,8 @@ def fit_without_order(
     for done, replacement in enumerate(replacements, start=1):
         source = replacement.target.module
         weight = dense_weight(source).detach().double()
-        fitted[replacement.name] = _fitted(replacement.config, source, weight, calibration.moments(replacement.name))
+        moments = calibration.moments(replacement.name)
+        fitted[replacement.name] = fit_operator(replacement.config, source, weight, moments)
         on_layer("fit", done, len(replacements))
     return fitted
 
@@ -139,7 +140,7 @@ def _fit_group(model, layers, index, original, group, planned, calibration, want
         if seen is not None:
             weight, moments = _corrected(weight, *seen), Moments(seen[0], moments.outputs)
         if name in planned:
-            operator = _fitted(planned[name].config, source, weight, moments)
+            operator = fit_operator(planned[name].config, source, weight, moments)
             place_(model, [planned[name]], flat_states({name: operator}))
         elif seen is not None:
             _give_weight_(source, weight)

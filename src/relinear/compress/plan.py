@@ -17,7 +17,7 @@ from relinear.surgery.summary import module_parameters
 from relinear.system.files import write_json
 from relinear.system.text import cut
 
-__all__ = ["CompressPlan", "LayerPlan", "layer_candidates", "make_plan"]
+__all__ = ["CompressPlan", "LayerPlan", "check_fittable", "layer_candidates", "make_plan"]
 
 FORMAT = 1
 
@@ -158,12 +158,17 @@ def _check_linear(operators: Mapping[str, OperatorConfig], modules: Mapping[str,
         if key in seen:
             continue
         seen.add(key)
-        if operator.conditioned:
-            raise ValueError(f"{path}: {name}: {operator} reads a context, which a plain layer does not have")
-        try:
-            operator.build(*linear_features(modules[name]), bias=False).to_dense()
-        except NotLinearError as error:
-            raise ValueError(f"{path}: {name}: {error}; only operators with a dense matrix can be fitted") from error
+        check_fittable(operator, modules[name], f"{path}: {name}")
+
+
+def check_fittable(operator: OperatorConfig, module: Any, where: str) -> None:
+    """Raise ValueError, which names ``where``, if an operator for the linear layer ``module`` has no dense matrix."""
+    if operator.conditioned:
+        raise ValueError(f"{where}: {operator} reads a context, which a plain layer does not have")
+    try:
+        operator.build(*linear_features(module), bias=False).to_dense()
+    except NotLinearError as error:
+        raise ValueError(f"{where}: {error}; only operators with a dense matrix can be fitted") from error
 
 
 def _size(operator: OperatorConfig | None, module: Any, where: str) -> int:

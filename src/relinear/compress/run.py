@@ -28,7 +28,7 @@ from relinear.compress.export_gguf import check_gguf, check_gguf_operators, expo
 from relinear.compress.heal import HealReport, check_heal, check_healable, heal, original_copy
 from relinear.compress.in_order import fit_in_order, fit_without_order
 from relinear.compress.neurons import NEURONS, Neurons
-from relinear.compress.plan import CompressPlan, layer_candidates, make_plan
+from relinear.compress.plan import CompressPlan, check_fittable, layer_candidates, make_plan
 from relinear.compress.report import CompressReport
 from relinear.compress.report_page import write_page
 from relinear.compress.settings import CompressSettings
@@ -36,7 +36,7 @@ from relinear.compress.speed import PlannedSpeed, Shape, SpeedConditions, SpeedT
 from relinear.core.anatomy import layer_index
 from relinear.core.config import check_choice, check_type
 from relinear.core.modes import evaluating
-from relinear.core.operator import NotLinearError, Operator, OperatorConfig, linear_features
+from relinear.core.operator import Operator, OperatorConfig, linear_features
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.coverage import coverage, out_of_reach
 from relinear.surgery.patterns import ALL_LINEAR
@@ -190,13 +190,7 @@ def _check_menu(menu: tuple[OperatorConfig, ...], modules: Mapping[str, nn.Modul
             shapes = ", ".join(str(s) for s in sorted({linear_features(m) for m in modules.values()})[:5])
             raise ValueError(f"menu: {entry} fits none of the layers; their (in, out) sizes are {shapes}")
         smallest = min(fitting, key=lambda module: module.weight.numel())
-        config = entry.sizes(*linear_features(smallest))[0]
-        if config.conditioned:
-            raise ValueError(f"menu: {entry} reads a context, which a plain layer does not have")
-        try:
-            config.build(*linear_features(smallest), bias=False).to_dense()
-        except NotLinearError as error:
-            raise ValueError(f"menu: {error}; only operators with a dense matrix can be fitted") from error
+        check_fittable(entry.sizes(*linear_features(smallest))[0], smallest, "menu")
 
 
 def _targets(model: Any, targets: str | Iterable[str], exclude: Any) -> dict[str, nn.Module]:
