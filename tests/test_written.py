@@ -210,3 +210,15 @@ def test_modes_and_mount_points(tmp_path, monkeypatch):
     assert mount.stat().st_ino == number, "what is mounted cannot be renamed"
     assert "config.json" in json.dumps(sorted(os.listdir(mount)))
     relinear.from_pretrained(mount)
+
+
+def test_a_run_of_another_program_is_not_ours(tmp_path, capsys, monkeypatch):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"theirs")
+    (tmp_path / "run.json").write_text(json.dumps({"settings": {"epochs": 3}}))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "accuracy": 0.5}))
+    before = snapshot(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--out", ".", "--start-over"]) == 2
+    assert "run.json would be replaced, and no train of relinear wrote it" in capsys.readouterr().err
+    assert snapshot(tmp_path) == before

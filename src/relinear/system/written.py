@@ -18,7 +18,7 @@ _PAGE = "report.html"
 
 
 class _Work(NamedTuple):
-    """records: files that tell a folder of this work, with what stands in them. names: patterns of what it writes."""
+    """records: files that tell a folder of this work, with words in them. names: patterns of what it writes."""
 
     records: dict[str, str]
     names: tuple[str, ...]
@@ -34,14 +34,19 @@ _FIT = ("metrics.jsonl", "block_losses.npy", "latent_moments.json", "checkpoints
 _RUNS = ("run.json", "results.json", "scale.json", "speed.json", "ngram*", "tuning", "runs", "budgets", "sizes")
 _LOOKS = ("effective_rank", "gates", "top_tokens", "fingerprints", "modulators", "latents", "planes")
 _STATE = ("calibration", "plan.json", "speed.json", "points.json", "fit-*", "heal-*", "proposed-*", "plain")
+#: between words of a record that all have to be there
+_AND = " & "
+_RUN = '"settings" & "accumulation" & "learning_rate" & "optimizer"'
 _WORKS = {
     "saved": _Work({MARK: "", "config.json": '"relinear', "README.md": _CARD}, _CHECKPOINT),
     "index": _Work({MARK: "", "index.json": '"made_from"'}, ("index.json", "units.safetensors")),
-    "fit": _Work({"metrics.jsonl": '"step"', "run.json": '"settings"'}, _FIT),
-    "train": _Work({"run.json": '"settings"'}, ("run.json", "model", *_FIT)),
-    "compare": _Work({"run.json": '"recipe"'}, (*_RUNS, "plots", _PAGE)),
+    "fit": _Work({"metrics.jsonl": '"step" & "tokens"', "run.json": _RUN}, _FIT),
+    "train": _Work({"run.json": _RUN}, ("run.json", "model", *_FIT)),
+    "compare": _Work({"run.json": '"recipe" & "entries" & "machine"'}, (*_RUNS, "plots", _PAGE)),
     "sweep": _Work({"sweep.json": '"parameters"'}, ("sweep.json", "trials", "optuna.db", "optuna.journal")),
-    "distill": _Work({"distill.json": '"settings"'}, ("distill.json", "layers", "model", "report.json", _PAGE)),
+    "distill": _Work(
+        {"distill.json": '"settings" & "fingerprint"'}, ("distill.json", "layers", "model", "report.json", _PAGE)
+    ),
     "compress": _Work(
         {
             "calibration/fingerprint.json": '"fingerprint"',
@@ -52,8 +57,8 @@ _WORKS = {
         (*_STATE, "model", "model.gguf", "report.json", _PAGE, "run.json", "config.json"),
     ),
     "analyze": _Work({"analyze.json": '"model"'}, ("analyze.json", *(f"{name}*" for name in _LOOKS), _PAGE)),
-    "bench": _Work({"bench.json": '"settings"'}, ("bench.json", "bench.png", "bench.svg", _PAGE)),
-    "models": _Work({"models.json": '"settings"'}, ("models.json", _PAGE)),
+    "bench": _Work({"bench.json": '"settings" & "rows"'}, ("bench.json", "bench.png", "bench.svg", _PAGE)),
+    "models": _Work({"models.json": '"settings" & "rows"'}, ("models.json", _PAGE)),
     "coordinates": _Work({"coordinates.json": '"base_width"'}, ("coordinates.*", _PAGE)),
 }
 
@@ -68,7 +73,7 @@ def parts_of(folder: Path, work: str) -> Iterator[Path]:
 
 def is_ours(folder: Path, work: str) -> bool:
     """Whether ``folder`` carries a record of such a work, of this version or an earlier one."""
-    return any(_says(folder / name, words) for name, words in _WORKS[work].records.items())
+    return any(_says(folder / name, *words.split(_AND)) for name, words in _WORKS[work].records.items())
 
 
 def check_ours(folder: str | Path, work: str) -> None:
@@ -107,9 +112,10 @@ def not_ours(path: Path, work: str = "command") -> ValueError:
     )
 
 
-def _says(path: Path, words: str) -> bool:
-    """Whether it is a file that holds these words near its start, as records do."""
+def _says(path: Path, *words: str) -> bool:
+    """Whether it is a file that holds each of these words near its start, as records do."""
     try:
-        return path.is_file() and (not words or words in path.open("rb").read(1 << 20).decode("utf-8", "replace"))
+        text = path.open("rb").read(1 << 20).decode("utf-8", "replace") if path.is_file() else None
     except OSError:
         return False
+    return text is not None and all(word in text for word in words)

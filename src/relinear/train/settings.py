@@ -69,7 +69,7 @@ class FitSettings(Settings):
         keep_checkpoint: keep the last checkpoint, with the optimiser's state, once the run has ended.
     """
 
-    steps: PositiveInt = 1000
+    steps: int = Field(default=1000, gt=0, le=10**12)
     batch_size: PositiveInt = 16
     accumulation: PositiveInt = 1
     optimizer: Literal["adamw", "adam"] = "adamw"
