@@ -46,14 +46,14 @@ def resumable(how: str) -> Iterator[None]:
 
 
 def is_user_error(error: BaseException) -> bool:
-    """Whether ``error`` is something that the user can mend: settings, files, data, numbers, a missing extra."""
+    """Return whether ``error`` is something that the user can mend: settings, files, data, numbers, a missing extra."""
     if isinstance(error, ValueError | OSError | FloatingPointError | ImportError):
         return True
     return any((c.__module__.partition(".")[0], c.__name__) in _FOREIGN for c in type(error).__mro__)
 
 
 def one_message(error: BaseException) -> str:
-    """What to tell the user about ``error``, in so many characters as a terminal shows at once."""
+    """Return what to tell the user about ``error``, in so many characters as a terminal shows at once."""
     text = _message(error)
     if len(text) <= _LONGEST:  # so that a mistyped option is told in a moment
         return text

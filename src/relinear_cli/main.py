@@ -152,7 +152,7 @@ def _root(
 
 
 def command_of(name: str) -> Callable:
-    """The function of a command, by its name."""
+    """Return the function of a command, by its name."""
     return import_module(f"relinear_cli.{name.replace('-', '_')}").command
 
 

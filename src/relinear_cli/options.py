@@ -107,7 +107,7 @@ def parse_operators(texts: list[str]) -> dict[str, dict[str, Any] | None]:
 
 
 def operator_mapping(texts: list[str]) -> dict[str, Any]:
-    """The same texts as the mapping that ``replace_`` takes. Raises ValueError for unknown operators too."""
+    """Return the same texts as the mapping that ``replace_`` takes. Raises ValueError for unknown operators too."""
     from relinear.core.operator import OperatorConfig
 
     return {p: None if s is None else OperatorConfig.from_dict(s) for p, s in parse_operators(texts).items()}
@@ -140,7 +140,7 @@ def parse_layers(text: str | None) -> list[int] | None:
 
 
 def load_model(name: str, overrides: dict[str, Any] | None = None, *, meta: bool = False, presets: bool = True) -> Any:
-    """A preset or a saved model, in eval mode.
+    """Return a preset or a saved model, in eval mode.
 
     Args:
         name: preset, directory or Hub name.
@@ -201,7 +201,7 @@ def find_model(name: str, *, presets: bool = True) -> str:
 
 
 def set_if_given(values: dict[str, Any]) -> dict[str, Any]:
-    """The options that the user gave: those that are not None."""
+    """Return the options that the user gave: those that are not None."""
     return {key: value for key, value in values.items() if value is not None}
 
 
@@ -218,7 +218,7 @@ def parse_integers(option: str, text: str | None) -> list[int] | None:
 
 
 def named_entries(settings: list[str]) -> dict[str, str]:
-    """Entries named by the kind of their operator; by the whole setting where a kind comes several times.
+    """Return entries named by the kind of their operator; by the whole setting where a kind comes several times.
 
     Raises:
         ValueError: if the same setting is given twice.

@@ -60,7 +60,7 @@ def command(
 
 
 def trained_in(run: Path) -> list[Path]:
-    """The directories in ``run`` that hold a trained model: its own, or of a comparison those of every entry.
+    """Return the directories in ``run`` that hold a trained model: its own, or of a comparison those of every entry.
 
     Of an entry it is the first seed, trained for the largest budget. Raises ValueError where no model is saved.
     """
@@ -133,7 +133,7 @@ def write_report_of(runs: list[Path], out: Path | None = None) -> Path:
 
 
 def page_of(runs: list[Path], out: Path | None) -> Path:
-    """Where the page on ``runs`` is written: ``out``, or report.html in the run, or here for several."""
+    """Return where the page on ``runs`` is written: ``out``, or report.html in the run, or here for several."""
     return out or (runs[0] if len(runs) == 1 else Path()) / "report.html"
 
 

@@ -52,7 +52,7 @@ class Subject:
     control_name: str = "control"
 
     def token_text(self, token: int) -> str:
-        """A token as a reader sees it: spaces and line ends made visible."""
+        """Return a token as a reader sees it: spaces and line ends made visible."""
         if self.tokenizer is None:
             return str(token)
         text = self.tokenizer.decode([token])
@@ -81,7 +81,7 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def applying(model: Any) -> list[str]:
-    """Names of the analyses that apply to ``model``."""
+    """Return the names of the analyses that apply to ``model``."""
     return [name for name in known_analyses() if analysis(name).applies(model)]
 
 

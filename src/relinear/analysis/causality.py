@@ -42,7 +42,7 @@ class CausalityReport:
         return self.module is None
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON values."""
+        """Return the report as JSON values."""
         return {"causal": self.causal} | dataclasses.asdict(self)
 
     def __str__(self) -> str:

@@ -125,7 +125,7 @@ def realised_spectra(
 
 @torch.no_grad()
 def is_ranked(operator: Any) -> bool:
-    """Whether an operator's matrices can be had: from its factors, or as one matrix for all tokens."""
+    """Return whether an operator's matrices can be had: from its factors, or as one matrix for all tokens."""
     if callable(getattr(operator, "factors", None)):
         return True
     try:
@@ -136,7 +136,7 @@ def is_ranked(operator: Any) -> bool:
 
 @torch.no_grad()
 def effective_ranks(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]]:
-    """Spectra and effective ranks of every operator of ``model`` along one sequence.
+    """Return the spectra and effective ranks of every operator of ``model`` along one sequence.
 
     Operators without gates (static low-rank layers, the control) realise the same matrix at every token; operators that
     are not linear are left out.
@@ -175,12 +175,12 @@ def effective_ranks(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]]:
 
 
 def applies(model: nn.Module) -> bool:
-    """Whether the model has operators that can be ranked."""
+    """Return whether the model has operators that can be ranked."""
     return any(is_ranked(operator) for _, operator in named_operators(model))
 
 
 def run(subject: Subject) -> Result:
-    """Ranks of the model along its first sequence, and of the control along the same one."""
+    """Return the ranks of the model along its first sequence, and of the control along the same one."""
     sequence = subject.ids[:1]
     ranks = {subject.name: effective_ranks(subject.model, sequence)}
     if subject.control is not None:
@@ -198,7 +198,7 @@ def run(subject: Subject) -> Result:
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
-    """What a page shows of ``numbers``: every layer's singular values in the three spaces, and a row a layer."""
+    """Return what a page shows of ``numbers``: every layer's singular values in the three spaces, and a row a layer."""
     palette = dict(zip(numbers, (PALETTE[0], REFERENCE, *PALETTE[1:])))
     rows = [
         Row(

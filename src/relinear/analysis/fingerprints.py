@@ -29,7 +29,7 @@ INPUTS, TOKENS = 3, 32
 
 
 def context_fingerprints(model: nn.Module, ids: Tensor) -> dict[str, Any]:
-    """The context of every token of several inputs, and how alike the inputs' contexts are.
+    """Return the context of every token of several inputs, and how alike the inputs' contexts are.
 
     Args:
         model: a model with a context manager.
@@ -55,7 +55,7 @@ def context_fingerprints(model: nn.Module, ids: Tensor) -> dict[str, Any]:
 
 
 def applies(model: nn.Module) -> bool:
-    """Whether the model has a context manager."""
+    """Return whether the model has a context manager."""
     return context_owner(model) is not None
 
 
@@ -71,7 +71,7 @@ def run(subject: Subject) -> Result:
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
-    """What a page shows of ``numbers``: how alike the inputs are, and the context of each as a map."""
+    """Return what a page shows of ``numbers``: how alike the inputs are, and the context of each as a map."""
     similarity = numbers["similarity"]
     names = [f"input {index + 1}" for index in range(len(similarity))]
     rows = [Row([name, *(Cell(f"{v:.2f}", v) for v in row)]) for name, row in zip(names, similarity, strict=True)]

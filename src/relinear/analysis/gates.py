@@ -76,12 +76,12 @@ def _add(sums: dict[str, Any], gates: Tensor) -> None:
 
 
 def applies(model: nn.Module) -> bool:
-    """Whether the model has gates that read a context."""
+    """Return whether the model has gates that read a context."""
     return bool(gated_operators(model))
 
 
 def run(subject: Subject) -> Result:
-    """Statistics over all tokens of the subject."""
+    """Return the statistics over all tokens of the subject."""
     statistics = gate_statistics(subject.model, subject.ids)
     lines = []
     for part in ("basis", "output"):
@@ -109,7 +109,7 @@ _COLUMNS = {
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
-    """What a page shows of ``numbers``: histograms of all gates as maps, and a row a layer and kind of gate."""
+    """Return what a page shows of ``numbers``: histograms of all gates as maps, and a row a layer and kind of gate."""
     rows = [
         Row([Cell(short_name(name), title=name), part, *(Cell(f"{values[key]:.3f}", values[key]) for key in _COLUMNS)])
         for name, parts in numbers.items()

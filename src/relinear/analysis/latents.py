@@ -33,7 +33,7 @@ ACTIVE = 0.01
 
 @torch.no_grad()
 def latent_statistics(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]]:
-    """Every operator's latent over the tokens ``ids`` (N, tokens in each), in eval mode.
+    """Return every operator's latent over the tokens ``ids`` (N, tokens in each), in eval mode.
 
     Returns:
         {layer: {"deviation": standard deviation of every dimension's mean over tokens, largest first, (R,); "sigma":
@@ -73,12 +73,12 @@ def latent_statistics(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]
 
 
 def applies(model: nn.Module) -> bool:
-    """Whether the model has operators with a latent."""
+    """Return whether the model has operators with a latent."""
     return any(isinstance(module, LatentOperator) for module in model.modules())
 
 
 def run(subject: Subject) -> Result:
-    """Statistics over all tokens of the subject."""
+    """Return the statistics over all tokens of the subject."""
     statistics = latent_statistics(subject.model, subject.ids)
     active, size = (sum(row[key] for row in statistics.values()) for key in ("active", "size"))
     text = f"{len(statistics)} latents: {active} of {size} dimensions are active"
@@ -89,7 +89,7 @@ def run(subject: Subject) -> Result:
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
-    """What a page shows of ``numbers``: a row a layer, and how its dimensions share the work."""
+    """Return what a page shows of ``numbers``: a row a layer, and how its dimensions share the work."""
     rows, shown = [], []
     for number, (name, row) in enumerate(numbers.items()):
         nats = Cell("–" if row["nats"] is None else f"{row['nats']:.3f}", row["nats"])

@@ -42,7 +42,7 @@ HOW_TO_READ = (
 
 
 def modulators(model: nn.Module) -> dict[str, nn.Module]:
-    """Every modulator of ``model`` by the name of the layer or sub-block that it modulates."""
+    """Return every modulator of ``model`` by the name of the layer or sub-block that it modulates."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if getattr(module, "is_modulator", False):
@@ -53,7 +53,7 @@ def modulators(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def variance_split(gate: Tensor) -> dict[str, float]:
-    """How a gate's variance over tokens and channels divides (two-way analysis of variance; the parts add up).
+    """Return how a gate's variance over tokens and channels divides (two-way analysis of variance; the parts add up).
 
     Args:
         gate: (T, O), or (T, 1) for a scalar gate.
@@ -88,7 +88,7 @@ class GateRecord:
     channel: dict[str, Tensor]
 
     def modules(self) -> list[str]:
-        """Names of the modulated modules within a layer ("q_proj", ...), in the model's order."""
+        """Return the names of the modulated modules within a layer ("q_proj", ...), in the model's order."""
         return list(dict.fromkeys(row["module"] for row in self.statistics.values()))
 
     def table(self, gate: str, value: str) -> Tensor:
@@ -168,12 +168,12 @@ def _gate_names(module: Any) -> set[str]:
 
 
 def applies(model: nn.Module) -> bool:
-    """Whether the model has modulators."""
+    """Return whether the model has modulators."""
     return bool(modulators(model))
 
 
 def run(subject: Subject) -> Result:
-    """Statistics over all tokens of the subject; figures of the first tokens of its first sequence."""
+    """Return the statistics over all tokens of the subject; figures of the first tokens of its first sequence."""
     record = record_modulators(subject.model, subject.ids, tokens=TOKENS)
     labels = [subject.token_text(int(token)) for token in subject.ids[0, :TOKENS]]
     lines = []

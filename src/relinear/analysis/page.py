@@ -20,7 +20,7 @@ _LARGEST_LISTING = 20_000
 
 
 def analyses_blocks(directory: Path) -> list[Block]:
-    """The analyses in ``directory`` and beside the runs in it; none where there are none.
+    """Return the analyses in ``directory`` and beside the runs in it; none where there are none.
 
     Raises:
         ValueError: for a file that holds no JSON object.
@@ -36,7 +36,7 @@ def analyses_blocks(directory: Path) -> list[Block]:
 
 
 def analyses_section(directory: Path) -> Section:
-    """What a page says of a directory of analyses alone. Raises as ``analyses_blocks``."""
+    """Return what a page says of a directory of analyses alone. Raises as ``analyses_blocks``."""
     blocks, model = analyses_blocks(directory), directory.resolve().name
     if (directory / RECORD).is_file():
         record = read_values(directory / RECORD)

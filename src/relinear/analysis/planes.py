@@ -30,7 +30,7 @@ SIDES = ("left", "right")
 
 @torch.no_grad()
 def plane_angles(beta: Tensor) -> Tensor:
-    """The angles in degrees (..., n // 2), largest first, by which exp(beta) turns vectors, beta (..., P).
+    """Return the angles in degrees (..., n // 2), largest first, by which exp(beta) turns vectors, beta (..., P).
 
     The invariant planes are those of the antisymmetric matrix of beta; its singular values come in pairs, and a vector
     in a plane of value b is turned by 2 b.
@@ -40,7 +40,7 @@ def plane_angles(beta: Tensor) -> Tensor:
 
 
 def planes(model: nn.Module) -> dict[str, dict[str, list[list[float]]]]:
-    """Angles of every rotor of ``model``.
+    """Return the angles of every rotor of ``model``.
 
     Returns:
         {name of the rotors: {"left" | "right": for every term and pair of windows its angles, largest first}}.
@@ -59,12 +59,12 @@ def _with_rotors(model: nn.Module) -> dict[str, Any]:
 
 
 def applies(model: nn.Module) -> bool:
-    """Whether the model has rotors."""
+    """Return whether the model has rotors."""
     return bool(_with_rotors(model))
 
 
 def run(subject: Subject) -> Result:
-    """Angles of the model's rotors; its text is not read."""
+    """Return the angles of the model's rotors; its text is not read."""
     found = planes(subject.model)
     if not found:
         raise ValueError("no layer of this model has rotors; this analysis is for relinear.Rotor")
@@ -78,7 +78,7 @@ def run(subject: Subject) -> Result:
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
-    """What a page shows of ``numbers``: a row a module and side, and every angle."""
+    """Return what a page shows of ``numbers``: a row a module and side, and every angle."""
     rows, shown = [], []
     for name, sides in numbers.items():
         for side, rotors in sides.items():

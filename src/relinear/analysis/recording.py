@@ -18,7 +18,7 @@ __all__ = ["gated_operators", "record_contexts", "record_gates"]
 
 
 def gated_operators(model: nn.Module) -> dict[str, Any]:
-    """Operators of ``model`` that have gates which read the context, by name."""
+    """Return operators of ``model`` that have gates which read the context, by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -62,7 +62,7 @@ def record_gates(model: nn.Module, ids: Tensor) -> Iterator[dict[str, dict[str, 
 
 @torch.no_grad()
 def record_contexts(model: nn.Module, ids: Tensor) -> Tensor:
-    """The context vectors (N, T, C) of token ids (N, T).
+    """Return the context vectors (N, T, C) of token ids (N, T).
 
     Raises:
         ValueError: if the model has no context manager.

@@ -37,7 +37,7 @@ def top_tokens(
     min_occurrences: int = 3,
     top_share: float = 0.01,
 ) -> dict[str, list[dict[str, Any]]]:
-    """The tokens that open every gate most, with how much of the gate they account for.
+    """Return the tokens that open every gate most, with how much of the gate they account for.
 
     Args:
         model: a model with gated operators.
@@ -92,7 +92,7 @@ def top_tokens(
 
 
 def applies(model: nn.Module) -> bool:
-    """Whether the model has basis gates that read a context."""
+    """Return whether the model has basis gates that read a context."""
     return any(op.config.basis_gate for op in gated_operators(model).values() if hasattr(op.config, "basis_gate"))
 
 

@@ -14,13 +14,13 @@ __all__ = ["key_of", "of_runs", "read_record", "slower", "spread_of"]
 
 
 def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a row of ``bench.json`` is about: the contender and the case."""
+    """Return what a row of ``bench.json`` is about: the contender and the case."""
     names = ("contender", "in_features", "out_features", "tokens", "dtype", "mode")
     return (*(row[name] for name in names), phase_of(row))
 
 
 def of_runs(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One row a contender and case from the rows of several runs of the same benchmark.
+    """Return one row a contender and case from the rows of several runs of the same benchmark.
 
     That of the run with the median ratio, with ``ratio_minimum`` and ``ratio_maximum`` over the runs beside ``ratio``.
     """
@@ -43,7 +43,7 @@ def spread_of(row: Mapping[str, Any]) -> tuple[float, float, float]:
 
 
 def read_record(path: str | Path) -> dict[str, Any]:
-    """A recorded benchmark: ``bench.json``, or the directory that holds it.
+    """Return a recorded benchmark: ``bench.json``, or the directory that holds it.
 
     Raises:
         ValueError: there is none, or it holds no repeated runs, so that nothing is known of its noise.
@@ -62,7 +62,7 @@ def read_record(path: str | Path) -> dict[str, Any]:
 
 
 def slower(recorded: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for every contender and case of both whose fastest run is slower than the slowest recorded one.
+    """Return a line for every contender and case of both whose fastest run is slower than the slowest recorded one.
 
     One that was timed in the record and is not any more, as its output is off, has a line too.
     """

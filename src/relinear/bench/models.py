@@ -51,7 +51,7 @@ class ModelMeasurement:
     speedup_high: float
 
     def to_dict(self) -> dict[str, Any]:
-        """The measurement as JSON values."""
+        """Return the measurement as JSON values."""
         return dataclasses.asdict(self)
 
 

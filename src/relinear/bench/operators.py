@@ -69,14 +69,14 @@ class Measurement:
     error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The measurement as flat JSON values."""
+        """Return the measurement as flat JSON values."""
         flat = dataclasses.asdict(self)
         case, timing = flat.pop("case"), flat.pop("timing") or {}
         return case | {"dtype": str(self.case.dtype).removeprefix("torch.")} | timing | flat
 
 
 def phase_of(row: Mapping[str, Any]) -> str:
-    """The phase of a written row; versions before called it ``passed``."""
+    """Return the phase of a written row; versions before called it ``passed``."""
     return row["phase"] if "phase" in row else row["passed"]
 
 
@@ -88,7 +88,7 @@ def cases(
     passes: Iterable[str] = PASSES,
     for_inference: bool = True,
 ) -> list[Case]:
-    """Every combination, as cases."""
+    """Return every combination, as cases."""
     return [
         Case(i, o, n, dtype, mode, phase, for_inference and phase == "forward")
         for (i, o), dtype, mode, phase, n in itertools.product(shapes, dtypes, modes, passes, tokens)

@@ -15,7 +15,7 @@ __all__ = ["draw_layers", "layers_section", "models_section"]
 
 
 def layers_section(values: Mapping[str, Any], image: str | None = None) -> Section:
-    """What a page says of bench.json; ``image`` is its plot, a data URI."""
+    """Return what a page says of bench.json; ``image`` is its plot, a data URI."""
     rows = [row for row in values["rows"] if row["contender"] != DENSE]
     names = list(dict.fromkeys(row["contender"] for row in rows))
     palette = colours([{"name": name} for name in names])
@@ -96,7 +96,7 @@ def draw_layers(rows: Sequence[Mapping[str, Any]], stem: str | Path) -> None:
 
 
 def models_section(values: Mapping[str, Any]) -> Section:
-    """What a page says of models.json."""
+    """Return what a page says of models.json."""
     names = list(dict.fromkeys(row["variant"] for row in values["rows"]))
     palette = colours([{"name": name, "dense": name == DENSE} for name in names])
     head = ["variant", "dtype", "mode", "pass", "batch", "parameters", "tokens / s", "speed / dense", "quartiles"]

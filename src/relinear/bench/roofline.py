@@ -24,7 +24,7 @@ class Roofline:
     copy: float
 
     def floor_seconds(self, flops: float, bytes_moved: float) -> float:
-        """The least time for this many FLOPs and bytes: whichever of the two takes longer."""
+        """Return the least time for this many FLOPs and bytes: whichever of the two takes longer."""
         return max(flops / self.gemm, bytes_moved / self.copy)
 
 

@@ -71,7 +71,7 @@ class BenchSettings(Settings):
     threads: int | None = Field(default=None, ge=1)
 
     def parsed_shapes(self) -> list[tuple[int, int]]:
-        """The shapes as pairs. Raises ValueError if one has not the form."""
+        """Return the shapes as pairs. Raises ValueError if one has not the form."""
         pairs = []
         for shape in self.shapes:
             parts = shape.replace("->", "x").split("x")
@@ -81,7 +81,7 @@ class BenchSettings(Settings):
         return pairs
 
     def parsed_operators(self) -> list[tuple[str, OperatorConfig]]:
-        """The operators as (name, config). Raises ValueError for what is unknown."""
+        """Return the operators as (name, config). Raises ValueError for what is unknown."""
         return [(text, OperatorConfig.from_dict(parse_setting(text))) for text in self.operators]
 
     def check(self) -> None:
@@ -174,7 +174,7 @@ def run_bench(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """The ratios as a table: a row a contender, shape, dtype and mode; a column a pass and number of tokens."""
+    """Return the ratios as a table: a row a contender, shape, dtype and mode; a column a pass and number of tokens."""
     columns = sorted({(phase_of(row), row["tokens"]) for row in rows})
     lines: dict[tuple[Any, ...], dict[tuple[str, int], str]] = {}
     for row in rows:

@@ -29,7 +29,7 @@ def _pairs(n: int) -> np.ndarray:
 
 
 def bivector_to_matrix(beta: Tensor) -> Tensor:
-    """The antisymmetric matrix (..., n, n) with K_ij = beta_ij for i < j, of a bivector (..., P)."""
+    """Return the antisymmetric matrix (..., n, n) with K_ij = beta_ij for i < j, of a bivector (..., P)."""
     n = bivector_dimension(beta)
     rows, columns = device_table(_pairs, n, beta)
     upper = beta.new_zeros(*beta.shape[:-1], n * n).index_copy(-1, rows * n + columns, beta).unflatten(-1, (n, n))
@@ -37,7 +37,7 @@ def bivector_to_matrix(beta: Tensor) -> Tensor:
 
 
 def bivector_from_matrix(matrix: Tensor) -> Tensor:
-    """The bivector (..., P) of the antisymmetric part of a matrix (..., n, n)."""
+    """Return the bivector (..., P) of the antisymmetric part of a matrix (..., n, n)."""
     rows, columns = device_table(_pairs, matrix.shape[-1], matrix)
     antisymmetric = (matrix - matrix.mT) / 2
     return antisymmetric[..., rows, columns]
@@ -78,7 +78,7 @@ def _times_vectors(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def divided_bivector(rotor: Tensor, x: Tensor) -> Tensor:
-    """The bivector part (..., P) of r~ x for even r and x (..., V).
+    """Return the bivector part (..., P) of r~ x for even r and x (..., V).
 
     It is <x, r e_i e_j> = <x e_j, r e_i>, so that no product of multivectors is needed.
     """

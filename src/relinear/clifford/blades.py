@@ -74,19 +74,19 @@ def bivector_dimension(beta: Tensor) -> int:
 
 
 def bivector_slice(n: int) -> slice:
-    """Where the bivector coordinates lie among the 2^n."""
+    """Return where the bivector coordinates lie among the 2^n."""
     return slice(1 + n, 1 + n + n * (n - 1) // 2)
 
 
 def embed_bivector(beta: Tensor) -> Tensor:
-    """The bivector (..., P) as a multivector (..., V)."""
+    """Return the bivector (..., P) as a multivector (..., V)."""
     n = bivector_dimension(beta)
     where = bivector_slice(n)
     return torch.nn.functional.pad(beta, (where.start, 2**n - where.stop))
 
 
 def take_bivector(x: Tensor) -> Tensor:
-    """The grade-2 part (..., P) of a multivector (..., V)."""
+    """Return the grade-2 part (..., P) of a multivector (..., V)."""
     return x[..., bivector_slice(multivector_dimension(x))]
 
 
@@ -104,7 +104,7 @@ def take_last(x: Tensor, index: Tensor) -> Tensor:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which to compute: half precision goes up to single, integers to torch's default."""
+    """Return the dtype in which to compute: half precision goes up to single, integers to torch's default."""
     if dtype in (torch.float16, torch.bfloat16):
         return torch.float32
     if dtype == torch.complex32:
@@ -153,7 +153,7 @@ def device_table(
 
 
 def values_are_at_hand(x: Tensor) -> bool:
-    """Whether numbers may be looked at: not while a compiler or a map over a batch is at work."""
+    """Return whether numbers may be looked at: not while a compiler or a map over a batch is at work."""
     if torch.compiler.is_compiling():
         return False
     transforms = torch._C._functorch

@@ -71,7 +71,7 @@ class _FirstOrder(torch.autograd.Function):
 
 
 def first_order(backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A backward pass by hand, of a function that saved its argument first, whose own derivatives are refused.
+    """Return a backward pass by hand, of a function that saved its argument first, whose own derivatives are refused.
 
     torch's ``once_differentiable`` is silent where the incoming gradient is constant.
     """

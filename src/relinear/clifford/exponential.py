@@ -229,7 +229,7 @@ def _has_gradient(x: Tensor) -> bool:
 
 
 def exp(beta: Tensor) -> Tensor:
-    """The exponential of a bivector: a rotor, exp(b) = cos|b| + sin|b| b / |b| for a simple b.
+    """Return the exponential of a bivector: a rotor, exp(b) = cos|b| + sin|b| b / |b| for a simple b.
 
     It turns vectors by v -> r v r~, a rotation by twice the norm of each simple part.
 

@@ -137,7 +137,7 @@ def _one(n: int) -> np.ndarray:
 
 
 def log(rotor: Tensor) -> Tensor:
-    """The bivector of a rotor: exp(log(r)) = r.
+    """Return the bivector of a rotor: exp(log(r)) = r.
 
     Every simple part has a norm of at most pi/2, but for the largest one where r is minus such an exponential (up to
     pi there). Near 1 the error is relative to the bivector. The gradient is that on the manifold of rotors;

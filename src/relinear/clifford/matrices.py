@@ -68,7 +68,7 @@ def _complex(dtype: torch.dtype) -> torch.dtype:
 
 
 def to_matrix(x: Tensor) -> Tensor:
-    """The faithful complex representation of a multivector: an algebra morphism.
+    """Return the faithful complex representation of a multivector: an algebra morphism.
 
     Args:
         x: (..., V) in blade coordinates, any real or complex dtype.
@@ -88,7 +88,7 @@ def to_matrix(x: Tensor) -> Tensor:
 
 
 def from_matrix(matrix: Tensor) -> Tensor:
-    """The complex blade coordinates (..., V) of matrices (..., S, K, K): inverse of ``to_matrix``."""
+    """Return the complex blade coordinates (..., V) of matrices (..., S, K, K): inverse of ``to_matrix``."""
     blocks, size = matrix.shape[-3], matrix.shape[-1]
     n = 2 * (size.bit_length() - 1) + (blocks == 2)
     coefficients = strings_from_matrix(matrix)
@@ -113,7 +113,7 @@ def matrix_exp(matrix: Tensor) -> Tensor:
 
 
 def blade_matrices(n: int, where: slice) -> np.ndarray:
-    """The matrices of some basis blades, (count, S, K, K)."""
+    """Return the matrices of some basis blades, (count, S, K, K)."""
     index, phase = _strings(n)
     size, odd = 2 ** (n // 2), grades(n)[where] % 2
     columns = np.arange(size)

@@ -57,17 +57,17 @@ def wedge_table(p: int, q: int, r: int) -> np.ndarray:
 
 
 def left_contraction_table(p: int, q: int, r: int) -> np.ndarray:
-    """What is of grade t - s."""
+    """Return what is of grade t - s."""
     return _kept((p, q, r), lambda s, result, t: result == t - s)
 
 
 def right_contraction_table(p: int, q: int, r: int) -> np.ndarray:
-    """What is of grade s - t."""
+    """Return what is of grade s - t."""
     return _kept((p, q, r), lambda s, result, t: result == s - t)
 
 
 def inner_table(p: int, q: int, r: int) -> np.ndarray:
-    """What is of grade abs(s - t), where neither is a scalar."""
+    """Return what is of grade abs(s - t), where neither is a scalar."""
     return _kept((p, q, r), lambda s, result, t: (result == abs(s - t)) & (s > 0) & (t > 0))
 
 
@@ -171,7 +171,7 @@ class Algebra:
         return Multivector(torch.nn.functional.pad(torch.ones(1), (2**self.n - 1, 0)), self)
 
     def multivector(self, values: Tensor | Sequence[Any] | Mapping[str, Any]) -> Multivector:
-        """A multivector of coordinates (..., V), or of numbers and tensors (...,) by names of blades."""
+        """Return a multivector of coordinates (..., V), or of numbers and tensors (...,) by names of blades."""
         if not isinstance(values, Mapping):
             return Multivector(torch.as_tensor(values), self)
         total = self.scalar(0.0)
@@ -180,20 +180,20 @@ class Algebra:
         return total
 
     def scalar(self, value: Tensor | float) -> Multivector:
-        """A scalar, or a batch of them (...,)."""
+        """Return a scalar, or a batch of them (...,)."""
         value = torch.as_tensor(value)
         value = value.to(compute_dtype(value.dtype)) if not value.dtype.is_floating_point else value
         return Multivector(value.unsqueeze(-1) * device_table(_one, self.n, value, value.dtype), self)
 
     def vector(self, coordinates: Tensor | Sequence[Any]) -> Multivector:
-        """A vector of its coordinates (..., n)."""
+        """Return a vector of its coordinates (..., n)."""
         coordinates = torch.as_tensor(coordinates)
         if coordinates.shape[-1:] != (self.n,):
             raise ValueError(f"a vector of {self} has {self.n} coordinates; got shape {tuple(coordinates.shape)}")
         return Multivector(torch.nn.functional.pad(coordinates, (1, 2**self.n - 1 - self.n)), self)
 
     def bivector(self, coordinates: Tensor | Sequence[Any]) -> Multivector:
-        """A bivector of its coordinates (..., P)."""
+        """Return a bivector of its coordinates (..., P)."""
         coordinates = torch.as_tensor(coordinates)
         count = self.n * (self.n - 1) // 2
         if coordinates.shape[-1:] != (count,):
@@ -309,7 +309,7 @@ class Multivector:
         return self._made(self.values[(*index, ...)])
 
     def grade(self, *wanted: int) -> Multivector:
-        """The part of these grades.
+        """Return the part of these grades.
 
         Raises:
             ValueError: for none, and for what is no grade of the algebra.
@@ -320,7 +320,7 @@ class Multivector:
         return self._made(self.values * sum(masks))
 
     def grades(self, tolerance: float = 0.0) -> set[int]:
-        """The grades in which anything in the batch is larger than ``tolerance``."""
+        """Return the grades in which anything in the batch is larger than ``tolerance``."""
         present = (self.values.abs() > tolerance).flatten(0, -2).any(0) if self.shape else self.values.abs() > tolerance
         return set(grades(self.algebra.n)[present.cpu().numpy()].tolist())
 
@@ -424,15 +424,15 @@ class Multivector:
         return (self._complement() ^ other._complement())._complement_of()
 
     def wedge(self, other: Multivector | Tensor | float) -> Multivector:
-        """The outer product, ``self ^ other``."""
+        """Return the outer product, ``self ^ other``."""
         return self ^ other
 
     def left_contraction(self, other: Multivector | Tensor | float) -> Multivector:
-        """What is of grade t - s in the product of grades s and t: ``self`` taken out of ``other``."""
+        """Return what is of grade t - s in the product of grades s and t: ``self`` taken out of ``other``."""
         return self._by_table(other, left_contraction_table)
 
     def right_contraction(self, other: Multivector | Tensor | float) -> Multivector:
-        """What is of grade s - t in the product of grades s and t: ``other`` taken out of ``self``."""
+        """Return what is of grade s - t in the product of grades s and t: ``other`` taken out of ``self``."""
         return self._by_table(other, right_contraction_table)
 
     def sandwich(self, x: Multivector) -> Multivector:
@@ -456,7 +456,7 @@ class Multivector:
     __invert__ = reverse
 
     def grade_involution(self) -> Multivector:
-        """Every vector with its sign changed: (-1)^g on grade g."""
+        """Return every vector with its sign changed: (-1)^g on grade g."""
         signs = device_table(_involution_signs, self.algebra.n, self.values, self.values.dtype)
         return self._made(self.values * signs)
 
@@ -474,7 +474,7 @@ class Multivector:
         return self._made(self.values.flip(-1) * signs)
 
     def dual(self) -> Multivector:
-        """The product with the inverse of the pseudoscalar I; where r > 0 and it has none, the right complement.
+        """Return the product with the inverse of the pseudoscalar I; where r > 0 and it has none, the right complement.
 
         The right complement of a blade a is the blade b with a ^ b = I.
         """
@@ -484,17 +484,17 @@ class Multivector:
         return self * pseudoscalar.reverse() * (-1) ** self.algebra.q
 
     def undual(self) -> Multivector:
-        """The inverse of ``dual``."""
+        """Return the inverse of ``dual``."""
         if self.algebra.r:
             return self._complement_of()
         return self * self.algebra.pseudoscalar.to(self.values)
 
     def squared_norm(self) -> Tensor:
-        """The scalar part of (~a) a, (...,); negative for some multivectors where q > 0."""
+        """Return the scalar part of (~a) a, (...,); negative for some multivectors where q > 0."""
         return (self.reverse() * self).scalar
 
     def norm(self) -> Tensor:
-        """The square root of the absolute value of ``squared_norm``, (...,)."""
+        """Return the square root of the absolute value of ``squared_norm``, (...,)."""
         return self.squared_norm().abs().sqrt()
 
     def normalized(self) -> Multivector:
@@ -543,7 +543,7 @@ class Multivector:
         return values_are_at_hand(self.values) and self.grades() <= {2}
 
     def exp(self) -> Multivector:
-        """The exponential: of a bivector a rotor, or a motor in a projective and conformal algebra.
+        """Return the exponential: of a bivector a rotor, or a motor in a projective and conformal algebra.
 
         Bivectors of (n, 0, 0) go the way of ``clifford.exp``. All else is the exponential of a V x V matrix; so are
         they inside ``torch.vmap`` and ``torch.compile``, where their grade is not known (``clifford.exp`` takes their
@@ -554,7 +554,7 @@ class Multivector:
         return self._made(regular_exp(self.values, self.algebra.signature))
 
     def log(self) -> Multivector:
-        """The bivector whose exponential is this rotor (even, r ~r = 1): in projective algebras of a motor.
+        """Return the bivector whose exponential is this rotor (even, r ~r = 1): in projective algebras of a motor.
 
         In (n, 0, 0) that of ``clifford.log``; in other signatures the principal one, to which a rotor that is or comes
         near -1 has none.

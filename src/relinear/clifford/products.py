@@ -72,7 +72,7 @@ def _product(first: Tensor, *others: Tensor) -> Tensor:
 
 
 def reverse(a: Tensor) -> Tensor:
-    """The reversion a~, which turns every product of vectors around: (-1)^(g(g-1)/2) on grade g.
+    """Return the reversion a~, which turns every product of vectors around: (-1)^(g(g-1)/2) on grade g.
 
     Args:
         a: (..., V).
@@ -81,7 +81,7 @@ def reverse(a: Tensor) -> Tensor:
 
 
 def geometric_product(a: Tensor, b: Tensor) -> Tensor:
-    """The geometric product a b in Cl(n, 0).
+    """Return the geometric product a b in Cl(n, 0).
 
     Args:
         a, b: (..., V), batch dimensions broadcast; any real or complex dtypes.

@@ -38,12 +38,12 @@ def _matrix(x: Tensor, table: Tensor) -> Tensor:
 
 
 def left_matrix(x: Tensor, signature: tuple[int, int, int]) -> Tensor:
-    """The matrix (..., V, V) of b -> x b in blade coordinates, of x (..., V)."""
+    """Return the matrix (..., V, V) of b -> x b in blade coordinates, of x (..., V)."""
     return _matrix(x, device_table(geometric_table, signature, x, x.dtype))
 
 
 def regular_exp(x: Tensor, signature: tuple[int, int, int]) -> Tensor:
-    """The exponential (..., V) of any multivector (..., V), as often differentiable as needed."""
+    """Return the exponential (..., V) of any multivector (..., V), as often differentiable as needed."""
     exact = x.to(compute_dtype(x.dtype))
     return matrix_exp(left_matrix(exact, signature))[..., 0].to(x.dtype)
 
@@ -108,7 +108,7 @@ def _rotor_error(x: Tensor, signature: tuple[int, int, int]) -> Tensor:
 
 
 def regular_log(rotor: Tensor, signature: tuple[int, int, int]) -> Tensor:
-    """The principal logarithm (..., P) of rotors (..., V) of any signature: even, r ~r = 1.
+    """Return the principal logarithm (..., P) of rotors (..., V) of any signature: even, r ~r = 1.
 
     Through repeated square roots, in double precision. Near 1 the error is relative to the bivector.
 

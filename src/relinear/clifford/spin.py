@@ -159,7 +159,7 @@ def _signs(n: int) -> np.ndarray:
 
 
 def string_tables(n: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What ``to_spin`` is made of, for kernels that apply it themselves, on the device of ``like``.
+    """Return what ``to_spin`` is made of, for kernels that apply it themselves, on the device of ``like``.
 
     Returns:
         The blade of every string in (S, F, a, b), int32 (V,), its sign and scale (V,), and the Walsh-Hadamard matrix
@@ -170,7 +170,7 @@ def string_tables(n: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def string_places(n: int, like: Tensor) -> Tensor:
-    """The string of every blade, int32 (V,): the inverse of the first of ``string_tables``."""
+    """Return the string of every blade, int32 (V,): the inverse of the first of ``string_tables``."""
     return device_table(_index, n, like, torch.int32)
 
 
@@ -234,7 +234,7 @@ def _element_matrix(a: Tensor) -> Tensor:
 
 
 def left_multiplication(a: Tensor) -> Tensor:
-    """The matrices of x -> a x for a general element a of the represented algebra, given in spin coordinates.
+    """Return the matrices of x -> a x for a general element a of the represented algebra, given in spin coordinates.
 
     Args:
         a: (..., V), spin coordinates.
@@ -248,7 +248,7 @@ def left_multiplication(a: Tensor) -> Tensor:
 
 
 def right_multiplication(b: Tensor) -> Tensor:
-    """The matrices of x -> x b, as weights for ``F.linear`` on (S, K, F K): see ``left_multiplication``."""
+    """Return the matrices of x -> x b, as weights for ``F.linear`` on (S, K, F K): see ``left_multiplication``."""
     matrix = _element_matrix(b)
     units = device_table(_right_units, matrix.shape[-2], b, matrix.dtype)
     return torch.einsum("...lhr,hdc->...crdl", matrix, units).flatten(-4, -3).flatten(-2)
@@ -276,7 +276,7 @@ def _right_bivectors(n: int) -> np.ndarray:
 
 
 def left_factor(beta: Tensor) -> Tensor:
-    """A with A @ X = r x for the rotor r = exp(beta), X seen as (S, K F, K).
+    """Return a with A @ X = r x for the rotor r = exp(beta), X seen as (S, K F, K).
 
     Args:
         beta: bivectors (..., P).

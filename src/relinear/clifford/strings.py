@@ -22,7 +22,7 @@ def string_signs(b: int, columns: int) -> np.ndarray:
 
 
 def hadamard(m: int) -> np.ndarray:
-    """The unnormalised Walsh-Hadamard matrix (K, K): (-1)^(b.l)."""
+    """Return the unnormalised Walsh-Hadamard matrix (K, K): (-1)^(b.l)."""
     return np.stack([string_signs(b, 2**m) for b in range(2**m)])
 
 
@@ -33,7 +33,7 @@ def _skew(m: int) -> np.ndarray:
 
 
 def strings_to_matrix(coefficients: Tensor) -> Tensor:
-    """The matrix sum_ab c[a, b] X^a Z^b.
+    """Return the matrix sum_ab c[a, b] X^a Z^b.
 
     Args:
         coefficients: (..., K, K), over a and b.
@@ -49,7 +49,7 @@ def strings_to_matrix(coefficients: Tensor) -> Tensor:
 
 
 def strings_from_matrix(matrix: Tensor) -> Tensor:
-    """The coefficients (..., K, K), over a and b, of a matrix (..., K, K): inverse of ``strings_to_matrix``."""
+    """Return the coefficients (..., K, K), over a and b, of a matrix (..., K, K): inverse of ``strings_to_matrix``."""
     size = matrix.shape[-1]
     m = size.bit_length() - 1
     spectrum = take_last(matrix.flatten(-2), device_table(_skew, m, matrix)).unflatten(-1, (size, size))

@@ -27,7 +27,7 @@ _HOW_TO_READ = (
 
 
 def coordinates_text(found: Mapping[str, Any]) -> str:
-    """A line for every kind of activation, and what follows for each parametrisation."""
+    """Return a line for every kind of activation, and what follows for each parametrisation."""
     first, last = found["widths"][0], found["widths"][-1]
     lines = [f"{'':<18}{'standard':>12}{'mup':>12}   largest / smallest of widths {first} to {last}, last step"]
     for kind in KINDS:

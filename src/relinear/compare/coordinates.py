@@ -104,7 +104,7 @@ def check_coordinates(
 
 
 def is_flat(kinds: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether no kind of activation is more than ``FLAT`` times as large at one width as at another."""
+    """Return whether no kind of activation is more than ``FLAT`` times as large at one width as at another."""
     return all(kind["spread"] is not None and kind["spread"] <= FLAT for kind in kinds.values())
 
 

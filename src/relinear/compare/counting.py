@@ -21,7 +21,7 @@ _MOST_TOKENS = 100_000_000
 
 
 def count_ngrams(recipe: CompareSettings, data: Any, out_dir: Path) -> dict[str, Any]:
-    """Loss of a Kneser-Ney model on the blocks that a run of the recipe is evaluated on; kept in ``out_dir``.
+    """Return loss of a Kneser-Ney model on the blocks that a run of the recipe is evaluated on; kept in ``out_dir``.
 
     It counts the blocks that the first seed's run trains on, each block once however often the run passes over it, and
     sees no more context than a model does: nothing from before a block.

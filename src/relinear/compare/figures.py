@@ -50,7 +50,7 @@ def curves(entries: Sequence[Entry], palette: Colours, ngram: Mapping[str, Any] 
 
 
 def gaps(entries: Sequence[Entry], palette: Colours, reference: str | None) -> list[Panel]:
-    """Gap to the reference while training, mean over seeds: where all seeds of both were evaluated."""
+    """Return the gap to the reference while training, mean over seeds: where all seeds of both were evaluated."""
     base = next((entry for entry in entries if entry["name"] == reference), None)
     if base is None:
         return []
@@ -71,7 +71,7 @@ def gaps(entries: Sequence[Entry], palette: Colours, reference: str | None) -> l
 
 
 def pareto(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
-    """Validation loss against parameters, FLOPs a token and, where measured, time a token: a panel each.
+    """Return the validation loss against parameters, FLOPs a token and, where measured, time a token: a panel each.
 
     A grey line joins the entries that no other beats in both.
     """
@@ -115,7 +115,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def speeds(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
-    """Training and inference throughput as ratios to the reference, one row an entry."""
+    """Return the training and inference throughput as ratios to the reference, one row an entry."""
     timed = [entry for entry in entries if entry.get("speed")]
     if not timed:
         return []
@@ -133,7 +133,7 @@ def speeds(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
 
 
 def tuning(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
-    """Validation loss of the short tuning runs against the learning rate; the chosen rate is ringed."""
+    """Return the validation loss of the short tuning runs against the learning rate; the chosen rate is ringed."""
     shown: list[Series] = []
     for number, entry in enumerate(entries):
         trials = _chosen_trials(entry["tuning"]) if entry.get("tuning") else []
@@ -161,7 +161,7 @@ def _chosen_trials(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def budgets(
     entries: Sequence[Entry], palette: Colours, found: Sequence[Mapping[str, Any]] | None, reference: str | None
 ) -> list[Panel]:
-    """Gap to the reference against the budget, with 95 % intervals; the reference is the line at 0."""
+    """Return the gap to the reference against the budget, with 95 % intervals; the reference is the line at 0."""
     if not found or len(found) < 2:
         return []
     shown: list[Series] = []

@@ -130,10 +130,10 @@ def _computed(settings: TrainSettings) -> str:
 
 
 def precision(settings: TrainSettings) -> str:
-    """What a run computes in on this machine, "auto" resolved."""
+    """Return what a run computes in on this machine, "auto" resolved."""
     return str(training_dtype(settings, training_device(settings))).removeprefix("torch.")
 
 
 def now() -> str:
-    """The time, to the second, with its zone."""
+    """Return the time, to the second, with its zone."""
     return datetime.datetime.now().astimezone().isoformat(timespec="seconds")

@@ -66,13 +66,13 @@ def _standard_error(difference: np.ndarray) -> float:
 
 
 def interval(values: np.ndarray) -> tuple[float, float]:
-    """The 95 % interval of replicates."""
+    """Return the 95 % interval of replicates."""
     low, high = np.quantile(values, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
     return float(low), float(high)
 
 
 def gap(own: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> dict[str, Any]:
-    """An entry's loss less the reference's, on the same seeds and blocks: below 0 the entry is better.
+    """Return an entry's loss less the reference's, on the same seeds and blocks: below 0 the entry is better.
 
     Args:
         own, reference: a seed's losses by block (N,), or (1,) its mean where blocks were not kept.

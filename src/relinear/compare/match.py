@@ -34,12 +34,12 @@ class Size:
     flops: int
 
     def of(self, by: str) -> int:
-        """The one that is matched."""
+        """Return the one that is matched."""
         return self.parameters if by == "parameters" else self.flops
 
 
 def skeleton(settings: TrainSettings, vocab_size: int) -> Any:
-    """The model of ``settings`` with its operators; a preset on the meta device: every size, no weights.
+    """Return the model of ``settings`` with its operators; a preset on the meta device: every size, no weights.
 
     Raises:
         ValueError: if the model is unknown or cannot take the operators.
@@ -51,7 +51,7 @@ def skeleton(settings: TrainSettings, vocab_size: int) -> Any:
 
 
 def measure_size(settings: TrainSettings, vocab_size: int) -> Size:
-    """Parameters and FLOPs a token of the model of ``settings``; builds it without weights."""
+    """Return parameters and FLOPs a token of the model of ``settings``; builds it without weights."""
     table = summary(skeleton(settings, vocab_size))
     return Size(table.parameters, table.flops_per_token)
 

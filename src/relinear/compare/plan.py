@@ -46,7 +46,7 @@ class Planned:
 
 
 def plan_comparison(recipe: CompareSettings, vocab_size: int, on_event: OnEvent = lambda event: None) -> list[Planned]:
-    """Every entry at the size that it is trained with.
+    """Return every entry at the size that it is trained with.
 
     Args:
         recipe: what to compare.

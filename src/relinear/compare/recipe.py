@@ -68,7 +68,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file, by a safe loader.
+    """Return the mapping in a YAML file, by a safe loader.
 
     Raises:
         FileNotFoundError, IsADirectoryError: if there is no such file.
@@ -108,7 +108,7 @@ def parse_overrides(assignments: Iterable[str]) -> dict[str, Any]:
 
 
 def read_value(text: str, where: str) -> Any:
-    """One value in YAML; ``where`` heads the message of the ValueError if it is none."""
+    """Return one value in YAML; ``where`` heads the message of the ValueError if it is none."""
     try:
         value = yaml.load(text, Loader=_Loader)  # a SafeLoader
     except yaml.YAMLError as error:
@@ -132,7 +132,7 @@ def _check_size(value: Any, where: str) -> None:
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of nested ``values`` with dotted keys set; mappings on the way are made where they are missing.
+    """Return a copy of nested ``values`` with dotted keys set; mappings on the way are made where they are missing.
 
     A key that itself contains dots (a module name) is found if it exists as a whole at its level.
 
@@ -187,7 +187,7 @@ def find_recipe(name: str | Path) -> Path:
 
 
 def read_recipe(name: str | Path) -> dict[str, Any]:
-    """The values of a recipe by file or by name; its name is the file's unless it says otherwise.
+    """Return the values of a recipe by file or by name; its name is the file's unless it says otherwise.
 
     Raises:
         FileNotFoundError: if there is none (names the nearest).

@@ -128,7 +128,7 @@ class _Results(TypedDict):
 
 
 def read_results(directory: str | Path) -> dict[str, Any]:
-    """What ``results.json`` in ``directory`` says.
+    """Return what ``results.json`` in ``directory`` says.
 
     Raises:
         FileNotFoundError: if no comparison has finished there.
@@ -163,7 +163,7 @@ def write_report(directory: str | Path) -> Path:
 
 
 def results_section(directory: str | Path) -> Section:
-    """What a page says of a comparison; draws the plots beside ``results.json``. Raises as ``read_results``."""
+    """Return what a page says of a comparison; draws the plots beside ``results.json``. Raises as ``read_results``."""
     directory = Path(directory)
     results = read_results(directory)
     entries = results["entries"]
@@ -288,7 +288,7 @@ def _operators(results: Mapping[str, Any], palette: Mapping[str, str]) -> Table:
 
 
 def scale_section(directory: str | Path) -> Section:
-    """What a page says of ``scale.json``; draws its plot. Raises as ``read_scale``."""
+    """Return what a page says of ``scale.json``; draws its plot. Raises as ``read_scale``."""
     from relinear.compare.scaling import AXES, read_scale
 
     results = read_scale(directory)
@@ -321,7 +321,7 @@ def write_scale_plot(directory: str | Path) -> Path:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A short form for tables: 62.53M, 1.20G, 0.035; an en dash where there is nothing."""
+    """Return a short form for tables: 62.53M, 1.20G, 0.035; an en dash where there is nothing."""
     if value is None:
         return "–"
     for scale, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -331,13 +331,13 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def plus_minus(statistic: Mapping[str, Any], digits: int = 3) -> str:
-    """Mean and, over several seeds, the sample standard deviation."""
+    """Return the mean and, over several seeds, the sample standard deviation."""
     mean = f"{statistic['mean']:.{digits}f}"
     return mean if statistic["spread"] is None else f"{mean} ± {statistic['spread']:.{digits}f}"
 
 
 def gap_text(gap: Mapping[str, Any] | None) -> str:
-    """A gap with its interval: -0.120 [-0.131, -0.108]."""
+    """Return a gap with its interval: -0.120 [-0.131, -0.108]."""
     if gap is None:
         return "–"
     mean = f"{gap['mean']:+.3f}"
@@ -361,7 +361,7 @@ def budget_rows(results: Mapping[str, Any]) -> list[list[str]]:
 
 
 def gib(value: float | None) -> str:
-    """Bytes in MiB or GiB."""
+    """Return bytes in MiB or GiB."""
     if value is None:
         return "–"
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"

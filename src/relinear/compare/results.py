@@ -25,7 +25,7 @@ def _statistic(values: list[float]) -> dict[str, Any]:
 def entry_result(
     planned: Planned, settings: TrainSettings, tuning: Any, runs: list[dict[str, Any]], speed: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """An entry of ``results.json``: what it is, how it was tuned, and what its runs (one a seed) came to.
+    """Return an entry of ``results.json``: what it is, how it was tuned, and what its runs (one a seed) came to.
 
     Args:
         planned: the entry at its size.
@@ -148,7 +148,7 @@ def _notes(recipe: CompareSettings, entries: list[dict[str, Any]]) -> list[str]:
 
 
 def tuning_notes(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What a reader must know of how rates and starts of entries were found."""
+    """Return what a reader must know of how rates and starts of entries were found."""
     notes = []
     edges = [entry["name"] for entry in entries if entry["tuning"] and entry["tuning"]["edge"]]
     if edges:
@@ -185,7 +185,7 @@ def _tried(tuning: Mapping[str, Any]) -> int:
 
 
 def gap_notes(recipe: CompareSettings, entries: list[dict[str, Any]]) -> list[str]:
-    """What the gaps of entries are, and for which of them the evaluation is too small."""
+    """Return what the gaps of entries are, and for which of them the evaluation is too small."""
     gaps = {entry["name"]: entry["gap"] for entry in entries if entry.get("gap")}
     if not gaps:
         return []

@@ -92,7 +92,7 @@ def scale(
 
 
 def read_scale(directory: str | Path) -> dict[str, Any]:
-    """What ``scale.json`` in ``directory`` says.
+    """Return what ``scale.json`` in ``directory`` says.
 
     Raises:
         FileNotFoundError: if nothing has finished there.
@@ -116,7 +116,7 @@ def read_scale(directory: str | Path) -> dict[str, Any]:
 
 
 def at_size(recipe: CompareSettings, width: int, vocab_size: int) -> CompareSettings:
-    """The comparison at one width: all entries scaled from the recipe's, and the two dense controls.
+    """Return the comparison at one width: all entries scaled from the recipe's, and the two dense controls.
 
     Widths, MLPs and operators grow by the same factor, heads and depth stay; an operator without a size stays as it is.
 
@@ -207,7 +207,7 @@ def fit_power_law(x: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.nda
 def crossing(
     own: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray], low: float, high: float
 ) -> np.ndarray:
-    """Where two power laws meet between ``low`` and ``high`` (R,); NaN where they do not."""
+    """Return where two power laws meet between ``low`` and ``high`` (R,); NaN where they do not."""
     with np.errstate(divide="ignore", invalid="ignore"):
         meeting = (own[0] - other[0]) / (own[1] - other[1])
     inside = (meeting >= math.log(low)) & (meeting <= math.log(high))

@@ -21,7 +21,7 @@ BUDGETS = "budgets"
 def carry_out_budgets(
     recipe: CompareSettings, out_dir: Path, carry_out: Callable[[CompareSettings, Path], dict[str, Any]]
 ) -> dict[str, Any]:
-    """The results of the largest budget, with ``budgets``: what each of them came to.
+    """Return the results of the largest budget, with ``budgets``: what each of them came to.
 
     Args:
         recipe: with ``budgets``.
@@ -40,7 +40,7 @@ def carry_out_budgets(
 
 
 def at_budget(recipe: CompareSettings, index: int, chosen: Mapping[str, Mapping[str, float]]) -> CompareSettings:
-    """The comparison at one budget.
+    """Return the comparison at one budget.
 
     Args:
         recipe: with ``budgets``.
@@ -90,7 +90,7 @@ def _choice(entry: Mapping[str, Any]) -> dict[str, float]:
 
 
 def budget_row(tokens: int, folder: str, results: Mapping[str, Any]) -> dict[str, Any]:
-    """What the results of a whole tell of one budget: ``results`` are its own, in ``folder``."""
+    """Return what the results of a whole tell of one budget: ``results`` are its own, in ``folder``."""
     kept = ("name", "learning_rate", "tuning", "validation_loss", "gap")
     entries = []
     for entry in results["entries"]:

@@ -397,18 +397,18 @@ class CompareSettings(Settings):
         return 5 if self.train.data.tokenizer == "bytes" else 3
 
     def keeps_initialisation(self, name: str) -> bool:
-        """Whether an entry brings an initialisation of its own, which is then not tuned."""
+        """Return whether an entry brings an initialisation of its own, which is then not tuned."""
         changes = self.entries[name].set
         overrides = changes.get("model_overrides")
         nested = isinstance(overrides, Mapping) and _INITIALIZER in overrides
         return nested or f"model_overrides.{_INITIALIZER}" in changes
 
     def keeps_warmup(self, name: str) -> bool:
-        """Whether an entry brings a warm-up of its own, which is then not tuned."""
+        """Return whether an entry brings a warm-up of its own, which is then not tuned."""
         return not self.entries[name].set.keys().isdisjoint(("warmup_steps", "warmup_ratio"))
 
     def settings_of(self, name: str) -> TrainSettings:
-        """The training settings of an entry, at the size that it is written with, for the first seed.
+        """Return the training settings of an entry, at the size that it is written with, for the first seed.
 
         Raises:
             ValueError: if the entry's operators or settings are wrong; the message names the entry.
@@ -433,13 +433,13 @@ class CompareSettings(Settings):
 
 
 def shortened(settings: Mapping[str, Any], share: float) -> dict[str, Any]:
-    """Settings of a run with the places in it moved to a run of ``share`` times the length."""
+    """Return settings of a run with the places in it moved to a run of ``share`` times the length."""
     moved = {key: round(share * settings[key]) for key in _PLACES if settings.get(key)}
     return dict(settings) | {key: max(1, value) for key, value in moved.items()}
 
 
 def lasting(settings: TrainSettings, fraction: float) -> TrainSettings:
-    """A whole run of ``fraction`` times the steps, with warm-up and evaluations that keep their places in it."""
+    """Return a whole run of ``fraction`` times the steps, with warm-up and evaluations that keep their places in it."""
     steps = max(1, round(fraction * settings.steps))
     changes: dict[str, Any] = {"steps": steps}
     if settings.warmup_steps is not None:

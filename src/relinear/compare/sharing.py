@@ -95,7 +95,7 @@ def _first(failed: dict[str, Exception]) -> Exception:
 
 
 def worker_log(out_dir: Path, shared: bool) -> Path:
-    """Where what runs print goes: of shared work a file for each process."""
+    """Return where what runs print goes: of shared work a file for each process."""
     return out_dir / (f"worker-{platform.node()}-{os.getpid()}.log" if shared else "worker.log")
 
 

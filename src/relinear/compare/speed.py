@@ -78,7 +78,7 @@ def measure_speed(
     rounds: int,
     on_progress: Callable[[dict[str, Any]], None] = lambda progress: None,
 ) -> dict[str, dict[str, Any]]:
-    """Tokens per second of training steps and of inference passes (whole sequences), and their ratios.
+    """Return tokens per second of training steps and of inference passes (whole sequences), and their ratios.
 
     Inference is that of ``relinear.for_inference_``.
 

@@ -46,7 +46,7 @@ class Parameter:
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     def suggest(self, trial: Any) -> Any:
-        """A value from an optuna trial."""
+        """Return a value from an optuna trial."""
         if self.choices:
             # optuna's choices are plain values; anything else goes through its text
             return json.loads(trial.suggest_categorical(self.name, [json.dumps(choice) for choice in self.choices]))

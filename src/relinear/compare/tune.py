@@ -34,7 +34,7 @@ _LOWEST, _HIGHEST = 1e-12, 1e3
 
 
 def study_path(folder: Path, shared: bool) -> Path:
-    """The file of the studies in ``folder``."""
+    """Return the file of the studies in ``folder``."""
     return folder / (JOURNAL if shared else STORAGE)
 
 
@@ -160,11 +160,11 @@ class Trials:
         return known
 
     def known(self, rate: float, initializer_range: float | None = None) -> float | None:
-        """Validation loss of a trial that has ended; infinite where it diverged, None where there is none."""
+        """Return validation loss of a trial that has ended; infinite where it diverged, None where there is none."""
         return self._known().get((rate, initializer_range))
 
     def loss(self, rate: float, initializer_range: float | None = None) -> float:
-        """Validation loss of a trial, which is run if it has not been; infinite where it diverged."""
+        """Return the validation loss of a trial, which is run if it has not been; infinite where it diverged."""
         import optuna
 
         known = self.known(rate, initializer_range)
@@ -186,7 +186,7 @@ class Trials:
         return math.inf if loss is None else loss
 
     def advance(self, search: Search[T]) -> tuple[T | None, list[Point]]:
-        """What a search comes to by the trials that have ended, or None and the points that it needs first."""
+        """Return what a search comes to by the trials that have ended, or None and the points that it needs first."""
         known, losses = self._known(), None
         try:
             while True:

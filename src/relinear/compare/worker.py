@@ -57,7 +57,7 @@ class InProcess:
     """Does the jobs here and now: no isolation, nothing to start."""
 
     def run(self, job: str, arguments: Mapping[str, Any], on_progress: Progress) -> dict[str, Any]:
-        """What the job returns; its exceptions pass through."""
+        """Return what the job returns; its exceptions pass through."""
         return JOBS[job](arguments, on_progress)
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class Worker:
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, job: str, arguments: Mapping[str, Any], on_progress: Progress) -> dict[str, Any]:
-        """What the job returns.
+        """Return what the job returns.
 
         Raises:
             ValueError: what the job raised as a fault of settings, files or numbers, with its message.

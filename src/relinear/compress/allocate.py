@@ -24,7 +24,7 @@ class Candidate:
 
 
 def amount(value: float) -> str:
-    """A cost in words: whole numbers in full, fractions of a second to three digits."""
+    """Return a cost in words: whole numbers in full, fractions of a second to three digits."""
     return f"{value:,.0f}" if abs(value) >= 10 or value == int(value) else f"{value:.3g}"
 
 
@@ -35,7 +35,7 @@ def _choice(candidates: Sequence[Candidate], price: float) -> Candidate:
 def allocate(
     candidates: Mapping[str, Sequence[Candidate]], budget: float, unit: str = "parameters"
 ) -> dict[str, Candidate]:
-    """One candidate a layer, of least summed ``nats`` with a summed cost of at most ``budget``.
+    """Return one candidate a layer, of least summed ``nats`` with a summed cost of at most ``budget``.
 
     One price of a unit of cost for the whole model (the multiplier of the budget), found by bisection; what the budget
     still allows then goes to the best single upgrades.
@@ -87,7 +87,7 @@ def _spend(
 
 
 def best_uniform(candidates: Mapping[str, Sequence[Candidate]], share: float) -> dict[str, Candidate]:
-    """The best candidate a layer within ``share`` of its own dense cost: every layer shrinks alike.
+    """Return the best candidate a layer within ``share`` of its own dense cost: every layer shrinks alike.
 
     A layer that can become nothing else stays as it is.
 

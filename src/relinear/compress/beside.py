@@ -41,7 +41,7 @@ class Reading:
     likeliest: Tensor
 
     def against(self, original: Reading) -> dict[str, Any]:
-        """Both as JSON values."""
+        """Return both as JSON values."""
         return {
             "tokens": self.likeliest.numel(),
             "loss_before": original.loss,
@@ -171,7 +171,7 @@ def _sample(model: Any, prompt: str, ids: Tensor, tokenizer: Any, new_tokens: in
 
 
 def compared(original: Observation, compressed: Observation, unseen: bool, speed: Mapping[str, Any]) -> dict[str, Any]:
-    """Both observations and the speeds as JSON values.
+    """Return both observations and the speeds as JSON values.
 
     Args:
         unseen: whether calibration has not seen the tokens of the corpus that both ran on.
@@ -200,7 +200,7 @@ def _sample_dict(sample: Sample) -> dict[str, Any]:
 
 
 def like_before(model: nn.Module, originals: Mapping[str, nn.Module]) -> nn.Module:
-    """A copy of ``model`` that shares its tensors, with random layers where it has not those of ``originals``.
+    """Return a copy of ``model`` that shares its tensors, with random layers where it has not those of ``originals``.
 
     Args:
         originals: by name, the layers that it once had, on the meta device.
@@ -238,7 +238,7 @@ def _random(layer: nn.Module, device: torch.device) -> nn.Module:
 
 @torch.no_grad()
 def measure_speed(original: Any, compressed: Any, batch: int) -> dict[str, Any]:
-    """Tokens a second of prefill and of decoding, in turns.
+    """Return tokens a second of prefill and of decoding, in turns.
 
     Args:
         original: a decoder, or ``like_before`` of the compressed one.

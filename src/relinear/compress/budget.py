@@ -71,7 +71,7 @@ class Budget:
     cost: Callable[[str, OperatorConfig | None], float]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return JSON values."""
         return {"what": self.what, "unit": self.unit, "limit": self.limit, "whole": self.whole}
 
     def check(self, modules: Mapping[str, nn.Module], menu: Sequence[OperatorConfig], uniform: bool) -> None:
@@ -119,7 +119,7 @@ def budget_of(
     table: SpeedTable | None = None,
     use: Mapping[str, float] | None = None,
 ) -> Budget:
-    """The budget that ``settings`` ask for.
+    """Return the budget that ``settings`` ask for.
 
     Args:
         model: the original.

@@ -62,7 +62,7 @@ class Calibration:
         return list(self._where)
 
     def knows(self, name: str, module: Any) -> bool:
-        """Whether the linear layer saw as many tokens as it has inputs: an expert may not, and says nothing."""
+        """Return whether the linear layer saw as many tokens as it has inputs: an expert may not, and says nothing."""
         return self.counts[name] >= linear_features(module)[0]
 
     def input_of(self, name: str) -> str:
@@ -71,7 +71,7 @@ class Calibration:
             return tensors.metadata().get(name, name)
 
     def moments(self, name: str) -> Moments:
-        """The moments of the linear layer ``name``."""
+        """Return the moments of the linear layer ``name``."""
         with safe_open(self.folder / _file(self._where[name]), framework="pt") as tensors:
             keys, about = set(tensors.keys()), tensors.metadata()
             outputs = tensors.get_tensor(f"outputs {name}") if f"outputs {name}" in keys else None

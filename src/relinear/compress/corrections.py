@@ -38,7 +38,7 @@ POWER_POINTS = 6
 
 
 def layer_type(name: str) -> str:
-    """What layers of one type share: the last part of the name."""
+    """Return what layers of one type share: the last part of the name."""
     return name.rpartition(".")[2]
 
 
@@ -52,12 +52,12 @@ class MeasuredPoint:
     measured: float
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return JSON values."""
         return dataclasses.asdict(self) | {"operator": self.operator.to_dict()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MeasuredPoint:
-        """What ``to_dict`` wrote."""
+        """Return what ``to_dict`` wrote."""
         return cls(**{**values, "operator": OperatorConfig.from_dict(values["operator"])})
 
 
@@ -97,7 +97,7 @@ def measure_points(
     chosen: Sequence[tuple[str, Candidate]],
     on_point: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[MeasuredPoint]:
-    """The rise of the loss for each choice by itself, measured; ``model`` is left as it was.
+    """Return the rise of the loss for each choice by itself, measured; ``model`` is left as it was.
 
     The original's hidden states are carried from layer to layer, so that each choice costs the layers behind it alone.
 
@@ -185,7 +185,7 @@ def _fit(points: Sequence[MeasuredPoint]) -> Correction:
 def correct(
     candidates: Mapping[str, Sequence[Candidate]], found: Mapping[str, Correction]
 ) -> dict[str, list[Candidate]]:
-    """The candidates with corrected nats."""
+    """Yield the candidates with corrected nats."""
 
     def corrected(name: str, options: Sequence[Candidate]) -> Iterator[Candidate]:
         change = found.get(layer_type(name), Correction())

@@ -66,7 +66,7 @@ class HealReport:
     after: float
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return JSON values."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:

@@ -54,7 +54,7 @@ def fit_without_order(
     replacements: Sequence[Replacement],
     on_layer: OnLayer = lambda phase, done, total: None,
 ) -> dict[str, Operator]:
-    """Every operator fitted to its own layer under the original model's moments."""
+    """Return every operator fitted to its own layer under the original model's moments."""
     fitted = {}
     for done, replacement in enumerate(replacements, start=1):
         source = replacement.target.module

@@ -79,7 +79,7 @@ class LayerByLayer:
         return output.logits
 
     def embed(self, ids: Tensor) -> Tensor:
-        """The hidden states (B, T, D) that enter the first layer, for token ids (B, T)."""
+        """Return the hidden states (B, T, D) that enter the first layer, for token ids (B, T)."""
         calls: list[_Call] = []
         entered: list[Tensor] = []
         self._note_output(ids)
@@ -100,11 +100,11 @@ class LayerByLayer:
         return entered[0]
 
     def layer(self, index: int, hidden: Tensor) -> Tensor:
-        """What layer ``index`` makes of hidden states (B, T, D) of a shape that ``embed`` has seen."""
+        """Return what layer ``index`` makes of hidden states (B, T, D) of a shape that ``embed`` has seen."""
         return self.run(self.layers[index], index, hidden)
 
     def run(self, layer: nn.Module, index: int, hidden: Tensor) -> Tensor:
-        """The same for a ``layer`` that could stand at ``index``."""
+        """Return the same for a ``layer`` that could stand at ``index``."""
         args, kwargs = self._calls[tuple(hidden.shape[:2])][index]
         output = layer(hidden, *args, **kwargs)
         return output[0] if isinstance(output, tuple) else output
@@ -119,7 +119,7 @@ class LayerByLayer:
             return self._run(ids)
 
     def losses(self, hidden: Tensor, ids: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """The loss of the next tokens from the hidden states (B, T, D) that leave the last layer, piece by piece.
+        """Yield the loss of the next tokens from the hidden states (B, T, D) that leave the last layer, piece by piece.
 
         Logits take more memory than everything else where vocabularies are large, and each is a matter of its position
         alone. Gives, for ``HEAD_TOKENS`` positions after the other: which they are, their hidden states (a leaf), and

@@ -85,7 +85,7 @@ def _like(layer: Any, weight: Tensor, bias: Tensor | None) -> nn.Module:
 
 @torch.no_grad()
 def fewer_neurons(weight: Tensor, moments: Moments, width: int) -> tuple[Tensor, Tensor, float]:
-    """Which neurons to keep, and the weight that reads them.
+    """Return which neurons to keep, and the weight that reads them.
 
     Args:
         weight: W (O, I) of the down projection.
@@ -234,7 +234,7 @@ class Neurons:
         return found
 
     def plan(self, width: int, others: int, nats: Mapping[str, float]) -> CompressPlan:
-        """The plan that this width is.
+        """Return the plan that this width is.
 
         Args:
             width: of every layer.

@@ -32,7 +32,7 @@ class LayerPlan:
     nats: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return JSON values."""
         return dataclasses.asdict(self) | {"operator": None if self.operator is None else self.operator.to_dict()}
 
 
@@ -74,7 +74,7 @@ class CompressPlan:
 
     @classmethod
     def load(cls, path: str | Path, model: Any) -> CompressPlan:
-        """A plan from a file, perhaps edited: sizes are counted again, operators may be objects or text.
+        """Return a plan from a file, perhaps edited: sizes are counted again, operators may be objects or text.
 
         Raises:
             ValueError: if the file is no plan, or names a layer that the model does not have or an operator that does
@@ -182,7 +182,7 @@ def _size(operator: OperatorConfig | None, module: Any, where: str) -> int:
 def layer_candidates(
     module: Any, name: str, calibration: Calibration, menu: tuple[OperatorConfig, ...], budget: Budget
 ) -> list[Candidate]:
-    """What the linear layer ``module`` could become, at what cost in the budget's unit; itself among it.
+    """Return what the linear layer ``module`` could become, at what cost in the budget's unit; itself among it.
 
     The nats are the second-order estimate 0.5 tr(G (W - W') A (W - W')^T) of the loss's increase per token.
     """
@@ -207,7 +207,7 @@ def make_plan(
     budget: Budget,
     weighed: bool,
 ) -> CompressPlan:
-    """The best plan under the budget.
+    """Return the best plan under the budget.
 
     Args:
         model: the original.

@@ -44,7 +44,7 @@ class CompressReport:
     left: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return JSON values."""
         layers = {name: layer.to_dict() for name, layer in self.plan.layers.items()}
         return {
             "parameters": self.parameters,

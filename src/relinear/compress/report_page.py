@@ -26,7 +26,7 @@ def write_page(path: str | Path, report: Mapping[str, Any]) -> Path:
 
 
 def report_section(report: Mapping[str, Any]) -> Section:
-    """What a page says of ``report``, the values of report.json.
+    """Return what a page says of ``report``, the values of report.json.
 
     Raises:
         ValueError: where it lacks what a report has.

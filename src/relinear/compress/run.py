@@ -148,7 +148,7 @@ def compress(
 
 
 def proposal(folder: Path, name: str) -> Path:
-    """Where ``name``, of a plan that is not carried out (yet), is put: a model in ``folder`` keeps its own."""
+    """Return where ``name``, of a plan that is not carried out (yet), is put: a model in ``folder`` keeps its own."""
     return folder / (f"proposed-{name}" if (folder / MODEL).is_dir() else name)
 
 
@@ -243,7 +243,7 @@ class _Job:
             self.width = self.neurons.fitting_width(self._budget({}).limit)
 
     def read_plan(self, path: str | Path) -> CompressPlan:
-        """A plan from a file. Raises ValueError if it is none for this model and these targets."""
+        """Return a plan from a file. Raises ValueError if it is none for this model and these targets."""
         if self.neurons is not None:
             raise ValueError("menu: neurons has one width for all layers, by the budget: it takes no plan")
         found = CompressPlan.load(path, self.model)

@@ -77,7 +77,7 @@ class SpeedTable:
         return float(np.interp(_flops(config, shape), flops, times))
 
     def covers(self, wanted: Mapping[Shape, Iterable[OperatorConfig | None]]) -> bool:
-        """Whether everything ``wanted`` was measured."""
+        """Return whether everything ``wanted`` was measured."""
         return all(config in self.rows.get(shape, {}) for shape, configs in wanted.items() for config in configs)
 
     def check(self, wanted: Mapping[Shape, Iterable[OperatorConfig | None]], conditions: SpeedConditions) -> None:
@@ -92,7 +92,7 @@ class SpeedTable:
                 self.seconds(shape, config)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return JSON values."""
         rows = [
             {"in": shape[0], "out": shape[1], "operator": None if c is None else c.to_dict(), "seconds": seconds}
             for shape, times in self.rows.items()
@@ -102,7 +102,7 @@ class SpeedTable:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SpeedTable:
-        """What ``to_dict`` wrote."""
+        """Return what ``to_dict`` wrote."""
         rows: dict[Shape, dict[OperatorConfig | None, float]] = {}
         for row in values["rows"]:
             config = None if row["operator"] is None else OperatorConfig.from_dict(row["operator"])
@@ -111,7 +111,7 @@ class SpeedTable:
 
     @classmethod
     def load(cls, path: str | Path) -> SpeedTable:
-        """The table in a ``speed.json``. Raises ValueError if it holds none, OSError if it cannot be read."""
+        """Return the table in a ``speed.json``. Raises ValueError if it holds none, OSError if it cannot be read."""
         try:
             return cls.from_dict(read_json(path))
         except (ValueError, LookupError, TypeError) as error:
@@ -230,7 +230,7 @@ class PlannedSpeed:
         return self.before / self.after
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return JSON values."""
         return dataclasses.asdict(self.conditions) | {
             "seconds_before": self.before,
             "seconds": self.after,

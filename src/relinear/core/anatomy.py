@@ -38,7 +38,7 @@ _PRE_NORM = (
 
 
 def unwrapped(model: Any) -> Any:
-    """The Hugging Face model itself: what a PEFT model holds inside, any other model as it is."""
+    """Return the Hugging Face model itself: what a PEFT model holds inside, any other model as it is."""
     inside = getattr(model, "get_base_model", None)
     return inside() if callable(inside) and hasattr(model, "peft_config") else model
 
@@ -134,12 +134,12 @@ def decoder(model: nn.Module) -> nn.Module:
 
 
 def decoder_layers(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The decoder's layers, in order. Raises ValueError as ``decoder`` does."""
+    """Return the decoder's layers, in order. Raises ValueError as ``decoder`` does."""
     return _decoder_stack(model).layers
 
 
 def layer_finder(model: Any) -> Callable[[str], int | None]:
-    """A function from names of modules to the index of the layer that they lie in, None outside of all layers.
+    """Return a function from names of modules to the index of the layer that they lie in, None outside of all layers.
 
     Layers are the decoder's; where a model has several stacks that count (encoder and decoder), or none that fits its
     config, they are those of every outermost list of modules.
@@ -169,7 +169,7 @@ def layer_index(model: nn.Module, name: str) -> int | None:
 
 
 def is_checkpointing(base: Any) -> bool:
-    """Whether gradient checkpointing is on in a base model; OPT's flag is that of the decoder inside."""
+    """Return whether gradient checkpointing is on in a base model; OPT's flag is that of the decoder inside."""
     runner = base if hasattr(base, "gradient_checkpointing") else decoder(base)
     return bool(getattr(runner, "gradient_checkpointing", False))
 
@@ -178,13 +178,13 @@ def is_checkpointing(base: Any) -> bool:
 
 
 def takes_keywords(module: nn.Module) -> bool:
-    """Whether a module's forward takes further keyword arguments."""
+    """Return whether a module's forward takes further keyword arguments."""
     kinds = [p.kind for p in inspect.signature(module.forward).parameters.values()]
     return inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def attention_of(index: int, layer: nn.Module) -> nn.Module:
-    """The attention of decoder layer ``index``.
+    """Return the attention of decoder layer ``index``.
 
     Raises:
         ValueError: if the layer has none of a known name, or several.

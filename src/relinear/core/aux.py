@@ -111,7 +111,7 @@ def _targets(inputs: Mapping[str, Any], shifted: bool) -> Tensor | None:
 
 
 def counted_tokens(inputs: Mapping[str, Any], model: Any = None) -> Tensor | None:
-    """Which tokens of a forward pass count in means over tokens: (B, T) bool, or None where all of them do.
+    """Return which tokens of a forward pass count in means over tokens: (B, T) bool, or None where all of them do.
 
     Those whose prediction has a label that is not -100; without labels of tokens those that ``attention_mask`` (B, T)
     leaves; without either, all.

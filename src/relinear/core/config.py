@@ -130,12 +130,12 @@ class Config:
                 raise UnknownSettingError(f"{where}: unknown setting {shown(key)}; {nearest(str(key), names)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as JSON values, ``kind`` first; every field is written, so defaults may change later."""
+        """Return the config as JSON values, ``kind`` first; every field is written, so defaults may change later."""
         return {"kind": self.kind} | {f.name: _encode(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The config that ``to_dict`` wrote, of this version or an earlier one.
+        """Return the config that ``to_dict`` wrote, of this version or an earlier one.
 
         ``to_dict`` writes every setting. Where all of those are given that an earlier version knew, the later ones
         (``formerly``) are taken as they were meant then, whatever has become the default since.
@@ -183,11 +183,11 @@ class Config:
 
     @classmethod
     def kinds(cls) -> dict[str, type[Config]]:
-        """Every registered config class of this family, by kind."""
+        """Return every registered config class of this family, by kind."""
         return dict(_REGISTRY.get(cls.family, {}))
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed (and checked again)."""
+        """Return a copy with some fields changed (and checked again)."""
         return dataclasses.replace(self, **changes)
 
     def __str__(self) -> str:
@@ -289,7 +289,7 @@ def check_divides(name: str, value: int, **sizes: int) -> None:
 
 
 def layer_indices(layers: Any) -> tuple[int, ...]:
-    """What ``layers=`` of surgery and of attachments names: one index or several, of any integer type.
+    """Return what ``layers=`` of surgery and of attachments names: one index or several, of any integer type.
 
     Raises:
         ValueError: for text, numbers that are no integers, and whatever else is no index.
@@ -316,7 +316,7 @@ def _index(value: Any) -> int | None:
 
 
 def parse_setting(text: str) -> dict[str, Any]:
-    """The mapping that ``kind:key=value,key=value`` stands for, ready for ``Config.from_dict``.
+    """Return the mapping that ``kind:key=value,key=value`` stands for, ready for ``Config.from_dict``.
 
     Values are JSON scalars or lists, ``none``, bare words (strings), or a nested setting in parentheses:
     ``hdpl:rank=128,blocks=8`` gives ``{"kind": "hdpl", "rank": 128, "blocks": 8}``, and

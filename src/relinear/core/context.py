@@ -75,7 +75,7 @@ class context:
 
 
 def current_context(x: Tensor | None, context_dim: int, kind: str) -> Tensor:
-    """The context that belongs to the input ``x`` of a conditioned operator.
+    """Return the context that belongs to the input ``x`` of a conditioned operator.
 
     Args:
         x: (..., T, I), the operator's input; None to take the context whatever its tokens.
@@ -153,17 +153,17 @@ def check_context_is_there(model: nn.Module) -> None:
 
 
 def conditioned_operators(model: nn.Module) -> dict[str, Any]:
-    """Every operator of ``model`` that reads the context, by name (also those that another operator holds)."""
+    """Return every operator of ``model`` that reads the context, by name (also those that another operator holds)."""
     return {n: m for n, m in model.named_modules() if isinstance(m, Operator) and m.config.conditioned}
 
 
 def context_owner(model: Any) -> Any:
-    """The owner attached to ``model`` (what runs in its place, where PEFT keeps a copy to train), or None."""
+    """Return the owner attached to ``model`` (what runs in its place, where PEFT keeps a copy to train), or None."""
     return next((m._modules[OWNER_NAME] for m in model.modules() if OWNER_NAME in m._modules), None)
 
 
 def check_carries_context(model: Any) -> nn.Module:
-    """The module that an owner can be installed on, the one that runs the decoder layers; changes nothing.
+    """Return the module that an owner can be installed on, the one that runs the decoder layers; changes nothing.
 
     Raises:
         ValueError: saying why the context cannot be right in this model.

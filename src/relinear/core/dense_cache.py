@@ -27,10 +27,10 @@ class Bounds(Protocol):
     """Which sizes of an operator are faster through its dense matrix."""
 
     def in_inference(self, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
-        """Whether a matrix that is kept is faster for about so many tokens."""
+        """Return whether a matrix that is kept is faster for about so many tokens."""
 
     def in_training(self, in_features: int, out_features: int, x: Tensor) -> bool:
-        """Whether a matrix composed in the step of x is faster, and possible."""
+        """Return whether a matrix composed in the step of x is faster, and possible."""
 
 
 def dense_inference(

@@ -31,7 +31,7 @@ _running = _Running()
 
 
 def start(key: str, value: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a forward that hands on ``value``, which they alone keep alive."""
+    """Return the keyword arguments of a forward that hands on ``value``, which they alone keep alive."""
     setattr(_running, key, weak(value))
     return kwargs | {key: value}
 
@@ -47,7 +47,7 @@ def weak(value: Any) -> Any:
 
 
 def strong(reference: Any) -> Any:
-    """What ``weak`` was given, or None if that is gone."""
+    """Return what ``weak`` was given, or None if that is gone."""
     return reference() if isinstance(reference, weakref.ref) else reference
 
 

@@ -48,7 +48,7 @@ class ParameterCache:
         self._state: tuple[list[tuple], list[tuple], dict[Hashable, Any]] | None = None
 
     def get(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """The value at ``key``, at first ``compute()``; None where the cache does not open.
+        """Return the value at ``key``, at first ``compute()``; None where the cache does not open.
 
         Computed without a graph, outside of inference mode and of autocast: it serves calls that are in neither.
         """
@@ -171,7 +171,7 @@ class CachingModule(nn.Module):
 
 
 def prepared(module: CachingModule, x: Tensor, make: Callable[[Tensor], Run | None]) -> Run | None:
-    """How ``module`` runs inputs like x: ``make(x)``, made once a dtype; None where it is to run as usual.
+    """Return how ``module`` runs inputs like x: ``make(x)``, made once a dtype; None where it is to run as usual.
 
     None outside of ``relinear.for_inference_`` and in training, also of a submodule alone, where ``make`` has returned
     None, and wherever calling a submodule would run anything but the forward of its class: what was made reads their
@@ -202,7 +202,7 @@ class _Bare:
         self._hooks = forward_hooks(children)
 
     def holds(self) -> bool:
-        """Whether the parameters of submodules may be read without calling them."""
+        """Return whether the parameters of submodules may be read without calling them."""
         for child, kind, own in self._children:
             if child.__class__ is not kind or own["training"] or "forward" in own:
                 return False

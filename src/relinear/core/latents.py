@@ -43,7 +43,7 @@ __all__ = [
 
 
 def latent_operators(model: nn.Module) -> dict[str, LatentOperator]:
-    """Every operator of ``model`` that has a latent, by name (each once, also where it is aliased).
+    """Return every operator of ``model`` that has a latent, by name (each once, also where it is aliased).
 
     Raises:
         ValueError: if there is none, or ``model`` is no model.
@@ -120,7 +120,7 @@ def observe(model: nn.Module, observer: Callable[[str, Latent], None]) -> Abstra
 
 
 def observe_sites(places: Mapping[str, Site], observer: Callable[[str, Latent], None]) -> AbstractContextManager[None]:
-    """The same for any sites of a model, by the names they have in ``places``."""
+    """Return the same for any sites of a model, by the names they have in ``places``."""
     return _tapped(places, observers={name: [lambda l, name=name: observer(name, l)] for name in places})
 
 
@@ -145,7 +145,7 @@ class Edit:
         """Raise ValueError if this cannot be applied to the latent of ``size`` dimensions of operator ``name``."""
 
     def apply(self, latent: Latent) -> Tensor:
-        """The new z (..., R)."""
+        """Return the new z (..., R)."""
         raise TypeError(f"{type(self).__name__} does not say what it does")
 
 
@@ -154,7 +154,7 @@ class _OnDims(Edit):
     """An edit of some dimensions by values that are given beforehand."""
 
     def values(self) -> dict[str, Values | None]:
-        """The values by field name."""
+        """Return the values by field name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("dims", "scale")}
 
     def check(self, name: str, size: int) -> None:
@@ -181,7 +181,7 @@ class _OnDims(Edit):
         return z
 
     def change(self, z: Tensor) -> Tensor:
-        """The new values of the chosen dimensions z (..., R or len(dims))."""
+        """Return the new values of the chosen dimensions z (..., R or len(dims))."""
         raise TypeError(f"{type(self).__name__} does not say what it does")
 
 

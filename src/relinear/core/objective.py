@@ -32,7 +32,7 @@ class ObjectiveConfig(Config):
         """Raise ValueError or OSError if something that the settings name cannot be had; before data are read."""
 
     def prepare(self, model: nn.Module) -> Objective:
-        """The function that training calls.
+        """Return the function that training calls.
 
         Raises:
             ValueError: if ``model`` cannot be trained on this; says why and what to do.

@@ -68,7 +68,7 @@ class OperatorConfig(Config):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Operator:
-        """The operator as a module of its own, freshly initialised.
+        """Return the operator as a module of its own, freshly initialised.
 
         Args:
             in_features: size of the last dimension of the input.
@@ -86,7 +86,7 @@ class OperatorConfig(Config):
         return self.module_class(self, in_features, out_features, bias=bias, device=device, dtype=dtype)
 
     def convert(self, source: nn.Module, init: Init = "fresh") -> Operator:
-        """The operator that takes the place of ``source`` (a linear layer or an operator) in a model.
+        """Return the operator that takes the place of ``source`` (a linear layer or an operator) in a model.
 
         Wrappers override this to keep ``source`` inside. The result has the source's device, dtype, training mode and
         ``requires_grad``.
@@ -178,7 +178,7 @@ class Operator(TokenTerms, CachingModule):
         return (self.to_dense(),)
 
     def dense_bias(self) -> Tensor | None:
-        """The additive bias that goes with ``to_dense``, or None."""
+        """Return the additive bias that goes with ``to_dense``, or None."""
         return self.bias
 
     def from_linear(self, linear: nn.Module) -> Self:
@@ -213,7 +213,7 @@ class Operator(TokenTerms, CachingModule):
         return self
 
     def source_weight(self, linear: nn.Module) -> Tensor:
-        """The matrix that ``from_linear`` is to fit, checked: of this shape, and no bias that would be lost."""
+        """Return the matrix that ``from_linear`` is to fit, checked: of this shape, and no bias that would be lost."""
         sizes = linear_features(linear)
         if sizes != (self.in_features, self.out_features):
             own = (self.in_features, self.out_features)
@@ -312,12 +312,12 @@ def _class_name(module: Any) -> str:
 
 
 def is_conv1d(module: Any) -> bool:
-    """Whether ``module`` is GPT-2's transposed linear."""
+    """Return whether ``module`` is GPT-2's transposed linear."""
     return _class_name(module) == _CONV1D
 
 
 def is_linear(module: Any) -> bool:
-    """Whether ``module`` can be replaced: exactly nn.Linear, one of transformers' ``_STOCK``, or an operator.
+    """Return whether ``module`` can be replaced: exactly nn.Linear, one of transformers' ``_STOCK``, or an operator.
 
     Other subclasses of nn.Linear cannot: they may compute something else.
     """
@@ -332,7 +332,7 @@ def linear_features(module: Any) -> tuple[int, int]:
 
 
 def dense_weight(module: Any) -> Tensor:
-    """The (out_features, in_features) matrix of an nn.Linear, a Conv1D or an operator that has one."""
+    """Return the (out_features, in_features) matrix of an nn.Linear, a Conv1D or an operator that has one."""
     if isinstance(module, Operator):
         return module.to_dense()
     if is_conv1d(module):
@@ -353,12 +353,12 @@ def dense_in_float32(operator: Operator) -> tuple[Tensor, Tensor | None]:
 
 
 def dense_bias(module: Any) -> Tensor | None:
-    """The bias that goes with ``dense_weight``, or None."""
+    """Return the bias that goes with ``dense_weight``, or None."""
     return module.dense_bias() if isinstance(module, Operator) else module.bias
 
 
 def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """An nn.Linear, not to be trained, that shares the memory of ``weight`` (O, I) and ``bias`` (O,)."""
+    """Return an nn.Linear, not to be trained, that shares the memory of ``weight`` (O, I) and ``bias`` (O,)."""
     outputs, inputs = weight.shape
     linear = nn.Linear(inputs, outputs, bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.detach(), requires_grad=False)

@@ -65,7 +65,7 @@ class ListedParameters(nn.ParameterList):
     __call__ = nn.Module.__call__  # which a plain ParameterList refuses
 
     def forward(self) -> list[Tensor]:
-        """The parameters, where they are while the operator runs."""
+        """Return the parameters, where they are while the operator runs."""
         return list(self)
 
 
@@ -94,7 +94,7 @@ def is_bare(module: Any) -> bool:
 
 
 def is_plain_linear(module: Any) -> bool:
-    """Whether ``module`` is exactly ``nn.Linear``, bare, with an ordinary tensor as its weight.
+    """Return whether ``module`` is exactly ``nn.Linear``, bare, with an ordinary tensor as its weight.
 
     A subclass, an adapter or a quantised layer is not, nor is one whose weight a quantiser, a sharding plan or a
     parametrisation has put another kind of tensor in.
@@ -103,7 +103,7 @@ def is_plain_linear(module: Any) -> bool:
 
 
 def forward_hooks(modules: Iterable[nn.Module]) -> tuple[dict, ...]:
-    """The dictionaries of the hooks that calls of ``modules`` run, their own and those of all modules.
+    """Return the dictionaries of the hooks that calls of ``modules`` run, their own and those of all modules.
 
     torch adds to these dictionaries, and never replaces them.
     """

@@ -23,7 +23,7 @@ _WITHOUT_OWNER = frozenset(
 
 
 def saved_place(name: Any, *, presets: Iterable[str] = (), cache_dir: Any = None) -> Literal["directory", "hub"]:
-    """Where the saved model ``name`` is to be had, as far as can be told without a network.
+    """Return where the saved model ``name`` is to be had, as far as can be told without a network.
 
     Args:
         name: what a user wrote.

@@ -43,7 +43,7 @@ def record(model: nn.Module) -> dict[str, Any] | None:
 
 
 def config_record(config: Any) -> dict[str, Any] | None:
-    """The record in ``config.quantization_config``; None where there is none, or another method's."""
+    """Return the record in ``config.quantization_config``; None where there is none, or another method's."""
     return own_record(getattr(config, "quantization_config", None))
 
 

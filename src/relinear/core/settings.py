@@ -57,7 +57,7 @@ class Settings(BaseModel):
 
     @classmethod
     def completed(cls, saved: Any) -> Any:
-        """Settings that an earlier version wrote (``model_dump(mode="json")``), as this version writes them.
+        """Return settings that an earlier version wrote (``model_dump(mode="json")``), as this version writes them.
 
         What they lack takes its default, so that two runs can be held against each other although settings have been
         added since. What this version cannot read is given back as it is: it then differs from every setting.
@@ -68,7 +68,7 @@ class Settings(BaseModel):
             return saved
 
     def updated(self, **changes: Any) -> Self:
-        """A copy with some settings changed, checked again as a whole."""
+        """Return a copy with some settings changed, checked again as a whole."""
         return self.load(self.model_dump() | changes)
 
 

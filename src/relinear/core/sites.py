@@ -44,7 +44,7 @@ class Latent(NamedTuple):
 
 
 def point(value: Tensor) -> Latent:
-    """A value (..., R) that nothing is drawn for: a latent whose sigma is 0."""
+    """Return a value (..., R) that nothing is drawn for: a latent whose sigma is 0."""
     return Latent(value, value, torch.full_like(value, -math.inf))
 
 
@@ -124,7 +124,7 @@ class Site(Protocol):
         """What the value is, in one word."""
 
     def tap(self) -> LatentTap | None:
-        """The tap that stands there."""
+        """Return the tap that stands there."""
 
     def put(self, tap: LatentTap | None) -> None:
         """Put ``tap`` in its place; None leaves the site as if there had never been one."""

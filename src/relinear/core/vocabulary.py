@@ -10,7 +10,7 @@ __all__ = ["check_length_fits", "check_table_fits", "check_tokenizer_fits", "mos
 
 
 def token_tables(model: nn.Module) -> list[nn.Embedding]:
-    """What parts of ``model`` embed its tokens with beside it: each part names its own as ``token_table``.
+    """Return what parts of ``model`` embed its tokens with beside it: each part names its own as ``token_table``.
 
     Raises:
         ValueError: if one is wrapped (by an adapter), so that its size cannot be changed.
@@ -54,7 +54,7 @@ def check_tokenizer_fits(tokenizer: Any, model: Any) -> None:
 
 
 def most_positions(model: Any) -> int | None:
-    """The most tokens that ``model`` reads at once, by its config; None where that states no end."""
+    """Return the most tokens that ``model`` reads at once, by its config; None where that states no end."""
     found = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None
 

@@ -33,7 +33,7 @@ def cache_folder(setting: Path | None = None) -> Path:
 
 
 def digest(value: Any) -> str:
-    """A short name for a JSON value, different for every value."""
+    """Return a short name for a JSON value, different for every value."""
     text = json.dumps([FORMAT, value], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -64,7 +64,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
 
 
 def cached(root: Path, kind: str, key: Any, build: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
-    """The folder of an entry and what was noted about it, building it first if it is absent or damaged.
+    """Return the folder of an entry and what was noted about it, building it first if it is absent or damaged.
 
     Processes that want the same entry at once wait for the one that builds it. An entry appears whole or not at all.
     Nothing is read that another user could have put there (``check_own``).

@@ -27,7 +27,7 @@ class Closed(str):
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether ``value`` is a list of messages, ``{"role": ..., "content": ...}`` each."""
+    """Return whether ``value`` is a list of messages, ``{"role": ..., "content": ...}`` each."""
     return (
         isinstance(value, list | tuple)
         and len(value) > 0
@@ -36,7 +36,7 @@ def is_conversation(value: Any) -> bool:
 
 
 def as_document(value: Any) -> str | None:
-    """Text as it is, messages (or a mapping with ``messages``) as a ``Conversation``; None for anything else."""
+    """Return text as it is, messages (or a mapping with ``messages``) as a ``Conversation``; None for anything else."""
     if isinstance(value, str):
         return value
     messages = value.get("messages") if isinstance(value, Mapping) else value
@@ -44,7 +44,7 @@ def as_document(value: Any) -> str | None:
 
 
 def spoken(tokenizer: Any, documents: Iterable[str]) -> Iterator[str]:
-    """The documents, each conversation as the text that the tokenizer's chat template makes of it.
+    """Yield the documents, each conversation as the text that the tokenizer's chat template makes of it.
 
     Raises:
         ValueError: if there is a conversation and the tokenizer has no template, or the template refuses it.

@@ -24,7 +24,7 @@ SPLITS = ("train", "validation", "test", "all")
 
 
 def open_corpus(settings: DataSettings) -> Corpus:
-    """The corpus that ``settings`` name, without reading it.
+    """Return the corpus that ``settings`` name, without reading it.
 
     Raises:
         ValueError: if it is absent or no text can be had from it; the message says what was tried.
@@ -47,7 +47,7 @@ def open_corpus(settings: DataSettings) -> Corpus:
 
 
 def iter_texts(settings: DataSettings, split: str = "train", *, conversations: bool = False) -> Iterator[str]:
-    """The documents of one split, in a fixed order.
+    """Return the documents of one split, in a fixed order.
 
     Args:
         settings: which corpus, and how it is divided.

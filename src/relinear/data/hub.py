@@ -23,7 +23,7 @@ _NOT_HAD = (
 
 
 def hub_in_reach() -> bool:
-    """Whether the Hub answers; asked first, because its own client tries again for half a minute."""
+    """Return whether the Hub answers; asked first, because its own client tries again for half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -40,7 +40,7 @@ def hub_in_reach() -> bool:
 
 
 def hub_sources(name: str, text_column: str | None, max_documents: int | None, cache: Path) -> dict[str, Source]:
-    """The sources of a Hub data set ``owner/name`` or ``owner/name:config`` by split.
+    """Return the sources of a Hub data set ``owner/name`` or ``owner/name:config`` by split.
 
     With ``max_documents`` the data set is streamed, not downloaded, and what was read is kept in the cache, so that it
     is read once and is there without a network afterwards.

@@ -67,7 +67,7 @@ def _file_keys(files: Sequence[Path]) -> list[Any]:
 
 
 def local_sources(path: Path, text_column: str | None) -> dict[str, Source]:
-    """The sources of a local file or folder by split; an undivided one has the split ``all``.
+    """Return the sources of a local file or folder by split; an undivided one has the split ``all``.
 
     A folder whose files (or subfolders) are named train, validation and test, as the Hub names them, is divided by
     them; otherwise all files of a folder make one corpus.
@@ -99,7 +99,7 @@ def local_sources(path: Path, text_column: str | None) -> dict[str, Source]:
 
 
 def files_source(files: Sequence[Path], text_column: str | None) -> Source:
-    """The documents of files of any known kind, one after another."""
+    """Yield the documents of files of any known kind, one after another."""
 
     def documents() -> Iterator[str]:
         for path in files:
@@ -177,7 +177,7 @@ _READERS = {".txt": _read_text, ".md": _read_text, ".jsonl": _read_jsonl, ".parq
 def choose_column(
     where: str, wanted: str | None, columns: Sequence[str], strings: Sequence[str], chats: Sequence[str] = ()
 ) -> str:
-    """The column of documents: the one asked for, else ``text``, ``messages``, or the only one of strings.
+    """Return the column of documents: the one asked for, else ``text``, ``messages``, or the only one of strings.
 
     Args:
         where: the file or data set, for messages.

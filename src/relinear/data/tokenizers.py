@@ -135,7 +135,7 @@ def load_tokenizer(name: str, *, separates: bool = True) -> Any:
 
 
 def separator_id(tokenizer: Any) -> int:
-    """The id of the token that ends a document. Raises ValueError if the tokenizer has none."""
+    """Return the id of the token that ends a document. Raises ValueError if the tokenizer has none."""
     for value in (tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.bos_token_id):
         if value is not None:
             return int(value)
@@ -146,7 +146,7 @@ def separator_id(tokenizer: Any) -> int:
 
 
 def vocabulary_size(tokenizer: Any) -> int:
-    """Entries an embedding needs for every id of the tokenizer, added tokens included."""
+    """Return entries an embedding needs for every id of the tokenizer, added tokens included."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 

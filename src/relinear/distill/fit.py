@@ -51,7 +51,7 @@ class Pairs:
     contexts: Tensor | None = None
 
     def run(self, module: nn.Module, rows: Tensor | slice) -> Tensor:
-        """What ``module`` gives for these rows."""
+        """Return what ``module`` gives for these rows."""
         reference = next(module.parameters())
         given: contextlib.AbstractContextManager = contextlib.nullcontext()
         if self.contexts is not None:
@@ -122,12 +122,12 @@ def start_bias_(module: Operator, pairs: Pairs, rows: slice, *, fitted: bool) ->
 
 
 def better(kind: str, after: FitError, before: FitError) -> bool:
-    """Whether a fit by this loss ended no worse than it began; not a number counts as worse."""
+    """Return whether a fit by this loss ended no worse than it began; not a number counts as worse."""
     return after.cosine >= before.cosine if kind == "cosine" else after.relative <= before.relative
 
 
 def loss_value(kind: str, got: Tensor, wanted: Tensor, mean_square: float) -> Tensor:
-    """The loss "mse", relative to ``mean_square``, or "cosine" of outputs (..., O)."""
+    """Return the loss "mse", relative to ``mean_square``, or "cosine" of outputs (..., O)."""
     if kind == "cosine":
         return 1 - torch.nn.functional.cosine_similarity(got, wanted, dim=-1).mean()
     return (got - wanted).square().mean() / mean_square

@@ -12,7 +12,7 @@ __all__ = ["distill_section"]
 
 
 def distill_section(report: Mapping[str, Any]) -> Section:
-    """What a page says of ``report``, the values of report.json."""
+    """Return what a page says of ``report``, the values of report.json."""
     error = "KL (nats)" if report["loss"] == "kl" else "error"
     layers = report["layers"]
     blocks: list[Block] = []

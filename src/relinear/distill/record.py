@@ -64,7 +64,7 @@ def token_blocks(
     what: str = "tokens plus validation_tokens",
     spare: int = 0,
 ) -> Tensor:
-    """The first ``count`` blocks (N, T) of a corpus, read no further than needed.
+    """Return the first ``count`` blocks (N, T) of a corpus, read no further than needed.
 
     Args:
         data: texts and conversations (tokenised as one stream), or tensors of token ids, or mappings with
@@ -144,11 +144,11 @@ class Recording:
         return torch.from_file(file, shared=True, size=math.prod(shape), dtype=rows.dtype).view(shape)
 
     def values(self, name: str) -> Tensor | None:
-        """What was stored under ``name``."""
+        """Return what was stored under ``name``."""
         return self._stores.get(self._where.get(name, name))
 
     def inputs(self, name: str) -> Tensor:
-        """The inputs (M, I) of the module ``name``."""
+        """Return the inputs (M, I) of the module ``name``."""
         stored = self.values(name)
         if stored is None:
             raise ValueError(
@@ -157,7 +157,7 @@ class Recording:
         return stored
 
     def contexts(self, name: str) -> Tensor | None:
-        """The context (M, C) of every input of ``name``, where it was asked for."""
+        """Return the context (M, C) of every input of ``name``, where it was asked for."""
         return self.values(f"{name} context")
 
 

@@ -54,7 +54,7 @@ def perplexity(
     max_tokens: int | None = None,
     batch_size: int = 4,
 ) -> Perplexity:
-    """The perplexity of a causal language model: exp of the mean loss over every predicted token.
+    """Return the perplexity of a causal language model: exp of the mean loss over every predicted token.
 
     Text is tokenised as one stream (documents joined by the tokenizer's end-of-text token) and read in windows. With
     the default stride windows do not overlap and the first token of each is not predicted, which is the usual way to

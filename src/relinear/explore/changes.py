@@ -44,13 +44,13 @@ class Change(NamedTuple):
         return {self.site: edit(**{argument: self.value, "dims": [self.unit]})}
 
     def code(self) -> str:
-        """The same as Python source."""
+        """Return the same as Python source."""
         edit, argument = ACTIONS[self.action]
         return f"{{{self.site!r}: relinear.{edit.__name__}({argument}={self.value!r}, dims=[{self.unit}])}}"
 
 
 def try_change(subject: Subject, text: str, change: Change, new: int = 30, seed: int = 0) -> dict[str, Any]:
-    """What a change of a unit does to the next token after ``text`` and to what is written, beside a control.
+    """Return what a change of a unit does to the next token after ``text`` and to what is written, beside a control.
 
     The control is a random other unit that is moved equally far, in its own standard deviations.
 
@@ -109,7 +109,7 @@ def _side_by_side(subject: Subject, sides: Sequence[dict[str, Any] | None]) -> d
 
 
 def code(subject: Subject, text: str, change: Change, new: int) -> str:
-    """A program that repeats a change."""
+    """Return a program that repeats a change."""
     lines = [
         "import torch",
         "from transformers import AutoTokenizer",
@@ -133,7 +133,7 @@ def code(subject: Subject, text: str, change: Change, new: int) -> str:
 
 
 def effect(subject: Subject, site: str, unit: int, seed: int = 0) -> dict[str, Any]:
-    """What a unit does to the next token where it is highest: the same texts with it kept at its mean.
+    """Return what a unit does to the next token where it is highest: the same texts with it kept at its mean.
 
     Beside it a control, a random other unit that is kept at its mean on the same texts.
     """

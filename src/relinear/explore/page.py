@@ -39,14 +39,14 @@ _KINDS = {torch.float32: "F32", torch.int32: "I32"}
 
 
 def live_page(overviews: Sequence[Mapping[str, Any]]) -> str:
-    """The page that asks the server for what it shows."""
+    """Return the page that asks the server for what it shows."""
     return _page(overviews, _LIVE, {"models": list(overviews)})
 
 
 def static_page(
     subjects: Sequence[Subject], effects: int = 0, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> str:
-    """The page that holds the indices of the subjects.
+    """Return the page that holds the indices of the subjects.
 
     Args:
         subjects: one model, or two side by side.

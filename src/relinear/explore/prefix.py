@@ -21,7 +21,7 @@ _CONTEXT = "transformer.context"
 
 
 def prefix_view(subject: Subject, prefix: str, text: str) -> dict[str, Any]:
-    """The model specialised to ``prefix`` (``relinear.specialize``) beside itself without it, as JSON values.
+    """Return the model specialised to ``prefix`` (``relinear.specialize``) beside itself without it, as JSON values.
 
     Returns:
         "tokens", "shares": the likeliest next tokens after ``text`` and their probabilities for the specialised model,

@@ -32,7 +32,7 @@ def prepare_subject(
     folder: Path | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Subject:
-    """The model with its index: the one that is kept, if it was made from the same things, else a new one.
+    """Return the model with its index: the one that is kept, if it was made from the same things, else a new one.
 
     Args:
         name: the directory that the model was loaded from, or its name on the Hub.

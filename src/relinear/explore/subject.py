@@ -46,23 +46,23 @@ class Subject:
     # Text
 
     def token_text(self, token: int) -> str:
-        """One token as text."""
+        """Return one token as text."""
         if token not in self._texts:
             self._texts[token] = self.tokenizer.decode([token])
         return self._texts[token]
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Tokens as texts."""
+        """Return tokens as texts."""
         return [self.token_text(int(token)) for token in ids]
 
     def text(self, row: int) -> str:
-        """A text of the corpus. Raises ValueError if there is none of this number."""
+        """Return a text of the corpus. Raises ValueError if there is none of this number."""
         if not 0 <= row < len(self.index.ids):
             raise ValueError(f"the corpus has texts 0 to {len(self.index.ids) - 1}, got {row}")
         return self.tokenizer.decode(self.index.ids[row])
 
     def positions(self) -> int:
-        """The most tokens that the model reads."""
+        """Return the most tokens that the model reads."""
         return most_positions(self.model) or 1 << 20
 
     def encode(self, text: str, new: int = 0) -> Tensor:
@@ -88,7 +88,7 @@ class Subject:
         return index.unit_at(random.Random(f"{site} {unit} {seed}").choice(others)) if others else None
 
     def overview(self) -> dict[str, Any]:
-        """What the model offers."""
+        """Return what the model offers."""
         sites = [
             {"name": one.name, "kind": one.kind, "layer": one.layer, "size": one.size, "start": one.start}
             for one in self.index.sites.values()
@@ -106,7 +106,7 @@ class Subject:
         }
 
     def units(self, site: str) -> list[dict[str, Any]]:
-        """Every unit of a site in few words: mean, spread, and the tokens at which it is highest."""
+        """Return every unit of a site in few words: mean, spread, and the tokens at which it is highest."""
         facts, tensors = self.index.facts(site), self.index.tensors
         rows = slice(facts.start, facts.start + facts.size)
         marked = self._marked("most", rows)[:, :3].tolist()
@@ -122,7 +122,7 @@ class Subject:
         return self.index.ids.long()[texts.clamp_min(0), tokens].where(texts >= 0, torch.tensor(-1))
 
     def unit(self, site: str, unit: int) -> dict[str, Any]:
-        """A unit's page: the texts that move it most and least, each token of them, its histogram."""
+        """Return a unit's page: the texts that move it most and least, each token of them, its histogram."""
         row, tensors = self.index.row(site, unit), self.index.tensors
         facts = self.index.facts(site)
         found: dict[str, Any] = {"site": site, "unit": unit, "kind": facts.kind}
@@ -158,7 +158,7 @@ class Subject:
     # What runs the model
 
     def colour(self, text: str, site: str, unit: int) -> dict[str, Any]:
-        """A text's tokens with the values of a unit, and at each those of its site furthest from their means."""
+        """Return a text's tokens with the values of a unit, and at each those of its site furthest from their means."""
         row = self.index.row(site, unit)
         ids = self.encode(text)
         with self.lock:
@@ -201,7 +201,7 @@ class Subject:
         return shares
 
     def continued(self, ids: Tensor, new: int, edits: Mapping[str, Edit]) -> str:
-        """What the model writes after ids (T,), greedily. The caller holds ``lock``."""
+        """Return what the model writes after ids (T,), greedily. The caller holds ``lock``."""
         inputs = ids[None].to(self.model.device)
         settings = {"max_new_tokens": new, "do_sample": False, "attention_mask": torch.ones_like(inputs)}
         with self._running(edits):
@@ -214,7 +214,7 @@ class Subject:
         return next(token for token in given if token is not None)
 
     def next_token(self, text: str) -> dict[str, Any]:
-        """The likeliest next tokens after ``text``."""
+        """Return the likeliest next tokens after ``text``."""
         ids = self.encode(text)
         with self.lock:
             shares = self.shares_of(ids[None], {})[0, -1]
@@ -222,7 +222,7 @@ class Subject:
         return {"tokens": self.tokens(best.indices.tolist()), "shares": best.values.tolist()}
 
     def reads_prefixes(self) -> bool:
-        """Whether the model turns a prefix into weights."""
+        """Return whether the model turns a prefix into weights."""
         from relinear.models.cgt.config import CGTConfig
 
         return isinstance(self.model.config, CGTConfig)

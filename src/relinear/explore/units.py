@@ -116,20 +116,20 @@ class Index:
     made_from: Mapping[str, Any]
 
     def row(self, site: str, unit: int) -> int:
-        """The row of a unit in the tensors. Raises ValueError if there is none."""
+        """Return the row of a unit in the tensors. Raises ValueError if there is none."""
         facts = self.facts(site)
         if not 0 <= unit < facts.size:
             raise ValueError(f"{site} has units 0 to {facts.size - 1}, got {unit}")
         return facts.start + unit
 
     def facts(self, site: str) -> SiteFacts:
-        """What is known of a site. Raises ValueError if there is none of this name."""
+        """Return what is known of a site. Raises ValueError if there is none of this name."""
         if site not in self.sites:
             raise ValueError(f"no site is named {site!r}; {nearest(site, self.sites)}")
         return self.sites[site]
 
     def unit_at(self, row: int) -> tuple[str, int]:
-        """The site and the unit of a row of the tensors."""
+        """Return the site and the unit of a row of the tensors."""
         facts = next(facts for facts in self.sites.values() if facts.start <= row < facts.start + facts.size)
         return facts.name, row - facts.start
 
@@ -147,7 +147,7 @@ class Index:
 
 
 def read_index(directory: str | Path, made_from: Mapping[str, Any]) -> Index | None:
-    """The index in ``directory`` if there is a whole one that was made from the same things, else None."""
+    """Return the index in ``directory`` if there is a whole one that was made from the same things, else None."""
     folder = Path(directory)
     try:
         values = read_json(folder / "index.json")
@@ -214,7 +214,7 @@ class _Running:
         self.counts.scatter_add_(1, bins, torch.ones_like(bins))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The site's rows of the index's tensors."""
+        """Return the site's rows of the index's tensors."""
         mean = self.sum / self.seen
         found = {}
         for end, sign in (("most", 1), ("least", -1)):

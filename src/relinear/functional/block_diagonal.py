@@ -25,12 +25,12 @@ def block_diagonal(x: Tensor, blocks: Tensor) -> Tensor:
 
 
 def block_diagonal_to_dense(blocks: Tensor) -> Tensor:
-    """The (O, I) matrix with ``blocks`` (K, O/K, I/K) on its diagonal."""
+    """Return the (O, I) matrix with ``blocks`` (K, O/K, I/K) on its diagonal."""
     return torch.block_diag(*blocks.unbind())
 
 
 def block_diagonal_of(weight: Tensor, blocks: int) -> Tensor:
-    """The K diagonal blocks (K, O/K, I/K) of ``weight`` (O, I); its closest block-diagonal matrix."""
+    """Return the K diagonal blocks (K, O/K, I/K) of ``weight`` (O, I); its closest block-diagonal matrix."""
     rows, columns = weight.shape[0] // blocks, weight.shape[1] // blocks
     return weight.reshape(blocks, rows, blocks, columns).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 

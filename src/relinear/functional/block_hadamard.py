@@ -17,7 +17,7 @@ __all__ = ["block_hadamard", "block_hadamard_dense", "block_hadamard_fit", "bloc
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """The orthonormal Walsh-Hadamard transform H_P (x) I_Q along the last dimension; symmetric, its own inverse.
+    """Return the orthonormal Walsh-Hadamard transform H_P (x) I_Q along the last dimension; symmetric, its own inverse.
 
     P is the largest power of two that divides the size N = P Q of the last dimension: on a power of two this is the
     transform in natural (Sylvester) order, on an odd size it is the identity. Takes log2(P) additions a coordinate.
@@ -74,7 +74,7 @@ def block_hadamard(
 
 
 def block_hadamard_dense(blocks: Sequence[Tensor], in_features: int, mix_input: bool = True) -> Tensor:
-    """The (N_out, I) matrix of the stages, padded output rows included."""
+    """Return the (N_out, I) matrix of the stages, padded output rows included."""
     # H is symmetric, so that B H is the transform of B's rows.
     first = block_diagonal_to_dense(blocks[0])
     dense = (hadamard(first) if mix_input else first)[:, :in_features]

@@ -70,7 +70,7 @@ def hdpl(
 
 
 def hdpl_results(*given: Tensor | None) -> tuple[Tensor, ...]:
-    """The tensors of ``hdpl`` that differ: (y, z, mu, logvar), or (y, mu) without noise; the same arguments."""
+    """Return the tensors of ``hdpl`` that differ: (y, z, mu, logvar), or (y, mu) without noise; the same arguments."""
     y, z, mu, logvar = hdpl(*given)  # type: ignore[arg-type]
     return (y, mu) if logvar is None else (y, z, mu, logvar)
 
@@ -81,7 +81,7 @@ def hdpl_sample(mu: Tensor, logvar: Tensor, noise: Tensor) -> Tensor:
 
 
 def hdpl_decode(x: Tensor, z: Tensor, blocks: Tensor, decoder: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The detail path of x (..., I) plus the context path of a given latent z (..., R); see ``hdpl``."""
+    """Return the detail path of x (..., I) plus the context path of a given latent z (..., R); see ``hdpl``."""
     return block_diagonal(x, blocks) + linear(silu(z), decoder, bias)
 
 
@@ -92,12 +92,12 @@ def gaussian_kl(mu: Tensor, logvar: Tensor) -> Tensor:
 
 
 def token_kl(mu: Tensor, logvar: Tensor) -> Tensor:
-    """The KL of each token in nats, summed over dimensions (Eq. 8): (..., R) to (...,), at least float32."""
+    """Return the KL of each token in nats, summed over dimensions (Eq. 8): (..., R) to (...,), at least float32."""
     return gaussian_kl(mu, logvar).sum(-1)
 
 
 def bounded_kl(kl: Tensor, bound: float = math.log(2)) -> tuple[Tensor, Tensor]:
-    """The paper's regulariser (Eq. 9): the KL of a token, clamped at ln 2. Clamped tokens have no gradient.
+    """Return the paper's regulariser (Eq. 9): the KL of a token, clamped at ln 2. Clamped tokens have no gradient.
 
     Args:
         kl: (...,), of ``token_kl``.

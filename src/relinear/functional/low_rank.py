@@ -28,7 +28,7 @@ def low_rank(x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None = None) ->
 
 
 def low_rank_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The best rank-R factors of ``weight`` in the Frobenius norm (Eckart-Young), the scale shared by both.
+    """Return the best rank-R factors of ``weight`` in the Frobenius norm (Eckart-Young), the scale shared by both.
 
     Args:
         weight: (O, I).
@@ -71,7 +71,7 @@ class WeightedSpectrum(NamedTuple):
 def weighted_spectrum(
     weight: Tensor, inputs: Tensor, outputs: Tensor | None = None, ridge: float = 1e-6
 ) -> WeightedSpectrum:
-    """Everything that the best low-rank fits of ``weight`` under given moments need, for all ranks at once.
+    """Return everything that the best low-rank fits of ``weight`` under given moments need, for all ranks at once.
 
     With M = G^(1/2) W A^(1/2) the best rank-R fit is G^(-1/2) [M]_R A^(-1/2) (Eckart-Young). Only the root of the
     smaller side's moment is ever taken: for I <= O, [M]_R = M V V^T with the leading eigenvectors V of

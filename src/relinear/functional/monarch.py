@@ -33,14 +33,14 @@ def monarch(x: Tensor, right: Tensor, left: Tensor, out_features: int, bias: Ten
 
 
 def monarch_dense(right: Tensor, left: Tensor, in_features: int, out_features: int) -> Tensor:
-    """The (O, I) matrix of the product, sub-block by sub-block."""
+    """Return the (O, I) matrix of the product, sub-block by sub-block."""
     blocks = right.shape[0]
     subs = torch.einsum("lskr,klrp->slkp", left.unflatten(2, (blocks, -1)), right.unflatten(1, (blocks, -1)))
     return subs.flatten(2).flatten(0, 1)[:out_features, :in_features]
 
 
 def monarch_factors(weight: Tensor, blocks: int, rank: int) -> tuple[Tensor, Tensor]:
-    """The closest Monarch matrix to ``weight`` in the Frobenius norm (Theorem 1): one truncated SVD a sub-block.
+    """Return the closest Monarch matrix to ``weight`` in the Frobenius norm (Theorem 1): one truncated SVD a sub-block.
 
     Args:
         weight: (O, I).

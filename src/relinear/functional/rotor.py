@@ -80,7 +80,7 @@ def window_size(in_features: int, out_features: int) -> int:
 
 
 def window_count(size: int, window: int) -> int:
-    """How many windows of ``window`` coordinates cover ``size`` of them."""
+    """Return how many windows of ``window`` coordinates cover ``size`` of them."""
     return -(-size // window)
 
 
@@ -100,14 +100,14 @@ def _spread_places(size: int, window: int) -> np.ndarray:
 
 
 def window_coordinates(size: int, window: int, spread: bool) -> np.ndarray:
-    """The coordinate at every place of the windows of ``to_windows``, "spread" or "wrapped": (count V,)."""
+    """Return the coordinate at every place of the windows of ``to_windows``, "spread" or "wrapped": (count V,)."""
     if spread:
         return _spread_coordinates(size, window)
     return np.arange(window_count(size, window) * window) % size
 
 
 def coordinate_places(size: int, window: int, spread: bool) -> np.ndarray:
-    """The two places, or one twice, whose mean ``from_windows`` takes for every coordinate: (2 size,)."""
+    """Return the two places, or one twice, whose mean ``from_windows`` takes for every coordinate: (2 size,)."""
     if spread:
         return _spread_places(size, window)
     first, last = np.arange(size), np.arange(size, 2 * size)
@@ -187,7 +187,7 @@ def mixed_branches(
     normalize: bool = True,
     activation: str = "prelu",
 ) -> Tensor:
-    """What stands between two layers of rotors: branches permuted, normalised and activated, then mixed.
+    """Return what stands between two layers of rotors: branches permuted, normalised and activated, then mixed.
 
     Args:
         x: (N, W, V), a branch each of the W.
@@ -220,7 +220,7 @@ def branch_orders(window: int, width: int, depth: int, after_entry: bool, seed: 
 
 
 def term_orders(window: int, terms: int, seed: int) -> np.ndarray:
-    """An order of a window's coordinates for every term of a sum, the first as they are: indices (terms V,)."""
+    """Return an order of a window's coordinates for every term of a sum, the first as they are: indices (terms V,)."""
     orders = [np.arange(window)]
     orders += [np.random.RandomState([seed, 0, term]).permutation(window) for term in range(1, terms)]
     return np.concatenate(orders)
@@ -317,7 +317,7 @@ def rotor_layer(
     layout: str = "wrapped",
     orders: Tensor | None = None,
 ) -> Tensor:
-    """A layer of sandwiches: windows of the input, ``sandwich_windows``, mean over the windows of the output.
+    """Return a layer of sandwiches: windows of the input, ``sandwich_windows``, mean over the windows of the output.
 
     Args:
         x: (..., in_features).
@@ -352,7 +352,7 @@ def rotor_step(
     normalize: bool = True,
     activation: str = "prelu",
 ) -> Tensor:
-    """A hidden step of a network: W sandwiches of one window, then ``mixed_branches``.
+    """Return a hidden step of a network: W sandwiches of one window, then ``mixed_branches``.
 
     Args:
         x: (N, V).
@@ -465,7 +465,7 @@ def _of_steps(
 
 
 def power_step(matrix: Tensor, vector: Tensor) -> Tensor:
-    """One step of Algorithm 2 of the paper: v <- B _| (B _| v), normalised; v itself where that is zero.
+    """Return one step of Algorithm 2 of the paper: v <- B _| (B _| v), normalised; v itself where that is zero.
 
     Args:
         matrix: (..., n, n), of the bivector B.
@@ -542,7 +542,7 @@ def product_of_simple_rotors(parts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nearest_kronecker(weight: Tensor, rows: int, columns: int, terms: int) -> tuple[Tensor, Tensor]:
-    """The best sum of Kronecker products in the Frobenius norm (Van Loan and Pitsianis 1993).
+    """Return the best sum of Kronecker products in the Frobenius norm (Van Loan and Pitsianis 1993).
 
     Args:
         weight: (L R, L R).

@@ -100,7 +100,7 @@ def modulated_linear(
     channel_alpha: Alpha = 1.0,
     scalar_alpha: Alpha = 1.0,
 ) -> Tensor:
-    """A linear layer and its gates (Eq. 6): ``modulate`` of z = W x + bias.
+    """Return a linear layer and its gates (Eq. 6): ``modulate`` of z = W x + bias.
 
     Args:
         x: (..., I).

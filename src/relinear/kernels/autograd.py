@@ -91,7 +91,7 @@ def _gradients_of(reference: Callable[..., Any], ctx: Any, grads: Sequence[Tenso
 
 
 def kept(ctx: Any, y: Tensor) -> Tensor:
-    """The result y for ``save``, of which ``was_changed`` tells in the backward pass whether it still holds.
+    """Return the result y for ``save``, of which ``was_changed`` tells in the backward pass whether it still holds.
 
     Whoever gets y may change it in place (``relu_``), as they may that of a linear layer. torch refuses the backward
     pass of a function that saved such a result; a function that can compute y again need not.
@@ -105,5 +105,5 @@ def kept(ctx: Any, y: Tensor) -> Tensor:
 
 
 def was_changed(ctx: Any) -> bool:
-    """Whether the result given to ``kept`` has been changed in place since."""
+    """Return whether the result given to ``kept`` has been changed in place since."""
     return ctx.counter is not None and ctx.counter._version != ctx.version

@@ -97,7 +97,7 @@ def ccl(
 def few_rows(
     x: Tensor, trunk: Sequence[Tensor], basis: Tensor, mix: Tensor, *others: Tensor | None, gate_bias: bool
 ) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
-    """The layer with its gate network as a function of a few rows like x and their context, one call in C++.
+    """Return the layer with its gate network as a function of a few rows like x and their context, one call in C++.
 
     None where that is not to run; the function gives None for a context that rows share. The parameters are asked about
     once, here: they must stay. Whoever calls asks ``native.refuses_rows`` every time.

@@ -31,7 +31,7 @@ _lock = threading.Lock()
 
 
 def check_folder() -> Path:
-    """Where verdicts are kept: ``kernels`` in RELINEAR_CACHE, by default ``~/.cache/relinear``."""
+    """Return where verdicts are kept: ``kernels`` in RELINEAR_CACHE, by default ``~/.cache/relinear``."""
     return Path(os.environ.get("RELINEAR_CACHE") or Path.home() / ".cache" / "relinear") / "kernels"
 
 

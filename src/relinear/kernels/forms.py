@@ -200,12 +200,12 @@ def is_transformed(*tensors: Tensor | None) -> bool:
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether operations on x are seen or replaced by others: compilers, dispatch modes, classes of tensors."""
+    """Return whether operations on x are seen or replaced by others: compilers, dispatch modes, classes of tensors."""
     return torch.compiler.is_compiling() or type(x) not in PLAIN or bool(torch._C._len_torch_dispatch_stack())
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether x is a tensor on a CPU, outside of tracing, fake tensors and dispatch modes."""
+    """Return whether x is a tensor on a CPU, outside of tracing, fake tensors and dispatch modes."""
     return x.device.type == "cpu" and not is_traced(x)
 
 

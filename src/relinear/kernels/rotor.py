@@ -313,7 +313,7 @@ def _refuses_sizes(call: Call, sizes: Sequence[int]) -> str:
 
 
 def takes_network(x: Tensor, sizes: Sequence[int]) -> bool:
-    """Whether ``rotor_network`` is one kernel for inputs x (N, I) and factors of such sizes."""
+    """Return whether ``rotor_network`` is one kernel for inputs x (N, I) and factors of such sizes."""
     return not _refuses_sizes(Call(x), sizes)
 
 

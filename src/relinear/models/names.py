@@ -13,7 +13,7 @@ __all__ = ["model_folder", "model_place"]
 
 
 def model_place(name: str, *, presets: bool = True) -> Literal["preset", "directory", "hub"]:
-    """Where the model ``name`` is to be had, as far as can be told without a network.
+    """Return where the model ``name`` is to be had, as far as can be told without a network.
 
     Args:
         name: what a user wrote.

@@ -86,7 +86,7 @@ _PRESETS = {
 
 
 def preset_names() -> tuple[str, ...]:
-    """Every name that ``from_preset`` takes."""
+    """Return every name that ``from_preset`` takes."""
     return tuple(_PRESETS)
 
 
@@ -97,7 +97,7 @@ def _preset(name: str) -> _Preset:
 
 
 def preset_config(name: str, **overrides: Any) -> Any:
-    """The Hugging Face config of a preset, without building the model.
+    """Return the Hugging Face config of a preset, without building the model.
 
     Args:
         name: one of ``preset_names()``.
@@ -129,7 +129,7 @@ def preset_config(name: str, **overrides: Any) -> Any:
 
 
 def from_preset(name: str, **overrides: Any) -> Any:
-    """A freshly initialised stock model of a preset's size: ``LlamaForCausalLM`` or ``GPT2LMHeadModel``.
+    """Return a freshly initialised stock model of a preset's size: ``LlamaForCausalLM`` or ``GPT2LMHeadModel``.
 
     Initialisation draws from torch's global generator, so ``torch.manual_seed`` fixes every weight.
 

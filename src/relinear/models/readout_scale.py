@@ -54,7 +54,7 @@ class ReadoutScale(AttachmentConfig):
             raise ValueError(f"the output head of {type(model).__name__} is scaled already")
 
     def for_part(self, model: nn.Module) -> Self | None:
-        """Nothing, where ``model`` has no output head."""
+        """Return nothing, where ``model`` has no output head."""
         return None if _head(model) is None else self
 
     def attach(self, model: nn.Module) -> None:

@@ -67,7 +67,7 @@ class BlockHadamardLinear(Operator):
 
     @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:
-        """The least-squares fit of the weight (see ``block_hadamard_fit``): closed form at depth 1."""
+        """Return the least-squares fit of the weight (see ``block_hadamard_fit``): closed form at depth 1."""
         fits = block_hadamard_fit(self.source_weight(linear), list(self.blocks), self.config.mix_input)
         for stage, fitted in zip(self.blocks, fits, strict=True):
             stage.copy_(fitted)

@@ -154,7 +154,7 @@ class CCLLinear(Gated, Operator):
         return features
 
     def gates(self, context: Tensor | None = None) -> dict[str, Tensor]:
-        """The gates for a context (..., C): {"basis": (..., R), "output": (..., O)}, without those that are off.
+        """Return the gates for a context (..., C): {"basis": (..., R), "output": (..., O)}, without those that are off.
 
         With templates "basis" is the share of the template that each feature belongs to.
 
@@ -186,7 +186,7 @@ class CCLLinear(Gated, Operator):
         return ccl_dense(self.basis, self.mix, gates.get("basis"), gates.get("output"))
 
     def to_dense(self) -> Tensor:
-        """The exact matrix of every token of the current context, (..., O, I); one matrix (O, I) without gates.
+        """Return the exact matrix of every token of the current context, (..., O, I); one matrix (O, I) without gates.
 
         Raises:
             NotLinearError: with the LayerNorm, which makes the map non-linear (``effective_weight`` leaves it out).

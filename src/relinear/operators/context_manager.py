@@ -179,7 +179,7 @@ class SharedContext(ContextOwner):
         state: Tensor | None = None,
         starts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The context and the state to go on with.
+        """Return the context and the state to go on with.
 
         Args:
             source: token ids (B, T), or embeddings (B, T, H), as ``config.source`` says.
@@ -216,7 +216,7 @@ class SharedContext(ContextOwner):
         return self.embedding(source)
 
     def contexts(self, base: Any, inputs: dict[str, Any]) -> Tensor:
-        """The context of the base model's arguments; the state goes into, and comes from, its cache."""
+        """Return the context of the base model's arguments; the state goes into, and comes from, its cache."""
         source = self._source(base, inputs)
         if self.memory is None:
             return self(source)[0]

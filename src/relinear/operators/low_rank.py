@@ -49,7 +49,7 @@ class RankLinear(Operator):
 
     @torch.no_grad()
     def from_moments(self, linear: nn.Module, moments: Moments, *, steps: int = 100) -> Self:
-        """The exact solution: G^(-1/2) [G^(1/2) W A^(1/2)]_R A^(-1/2); ``steps`` has no meaning here."""
+        """Return the exact solution: G^(-1/2) [G^(1/2) W A^(1/2)]_R A^(-1/2); ``steps`` has no meaning here."""
         weight = self.source_weight(linear)
         moments.check(self.in_features, self.out_features)
         self.set_factors_(*weighted_spectrum(weight, moments.inputs, moments.outputs).factors(weight, self.config.rank))
@@ -121,7 +121,7 @@ class RankConfig(OperatorConfig):
         return [self.replace(rank=r) for r in range(step, rank, step)]
 
     def error_curve(self, linear: nn.Module, moments: Moments) -> list[tuple[OperatorConfig, float]]:
-        """All ``sizes``, from one decomposition."""
+        """Return all ``sizes``, from one decomposition."""
         weight = dense_weight(linear).detach()
         energies = weighted_spectrum(weight, moments.inputs, moments.outputs).energies
         errors = energies.flip(0).cumsum(0).flip(0).tolist()
@@ -142,6 +142,6 @@ class LowRank(RankConfig):
     module_class = LowRankLinear
 
     def sizes(self, in_features: int, out_features: int) -> list[OperatorConfig]:
-        """Ranks that save parameters."""
+        """Return ranks that save parameters."""
         below = -(-in_features * out_features // (in_features + out_features))  # from this rank on nothing is saved
         return self.ranks_below(below, in_features, out_features)

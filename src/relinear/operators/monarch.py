@@ -66,7 +66,7 @@ class MonarchLinear(Operator):
 
     @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:
-        """The closest Monarch matrix in the Frobenius norm: a truncated SVD of every sub-block."""
+        """Return the closest Monarch matrix in the Frobenius norm: a truncated SVD of every sub-block."""
         rank = self.right.shape[1] // self.config.blocks
         right, left = monarch_factors(self.source_weight(linear), self.config.blocks, rank)
         self.right.copy_(right)

@@ -110,5 +110,5 @@ class PivotedLowRank(RankConfig):
     module_class = PivotedLowRankLinear
 
     def sizes(self, in_features: int, out_features: int) -> list[OperatorConfig]:
-        """Ranks that are not full."""
+        """Return ranks that are not full."""
         return self.ranks_below(min(in_features, out_features), in_features, out_features)

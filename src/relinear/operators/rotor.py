@@ -247,7 +247,7 @@ class RotorLinear(Operator):
 
     @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:
-        """The nearest sum of Kronecker products, where the settings are one (see ``Rotor.fits_weight``)."""
+        """Return the nearest sum of Kronecker products, where the settings are one (see ``Rotor.fits_weight``)."""
         weight = self.source_weight(linear)
         size = self.entry.window
         if not self.config.fits_weight or self.in_features != size or self.out_features != size:
@@ -417,7 +417,7 @@ class Rotor(OperatorConfig):
 
     @classmethod
     def authors(cls, **changes: Any) -> Rotor:
-        """The network as the authors' code builds it, up to what ``changes`` says otherwise.
+        """Return the network as the authors' code builds it, up to what ``changes`` says otherwise.
 
         Blade coordinates, standard normal bivectors, a scale for every rotor that starts at 1 as the mixing scalars
         do, permutation, LayerNorm and PReLU after the entry layer too, one slope, spread windows averaged on either
@@ -448,7 +448,7 @@ class Rotor(OperatorConfig):
         return self.depth == 0 and self.terms == "kronecker" and self.basis == "spinor" and not self.permute_terms
 
     def inner_size(self, in_features: int, out_features: int) -> int:
-        """The width within the network."""
+        """Return the width within the network."""
         if isinstance(self.inner, int):
             return self.inner
         return window_size(in_features, in_features if self.inner == "input" else out_features)

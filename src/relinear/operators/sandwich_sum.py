@@ -38,7 +38,7 @@ _PARAMETERS = {"left", "right", "scale"}
 
 
 def tiled(dtype: torch.dtype) -> bool:
-    """Whether the processor multiplies tiles of matrices of this type."""
+    """Return whether the processor multiplies tiles of matrices of this type."""
     return dtype in (torch.bfloat16, torch.float16) and fast_bfloat16()
 
 
@@ -113,7 +113,7 @@ class SandwichSum(CachingModule):
         return self.config.terms == "rotor" and self.config.power_iterations is None
 
     def bivectors(self) -> dict[str, Tensor]:
-        """The bivectors (W, o, i, P) of the rotors by side; single rotors have one side, other terms none."""
+        """Return the bivectors (W, o, i, P) of the rotors by side; single rotors have one side, other terms none."""
         if self.config.terms != "rotor":
             return {}
         sides: dict[str, Tensor | None] = {"left": self.left, "right": self.right}
@@ -166,7 +166,7 @@ class SandwichSum(CachingModule):
         return a, b
 
     def apply_factors(self, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """The map itself, with factors in the dtype of ``x``."""
+        """Return the map itself, with factors in the dtype of ``x``."""
         orders, terms = None, self.counts[0]
         if self.config.permute_terms and terms > 1:
             orders = device_table(term_orders, (self.window, terms, self.config.seed), x)
@@ -174,7 +174,7 @@ class SandwichSum(CachingModule):
         return rotor_layer(x, left, right, self.out_features, self.window, *settings)
 
     def dense(self) -> Tensor:
-        """The (O, I) matrix in at least single precision."""
+        """Return the (O, I) matrix in at least single precision."""
         left, right = self.factors()
         eye = torch.eye(self.in_features, dtype=left.dtype, device=left.device)
         return self.apply_factors(eye, left, right).T
@@ -223,7 +223,7 @@ class SandwichSum(CachingModule):
         return cache.get(("factors", dtype), lambda: tuple(factor.to(dtype).contiguous() for factor in self.factors()))
 
     def cache_for(self, x: Tensor) -> ParameterCache | None:
-        """Where what depends on parameters alone is cached, if it may be.
+        """Return where what depends on parameters alone is cached, if it may be.
 
         Where something else stands in a parameter's place (a mask, a parametrisation, a tensor that another network
         computes), its values come from more than parameters: nothing is cached.

@@ -165,7 +165,7 @@ class Modulator(Gated, CachingModule, _Alphas):
         return None if channel is None else channel.T.contiguous().T, scalar
 
     def gates_of(self, x: Tensor) -> dict[str, Tensor]:
-        """The gates for the input x (..., I): "channel" (..., O) and "scalar" (..., 1), in float32 at least."""
+        """Return the gates for the input x (..., I): "channel" (..., O) and "scalar" (..., 1), in float32 at least."""
         own = self.scalar_down is not None
         scalar_down = (self.scalar_down, self.scalar_down_bias) if own else (self.down, self.down_bias)
         parts = {
@@ -186,16 +186,16 @@ class Modulator(Gated, CachingModule, _Alphas):
         return {name: self._tapped(name, gate) for name, gate in self.gates_of(x).items()}
 
     def is_neutral(self) -> bool:
-        """Whether every gate is exactly 1 whatever the input."""
+        """Return whether every gate is exactly 1 whatever the input."""
         last = self.channel_up, self.scalar_up, self.channel_bias, self.scalar_bias
         return all(part is None or not bool(part.any()) for part in last)
 
     def static_gate(self) -> Tensor | None:
-        """The gate as a vector (O,) or (1,) if it does not depend on the input, else None."""
+        """Return the gate as a vector (O,) or (1,) if it does not depend on the input, else None."""
         return torch.ones_like(self.down[0, :1]) if self.is_neutral() else None
 
     def flops_per_token(self) -> int:
-        """Two thin products; a gate costs about eight operations an entry (sigmoid, scale, product)."""
+        """Return two thin products; a gate costs about eight operations an entry (sigmoid, scale, product)."""
         rank, in_features = self.down.shape
         downs = 1 if self.scalar_down is None else 2
         ups = sum(up.shape[0] for up in (self.channel_up, self.scalar_up) if up is not None)
@@ -243,17 +243,17 @@ class StaticModulator(_Alphas):
         return modulate_static(z, self._beta(), self._alpha("static_log_alpha"))
 
     def gates_of(self, x: Tensor) -> dict[str, Tensor]:
-        """The gate, "channel" (..., O) or "scalar" (..., 1), expanded over the tokens of x (..., I)."""
+        """Return the gate, "channel" (..., O) or "scalar" (..., 1), expanded over the tokens of x (..., I)."""
         gate = self.static_gate()
         return {"scalar" if self.channel_beta is None else "channel": gate.expand(*x.shape[:-1], -1)}
 
     def static_gate(self) -> Tensor:
-        """The gate as a vector (O,) or (1,)."""
+        """Return the gate as a vector (O,) or (1,)."""
         one = torch.ones(1, device=self._beta().device, dtype=torch.promote_types(self._beta().dtype, torch.float32))
         return modulate_static(one, self._beta(), self._alpha("static_log_alpha"))
 
     def flops_per_token(self) -> int:
-        """One product an entry: the gate itself is the same for all tokens."""
+        """Return one product an entry: the gate itself is the same for all tokens."""
         return 0 if self.channel_beta is None else self.channel_beta.numel()
 
 
@@ -303,7 +303,7 @@ class ModulatorSettings:
 def build_modulator(
     settings: ModulatorSettings, in_features: int, out_features: int, device=None, dtype=None
 ) -> Modulator | StaticModulator:
-    """The modulator of these settings for a layer (in_features -> out_features)."""
+    """Return the modulator of these settings for a layer (in_features -> out_features)."""
     cls = Modulator if settings.contextual else StaticModulator
     return cls(settings, in_features, out_features, device=device, dtype=dtype)
 
@@ -356,7 +356,7 @@ class TransponderLinear(Wrapper):
         return gate
 
     def to_dense(self) -> Tensor:
-        """The gated matrix, where the gates are the same for all tokens (no context, or still the identity)."""
+        """Return the gated matrix, where the gates are the same for all tokens (no context, or still the identity)."""
         weight, _ = self.base_dense()
         return (self._static_gate()[:, None] * weight).to(weight.dtype)
 

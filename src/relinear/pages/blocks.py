@@ -154,7 +154,7 @@ def picture_of(stem: str | Path) -> str | None:
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ValueError for a file that is none, FileNotFoundError where there is none."""
+    """Return a JSON object. Raises ValueError for a file that is none, FileNotFoundError where there is none."""
     values = read_json(path)
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no JSON object; delete it and carry out its command again")
@@ -162,7 +162,7 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def as_yaml(value: Any) -> str:
-    """Settings as they are written in a recipe. Raises ValueError for ones that are nested without end."""
+    """Return settings as they are written in a recipe. Raises ValueError for ones that are nested without end."""
     import yaml
 
     try:
@@ -183,7 +183,7 @@ def what_ran(record: Mapping[str, Any], more: Mapping[str, str] | None = None) -
 
 
 def in_words(name: str, value: Any) -> str:
-    """A fact as a reader takes it: what is called bytes in GiB, lists with commas."""
+    """Return a fact as a reader takes it: what is called bytes in GiB, lists with commas."""
     if name.endswith("bytes") and isinstance(value, int | float):
         return f"{value / 2**30:.2f} GiB"
     return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)

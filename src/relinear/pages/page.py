@@ -28,7 +28,7 @@ WITHOUT_PLOTLY = "Figures are still pictures: plotly is not installed (pip insta
 
 
 def can_be_hovered() -> bool:
-    """Whether figures can be live: plotly is there, whose script goes into the page."""
+    """Return whether figures can be live: plotly is there, whose script goes into the page."""
     return importlib.util.find_spec("plotly") is not None
 
 
@@ -46,7 +46,7 @@ def write_page(path: str | Path, sections: Sequence[Section]) -> Path:
 
 
 def render(sections: Sequence[Section]) -> str:
-    """The page as text, in at most ``LIMIT`` bytes where leaving figures out suffices for that."""
+    """Return the page as text, in at most ``LIMIT`` bytes where leaving figures out suffices for that."""
     import jinja2
     from markupsafe import Markup
 

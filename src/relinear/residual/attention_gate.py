@@ -58,7 +58,7 @@ class _Gate(Gated, nn.Module):
         return {self._name: self.weight.shape[0]}
 
     def flops_per_token(self) -> int:
-        """The product with W_theta, the sigmoid and the gating."""
+        """Return the product with W_theta, the sigmoid and the gating."""
         gates, width = self.weight.shape
         return 2 * gates * width + 5 * gates + self.channels
 

@@ -69,7 +69,7 @@ def check_meets(stream: Tensor, output: Tensor, module: nn.Module) -> Tensor:
 
 
 def reference_parameter(module: nn.Module) -> nn.Parameter:
-    """A floating-point parameter whose device and dtype new ones take over."""
+    """Return a floating-point parameter whose device and dtype new ones take over."""
     return next(p for p in module.parameters() if p.is_floating_point())
 
 

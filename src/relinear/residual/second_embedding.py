@@ -47,7 +47,7 @@ class _Table(ContextOwner):
         return found if self.projection is None else self.projection(found)
 
     def contexts(self, base: Any, inputs: dict[str, Any]) -> Tensor:
-        """What the MLPs are given, for the arguments of the base model."""
+        """Return what the MLPs are given, for the arguments of the base model."""
         ids = inputs.get("input_ids")
         if ids is None:
             raise ValueError("a second embedding needs input_ids and got inputs_embeds; give the model token ids")

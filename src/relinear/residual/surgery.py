@@ -18,7 +18,7 @@ __all__ = ["residual_", "residual_methods"]
 
 
 def residual_methods() -> dict[str, type[AttachmentConfig]]:
-    """Every residual method and attention gate by kind."""
+    """Return every residual method and attention gate by kind."""
     known: dict[str, Any] = AttachmentConfig.kinds()
     return {kind: cls for kind, cls in known.items() if issubclass(cls, ResidualConfig | SDPAGate)}
 

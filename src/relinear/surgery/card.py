@@ -19,7 +19,7 @@ _MARK = "<!-- Written by relinear; a card without this line is never overwritten
 
 
 def is_own_card(path: Path) -> bool:
-    """Whether ``path`` is free for a card: nothing is there, or one that relinear wrote."""
+    """Return whether ``path`` is free for a card: nothing is there, or one that relinear wrote."""
     return not path.exists() or (path.is_file() and _MARK in path.read_text(encoding="utf-8", errors="replace"))
 
 
@@ -31,7 +31,7 @@ def write_card(model: Any, directory: Path) -> None:
 
 
 def foreign_card(directory: Path) -> str | None:
-    """The text of ``README.md`` in ``directory`` if somebody else wrote it."""
+    """Return the text of ``README.md`` in ``directory`` if somebody else wrote it."""
     path = directory / "README.md"
     return None if is_own_card(path) or not path.is_file() else path.read_text(encoding="utf-8", errors="replace")
 

@@ -34,7 +34,7 @@ class Left:
     parameters: int
 
     def in_words(self) -> str:
-        """How many of which class, one of their names, and why."""
+        """Return how many of which class, one of their names, and why."""
         return f"{len(self.names)} {self.kind} such as {self.names[0]} ({self.reason})"
 
 
@@ -74,7 +74,7 @@ class Coverage:
 
 
 def dense_size(module: nn.Module) -> int:
-    """Parameters of the dense layer that an operator, or a linear layer, stands for."""
+    """Return parameters of the dense layer that an operator, or a linear layer, stands for."""
     in_features, out_features = linear_features(module)
     return in_features * out_features + (out_features if getattr(module, "bias", None) is not None else 0)
 
@@ -145,7 +145,7 @@ def _holds_matrices(module: nn.Module) -> bool:
 
 
 def out_of_reach(found: Coverage) -> list[Left]:
-    """What no pattern could have named: fused experts, subclasses of nn.Linear, weights that others read."""
+    """Return what no pattern could have named: fused experts, subclasses of nn.Linear, weights that others read."""
     return [entry for entry in found.left if entry.reason.startswith(_OUT_OF_REACH)]
 
 

@@ -47,7 +47,7 @@ class LayerBias(AttachmentConfig):
                 raise ValueError(f"layer_bias: {name} has a bias already")
 
     def for_part(self, model: nn.Module) -> Self | None:
-        """The biases of the layers that ``model`` has."""
+        """Return the biases of the layers that ``model`` has."""
         layers = tuple(name for name in self.layers if named_in(model, name) is not None)
         return self if layers == self.layers else dataclasses.replace(self, layers=layers) if layers else None
 

@@ -20,7 +20,7 @@ _SECONDS = 1.0  # for one name
 
 
 def is_plain(pattern: str) -> bool:
-    """Whether ``pattern`` is a name or the end of one, not a regular expression."""
+    """Return whether ``pattern`` is a name or the end of one, not a regular expression."""
     return _PLAIN.fullmatch(pattern) is not None
 
 

@@ -24,7 +24,7 @@ _PLACEMENTS: dict[str, tuple[str, int | None]] = {
 
 
 def placement_names() -> tuple[str, ...]:
-    """Every name that ``placement`` takes."""
+    """Return every name that ``placement`` takes."""
     return tuple(_PLACEMENTS)
 
 

@@ -50,7 +50,7 @@ class SavedConfig(PreTrainedConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """The stock config, read from what ``AutoConfig.from_pretrained`` takes."""
+        """Return the stock config, read from what ``AutoConfig.from_pretrained`` takes."""
         values, unused = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **kwargs)
         return cls.from_dict(values, **unused)
 

@@ -60,12 +60,12 @@ def _descends_from(module: Any, *names: str) -> bool:
 
 
 def is_adapted(module: Any) -> bool:
-    """Whether ``module`` is an adapter's layer (LoRA's Linear) around ``base_layer``."""
+    """Return whether ``module`` is an adapter's layer (LoRA's Linear) around ``base_layer``."""
     return _descends_from(module, "BaseTunerLayer")
 
 
 def is_adapters_own(module: Any, child: str) -> bool:
-    """Whether PEFT put ``child`` into ``module``: beside ``base_layer``, or as a copy (``modules_to_save``)."""
+    """Return whether PEFT put ``child`` into ``module``: beside ``base_layer``, or as a copy (``modules_to_save``)."""
     copies = _descends_from(module, "AuxiliaryTrainingWrapper", "ModulesToSaveWrapper")
     return copies or (child != BASE_LAYER and is_adapted(module))
 
@@ -188,7 +188,7 @@ def select_targets(
     exclude: str | Iterable[str] | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> Selection:
-    """The modules that ``mapping`` means, in the model's order, each once with all its names, and what is left.
+    """Return the modules that ``mapping`` means, in the model's order, each once with all its names, and what is left.
 
     Raises:
         ValueError: for a pattern that is malformed or matches nothing, a layer that does not exist, or no target left.

@@ -12,7 +12,7 @@ __all__ = ["flat_states", "load_states_", "own_parameters_", "place_"]
 
 
 def flat_states(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """The states of modules (by their names in a model), each tensor under the name that it has in the model."""
+    """Return the states of modules (by their names in a model), each tensor under the name that it has in the model."""
     return {
         f"{name}.{key}": value.detach().contiguous()
         for name, module in modules.items()

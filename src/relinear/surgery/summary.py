@@ -47,7 +47,7 @@ class Summary:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The table as JSON values."""
+        """Return the table as JSON values."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:

@@ -174,7 +174,7 @@ def parse_json(text: str, where: str | Path) -> Any:
 
 
 def read_json(path: str | Path) -> Any:
-    """The value in a JSON file. Raises ValueError if it holds none, OSError if it cannot be read."""
+    """Return the value in a JSON file. Raises ValueError if it holds none, OSError if it cannot be read."""
     try:
         with writing(path):
             text = Path(path).read_text(encoding="utf-8")
@@ -229,7 +229,7 @@ def write_manifest(directory: str | Path, **facts: Any) -> None:
 
 
 def check_manifest(directory: str | Path) -> dict[str, Any] | None:
-    """What ``write_manifest`` noted, once every part has been held to it; None where there is no manifest.
+    """Return what ``write_manifest`` noted, once every part has been held to it; None where there is no manifest.
 
     Raises:
         ValueError: if a part is missing or is not what was written, by name; if the manifest is damaged.

@@ -11,7 +11,7 @@ __all__ = ["imported_on_first_use"]
 
 
 def imported_on_first_use(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a package: each of ``names`` comes from the module of it that is stated, and stays.
+    """Return the ``__getattr__`` of a package: each of ``names`` comes from the module of it that is stated, and stays.
 
     Args:
         package: its ``__name__``.

@@ -29,7 +29,7 @@ __all__ = [
 
 
 def is_first_rank() -> bool:
-    """Whether this is the process that writes and tells: the only one, or the first rank of several."""
+    """Return whether this is the process that writes and tells: the only one, or the first rank of several."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -82,7 +82,7 @@ def fast_bfloat16(device: torch.device | str = "cpu") -> bool:
 
 
 def command_line() -> str:
-    """The command that this process was started by, as it is typed; of a worker that of whoever started it."""
+    """Return the command that this process was started by, as it is typed; of a worker that of whoever started it."""
     typed = sys.argv[1:] if sys.argv[:1] == ["-c"] else sys.argv  # behind -c stands what a worker is told
     return shlex.join([Path(typed[0]).name, *typed[1:]]) if typed else ""
 
@@ -130,7 +130,7 @@ class PeakMemory:
             return  # not Linux, or not allowed to: the mark then covers the process from its beginning
 
     def read(self) -> int:
-        """The mark."""
+        """Return the mark."""
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
         try:

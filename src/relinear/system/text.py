@@ -36,7 +36,7 @@ _MUST_BE = {
 
 
 def requirement(fault: str, value: Any, limits: Mapping[str, Any], shown: str) -> str | None:
-    """What a setting must be instead of ``value``, as ``must be below 1, got 80; for 80 % write 0.8``.
+    """Return what a setting must be instead of ``value``, as ``must be below 1, got 80; for 80 % write 0.8``.
 
     Args:
         fault: its kind, as pydantic names it.

@@ -86,7 +86,7 @@ def interleave(
 
 
 def peak_memory(call: Callable[[], object], device: torch.device | str = "cpu") -> int:
-    """The most bytes of tensors alive at once during ``call`` beyond those alive before it.
+    """Return the most bytes of tensors alive at once during ``call`` beyond those alive before it.
 
     On a CPU this replays the allocations that torch's profiler saw, so it counts tensors and no library's scratch
     space, and does not depend on what the process did before.

@@ -64,7 +64,7 @@ _WORKS = {
 
 
 def parts_of(folder: Path, work: str) -> Iterator[Path]:
-    """What is in ``folder`` under the names that a work writes, whoever wrote it."""
+    """Yield what is in ``folder`` under the names that a work writes, whoever wrote it."""
     for pattern in _WORKS[work].names:
         yield from sorted(folder.glob(pattern))
     if work == "saved" and _says(folder / "README.md", _CARD):
@@ -72,7 +72,7 @@ def parts_of(folder: Path, work: str) -> Iterator[Path]:
 
 
 def is_ours(folder: Path, work: str) -> bool:
-    """Whether ``folder`` carries a record of such a work, of this version or an earlier one."""
+    """Return whether ``folder`` carries a record of such a work, of this version or an earlier one."""
     return any(_says(folder / name, *words.split(_AND)) for name, words in _WORKS[work].records.items())
 
 
@@ -106,7 +106,7 @@ def check_page(path: str | Path) -> None:
 
 
 def not_ours(path: Path, work: str = "command") -> ValueError:
-    """What is raised about a file, or a folder, that no such work of relinear wrote."""
+    """Return what is raised about a file, or a folder, that no such work of relinear wrote."""
     return ValueError(
         f"{path} would be replaced, and no {work} of relinear wrote it; move it away, or give another directory"
     )

@@ -57,12 +57,12 @@ def inputs(case: Case, leading=(5,), shape=None, *, seed=1, dtype=torch.float32)
 
 
 def given(context: Tensor | None) -> Any:
-    """A ``with`` block in which the operators see ``context``."""
+    """Return a ``with`` block in which the operators see ``context``."""
     return contextlib.nullcontext() if context is None else given_context(context)
 
 
 def call(module: nn.Module, x: Tensor, context: Tensor | None = None, *, seed=2) -> Tensor:
-    """The forward with fixed noise."""
+    """Return the forward with fixed noise."""
     torch.manual_seed(seed)
     with given(context):
         return module(x)
@@ -97,7 +97,7 @@ def assert_same_gradients(actual: dict, expected: dict, tolerance: float) -> Non
 
 
 def target(shape: tuple[int, int], kind: str = "Linear", dtype=torch.float64) -> nn.Module:
-    """A layer to be replaced: nn.Linear, or the same map as GPT-2's Conv1D."""
+    """Return a layer to be replaced: nn.Linear, or the same map as GPT-2's Conv1D."""
     torch.manual_seed(5)
     linear = nn.Linear(*shape, dtype=dtype)
     if kind == "Linear":
@@ -110,7 +110,7 @@ def target(shape: tuple[int, int], kind: str = "Linear", dtype=torch.float64) ->
 
 
 def fit_error(case: Case, module: Operator, linear: nn.Module) -> float:
-    """How far outputs are from those of ``linear``, relative to their norm."""
+    """Return how far outputs are from those of ``linear``, relative to their norm."""
     x, context = inputs(case, (256,), (module.in_features, module.out_features), dtype=torch.float64)
     with torch.no_grad():
         y = linear(x)

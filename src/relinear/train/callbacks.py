@@ -108,7 +108,7 @@ class Throughput(TrainerCallback):
             self._resume()
 
     def close_window(self) -> float | None:
-        """Tokens a second since the last window was closed (None while warming up)."""
+        """Return tokens a second since the last window was closed (None while warming up)."""
         if self._since is None or self._tokens() == self._tokens_then:
             return None
         seconds = time.perf_counter() - self._since

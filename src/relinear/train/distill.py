@@ -57,7 +57,7 @@ class Distill(ObjectiveConfig):
         model_place(self.teacher, presets=False)
 
     def prepare(self, model: nn.Module) -> Objective:
-        """The loss against the teacher, which is loaded here and put beside the model at its first batch.
+        """Return the loss against the teacher, which is loaded here and put beside the model at its first batch.
 
         Raises:
             ValueError: if teacher and model have different vocabularies.

@@ -62,7 +62,7 @@ class TrainResult:
     curve: list[dict[str, Any]]
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values, without the curve (it is in metrics.jsonl)."""
+        """Return the result as JSON values, without the curve (it is in metrics.jsonl)."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "curve"}
         return values | {"out_dir": None if self.out_dir is None else str(self.out_dir)}
 

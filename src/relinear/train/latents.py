@@ -44,7 +44,7 @@ class LatentMoments(TrainerCallback):
         self._block: AbstractContextManager | None = None
 
     def moments(self) -> dict[str, Moments]:
-        """Mean and standard deviation (R,) by operator name, in float64 on the CPU."""
+        """Return the mean and standard deviation (R,) by operator name, in float64 on the CPU."""
         return {name: _moments(sums) for name, sums in self._sums.items()}
 
     @torch.no_grad()
@@ -94,7 +94,7 @@ class LatentMoments(TrainerCallback):
 
 
 def read_moments(path: str | Path) -> dict[str, Moments]:
-    """The moments by operator name that ``LatentMoments`` wrote to a file, or to the run's directory ``path``.
+    """Return the moments by operator name that ``LatentMoments`` wrote to a file, or to the run's directory ``path``.
 
     Raises:
         ValueError: if the file is no such file. FileNotFoundError if there is none.

@@ -25,7 +25,7 @@ __all__ = [
 
 
 def parameter_roles(model: nn.Module) -> dict[str, ParamRole]:
-    """The role of every trainable parameter, by its first name in ``model``.
+    """Return the role of every trainable parameter, by its first name in ``model``.
 
     Modules with ``param_roles()`` (operators, attached parts) answer for themselves, outermost first. Of the rest,
     matrices of linear layers decay; embeddings (also where the output head shares their weight), norms, biases and
@@ -50,7 +50,7 @@ def parameter_roles(model: nn.Module) -> dict[str, ParamRole]:
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
-    """What makes the logits of the language model that ``model`` is or holds; None where there is none."""
+    """Return what makes the logits of the language model that ``model`` is or holds; None where there is none."""
     for module in model.modules():
         if callable(found := getattr(module, "get_output_embeddings", None)):
             return found()
@@ -138,7 +138,7 @@ def build_optimizer(model: nn.Module, settings: FitSettings) -> torch.optim.Opti
 
 
 def build_schedule(optimizer: Any, settings: FitSettings) -> LRScheduler:
-    """The schedule of the learning rate; every group keeps its ratio to the base rate.
+    """Return the schedule of the learning rate; every group keeps its ratio to the base rate.
 
     - cosine: linear warm-up, then half a cosine down to ``min_lr_ratio`` of the peak (transformers).
     - onecycle: torch's OneCycleLR (from 1/25 of the peak up over ``warmup``, down to 1/250,000), beta1 left alone.

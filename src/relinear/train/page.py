@@ -13,7 +13,7 @@ __all__ = ["run_section"]
 
 
 def run_section(directory: Path) -> Section:
-    """What a page says of the run in ``directory``. Raises ValueError for damaged files."""
+    """Return what a page says of the run in ``directory``. Raises ValueError for damaged files."""
     record = read_values(directory / "run.json")
     settings = record["settings"]
     metrics = directory / "metrics.jsonl"

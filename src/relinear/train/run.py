@@ -37,7 +37,7 @@ _FREE = ("threads", "save_every", "save_model", "keep_checkpoint", "report_to")
 
 
 def build_model(settings: TrainSettings, vocab_size: int | None = None) -> Any:
-    """The model that a run trains, with its attachments and operators in place, drawn from ``settings.seed``.
+    """Return the model that a run trains, with its attachments and operators in place, drawn from ``settings.seed``.
 
     Args:
         settings: of the run.
@@ -135,7 +135,7 @@ def _check_fit(model: Any, settings: TrainSettings, vocab_size: int | None) -> N
 
 
 def read_result(out_dir: str | Path) -> TrainResult | None:
-    """The result of a run that has ended, read back from its directory; None if there is none (yet)."""
+    """Return the result of a run that has ended, read back from its directory; None if there is none (yet)."""
     out_dir = Path(out_dir)
     record = _read_record(out_dir)
     if record is None or record.get("status") != "done":

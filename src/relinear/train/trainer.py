@@ -96,7 +96,7 @@ def training_device(settings: FitSettings) -> torch.device:
 
 
 def training_dtype(settings: FitSettings, device: torch.device) -> torch.dtype:
-    """What matrix products are computed in: the setting, with "auto" resolved for ``device``."""
+    """Return what matrix products are computed in: the setting, with "auto" resolved for ``device``."""
     if settings.dtype == "auto":
         return torch.bfloat16 if fast_bfloat16(device) else torch.float32
     return torch.float32 if settings.dtype == "float32" else torch.bfloat16
@@ -242,7 +242,7 @@ class RelinearTrainer(Trainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The schedule that the settings name."""
+        """Return the schedule that the settings name."""
         if self.lr_scheduler is None:
             self.lr_scheduler: Any = build_schedule(optimizer or self.optimizer, self.settings)
             self._created_lr_scheduler = True
@@ -259,7 +259,7 @@ class RelinearTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The model's loss; the auxiliary terms in it are noted by name."""
+        """Return the model's loss; the auxiliary terms in it are noted by name."""
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if model.training:
             self._note_terms(inputs, num_items_in_batch)
@@ -286,7 +286,7 @@ class RelinearTrainer(Trainer):
         self._terms[name] = self._terms[name] + value if name in self._terms else value
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """One forward and backward pass; on a CPU, where looking costs nothing, the loss is checked at once."""
+        """Return one forward and backward pass; on a CPU, where looking costs nothing, the loss is checked at once."""
         self.tokens_seen += inputs["input_ids"].numel() * self.args.world_size if "input_ids" in inputs else 0
         loss = super().training_step(model, inputs, num_items_in_batch)
         if loss.device.type == "cpu":
@@ -348,7 +348,7 @@ class RelinearTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Mean loss for each target token of the validation data, and its exponential, the perplexity.
+        """Return the mean loss for each target token of the validation data, and its exponential, the perplexity.
 
         Runs uncompiled: another compilation for evaluation mode would cost more than it brings.
         """

@@ -33,12 +33,12 @@ class Dense:
     composed: Sizes = dataclasses.field(default_factory=dict)
 
     def in_inference(self, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
-        """Whether the kept matrix is the faster form."""
+        """Return whether the kept matrix is the faster form."""
         largest = next((size for most, size in self.kept.get(dtype, ()) if tokens <= most), 0)
         return _told(in_features * out_features <= largest**2, self.kind, in_features, out_features, dtype, tokens)
 
     def in_training(self, in_features: int, out_features: int, x: Tensor) -> bool:
-        """Whether the step of x is faster through a matrix composed for it.
+        """Return whether the step of x is faster through a matrix composed for it.
 
         One product then takes the place of several, in both directions, and gradients go on through the composition,
         which costs as much for many tokens as for few. Never where operations are seen or replaced by others.

@@ -18,7 +18,7 @@ FEWEST_GATED_ENTRIES = 1 << 16
 
 @functools.cache
 def has_bfloat16_products() -> bool:
-    """Whether oneDNN multiplies bfloat16 on this processor, which the functions below need."""
+    """Return whether oneDNN multiplies bfloat16 on this processor, which the functions below need."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 

@@ -37,7 +37,7 @@ WANTED = {"1": True, "on": True, "": True, "0": False, "off": False}
 
 @functools.cache
 def has_compiler() -> bool:
-    """Whether compiled kernels are wanted and there is a C++ compiler for them: that of CXX, or g++, or clang++.
+    """Return whether compiled kernels are wanted and there is a C++ compiler for them: that of CXX, or g++, or clang++.
 
     Raises:
         ValueError: RELINEAR_COMPILE_KERNELS is none of ``WANTED``.
@@ -68,7 +68,7 @@ def _was_built() -> bool:
 
 @functools.cache
 def is_loaded() -> bool:
-    """Whether the kernels can be called: loaded, and built where they have to be, when this is first asked."""
+    """Return whether the kernels can be called: loaded, and built where they have to be, when this is first asked."""
     try:
         path = _library_path()
         own_folder(path.parent)  # what is loaded from there runs as this user

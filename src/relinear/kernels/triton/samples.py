@@ -51,7 +51,7 @@ class Sample:
     training: bool = True
 
     def fast(self, *given: Any) -> Any:
-        """The kernel, as its module has it now."""
+        """Return the kernel, as its module has it now."""
         return getattr(self.module, self.function)(*given)
 
 
@@ -191,7 +191,7 @@ SAMPLES = {
 def draw(
     shapes: tuple, dtype: torch.dtype, device: torch.device | str = "cpu", generator: torch.Generator | None = None
 ) -> list:
-    """The arguments of a list, the same at every call unless they come from a generator."""
+    """Return the arguments of a list, the same at every call unless they come from a generator."""
     generator = generator or torch.Generator().manual_seed(0)
 
     def tensor(shape: tuple[int, ...]) -> Tensor:

@@ -35,7 +35,7 @@ cdiv = triton.cdiv
 
 
 def rows(tokens: int) -> int:
-    """Rows of an output tile."""
+    """Return rows of an output tile."""
     return 16 if tokens <= 16 else 64 if tokens <= 2048 else 128
 
 
@@ -55,12 +55,12 @@ def pad(size: int) -> int:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How products of single-precision numbers are taken: as torch takes its own."""
+    """Return how products of single-precision numbers are taken: as torch takes its own."""
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def meta(tokens: int, dtype: torch.dtype) -> dict[str, Any]:
-    """The compile-time arguments that every product's kernel takes."""
+    """Return the compile-time arguments that every product's kernel takes."""
     tile_rows = rows(tokens)
     sizes = {"ROWS": tile_rows, "COLUMNS": COLUMNS, "STEP": STEP, "PRECISION": precision(dtype)}
     return sizes | {"num_warps": warps(tile_rows), "num_stages": depth(dtype)} | _tried

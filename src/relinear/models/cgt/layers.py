@@ -60,7 +60,7 @@ class Modulator(nn.Module):
 
     @torch.no_grad()
     def affine(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The matrix (D, D) and shift (D,) of T at the context y (E,), in float64 where the device has it."""
+        """Return the matrix (D, D) and shift (D,) of T at the context y (E,), in float64 where the device has it."""
         dtype = torch.float32 if y.device.type == "mps" else torch.float64
         weight, bias = self.mix()
         shares = mixing(y.to(dtype), weight.to(dtype), bias.to(dtype), self.mixing)

@@ -184,7 +184,7 @@ def gaussian_process_kl(
     real: Tensor | None = None,
     shares: Tensor | None = None,
 ) -> Tensor:
-    """The KL terms of the VAE loss (CGT, Eq. 2 and 7) for beta_y = 1, averaged over samples.
+    """Return the KL terms of the VAE loss (CGT, Eq. 2 and 7) for beta_y = 1, averaged over samples.
 
     1/2 sum_is [-log sigma + K^-1_ss sigma] + 1/2 sum_ist K^-1_st mu_is mu_it, where sigma is the **variance** of q:
     that reading makes it the divergence between q = N(mu, diag sigma) and the Gaussian process N(0, K), up to constants

@@ -305,7 +305,7 @@ class _CGTWithHead(CGTPreTrainedModel):
         return self.transformer(*args, **kwargs)
 
     def modulators(self) -> list[Modulator]:
-        """The generated operators T^kappa, kappa = 1 .. 2 (L - l), in the order in which they are applied."""
+        """Return the generated operators T^kappa, kappa = 1 .. 2 (L - l), in the order in which they are applied."""
         return [module for module in self.modules() if isinstance(module, Modulator)]
 
 

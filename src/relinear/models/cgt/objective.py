@@ -31,7 +31,7 @@ def draw_splits(
     shared: bool = False,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Where the prefix of each sequence ends: (B,) numbers of tokens in it, uniform over what is possible.
+    """Return where the prefix of each sequence ends: (B,) numbers of tokens in it, uniform over what is possible.
 
     The prefix has at least one token and the rest at least two, so that something is predicted; with a horizon, the
     rest has all of its horizon + 1 tokens (CGT, Section 3.2).
@@ -60,7 +60,7 @@ def draw_splits(
 def rest_of(
     batch: Mapping[str, Tensor], splits: Tensor, horizon: int | None = None
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """What follows each prefix, aligned to the left and padded with positions that do not count.
+    """Return what follows each prefix, aligned to the left and padded with positions that do not count.
 
     Args:
         batch: entries of shape (B, T, ...); with ``labels`` or ``target_mask`` among them, which mark the padding.
@@ -217,7 +217,7 @@ class CGTObjective(ObjectiveConfig):
         return self
 
     def prior(self, length: int) -> Tensor:
-        """The (T, T) covariance of the prior, in float64."""
+        """Return the (T, T) covariance of the prior, in float64."""
         if self.kernel == "rbf":
             return losses.rbf_kernel(length, self.kernel_scale, self.kernel_nu)
         if self.kernel == "exponential":
@@ -227,7 +227,7 @@ class CGTObjective(ObjectiveConfig):
     def regularizers(
         self, context: Tensor, log_variance: Tensor | None, batch: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """The weighted regularisers of y (B, T, E) that are switched on, by name.
+        """Return the weighted regularisers of y (B, T, E) that are switched on, by name.
 
         Args:
             context, log_variance: what the model returns.
