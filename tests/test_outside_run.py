@@ -45,4 +45,4 @@ def test_the_list_names_families_and_gives_each_three_reasons_at_most() -> None:
 
 def test_a_test_of_peft_goes_by_the_family_of_its_checkpoint(tmp_path: Path) -> None:
     node = f"outside/lora.py::TestLora::test_generate[LoraConfig-config_kwargs0-{tmp_path}/low_rank]"
-    assert run._named(node, tmp_path) == ("low_rank", "lora::test_generate[LoraConfig-config_kwargs0]")
+    assert run._named(node, tmp_path) == ("low_rank", "lora::test_generate[LoraConfig-config_kwargs0-MODEL]")

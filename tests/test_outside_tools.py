@@ -227,6 +227,18 @@ def test_a_plain_configuration_of_adapters_names_operators(case: Case, lora, tmp
     assert sum(isinstance(module, relinear.Operator) for module in again.modules()) >= 4
 
 
+def test_an_activated_adapter_works_from_its_tokens_on(lora) -> None:
+    peft = pytest.importorskip("peft")
+    model = make_tiny_llama()
+    relinear.replace_(model, {"up_proj": relinear.LowRank(rank=4)})
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    before = model(ids).logits
+    settings = lora(".*up_proj", alora_invocation_tokens=[8], init_lora_weights=False, task_type="CAUSAL_LM")
+    difference = (peft.get_peft_model(model, settings).eval()(input_ids=ids).logits - before).abs().amax(-1)[0]
+    assert (difference[:3] < 1e-6).all()
+    assert (difference[3:] > 1e-5).all()
+
+
 def test_adapters_that_an_operator_cannot_take(lora) -> None:
     peft = pytest.importorskip("peft")
     for values, words in (({"use_dora": True}, "use_dora"), ({"init_lora_weights": "pissa"}, "init_lora_weights")):

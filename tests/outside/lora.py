@@ -29,6 +29,7 @@ DEFAULT_TARGETS.setdefault("relinear_cgt", ["c_attn"])
 FOLDERS = sorted(Path(os.environ["OUTSIDE_CHECKPOINTS"]).iterdir())
 # parametrised with these very lists
 theirs.PEFT_DECODER_MODELS_TO_TEST[:] = [str(folder) for folder in FOLDERS]
+theirs.SMALL_GRID_MODELS[:] = []
 theirs.ALL_CONFIGS[:] = [pair for pair in theirs.ALL_CONFIGS if pair[0] is LoraConfig]
 
 if not os.environ.get("OUTSIDE_BARE"):

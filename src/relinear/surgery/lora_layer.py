@@ -20,8 +20,9 @@ class OperatorLora(lora.Linear):
 
     @property
     def lora_variants(self) -> dict:
-        """Plain LoRA alone: DoRA and the others work on the layer's weight."""
-        return {(): None}
+        """Plain and activated LoRA: DoRA and the others work on the layer's weight."""
+        variants = getattr(super(), "lora_variants", {})
+        return {(): None} | {key: variants[key] for key in [("alora_invocation_tokens",)] if key in variants}
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         return module.in_features, module.out_features  # type: ignore[return-value]
