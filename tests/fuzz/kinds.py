@@ -292,7 +292,7 @@ def comparison_results(rng: random.Random, folder: Path) -> None:
     found = report.read_results(folder)
     with contextlib.redirect_stdout(io.StringIO()):
         table.print_results(found)
-    with mock.patch.object(report, "_draw"):  # the pictures take a second
+    with mock.patch.object(report, "save_panels"):  # the pictures take a second
         report.results_section(folder)
     if rng.random() < 0.02:
         report.write_report(folder)

@@ -13,11 +13,20 @@ from relinear.system.written import check_ours
 
 __all__ = ["check_directory", "check_ids", "check_model_fits"]
 
+#: what other work leaves in its directory, in which nothing is put beside it
+OTHERS = (
+    *("config.json", "run.json", "results.json", "scale.json", "distill.json", "sweep.json", "bench.json"),
+    *("models.json", "analyze.json", "coordinates.json"),
+)
+
 
 def check_directory(folder: Path) -> None:
     """Raise ValueError if ``folder`` is no directory, or one of other work."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; give a directory")
+    found = next((name for name in OTHERS if (folder / name).exists()), None)
+    if found is not None:
+        raise ValueError(f"{folder} holds other work ({found}): give a directory of its own")
     check_ours(folder, "compress")
 
 

@@ -49,7 +49,8 @@ def check_patterns(patterns: Iterable[Any]) -> None:
         if pattern != ALL_LINEAR and not is_plain(pattern):
             if len(pattern) > _LONGEST:
                 raise ValueError(
-                    f"pattern {shown(pattern)} has {len(pattern):,} characters; at most {_LONGEST:,} are taken"
+                    f"pattern {shown(pattern)} is too long a regular expression: it has {len(pattern):,} characters, "
+                    f"at most {_LONGEST:,} are taken"
                 )
             try:
                 re.compile(pattern)  # what PEFT would say

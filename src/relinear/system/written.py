@@ -42,7 +42,7 @@ _WORKS = {
     "index": _Work({MARK: "", "index.json": '"made_from"'}, ("index.json", "units.safetensors")),
     "fit": _Work({"metrics.jsonl": '"step" & "tokens"', "run.json": _RUN}, _FIT),
     "train": _Work({"run.json": _RUN}, ("run.json", "model", *_FIT)),
-    "compare": _Work({"run.json": '"recipe" & "entries" & "machine"'}, (*_RUNS, "plots", _PAGE)),
+    "compare": _Work({"run.json": '"recipe" & "entries"'}, (*_RUNS, "plots", _PAGE)),
     "sweep": _Work({"sweep.json": '"parameters"'}, ("sweep.json", "trials", "optuna.db", "optuna.journal")),
     "distill": _Work(
         {"distill.json": '"settings" & "fingerprint"'}, ("distill.json", "layers", "model", "report.json", _PAGE)
@@ -54,7 +54,7 @@ _WORKS = {
             "proposed-plan.json": '"layers"',
             "speed.json": '"machine"',
         },
-        (*_STATE, "model", "model.gguf", "report.json", _PAGE, "run.json", "config.json"),
+        (*_STATE, "model", "model.gguf", "report.json", _PAGE),
     ),
     "analyze": _Work({"analyze.json": '"model"'}, ("analyze.json", *(f"{name}*" for name in _LOOKS), _PAGE)),
     "bench": _Work({"bench.json": '"settings" & "rows"'}, ("bench.json", "bench.png", "bench.svg", _PAGE)),
