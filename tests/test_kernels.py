@@ -257,3 +257,25 @@ def test_the_environment_asks_for_forms(asked: str, told: bool) -> None:
 def test_a_wrong_wish_in_the_environment_is_refused() -> None:
     with pytest.raises(ValueError, match="RELINEAR_LOG='form' in the environment, expected 'forms'"):
         forms._log_as_asked("form")
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "kind", ["hdpl", "low_rank", "pivoted_low_rank", "monarch", "block_hadamard", "rotor", "transponder"]
+)
+def test_large_inputs_under_autocast(kind: str, given: torch.dtype) -> None:
+    """Forms for large inputs lower what they are given, as autocast does for the reference."""
+    settings = {"hdpl": ":rank=16,blocks=8", "low_rank": ":rank=16", "pivoted_low_rank": ":rank=16"}.get(kind, "")
+    operator = relinear.core.operator.OperatorConfig.read(kind + settings).build(256, 256)
+    x = torch.randn(1024, 256).to(given)
+    for training in (False, True):
+        operator.train(training)
+        with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(training):
+            y = operator(x)
+        assert y.dtype == torch.bfloat16
+        if training:
+            y.float().square().mean().backward()
+            assert all(p.grad is None or p.grad.isfinite().all() for p in operator.parameters())
+        elif kind != "rotor":
+            whole = operator(x.float())
+            assert (y.float() - whole).norm() < 0.02 * whole.norm()

@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 from relinear.functional import hdpl as reference
 from relinear.functional.hdpl import HDPLOutput
 from relinear.kernels import native, triton
-from relinear.kernels.autograd import differentiable_as, lowered, save
+from relinear.kernels.autograd import as_given, differentiable_as, lowered, save
 from relinear.kernels.cpu.block_diagonal import block_diagonal_product, block_gradient
 from relinear.kernels.cpu.products import deepest, product, product_gradient
 from relinear.kernels.forms import Call, Form, dispatch, refuses_small, shape_of, tell
@@ -67,10 +67,11 @@ def _refuses_in_place(call: Call) -> str:
 
 
 def _in_place(in_cpp: bool, x: Tensor, *others: Tensor | None) -> HDPLOutput:
-    kind, leading, (*weights, noise) = x.device.type, x.shape[:-1], others
-    if torch.is_autocast_enabled(kind):
-        with torch.autocast(kind, enabled=False):
-            return _in_place(in_cpp, *lowered(x, *weights), noise)
+    leading, (*weights, noise) = x.shape[:-1], others
+    if torch.is_autocast_enabled(x.device.type):
+        given = lowered(x, *weights)
+        with as_given(x):
+            return _in_place(in_cpp, *given, noise)
     noise = None if noise is None else noise.reshape(-1, noise.shape[-1])
     run: Any = _HDPL.apply if torch.is_grad_enabled() else _results
     given = x.reshape(-1, x.shape[-1]), *weights, noise
