@@ -247,7 +247,7 @@ def test_texts_to_judge_on_are_checked_before_anything_is_computed(tmp_path) -> 
 
 def test_directories_of_other_work_are_refused(tmp_path) -> None:
     (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"run.json would be replaced, and no compress of relinear wrote it"):
+    with pytest.raises(ValueError, match=r"holds other work \(run.json\)"):
         compress(tiny(), tokens(), settings=SETTINGS, out_dir=tmp_path)
     with pytest.raises(ValueError, match="is a file"):
         compress(tiny(), tokens(), settings=SETTINGS, out_dir=tmp_path / "run.json")
