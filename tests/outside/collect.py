@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 _ORDER = ("skipped", "passed", "failed")
 _outcomes: dict[str, dict[str, Any]] = {}
 
@@ -17,8 +19,11 @@ def pytest_runtest_setup(item: Any) -> None:
     set_seed(0)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_logreport(report: Any) -> None:
-    """The worst of a test's parts counts; with several processes, this runs in the one that hands out the tests."""
+    """The worst of a test's parts counts; with several processes, this runs in the one that hands out the tests too."""
+    # each of a test's thousands of parts has all that was printed before it, which would fill the memory
+    report.sections.clear()
     if report.when != "call" and report.outcome == "passed":
         return
     known = _outcomes.setdefault(report.nodeid, {"outcome": report.outcome, "seconds": 0.0, "said": ""})
