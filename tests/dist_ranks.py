@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -160,6 +161,9 @@ class Stop(TrainerCallback):
 def interrupted(folder, rank):
     """A run of six steps that is cut off after the fourth; its last checkpoint is of the third."""
     settings = SETTINGS.updated(steps=6, save_every=3)
+    started, deadline = folder / "interrupted" / "checkpoints", time.monotonic() + 60
+    while rank and not started.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)  # the second rank finds what the first has begun
     try:
         data = (DATA["full"](), DATA["full"](seed=1))
         fit(built("context"), data, settings, out_dir=folder / "interrupted", callbacks=[Stop()])

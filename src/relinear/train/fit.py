@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from relinear.core.modes import same_modes
 from relinear.core.objective import GuidedTraining, Objective
 from relinear.surgery.summary import summary
-from relinear.system.machine import PeakMemory, on_threads
+from relinear.system.machine import PeakMemory, is_first_rank, on_threads
 from relinear.system.signals import Terminated, on_terminate
 from relinear.system.written import check_ours
 from relinear.train.settings import FitSettings
@@ -203,7 +203,7 @@ def fit(
 
     settings = settings or FitSettings()
     train_data, validation = _datasets(data)
-    if out_dir is not None:
+    if out_dir is not None and is_first_rank():  # a later rank would see what the first has begun to write
         check_ours(out_dir, "fit")
     with contextlib.ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out_dir is None else out_dir)
