@@ -118,7 +118,7 @@ def test_tokens_of_another_user_are_not_read(planted, give, tmp_path, monkeypatc
 def library(tmp_path, monkeypatch):
     """A place for kernels, with one that is there; lists of what is loaded, and of what is built."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
-    path = build._library_path()
+    path = build.library_path()
     path.parent.mkdir(parents=True)
     path.write_bytes(b"code")
     kept = build._hashed(path, path)

@@ -46,9 +46,9 @@ def test_the_machine_is_described_also_where_little_is_known(cpuinfo):
 
 
 def test_other_processors_have_kernels_of_their_own(monkeypatch):
-    before = build._library_path()
+    before = build.library_path()
     monkeypatch.setattr(build, "cpu_features", lambda: frozenset({"another"}))
-    assert build._library_path() != before
+    assert build.library_path() != before
 
 
 @pytest.mark.parametrize(

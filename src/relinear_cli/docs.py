@@ -37,7 +37,7 @@ def _section(name: str, command: Callable) -> str:
     """One command: what its docstring says, its examples as a block, a table of its options."""
     examples = "\n".join(re.findall(r"\*\*Example:\*\* `(.+)`", inspect.getdoc(command) or ""))
     rows = [_row(*found) for found in _parameters(command)]
-    table = "\n".join(["| option | what it is | default |", "| --- | --- | --- |", *rows])
+    table = "\n".join(["| option | what it is | default |", "| --- | --- | --- |", *rows] if rows else [])
     return f"\n## relinear {name}\n\n{_prose(command)}\n\n```sh\n{examples}\n```\n\n{table}\n"
 
 

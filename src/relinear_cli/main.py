@@ -35,6 +35,7 @@ COMMANDS = (
     "eval",
     "inspect",
     "list",
+    "doctor",
     "check-coordinates",
     "specialize",
     "report",

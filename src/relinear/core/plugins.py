@@ -19,11 +19,12 @@ from collections.abc import Iterable, Iterator
 from importlib import metadata
 from typing import Any
 
-__all__ = ["VARIABLE", "environment", "find", "import_named", "offered", "origin", "packages_of"]
+__all__ = ["GROUPS", "VARIABLE", "environment", "find", "import_named", "offered", "origin", "packages_of"]
 
 #: modules to import, with commas
 VARIABLE = "RELINEAR_IMPORT"
-_GROUPS = {
+#: family -> the group of its entry points
+GROUPS = {
     "operator": "relinear.operators",
     "attachment": "relinear.residual",
     "objective": "relinear.objectives",
@@ -34,7 +35,7 @@ _GROUPS = {
 
 def offered(family: str) -> dict[str, metadata.EntryPoint]:
     """Return what installed packages offer of a family ("operator", "attachment", "objective", ...), by name."""
-    return {point.name: point for point in metadata.entry_points(group=_GROUPS[family])}
+    return {point.name: point for point in metadata.entry_points(group=GROUPS[family])}
 
 
 def find(family: str, name: str) -> Any:

@@ -22,7 +22,7 @@ from relinear.system.files import fingerprint
 from relinear.system.machine import cpu_features
 from relinear.system.own import check_own, own_folder
 
-__all__ = ["has_compiler", "is_built", "is_loaded", "is_loaded_beside"]
+__all__ = ["has_compiler", "is_built", "is_loaded", "is_loaded_beside", "library_path"]
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
@@ -61,7 +61,7 @@ def is_built() -> bool:
 @functools.cache
 def _was_built() -> bool:
     try:
-        return _kept_library(_library_path()) is not None
+        return _kept_library(library_path()) is not None
     except OSError:
         return False
 
@@ -70,7 +70,7 @@ def _was_built() -> bool:
 def is_loaded() -> bool:
     """Return whether the kernels can be called: loaded, and built where they have to be, when this is first asked."""
     try:
-        path = _library_path()
+        path = library_path()
         own_folder(path.parent)  # what is loaded from there runs as this user
         kept = _kept_library(path)
         if kept is not None:
@@ -94,8 +94,8 @@ def is_loaded_beside(parameter: torch.Tensor) -> bool:
     return parameter.is_cpu and has_compiler() and is_loaded()
 
 
-def _library_path() -> Path:
-    """Where the compiled kernels are kept: a name for what they depend on, this processor included.
+def library_path() -> Path:
+    """Return where the compiled kernels are kept: a name for what they depend on, this processor included.
 
     On disk the hash of the library stands behind it (``_hashed``).
     """
