@@ -86,6 +86,7 @@ CASES = [
             ccl_arguments(7, 10, 12, 4, 7, inner=False, outer=False, norm=False),
         ),
         large=(ccl_arguments(4096, 128, 256, 128, 64, norm=False),),
+        training=False,
     ),
     Case(
         name="cgt",
@@ -152,7 +153,7 @@ CASES = [
 #: a layer, the module of its Triton kernel and its function, and whether it is taken in training
 LAYERS = {
     "transponder": (relinear.Transponder(), transponder, "modulated_linear", True),
-    "ccl": (relinear.CCL(rank=6, context_dim=5), ccl, "ccl", True),
+    "ccl": (relinear.CCL(rank=6, context_dim=5), ccl, "ccl", False),
     "hdpl": (relinear.HDPL(rank=6, blocks=4), hdpl, "hdpl", True),
     "rotor": (relinear.Rotor(depth=0, width=2, basis="blade"), rotor, "sandwich_windows", False),
 }

@@ -14,7 +14,7 @@ computes those of x and of the factors. A sum by itself is for inference.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -31,6 +31,25 @@ __all__ = ["rotor_step", "sandwich_windows"]
 NUMBERS = 4096
 
 EPSILON = tl.constexpr(1e-5)  # that of torch's layer norm
+
+
+class _Tile(NamedTuple):
+    """What a kernel is compiled for, by the legend's letters; BLADE: whether windows are in blade coordinates."""
+
+    BLADE: tl.constexpr
+    T: tl.constexpr
+    V: tl.constexpr
+    BLOCKS: tl.constexpr
+    K: tl.constexpr
+    F: tl.constexpr
+    S: tl.constexpr
+    M: tl.constexpr
+    L: tl.constexpr
+    R: tl.constexpr
+    K_PAD: tl.constexpr
+    L_PAD: tl.constexpr
+    R_PAD: tl.constexpr
+    PRECISION: tl.constexpr
 
 
 @triton.jit
@@ -57,202 +76,111 @@ def _times(numbers, matrix, PAD: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _block_sums(matrix, at, coordinate, V: tl.constexpr, BLOCKS: tl.constexpr):
+def _block_sums(matrix, at, coordinate, TILE: tl.constexpr):
     """(first + second, first - second) of two blocks."""
-    if BLOCKS == 2:
-        matrix = tl.gather(matrix, at ^ (V // 2), 0) + tl.where(coordinate < V // 2, matrix, -matrix)
+    if TILE.BLOCKS == 2:
+        matrix = tl.gather(matrix, at ^ (TILE.V // 2), 0) + tl.where(coordinate < TILE.V // 2, matrix, -matrix)
     return matrix
 
 
 @triton.jit
-def _read(
-    x,
-    first,
-    window,
-    windows,
-    tokens,
-    order,
-    signs,
-    walsh,
-    BLADE: tl.constexpr,
-    T: tl.constexpr,
-    V: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    K: tl.constexpr,
-    F: tl.constexpr,
-    K_PAD: tl.constexpr,
-):
+def _read(x, first, window, windows, tokens, order, signs, walsh, TILE: tl.constexpr):
     """Spin coordinates (T V,) of one window of x (N, windows, V), from token ``first`` on."""
-    at = tl.arange(0, T * V)
-    coordinate, token = at % V, first + at // V
-    start, ok = (token * windows + window) * V, token < tokens
-    if BLADE:
+    at = tl.arange(0, TILE.T * TILE.V)
+    coordinate, token = at % TILE.V, first + at // TILE.V
+    start, ok = (token * windows + window) * TILE.V, token < tokens
+    if TILE.BLADE:
         given = tl.load(x + start + tl.load(order + coordinate), mask=ok, other=0.0)
         strings = given.to(tl.float32) * tl.load(signs + coordinate)
-        spectrum = _times(strings, _factor(walsh, K, K_PAD), K_PAD, "tf32x3")
+        spectrum = _times(strings, _factor(walsh, TILE.K, TILE.K_PAD), TILE.K_PAD, "tf32x3")
         # (block, row, component, column) is found at (block, component, row ^ column, column)
-        column, component, row = coordinate % K, coordinate // K % F, coordinate // (K * F) % K
-        block = coordinate // (K * F * K)
-        source = ((block * F + component) * K + (row ^ column)) * K + column
+        column, component = coordinate % TILE.K, coordinate // TILE.K % TILE.F
+        row = coordinate // (TILE.K * TILE.F) % TILE.K
+        block = coordinate // (TILE.K * TILE.F * TILE.K)
+        source = ((block * TILE.F + component) * TILE.K + (row ^ column)) * TILE.K + column
         matrix = tl.gather(spectrum, at - coordinate + source, 0)
-        matrix = _block_sums(matrix, at, coordinate, V, BLOCKS).to(x.dtype.element_ty)
+        matrix = _block_sums(matrix, at, coordinate, TILE).to(x.dtype.element_ty)
     else:
         matrix = tl.load(x + start + coordinate, mask=ok, other=0.0)
     return matrix
 
 
 @triton.jit
-def _strings(
-    matrix,
-    signs,
-    walsh,
-    T: tl.constexpr,
-    V: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    K: tl.constexpr,
-    F: tl.constexpr,
-    K_PAD: tl.constexpr,
-):
+def _strings(matrix, signs, walsh, TILE: tl.constexpr):
     """Strings (T V,) of spin coordinates: the way back of ``_read``, up to the order of blades."""
-    at = tl.arange(0, T * V)
-    coordinate = at % V
-    matrix = _block_sums(matrix, at, coordinate, V, BLOCKS)
+    at = tl.arange(0, TILE.T * TILE.V)
+    coordinate = at % TILE.V
+    matrix = _block_sums(matrix, at, coordinate, TILE)
     # (block, component, row, column) is found at (block, row ^ column, component, column)
-    column, row, component = coordinate % K, coordinate // K % K, coordinate // (K * K) % F
-    block = coordinate // (K * K * F)
-    source = ((block * K + (row ^ column)) * F + component) * K + column
+    column, row = coordinate % TILE.K, coordinate // TILE.K % TILE.K
+    component = coordinate // (TILE.K * TILE.K) % TILE.F
+    block = coordinate // (TILE.K * TILE.K * TILE.F)
+    source = ((block * TILE.K + (row ^ column)) * TILE.F + component) * TILE.K + column
     spectrum = tl.gather(matrix, at - coordinate + source, 0)
-    return _times(spectrum, _factor(walsh, K, K_PAD), K_PAD, "tf32x3") * tl.load(signs + coordinate)
+    return _times(spectrum, _factor(walsh, TILE.K, TILE.K_PAD), TILE.K_PAD, "tf32x3") * tl.load(signs + coordinate)
 
 
 @triton.jit
-def _write(
-    y,
-    matrix,
-    first,
-    window,
-    windows,
-    tokens,
-    order,
-    signs,
-    walsh,
-    BLADE: tl.constexpr,
-    T: tl.constexpr,
-    V: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    K: tl.constexpr,
-    F: tl.constexpr,
-    K_PAD: tl.constexpr,
-):
+def _write(y, matrix, first, window, windows, tokens, order, signs, walsh, TILE: tl.constexpr):
     """The way back of ``_read``, its transpose."""
-    at = tl.arange(0, T * V)
-    coordinate, token = at % V, first + at // V
-    start, ok = (token * windows + window) * V, token < tokens
-    if BLADE:
-        matrix = _strings(matrix, signs, walsh, T, V, BLOCKS, K, F, K_PAD)
+    at = tl.arange(0, TILE.T * TILE.V)
+    coordinate, token = at % TILE.V, first + at // TILE.V
+    start, ok = (token * windows + window) * TILE.V, token < tokens
+    if TILE.BLADE:
+        matrix = _strings(matrix, signs, walsh, TILE)
         coordinate = tl.load(order + coordinate)
     tl.store(y + start + coordinate, matrix.to(y.dtype.element_ty), mask=ok)
 
 
 @triton.jit
-def _of_block(numbers, block, S: tl.constexpr, M: tl.constexpr):
+def _of_block(numbers, block, TILE: tl.constexpr):
     """The numbers of one block, zeros in the others."""
-    if S > 1:
-        numbers = tl.where(tl.arange(0, numbers.numel) // M % S == block, numbers, 0.0).to(numbers.dtype)
+    if TILE.S > 1:
+        numbers = tl.where(tl.arange(0, numbers.numel) // TILE.M % TILE.S == block, numbers, 0.0).to(numbers.dtype)
     return numbers
 
 
 @triton.jit
-def _add_sandwich(
-    total,
-    given,
-    left,
-    right,
-    pair,
-    S: tl.constexpr,
-    M: tl.constexpr,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    L_PAD: tl.constexpr,
-    R_PAD: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _add_sandwich(total, given, left, right, pair, TILE: tl.constexpr):
     """total (.., L_PAD) + A X B^T of one pair of factors, in spin coordinates, its matrices transposed."""
-    for block in tl.static_range(S):
-        part = _of_block(given, block, S, M)
-        a = _factor(left + (pair * S + block) * L * L, L, L_PAD)
-        b = _factor(right + (pair * S + block) * R * R, R, R_PAD)
-        half = _turned(_times(part, b, R_PAD, PRECISION), L, M // L)
-        half = tl.reshape(half.to(part.dtype), (given.numel // L_PAD, L_PAD))
-        total = tl.dot(half, a, total, input_precision=PRECISION)
+    for block in tl.static_range(TILE.S):
+        part = _of_block(given, block, TILE)
+        a = _factor(left + (pair * TILE.S + block) * TILE.L * TILE.L, TILE.L, TILE.L_PAD)
+        b = _factor(right + (pair * TILE.S + block) * TILE.R * TILE.R, TILE.R, TILE.R_PAD)
+        half = _turned(_times(part, b, TILE.R_PAD, TILE.PRECISION), TILE.L, TILE.M // TILE.L)
+        half = tl.reshape(half.to(part.dtype), (given.numel // TILE.L_PAD, TILE.L_PAD))
+        total = tl.dot(half, a, total, input_precision=TILE.PRECISION)
     return total
 
 
 @triton.jit
-def _sum_kernel(
-    x,
-    left,
-    right,
-    y,
-    order,
-    signs,
-    walsh,
-    tokens,
-    terms,
-    inputs,
-    outputs,
-    BLADE: tl.constexpr,
-    T: tl.constexpr,
-    V: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    K: tl.constexpr,
-    F: tl.constexpr,
-    K_PAD: tl.constexpr,
-    S: tl.constexpr,
-    M: tl.constexpr,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    L_PAD: tl.constexpr,
-    R_PAD: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _sum_kernel(x, left, right, y, order, signs, walsh, tokens, terms, inputs, outputs, TILE: tl.constexpr):
     """One output window of T tokens."""
-    first, output = tl.program_id(0).to(tl.int64) * T, tl.program_id(1)
-    total = tl.zeros((T * V // L_PAD, L_PAD), tl.float32)
+    first, output = tl.program_id(0).to(tl.int64) * TILE.T, tl.program_id(1)
+    total = tl.zeros((TILE.T * TILE.V // TILE.L_PAD, TILE.L_PAD), tl.float32)
     for window in range(0, inputs):
-        given = _read(x, first, window, inputs, tokens, order, signs, walsh, BLADE, T, V, BLOCKS, K, F, K_PAD)
+        given = _read(x, first, window, inputs, tokens, order, signs, walsh, TILE)
         for term in range(0, terms):
             pair = (term * outputs + output) * inputs + window
-            total = _add_sandwich(total, given, left, right, pair, S, M, L, R, L_PAD, R_PAD, PRECISION)
-    matrix = _turned(tl.reshape(total, (T * V,)), M // L, L)
-    _write(y, matrix, first, output, outputs, tokens, order, signs, walsh, BLADE, T, V, BLOCKS, K, F, K_PAD)
+            total = _add_sandwich(total, given, left, right, pair, TILE)
+    matrix = _turned(tl.reshape(total, (TILE.T * TILE.V,)), TILE.M // TILE.L, TILE.L)
+    _write(y, matrix, first, output, outputs, tokens, order, signs, walsh, TILE)
 
 
-def _meta(x: Tensor, left: Tensor, right: Tensor, blade: bool) -> tuple[tuple, dict[str, Any]]:
-    """The tables of the change of basis, and the compile-time arguments."""
-    (tokens, _, window), blocks = x.shape, left.shape[3]
-    rows, columns = left.shape[-1], right.shape[-1]
-    (spin_blocks, size, components, _), *tables = reference.spin_tables(x)
-    pads = {"K_PAD": tiles.pad(size), "L_PAD": tiles.pad(rows), "R_PAD": tiles.pad(columns)}
+def _tile(x: Tensor, left: Tensor, right: Tensor, blade: bool) -> tuple[tuple, _Tile, dict[str, int]]:
+    """The tables of the change of basis, the tile and the compiler's options for it."""
+    (tokens, _, window), rows, columns = x.shape, left.shape[-1], right.shape[-1]
+    (blocks, size, components, _), *tables = reference.spin_tables(x)
+    pads = tiles.pad(size), tiles.pad(rows), tiles.pad(columns)
     # rows enough for a product, tokens no more than there are
-    least = max(1, 16 * max(pads.values()) // window)
+    least = max(1, 16 * max(pads) // window)
     count = min(max(least, NUMBERS // window), max(least, triton.next_power_of_2(tokens)))
-    meta = {
-        "BLADE": blade,
-        "T": count,
-        "V": window,
-        "BLOCKS": spin_blocks,
-        "K": size,
-        "F": components,
-        "S": blocks,
-        "M": reference.shared_coordinates(window, left, right),
-        "L": rows,
-        "R": columns,
-        "PRECISION": tiles.precision(x.dtype),
-        "num_warps": 8 if count * window >= NUMBERS else 4,
-        "num_stages": 1,  # loads wait for one another anyway, and large factors leave no room for a second copy
-    }
-    return tuple(tables) if blade else (None, None, None), meta | pads
+    shared = reference.shared_coordinates(window, left, right)
+    factors = left.shape[3], shared, rows, columns
+    tile = (blade, count, window, blocks, size, components, *factors, *pads, tiles.precision(x.dtype))
+    # loads wait for one another anyway, and large factors leave no room for a second copy
+    options = {"num_warps": 8 if count * window >= NUMBERS else 4, "num_stages": 1}
+    return tuple(tables) if blade else (None, None, None), _Tile(*map(tl.constexpr, tile)), options
 
 
 @torch.library.custom_op("relinear::sandwich_windows", mutates_args=())
@@ -261,9 +189,9 @@ def _sum(x: Tensor, left: Tensor, right: Tensor, blade: bool) -> Tensor:
     terms, outputs, inputs = left.shape[:3]
     tokens, _, window = x.shape
     y = tiles.empty(x, tokens, outputs, window)
-    tables, meta = _meta(x, left, right, blade)
-    grid = tiles.cdiv(tokens, meta["T"]), outputs
-    _sum_kernel[grid](x, left, right, y, *tables, tokens, terms, inputs, outputs, **meta)
+    tables, tile, options = _tile(x, left, right, blade)
+    grid = tiles.cdiv(tokens, tile.T.value), outputs
+    _sum_kernel[grid](x, left, right, y, *tables, tokens, terms, inputs, outputs, TILE=tile, **options)
     return y
 
 
@@ -308,42 +236,29 @@ def _branch(
     branch,
     NORMALIZE: tl.constexpr,
     PERMUTE: tl.constexpr,
-    BLADE: tl.constexpr,
-    T: tl.constexpr,
-    V: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    K: tl.constexpr,
-    F: tl.constexpr,
-    K_PAD: tl.constexpr,
-    S: tl.constexpr,
-    M: tl.constexpr,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    L_PAD: tl.constexpr,
-    R_PAD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """What a branch activates, (T V,), with the coordinate of its sandwich that each is and the scale of the norm."""
-    at = tl.arange(0, T * V)
-    coordinate = at % V
-    total = tl.zeros((T * V // L_PAD, L_PAD), tl.float32)
-    total = _add_sandwich(total, given, left, right, branch, S, M, L, R, L_PAD, R_PAD, PRECISION)
-    z = _turned(tl.reshape(total, (T * V,)), M // L, L)
-    if BLADE:
-        z = _strings(z, signs, walsh, T, V, BLOCKS, K, F, K_PAD)
-    scale = tl.full((T,), 1.0, tl.float32)
+    at = tl.arange(0, TILE.T * TILE.V)
+    coordinate = at % TILE.V
+    total = tl.zeros((TILE.T * TILE.V // TILE.L_PAD, TILE.L_PAD), tl.float32)
+    total = _add_sandwich(total, given, left, right, branch, TILE)
+    z = _turned(tl.reshape(total, (TILE.T * TILE.V,)), TILE.M // TILE.L, TILE.L)
+    if TILE.BLADE:
+        z = _strings(z, signs, walsh, TILE)
+    scale = tl.full((TILE.T,), 1.0, tl.float32)
     if NORMALIZE:  # which knows no order
-        rows = tl.reshape(z, (T, V))
-        rows = rows - (tl.sum(rows, 1) / V)[:, None]
-        scale = 1.0 / tl.sqrt(tl.sum(rows * rows, 1) / V + EPSILON)
-        z = tl.reshape(rows * scale[:, None], (T * V,))
+        rows = tl.reshape(z, (TILE.T, TILE.V))
+        rows = rows - (tl.sum(rows, 1) / TILE.V)[:, None]
+        scale = 1.0 / tl.sqrt(tl.sum(rows * rows, 1) / TILE.V + EPSILON)
+        z = tl.reshape(rows * scale[:, None], (TILE.T * TILE.V,))
     taken = coordinate
     if PERMUTE:
-        taken = tl.load(orders + branch * V + coordinate) - branch * V
+        taken = tl.load(orders + branch * TILE.V + coordinate) - branch * TILE.V
     source = taken
-    if BLADE:
+    if TILE.BLADE:
         source = tl.load(places + taken)
-    if PERMUTE or BLADE:
+    if PERMUTE or TILE.BLADE:
         z = tl.gather(z, at - coordinate + source, 0)
     return z, taken, scale
 
@@ -366,34 +281,18 @@ def _step_kernel(
     CURVE: tl.constexpr,
     NORMALIZE: tl.constexpr,
     PERMUTE: tl.constexpr,
-    BLADE: tl.constexpr,
-    T: tl.constexpr,
-    V: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    K: tl.constexpr,
-    F: tl.constexpr,
-    K_PAD: tl.constexpr,
-    S: tl.constexpr,
-    M: tl.constexpr,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    L_PAD: tl.constexpr,
-    R_PAD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """y of T tokens."""
-    first = tl.program_id(0).to(tl.int64) * T
-    given = _read(x, first, 0, 1, tokens, order, signs, walsh, BLADE, T, V, BLOCKS, K, F, K_PAD)
-    total = tl.zeros((T * V,), tl.float32)
+    first = tl.program_id(0).to(tl.int64) * TILE.T
+    given = _read(x, first, 0, 1, tokens, order, signs, walsh, TILE)
+    total = tl.zeros((TILE.T * TILE.V,), tl.float32)
     for branch in range(0, branches):
-        h, _, _ = _branch(
-            given, left, right, orders, places, signs, walsh, branch, NORMALIZE, PERMUTE, BLADE, T, V, BLOCKS, K, F,
-            K_PAD, S, M, L, R, L_PAD, R_PAD, PRECISION,
-        )  # fmt: skip
+        h, _, _ = _branch(given, left, right, orders, places, signs, walsh, branch, NORMALIZE, PERMUTE, TILE)
         value, _ = _activated(h, tl.load(slopes + branch).to(tl.float32), CURVE)
         total += value * tl.load(mix + branch).to(tl.float32)
-    at = tl.arange(0, T * V)
-    tl.store(y + first * V + at, total.to(y.dtype.element_ty), mask=first + at // V < tokens)
+    at = tl.arange(0, TILE.T * TILE.V)
+    tl.store(y + first * TILE.V + at, total.to(y.dtype.element_ty), mask=first + at // TILE.V < tokens)
 
 
 @triton.jit
@@ -416,51 +315,35 @@ def _gradient_kernel(
     CURVE: tl.constexpr,
     NORMALIZE: tl.constexpr,
     PERMUTE: tl.constexpr,
-    BLADE: tl.constexpr,
-    T: tl.constexpr,
-    V: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    K: tl.constexpr,
-    F: tl.constexpr,
-    K_PAD: tl.constexpr,
-    S: tl.constexpr,
-    M: tl.constexpr,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    L_PAD: tl.constexpr,
-    R_PAD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """The gradient of the sandwiches (N, W, V) of T tokens, and what they add to those of slopes and mixture."""
-    first = tl.program_id(0).to(tl.int64) * T
-    at = tl.arange(0, T * V)
-    token = first + at // V
-    given = _read(x, first, 0, 1, tokens, order, signs, walsh, BLADE, T, V, BLOCKS, K, F, K_PAD)
-    upstream = tl.load(grad + first * V + at, mask=token < tokens, other=0.0).to(tl.float32)
+    first = tl.program_id(0).to(tl.int64) * TILE.T
+    at = tl.arange(0, TILE.T * TILE.V)
+    token = first + at // TILE.V
+    given = _read(x, first, 0, 1, tokens, order, signs, walsh, TILE)
+    upstream = tl.load(grad + first * TILE.V + at, mask=token < tokens, other=0.0).to(tl.float32)
     for branch in range(0, branches):
-        h, taken, scale = _branch(
-            given, left, right, orders, places, signs, walsh, branch, NORMALIZE, PERMUTE, BLADE, T, V, BLOCKS, K, F,
-            K_PAD, S, M, L, R, L_PAD, R_PAD, PRECISION,
-        )  # fmt: skip
+        h, taken, scale = _branch(given, left, right, orders, places, signs, walsh, branch, NORMALIZE, PERMUTE, TILE)
         share = tl.load(mix + branch).to(tl.float32)
         value, derivative = _activated(h, tl.load(slopes + branch).to(tl.float32), CURVE)
         of_sums = sums + (tl.program_id(0) * branches + branch) * 2
         tl.store(of_sums, share * tl.sum(upstream * tl.minimum(h, 0.0), 0))
         tl.store(of_sums + 1, tl.sum(upstream * value, 0))
-        slope = tl.reshape(upstream * derivative * share, (T, V))
+        slope = tl.reshape(upstream * derivative * share, (TILE.T, TILE.V))
         if NORMALIZE:
-            rows = tl.reshape(h, (T, V))
-            mean, along = tl.sum(slope, 1) / V, tl.sum(slope * rows, 1) / V
+            rows = tl.reshape(h, (TILE.T, TILE.V))
+            mean, along = tl.sum(slope, 1) / TILE.V, tl.sum(slope * rows, 1) / TILE.V
             slope = (slope - mean[:, None] - rows * along[:, None]) * scale[:, None]
-        target = to_branches + (token * branches + branch) * V + taken
-        tl.store(target, tl.reshape(slope, (T * V,)).to(to_branches.dtype.element_ty), mask=token < tokens)
+        target = to_branches + (token * branches + branch) * TILE.V + taken
+        tl.store(target, tl.reshape(slope, (TILE.T * TILE.V,)).to(to_branches.dtype.element_ty), mask=token < tokens)
 
 
-def _step_meta(x: Tensor, left: Tensor, right: Tensor, blade: bool) -> tuple[tuple, dict[str, Any]]:
-    """``_meta``, but for factors of 64 numbers in half precision, which take one token at a time: tiles of two gave
+def _step_tile(x: Tensor, left: Tensor, right: Tensor, blade: bool) -> tuple[tuple, _Tile, dict[str, int]]:
+    """``_tile``, but for factors of 64 numbers in half precision, which take one token at a time: tiles of two gave
     numbers that are none on an H100 (Triton 3.6)."""
     given = x[:1] if left.shape[-1] == right.shape[-1] == 64 and x.element_size() == 2 else x
-    return _meta(given.unsqueeze(1), left, right, blade)
+    return _tile(given.unsqueeze(1), left, right, blade)
 
 
 def _launch(
@@ -468,13 +351,12 @@ def _launch(
 ) -> None:
     """``kernel`` over tiles of tokens; ``given`` are its pointers up to the tables."""
     blade, normalize, activation = settings
-    tables, meta = _step_meta(x, left, right, blade)
+    tables, tile, options = _step_tile(x, left, right, blade)
     places = reference.string_places(x) if blade else None
     curve = activation if callable(reference.ACTIVATIONS[activation]) else "prelu"
     flags = {"CURVE": curve, "NORMALIZE": normalize, "PERMUTE": order is not None}
-    kernel[(tiles.cdiv(x.shape[0], meta["T"]),)](
-        *given, order, places, *tables, x.shape[0], left.shape[1], **flags, **meta
-    )
+    grid = (tiles.cdiv(x.shape[0], tile.T.value),)
+    kernel[grid](*given, order, places, *tables, x.shape[0], left.shape[1], **flags, TILE=tile, **options)
 
 
 def _order(x: Tensor, left: Tensor, seed: int | None, step: int) -> Tensor | None:
@@ -523,8 +405,8 @@ def _backward(
     """Gradients of the sandwiches (N, W, V), and those of slopes and mix (W, 2)."""
     branches, order = left.shape[1], _order(x, left, seed, step)
     to_branches = tiles.empty(x, x.shape[0], branches, x.shape[1])
-    _, meta = _step_meta(x, left, right, blade)
-    sums = tiles.empty(x, tiles.cdiv(x.shape[0], meta["T"]), branches, 2, dtype=torch.float32)
+    _, tile, _ = _step_tile(x, left, right, blade)
+    sums = tiles.empty(x, tiles.cdiv(x.shape[0], tile.T.value), branches, 2, dtype=torch.float32)
     given, settings = (grad, x, left, right, slopes, mix, to_branches, sums), (blade, normalize, activation)
     _launch(_gradient_kernel, x, left, right, given, order, settings)
     return to_branches, sums.sum(0)

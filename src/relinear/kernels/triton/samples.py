@@ -132,6 +132,7 @@ SAMPLES = {
             ccl_arguments(70, 40, 20, 9, 7, norm=False, gate_bias=False),
             ccl_arguments(2050, 40, 20, 9, 7, bias=False, inner=False),
         ),
+        training=False,
     ),
     "cgt": Sample(
         cgt,
