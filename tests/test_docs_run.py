@@ -38,7 +38,7 @@ NOT_RUN: dict[str, Counter] = {
     "docs/evaluation.md": Counter(network=2),
     "docs/families.md": Counter(minutes=1),
     "docs/speed.md": Counter(minutes=1),
-    "docs/tutorial.md": Counter(network=2, gpu=1),
+    "docs/tutorial.md": Counter(network=3, gpu=1),
     "README.md": Counter(network=1),
 }
 

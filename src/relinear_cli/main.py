@@ -35,6 +35,7 @@ COMMANDS = (
     "eval",
     "inspect",
     "list",
+    "new",
     "doctor",
     "check-coordinates",
     "specialize",

@@ -152,7 +152,8 @@ class Config:
         known = cls.kinds()
         if not isinstance(kind, str) or kind not in known:
             names = {**known, **plugins.offered(cls.family)}
-            raise UnknownKindError(f"unknown {cls.family} kind {shown(kind)}; {nearest(str(kind), names)}")
+            hint = f"{nearest(str(kind), names)} (relinear list {cls.family}s shows all)"
+            raise UnknownKindError(f"unknown {cls.family} kind {shown(kind)}; {hint}")
         target = known[kind]
         if not issubclass(target, cls):
             raise ValueError(f"{kind!r} is not a {cls.__name__}")

@@ -1,0 +1,75 @@
+"""``relinear new``: a package with an operator of one's own, ready to be changed."""
+
+from __future__ import annotations
+
+import keyword
+import re
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from string import Template
+from typing import Annotated
+
+import typer
+
+__all__ = ["command"]
+
+_TEMPLATES = Path(__file__).with_name("template")
+#: file of the package -> the template it is made from
+_FILES = {
+    "pyproject.toml": "pyproject.txt",
+    "README.md": "readme.txt",
+    "relinear_$name/__init__.py": "init.txt",
+    "relinear_$name/operator.py": "operator.txt",
+    "tests/test_$name.py": "test.txt",
+}
+#: names of classes that the operator itself needs
+_OTHER_CLASSES = ("ClassVar", "Operator", "OperatorConfig", "Self", "Tensor")
+
+
+def command(
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="operator.")],
+    name: Annotated[str, typer.Argument(help="Its name in settings, such as `block_circulant`.")],
+    out: Annotated[Path | None, typer.Option(help="The folder to make; NAME by default.")] = None,
+) -> None:
+    """Write a package with an operator of your own: the operator, its tests, its entry point. They pass as written.
+
+    It is a small low-rank layer with every method that an operator can have. Change its formula, and install it with
+    `pip install -e NAME`: every command then knows it by its name.
+
+    **Example:** `relinear new operator block_circulant`
+    """
+    if what != "operator":
+        raise ValueError(f"there is no template of {what!r}: relinear new operator NAME")
+    camel = "".join(part.capitalize() for part in name.split("_"))
+    bad = camel in _OTHER_CLASSES or keyword.iskeyword(camel) or keyword.iskeyword(name)
+    if bad or not re.fullmatch(r"[a-z][a-z0-9_]{0,38}[a-z0-9]", name):
+        raise ValueError(f"{name!r} is no name of an operator; one is like block_circulant, or low_rank2")
+    folder = out or Path(name)
+    if folder.exists() or folder.is_symlink():
+        raise ValueError(f"{folder} is there already; choose another with --out, or another name")
+    if not folder.absolute().parent.is_dir():
+        raise ValueError(f"there is no directory {folder.absolute().parent} to put {folder.name} in")
+    if find_spec(f"relinear_{name}") is not None:
+        raise ValueError(f"the package relinear_{name} is installed already; choose another name")
+    _check_free(name)
+    words = {"name": name, "dashed": name.replace("_", "-"), "Name": camel}
+    with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f".{folder.name}.") as temporary:
+        made = Path(temporary) / folder.name
+        for path, template in _FILES.items():
+            file = made / Template(path).substitute(words)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            text = (_TEMPLATES / template).read_text(encoding="utf-8")
+            file.write_text(Template(text).substitute(words), encoding="utf-8")
+        made.rename(folder)
+    print(f"written: {folder}/relinear_{name}/operator.py and what belongs to it. Next:\n")
+    print(f'pip install -e {folder}\npytest {folder} -k "not inductor"\nrelinear list operators {name}')
+
+
+def _check_free(name: str) -> None:
+    import relinear  # noqa: F401  # registers its own kinds
+    from relinear.core import plugins
+    from relinear.core.operator import OperatorConfig
+
+    if name in {**OperatorConfig.kinds(), **plugins.offered("operator")}:
+        raise ValueError(f"there is an operator {name!r} already, see `relinear list operators {name}`; choose another")

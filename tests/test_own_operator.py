@@ -1,0 +1,93 @@
+"""An operator in a package of its own, from ``relinear new`` on: it is installed by pip and found by its name alone."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import REPOSITORY
+from relinear_cli.main import main
+
+NAME = "two_thin"
+
+
+def run(*words: object, path: Path, cwd: Path, seconds: float = 300) -> str:
+    """What a program prints that sees relinear's source, and what is installed in ``path``."""
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": f"{REPOSITORY / 'src'}{os.pathsep}{path}", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=seconds,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def install(package: Path, target: Path) -> None:
+    """Install the package in a folder with pip, from what is on this machine."""
+    for needed in ("pip", "setuptools"):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed")
+    offline = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--disable-pip-version-check"]
+    run("-m", "pip", "install", *offline, "--target", target, package, path=target, cwd=package)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    """The package, as ``relinear new operator`` writes it."""
+    folder = tmp_path_factory.mktemp("written") / NAME
+    assert main(["new", "operator", NAME, "--out", str(folder)]) in (None, 0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(written, tmp_path_factory) -> Path:
+    """A folder in which the package is installed, as in an environment."""
+    target = tmp_path_factory.mktemp("environment")
+    install(written, target)
+    return target
+
+
+def test_a_new_package_passes_its_tests_and_ours(written, installed, tmp_path) -> None:
+    files = {str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()}
+    source = {"relinear_two_thin/__init__.py", "relinear_two_thin/operator.py", "tests/test_two_thin.py"}
+    assert source | {"pyproject.toml", "README.md"} <= files
+    tests = tmp_path / "test_two_thin.py"  # away from the source: what is tested is what was installed
+    tests.write_text((written / "tests" / tests.name).read_text())
+    told = run(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not inductor", tests, path=installed, cwd=tmp_path
+    )
+    assert int(re.search(r"(\d+) passed", told)[1]) > 20
+    ruff, rules = [sys.executable, "-m", "ruff"], ["--isolated", "--line-length", "120"]
+    for check in (["check", "--select", "E,F,I,B"], ["format", "--check"]):
+        assert subprocess.run([*ruff, *check, *rules, "."], cwd=written, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["operatr", "mine"], "there is no template of 'operatr'"),
+        (["operator", "Mine"], "'Mine' is no name of an operator"),
+        (["operator", "../mine"], "is no name of an operator"),
+        (["operator", "lambda"], "'lambda' is no name of an operator"),
+        (["operator", "none"], "'none' is no name of an operator"),
+        (["operator", "tensor"], "'tensor' is no name of an operator"),
+        (["operator", "cli"], "the package relinear_cli is installed already"),
+        (["operator", "low_rank"], "there is an operator 'low_rank' already"),
+        (["operator", "mine", "--out", "there"], "there is there already"),
+        (["operator", "mine", "--out", "nowhere/mine"], "there is no directory"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(words, told, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    assert main(["new", *words]) == 2
+    assert told in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
