@@ -98,10 +98,12 @@ def filled(text: str, parts: Mapping[str, Callable[[], str]], page: str) -> str:
 
 def pages() -> dict[Path, str]:
     """Every file with generated parts, and what it should hold."""
-    found = {DOCS / "claims.md": claims.page()}
+    found = {DOCS / name: text for name, text in claims.pages().items()}
     readme = DOCS.parent / "README.md"
     found[readme] = filled(readme.read_text(encoding="utf-8"), {"claims": claims.in_readme}, "README")
-    found |= {DOCS / "pictures" / f"claims-{theme}.svg": forest.picture(theme) for theme in forest.THEMES}
+    for paper in ("", *(make().name for make in claims.PAPERS)):
+        named = DOCS / "pictures" / forest.file_name(paper)
+        found |= {Path(f"{named}-{theme}.svg"): forest.picture(theme, paper) for theme in forest.THEMES}
     found |= {DOCS / "pictures" / f"{kind}.svg": pictures.thumbnail(kind) for kind in pictures.PICTURES}
     made_of = ({"speed": speed.PARTS, "gpu": gpu.PARTS}, cut.PARTS, curves.PARTS, biased.PARTS)
     for folder in sorted({folder for made in made_of for folder in made}):

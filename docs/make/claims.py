@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import html
 import re
 from collections.abc import Callable, Sequence
 
@@ -28,6 +29,9 @@ from measured import (
     timed,
 )
 
+#: characters of a claim, and words of what became of it, in a table that is read on a phone
+LONGEST, MOST_WORDS = 60, 8
+
 HELD, FAILED, UNSEEN = "held", "did not hold", "not seen"
 PARTLY, OPEN, NOT_RUN, BEYOND = "partly", "open", "not run", "not asked by the paper"
 VERDICTS = {
@@ -44,13 +48,23 @@ VERDICTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """What a paper says and where; the verdict; what was found; the letter of the run it rests on, or none."""
+    """A claim of a paper, what became of it, and what was found.
+
+    says: at most 60 characters. brief: what became of it in at most eight words. where: in the paper. found: in full,
+    with figures. run: the letters of the runs it rests on. whole: the claim in the paper's words, where it is longer.
+    """
 
     says: str
+    brief: str
     where: str
     verdict: str
     found: str
     run: str = ""
+    whole: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.says) > LONGEST or len(self.brief.split()) > MOST_WORDS:
+            raise ValueError(f"too long for a table: {self.says!r}, {self.brief!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +78,11 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Paper:
-    """A paper's claims. ``summary``: a sentence or two before the table."""
+    """A paper's claims. ``name``: of its page. ``question``: that the page answers. ``summary``: the answer."""
 
+    name: str
     title: str
+    question: str
     summary: str
     runs: dict[str, Run]
     claims: Sequence[Claim]
@@ -147,16 +163,19 @@ def ccl() -> Paper:
     }
     claims = [
         Claim(
-            "A model of 10.3 M parameters has a lower perplexity than a dense one of 70.5 M",
+            "10.3 M parameters beat a dense model of 70.5 M",
+            "The dense model's start was not tuned",
             "abstract, Table 1",
             OPEN,
             f"{count['ccl']:,} against {count['dense-256']:,} parameters: {ranged(loss['ccl'])} against "
             f"{ranged(loss['dense-256'])} nats, gap {gap(loss['ccl'], loss['dense-256'])}. The dense model starts from "
             "0.02, which was not tuned",
             "A",
+            whole="A model of 10.3 M parameters has a lower perplexity than a dense one of 70.5 M",
         ),
         Claim(
             "Ahead of a dense model of its own width",
+            "At 1 M tokens; level or behind later",
             "Table 1",
             PARTLY,
             f"Gap {gap(controlled['ccl'], controlled['dense-64'])} with {count['ccl'] / count['dense-64']:.2f} times "
@@ -166,7 +185,8 @@ def ccl() -> Paper:
             "D, E",
         ),
         Claim(
-            "Better perplexity under matched parameter and FLOPs budgets",
+            "Better at equal parameters and FLOPs",
+            "At 1 M tokens; behind at 3 M",
             "Section 1, 6",
             PARTLY,
             f"Gap to a dense model of its parameters {gap(controlled['ccl'], controlled['dense-equal-parameters'])}, "
@@ -182,26 +202,32 @@ def ccl() -> Paper:
             "at the paper's 20.5 million its training loss is behind as far as its runs came "
             f"({cut.trained('ccl', 'ccl')})",
             "D, E, F",
+            whole="Better perplexity under matched parameter and FLOPs budgets",
         ),
         Claim(
-            "The overhead is negligible: less than 0.1 % more FLOPs than dense of the same width",
+            "Less than 0.1 % more FLOPs than dense of its width",
+            "Eighty times that, by count",
             "Section 4.3, Table 2",
             FAILED,
             f"{quoted('ccl/README.md', '8.0 % more')} at the paper's vocabulary of 50,257 (counted, and tested); "
             f"{flops:.2f} times at a vocabulary of 2,048",
             "A",
+            whole="The overhead is negligible: less than 0.1 % more FLOPs than dense of the same width",
         ),
         Claim(
-            "Latency comparable to dense layers, FLOPs saved become throughput",
+            "Latency like dense; FLOPs saved become throughput",
+            "Slower than dense, as in the paper's table",
             "Section 5, Table 2",
             PARTLY,
             f"Tokens a second relative to dense of its width: {speed['train_ratio']:.2f} in training, "
             f"{speed['inference_ratio']:.2f} in inference (CPU). The paper's table has {364155 / 523081:.2f} in "
             "inference: its figure is reproduced, the text's words are not borne out by either",
             "A",
+            whole="Latency comparable to dense layers, FLOPs saved become throughput",
         ),
         Claim(
-            "Operators along a sequence span far more than the rank of the basis",
+            "Operators along a sequence span more than the rank",
+            "In what they write, not what they read",
             "Section 4.4, Figure 5",
             PARTLY,
             f"Effective rank, against static layers: {rank('ccl', 'operators')} as vectors "
@@ -210,9 +236,11 @@ def ccl() -> Paper:
             f"{rank('ccl', 'inputs')} of what "
             f"they read ({rank('static', 'inputs')}): all share one basis",
             "C",
+            whole="Operators along a sequence span far more than the rank of the basis",
         ),
         Claim(
-            "Gates are U-shaped, and over 55 % of them are active",
+            "Gates are U-shaped, over 55 % of them active",
+            "U-shaped, and harder",
             "Section 4.5, Figure 6",
             PARTLY,
             "U-shaped, and harder: "
@@ -221,17 +249,21 @@ def ccl() -> Paper:
                 for part in ("basis", "output")
             ),
             "C",
+            whole="Gates are U-shaped, and over 55 % of them are active",
         ),
         Claim(
-            "Gates specialise in semantic groups of tokens (specialisation 1.00)",
+            "Gates specialise in semantic groups of tokens",
+            "Pure; but set by the current token",
             "Section 4.6, Table 3",
             PARTLY,
             f"Purity {purity:.2f} on average, chance {chance:.2f}; but {explained:.0%} of a gate's variance is "
             "the current token's. What an untrained model has was not recorded, so this is no evidence of learning",
             "C",
+            whole="Gates specialise in semantic groups of tokens (specialisation 1.00)",
         ),
         Claim(
             "Without context much worse; both gates contribute",
+            "The order holds; not the gates alone",
             "Table 4",
             PARTLY,
             f"Above full CCL: static {gap(loss['static'], loss['ccl'])}, without output gate "
@@ -243,6 +275,7 @@ def ccl() -> Paper:
         ),
         Claim(
             "Trains better at higher learning rates than dense",
+            "The tuned rates do not differ so",
             "Section 4.1",
             UNSEEN,
             f"Tuned rates: {entry['ccl']['learning_rate']:g} for CCL, {entry['dense-64']['learning_rate']:g} for dense "
@@ -251,6 +284,7 @@ def ccl() -> Paper:
         ),
         Claim(
             "The context carries more than the token",
+            "No gain over the current token alone",
             "Sections 1, 3",
             UNSEEN,
             f"Moving averages over the past less the current token alone: {gap(loss['ccl-ema'], loss['ccl'])}",
@@ -263,7 +297,14 @@ def ccl() -> Paper:
         "million (one seed, the rate tuned). "
         f"{behind}."
     )
-    return Paper("CCL: context-conditioned linear layers", summary, runs, claims)
+    return Paper(
+        "ccl",
+        "CCL: context-conditioned linear layers",
+        "Does a low-rank layer whose basis is chosen for every token do more than a dense one of its size?",
+        summary,
+        runs,
+        claims,
+    )
 
 
 def _budget(name: str) -> str:
@@ -337,7 +378,8 @@ def transponder() -> Paper:
     plain = best["learning_rate"], best["initializer_range"]
     claims = [
         Claim(
-            "Perplexity 5.8 to 17.4 % below the plain model's at equal tokens",
+            "Perplexity 5.8 to 17.4 % lower at equal tokens",
+            "No difference seen; too few seeds to tell",
             "Table 2",
             OPEN,
             f"{ranged(loss['transponder'])} against {ranged(loss['dense'])} nats a byte, gap "
@@ -350,18 +392,22 @@ def transponder() -> Paper:
             f"seed), at the settings that both models had: {_at_shared_settings()}. At the plain model's best "
             f"({plain[0]:g}, {plain[1]:g}) Transponder's run was stopped at step {cut_off[plain]}",
             "A, C, G, I",
+            whole="Perplexity 5.8 to 17.4 % below the plain model's at equal tokens",
         ),
         Claim(
-            "Less than 1 % more parameters (abstract), 1 % (tables)",
+            "Less than 1 % more parameters",
+            "A little more than 1 %",
             "abstract, Table 2",
             FAILED,
             f"{quoted('transponder/README.md', '1.08 %, 1.05 % and 1.25 %')} of the paper's Llamas, by count: these "
             "round to the tables' 1 %, and are above it; at width 64 rank 8 "
             f"adds {sizes(_MAIN)['transponder'] / sizes(_MAIN)['dense'] - 1:.0%}",
             "A",
+            whole="Less than 1 % more parameters (abstract), 1 % (tables)",
         ),
         Claim(
-            "Gates on projections beat gates on paths, and channel and scalar together are best",
+            "Gates on projections beat gates on paths",
+            "No difference beyond seeds",
             "Table 1",
             UNSEEN,
             "Gaps to the plain model: "
@@ -369,9 +415,11 @@ def transponder() -> Paper:
                 f"{e} {to(e)}" for e in ("path_scalar", "path_channel", "layer_scalar", "layer_channel", "transponder")
             ),
             "A",
+            whole="Gates on projections beat gates on paths, and channel and scalar together are best",
         ),
         Claim(
             "Ahead of DeepNet (DeepNorm)",
+            "DeepNorm alone had its own start",
             "Table 2",
             OPEN,
             f"Transponder less DeepNorm {to('transponder', 'deepnorm')}; DeepNorm has an initialisation of its "
@@ -381,6 +429,7 @@ def transponder() -> Paper:
         ),
         Claim(
             "Ahead of LayerNorm Scaling and LAuReL",
+            "No difference beyond seeds",
             "Table 2",
             UNSEEN,
             "Transponder less "
@@ -388,15 +437,18 @@ def transponder() -> Paper:
             "A",
         ),
         Claim(
-            "Level with or ahead of gates that cost 15 to 80 % more parameters",
+            "Level with gates that cost 15 to 80 % more",
+            "No difference beyond seeds",
             "Table 2",
             UNSEEN,
             f"Transponder less gates per head {to('transponder', 'sdpa_gate_head')}, per channel "
             f"{to('transponder', 'sdpa_gate_channel')}, on everything {to('transponder', 'all_gate')}",
             "A",
+            whole="Level with or ahead of gates that cost 15 to 80 % more parameters",
         ),
         Claim(
             "Where others diverge, it trains",
+            "Nothing diverged at this size",
             "Table 2",
             NOT_RUN,
             "No final run of any entry diverged at this size; runs at the paper's sizes take GPUs for days",
@@ -404,6 +456,7 @@ def transponder() -> Paper:
         ),
         Claim(
             "Post-LN trains with modulators where it fails without",
+            "From a start that was not tuned",
             "Table 3",
             OPEN,
             f"With less without {to('post_ln_transponder', 'post_ln')}, at rates of their own, from an "
@@ -412,15 +465,18 @@ def transponder() -> Paper:
             "A",
         ),
         Claim(
-            "What gates read is what matters; the learnt curvature helps",
+            "What gates read matters; the learnt curvature helps",
+            "No difference beyond seeds",
             "Table 4",
             UNSEEN,
             f"Above Transponder: {within('without_context', 'fixed_alpha')}. The best rate of "
             f"{_at_the_edge(_PARTS, 'without_context', 'fixed_alpha')} is the highest that was tried",
             "B",
+            whole="What gates read is what matters; the learnt curvature helps",
         ),
         Claim(
             "Modulating everything is best",
+            "No difference beyond seeds",
             "Table 5",
             UNSEEN,
             "Above Transponder: "
@@ -428,15 +484,18 @@ def transponder() -> Paper:
             "B",
         ),
         Claim(
-            "Rank 2 already gains, and more rank gains a little more",
+            "Rank 2 already gains, more rank a little more",
+            "No difference beyond seeds",
             "Table 6",
             UNSEEN,
             f"Above rank 8: {within('rank_2', 'rank_4', 'rank_16', 'rank_32')}. The best rate of "
             f"{_at_the_edge(_PARTS, 'rank_2', 'rank_4', 'rank_16', 'rank_32')} is the highest that was tried",
             "B",
+            whole="Rank 2 already gains, and more rank gains a little more",
         ),
         Claim(
             "A fused kernel makes the overhead minimal",
+            "A fifth slower; more on an H100",
             "Section 3.4",
             PARTLY,
             "Training llama-60m, tokens a second relative to the plain model: "
@@ -445,16 +504,19 @@ def transponder() -> Paper:
             "D, H",
         ),
         Claim(
-            "Gates differ by depth, module and token, and are no fixed gains",
+            "Gates differ by depth, module and token",
+            "They do; little of it by token",
             "Section 5, Figures 2 and 3",
             PARTLY,
             f"They differ by all three; but {mean(channel):.0%} of a channel gate's variance is with the token "
             "on average, at most "
             f"{max(channel):.0%}: the rest a constant gain would do as well",
             "E",
+            whole="Gates differ by depth, module and token, and are no fixed gains",
         ),
         Claim(
             "At equal training time",
+            "Dense with twice the steps is ahead",
             "",
             BEYOND,
             f"Dense with twice the steps is ahead: Transponder less dense {to('transponder', 'dense_same_time')}. "
@@ -462,7 +524,8 @@ def transponder() -> Paper:
             "A",
         ),
         Claim(
-            "Fine-tuning a pretrained model by its modulators alone",
+            "Fine-tuning by modulators alone",
+            "LoRA of its size is no worse",
             "",
             BEYOND,
             "Less LoRA of the same size: "
@@ -471,6 +534,7 @@ def transponder() -> Paper:
             f"{gap(finetune['modulators']['validation_loss'], finetune['lora']['at_0.001'])}; "
             f"less (IA)^3 {gap(finetune['modulators']['validation_loss'], finetune['ia3']['validation_loss'])}",
             "F",
+            whole="Fine-tuning a pretrained model by its modulators alone",
         ),
     ]
     costs = [sizes(name)["transponder"] / sizes(name)["dense"] - 1 for name in (_MAIN, _WIDER)]
@@ -479,7 +543,14 @@ def transponder() -> Paper:
         f"64, where rank 8 adds {costs[0]:.0%} to the parameters, C at 128 ({costs[1]:.0%}). G has the paper's He "
         f"start, at width 256 and rank 2, which adds {_share_of_gates():.1%}."
     ).replace("%", " %")
-    return Paper("Transponder: contextual modulators", summary, runs, claims)
+    return Paper(
+        "transponder",
+        "Transponder: contextual modulators",
+        "Do small gates on every projection, set by its input, lower the loss?",
+        summary,
+        runs,
+        claims,
+    )
 
 
 def _at_the_edge(name: str, *entries: str) -> str:
@@ -598,36 +669,43 @@ def cgt() -> Paper:
 
     claims = [
         Claim(
-            "With the auxiliary loss, a model frozen after its examples answers without them nearly as well as "
-            "with them "
-            "(77.0 against 77.5 %)",
+            "Frozen after its examples it answers as well",
+            "At the task's ceiling; not away from it",
             "Table 1",
             PARTLY,
             f"Answers right {right('aux', 'dynamic')} dynamic, {right('aux', 'specialized')} frozen, on a task at "
             f"its ceiling. Away from it (one seed) {real['dynamic']['answers']:.3f} falls to "
             f"{real['specialized']['answers']:.3f}, guessing {real['guessing']:.3f}",
             "A, B",
+            whole="With the auxiliary loss, a model frozen after its examples answers without them nearly as well as "
+            "with them "
+            "(77.0 against 77.5 %)",
         ),
         Claim(
-            "Without that loss freezing ruins the model (79.0 to 15.3 %)",
+            "Without the auxiliary loss freezing ruins the model",
+            "Down to the best blind guess",
             "Table 1",
             HELD,
             f"{right('no-aux', 'dynamic')} to {right('no-aux', 'specialized')}; the best guess without examples "
             "is right in "
             f"{quoted('cgt/README.md', '18.2 %')}",
             "A",
+            whole="Without that loss freezing ruins the model (79.0 to 15.3 %)",
         ),
         Claim(
-            "A context improves the dynamic model (77.7 to 79.0 %)",
+            "A context improves the dynamic model",
+            "At the ceiling; a larger GPT-2 likewise",
             "Table 1",
             UNSEEN,
             f"GPT-2 {right('baseline', 'dynamic')}, with a context {right('no-aux', 'dynamic')}, but GPT-2 of a "
             "larger size "
             f"{right('baseline-equal', 'dynamic')}: at the ceiling",
             "A",
+            whole="A context improves the dynamic model (77.7 to 79.0 %)",
         ),
         Claim(
             "Element-wise regularisation improves both forms",
+            "No difference at the ceiling",
             "Table 1",
             UNSEEN,
             f"{right('aux+reg', 'dynamic')} dynamic, {right('aux+reg', 'specialized')} frozen, without it "
@@ -635,30 +713,37 @@ def cgt() -> Paper:
             "A",
         ),
         Claim(
-            "It makes y vary less along a task",
+            "Regularisation makes y vary less along a task",
+            "Less by far",
             "Table 1, Eq. 4",
             HELD,
             f"{spread(column('aux+reg', 'variation'), 2, '')} against {spread(column('aux', 'variation'), 2, '')}",
             "A",
+            whole="It makes y vary less along a task",
         ),
         Claim(
-            "It makes the coefficients easiest to read off y by a linear map",
+            "It makes coefficients easiest to read off y",
+            "Read at another place than the paper's",
             "Table 1, Figure 3b",
             OPEN,
             f"Error of the probe {spread(column('aux+reg', 'probe_error'), 2, '')} with, "
             f"{spread(column('aux', 'probe_error'), 2, '')} without: read at the last token of the task, where "
             "the paper reads anywhere in its second half, so that it does not answer the claim",
             "A",
+            whole="It makes the coefficients easiest to read off y by a linear map",
         ),
         Claim(
-            "Task vectors do not emerge in the baseline (at most 40.7 %)",
+            "Task vectors do not emerge in the baseline",
+            "They do not",
             "Section 4.2",
             HELD,
             f"Moved from the last `=`, answers right {spread(vectors, 3, '')} on average over layers",
             "A",
+            whole="Task vectors do not emerge in the baseline (at most 40.7 %)",
         ),
         Claim(
             "A VAE with a Gaussian process prior gives a smoother y",
+            "Smoother, at the price of frozen answers",
             "Section 4.4, Appendix A.1",
             HELD,
             f"Variation {column('vae-0.01', 'variation')[0]:.2f} and {column('vae-0.3', 'variation')[0]:.2f} at "
@@ -668,23 +753,28 @@ def cgt() -> Paper:
             "A",
         ),
         Claim(
-            "Regression: frozen after 5, 10 or 20 examples, the error is that of the examples in context",
+            "Regression: frozen after examples, the error stays",
+            "Near, yet above it throughout",
             "Section 4.3, Figure 4",
             PARTLY,
             "Error relative to the dynamic model "
             + ", ".join(f"{ratio:.3f} after {after}" for after, ratio in frozen.items())
             + ": above it throughout (one input dimension where the paper has 16, one seed)",
             "C",
+            whole="Regression: frozen after 5, 10 or 20 examples, the error is that of the examples in context",
         ),
         Claim(
-            "Regression: a context that is read lower down degrades it",
+            "Regression: a context read lower down degrades it",
+            "One layer was tried",
             "Section 4.3",
             NOT_RUN,
             "One layer was tried",
             "C",
+            whole="Regression: a context that is read lower down degrades it",
         ),
         Claim(
-            "Text: a context lowers the loss on C4 by 0.23 (0.04 in a wider model)",
+            "Text: a context lowers the loss on C4",
+            "The models differ in more than context",
             "Section 4.4, Figure 5",
             OPEN,
             f"On texts of five sources CGT has {mixed['loss']:.3f} nats a byte, a plain GPT-2 {equal['loss']:.3f}: gap "
@@ -692,9 +782,11 @@ def cgt() -> Paper:
             f"{equal['parameters'] / mixed['parameters'] - 1:.0%} more parameters and was trained on cross-entropy "
             "alone, CGT with the auxiliary loss, eta 0.5; without that loss none was trained",
             "F",
+            whole="Text: a context lowers the loss on C4 by 0.23 (0.04 in a wider model)",
         ),
         Claim(
-            "Text: the frozen model is ahead at first, the dynamic one later",
+            "Text: frozen is ahead at first, dynamic later",
+            "Another source's y does the same",
             "Section 4.4, Figure 6a",
             UNSEEN,
             "Frozen less dynamic over the first 16 positions "
@@ -703,9 +795,11 @@ def cgt() -> Paper:
             f"{place('specialized')} at the first four bytes (bootstrap, two seeds), and with the y of another source "
             f"{place('shuffled')}. Why is not settled",
             "D, F",
+            whole="Text: the frozen model is ahead at first, the dynamic one later",
         ),
         Claim(
             "Text: a moving average of y mends the frozen model",
+            "It does as the frozen one",
             "Section 4.4, Figure 14",
             UNSEEN,
             f"Less frozen {later['average'] - later['specialized']:+.4f} nats (one seed). Texts of five sources: less "
@@ -714,6 +808,7 @@ def cgt() -> Paper:
         ),
         Claim(
             "Text: y groups documents by their subject",
+            "Above chance; no untrained control",
             "Figure 6c",
             PARTLY,
             f"Nearest neighbour of the same author {text['aux']['clusters']['neighbours']:.1%}, chance "
@@ -724,15 +819,18 @@ def cgt() -> Paper:
             "D, F",
         ),
         Claim(
-            "A specialised model costs what a plain one of width dim x does, and saves the prefix",
+            "A specialised model costs what a plain one does",
+            "By the clock; the prefix is saved",
             "Section 3.1",
             HELD,
             f"Speed {speed['speed']['specialized']['speed']:.3f} of a stock GPT-2; a query of 64 tokens is shorter by "
             + ", ".join(f"{row['query_saved']:.0%} after a prefix of {row['prefix']:,}" for row in speed["prefix"]),
             "E",
+            whole="A specialised model costs what a plain one of width dim x does, and saves the prefix",
         ),
         Claim(
             "The overhead of the context is small",
+            "Costs a tenth of the speed",
             "Section 4.4",
             HELD,
             f"Forward of the dynamic model {speed['speed']['dynamic']['speed']:.3f} of a stock GPT-2's speed "
@@ -744,7 +842,14 @@ def cgt() -> Paper:
         ),
     ]
     summary = "The paper's models took 400,000 steps at batch 128; these took minutes, on smaller tasks."
-    return Paper("CGT: contextually guided transformers", summary, runs, claims)
+    return Paper(
+        "cgt",
+        "CGT: contextually guided transformers",
+        "Can a model read a prefix, turn it into weights, and answer without the prefix?",
+        summary,
+        runs,
+        claims,
+    )
 
 
 # Rotor
@@ -809,7 +914,8 @@ def rotor() -> Paper:
     )
     claims = [
         Claim(
-            "Near or better than block-Hadamard, with far fewer parameters",
+            "Near or better than block-Hadamard",
+            "Near; the mean output does most",
             "main table",
             PARTLY,
             "With biases that start at the mean (layer 12), double rotors less block-Hadamard, nats on WikiText-2: "
@@ -818,9 +924,11 @@ def rotor() -> Paper:
             f"{against('block-Hadamard, 64 blocks')}, where the mean alone fits q and k better (squared error; "
             f"{constants})",
             "A, B, E",
+            whole="Near or better than block-Hadamard, with far fewer parameters",
         ),
         Claim(
             "Far ahead of low rank 1",
+            "Ours starts from the weight: stronger",
             "main table",
             OPEN,
             "Low rank starts from the best fit of the weight here, in the authors' code from fresh matrices: another, "
@@ -830,6 +938,7 @@ def rotor() -> Paper:
         ),
         Claim(
             "Ahead of low rank 4 with fewer parameters",
+            "Ours starts from the weight: stronger",
             "main table",
             OPEN,
             f"As above. Double rotors less low rank 4, with biases that start at the mean (layer 12): "
@@ -838,6 +947,7 @@ def rotor() -> Paper:
         ),
         Claim(
             "Q is easiest to replace, V hardest",
+            "V is hardest to fit; losses vary",
             "main table",
             PARTLY,
             "V is hardest to fit: "
@@ -854,15 +964,23 @@ def rotor() -> Paper:
         ),
         Claim(
             "O(log² d) parameters: 55 a rotor at d = 2048",
+            "By count and by test",
             "abstract",
             HELD,
             f"By count and by test; with windows and a network, q of SmolLM2 takes "
             f"{fits('q', '12', 'rotor, double')[0]['parameters']:,} numbers in place of 331,776",
         ),
-        Claim("Width 3 suffices", "ablation", NOT_RUN, "Widths and depths are settings; the ablation was not run"),
-        Claim("LLaMA-3 is harder than LLaMA-2", "main table", NOT_RUN, "Neither was run"),
+        Claim(
+            "Width 3 suffices",
+            "Not tried",
+            "ablation",
+            NOT_RUN,
+            "Widths and depths are settings; the ablation was not run",
+        ),
+        Claim("LLaMA-3 is harder than LLaMA-2", "Neither was run", "main table", NOT_RUN, "Neither was run"),
         Claim(
             "Any linear map is a sum of rotor products",
+            "Of general elements yes, of rotors no",
             "Lemma 1",
             FAILED,
             "For general elements it is so (n even). Sums of rotors fill a quarter of the space of matrices "
@@ -871,6 +989,7 @@ def rotor() -> Paper:
         ),
         Claim(
             "Speed needs kernels that are not there yet",
+            "With one C++ kernel faster than dense",
             "limitations",
             BEYOND,
             f"The whole network (width 3, depth 2) takes {forward['ratio']:.2f} ({forward['ratio_minimum']:.2f} to "
@@ -880,6 +999,7 @@ def rotor() -> Paper:
         ),
         Claim(
             "Training from scratch is untested",
+            "Ahead of its controls; why is open",
             "limitations",
             BEYOND,
             "q, k and v of a tiny model, nats a byte after 80 steps: "
@@ -900,7 +1020,14 @@ def rotor() -> Paper:
         ),
     ]
     summary = "From a summary of the paper and its authors' code; SmolLM2-135M in place of LLaMA-2-7B and LLaMA-3-8B."
-    return Paper("Rotor layers: composing linear layers from irreducibles", summary, runs, claims)
+    return Paper(
+        "rotor",
+        "Rotor layers: composing linear layers from irreducibles",
+        "Can a few hundred angles stand in for a projection of a pretrained model?",
+        summary,
+        runs,
+        claims,
+    )
 
 
 # HDPL
@@ -965,13 +1092,15 @@ def hdpl() -> Paper:
     claims = [
         Claim(
             "6.8 % fewer parameters than dense (67.11 M to 62.53 M)",
+            "By count",
             "Table 1",
             HELD,
             f"{dense:,} to {count:,}, {1 - count / dense:.1%} fewer",
             "A",
         ),
         Claim(
-            "A lower validation loss than dense (4.2838 against 4.3206), with better sample efficiency throughout",
+            "A lower validation loss than dense at every budget",
+            "Short runs yes; mostly dense's warm-up and rate",
             "Table 1, Figure 2",
             PARTLY,
             "Not run at the paper's size and budget (recipes `hdpl` and `hdpl-authors`). At a tenth of its size "
@@ -990,9 +1119,12 @@ def hdpl() -> Paper:
             f"{of_rate:.0%} of the lead was the rate, and dense from 0.05 was not run there. On bytes, at widths of "
             "32 to 64, HDPL with 0.57 to 0.61 of dense's parameters is level or behind (`results/scale`)",
             "C, E, F",
+            whole="A lower validation loss than dense (4.2838 against 4.3206), with better sample efficiency "
+            "throughout",
         ),
         Claim(
-            "The bounded divergence shapes the latent space and filters noise",
+            "The bounded divergence shapes and filters the latent",
+            "A constant: no gradient where it is clamped",
             "Sections 2.3, 4.1",
             FAILED,
             "Where a token is clamped, the term has no gradient (by test), and at the paper's sizes every token "
@@ -1000,30 +1132,38 @@ def hdpl() -> Paper:
             "a constant. Without noise the same layers, less those with it, at 1.25 million tokens (one seed) and the "
             f"settings that both had: {noiseless}; its larger rates were not run",
             "C",
+            whole="The bounded divergence shapes the latent space and filters noise",
         ),
         Claim(
-            "The auxiliary loss stays small and neither collapses nor explodes",
+            "The auxiliary loss stays small and stable",
+            "It is that constant",
             "A.3",
             NOT_RUN,
             "As above: it is a constant there",
+            whole="The auxiliary loss stays small and neither collapses nor explodes",
         ),
         Claim(
-            "Replacing the output and down projections too raises the auxiliary loss",
+            "Replacing output and down projections raises that loss",
+            "Takes the same runs",
             "Section 3.2",
             NOT_RUN,
             "Takes the same runs",
+            whole="Replacing the output and down projections too raises the auxiliary loss",
         ),
         Claim(
-            "Throughput falls by 44 % for want of a fused operator, which would mend it",
+            "A fused operator mends the 44 % of lost throughput",
+            "On a CPU yes, on an H100 not",
             "Sections 3.2, 4.3",
             PARTLY,
             "Training hdpl-67m with fused paths, tokens a second relative to dense: "
             + ", ".join(_speedup(row) for row in hybrid.values())
             + f" (CPU); {gpu.share('hdpl-67m-hdpl'):.2f} in bfloat16 on an H100, eager, with fused kernels",
             "A, D",
+            whole="Throughput falls by 44 % for want of a fused operator, which would mend it",
         ),
         Claim(
             "Memory and FLOPs fall",
+            "At 2048 yes; at the paper's 512 not",
             "Section 2.5",
             PARTLY,
             f"FLOPs of a layer, forward in training: {flops(layers):.2f} of dense at 2048, {flops(small):.2f} at 512. "
@@ -1033,11 +1173,13 @@ def hdpl() -> Paper:
             "B, D",
         ),
         Claim(
-            "The latent is a handle for control, hypernetworks, continual learning and alignment",
+            "The latent is a handle for control and alignment",
+            "Proposed only; the tools are here",
             "Section 4.2",
             NOT_RUN,
             "Proposed, not measured by the paper. Reading, editing, injecting and aligning latents is here "
             "(`docs/latents.md`)",
+            whole="The latent is a handle for control, hypernetworks, continual learning and alignment",
         ),
     ]
     summary = (
@@ -1045,7 +1187,14 @@ def hdpl() -> Paper:
         "half as much once the dense model has a longer warm-up and another start; at 5 million tokens most of its "
         "lead was the dense model's rate; at the paper's size and budget it has not been run."
     )
-    return Paper("HDPL: hybrid dual-path linear transformations", summary, runs, claims)
+    return Paper(
+        "hdpl",
+        "HDPL: hybrid dual-path linear transformations",
+        "Do a block-diagonal path and a noisy low-rank one, together, beat a dense layer?",
+        summary,
+        runs,
+        claims,
+    )
 
 
 PAPERS: tuple[Callable[[], Paper], ...] = (hdpl, ccl, transponder, cgt, rotor)
@@ -1054,27 +1203,43 @@ HEAD = """<!-- Generated by `make docs-operators` from results/ and docs/make/cl
 
 # Which claims held
 
-As far as we know these are the only public replications of HDPL, CCL, Transponder and CGT. Below is every claim of
-theirs and of the rotor paper, with what became of it here. All runs are small: what was not seen at this size may be
-there at the papers', and what held here may not hold there. They ran on two CPU cores where no H100 is named; seeds and
-tokens are those of the run, listed below each table, where nothing else is said. Figures of ours are read from
-`results/` by the command that makes this page.
+Every claim of five papers, and what became of it here. As far as we know these are the only public replications of
+HDPL, CCL, Transponder and CGT. **All runs are small:** what was not seen at this size may be there at the papers',
+and what held here may not hold there. They ran on two CPU cores where no H100 is named.
 
-Square brackets are intervals of 95 %: over paired seeds (Student's t); where "bootstrap" stands, of a bootstrap over
-blocks of the held-out text and over seeds, which for a single seed says nothing of seeds; where speeds of whole models
-are meant, quartiles of rounds. ± is the standard deviation over seeds, "to" in round brackets their range. How each
-equation and baseline was checked, and where it differs: [the papers, line by line](papers.md).
 """
 
+NOTES = """Square brackets are intervals of 95 %: over paired seeds (Student's t); where "bootstrap" stands, of a
+bootstrap over blocks of the held-out text and over seeds, which for a single seed says nothing of seeds; where speeds
+of whole models are meant, quartiles of rounds. ± is the standard deviation over seeds, "to" in round brackets their
+range. Figures of ours are read from `results/` by the command that makes these pages."""
 
-def page() -> str:
-    """The page in Markdown."""
+RUN = ["run", "command", "budget", "page"]
+
+
+def pages() -> dict[str, str]:
+    """Return the page of all claims and one a paper, in Markdown, by their paths under docs/."""
     papers = [make() for make in PAPERS]
+    return {"claims.md": _overview(papers)} | {f"claims/{paper.name}.md": _page(paper) for paper in papers}
+
+
+def _overview(papers: Sequence[Paper]) -> str:
     verdicts = [claim.verdict for paper in papers for claim in paper.claims]
-    legend = table(
-        ["verdict", "claims", "meaning"], [[f"**{v}**", str(verdicts.count(v)), text] for v, text in VERDICTS.items()]
-    )
-    return "\n".join([HEAD, forest.in_page("pictures"), "", legend, *map(_section, papers)]) + "\n"
+    found = [[f"[{paper.title}](claims/{paper.name}.md)", paper.question, _counted(paper)] for paper in papers]
+    legend = [[f"**{verdict}**", str(verdicts.count(verdict)), text] for verdict, text in VERDICTS.items()]
+    parts = [
+        HEAD + forest.in_page("pictures"),
+        table(["paper", "question", "claims"], found),
+        table(["verdict", "claims", "meaning"], legend),
+        "How each equation and baseline was checked, and where it differs: [the papers, line by line](papers.md).",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _counted(paper: Paper) -> str:
+    """How many claims of a paper came to what."""
+    verdicts = [claim.verdict for claim in paper.claims]
+    return ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in VERDICTS if verdict in verdicts)
 
 
 def in_readme() -> str:
@@ -1088,17 +1253,35 @@ def in_readme() -> str:
     return f"{forest.in_page('docs/pictures')}\n\n{said}"
 
 
-def _section(paper: Paper) -> str:
-    percent = re.compile(r"(?<=\d)%")
-    rows = [[one.says, one.where, f"**{one.verdict}**", percent.sub(" %", one.found), one.run] for one in paper.claims]
-    head = ["claim", "where", "verdict", "here", "run"]
+def _page(paper: Paper) -> str:
+    """A paper: question, answer, picture, a table of verdicts, and folded what each rests on."""
+    rows = [[one.says, f"**{one.verdict}**", one.brief] for one in paper.claims]
     runs = [
-        [letter, f"`{run.command}`", run.budget, f"[{run.page}](../results/{run.page}/README.md)"]
+        [letter, f"`{run.command}`", run.budget, f"[{run.page}](../../results/{run.page}/README.md)"]
         for letter, run in paper.runs.items()
     ]
-    parts = [f"\n## {paper.title}", paper.summary, table(head, rows)]
-    parts += [
-        "Runs, their budgets, and where machine, settings and every figure are:",
-        table(["run", "command", "budget", "page"], runs),
+    parts = [
+        f"<!-- Generated by `make docs-operators` from results/ and docs/make/claims.py. -->\n\n# {paper.title}",
+        f"*{paper.question}* {paper.summary}",
+        forest.in_page("../pictures", paper.name),
+        table(["the paper says", "verdict", "in short"], rows),
+        "## What was found\n\nEach claim unfolds; letters name the runs at the end.",
+        *map(_found, paper.claims),
+        _folded("The runs: commands, budgets, pages with machine and settings", table(RUN, runs)),
+        _folded("How to read the intervals", NOTES),
+        "[All claims](../claims.md)",
     ]
-    return "\n\n".join(parts)
+    return "\n\n".join(parts) + "\n"
+
+
+def _found(claim: Claim) -> str:
+    says = claim.whole or claim.says
+    said = f"In the paper ({claim.where}): {says}." if claim.where else "The paper does not ask this."
+    runs = f" Runs: {claim.run}." if claim.run else ""
+    found = re.sub(r"(?<=\d)%", " %", claim.found).rstrip(".")
+    return _folded(f"{claim.says}: {claim.verdict}", f"{said}\n\n{found}.{runs}")
+
+
+def _folded(summary: str, text: str) -> str:
+    summary = html.escape(summary, quote=False)
+    return f'<details markdown="1">\n<summary>{summary}</summary>\n\n{text}\n\n</details>'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import html
 import math
 from collections.abc import Sequence
@@ -39,8 +40,13 @@ class Row:
         return interval(self.gaps) if len(self.gaps) >= SEEDS else None
 
 
-def rows() -> list[Row]:
-    """What is drawn, from top to bottom."""
+def rows(paper: str = "") -> list[Row]:
+    """What is drawn, from top to bottom; of one paper, whose name its methods begin with, or of all."""
+    return [row for row in _rows() if row.method.lower().startswith(paper)]
+
+
+@functools.cache
+def _rows() -> list[Row]:
     ccl = losses("ccl/claims-1M/results.json")
     hdpl = read("hdpl/claims-5M/runs.json")["runs"]
     scratch = read("rotor/scratch/runs.json")["gaps"]
@@ -90,11 +96,11 @@ def rows() -> list[Row]:
     ]
 
 
-def picture(theme: str) -> str:
-    """The SVG, for a light or a dark page."""
+def picture(theme: str, paper: str = "") -> str:
+    """The SVG, for a light or a dark page; of one paper, or of all."""
     ink, soft, line, ours, papers = THEMES[theme]
     y, parts, method = TOP, [], None
-    for row in rows():
+    for row in rows(paper):
         if row.method != method:
             method, y = row.method, y + 6
             parts.append(_text(0, y + 4, f"{method} against", ink, "start", weight=600))
@@ -120,24 +126,30 @@ def picture(theme: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{WIDTH}" height="{height}" '
         f'viewBox="0 0 {WIDTH} {height}" font-family="system-ui, sans-serif" font-size="13">'
     )
-    return "\n".join([head, f"<title>{html.escape(described())}</title>", *axis, *key, *parts, "</svg>"]) + "\n"
+    return "\n".join([head, f"<title>{html.escape(described(paper))}</title>", *axis, *key, *parts, "</svg>"]) + "\n"
 
 
-def described() -> str:
+def described(paper: str = "") -> str:
     """Every gap in words, the picture's title."""
     told = [
         f"{row.method} against {row.control}{f' at {row.budget} tokens' * bool(row.budget)} {signed(mean(row.gaps), 3)}"
-        for row in rows()
+        for row in rows(paper)
     ]
     return f"Gaps in nats, below zero the method is better: {'; '.join(told)}."
 
 
-def in_page(folder: str) -> str:
+def in_page(folder: str, paper: str = "") -> str:
     """The plot in a page, in light and in dark; ``folder``: where the pictures are, seen from the page."""
+    name = f"{folder}/{file_name(paper)}"
     return (
-        f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="{folder}/claims-dark.svg">\n'
-        f'  <img alt="{html.escape(ALT)}" src="{folder}/claims-light.svg">\n</picture>'
+        f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="{name}-dark.svg">\n'
+        f'  <img alt="{html.escape(described(paper) if paper else ALT)}" src="{name}-light.svg">\n</picture>'
     )
+
+
+def file_name(paper: str = "") -> str:
+    """The name of the picture's file, without its theme."""
+    return f"claims-{paper}" if paper else "claims"
 
 
 def _place(value: float) -> float:
