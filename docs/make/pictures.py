@@ -86,6 +86,19 @@ PICTURES: dict[str, tuple[str, Sequence[Box | Sign]]] = {
             IN,
         ],
     ),
+    "quantized": (
+        "A matrix of integers of few bits, times a scale for each group of inputs",
+        [
+            OUT,
+            EQUALS,
+            Sign("(", 40),
+            square("Q", note="2 to 8 bits"),
+            TIMES,
+            square("s", GREEN, "blocks"),
+            Sign(")", 40),
+            IN,
+        ],
+    ),
     "hdpl": (
         "A block-diagonal path beside a bottleneck whose middle is drawn at random in training",
         [

@@ -51,6 +51,7 @@ from relinear.operators import Monarch as Monarch
 from relinear.operators import OutputGate as OutputGate
 from relinear.operators import PathTransponder as PathTransponder
 from relinear.operators import PivotedLowRank as PivotedLowRank
+from relinear.operators import Quantized as Quantized
 from relinear.operators import Rotor as Rotor
 from relinear.operators import Transponder as Transponder
 from relinear.residual import DeepNorm as DeepNorm

@@ -9,6 +9,7 @@ from relinear.operators.monarch import Monarch as Monarch
 from relinear.operators.output_gate import OutputGate as OutputGate
 from relinear.operators.path_transponder import PathTransponder as PathTransponder
 from relinear.operators.pivoted_low_rank import PivotedLowRank as PivotedLowRank
+from relinear.operators.quantized import Quantized as Quantized
 from relinear.operators.rotor import Rotor as Rotor
 from relinear.operators.transponder import Transponder as Transponder
 

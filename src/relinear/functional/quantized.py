@@ -1,0 +1,106 @@
+"""Integers of 2 to 8 bits in groups that share a scale: how they are stored and what they mean."""
+
+# Legend: I in_features, O out_features, B bits, K = ceil(I / group) groups of a row
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["BLOCK", "dequantized", "group_count", "pack", "packed_width", "quantized", "unpack"]
+
+#: codes of a row that are packed together; what is left of a row forms a shorter block
+BLOCK = 64
+#: bits of codes that are stored apart, highest first: 3 bits are 2 and 1, 5 are 4 and 1, 7 are 4, 2 and 1
+_PLANES = (8, 4, 2, 1)
+
+
+def group_count(in_features: int, group: int) -> int:
+    """K, the groups of a row; the last may be shorter."""
+    return -(-in_features // group)
+
+
+def packed_width(in_features: int, bits: int) -> int:
+    """Bytes of a row of codes: 8 of them take ``bits`` bytes, and a row is filled up to a multiple of 8."""
+    return -(-in_features // 8) * bits
+
+
+def _blocks(width: int) -> list[tuple[int, int]]:
+    """How a row of ``width`` codes, a multiple of 8, divides into blocks: (how many, of how many codes)."""
+    whole, rest = divmod(width, BLOCK)
+    return [(count, size) for count, size in ((whole, BLOCK), (1, rest)) if count and size]
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Return codes (O, I), integers below 2^B, as bytes (O, ceil(I / 8) B).
+
+    A block of n codes is its planes of 8, 4, 2 and 1 bits one after another, as B is their sum. A byte of a plane of p
+    bits holds codes that are n p / 8 apart, the first in its lowest bits; of a plane of single bits, 8 neighbours.
+    """
+    codes = torch.nn.functional.pad(codes.to(torch.uint8), (0, -codes.shape[1] % 8))
+    packed, start = [], 0
+    for count, size in _blocks(codes.shape[1]):
+        block = codes[:, start : start + count * size].unflatten(1, (count, size))
+        start, left, planes = start + count * size, bits, []
+        for plane in (p for p in _PLANES if bits & p):
+            left -= plane
+            held = (block >> left) & ((1 << plane) - 1)
+            parts = held.unflatten(2, (-1, 8)).mT if plane == 1 else held.unflatten(2, (8 // plane, -1))
+            shifts = torch.arange(0, 8, plane, dtype=torch.uint8, device=codes.device)
+            planes.append((parts << shifts[:, None]).sum(2, dtype=torch.uint8))
+        packed.append(torch.cat(planes, 2).flatten(1))
+    return torch.cat(packed, 1)
+
+
+def unpack(packed: Tensor, bits: int, in_features: int) -> Tensor:
+    """Return the codes (O, I) that were packed into ``packed``, as uint8."""
+    found, start = [], 0
+    for count, size in _blocks(-(-in_features // 8) * 8):
+        block = packed[:, start : start + count * size * bits // 8].unflatten(1, (count, -1))
+        start, at, codes = start + count * size * bits // 8, 0, 0
+        for plane in (p for p in _PLANES if bits & p):
+            held = block[:, :, at : at + size * plane // 8]
+            at += size * plane // 8
+            shifts = torch.arange(0, 8, plane, dtype=torch.uint8, device=packed.device)
+            parts = (held.unsqueeze(2) >> shifts[:, None]) & ((1 << plane) - 1)
+            codes = (codes << plane) | (parts.mT if plane == 1 else parts).flatten(2)
+        found.append(codes.flatten(1))  # type: ignore[attr-defined]
+    return torch.cat(found, 1)[:, :in_features]
+
+
+def dequantized(
+    packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int, in_features: int
+) -> Tensor:
+    """Return the matrix (O, I) of scales' dtype: scale times (code - zero point), in every group.
+
+    A zero point counts in steps of 2^(B - 8), so that one byte holds it to a fraction of a code. All differences are
+    whole numbers below 2^8 in such steps: exact in bfloat16, too.
+
+    Args:
+        packed: bytes (O, ceil(I / 8) B) of ``pack``.
+        scales: (O, K), of either sign.
+        zeros: (O, K) uint8; None for 128, the middle.
+        bits: B, 2 to 8.
+        group: neighbouring inputs that share a scale.
+        in_features: I.
+    """
+    steps = unpack(packed, bits, in_features).to(torch.int16) << (8 - bits)
+    width = scales.shape[1] * group
+    steps = torch.nn.functional.pad(steps, (0, width - in_features)).unflatten(1, (-1, group))
+    steps = steps - (128 if zeros is None else zeros.to(torch.int16).unsqueeze(2))
+    unit = scales * 2.0 ** (bits - 8)
+    return (steps.to(scales.dtype) * unit.unsqueeze(2)).flatten(1)[:, :in_features]
+
+
+def quantized(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int, bias: Tensor | None = None
+) -> Tensor:
+    """y = x W^T + bias with the matrix W of ``dequantized``.
+
+    Args:
+        x: (..., I).
+        packed, scales, zeros, bits, group: as there.
+        bias: (O,) or None.
+    """
+    weight = dequantized(packed, scales, zeros, bits, group, x.shape[-1])
+    return torch.nn.functional.linear(x, weight, bias)

@@ -1,0 +1,142 @@
+"""Rounding a matrix to grids of few bits: to nearest, or so that the errors of inputs before make up for each other."""
+
+# Legend: I in_features, O out_features, B bits, K groups of a row; A, G moments of inputs and output gradients
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Grid", "gptq", "nearest", "nearest_grid"]
+
+#: the ranges that are tried, as shares of that of a group's weights
+_CLIPS = 12
+#: columns between two products that carry errors on
+_COLUMNS = 32
+#: added to A, as a share of its mean diagonal
+_DAMPING = 1e-2
+
+
+class Grid(NamedTuple):
+    """What a code c of row o and group k means: scale (c - zero).
+
+    scale, zero: (O, K); zero in codes. top: (O, 1), the largest code.
+    """
+
+    scale: Tensor
+    zero: Tensor
+    top: Tensor
+
+    def wide(self, group: int, in_features: int) -> tuple[Tensor, Tensor]:
+        """Scales and zero points (O, I) of every weight."""
+        scale, zero = (t.repeat_interleave(group, 1)[:, :in_features] for t in (self.scale, self.zero))
+        return scale, zero
+
+    def values(self, codes: Tensor, group: int) -> Tensor:
+        """The matrix (O, I) of these codes."""
+        scale, zero = self.wide(group, codes.shape[1])
+        return (codes.to(scale) - zero) * scale
+
+
+def _stored(scale: Tensor, zero: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """The nearest scales of 8 significant bits, which bfloat16 and half precision hold, and zero points of a byte."""
+    scale = torch.where(scale.abs() < 2.0**-17, torch.where(scale < 0, -1, 1) * 2.0**-17, scale)
+    if symmetric:
+        return scale.bfloat16().to(scale), torch.full_like(zero, 2.0 ** (bits - 1))
+    step = 2.0 ** (bits - 8)
+    return scale.bfloat16().to(scale), (zero / step).round().clamp(0, 255) * step
+
+
+def nearest_grid(
+    weight: Tensor, bits: int, group: int, symmetric: bool, importance: Tensor | None = None, fits: int = 2
+) -> Grid:
+    """Return grids for rounding ``weight`` (O, I) to nearest: clipped where that is better, then fitted to the codes.
+
+    Args:
+        weight: (O, I).
+        bits: B. group: neighbouring inputs of one grid. symmetric: whether the zero point is fixed in the middle.
+        importance: (I,) weights of the squared errors; None for 1.
+        fits: how often scales and zero points are fitted to the codes by least squares.
+    """
+    inputs = weight.shape[1]
+    pad = -inputs % group
+    share = torch.ones(inputs).to(weight) if importance is None else importance.to(weight)
+    w, h = (torch.nn.functional.pad(t, (0, pad)).unflatten(-1, (-1, group)) for t in (weight, share))
+    h = h + 1e-6 * share.mean().clamp_min(1e-30) * (torch.arange(inputs + pad, device=w.device) < inputs).view_as(h)
+    low, high = w.amin(2).clamp_max(0), w.amax(2).clamp_min(0)
+    top = 2**bits - 1
+
+    scale, zero, best = low, low, torch.full_like(low, torch.inf)
+
+    def rounded() -> tuple[Tensor, Tensor]:
+        codes = torch.addcdiv(zero[..., None], w, scale[..., None]).round_().clamp_(0, top)
+        missed = (codes - zero[..., None]).mul_(scale[..., None]).sub_(w)
+        return codes, missed.square_().mul_(h).sum(2)
+
+    def keep_better(*trial: Tensor) -> None:
+        nonlocal scale, zero, best
+        before, (scale, zero) = (scale, zero, best), trial
+        found = rounded()[1]
+        better = found < before[2]
+        scale, zero, best = (torch.where(better, n, o) for n, o in zip((*trial, found), before, strict=True))
+
+    for clip in torch.linspace(1, 1 - 1.2 / bits, _CLIPS).tolist():
+        if symmetric:  # the largest weight gets the code 0, which reaches a step farther
+            given = torch.where(-low > high, -low, -high) / 2 ** (bits - 1) * clip
+        else:
+            given = (high - low) / top * clip
+        keep_better(*_stored(given, -low * clip / given.masked_fill(given == 0, 1), bits, symmetric))
+    for _ in range(fits):
+        codes = rounded()[0]
+        mass, mean_w = h.sum(-1), (h * w).sum(2)
+        if symmetric:
+            codes -= 2 ** (bits - 1)
+            given = (h * codes * w).sum(2) / (h * codes.square()).sum(2).clamp_min(1e-30)
+            keep_better(*_stored(given, zero, bits, True))
+        else:
+            mean_c = (h * codes).sum(2)
+            variance = (h * codes.square()).sum(2) - mean_c.square() / mass
+            given = ((h * codes * w).sum(2) - mean_c * mean_w / mass) / variance.clamp_min(1e-12 * mass)
+            given = torch.where(variance > 1e-9 * mass, given, scale)
+            keep_better(*_stored(given, (mean_c - mean_w / given) / mass, bits, False))
+    return Grid(scale, zero, torch.full((len(weight), 1), float(top)).to(weight))
+
+
+def nearest(weight: Tensor, grid: Grid, group: int) -> Tensor:
+    """Return the codes (O, I), floats, whose values are nearest to ``weight``."""
+    scale, zero = grid.wide(group, weight.shape[1])
+    return torch.addcdiv(zero, weight, scale).round_().clamp_(min=0).minimum(grid.top)
+
+
+def gptq(weight: Tensor, grid: Grid, group: int, inputs: Tensor, damping: float = _DAMPING) -> Tensor:
+    """Return codes (O, I), floats, rounded one input after another: what is left makes up for the error so far.
+
+    GPTQ (Frantar et al. 2022), which is OBQ in a given order, here that of falling mean squares of the inputs: with
+    the Cholesky factor U^T U of (A + damping)^(-1), the error e of input i, over U_ii, goes on to later ones by U_i.
+
+    Args:
+        weight: (O, I).
+        grid: of every row and group, kept as it is. group: inputs that share one.
+        inputs: A (I, I).
+        damping: share of the mean diagonal of A that is added to it.
+    """
+    order = inputs.diagonal().argsort(descending=True)
+    a = inputs.double()[order][:, order]
+    a.diagonal().add_(damping * a.diagonal().mean().clamp_min(1e-30))
+    lower = torch.linalg.cholesky(a.flip(0, 1))  # of the inputs backwards, so that no inverse is multiplied out
+    upper = torch.linalg.solve_triangular(lower, torch.eye(len(a)).to(a), upper=False).flip(0, 1).to(weight)
+    scale, zero = (t[:, order].T.contiguous() for t in grid.wide(group, weight.shape[1]))
+    left, codes, top = weight[:, order].T.contiguous(), torch.empty_like(scale), grid.top.T.squeeze(0)
+    for start in range(0, len(left), _COLUMNS):
+        stop = min(start + _COLUMNS, len(left))
+        missed = torch.empty_like(left[start:stop])
+        for i in range(start, stop):
+            code = torch.addcdiv(zero[i], left[i], scale[i]).round_().clamp_(min=0).minimum(top)
+            codes[i] = code
+            torch.addcmul(left[i], code.sub_(zero[i]), scale[i], value=-1, out=missed[i - start])
+            missed[i - start].div_(upper[i, i])
+            left[i + 1 : stop].addr_(upper[i, i + 1 : stop], missed[i - start], alpha=-1)
+        left[stop:].addmm_(upper[start:stop, stop:].T, missed, alpha=-1)
+    return torch.empty_like(weight).index_copy_(1, order, codes.T)

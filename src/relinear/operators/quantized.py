@@ -1,0 +1,155 @@
+"""A matrix of integers of 2 to 8 bits, in groups of inputs that share a scale and a zero point."""
+
+# Legend: I in_features, O out_features, K groups of a row
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from relinear.core.config import check_at_least, check_type, register
+from relinear.core.moments import Moments
+from relinear.core.operator import Operator, OperatorConfig, ParamRole, dense_weight
+from relinear.functional.quantized import dequantized, group_count, pack, packed_width, quantized
+from relinear.functional.rounding import Grid, gptq, nearest, nearest_grid
+
+__all__ = ["Quantized", "QuantizedLinear"]
+
+#: of the sizes that a layer could have
+BITS = (2, 3, 4, 5, 6, 8)
+
+
+class QuantizedLinear(Operator):
+    """y = x W^T + bias, W = scales (codes - zeros); ``scales`` (O, K) and optional ``bias`` (O,) are parameters.
+
+    ``codes``, bytes of packed integers, and ``zeros`` (O, K), one byte each (none where symmetric), are buffers: what a
+    step of an optimiser changes are the scales.
+    """
+
+    config: Quantized
+    codes: Tensor
+    zeros: Tensor | None
+
+    def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
+        super().__init__(config, in_features, out_features)
+        kw = {"device": device, "dtype": dtype}
+        groups = group_count(in_features, config.group)
+        width = packed_width(in_features, config.bits)
+        self.register_buffer("codes", torch.empty(out_features, width, dtype=torch.uint8, device=device))
+        zeros = None if config.symmetric else torch.empty(out_features, groups, dtype=torch.uint8, device=device)
+        self.register_buffer("zeros", zeros)
+        self.scales = nn.Parameter(torch.empty(out_features, groups, **kw))
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Codes drawn evenly, scales such that weights have variance 1 / I; zero bias."""
+        self.codes.random_(0, 256)
+        if self.zeros is not None:
+            self.zeros.fill_(int(2 ** (8 - self.config.bits) * (2**self.config.bits - 1) / 2))
+        nn.init.constant_(self.scales, math.sqrt(12 / (4**self.config.bits - 1) / self.in_features))
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return quantized(x, self.codes, self.scales, self.zeros, self.config.bits, self.config.group, self.bias)
+
+    def to_dense(self) -> Tensor:
+        config = self.config
+        return dequantized(self.codes, self.scales, self.zeros, config.bits, config.group, self.in_features)
+
+    @torch.no_grad()
+    def from_linear(self, linear: nn.Module) -> Self:
+        """Round to nearest, on grids that are clipped and shifted to the least squared error of every group."""
+        weight = self.source_weight(linear).float()
+        grid = self.config.grid(weight)
+        return self._take_(linear, grid, nearest(weight, grid, self.config.group))
+
+    @torch.no_grad()
+    def from_moments(self, linear: nn.Module, moments: Moments, *, steps: int = 100) -> Self:
+        """Round input by input, errors made up for under A (GPTQ); ``steps`` has no meaning here."""
+        weight = self.source_weight(linear).float()
+        moments.check(self.in_features, self.out_features)
+        grid = self.config.grid(weight, moments)
+        return self._take_(linear, grid, gptq(weight, grid, self.config.group, moments.inputs))
+
+    def _take_(self, linear: nn.Module, grid: Grid, codes: Tensor) -> Self:
+        self.codes.copy_(pack(codes, self.config.bits))
+        self.scales.copy_(grid.scale)
+        if self.zeros is not None:
+            self.zeros.copy_(grid.zero * 2 ** (8 - self.config.bits))
+        self.copy_bias_(linear)
+        return self
+
+    def param_roles(self) -> dict[str, ParamRole]:
+        """Scales are gains: they sum over nothing, and a decay would shrink the weights that stay."""
+        return dict.fromkeys(super().param_roles(), ParamRole(weight_decay=False))
+
+    def wrong_values(self, values: Mapping[str, Tensor]) -> str | None:
+        for name, value in values.items():
+            if not isinstance(value, Tensor) or value.is_meta:
+                continue
+            if name in ("codes", "zeros") and value.dtype != torch.uint8:
+                return f"{name} must be bytes (torch.uint8), got {value.dtype}"
+            if name == "scales" and not bool(torch.isfinite(value).all()):
+                return "scales must be finite, and are not"
+        return None
+
+    def flops_per_token(self) -> int:
+        return 2 * self.in_features * self.out_features
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantized(OperatorConfig):
+    """Weights of few bits: integers, and a scale for each group of neighbouring inputs.
+
+    A weight takes ``bits`` + 24 / ``group`` bits in half precision, ``bits`` + 16 / ``group`` where symmetric.
+
+    Args:
+        bits: of a weight, 2 to 8.
+        group: inputs that share a scale; the last group of a row may be shorter.
+        symmetric: whether the middle of the integers stands for zero; if not, every group has a zero point of its own,
+            a byte.
+    """
+
+    kind: ClassVar[str] = "quantized"
+    module_class = QuantizedLinear
+
+    bits: int = 4
+    group: int = 64
+    symmetric: bool = False
+
+    def __post_init__(self) -> None:
+        check_at_least("bits", self.bits, 2, most=8)
+        check_at_least("group", self.group, 1)
+        check_type("symmetric", self.symmetric, bool)
+
+    def resized(self, in_features: int, out_features: int, scale: float) -> Quantized:
+        return self.replace(bits=max(2, min(8, round(self.bits * scale))))
+
+    def sizes(self, in_features: int, out_features: int) -> list[OperatorConfig]:
+        """Return all bits, with this group."""
+        return [self.replace(bits=bits) for bits in BITS]
+
+    def grid(self, weight: Tensor, moments: Moments | None = None) -> Grid:
+        """Scales and zero points for rounding ``weight`` (O, I)."""
+        importance = None if moments is None else moments.inputs.diagonal()
+        return nearest_grid(weight, self.bits, self.group, self.symmetric, importance)
+
+    @torch.no_grad()
+    def error_curve(self, linear: nn.Module, moments: Moments) -> list[tuple[OperatorConfig, float]]:
+        """Return all ``sizes``, rounded together as rows of one matrix."""
+        weight = dense_weight(linear).detach().float()
+        sizes = [self.replace(bits=bits) for bits in BITS]
+        grids = [config.grid(weight, moments) for config in sizes]
+        grid = Grid(*map(torch.cat, zip(*grids, strict=True)))
+        codes = gptq(weight.repeat(len(sizes), 1), grid, self.group, moments.inputs)
+        missed = grid.values(codes, self.group).view(len(sizes), *weight.shape) - weight
+        return [(config, float(moments.error(m))) for config, m in zip(sizes, missed, strict=True)]

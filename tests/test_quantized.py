@@ -1,0 +1,190 @@
+"""Integers of few bits: how they are packed, how they are rounded, and what a checkpoint holds."""
+
+# Legend: I in_features, O out_features
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+import relinear
+from conftest import make_tiny_llama
+from relinear.core.moments import Moments
+from relinear.functional.quantized import dequantized, pack, unpack
+from relinear.functional.rounding import Grid, gptq, nearest, nearest_grid
+
+
+def moments_of(inputs: int, outputs: int, seed: int = 0) -> Moments:
+    """Correlated ones, of few tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(4 * inputs, inputs, generator=generator) @ torch.randn(inputs, inputs, generator=generator)
+    g = torch.randn(4 * outputs, outputs, generator=generator) @ torch.randn(outputs, outputs, generator=generator)
+    return Moments((x.T @ x / len(x)).double(), (g.T @ g / len(g)).double())
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_packed_codes_take_their_bits_and_come_back(bits: int) -> None:
+    torch.manual_seed(0)
+    for inputs in (1, 8, 63, 64, 72, 200):
+        codes = torch.randint(0, 2**bits, (3, inputs), dtype=torch.uint8)
+        packed = pack(codes, bits)
+        assert packed.shape == (3, -(-inputs // 8) * bits)
+        assert torch.equal(unpack(packed, bits, inputs), codes)
+    spread = torch.arange(64)[None] % 2**bits
+    assert pack(spread, bits)[0].unique().numel() > 1
+    assert pack(torch.full((1, 64), 2**bits - 1), bits).eq(255).all()  # no bit of a byte is left over
+
+
+def test_the_layout_of_three_bits_is_the_one_that_is_written_down() -> None:
+    codes = torch.randint(0, 8, (1, 64))
+    row = pack(codes, 3)[0].tolist()
+    for byte in range(16):
+        assert row[byte] == sum((int(codes[0, byte + 16 * k]) >> 1) << 2 * k for k in range(4))
+    for byte in range(8):
+        assert row[16 + byte] == sum((int(codes[0, 8 * byte + k]) & 1) << k for k in range(8))
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_the_grid_is_that_of_torchs_own_rounding(bits: int, symmetric: bool) -> None:
+    """Against ``torch.fake_quantize_per_channel_affine``, where zero points are whole numbers."""
+    torch.manual_seed(0)
+    weight = torch.randn(6, 32)
+    grid = nearest_grid(weight, bits, 32, symmetric)
+    grid = Grid(grid.scale.abs(), grid.zero.round(), grid.top)
+    codes = nearest(weight, grid, 32)
+    wanted = torch.fake_quantize_per_channel_affine(
+        weight, grid.scale.flatten(), grid.zero.flatten().int(), 0, 0, 2**bits - 1
+    )
+    torch.testing.assert_close(grid.values(codes, 32), wanted)
+    zeros = (grid.zero * 2 ** (8 - bits)).to(torch.uint8)
+    torch.testing.assert_close(dequantized(pack(codes, bits), grid.scale, zeros, bits, 32, 32), wanted)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_ranges_are_nearer_than_the_whole_one(bits: int, symmetric: bool) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(20, 130)
+    clipped, best = (nearest_grid(weight, bits, 64, symmetric, fits=fits) for fits in (0, 2))
+    low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+    scale = ((high - low) / (2**bits - 1)).expand(20, 3)
+    whole = Grid(scale, (-low / scale).round(), clipped.top)
+    errors = [float((g.values(nearest(weight, g, 64), 64) - weight).square().sum()) for g in (best, clipped, whole)]
+    assert errors[0] < errors[1] < errors[2]
+
+
+def obq(weight: torch.Tensor, grid: Grid, group: int, moment: torch.Tensor, damping: float) -> torch.Tensor:
+    """Rows one by one, the inverse made anew at every step: the definition (Frantar and Alistarh 2022, equation 7)."""
+    damped = moment + damping * moment.diagonal().mean() * torch.eye(len(moment), dtype=moment.dtype)
+    order = moment.diagonal().argsort(descending=True).tolist()
+    scale, zero = (t.repeat_interleave(group, 1)[:, : weight.shape[1]] for t in (grid.scale, grid.zero))
+    result = torch.empty_like(weight)
+    for row in range(len(weight)):
+        w, left = weight[row].clone(), list(order)
+        while left:
+            inverse = torch.linalg.inv(damped[left][:, left])
+            i = left[0]
+            code = float((w[i] / scale[row, i] + zero[row, i]).round().clamp(0, float(grid.top[row])))
+            result[row, i] = code
+            error = w[i] - (code - zero[row, i]) * scale[row, i]
+            w[left] -= error / inverse[0, 0] * inverse[:, 0]
+            left.pop(0)
+    return result
+
+
+@pytest.mark.parametrize("inputs", [7, 40])
+def test_rounding_under_moments_is_the_plain_loop_of_obq(inputs: int) -> None:
+    torch.manual_seed(0)
+    weight, moment = torch.randn(5, inputs).double(), moments_of(inputs, 5).inputs
+    for bits in (2, 3):
+        grid = nearest_grid(weight, bits, 16, False, moment.diagonal())
+        codes = gptq(weight, grid, 16, moment)
+        assert torch.equal(codes, obq(weight, grid, 16, moment, 1e-2))
+    assert not torch.equal(codes, nearest(weight, grid, 16))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["Linear", "Conv1D"])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_moments_lower_the_error_that_is_foretold(kind: str, symmetric: bool) -> None:
+    torch.manual_seed(0)
+    linear, moments = torch.nn.Linear(70, 40), moments_of(70, 40)
+    source = linear
+    if kind == "Conv1D":
+        source = Conv1D(40, 70)
+        source.weight.data, source.bias.data = linear.weight.data.T.contiguous(), linear.bias.data
+    config = relinear.Quantized(group=32, symmetric=symmetric)
+    curve = config.error_curve(source, moments)
+    assert [entry for entry, _ in curve] == config.sizes(70, 40)
+    previous = float("inf")
+    for entry, error in curve:
+        blind, seeing = (entry.convert(source) for _ in range(2))
+        blind.from_linear(source)
+        seeing.from_moments(source, moments)
+        found = [float(moments.error(m.to_dense().double() - linear.weight.double())) for m in (seeing, blind)]
+        assert found[0] == pytest.approx(error, rel=1e-3)
+        assert found[0] < min(found[1], previous)
+        assert torch.equal(seeing.bias, linear.bias)
+        previous = error
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_half_precision_holds_every_scale(dtype: torch.dtype, bits: int) -> None:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(100, 12)
+    layer = relinear.Quantized(bits=bits).convert(linear, "from_weight")
+    assert torch.equal(layer.scales.to(dtype).float(), layer.scales)
+    config = relinear.Quantized(bits=bits).build(100, 12, bias=False, dtype=dtype)
+    stored = sum(t.numel() * t.element_size() for t in config.state_dict().values())
+    assert stored == 12 * (13 * bits + 2 * (2 + 1))
+
+
+def test_constant_and_one_sided_weights() -> None:
+    for weight in (torch.zeros(3, 70), torch.full((3, 70), 0.3), -torch.rand(3, 70) - 1, torch.full((3, 70), 1e-30)):
+        linear = torch.nn.Linear(70, 3, bias=False)
+        linear.weight.data = weight
+        for symmetric in (False, True):
+            layer = relinear.Quantized(bits=4, symmetric=symmetric).convert(linear, "from_weight")
+            assert torch.isfinite(layer.to_dense()).all()
+            assert (layer.to_dense() - weight).abs().max() <= weight.abs().max() / 14 + 2e-4
+
+
+def test_checkpoints_hold_the_codes_and_refuse_other_ones(tmp_path) -> None:
+    model = make_tiny_llama()
+    relinear.replace_(model, {"q_proj": "quantized:bits=3,group=16"}, init="from_weight")
+    name = "model.layers.1.self_attn.q_proj"
+    relinear.save_pretrained(model, tmp_path)
+    ids = torch.arange(6)[None]
+    for load in (relinear.from_pretrained, AutoModelForCausalLM.from_pretrained):
+        assert torch.equal(load(tmp_path)(ids).logits, model(ids).logits)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert weights[f"{name}.codes"].dtype == torch.uint8
+    for key, value, message in (
+        (f"{name}.codes", weights[f"{name}.codes"].int(), f"{name}.*codes must be bytes"),
+        (f"{name}.zeros", weights[f"{name}.zeros"].float(), "of another shape or kind.*zeros"),
+        (f"{name}.codes", weights[f"{name}.codes"][:, 1:].contiguous(), "of another shape or kind.*codes"),
+        (f"{name}.scales", weights[f"{name}.scales"] / 0, f"{name}.*scales must be finite"),
+    ):
+        save_file(weights | {key: value}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            relinear.from_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match=f"{name}: scales must be finite"):
+        model.load_state_dict(weights | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bits": 1}, "bits must be at least 2, got 1"),
+        ({"bits": 9}, "bits must be at most 8, got 9"),
+        ({"bits": 2.5}, "bits must be int"),
+        ({"group": 0}, "group must be at least 1"),
+        ({"symmetric": 1}, "symmetric must be bool"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        relinear.Quantized(**settings)
