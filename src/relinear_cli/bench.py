@@ -7,13 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from relinear_cli.fields import from_settings
+
 if TYPE_CHECKING:
     from relinear.bench.models import ModelBenchSettings
+    from relinear.bench.run import BenchSettings
 
 __all__ = ["command"]
 
 
+@from_settings("bench", "tokens", "for_inference", "peers", "untuned", "rounds", "repeats", "threads")
 def command(
+    given: dict[str, Any],
     out: Annotated[Path, typer.Option(help="Directory for bench.json and bench.png.")] = Path("runs/bench"),
     operators: Annotated[
         list[str] | None, typer.Option("--operator", "-o", metavar="KIND:KEY=VALUE", help="May be repeated.")
@@ -22,7 +27,6 @@ def command(
         str | None, typer.Option("--model", "-m", help="A preset: time whole models in place of single layers.")
     ] = None,
     shapes: Annotated[str | None, typer.Option(help="Such as 2048->2048,512->2048.")] = None,
-    tokens: Annotated[str | None, typer.Option(help="Such as 1,64,4096.")] = None,
     dtypes: Annotated[str | None, typer.Option(help="fp32, bf16 or both.")] = None,
     modes: Annotated[str | None, typer.Option(help="eager, compiled or both.")] = None,
     passes: Annotated[str | None, typer.Option(help="forward, step or both; of a model step, prefill, decode.")] = None,
@@ -31,23 +35,9 @@ def command(
     inference_batches: Annotated[
         str | None, typer.Option(help="Of --model: sequences at once in prefill and decode, such as 1,8.")
     ] = None,
-    for_inference: Annotated[
-        bool | None, typer.Option(help="Let layers keep what they compute from weights, in inference (yes).")
-    ] = None,
-    peers: Annotated[
-        bool | None, typer.Option(help="Also time named peers: PEFT's adapters, published forms (yes).")
-    ] = None,
-    untuned: Annotated[
-        bool | None, typer.Option(help="Also time without the allocator's thresholds raised (yes).")
-    ] = None,
-    rounds: Annotated[int | None, typer.Option(help="How often each contender takes its turn.")] = None,
-    repeats: Annotated[
-        int | None, typer.Option(help="Runs of the whole bench, for a record that --check reads.")
-    ] = None,
     check: Annotated[
         Path | None, typer.Option(metavar="RECORDED", help="Name what is slower than in this bench.json, if anything.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of torch; all cores by default.")] = None,
 ) -> None:
     """Time layers against dense nn.Linear in one process; figures are ratios of time, below 1 is faster.
 
@@ -69,46 +59,37 @@ def command(
     """
     from relinear.bench.check import read_record
     from relinear.bench.models import ModelBenchSettings
-    from relinear.bench.page import layers_section
-    from relinear.bench.run import BenchSettings, run_bench, table
-    from relinear.pages.blocks import picture_of
-    from relinear.pages.page import write_page
-    from relinear_cli.options import set_if_given
+    from relinear.bench.run import BenchSettings
 
-    def split(text: str | None) -> tuple[str, ...] | None:
-        return None if text is None else tuple(part.strip() for part in text.split(","))
-
-    chosen = {
-        "dtypes": split(dtypes),
-        "modes": split(modes),
-        "passes": split(passes),
-        "rounds": rounds,
-        "threads": threads,
-        "for_inference": for_inference,
-    }
+    texts = {"shapes": shapes, "dtypes": dtypes, "modes": modes, "passes": passes}
+    texts |= {"inference_batches": inference_batches if model else None}
+    given |= {name: tuple(part.strip() for part in text.split(",")) for name, text in texts.items() if text is not None}
     if model is not None:
-        for name, value in (("--shapes", shapes), ("--tokens", tokens), ("--repeats", repeats), ("--check", check)):
-            if value is not None:
-                raise ValueError(f"{name} is about single layers; with --model use --sequence-length and --batch-size")
-        size = {"preset": model, "sequence_length": sequence_length, "batch_size": batch_size}
-        chosen["inference_batches"] = split(inference_batches)
-        _whole_models(ModelBenchSettings.load(set_if_given(chosen) | size, "bench"), operators or [], out)
+        given |= {} if check is None else {"check": check}
+        if wrong := [name for name in ("shapes", "tokens", "repeats", "check") if name in given]:
+            raise ValueError(
+                f"--{wrong[0]} is about single layers; with --model use --sequence-length and --batch-size"
+            )
+        given |= {"preset": model, "sequence_length": sequence_length, "batch_size": batch_size}
+        known = {name: value for name, value in given.items() if name in ModelBenchSettings.model_fields}
+        _whole_models(ModelBenchSettings.load(known, "bench"), operators or [], out)
         return
     recorded = None if check is None else read_record(check)
-    given = set_if_given(
-        {
-            "operators": tuple(operators) if operators else None,
-            "shapes": split(shapes),
-            "tokens": split(tokens),
-            "repeats": repeats,
-            "peers": peers,
-            "untuned": untuned,
-            **chosen,
-        }
-    )
+    given |= {"operators": tuple(operators)} if operators else {}
     settings = BenchSettings.load({} if recorded is None else recorded["settings"], "the record").updated(**given)
+    result = _layers(settings, out)
+    if recorded is not None:
+        _report_slower(recorded, result)
+
+
+def _layers(settings: BenchSettings, out: Path) -> dict[str, Any]:
     from rich.console import Console
     from rich.table import Table
+
+    from relinear.bench.page import layers_section
+    from relinear.bench.run import run_bench, table
+    from relinear.pages.blocks import picture_of
+    from relinear.pages.page import write_page
 
     console = Console(stderr=True)
     with console.status("measuring the machine") as status:
@@ -134,8 +115,7 @@ def command(
     print(f"machine: {roofs}; allocator: {result['allocator'] or 'untouched'}")
     page = write_page(out / "report.html", [layers_section(result, picture_of(out / "bench"))])
     print(f"written: {out / 'bench.json'}, {out / 'bench.png'}, {page}")
-    if recorded is not None:
-        _report_slower(recorded, result)
+    return result
 
 
 def _report_slower(recorded: dict[str, Any], result: dict[str, Any]) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from relinear_cli.fields import from_settings
 from relinear_cli.options import (
     Exclude,
     PretrainedModel,
@@ -18,13 +19,17 @@ from relinear_cli.options import (
     operator_mapping,
     parse_layers,
     prepare_process,
-    set_if_given,
 )
 
 __all__ = ["command"]
 
 
+@from_settings(
+    "distill",
+    *("tokens", "epochs", "learning_rate", "loss", "target", "joint", "bias", "retrain", "on_disk", "seed"),
+)
 def command(
+    given: dict[str, Any],
     model: PretrainedModel,
     replace: Annotated[
         list[str],
@@ -37,27 +42,10 @@ def command(
     text_column: TextColumn = None,
     tokenizer: Tokenizer = None,
     split: Split = "train",
-    tokens: Annotated[int | None, typer.Option(help="Tokens to fit on.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over them.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Of Adam, falling along a cosine.")] = None,
-    loss: Annotated[str | None, typer.Option(help="`mse`, `cosine`, or `kl` of the final logits.")] = None,
-    target: Annotated[
-        str | None, typer.Option(help="What to give: `layer`, as the layer does, or `original`, as the model did.")
-    ] = None,
-    joint: Annotated[bool, typer.Option("--joint", help="Then train a decoder layer's operators together.")] = False,
-    bias: Annotated[bool, typer.Option("--bias", help="A bias for all, started at the mean.")] = False,
-    retrain: Annotated[
-        str | None, typer.Option(help="Layers to train again behind the replaced ones: `o_proj`.")
-    ] = None,
-    on_disk: Annotated[bool, typer.Option("--on-disk", help="Keep recorded activations in files.")] = False,
-    seed: Annotated[int | None, typer.Option(help="Of fresh parameters and the order of tokens.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     start_over: Annotated[
         bool, typer.Option("--start-over", help="Discard what an earlier call left in --out.")
     ] = False,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting of DistillSettings.")
-    ] = None,
 ) -> None:
     """Replace layers of a pretrained model by operators fitted to what the layers do on a corpus.
 
@@ -66,7 +54,6 @@ def command(
 
     **Example:** `relinear distill models/smollm2 -r q_proj=rotor --layers 12 --data books --out runs/rotor`
     """
-    from relinear.compare.recipe import parse_overrides
     from relinear.data import DataSettings, iter_texts
     from relinear.distill import DistillSettings, distill_
     from relinear.distill.page import distill_section
@@ -75,10 +62,7 @@ def command(
     from relinear_cli.errors import resumable
     from relinear_cli.progress import watch_distillation
 
-    given = {"tokens": tokens, "epochs": epochs, "learning_rate": learning_rate, "loss": loss}
-    given |= {"retrain": retrain, "seed": seed, "on_disk": on_disk or None}
-    given |= {"target": target, "joint": joint or None, "bias": bias or None}
-    settings = DistillSettings.load(set_if_given(given) | parse_overrides(overrides or []), "settings")
+    settings = DistillSettings.load(given, "settings")
     mapping = operator_mapping(replace)
     text = DataSettings.load({"data": data} | ({"text_column": text_column} if text_column else {}), "data")
     prepare_process(threads)

@@ -62,7 +62,7 @@ def _row(name: str, kind: Any, info: ArgumentInfo | OptionInfo, default: Any) ->
     cells = [
         _written(name, kind, info),
         " ".join((info.help or "").split()),
-        "required" if required else _value(default),
+        "required" if required else f"`{info.show_default}`" if isinstance(info.show_default, str) else _value(default),
     ]
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 

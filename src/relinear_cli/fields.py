@@ -1,24 +1,92 @@
-"""Settings that commands take, as help and wrong keys need them: from a file, as importing relinear takes seconds.
+"""Options of commands from the fields of their settings: name, type, default, choices, and what they are.
 
-``make docs-cli`` writes the file anew (``python -m relinear_cli.fields``); a test holds it to the settings' classes.
+Importing relinear takes seconds, so they are read from a file, which ``make docs-cli`` writes anew (``python -m
+relinear_cli.fields``). A test holds it to the settings' classes.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import json
+import re
+import types
 import typing
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-__all__ = ["check_keys", "described", "fields_of", "made"]
+import typer
+
+__all__ = ["check_keys", "fields_of", "from_settings", "made"]
 
 FILE = Path(__file__).with_name("fields.json")
-#: command -> the settings whose fields its options and its --set name
-_COMMANDS = {"train": "train", "sweep": "train", "compress": "compress", "distill": "distill"}
-#: option -> field, where their names differ
-_NAMES = {"batch": "speed_batch", "data": "data.data", "text_column": "data.text_column", "tokenizer": "data.tokenizer"}
+#: type of a field -> that of its option: lists are given several times, integers as 0,1,2
+_TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "text": str, "texts": list[str], "integers": str}
+
+
+def from_settings(settings: str, *fields: str, **named: str) -> Callable[[Callable], Callable]:
+    """Decorate a command that takes ``given``: it gets an option for each of these fields of its settings, and --set.
+
+    ``given`` is then what the user said of any field, by the field's name. Wrong names are refused before relinear is
+    imported.
+
+    Args:
+        settings: whose fields: a key of ``made``.
+        fields: such as ``steps`` and ``data.tokenizer``; the option has the last part of the name.
+        named: option -> field, where the option has another name.
+    """
+    options = {field.rpartition(".")[2]: field for field in fields} | named
+
+    def decorate(command: Callable) -> Callable:
+        hints = typing.get_type_hints(command, include_extras=True)
+        parameters = []
+        for name, parameter in inspect.signature(command).parameters.items():
+            if name == "given":
+                known = fields_of(settings)
+                parameters += [_option(option, known[field]) for option, field in options.items()]
+            else:
+                parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[name]))
+        parameters.append(_parameter("overrides", list[str], "--set", metavar="KEY=VALUE", help=_ANY))
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            said = {field: values.pop(option) for option, field in options.items()}
+            overrides = values.pop("overrides") or []
+            check_keys(settings, overrides)
+            from relinear.compare.recipe import parse_overrides
+            from relinear_cli.options import parse_integers
+
+            for option, field in options.items():
+                if fields_of(settings)[field]["type"] == "integers":
+                    said[field] = parse_integers(f"--{option}", said[field])
+            given = {field: value for field, value in said.items() if value is not None and value != []}
+            command(**values, given=given | parse_overrides(overrides))
+
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
+
+
+_ANY = "Any other setting, by its name in a recipe; may be repeated."
+
+
+def _option(name: str, field: dict[str, Any]) -> inspect.Parameter:
+    """The option of one field: where the user does not give it, it says nothing."""
+    default, choices, text = field["default"], field["choices"], field["help"]
+    if choices and not all(choice in text for choice in choices):
+        text = f"{text} One of {', '.join(choices)}."
+    flag = [f"--{name.replace('_', '-')}"] if field["type"] == "bool" and default is False else []
+    shown = str(default) if default not in (None, "", False) else False
+    return _parameter(name, _TYPES[field["type"]], *flag, help=text, show_default=shown)
+
+
+def _parameter(name: str, kind: Any, *flags: str, **described: Any) -> inspect.Parameter:
+    annotation = Annotated[kind | None, typer.Option(*flags, **described)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 @functools.cache
@@ -27,20 +95,14 @@ def _read() -> dict[str, dict[str, dict[str, Any]]]:
     return found
 
 
-def fields_of(command: str) -> dict[str, dict[str, Any]]:
-    """Return field -> {"default", "choices"} of a command's settings, inner ones as ``data.seed``; {} of none."""
-    return _read().get(_COMMANDS.get(command, ""), {})
+def fields_of(settings: str) -> dict[str, dict[str, Any]]:
+    """Return field -> {"type", "default", "choices", "help"}, inner ones as ``data.seed``; {} of no settings."""
+    return _read().get(settings, {})
 
 
-def described(command: str, option: str) -> dict[str, Any]:
-    """Return what is known of the field that an option of a command sets; {} where it sets none."""
-    fields = fields_of(command)
-    return fields.get(option) or fields.get(_NAMES.get(option, "")) or {}
-
-
-def check_keys(command: str, overrides: list[str]) -> None:
-    """Raise ValueError for a ``--set KEY=VALUE`` whose key is no field of the command's settings, with the nearest."""
-    fields = fields_of(command)
+def check_keys(settings: str, overrides: Sequence[str]) -> None:
+    """Raise ValueError for a ``--set KEY=VALUE`` whose key is no field of these settings, with the nearest."""
+    fields = fields_of(settings)
     groups = {name.rpartition(".")[0] for name in fields}
     for text in overrides if fields else ():
         key = text.partition("=")[0].strip()
@@ -56,27 +118,62 @@ def check_keys(command: str, overrides: list[str]) -> None:
 
 def made() -> dict[str, Any]:
     """Return what the file holds, from the settings' classes."""
+    from relinear.bench.run import BenchSettings
+    from relinear.compare.settings import CompareSettings
     from relinear.compress import CompressSettings
     from relinear.distill import DistillSettings
     from relinear.train import TrainSettings
 
-    classes = {"train": TrainSettings, "compress": CompressSettings, "distill": DistillSettings}
+    classes = {
+        "train": TrainSettings,
+        "compare": CompareSettings,
+        "compress": CompressSettings,
+        "distill": DistillSettings,
+        "bench": BenchSettings,
+    }
     return {name: dict(_fields(settings)) for name, settings in classes.items()}
 
 
-def _fields(settings: Any, prefix: str = "") -> Any:
+def _fields(settings: Any, prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     from relinear.core.settings import Settings
 
+    described = _described(settings)
     for name, field in settings.model_fields.items():
         default = field.get_default(call_default_factory=True)
+        kind, choices = _kind(field.annotation)
+        shown = default if isinstance(default, bool | int | float | str) else None
+        text = described.get(name, "")
+        yield prefix + name, {"type": kind, "default": shown, "choices": choices, "help": text}
         parts = (field.annotation, *typing.get_args(field.annotation))
         inner = next((part for part in parts if isinstance(part, type) and issubclass(part, Settings)), None)
-        choices = parts[1:] if typing.get_origin(field.annotation) is typing.Literal else ()
-        shown = default if default is None or isinstance(default, bool | int | float | str) else None
-        yield prefix + name, {"default": shown, "choices": [*map(str, choices)]}
-        if inner is not None:
+        if inner is not None and typing.get_origin(field.annotation) is not dict:
             yield from _fields(inner, f"{prefix}{name}.")
 
 
+def _kind(annotation: Any) -> tuple[str, list[str]]:
+    """A key of ``_TYPES``, and the choices where there are some."""
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return "text", [*map(str, inner)]
+    if origin in (typing.Union, types.UnionType, Annotated):
+        return _kind(next(one for one in inner if one is not type(None)))
+    if origin is tuple:
+        return ("integers" if _kind(inner[0])[0] == "int" else "texts"), []
+    names = {bool: "bool", int: "int", float: "float"}
+    return names.get(annotation, "text"), []  # settings of operators and objectives are texts, too
+
+
+def _described(settings: Any) -> dict[str, str]:
+    """The first sentence of what docstrings say of every field."""
+    found: dict[str, str] = {}
+    for owner in reversed(settings.__mro__):
+        text = inspect.cleandoc(vars(owner).get("__doc__") or "")
+        for names, said in re.findall(r"^    ([a-z_]+(?:, [a-z_]+)*): (.+(?:\n {8}.+)*)", text, flags=re.M):
+            sentence = re.split(r"(?<=\.) ", " ".join(said.split()))[0].replace("``", "`").rstrip(".") + "."
+            found |= dict.fromkeys(names.split(", "), sentence[0].upper() + sentence[1:])
+    return found
+
+
 if __name__ == "__main__":
-    FILE.write_text(json.dumps(made(), indent=1).replace("\n   ", "").replace("\n  }", "}") + "\n", encoding="utf-8")
+    text = json.dumps(made(), indent=1).replace("\n   ", "").replace("\n  }", "}")
+    FILE.write_text(text + "\n", encoding="utf-8")

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from relinear_cli.errors import USER_ERROR, exit_code
-from relinear_cli.fields import check_keys, described
+from relinear_cli.fields import check_keys, fields_of
 
 __all__ = ["COMMANDS", "app", "command_of", "main", "run"]
 
@@ -54,7 +54,7 @@ _GROUPS = {
     "Budget": "keep budget_of speed speed_for batch steps tokens trials seeds widths base_width epochs max_tokens "
     "limit heal_tokens heal batch_size learning_rate tune parameters",
     "Output": "out export plan plan_only as_json report index static check",
-    "Speed": "threads on_disk share rounds repeats",
+    "Speed": "threads on_disk share rounds repeats for_inference peers untuned",
 }
 
 
@@ -92,10 +92,12 @@ class _Command(TyperCommand):
         for option in self.params:
             if isinstance(option, TyperOption):
                 option.rich_help_panel = option.rich_help_panel or groups.get(option.name or "")
-                self._describe(option)
+                if self.name == "compress":
+                    self._describe(option)
 
     def _describe(self, option: TyperOption) -> None:
-        known = described(self.name or "", option.name or "")
+        """Say of an option written by hand what those made of settings say."""
+        known = fields_of(self.name or "").get("speed_batch" if option.name == "batch" else option.name or "", {})
         if option.default is None and known.get("default") not in (None, ""):
             option.show_default = str(known["default"])
         if known.get("choices") and not all(choice in (option.help or "") for choice in known["choices"]):

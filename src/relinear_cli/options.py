@@ -9,19 +9,15 @@ import typer
 
 __all__ = [
     "Attach",
-    "Corpus",
     "Exclude",
     "PresetFields",
     "PretrainedModel",
-    "RecipeFields",
-    "RepeatableThreads",
     "Replace",
     "ReplaceLayers",
     "ShareWork",
     "Split",
     "TextColumn",
     "Tokenizer",
-    "TrainingFields",
     "TrainingRecipe",
     "find_model",
     "load_model",
@@ -46,26 +42,18 @@ Attach = Annotated[
 ]
 Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave alone.")]
 PretrainedModel = Annotated[str, typer.Argument(metavar="MODEL", help="Directory of a saved model, or a Hub name.")]
-Corpus = Annotated[str | None, typer.Option(help="`stdlib`, a file or folder, or a Hub name.")]
 TextColumn = Annotated[str | None, typer.Option(help="Column of jsonl, parquet and Hub data.")]
 Tokenizer = Annotated[
     str | None, typer.Option(help="`bytes`, or a tokenizer's folder or Hub name; by default the one beside the model.")
 ]
 Split = Annotated[str, typer.Option(help="Split of the corpus: `train`, `validation`, `test` or `all`.")]
 TrainingRecipe = Annotated[str | None, typer.Option(help="A YAML file of training settings.")]
-TrainingFields = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any training setting: data.seed=1")
-]
-RecipeFields = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting of the recipe, as train.steps=99.")
-]
 PresetFields = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the preset's config.")
 ]
 ShareWork = Annotated[
     bool, typer.Option("--share", help="Work on it together with other processes that are given the same arguments.")
 ]
-RepeatableThreads = Annotated[int | None, typer.Option(help="CPU threads; one makes runs repeat to the last bit.")]
 
 
 def prepare_process(threads: int | None = None) -> None:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from relinear_cli.options import Corpus, RecipeFields, ShareWork, parse_integers, prepare_process, set_if_given
+from relinear_cli.fields import from_settings
+from relinear_cli.options import ShareWork, prepare_process
 
 __all__ = ["command"]
 
 
+@from_settings("compare", "train.data.data", sizes="sizes.widths")
 def command(
+    given: dict[str, Any],
     recipe: Annotated[str, typer.Argument(help="A YAML file with `sizes`, or a name such as `scale`.")],
     out: Annotated[Path, typer.Option(help="Directory of the whole.")] = Path("runs/scale"),
-    data: Corpus = None,
-    sizes: Annotated[str | None, typer.Option(help="Widths in place of the recipe's, such as 32,48,64,96.")] = None,
     share: ShareWork = False,
-    overrides: RecipeFields = None,
 ) -> None:
     """Compare at several widths, and fit loss against training FLOPs and training time.
 
@@ -27,14 +27,12 @@ def command(
 
     **Example:** `relinear scale scale --out runs/scale`
     """
-    from relinear.compare.recipe import apply_overrides, parse_overrides, read_recipe
+    from relinear.compare.recipe import apply_overrides, read_recipe
     from relinear_cli.errors import resumable
     from relinear_cli.progress import watch_comparison
     from relinear_cli.table import print_scale
 
-    widths = parse_integers("--sizes", sizes)
-    changes = set_if_given({"train.data.data": data, "sizes.widths": widths})
-    values = apply_overrides(read_recipe(recipe), changes | parse_overrides(overrides or []))
+    values = apply_overrides(read_recipe(recipe), given)
 
     from relinear.compare.report import write_scale_plot
     from relinear.compare.scaling import scale

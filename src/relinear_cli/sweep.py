@@ -7,34 +7,24 @@ from typing import Annotated, Any
 
 import typer
 
-from relinear_cli.options import (
-    Corpus,
-    Replace,
-    TrainingFields,
-    TrainingRecipe,
-    parse_operators,
-    prepare_process,
-    set_if_given,
-)
+from relinear_cli.fields import from_settings
+from relinear_cli.options import Replace, ShareWork, TrainingRecipe, parse_operators, prepare_process
 
 __all__ = ["command"]
 
 
+@from_settings("train", "data.data", "steps")
 def command(
+    given: dict[str, Any],
     parameters: Annotated[
         list[str], typer.Option("--param", "-p", metavar="NAME=LOW..HIGH[:log]", help="What to search; or NAME=A,B,C.")
     ],
     recipe: TrainingRecipe = None,
     out: Annotated[Path, typer.Option(help="Directory of the sweep.")] = Path("runs/sweep"),
     replace: Replace = None,
-    data: Corpus = None,
-    steps: Annotated[int | None, typer.Option(help="Optimiser steps of a trial.")] = None,
     trials: Annotated[int, typer.Option(help="Trials, those of earlier calls included.")] = 20,
     seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
-    share: Annotated[
-        bool, typer.Option("--share", help="Work on one sweep with other processes that are given the same arguments.")
-    ] = False,
-    overrides: TrainingFields = None,
+    share: ShareWork = False,
 ) -> None:
     """Search learning rates or any other settings with optuna; ends with a table, best first.
 
@@ -42,14 +32,13 @@ def command(
 
     **Example:** `relinear sweep -r low_rank -p learning_rate=1e-4..1e-2:log -p operators.all-linear.rank=8,16`
     """
-    from relinear.compare.recipe import apply_overrides, find_recipe, parse_overrides, read_yaml
+    from relinear.compare.recipe import apply_overrides, find_recipe, read_yaml
     from relinear_cli.errors import resumable
     from relinear_cli.progress import watch_trials
 
     values: dict[str, Any] = {"save_model": False, "model": "tiny"}
     values |= {} if recipe is None else read_yaml(find_recipe(recipe))
-    changes = {"operators": parse_operators(replace) if replace else None, "data.data": data, "steps": steps}
-    values = apply_overrides(values, set_if_given(changes) | parse_overrides(overrides or []))
+    values = apply_overrides(values, ({"operators": parse_operators(replace)} if replace else {}) | given)
 
     from relinear.compare.sweep import parse_parameter, sweep
     from relinear.train import TrainSettings

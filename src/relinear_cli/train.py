@@ -3,51 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from relinear_cli.fields import from_settings
 from relinear_cli.options import (
     Attach,
-    Corpus,
-    RepeatableThreads,
     Replace,
     ReplaceLayers,
-    TextColumn,
-    TrainingFields,
     TrainingRecipe,
     parse_layers,
     parse_operators,
     prepare_process,
-    set_if_given,
 )
 
 __all__ = ["command"]
 
 
+@from_settings(
+    "train",
+    *("model", "objective", "data.data", "data.text_column", "data.tokenizer"),
+    *("steps", "batch_size", "learning_rate", "seed", "threads"),
+)
 def command(
+    given: dict[str, Any],
     recipe: TrainingRecipe = None,
     out: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("runs/train"),
-    model: Annotated[str | None, typer.Option(help="Preset, directory of a model, or Hub name.")] = None,
     replace: Replace = None,
     attach: Attach = None,
-    objective: Annotated[
-        str | None,
-        typer.Option(metavar="KIND:KEY=VALUE", help="What is minimised: `distill:teacher=DIR`, `cgt:eta=0.5`."),
-    ] = None,
     layers: ReplaceLayers = None,
-    data: Corpus = None,
-    text_column: TextColumn = None,
-    tokenizer: Annotated[str | None, typer.Option(help="`bytes`, `bpe:8000`, or an AutoTokenizer name.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Sequences in a forward pass.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Peak of the schedule.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the initialisation and the order of data.")] = None,
-    threads: RepeatableThreads = None,
     start_over: Annotated[
         bool, typer.Option("--start-over", help="Discard what an earlier run left in --out.")
     ] = False,
-    overrides: TrainingFields = None,
 ) -> None:
     """Train one model, with operators in place of its linear layers; leaves metrics, results and the model in --out.
 
@@ -55,29 +43,13 @@ def command(
 
     **Example:** `relinear train --model tiny -r all-linear=low_rank:rank=16 --steps 200 --out runs/low-rank`
     """
-    from relinear.compare.recipe import apply_overrides, find_recipe, parse_overrides, read_yaml
+    from relinear.compare.recipe import apply_overrides, find_recipe, read_yaml
     from relinear_cli.errors import resumable
     from relinear_cli.progress import watch_training
 
-    changes = set_if_given(
-        {
-            "model": model,
-            "operators": parse_operators(replace) if replace else None,
-            "attachments": attach or None,
-            "objective": objective,
-            "layers": parse_layers(layers),
-            "data.data": data,
-            "data.text_column": text_column,
-            "data.tokenizer": tokenizer,
-            "steps": steps,
-            "batch_size": batch_size,
-            "learning_rate": learning_rate,
-            "seed": seed,
-            "threads": threads,
-        }
-    )
+    written = {"operators": replace and parse_operators(replace), "attachments": attach, "layers": parse_layers(layers)}
     values = {} if recipe is None else read_yaml(find_recipe(recipe))
-    values = apply_overrides(values, changes | parse_overrides(overrides or []))
+    values = apply_overrides(values, {key: value for key, value in written.items() if value} | given)
 
     from relinear.system.machine import is_first_rank
     from relinear.train import TrainSettings, train

@@ -55,7 +55,22 @@ def check_names(what: str, values: Iterable[str], known: Iterable[str]) -> None:
 
 
 class BenchSettings(Settings):
-    """What to measure. Shapes are "IN->OUT" or "INxOUT"; operators are settings as in ``hdpl:rank=128,blocks=8``."""
+    """What to measure of single layers.
+
+    Attributes:
+        operators: settings as in ``hdpl:rank=128,blocks=8``.
+        shapes: "IN->OUT" or "INxOUT".
+        tokens: of an input, such as 1,64,4096.
+        dtypes: of the computation, "fp32" and "bf16".
+        modes: of "eager" and "compiled".
+        passes: of "forward" and "step".
+        for_inference: let layers keep what they compute from weights, in inference.
+        peers: also time named peers: PEFT's adapters, published forms.
+        untuned: also time eager layers without the allocator's thresholds raised.
+        rounds: how often each contender takes its turn.
+        repeats: runs of the whole bench, each in a process of its own, for a record that ``--check`` reads.
+        threads: of torch; all cores by default.
+    """
 
     operators: tuple[str, ...] = DEFAULT_OPERATORS
     shapes: tuple[str, ...] = ("2048->2048", "512->2048", "512->1376")
@@ -63,11 +78,11 @@ class BenchSettings(Settings):
     dtypes: tuple[str, ...] = ("fp32", "bf16")
     modes: tuple[str, ...] = MODES
     passes: tuple[str, ...] = PASSES
-    for_inference: bool = Field(default=True, description="inference as after relinear.for_inference_")
+    for_inference: bool = True
     peers: bool = True
-    untuned: bool = Field(default=True, description="also time eager layers with an untouched allocator")
+    untuned: bool = True
     rounds: int = Field(default=11, ge=3)
-    repeats: int = Field(default=1, ge=1, description="runs of the whole bench, each in a process of its own")
+    repeats: int = Field(default=1, ge=1)
     threads: int | None = Field(default=None, ge=1)
 
     def parsed_shapes(self) -> list[tuple[int, int]]:

@@ -114,8 +114,8 @@ class Match(Settings):
     """At which equal size entries are compared.
 
     Attributes:
-        by: "width" keeps every setting as written (all models then have the same width); "parameters" and "flops"
-            (forward FLOPs a token) resize the entries.
+        by: ``width`` keeps every entry as written, ``parameters`` and ``flops`` resize them to be equal. With "width"
+            all models have the same width; "flops" are those of the forward pass for a token.
         to: the entry whose size is the target, or a number; by default the first entry with operators
             whose size the others can be given.
         tolerance: largest relative deviation from the target; beyond it the comparison is refused.

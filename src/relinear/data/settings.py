@@ -16,12 +16,11 @@ class DataSettings(Settings):
     """Which text, cut and tokenised how. Unknown keys and values out of range are errors.
 
     Args:
-        data: ``stdlib`` (the source text of the running Python's standard library), a local file or folder of txt, md,
-            jsonl or parquet, or a data set of the Hugging Face Hub as ``owner/name`` or ``owner/name:config``.
-        text_column: column of jsonl, parquet and Hub data that holds the text; by default ``text``, or the only column
-            of strings.
-        tokenizer: ``bytes``, ``bpe:N`` (trained on the training split, N entries), or whatever
-            ``AutoTokenizer.from_pretrained`` takes.
+        data: ``stdlib``, a file or folder, or a Hub name. ``stdlib`` is the source text of Python's standard library,
+            files are txt, md, jsonl or parquet, Hub names ``owner/name`` or ``owner/name:config``.
+        text_column: column of jsonl, parquet and Hub data. By default ``text``, or the only column of strings.
+        tokenizer: ``bytes``, ``bpe:N``, or an AutoTokenizer name. ``bpe:N``, of N entries, is trained on the
+            training split.
         sequence_length: tokens a block.
         validation_fraction: share of the characters held out for validation where the corpus brings no such split.
         max_documents: read only the first documents of each split of the source; Hub data are then streamed.

@@ -15,27 +15,28 @@ class DistillSettings(Settings):
     """Settings of ``distill_``. Unknown keys and values out of range are errors.
 
     Args:
-        tokens: recorded for fitting; with the width of the layer they decide the memory (or disk) that is needed.
+        tokens: to fit on. They are recorded: with the width of the layer they decide the memory (or disk) needed.
         validation_tokens: recorded after these, for the stated fit error only.
         sequence_length: tokens a block of the corpus.
         record_batch: blocks a forward pass while recording, and in the loss "kl".
         batch_size: tokens an optimiser step.
         epochs: passes over the recorded tokens.
         learning_rate: of Adam, falling to 0 along a cosine. The paper's rotors take 0.05, matrices much less.
-        loss: "mse": squared error of the layer's output over its mean square; "cosine": one minus the cosine of
-            each token's output; "kl": of the model's final logits, all layers of a decoder layer fitted together.
-        target: what an operator is fitted to: "layer": what the layer whose place it takes gives for its inputs, with
+        loss: of a layer's outputs, or of the final logits ("kl"). "mse": squared error over the mean square; "cosine":
+            one minus the cosine of each token's output; "kl": all layers of a decoder layer are fitted together.
+        target: what an operator is fitted to give: as its ``layer`` does, or as that did in the ``original`` model.
+            "layer": what the layer whose place it takes gives for its inputs, with
             earlier replacements active; "original": what the layer gave in the original model for the same tokens, so
             that an operator also makes up for the replacements before it (the inputs are the same). "original" keeps a
             copy of every replaced layer until the end.
-        joint: once each operator has been fitted to its own target, train those of a decoder layer together until the
-            module that holds them all (``self_attn`` for q, k and v) gives what it gave; same loss, epochs and rate.
-        bias: give layers without a bias one, and start every operator's at the mean of what it is to give (after a
-            closed-form fit: at the mean of what is missing).
+        joint: then train the operators of a decoder layer together, until the module that holds them all
+            (``self_attn`` for q, k and v) gives what it gave. Same loss, epochs and rate.
+        bias: give layers without a bias one, and start every operator's at the mean of what it is to give. After a
+            closed-form fit: at the mean of what is missing.
         init: "auto" starts from the closed-form fit of the weight where the operator has one, else fresh; "fresh" draws
             new parameters always. Where the fit ends worse than it began (on the validation tokens) the start is kept.
-        retrain: pattern of linear layers that are trained again after the replacements of their decoder layer, to give
-            what they gave before ("o_proj"); None for none.
+        retrain: pattern of layers to train again behind the replaced ones, such as ``o_proj``, to give what they gave
+            before. None for none.
         retrain_learning_rate: of these.
         on_disk: keep recorded activations in memory-mapped files rather than in memory.
         seed: of fresh parameters and the order of tokens.

@@ -56,9 +56,9 @@ class FitSettings(Settings):
             states in bf16 as well, "auto" is "bfloat16" where the processor has units for it, else "float32".
         compile: run the model through ``torch.compile``; costs a minute at the start, pays off over long runs.
         gradient_checkpointing: recompute activations in the backward pass; saves memory, costs about a third of time.
-        seed: of the model's initialisation, of the order of the data, and of the noise that the model draws (on several
-            ranks a stream for each).
-        threads: CPU threads; None leaves torch's choice.
+        seed: of the model's initialisation, of the order of the data, and of the noise that the model draws. On several
+            ranks each has a stream of its own.
+        threads: CPU threads; one makes runs repeat to the last bit, None leaves torch's choice.
         device: "auto" is the GPU where there is one.
         eval_every, log_every, save_every: in steps. 0 evaluates only at the start and the end; None saves every tenth
             of the run, but not more often than every 100 steps, and 0 never.
@@ -163,7 +163,7 @@ class TrainSettings(FitSettings):
     """A whole run: which model, what is replaced in it, which text, and how it is trained.
 
     Attributes:
-        model: a preset's name, a directory that ``save_pretrained`` wrote, or a Hub name.
+        model: a preset, the directory of a saved model, or a Hub name.
         model_overrides: fields of a preset's config. ``vocab_size`` follows the tokenizer unless it is given here.
         model_start: how a preset's own weights are drawn: "config", as transformers draws them, with the config's
             ``initializer_range``; "torch", as in code that leaves linear layers as torch makes them and gives the
@@ -172,8 +172,8 @@ class TrainSettings(FitSettings):
             None leaves a layer alone. Patterns as in ``relinear.replace_``.
         layers, exclude, init: as in ``relinear.replace_``.
         attachments: settings of model-level parts, applied in this order.
-        objective: what is minimised in place of the model's own loss, as a mapping with ``kind`` or as text
-            (``"distill:teacher=runs/big"``); None for the model's own. Evaluation is by the model's own always.
+        objective: what is minimised in place of the model's own loss, such as ``distill:teacher=DIR`` or
+            ``cgt:eta=0.5``. A text or a mapping with ``kind``; evaluation is by the model's own loss always.
         data: the corpus, the tokenizer and the sequence length.
         eval_start_tokens: as for ``FitSettings``; a bound by default, as the whole validation text may take minutes.
     """
