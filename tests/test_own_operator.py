@@ -1,8 +1,10 @@
 """An operator in a package of its own, from ``relinear new`` on: it is installed by pip and found by its name alone."""
 
 import importlib.util
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +70,54 @@ def test_a_new_package_passes_its_tests_and_ours(written, installed, tmp_path) -
     ruff, rules = [sys.executable, "-m", "ruff"], ["--isolated", "--line-length", "120"]
     for check in (["check", "--select", "E,F,I,B"], ["format", "--check"]):
         assert subprocess.run([*ruff, *check, *rules, "."], cwd=written, check=False).returncode == 0
+
+
+def relinear(words: str, path: Path, cwd: Path) -> str:
+    """What a command prints, in a process of its own, which nobody told of the package."""
+    return run("-c", "from relinear_cli.main import run; run()", *shlex.split(words), path=path, cwd=cwd)
+
+
+LOAD = """
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("runs/own/model", trust_remote_code=True)
+print(type(model.model.layers[0].self_attn.q_proj).__module__)
+"""
+
+
+@pytest.mark.slow  # a process for every command, and one for every run of the comparison
+@pytest.mark.timeout(900)
+def test_every_command_knows_an_installed_operator(installed, tmp_path) -> None:
+    """From looking at it to what is trained, compared, timed, compressed, saved and loaded again."""
+    (tmp_path / "books").mkdir()
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for part in range(3):
+        (tmp_path / "books" / f"{part}.txt").write_text("\n\n".join(text.split("\n\n")[part::3]))
+
+    def command(words: str) -> str:
+        return relinear(words, installed, tmp_path)
+
+    assert "[relinear-two-thin 0.1.0]" in command("list operators two_thin")
+    assert "TwoThin(rank=4)" in command("inspect tiny --replace q_proj=two_thin:rank=4")
+    train = "train --model tiny --steps 2 --batch-size 2 --data books"
+    command(f"{train} --replace all-linear=two_thin:rank=4 --out runs/own")
+    command(f"{train} --out runs/dense")
+    little = (
+        "--steps 2 --seeds 0 --data books --set speed.seconds=0.01 --set speed.rounds=3 --set train.warmup_steps=0 "
+        "--set train.batch_size=2 --set 'train.model_overrides={num_hidden_layers: 1}'"
+    )
+    command(f"compare --model tiny -o dense -o two_thin:rank=8 --tune --match parameters {little} --out runs/compare")
+    entries = json.loads((tmp_path / "runs" / "compare" / "results.json").read_text())["entries"]
+    assert [entry["name"] for entry in entries] == ["dense", "two_thin"]
+    one = "--shapes 32x32 --tokens 1 --dtypes fp32 --modes eager --passes forward --rounds 3 --no-peers --no-untuned"
+    assert "two_thin:rank=4" in command(f"bench --operator two_thin:rank=4 {one} --out runs/bench")
+    small = "--keep 0.8 --tokens 512 --allow-slower"
+    command(f"compress runs/dense/model --data books --menu two_thin {small} --out runs/small")
+    command("report runs/own runs/compare runs/bench runs/small --out all.html")
+    assert "two_thin" in (tmp_path / "all.html").read_text(encoding="utf-8")
+    assert "TwoThin" in command("inspect runs/small/model")
+    for saved in ("runs/own", "runs/small/model"):
+        assert "loss" in command(f"eval {saved} --data books --split all")
+    assert run("-c", LOAD, path=installed, cwd=tmp_path).strip() == "relinear_two_thin.operator"
 
 
 @pytest.mark.parametrize(

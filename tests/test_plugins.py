@@ -88,6 +88,18 @@ def test_a_kind_is_found_among_the_entry_points_of_packages(package, tmp_path) -
     assert torch.equal(again(ids).logits, model(ids).logits)
 
 
+def test_a_package_is_looked_up_once(package, tmp_path, monkeypatch) -> None:
+    """Reading what is installed takes a second or two: once for every layer would make saving take minutes."""
+    looked = []
+    everything = metadata.packages_distributions
+    monkeypatch.setattr(metadata, "packages_distributions", lambda: looked.append(1) or everything())
+    model = make_tiny_llama()
+    relinear.replace_(model, {"q_proj": "outside_scale"})
+    relinear.save_pretrained(model, tmp_path / "one")
+    relinear.save_pretrained(model, tmp_path / "two")
+    assert len(looked) <= 1
+
+
 def test_a_checkpoint_says_which_package_it_needs(package, tmp_path, monkeypatch) -> None:
     saved(tmp_path / "out")
     registry._REGISTRY["operator"].pop("outside_scale")

@@ -12,6 +12,7 @@ Packages that are not installed are named in the environment: ``RELINEAR_IMPORT=
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import os
 import warnings
@@ -77,8 +78,14 @@ def _is_foreign(cls: type) -> bool:
 def origin(cls: type) -> dict[str, str]:
     """Return the module, the package and the version of a class, as far as they are known."""
     module = cls.__module__
-    found = metadata.packages_distributions().get(module.partition(".")[0])
-    return {"module": module} | ({"package": found[0], "version": metadata.version(found[0])} if found else {})
+    package = _package(module.partition(".")[0])
+    return {"module": module} | ({"package": package, "version": metadata.version(package)} if package else {})
+
+
+@functools.cache  # reads the files of every installed package, for a second or two
+def _package(module: str) -> str | None:
+    found = metadata.packages_distributions().get(module)
+    return found[0] if found else None
 
 
 def packages_of(configs: Iterable[Any]) -> dict[str, dict[str, str]]:
