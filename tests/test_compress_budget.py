@@ -10,7 +10,7 @@ import torch
 
 import relinear
 from page_helpers import without_plotly
-from relinear.compress import CompressSettings, compress, run, speed
+from relinear.compress import CompressSettings, compress, menu, run, speed
 from relinear.compress.allocate import Candidate
 from relinear.compress.beside import like_before, measure_speed, observe
 from relinear.compress.budget import Budget, budget_of
@@ -348,7 +348,7 @@ def test_measured_points_change_the_plan_and_are_kept(tmp_path, monkeypatch) -> 
     written = json.loads((tmp_path / "report.json").read_text())["points"]
     assert [p["measured"] for p in written] == [p.measured for p in measured.points]
     assert measured.plan.nats != plain.plan.nats
-    monkeypatch.setattr(run, "corrections", factors)
+    monkeypatch.setattr(menu, "corrections", factors)
     phases.clear()
     again = start(tmp_path, measured_points=3)
     assert "points" not in phases

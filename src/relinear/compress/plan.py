@@ -52,6 +52,11 @@ class CompressPlan:
         return {name: layer.operator for name, layer in self.layers.items() if layer.operator is not None}
 
     @property
+    def changed(self) -> bool:
+        """Whether any layer becomes another."""
+        return bool(self.replaced) or self.parameters != self.parameters_before
+
+    @property
     def parameters(self) -> int:
         """Of the layers after compression."""
         return sum(layer.parameters for layer in self.layers.values())

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,19 +13,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from relinear.compress.allocate import Candidate
 from relinear.compress.beside import Observation, compared, like_before, measure_speed, observe
 from relinear.compress.budget import Budget, budget_of
 from relinear.compress.calibrate import Calibration, calibrate
 from relinear.compress.checks import check_directory, check_ids, check_model_fits
 from relinear.compress.corpus import Corpus, read_corpus, read_elsewhere
-from relinear.compress.corrections import MeasuredPoint, choose_points, correct, corrections, measure_points
+from relinear.compress.corrections import MeasuredPoint
 from relinear.compress.export import export_plain
 from relinear.compress.export_gguf import check_gguf, check_gguf_operators, export_gguf
 from relinear.compress.heal import HealReport, check_heal, check_healable, heal, original_copy
-from relinear.compress.in_order import fit_in_order, fit_without_order
-from relinear.compress.neurons import NEURONS, Neurons
-from relinear.compress.plan import CompressPlan, check_fittable, layer_candidates, make_plan
+from relinear.compress.menu import OnProgress, Work, menu_of
+from relinear.compress.plan import CompressPlan
 from relinear.compress.report import CompressReport
 from relinear.compress.report_page import write_page
 from relinear.compress.settings import CompressSettings
@@ -41,9 +36,8 @@ from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.coverage import coverage, out_of_reach
 from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.plan import plan
-from relinear.surgery.states import flat_states, place_
 from relinear.surgery.summary import module_parameters
-from relinear.system.files import read_json, write_json, writing
+from relinear.system.files import write_json, writing
 from relinear.system.lock import only_process_in
 from relinear.system.machine import PeakMemory, command_line
 from relinear.system.written import parts_of
@@ -56,10 +50,6 @@ MODEL, PLAIN, GGUF = "model", "plain", "model.gguf"
 LEAST_SECONDS = 1e-3
 #: what two measurements of one speed may differ by
 NOISE = 0.02
-
-#: told the phase ("speed", "forward", "backward", "candidates", "points", "original", "fit", "heal", "evaluation"), how
-#: much of it is done, and how much there is
-OnProgress = Callable[[str, int, int], None]
 
 
 def _silent(phase: str, done: int, total: int) -> None:
@@ -134,8 +124,9 @@ def compress(
         evaluating(model),
     ):
         job = _Job(model, modules, chosen, Path(folder), on_progress, table)
-        given_plan = None if plan_file is None else job.read_plan(plan_file)
-        job.check_budget(given_plan)
+        given_plan = None if plan_file is None else job.menu.read_plan(plan_file)
+        if given_plan is None:
+            job.menu.check(job.budget({}))
         elsewhere = read_elsewhere(evaluate_on or {}, tokenizer, chosen)
         corpus = read_corpus(texts, elsewhere, tokenizer, chosen, plan_only)
         for name, ids in {"the corpus": torch.cat(corpus[:3]), **elsewhere}.items():
@@ -182,17 +173,6 @@ class _Clock:
         self._last = now
 
 
-def _check_menu(menu: tuple[OperatorConfig, ...], modules: Mapping[str, nn.Module]) -> None:
-    """Raise ValueError if an entry fits no layer, or has no dense matrix to be fitted by."""
-    for entry in menu:
-        fitting = [module for module in modules.values() if entry.sizes(*linear_features(module))]
-        if not fitting:
-            shapes = ", ".join(str(s) for s in sorted({linear_features(m) for m in modules.values()})[:5])
-            raise ValueError(f"menu: {entry} fits none of the layers; their (in, out) sizes are {shapes}")
-        smallest = min(fitting, key=lambda module: module.weight.numel())
-        check_fittable(entry.sizes(*linear_features(smallest))[0], smallest, "menu")
-
-
 def _targets(model: Any, targets: str | Iterable[str], exclude: Any) -> dict[str, nn.Module]:
     """The linear layers that may be replaced, by name."""
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
@@ -220,15 +200,14 @@ class _Job:
         self.model, self.modules, self.settings, self.folder = model, modules, settings, folder
         self.on_progress, self.speed_table = on_progress, speed_table
         self.one_matrix_each = False
-        self.menu = tuple(OperatorConfig.read(text) for text in settings.menu if text != NEURONS)
-        self.by_layer: dict[int, dict[str, nn.Module]] = {}
+        by_layer: dict[int, dict[str, nn.Module]] = {}
         for name, module in modules.items():
             index = layer_index(model, name)
             if index is None:
                 raise ValueError(
                     f"{name} lies outside of the decoder layers, which is all that is compressed: exclude it"
                 )
-            self.by_layer.setdefault(index, {})[name] = module
+            by_layer.setdefault(index, {})[name] = module
         widest = max(linear_features(module)[0] for module in modules.values())
         seen = settings.blocks * settings.sequence_length
         if seen < widest:
@@ -237,27 +216,8 @@ class _Job:
                 f"are fewer than the widest layer has inputs, {widest:,}; use more"
             )
 
-        self.neurons: Neurons | None = None
-        if settings.menu == (NEURONS,):
-            self.neurons = Neurons(model, modules)
-            self.width = self.neurons.fitting_width(self._budget({}).limit)
-
-    def read_plan(self, path: str | Path) -> CompressPlan:
-        """Return a plan from a file. Raises ValueError if it is none for this model and these targets."""
-        if self.neurons is not None:
-            raise ValueError("menu: neurons has one width for all layers, by the budget: it takes no plan")
-        found = CompressPlan.load(path, self.model)
-        strange = sorted(set(found.replaced) - set(self.modules))
-        if strange:
-            raise ValueError(f"{path} replaces {strange[0]}, which targets= and exclude= leave alone")
-        return found
-
-    def check_budget(self, given_plan: CompressPlan | None) -> None:
-        """Raise ValueError if the menu does not fit the layers, or no choice from it meets the budget."""
-        if given_plan is not None or self.neurons is not None:
-            return
-        _check_menu(self.menu, self.modules)
-        self._budget({}).check(self.modules, self.menu, uniform=not self.settings.fisher)
+        self.work = Work(model, modules, by_layer, settings, folder, on_progress)
+        self.menu = menu_of(self.work)
 
     def run(self, corpus: Corpus, tokenizer: Any, given_plan: CompressPlan | None, plan_only: bool) -> CompressReport:
         """Calibrate, plan and, unless ``plan_only``, make; what is kept goes to the folder as it is made."""
@@ -270,14 +230,11 @@ class _Job:
         calibration = self._calibrate(corpus.blocks)
         clock.lap("calibration")
         use = {name: calibration.counts[name] / calibration.tokens for name in self.modules}
-        narrowed, points, budget = None, list[MeasuredPoint](), None if given_plan else self._budget(use)
-        if self.neurons is not None:
-            narrowed = self.neurons.fitted(calibration, self.width, partial(self.on_progress, "candidates"))
-            whole = self._narrow_plan(self.neurons, narrowed)
-        elif budget is not None:
-            whole, points = self._plan(calibration, budget, corpus.judging)
+        points, budget = list[MeasuredPoint](), None
+        if given_plan is None:
+            budget = self.budget(use)
+            whole, points = self.menu.plan(calibration, budget, corpus.judging)
         else:
-            assert given_plan is not None, "without a budget there is a plan"
             whole = given_plan
         whole.save(proposal(self.folder, "plan.json"))
         clock.lap("plan")
@@ -287,8 +244,8 @@ class _Job:
         if speed is not None and not plan_only:
             self._check_speed(speed, f"the plan ({proposal(self.folder, 'plan.json')})")
         healing, evaluation = None, None
-        if not plan_only and (whole.replaced or narrowed):
-            healing, evaluation = self._make(corpus, calibration, whole, narrowed, tokenizer, clock)
+        if not plan_only and whole.changed:
+            healing, evaluation = self._make(corpus, calibration, whole, tokenizer, clock)
         if not plan_only:  # only now: killed in the hours before, a model that is there keeps the plan it was made by
             proposal(self.folder, "plan.json").replace(self.folder / "plan.json")
         report = CompressReport(
@@ -317,7 +274,7 @@ class _Job:
         return calibrate(
             self.model,
             blocks,
-            self.by_layer,
+            self.work.by_layer,
             self.folder / "calibration",
             batch=self.settings.batch_size,
             fisher=self.settings.fisher,
@@ -329,7 +286,6 @@ class _Job:
         corpus: Corpus,
         calibration: Calibration,
         whole: CompressPlan,
-        narrowed: Mapping[str, Any] | None,
         tokenizer: Any,
         clock: _Clock,
     ) -> tuple[HealReport | None, dict[str, Any] | None]:
@@ -341,10 +297,7 @@ class _Job:
         layers = {name: copy.deepcopy(module).to("meta") for name, module in self.modules.items()}
         clock.lap("original")
         teacher = original_copy(self.model) if self.settings.heal_tokens else None
-        if self.neurons is not None and narrowed is not None:
-            self.neurons.apply_(narrowed)
-        else:
-            self._carry_out(corpus.blocks, calibration, whole)
+        self.menu.carry_out_(whole, calibration, corpus.blocks)
         clock.lap("fit")
         healing = None
         if teacher is not None:
@@ -357,7 +310,8 @@ class _Job:
         clock.lap("evaluation")
         return healing, compared(original, compressed, corpus.unseen, speed)
 
-    def _budget(self, use: Mapping[str, float]) -> Budget:
+    def budget(self, use: Mapping[str, float]) -> Budget:
+        """Return what the plan may cost, each layer weighed by the share of tokens that it sees."""
         table = None if self.settings.speed is None else self._table({})
         return budget_of(self.model, self.modules, self.settings, table, use)
 
@@ -368,7 +322,7 @@ class _Job:
         for name, module in self.modules.items():
             shape = linear_features(module)
             if shape not in configs:
-                configs[shape] = [config for entry in self.menu for config in entry.sizes(*shape)]
+                configs[shape] = self.menu.sizes(shape)
             if name in replaced:
                 configs[shape].append(replaced[name])
         conditions = SpeedConditions(settings.speed_for, settings.speed_batch, settings.sequence_length)
@@ -385,7 +339,7 @@ class _Job:
 
     @property
     def _asks_for_speed(self) -> bool:
-        return self.neurons is None and not (self.settings.allow_slower and self.settings.speed is None)
+        return self.menu.timed and not (self.settings.allow_slower and self.settings.speed is None)
 
     def _prepare_speed(self, given_plan: CompressPlan | None, plan_only: bool) -> None:
         """Have the table before the hours of calibration; a plan that is given is judged by it now.
@@ -411,45 +365,6 @@ class _Job:
             f"{which} would run slower than the original: {speed}. Give a budget of speed "
             "(speed=1.2), exclude small layers, or accept it with allow_slower"
         )
-
-    def _narrow_plan(self, neurons: Neurons, narrowed: Mapping[str, Any]) -> CompressPlan:
-        others = module_parameters(self.model) - sum(module_parameters(m) for m in self.modules.values())
-        costs = {name: 0.5 * error for name, (_, _, error) in narrowed.items()} if self.settings.fisher else {}
-        return neurons.plan(self.width, others, costs)
-
-    def _plan(
-        self, calibration: Calibration, budget: Budget, judging: Tensor
-    ) -> tuple[CompressPlan, list[MeasuredPoint]]:
-        candidates: dict[str, list[Candidate]] = {}
-        for done, (name, module) in enumerate(self.modules.items(), start=1):
-            candidates[name] = layer_candidates(module, name, calibration, self.menu, budget)
-            self.on_progress("candidates", done, len(self.modules))
-        chosen = choose_points(candidates, self.settings.measured_points)
-        points = self._points(chosen, calibration, judging) if chosen else []
-        whole = make_plan(
-            self.model,
-            self.modules,
-            correct(candidates, corrections(points)),
-            budget,
-            weighed=self.settings.fisher,
-        )
-        return whole, points
-
-    def _points(
-        self, chosen: list[tuple[str, Candidate]], calibration: Calibration, judging: Tensor
-    ) -> list[MeasuredPoint]:
-        """The chosen points, measured once a directory."""
-        what = [[name, c.config.to_dict(), c.nats] for name, c in chosen if c.config is not None]
-        mark = hashlib.sha256(json.dumps(what).encode() + judging.numpy().tobytes()).hexdigest()
-        path = self.folder / "points.json"
-        if path.is_file():
-            kept = read_json(path)
-            if kept["mark"] == mark:
-                return [MeasuredPoint.from_dict(values) for values in kept["points"]]
-        told = partial(self.on_progress, "points")
-        points = measure_points(self.model, judging, calibration, chosen, told)
-        write_json(path, {"mark": mark, "points": [point.to_dict() for point in points]})
-        return points
 
     def _observe(self, phase: str, corpus: Corpus, tokenizer: Any) -> Observation | None:
         """What the model does, as it now is; None where nothing is to be evaluated."""
@@ -482,48 +397,3 @@ class _Job:
             folder=self.folder,
             on_progress=self.on_progress,
         )
-
-    def _carry_out(self, blocks: Tensor, calibration: Calibration, whole: CompressPlan) -> None:
-        """Fit the planned operators and put them into the model."""
-        settings, mapping = self.settings, dict(whole.replaced)
-        replacements = plan(self.model, mapping).replacements
-        if not settings.anchor:
-            fitted = fit_without_order(calibration, replacements, self.on_progress)
-            place_(self.model, replacements, flat_states(fitted))
-            return
-        by_name = {replacement.name: replacement for replacement in replacements}
-        groups = {
-            index: found
-            for index, names in self.by_layer.items()
-            if (found := [by_name[name] for name in names if name in by_name])
-        }
-        count = settings.anchor_tokens // settings.sequence_length
-        refinement = {k: getattr(settings, k) for k in ("refine_steps", "refine_learning_rate", "seed")}
-        kept = self._correctable(calibration, whole) if settings.correct_dense else {}
-        what = [{name: config.to_dict() for name, config in mapping.items()}, count, refinement, kept]
-        mark = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
-        fit_in_order(
-            self.model,
-            blocks[:count],
-            calibration,
-            groups,
-            self.folder / f"fit-{mark}",
-            batch=settings.batch_size,
-            kept=kept,
-            on_layer=self.on_progress,
-            **refinement,
-        )
-
-    def _correctable(self, calibration: Calibration, whole: CompressPlan) -> dict[int, list[str]]:
-        """The layers that stay dense and may take other weights: theirs alone, with inputs that are known."""
-        uses = Counter(id(p) for _, p in self.model.named_parameters(remove_duplicate=False))
-        return {
-            index: [
-                name
-                for name, module in modules.items()
-                if name not in whole.replaced
-                and calibration.knows(name, module)
-                and all(uses[id(p)] == 1 for p in module.parameters())
-            ]
-            for index, modules in self.by_layer.items()
-        }
