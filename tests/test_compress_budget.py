@@ -373,7 +373,9 @@ def test_the_report_holds_what_was_measured(tmp_path, monkeypatch) -> None:
     model, report = evaluated(tmp_path)
     found = json.loads((tmp_path / "report.json").read_text())["evaluation"]
     assert found == report.evaluation
-    blocks = tokens(1024)[0].view(64, 16)[32:36]
+    assert len(report.corpus.judged) == 4
+    assert not {e.start for e in report.corpus.judged} & {e.start for e in report.corpus.excerpts}
+    blocks = torch.stack([tokens(1024)[0][e.start : e.start + 16] for e in report.corpus.judged])
     with torch.no_grad():
         wanted, got = (m(input_ids=blocks).logits[:, :-1] for m in (original, model))
     losses = [float(torch.nn.functional.cross_entropy(x.flatten(0, 1), blocks[:, 1:].flatten())) for x in (wanted, got)]
@@ -521,3 +523,28 @@ def test_every_operator_names_sizes_that_fit() -> None:
     assert [c.rank for c in relinear.PivotedLowRank(rank=1).sizes(64, 32)][-1] == 30
     assert relinear.Monarch(blocks=4).sizes(32, 16) == [relinear.Monarch(blocks=4)]
     assert is_linear(LOW(rank=1).sizes(4096, 4096)[0].build(4096, 4096, device="meta"))
+
+
+def test_speed_is_told_before_calibration_and_measured_again_before_a_refusal(tmp_path, monkeypatch) -> None:
+    measured: list[float] = []
+
+    def loaded(groups, wanted, conditions):
+        measured.append(9.0 if len(measured) < slow else 0.4)
+        return {shape: {c: 1e-2 if c is None else measured[-1] * 1e-2 for c in wanted[shape]} for shape in groups}
+
+    monkeypatch.setattr(speed, "_measure", loaded)
+    settings, slow = SETTINGS | {"allow_slower": False}, 1
+    phases: list[str] = []
+
+    def start(out):
+        measured.clear()
+        told = lambda phase, done, total: phases.append(phase)  # noqa: E731
+        with pytest.warns(UserWarning, match="the same share of every layer would be slower than the original"):
+            compress(tiny(), tokens(), keep=0.5, settings=settings, out_dir=out, on_progress=told)
+
+    start(tmp_path / "once")
+    assert len(measured) == 2
+    slow = 2
+    with pytest.raises(ValueError, match=r"would run slower than the original.*speed\.json, measured twice on this"):
+        start(tmp_path / "twice")
+    assert (tmp_path / "twice" / "plan.json").is_file()

@@ -11,8 +11,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -31,33 +33,60 @@ STAND_IN_BYTES = 256 * 2**20
 #: seconds that the rounds of one measurement of speed may take, about
 SPEED_SECONDS = 8.0
 PREFILL_TOKENS, DECODED_TOKENS = 128, 16
+#: tokens of a passage that is continued, and of its continuation
+PASSAGE_TOKENS, CONTINUED_TOKENS = 32, 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What a model did on token ids (N, T): loss in nats a token, its most likely tokens (N, T - 1)."""
+    """What a model did on token ids (N, T): losses of windows in nats a token (N,), its likeliest tokens (N, T - 1)."""
 
-    loss: float
+    losses: Tensor
     likeliest: Tensor
 
+    @property
+    def loss(self) -> float:
+        """Mean over the windows."""
+        return float(self.losses.mean())
+
     def against(self, original: Reading) -> dict[str, Any]:
-        """Return both as JSON values."""
+        """Return both as JSON values; ``interval`` is half the width of that of 95 %, paired over windows."""
+        rise = self.losses - original.losses
+        count = len(rise)
         return {
             "tokens": self.likeliest.numel(),
+            "windows": count,
             "loss_before": original.loss,
             "loss": self.loss,
             "nats": self.loss - original.loss,
+            "interval": student(count - 1) * float(rise.std()) / math.sqrt(count) if count > 1 else None,
             "agreement": float((original.likeliest == self.likeliest).double().mean()),
         }
 
 
+def student(freedom: int) -> float:
+    """Return what Student's t with so many degrees of freedom stays below with 97.5 % (Abramowitz, Stegun, 26.7.5)."""
+    if freedom == 1:
+        return math.tan(0.475 * math.pi)
+    if freedom == 2:
+        return 0.95 * math.sqrt(2 / (1 - 0.95**2))
+    z, f = NormalDist().inv_cdf(0.975), freedom
+    terms = [(z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384]
+    terms.append((79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160)
+    return z + sum(term / f ** (at + 1) for at, term in enumerate(terms))
+
+
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """What a model did: on tokens of the corpus, on other texts by name, and what it made of each prompt."""
+    """What a model did: on tokens of the corpus, on other texts by name, and what it made of each prompt.
+
+    repeated: share of the 4-grams of its greedy continuations of passages that were there before; None without any.
+    """
 
     reading: Reading
     elsewhere: dict[str, Reading]
     samples: tuple[Sample, ...]
+    repeated: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +106,7 @@ def observe(
     prompts: Sequence[str] = (),
     new_tokens: int = 48,
     elsewhere: Mapping[str, Tensor] | None = None,
+    passages: int = 0,
     on_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> Observation:
     """Run ``model`` (in eval mode) on token ids (N, T), and let it continue prompts.
@@ -87,11 +117,12 @@ def observe(
         prompts: put through the tokenizer's chat template where it has one.
         new_tokens: of a sample at most.
         elsewhere: further token ids, by name.
+        passages: of these token ids, how many are continued to see whether the model repeats itself.
         on_step: told how many blocks and prompts are done, and how many there are.
     """
     device = next(model.parameters()).device
     others, asked = dict(elsewhere or {}), _prompts(model, blocks, tokenizer, prompts)
-    steps = len(blocks) + sum(map(len, others.values())) + len(asked)
+    steps = len(blocks) + sum(map(len, others.values())) + len(asked) + bool(passages)
     done = itertools.count(1)
 
     def told() -> None:
@@ -103,19 +134,50 @@ def observe(
     for prompt, ids in asked:
         samples.append(_sample(model, prompt, ids.to(device), tokenizer, new_tokens))
         told()
-    return Observation(reading, read, tuple(samples))
+    repeated = None
+    if passages:
+        repeated = _repeated(model, _passages(torch.cat([blocks, *others.values()]), passages).to(device), tokenizer)
+        told()
+    return Observation(reading, read, tuple(samples), repeated)
 
 
 @torch.no_grad()
 def _read(model: Any, blocks: Tensor, told: Callable[[], None]) -> Reading:
-    total, likeliest = 0.0, []
+    losses, likeliest = [], []
     for ids in blocks.split(1):
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-        total += float(F.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+        losses.append(float(F.cross_entropy(logits, ids[0, 1:])))
         likeliest.append(logits.argmax(-1).cpu())
         told()
-    found = torch.stack(likeliest)
-    return Reading(total / found.numel(), found)
+    return Reading(torch.tensor(losses, dtype=torch.float64), torch.stack(likeliest))
+
+
+def _passages(blocks: Tensor, count: int) -> Tensor:
+    """``count`` beginnings of passages (P, T'), spread over the windows; several of each where there are too few."""
+    length = max(1, min(PASSAGE_TOKENS, blocks.shape[1] // 2))
+    starts = blocks.unfold(1, length, length).transpose(0, 1).flatten(0, 1)  # the first of each window first
+    return starts[:count]
+
+
+@torch.no_grad()
+def _repeated(model: Any, passages: Tensor, tokenizer: Any) -> float:
+    """Share of the 4-grams of greedy continuations that stood in the continuation before, in mean over passages."""
+    ends = _ends(model, tokenizer)
+    room = max(1, min(CONTINUED_TOKENS, _longest(model) - passages.shape[1]))
+    made = model.generate(
+        passages,
+        attention_mask=torch.ones_like(passages),
+        max_new_tokens=room,
+        do_sample=False,
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
+    )[:, passages.shape[1] :].tolist()
+    shares = []
+    for ids in made:
+        end = next((at for at, token in enumerate(ids) if token in ends), len(ids))
+        runs = list(zip(*(ids[at:end] for at in range(4)), strict=False))
+        shares += [1 - len(set(runs)) / len(runs)] if runs else []
+    return sum(shares) / len(shares) if shares else 0.0
 
 
 def _longest(model: Any) -> int:
@@ -187,6 +249,8 @@ def compared(original: Observation, compressed: Observation, unseen: bool, speed
         "elsewhere": elsewhere,
         "ended_before": sum(sample.ended for sample in original.samples),
         "ended": sum(sample.ended for sample in compressed.samples),
+        "repeated_before": original.repeated,
+        "repeated": compressed.repeated,
         "samples": samples,
         "speed": dict(speed),
     }

@@ -19,16 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from relinear.compress.checked import load_tensors, read_record, save_tensors, write_record
 from relinear.compress.layerwise import LayerByLayer
 from relinear.core.modes import frozen
 from relinear.core.moments import Moments
 from relinear.core.operator import linear_features
 from relinear.system.allocator import release_freed_memory
-from relinear.system.files import atomic_directory, atomic_path, read_json, write_json
+from relinear.system.files import atomic_directory
 
 __all__ = ["Calibration", "calibrate", "config_fingerprint", "fingerprint"]
 
@@ -47,14 +46,15 @@ class Calibration:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        record = self.folder / "calibration.json"
-        if not record.is_file():
-            raise FileNotFoundError(f"{self.folder} holds no finished calibration (no calibration.json)")
-        values = read_json(record)
-        self.tokens: int = values["tokens"]
-        self.loss: float | None = values["loss"]
-        self._where: dict[str, int] = values["layers"]
-        self.counts: dict[str, int] = values["counts"]
+        values = read_record(self.folder / "calibration.json")
+        try:
+            self.tokens: int = values["tokens"]
+            self.loss: float | None = values["loss"]
+            self._where: dict[str, int] = values["layers"]
+            self.counts: dict[str, int] = values["counts"]
+        except LookupError as error:
+            raise ValueError(f"{self.folder} holds no calibration: its record has no {error}; remove it") from None
+        self._read: tuple[int, dict[str, Tensor], dict[str, str]] = -1, {}, {}
 
     @property
     def names(self) -> list[str]:
@@ -67,15 +67,19 @@ class Calibration:
 
     def input_of(self, name: str) -> str:
         """The name of the layer whose input ``name`` reads: its own, or that of one before it in the same block."""
-        with safe_open(self.folder / _file(self._where[name]), framework="pt") as tensors:
-            return tensors.metadata().get(name, name)
+        return self._layer(name)[1].get(name, name)
 
     def moments(self, name: str) -> Moments:
         """Return the moments of the linear layer ``name``."""
-        with safe_open(self.folder / _file(self._where[name]), framework="pt") as tensors:
-            keys, about = set(tensors.keys()), tensors.metadata()
-            outputs = tensors.get_tensor(f"outputs {name}") if f"outputs {name}" in keys else None
-            return Moments(tensors.get_tensor(f"inputs {about[name]}"), outputs)
+        tensors, about = self._layer(name)
+        return Moments(tensors[f"inputs {about[name]}"], tensors.get(f"outputs {name}"))
+
+    def _layer(self, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """What is kept of the decoder layer of ``name``; one is in memory at a time, and held to its checksum once."""
+        index = self._where[name]
+        if self._read[0] != index:
+            self._read = index, *load_tensors(self.folder / _file(index))
+        return self._read[1:]
 
 
 def _file(index: int) -> str:
@@ -89,11 +93,6 @@ def _batch(index: int) -> str:
 def _remove(path: Path) -> None:
     """A directory, or a file, which earlier versions had in its place."""
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _save(path: Path, tensors: dict[str, Tensor], about: dict[str, str] | None = None) -> None:
-    with atomic_path(path) as temporary:
-        save_file({name: value.contiguous() for name, value in tensors.items()}, temporary, metadata=about)
 
 
 def config_fingerprint(model: Any) -> str:
@@ -195,15 +194,15 @@ def calibrate(
 
 def _claim(folder: Path, mark: str, config: str) -> None:
     path = folder / "fingerprint.json"
-    if path.is_file():
-        found = read_json(path)  # earlier versions noted nothing of the config
+    if path.is_file() or (folder / "calibration.json").is_file():
+        found = read_record(path)  # earlier versions noted nothing of the config
         if found.get("fingerprint") != mark or found.get("config", config) != config:
             raise ValueError(
                 f"{folder} holds the calibration of another model, corpus or setting; give another directory, or "
                 "remove it"
             )
     else:
-        write_json(path, {"fingerprint": mark, "config": config})
+        write_record(path, {"fingerprint": mark, "config": config})
 
 
 class _Calibrating:
@@ -232,9 +231,8 @@ class _Calibrating:
         where = {name: index for index, group in self.targets.items() for name in group}
         counts: dict[str, int] = {}
         for index in self.targets:
-            with safe_open(self.folder / _file(index), framework="pt") as tensors:
-                counts |= json.loads(tensors.metadata()["counts"])
-        write_json(
+            counts |= json.loads(load_tensors(self.folder / _file(index))[1]["counts"])
+        write_record(
             self.folder / "calibration.json",
             {"tokens": self.tokens, "loss": loss, "layers": where, "counts": counts},
         )
@@ -257,13 +255,13 @@ class _Calibrating:
     def _read(self, folder: Path) -> Iterator[Tensor]:
         """What ``_write`` wrote, batch by batch."""
         for index in range(len(self.parts)):
-            yield load_file(folder / _batch(index))["states"]
+            yield load_tensors(folder / _batch(index))[0]["states"]
 
     def _write(self, folder: Path, batches: Iterable[Tensor]) -> None:
         """The states of every batch, as they come, one in memory at a time; the folder is there when it is whole."""
         with atomic_directory(folder) as temporary:
             for index, states in enumerate(batches):
-                save_file({"states": states.contiguous()}, temporary / _batch(index))
+                save_tensors(temporary / _batch(index), {"states": states})
 
     @torch.no_grad()
     def _forward(self, last: int) -> None:
@@ -307,9 +305,9 @@ class _Calibrating:
             losses: list[float] = []
             self._write(self._gradient(len(self.layers)), self._gradients_of_loss(losses))
             count = sum(ids[:, 1:].numel() for ids in self.parts)
-            write_json(self._loss_record, {"loss": sum(losses) / count})
+            write_record(self._loss_record, {"loss": sum(losses) / count})
             release_freed_memory()
-        return read_json(self._loss_record)["loss"]
+        return read_record(self._loss_record)["loss"]
 
     def _gradients_of_loss(self, losses: list[float]) -> Iterator[Tensor]:
         """The gradients at the last hidden states, batch by batch; the summed losses of pieces go into ``losses``."""
@@ -352,7 +350,7 @@ class _Calibrating:
         if index not in self.targets:
             return
         counts = dict.fromkeys(self.targets[index], 0) | sums.counts  # an expert may have seen no token
-        _save(self.folder / _file(index), sums.means(), dict(sums.shared) | {"counts": json.dumps(counts)})
+        save_tensors(self.folder / _file(index), sums.means(), dict(sums.shared) | {"counts": json.dumps(counts)})
 
 
 class watched:

@@ -1,23 +1,50 @@
-"""The texts of a compression as blocks of tokens: to calibrate, to heal and to judge on."""
+"""The texts of a compression as blocks of tokens, spread over documents: to calibrate, to heal and to judge on.
+
+A text's first tokens are one document. Here the documents at hand take turns, in an order that the seed decides; of a
+long document excerpts are taken, a block each, from places that the seed decides. Half of the documents calibrate and
+heal, the other half judge. Where the first half has too little the second gives what is lacking from its end.
+"""
+
+# Legend: N blocks, T tokens a block
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from relinear.compress.settings import CompressSettings
-from relinear.distill.record import token_blocks
+from relinear.data.chat import Closed, Conversation
+from relinear.data.tokenizers import encode_documents
+from relinear.distill.record import documents
 
-__all__ = ["Corpus", "read_corpus", "read_elsewhere"]
+__all__ = ["Corpus", "Excerpt", "read_corpus", "read_elsewhere"]
+
+#: documents that are looked at for each block of calibration, as far as there are; and at most so many characters
+DOCUMENTS, LOOKED_AT = 4, 2**26
+#: characters of a document's sections for each token of a block: more than one block in most texts
+SECTION = 8
 
 
-class Corpus(NamedTuple):
+class Excerpt(NamedTuple):
+    """Where a block begins: which corpus, which document of it, and the place there, in characters or token ids."""
+
+    corpus: str
+    document: int
+    start: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
     """Token ids (N, T): for calibration, for healing, to judge the result on, and other texts for that, by name.
 
-    unseen: whether those that judge are in none of the others.
+    unseen: whether those that judge are in none of the others. excerpts, judged: where the blocks of calibration and
+    those that judge begin.
     """
 
     blocks: Tensor
@@ -25,6 +52,140 @@ class Corpus(NamedTuple):
     judging: Tensor
     unseen: bool
     elsewhere: dict[str, Tensor]
+    excerpts: tuple[Excerpt, ...]
+    judged: tuple[Excerpt, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return where the texts come from, as JSON values."""
+        return {name: [e._asdict() for e in getattr(self, name)] for name in ("excerpts", "judged")}
+
+    @property
+    def repeats(self) -> str:
+        """What is to be said of a text that teaches nothing; empty where it does not repeat itself."""
+        runs = self.blocks.unfold(1, min(4, self.blocks.shape[1]), 1).flatten(0, 1)
+        distinct = len(runs.unique(dim=0)) / max(1, len(runs))
+        if distinct >= LEAST_DISTINCT:
+            return ""
+        return (
+            f"the calibration's text repeats itself ({distinct:.1%} of its runs of four tokens are distinct): it shows "
+            "next to nothing of what layers see. Give other text"
+        )
+
+    @property
+    def remarks(self) -> list[str]:
+        """What should be known of how far these texts tell, in sentences."""
+        found = [self.repeats] if self.repeats else []
+        if not self.unseen:
+            found.append("the corpus has no more than calibration takes, so the result is judged on what it saw")
+        elif shared := {e[:2] for e in self.judged} & {e[:2] for e in self.excerpts}:
+            found.append(f"{len(shared)} of the documents that judge also calibrate, by other parts")
+        if len(self.judged) < LEAST_WINDOWS or len({e[:2] for e in self.judged}) < LEAST_DOCUMENTS:
+            found.append(
+                f"judged on {len(self.judged)} windows of {len({e[:2] for e in self.judged})} documents; "
+                f"{LEAST_WINDOWS} of {LEAST_DOCUMENTS} are needed to rely on the intervals"
+            )
+        return found
+
+
+#: share of a text's runs of four tokens that differ, below which it teaches nothing; windows and documents that judge
+LEAST_DISTINCT, LEAST_WINDOWS, LEAST_DOCUMENTS = 0.02, 30, 6
+
+
+class _Texts:
+    """One corpus: its documents as far as they were read, and sections of them in the order in which they are taken."""
+
+    def __init__(self, name: str, data: Iterable[Any], tokenizer: Any, settings: CompressSettings) -> None:
+        self.name, self.tokenizer, self.length, self.seed = name, tokenizer, settings.sequence_length, settings.seed
+        self.items = documents([data] if isinstance(data, str) else data, tokenizer)
+        self.read: list[Any] = []
+        self.size = self.first = 0
+
+    def look(self, blocks: int, count: int) -> None:
+        """Read several documents for each of ``blocks``, and tokens for ``count`` blocks, as far as there are.
+
+        The first part, whose documents come first, hangs on ``blocks`` alone: what calibrates is the same however much
+        more is asked for.
+        """
+        self._read_until(blocks, max(DOCUMENTS * blocks, 4 * LEAST_DOCUMENTS))
+        self.first = len(self.read)
+        self._read_until(count, 0)
+
+    def _read_until(self, blocks: int, documents: int) -> None:
+        while self.size < LOOKED_AT or self.size < blocks * self.length * 2 * SECTION:
+            if len(self.read) >= documents and self.size >= blocks * self.length * 2 * SECTION:
+                return
+            item = next(self.items, None)
+            if item is None:
+                return
+            self.read.append(item)
+            self.size += len(item) * (1 if isinstance(item, str) else SECTION)
+
+    def halves(self) -> tuple[list[Excerpt], list[Excerpt]]:
+        """The sections of the documents that calibrate, and of those that judge; of one document, its two halves."""
+        order = random.Random(self.seed).sample(range(self.first), self.first)
+        order += range(self.first, len(self.read))
+        by_document = [list(self._sections(at)) for at in order]
+        if len(order) == 1:
+            middle = -(-len(by_document[0]) // 2)
+            by_document = [by_document[0][:middle], by_document[0][middle:]]
+        return self._shuffled(by_document[::2]), self._shuffled(by_document[1::2])
+
+    def _sections(self, document: int) -> Iterator[Excerpt]:
+        item = self.read[document]
+        step = self.length if not isinstance(item, str) else SECTION * self.length
+        whole = isinstance(item, Conversation) or len(item) <= step
+        yield from (Excerpt(self.name, document, at) for at in ((0,) if whole else range(0, len(item), step)))
+
+    def _shuffled(self, by_document: Sequence[list[Excerpt]]) -> list[Excerpt]:
+        """A section of each document, then another of each, and so on."""
+        for sections in by_document:
+            if sections:
+                random.Random(f"{self.seed} {sections[0].document}").shuffle(sections)
+        turns = itertools.zip_longest(*by_document)
+        return [section for turn in turns for section in turn if section is not None]
+
+    def encode(self, section: Excerpt) -> list[int]:
+        """Token ids of a section; the words at its ends are whole."""
+        item, length = self.read[section.document], self.length
+        if not isinstance(item, str):
+            return item[section.start : section.start + length]
+        if not isinstance(item, Conversation) and len(item) > SECTION * length:
+            start, end = (_word(item, at) for at in (section.start, section.start + SECTION * length))
+            item = item[start:] if end >= len(item) else Closed(item[start:end])
+        return [int(i) for array in encode_documents(self.tokenizer, [item]) for i in array]
+
+    def take(self, sections: list[Excerpt], count: int, last: bool = False) -> list[tuple[Excerpt, list[int]]]:
+        """``count`` blocks, or as many as there are: one of each section, what is left over only if that is too little.
+
+        Sections that were used are taken from the list, from its end where ``last``.
+        """
+        found, spare = list[tuple[Excerpt, list[int]]](), list[tuple[Excerpt, list[int]]]()
+        rest, begun = list[int](), list[Excerpt]()
+        while sections and len(found) < count:
+            section = sections.pop(-1 if last else 0)
+            ids = self.encode(section)
+            whole = len(ids) // self.length
+            blocks = [(section, ids[at * self.length : (at + 1) * self.length]) for at in range(whole)]
+            found, spare = found + blocks[:1], spare + blocks[1:]
+            if not whole:  # short documents make blocks together
+                rest, begun = rest + ids, [*begun, section]
+            if len(rest) >= self.length:
+                found.append((begun[0], rest[: self.length]))
+                rest, begun = rest[self.length :], [section]
+        return (found + spare)[:count]
+
+    def end_to_end(self) -> list[tuple[Excerpt, list[int]]]:
+        """All blocks in order, documents joined; ``left`` tokens are too few for another."""
+        joined = [(e, i) for at in range(len(self.read)) for e in self._sections(at) for i in self.encode(e)]
+        self.left = len(joined) % self.length
+        starts = range(0, len(joined) - self.left, self.length)
+        return [(joined[at][0], [i for _, i in joined[at : at + self.length]]) for at in starts]
+
+
+def _word(text: str, at: int) -> int:
+    """The next place at which a word begins, if there is one soon."""
+    found = text.find(" ", at, at + 40) if 0 < at < len(text) else -1
+    return at if found < 0 else found
 
 
 def read_corpus(
@@ -34,26 +195,18 @@ def read_corpus(
     settings: CompressSettings,
     plan_only: bool,
 ) -> Corpus:
-    """The corpus one part after another; where nothing is behind the others to judge on, the last of calibration."""
-    count, spare = settings.blocks, settings.evaluation_blocks
-    further = 0 if plan_only else settings.heal_blocks + settings.held_out_blocks
-    what = "tokens plus heal_tokens and heal_held_out_tokens" if further else "tokens"
-    corpora = texts if isinstance(texts, Mapping) else {"": texts}
-    blocks = _in_turns(corpora, tokenizer, settings.sequence_length, count + further, what, spare)
-    seen, healing, behind = blocks[:count], blocks[count : count + further], blocks[count + further :]
-    unseen = len(behind) > 0
-    return Corpus(seen, healing, behind if unseen else seen[-spare:], unseen, elsewhere)
+    """Return the corpus; where nothing is left to judge on, the last blocks of calibration do.
 
-
-def _in_turns(
-    corpora: Mapping[str, Iterable[Any]], tokenizer: Any, length: int, count: int, what: str, spare: int
-) -> Tensor:
-    """``count`` blocks (N, T), one of each corpus after the other, and up to ``spare`` more.
+    Several corpora give a block each in turns.
 
     Raises:
         ValueError: if there is no corpus, more than blocks, or one that is too short for its share; for what a
             tokenizer returns, of which each part would count as a corpus.
     """
+    count, spare, length = settings.blocks, settings.evaluation_blocks, settings.sequence_length
+    further = 0 if plan_only else settings.heal_blocks + settings.held_out_blocks
+    what = "tokens plus heal_tokens and heal_held_out_tokens" if further else "tokens"
+    corpora = texts if isinstance(texts, Mapping) else {"": texts}
     if "input_ids" in corpora:
         raise ValueError("texts is one mapping with input_ids, which is a single item of a corpus; give a list of such")
     if not corpora:
@@ -63,28 +216,76 @@ def _in_turns(
             f"{len(corpora)} corpora in turns, and {count} blocks of sequence_length={length} in all ({what}): give "
             "fewer corpora, or more tokens"
         )
-    shares = []
-    for name, texts in corpora.items():
+    seen, behind, judging = ([], [], [])  # type: tuple[list, list, list]
+    for name, data in corpora.items():
         try:
-            each = [-(-blocks // len(corpora)) for blocks in (count, spare)]
-            shares.append(token_blocks(texts, tokenizer, length, each[0], what, each[1]))
+            blocks, most, judges = (-(-wanted // len(corpora)) for wanted in (count, count + further, spare))
+            taken, left = _shares(_Texts(name, data, tokenizer, settings), blocks, most, judges, what)
         except ValueError as error:
             which = f"{name}, one of {len(corpora)} corpora in turns: " if len(corpora) > 1 else ""
             raise ValueError(f"{which}{error}") from error
-    shortest = min(len(blocks) for blocks in shares)
-    return torch.stack([blocks[:shortest] for blocks in shares], 1).flatten(0, 1)[: count + spare]
+        seen.append(sorted(taken[:blocks]))
+        behind.append(taken[blocks:])
+        judging.append(left)
+    own, heals, left = (_in_turns(part) for part in (seen, behind, judging))
+    own, unseen = own[:count], bool(left)
+    left = left[:spare] or own[len(own) - spare :]
+    return Corpus(
+        _stack(own, length),
+        _stack(heals[:further], length),
+        _stack(left, length),
+        unseen,
+        elsewhere,
+        *(tuple(excerpt for excerpt, _ in part) for part in (own, left)),
+    )
+
+
+def _shares(texts: _Texts, blocks: int, count: int, spare: int, what: str) -> tuple[list, list]:
+    """``count`` blocks of a corpus, of which the first ``blocks`` calibrate, and up to ``spare`` others that judge."""
+    texts.look(blocks, count + spare)
+    own, others = texts.halves()
+    taken = texts.take(own, blocks)
+    if len(taken) == blocks:
+        taken += texts.take(own, count - blocks)
+        taken += texts.take(others, count - len(taken), last=True)
+    if len(taken) == count:
+        return taken, texts.take(others, spare)
+    end_to_end = texts.end_to_end()  # a corpus this short has no halves: one block after the other
+    if len(end_to_end) < count:
+        size = sum(len(ids) for _, ids in end_to_end) + texts.left
+        raise ValueError(
+            f"the corpus has {size:,} tokens; {count * texts.length:,} are to be recorded ({what}): give more text or "
+            "lower these"
+        )
+    return end_to_end[:count], end_to_end[count : count + spare]
+
+
+def _in_turns(shares: Sequence[list]) -> list:
+    return [block for turn in zip(*shares, strict=False) for block in turn]
+
+
+def _stack(blocks: Sequence[tuple[Excerpt, list[int]]], length: int) -> Tensor:
+    return torch.tensor([ids for _, ids in blocks]) if blocks else torch.empty(0, length, dtype=torch.long)
 
 
 def read_elsewhere(texts: Mapping[str, Iterable[Any]], tokenizer: Any, settings: CompressSettings) -> dict[str, Tensor]:
-    """Token ids (N, T) of texts to be judged on, by name."""
+    """Token ids (N, T) of texts to be judged on, by name, spread over their documents."""
     if texts and not settings.evaluate:
         raise ValueError("evaluate_on names texts to judge on, and evaluate=False leaves judging out: give one of them")
     found = {}
     for name, items in texts.items():
+        read, most = _Texts(name, items, tokenizer, settings), settings.evaluation_blocks
         try:
-            found[name] = token_blocks(
-                items, tokenizer, settings.sequence_length, 1, spare=settings.evaluation_blocks - 1
-            )
+            read.look(most, most)
         except ValueError as error:
             raise ValueError(f"evaluate_on, {name}: {error}") from error
+        taken = read.take([e for turn in itertools.zip_longest(*read.halves()) for e in turn if e], most)
+        if len(taken) < most:
+            taken = read.end_to_end()[:most]
+        if not taken:
+            raise ValueError(
+                f"evaluate_on, {name}: the corpus has {read.left:,} tokens, which is less than one window of "
+                f"sequence_length={settings.sequence_length}: give more text"
+            )
+        found[name] = _stack(sorted(taken), settings.sequence_length)
     return found

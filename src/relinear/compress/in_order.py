@@ -19,17 +19,16 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from relinear.compress.calibrate import Calibration
+from relinear.compress.checked import load_tensors, save_tensors
 from relinear.compress.layerwise import LayerByLayer
 from relinear.compress.refine import refine
 from relinear.core.moments import Moments
 from relinear.core.operator import Operator, OperatorConfig, dense_bias, dense_weight, is_conv1d, linear_of
 from relinear.surgery.plan import Replacement
 from relinear.surgery.states import flat_states, load_states_, place_
-from relinear.system.files import atomic_path
 
 __all__ = ["fit_in_order", "fit_operator", "fit_without_order"]
 
@@ -203,7 +202,7 @@ def _input_of(layers: LayerByLayer, layer: nn.Module, index: int, module: nn.Mod
 
 
 def _streams(folder: Path, index: int) -> tuple[list[Tensor], list[Tensor]]:
-    values = load_file(folder / f"streams-{index:04d}.safetensors")
+    values, _ = load_tensors(folder / f"streams-{index:04d}.safetensors")
     count = len(values) // 2
     return tuple([values[f"{kind} {i}"] for i in range(count)] for kind in ("wanted", "states"))  # type: ignore
 
@@ -212,12 +211,9 @@ def _keep(model, names, folder: Path, index: int, wanted: list[Tensor], states: 
     """What was fitted of the layer, then the hidden states behind it, which say that it is done."""
     weights = flat_states({name: model.get_submodule(name) for name in names})
     if weights:
-        with atomic_path(folder / f"layer-{index:04d}.safetensors") as path:
-            save_file(weights, path)
-    streams = {f"wanted {i}": x.contiguous() for i, x in enumerate(wanted)}
-    streams |= {f"states {i}": x.contiguous() for i, x in enumerate(states)}
-    with atomic_path(folder / f"streams-{index + 1:04d}.safetensors") as path:
-        save_file(streams, path)
+        save_tensors(folder / f"layer-{index:04d}.safetensors", weights)
+    streams = {f"{kind} {i}": x for kind, all in (("wanted", wanted), ("states", states)) for i, x in enumerate(all)}
+    save_tensors(folder / f"streams-{index + 1:04d}.safetensors", streams)
     (folder / f"streams-{index:04d}.safetensors").unlink(missing_ok=True)
 
 
@@ -229,7 +225,7 @@ def _restore(
     start = max(found, default=0)
     for index in sorted({*groups, *kept}):
         if index < start:
-            weights = load_file(folder / f"layer-{index:04d}.safetensors")
+            weights, _ = load_tensors(folder / f"layer-{index:04d}.safetensors")
             place_(model, groups.get(index, ()), weights)
             load_states_(model, kept.get(index, ()), weights)
     return start

@@ -34,6 +34,9 @@ __all__ = ["Menu", "OnProgress", "Work", "menu_of"]
 #: much of it is done, and how much there is
 OnProgress = Callable[[str, int, int], None]
 
+#: windows that single fits are tried on
+POINT_WINDOWS = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Work:
@@ -161,7 +164,7 @@ class Operators:
             candidates[name] = layer_candidates(module, name, calibration, self.entries, budget)
             work.on_progress("candidates", done, len(work.modules))
         chosen = choose_points(candidates, work.settings.measured_points)
-        points = self._points(chosen, calibration, judging) if chosen else []
+        points = self._points(chosen, calibration, judging[:POINT_WINDOWS]) if chosen else []
         corrected = correct(candidates, corrections(points))
         return make_plan(work.model, work.modules, corrected, budget, weighed=work.settings.fisher), points
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,9 @@ class CompressPlan:
                 raise ValueError(f"{path}: the model has no linear layer {shown(name)}; the plan is for another model")
             operator = _operator(layer.get("operator"), f"{path}: {name}")
             size = _size(operator, module, f"{path}: {name}")
-            plans[name] = LayerPlan(operator, size, module_parameters(module), _nats(layer, operator, size))
+            plans[name] = LayerPlan(
+                operator, size, module_parameters(module), _nats(layer, operator, size, f"{path}: {name}")
+            )
         _check_linear({name: p.operator for name, p in plans.items() if p.operator is not None}, modules, path)
         whole = module_parameters(model)
         return cls(plans, whole - sum(p.parameters_before for p in plans.values()))
@@ -143,11 +146,13 @@ def _operator(value: Any, where: str) -> OperatorConfig | None:
         raise ValueError(f"{where}: {error}") from error
 
 
-def _nats(layer: Mapping[str, Any], operator: OperatorConfig | None, size: int) -> float | None:
+def _nats(layer: Mapping[str, Any], operator: OperatorConfig | None, size: int, where: str) -> float | None:
     """What a layer of a file is predicted to cost; None where its size says that it was edited."""
     nats = layer.get("nats")
     if not isinstance(nats, int | float) or isinstance(nats, bool):
         return None
+    if not -1e-6 <= nats < math.inf:  # sums of squares, but for rounding
+        raise ValueError(f"{where}: nats must be a predicted increase of the loss, so 0 or more, got {nats!r}")
     if operator is None:
         return 0.0
     return float(nats) if layer.get("parameters", size) == size else None

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from relinear.compress.budget import Budget
+from relinear.compress.corpus import Corpus
 from relinear.compress.corrections import MeasuredPoint
 from relinear.compress.heal import HealReport
 from relinear.compress.plan import CompressPlan
@@ -25,7 +26,7 @@ class CompressReport:
     plan that was given. speed: of the layers by the table, None where it was not measured. points: predictions held
     against measurements. evaluation: the compressed model beside the original (loss, agreement, samples, speed), None
     where it was not measured. peak_memory_bytes: of this call. settings: all of them. healing: None where there was
-    none. left: what no target could name, such as experts that are held as one tensor, in words.
+    none. left: what no target could name, such as experts that are held as one tensor, in words. corpus: the texts.
     """
 
     plan: CompressPlan
@@ -34,6 +35,7 @@ class CompressReport:
     calibration_tokens: int
     calibration_loss: float | None
     seconds: dict[str, float]
+    corpus: Corpus | None = None
     healing: HealReport | None = None
     budget: Budget | None = None
     speed: PlannedSpeed | None = None
@@ -43,13 +45,29 @@ class CompressReport:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     left: tuple[str, ...] = ()
 
+    @property
+    def remarks(self) -> list[str]:
+        """What should be known of how far the figures tell, in sentences."""
+        if self.evaluation is None:
+            return []
+        found, predicted = [] if self.corpus is None else self.corpus.remarks, self.plan.nats
+        nats, interval = self.evaluation["nats"], self.evaluation["interval"] or 0.0
+        if predicted is not None and self.healing is None and abs(nats - predicted) > max(abs(nats) / 2, interval):
+            found.append(
+                f"the plan's prediction of {predicted:+.3f} nats is off by more than half: {nats:+.3f} were measured; "
+                "measured_points=3 corrects predictions"
+            )
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
         layers = {name: layer.to_dict() for name, layer in self.plan.layers.items()}
         return {
             "parameters": self.parameters,
             "parameters_before": self.parameters_before,
-            "calibration": {"tokens": self.calibration_tokens, "loss": self.calibration_loss},
+            "calibration": {"tokens": self.calibration_tokens, "loss": self.calibration_loss}
+            | ({} if self.corpus is None else self.corpus.to_dict()),
+            "remarks": self.remarks,
             "budget": None if self.budget is None else self.budget.to_dict(),
             "predicted_nats": self.plan.nats,
             "measured_nats": None if self.evaluation is None else self.evaluation["nats"],
@@ -76,6 +94,7 @@ class CompressReport:
             lines.append(str(self.healing))
         if self.evaluation is not None:
             lines += _evaluation_lines(self.evaluation, self.plan.nats)
+        lines += self.remarks
         return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 import time
+import warnings
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -129,8 +130,13 @@ def compress(
             job.menu.check(job.budget({}))
         elsewhere = read_elsewhere(evaluate_on or {}, tokenizer, chosen)
         corpus = read_corpus(texts, elsewhere, tokenizer, chosen, plan_only)
-        for name, ids in {"the corpus": torch.cat(corpus[:3]), **elsewhere}.items():
+        for name, ids in {
+            "the corpus": torch.cat([corpus.blocks, corpus.further, corpus.judging]),
+            **elsewhere,
+        }.items():
             check_ids(ids, model, name)
+        if corpus.repeats:
+            warnings.warn(corpus.repeats, stacklevel=2)
         job.one_matrix_each = export == "gguf"
         report = job.run(corpus, tokenizer, given_plan, plan_only)
         if out_dir is not None and not plan_only:
@@ -182,7 +188,13 @@ def _targets(model: Any, targets: str | Iterable[str], exclude: Any) -> dict[str
     patterns = [targets] if isinstance(targets, str) else list(targets)
     smallest = OperatorConfig.from_dict({"kind": "low_rank", "rank": 1})
     found = plan(model, dict.fromkeys(patterns, smallest), exclude=exclude).replacements
-    return {r.name: r.target.module for r in found if not isinstance(r.target.module, Operator)}
+    left = {r.name: r.target.module for r in found if not isinstance(r.target.module, Operator)}
+    if not left:
+        raise ValueError(
+            f"all {len(found)} layers that targets= and exclude= name are operators already, as after a compression. "
+            "Give the original with a smaller budget, or fold it first (relinear.fold_)"
+        )
+    return left
 
 
 class _Job:
@@ -225,7 +237,8 @@ class _Job:
         memory.start()
         before = module_parameters(self.model)
         left = tuple(entry.in_words() for entry in out_of_reach(coverage(self.model, {}, {})))
-        self._prepare_speed(given_plan, plan_only)
+        if self._asks_for_speed:
+            self._prepare_speed(given_plan, plan_only)
         clock.lap("speed")
         calibration = self._calibrate(corpus.blocks)
         clock.lap("calibration")
@@ -240,9 +253,13 @@ class _Job:
         clock.lap("plan")
         if self.one_matrix_each:
             check_gguf_operators(whole.replaced, {name: linear_features(m) for name, m in self.modules.items()})
-        speed = self._speed(whole, use)
-        if speed is not None and not plan_only:
-            self._check_speed(speed, f"the plan ({proposal(self.folder, 'plan.json')})")
+        speed = None
+        if whole.replaced and self._asks_for_speed:
+            speed = self._speed(whole.replaced, use)
+            if not plan_only:
+                speed = self._fast_enough(
+                    speed, whole.replaced, use, f"the plan ({proposal(self.folder, 'plan.json')})"
+                )
         healing, evaluation = None, None
         if not plan_only and whole.changed:
             healing, evaluation = self._make(corpus, calibration, whole, tokenizer, clock)
@@ -255,6 +272,7 @@ class _Job:
             calibration.tokens,
             calibration.loss,
             clock.seconds,
+            corpus=corpus,
             healing=healing,
             budget=budget,
             speed=speed,
@@ -342,28 +360,58 @@ class _Job:
         return self.menu.timed and not (self.settings.allow_slower and self.settings.speed is None)
 
     def _prepare_speed(self, given_plan: CompressPlan | None, plan_only: bool) -> None:
-        """Have the table before the hours of calibration; a plan that is given is judged by it now.
+        """Say before the hours of calibration what shapes tell: a plan that is given is refused if it is slower.
 
-        As if every layer saw every token: which do, calibration tells.
+        As if every layer saw every token: which do, calibration tells. Where the plan is still to be made, one that
+        keeps the same share everywhere stands for it, so that is a warning.
         """
-        if self._asks_for_speed:
-            replaced = given_plan.replaced if given_plan is not None else {}
-            table = self._table(replaced)
-            if replaced and not plan_only:
-                self._check_speed(planned_speed(table, self.modules, replaced, {}), "the plan that was given")
-
-    def _speed(self, whole: CompressPlan, use: Mapping[str, float]) -> PlannedSpeed | None:
-        """The plan's speed by the table; None where it is all the same (``allow_slower``) and no speed is asked for."""
-        if not whole.replaced or not self._asks_for_speed:
-            return None
-        return planned_speed(self._table(whole.replaced), self.modules, whole.replaced, use)
-
-    def _check_speed(self, speed: PlannedSpeed, which: str) -> None:
-        if self.settings.allow_slower or speed.ratio >= 1 - NOISE or speed.before < LEAST_SECONDS:
+        replaced = self._uniform() if given_plan is None else given_plan.replaced
+        speed = self._speed(replaced, {})
+        if plan_only or not replaced:
             return
+        if given_plan is not None:
+            self._fast_enough(speed, replaced, {}, "the plan that was given")
+        elif self._slower(speed):
+            warnings.warn(
+                f"a plan that keeps the same share of every layer would be slower than the original ({speed}), and a "
+                "slower plan is refused after calibration; allow_slower or a budget of speed avoids that",
+                stacklevel=2,
+            )
+
+    def _uniform(self) -> dict[str, OperatorConfig]:
+        """Of the sizes that were timed, by layer the largest within the budget's share."""
+        table, budget, found = self._table({}), self.budget({}), {}
+        for name, module in self.modules.items():
+            shape = linear_features(module)
+            offered = table.rows[shape].keys() & set(self.menu.sizes(shape))
+            costs = {config: budget.cost(name, config) for config in offered if config is not None}
+            most = budget.limit / budget.whole * budget.cost(name, None)
+            if fitting := [config for config, cost in costs.items() if cost <= most]:
+                found[name] = max(fitting, key=lambda config: costs[config])
+        return found
+
+    def _speed(self, replaced: Mapping[str, OperatorConfig], use: Mapping[str, float]) -> PlannedSpeed:
+        return planned_speed(self._table(replaced), self.modules, replaced, use)
+
+    def _slower(self, speed: PlannedSpeed) -> bool:
+        if self.settings.allow_slower:
+            return False
+        return speed.ratio < 1 - NOISE and speed.before >= LEAST_SECONDS
+
+    def _fast_enough(
+        self, speed: PlannedSpeed, replaced: Mapping[str, OperatorConfig], use: Mapping[str, float], which: str
+    ) -> PlannedSpeed:
+        """The plan's speed. Raises ValueError if it is slower than the original, measured a second time, too."""
+        path = self.folder / "speed.json"
+        if self._slower(speed) and self.speed_table is None:
+            path.unlink(missing_ok=True)  # it may have been measured under load
+            speed = self._speed(replaced, use)
+        if not self._slower(speed):
+            return speed
+        by = "the table that was given" if self.speed_table is not None else f"{path}, measured twice on this machine"
         raise ValueError(
-            f"{which} would run slower than the original: {speed}. Give a budget of speed "
-            "(speed=1.2), exclude small layers, or accept it with allow_slower"
+            f"{which} would run slower than the original: {speed} ({by}). Give a budget of speed (speed=1.2), exclude "
+            "small layers, or accept it with allow_slower"
         )
 
     def _observe(self, phase: str, corpus: Corpus, tokenizer: Any) -> Observation | None:
@@ -379,6 +427,7 @@ class _Job:
             settings.prompts,
             settings.sample_tokens,
             corpus.elsewhere,
+            settings.passages,
             told,
         )
 

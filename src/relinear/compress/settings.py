@@ -26,7 +26,7 @@ class CompressSettings(Settings):
         speed_for: what is to be fast: ``decode`` (a token after the other) or ``prefill`` (whole prompts).
         speed_batch: sequences at once, for speeds.
         allow_slower: carry out a plan that makes these layers slower, by the table, than they are.
-        tokens: of the corpus, for calibration.
+        tokens: of the corpus, for calibration: excerpts that are spread over documents.
         sequence_length: tokens a block of the corpus.
         batch_size: blocks a forward pass.
         fisher: also measure the gradients at every layer's output, which tells how much its errors matter; without
@@ -41,7 +41,7 @@ class CompressSettings(Settings):
         anchor_tokens: of the calibration's tokens, how many are used for that.
         refine_steps: of Adam, that bring each decoder layer's output nearer to the original's after it was fitted.
         refine_learning_rate: of these.
-        seed: of the order of blocks in refinement and in healing.
+        seed: of the excerpts, and of the order of blocks in refinement and in healing.
         heal_tokens: of the corpus behind the calibration's, on which the compressed model is trained as a whole to give
             the original's logits; 0 leaves it out.
         heal: what is trained then: the "operators"; "all" parameters; or with "lora" the operators, and adapters on
@@ -54,7 +54,9 @@ class CompressSettings(Settings):
             not seen, to correct the predictions by; each costs about half a forward pass over ``evaluation_tokens``.
         evaluate: measure what the compressed model is like beside the original: loss and agreement on tokens that
             calibration has not seen, samples, speed.
-        evaluation_tokens: of the corpus, after those of the calibration, for ``measured_points`` and ``evaluate``.
+        evaluation_tokens: of documents that do not calibrate, for ``evaluate``, and the first of them for
+            ``measured_points``.
+        passages: how many are continued to see whether the model repeats itself; 0 leaves that out.
         prompts: that samples continue.
         sample_tokens: new tokens of a sample at most.
     """
@@ -84,7 +86,8 @@ class CompressSettings(Settings):
     heal_rank: int = Field(default=16, ge=1)
     measured_points: int = Field(default=0, ge=0, le=20)
     evaluate: bool = True
-    evaluation_tokens: int = Field(default=2048, ge=2)
+    evaluation_tokens: int = Field(default=16384, ge=2)
+    passages: int = Field(default=50, ge=0)
     prompts: tuple[str, ...] = (
         "The capital of France is",
         "Once upon a time, there was a",

@@ -20,10 +20,15 @@ from relinear.core.context import current_context
 from relinear.data.chat import as_document
 from relinear.data.tokenizers import encode_documents
 
-__all__ = ["Recording", "output_of", "record", "token_blocks"]
+__all__ = ["Recording", "documents", "output_of", "record", "token_blocks"]
 
 
-def _documents(data: Iterable[Any], tokenizer: Any) -> Iterator[list[int]]:
+def documents(data: Iterable[Any], tokenizer: Any) -> Iterator[str | list[int]]:
+    """Yield the documents of a corpus as text (a ``Conversation`` is one), or as token ids.
+
+    Raises:
+        ValueError: if it is no corpus, has items of several kinds, or text and no tokenizer.
+    """
     try:
         items = iter(data)
     except TypeError:
@@ -37,8 +42,7 @@ def _documents(data: Iterable[Any], tokenizer: Any) -> Iterator[list[int]]:
     if as_document(first) is not None:
         if tokenizer is None:
             raise ValueError("text needs the model's tokenizer: give tokenizer=, or token ids in place of text")
-        for array in encode_documents(tokenizer, map(_text, chained)):
-            yield array.tolist()
+        yield from map(_text, chained)
         return
     for item in chained:
         ids = item.get("input_ids") if isinstance(item, Mapping) else item
@@ -47,6 +51,16 @@ def _documents(data: Iterable[Any], tokenizer: Any) -> Iterator[list[int]]:
                 f"data must hold texts, token tensors or mappings with input_ids, got {type(item).__name__}"
             )
         yield torch.as_tensor(ids).flatten().tolist()
+
+
+def _encoded(items: Iterator[str | list[int]], tokenizer: Any) -> Iterator[list[int]]:
+    """Token ids of documents; text is encoded many documents at a time."""
+    for first in items:
+        chained = itertools.chain([first], items)
+        if isinstance(first, str):
+            yield from (array.tolist() for array in encode_documents(tokenizer, chained))  # type: ignore[arg-type]
+        else:
+            yield from chained  # type: ignore[misc]
 
 
 def _text(item: Any) -> str:
@@ -83,7 +97,7 @@ def token_blocks(
         data = [data]
     wanted = count * sequence_length
     ids: list[int] = []
-    for document in _documents(data, tokenizer):
+    for document in _encoded(documents(data, tokenizer), tokenizer):
         ids += document
         if len(ids) >= wanted + spare * sequence_length:
             break

@@ -1,0 +1,142 @@
+"""What compression goes by: excerpts that are spread, statistics that are whole, intervals, remarks."""
+
+import json
+import random
+import shutil
+
+import pytest
+import torch
+
+import relinear
+from relinear.compress import CompressSettings, compress
+from relinear.compress.beside import Reading, student
+from relinear.compress.calibrate import calibrate
+from relinear.compress.corpus import read_corpus, read_elsewhere
+from relinear.data.tokenizers import byte_tokenizer
+from test_compress import SETTINGS, in_layers, tiny, tokens
+
+SHORT = CompressSettings(tokens=128, sequence_length=16, evaluation_tokens=96)
+
+
+def texts(count: int, words: int = 400) -> list[str]:
+    return [" ".join(f"{chr(97 + document % 26)}{word}" for word in range(words)) for document in range(count)]
+
+
+def read(data, **more):
+    return read_corpus(data, {}, byte_tokenizer(), SHORT.updated(**more), False)
+
+
+def test_excerpts_are_spread_over_documents_and_others_judge() -> None:
+    found = read(texts(40))
+    assert found.unseen
+    assert len({e.document for e in found.excerpts}) == len(found.excerpts) == 8
+    assert len({e.document for e in found.judged}) == len(found.judged) == 6
+    assert not {e.document for e in found.judged} & {e.document for e in found.excerpts}
+    assert any(e.start for e in found.excerpts), "not the beginnings alone"
+    words = byte_tokenizer().decode(found.blocks[0].tolist()).split()
+    assert all(word[0] == chr(97 + found.excerpts[0].document % 26) for word in words[1:-1])
+
+
+def test_excerpts_are_the_same_however_much_else_is_asked_for() -> None:
+    found = read(texts(400))
+    for more in ({"heal_tokens": 256, "heal_held_out_tokens": 64}, {"evaluation_tokens": 160}):
+        assert torch.equal(found.blocks, read(texts(400), **more).blocks)
+    assert not torch.equal(found.blocks, read(texts(400), seed=1).blocks)
+    healing = read(texts(400), heal_tokens=256, heal_held_out_tokens=64).further
+    assert len(healing) == 20
+    assert not {tuple(b) for b in healing.tolist()} & {tuple(b) for b in found.blocks.tolist()}
+
+
+def test_one_document_is_spread_over_and_judged_on_its_other_half() -> None:
+    found = read(texts(1, 4000))
+    starts = [e.start for e in found.excerpts]
+    assert found.unseen
+    assert max(starts) - min(starts) > 16 * 8 * 20
+    assert max(starts) < min(e.start for e in found.judged)
+    assert "judged on 6 windows of 1 documents; 30 of 6 are needed" in " ".join(found.remarks)
+    elsewhere = read_elsewhere({"far": texts(9)}, byte_tokenizer(), SHORT)["far"]
+    assert elsewhere.shape == (6, 16)
+
+
+def test_short_documents_are_joined_and_a_corpus_without_a_rest_is_used_in_order() -> None:
+    found = read(["ab cd ef"] * 200)
+    assert found.blocks.shape == (8, 16)
+    assert found.unseen
+    whole = torch.arange(128)
+    assert torch.equal(read([whole]).blocks.flatten(), whole)
+    assert not read([whole]).unseen
+
+
+def test_a_text_that_repeats_itself_is_warned_of(tmp_path) -> None:
+    with pytest.warns(UserWarning, match="the calibration's text repeats itself"):
+        compress(tiny(), [torch.ones(512, dtype=torch.long)], settings=SETTINGS, plan_only=True)
+
+
+def test_statistics_that_have_changed_are_refused(tmp_path) -> None:
+    model, blocks, good, bad = tiny(), tokens(128)[0].view(8, 16), tmp_path / "good", tmp_path / "bad"
+    targets = in_layers(model)
+
+    def told(folder) -> list[torch.Tensor]:
+        found = calibrate(model, blocks, targets, folder, batch=4, fisher=True)
+        assert (found.tokens, len(found.names), min(found.counts.values())) == (128, 21, 128)
+        moments = [found.moments(name) for name in found.names]
+        return [values for one in moments for values in (one.inputs, one.outputs)]
+
+    wanted = told(good)
+    files = ["calibration.json", "fingerprint.json", *(f"moments-000{index}.safetensors" for index in range(3))]
+    rng, refused = random.Random(0), 0
+    for number in range(200):
+        shutil.copytree(good, bad)
+        path = bad / rng.choice(files)
+        values = bytearray(path.read_bytes())
+        match number % 5:
+            case 0:
+                path.write_bytes(values[: rng.randrange(len(values))])
+            case 1:
+                path.write_bytes(bytes(len(values)))
+            case 2 if number % 2:
+                path.unlink()
+            case _:
+                place = rng.randrange(len(values) if number % 2 else min(len(values), 300))
+                values[place] ^= 1 << rng.randrange(8)
+                path.write_bytes(values)
+        try:
+            found = told(bad)
+        except ValueError as error:
+            refused += 1
+            said = str(error)
+            assert str(bad) in said
+        else:  # a flip in what says nothing, such as the name of the checksum
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), (number, path)
+        shutil.rmtree(bad)
+    assert refused >= 190
+
+
+def test_intervals_are_student_s() -> None:
+    # table of the distribution, two-sided 95 %
+    for freedom, wanted in {1: 12.706, 2: 4.303, 3: 3.182, 5: 2.571, 9: 2.262, 29: 2.045, 200: 1.972}.items():
+        assert student(freedom) == pytest.approx(wanted, rel=4e-3)
+    before, after = torch.tensor([3.0, 2.0, 1.0, 2.0]).double(), torch.tensor([3.2, 2.1, 1.4, 2.1]).double()
+    likeliest = torch.zeros(4, 3)
+    found = Reading(after, likeliest).against(Reading(before, likeliest))
+    assert found["nats"] == pytest.approx(0.2)
+    assert found["interval"] == pytest.approx(3.182 * (0.06 / 3) ** 0.5 / 2, rel=4e-3)  # squares of -0, 0.1, 0.2, 0.1
+    assert Reading(after[:1], likeliest[:1]).against(Reading(before[:1], likeliest[:1]))["interval"] is None
+
+
+def test_a_model_that_is_compressed_already_is_refused(tmp_path) -> None:
+    model = tiny()
+    relinear.replace_(model, {"all-linear": relinear.LowRank(rank=2)})
+    with pytest.raises(ValueError, match="are operators already, as after a compression"):
+        compress(model, tokens(), keep=0.8, settings=SETTINGS)
+
+
+def test_negative_predictions_in_a_plan_are_refused(tmp_path) -> None:
+    compress(tiny(), tokens(), keep=0.8, settings=SETTINGS, out_dir=tmp_path / "a", plan_only=True)
+    values = json.loads((tmp_path / "a" / "plan.json").read_text())
+    name = next(iter(values["layers"]))
+    for nats in (-5, float("nan")):
+        values["layers"][name]["nats"] = nats
+        (tmp_path / "plan.json").write_text(json.dumps(values))
+        with pytest.raises(ValueError, match=f"{name}: nats must be a predicted increase"):
+            compress(tiny(), tokens(), settings=SETTINGS, plan_file=tmp_path / "plan.json", out_dir=tmp_path / "b")
