@@ -5,8 +5,10 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,9 @@ from conftest import REPOSITORY
 from relinear_cli.main import main
 
 NAME = "two_thin"
+EXAMPLES = REPOSITORY / "examples" / "operators"
+#: of those, operators that are no linear maps
+WITHOUT_FIT: set[str] = set()
 
 
 def run(*words: object, path: Path, cwd: Path, seconds: float = 300) -> str:
@@ -118,6 +123,57 @@ def test_every_command_knows_an_installed_operator(installed, tmp_path) -> None:
     for saved in ("runs/own", "runs/small/model"):
         assert "loss" in command(f"eval {saved} --data books --split all")
     assert run("-c", LOAD, path=installed, cwd=tmp_path).strip() == "relinear_two_thin.operator"
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory) -> Path:
+    """A folder in which the package of examples is installed."""
+    here = tmp_path_factory.mktemp("examples")
+    package = here / "operators"  # pip builds in it
+    shutil.copytree(EXAMPLES, package, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    install(package, here / "environment")
+    return here / "environment"
+
+
+FITS = """
+import torch
+from relinear import OperatorConfig
+from relinear.core.moments import Moments
+from relinear.core.operator import linear_of
+from relinear.core import plugins
+
+torch.manual_seed(0)
+weight = torch.randn(48, 32, dtype=torch.float64)
+inputs, outputs = torch.randn(99, 32).double() * torch.arange(1, 33), torch.randn(99, 48).double()
+moments = Moments(inputs.T @ inputs / 99, outputs.T @ outputs / 99)
+linear = linear_of(weight)
+for kind in sorted(plugins.offered("operator")):
+    config = OperatorConfig.read(kind)
+    if config.fits_weight:
+        first = config.sizes(32, 48)[0]
+        plain = first.build(32, 48, bias=False, dtype=torch.float64).from_linear(linear).to_dense().detach()
+        (found, error), *others = config.error_curve(linear, moments)
+        print(kind, found == first, error < 0.98 * float(moments.error(weight - plain)), len(others) > 1)
+"""
+
+
+def test_the_examples_are_installed_listed_and_fitted_under_moments(examples, tmp_path) -> None:
+    kinds = set(
+        tomllib.loads((EXAMPLES / "pyproject.toml").read_text())["project"]["entry-points"]["relinear.operators"]
+    )
+    assert kinds == {path.stem for path in (EXAMPLES / "relinear_examples").glob("*.py")} - {"__init__", "structured"}
+    listed = relinear("list operators", examples, tmp_path)
+    assert {line.split()[0] for line in listed.splitlines() if "[relinear-operators-examples 0.1.0]" in line} == kinds
+    lines = [line.split() for line in run("-c", FITS, path=examples, cwd=tmp_path).splitlines()]
+    assert {kind for kind, *_ in lines} | WITHOUT_FIT == kinds
+    assert [kind for kind, *gains in lines if gains != ["True"] * 3] == []
+
+
+@pytest.mark.parametrize("chosen", ["not compiles", pytest.param("compiles", marks=pytest.mark.slow)])
+def test_the_examples_pass_their_tests(chosen, examples, tmp_path) -> None:
+    shutil.copy(EXAMPLES / "tests" / "test_examples.py", tmp_path)
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "test_examples.py")
+    assert " passed" in run(*words, path=examples, cwd=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -118,13 +118,16 @@ class OperatorConfig(Config):
     def error_curve(self, linear: nn.Module, moments: Moments) -> list[tuple[OperatorConfig, float]]:
         """Sizes of this operator that could take the place of ``linear``, each with its error under ``moments``.
 
-        The error is that of ``from_moments``: tr(G (W - W') A (W - W')^T). Here the one size that this config names;
-        operators that know the errors of all their ``sizes`` at once override both.
+        The error is that of ``from_moments``: tr(G (W - W') A (W - W')^T). Here each of ``sizes`` is fitted; operators
+        that know the errors of all of them at once override this.
         """
-        sizes = linear_features(linear)
+        shape = linear_features(linear)
         weight = dense_weight(linear).detach()
-        fitted = self.build(*sizes, bias=False).from_moments(linear_of(weight), moments)
-        return [(self, float(moments.error(weight.double() - fitted.to_dense().detach().double())))]
+        source, curve = linear_of(weight), []
+        for config in self.sizes(*shape):
+            fitted = config.build(*shape, bias=False).from_moments(source, moments).to_dense().detach()
+            curve.append((config, float(moments.error(weight.double() - fitted.double()))))
+        return curve
 
 
 class Operator(TokenTerms, CachingModule):

@@ -1,0 +1,1 @@
+"""Structured matrices of the literature as operators for relinear, a file each."""

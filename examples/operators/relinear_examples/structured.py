@@ -1,0 +1,121 @@
+"""What the operators of this package share: tensors of given shapes, a bias, and a rank that is their size."""
+
+# Legend: I in_features, O out_features
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from relinear import Operator, OperatorConfig
+
+__all__ = ["RankedConfig", "StructuredLinear", "factors"]
+
+
+def factors(size: int, count: int) -> tuple[int, ...]:
+    """Divide ``size`` into ``count`` whole factors, as equal as its divisors allow."""
+    if count == 1:
+        return (size,)
+    first = max(d for d in range(1, round(size ** (1 / count)) + 1) if size % d == 0)
+    return (first, *factors(size // first, count - 1))
+
+
+class StructuredLinear(Operator):
+    """y = W x + bias, with W made of the tensors that a subclass names."""
+
+    #: the power of the model's width with which the sides of the tensors grow
+    growth = 1.0
+
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], float]]:
+        """Name of each parameter -> its shape (..., fan-out, fan-in), and its standard deviation at the start."""
+        raise NotImplementedError
+
+    def product(self, x: Tensor) -> Tensor:
+        """W x for x (..., I)."""
+        raise NotImplementedError
+
+    def fit(self, weight: Tensor) -> dict[str, Tensor]:
+        """The tensors, by name, that come nearest to the matrix ``weight`` (O, I), which is in float64."""
+        raise NotImplementedError
+
+    def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
+        super().__init__(config, in_features, out_features)
+        kw = {"device": device, "dtype": dtype}
+        for name, (shape, _) in self.tensors().items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, **kw)))
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Inputs of unit variance give outputs of unit variance; no bias."""
+        for name, (_, std) in self.tensors().items():
+            nn.init.normal_(self.get_parameter(name), std=std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.product(x)
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # autocast gives products half precision
+
+    @torch.no_grad()
+    def from_linear(self, linear: nn.Module) -> Self:
+        for name, value in self.fit(self.source_weight(linear).double()).items():
+            self.get_parameter(name).copy_(value)
+        self.copy_bias_(linear)
+        return self
+
+    def param_roles(self):
+        roles = super().param_roles()
+        return {name: role._replace(growth=self.growth) for name, role in roles.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankedConfig(OperatorConfig):
+    """Settings with a rank, in which the number of parameters grows."""
+
+    rank: int = 4
+
+    def full_rank(self, in_features: int, out_features: int) -> int:
+        """The rank with which every matrix of this size can be written."""
+        raise NotImplementedError
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
+            raise ValueError(f"rank must be a positive integer, got {self.rank!r}")
+
+    def check_shape(self, in_features: int, out_features: int) -> None:
+        most = self.full_rank(in_features, out_features)
+        if self.rank > most:
+            raise ValueError(f"rank={self.rank}: a layer {in_features} -> {out_features} takes at most {most}")
+
+    def resized(self, in_features: int, out_features: int, scale: float) -> Self:
+        """The rank at which the parameters are nearest to ``scale`` times as many."""
+        count = self._counts(in_features, out_features)
+        wanted = scale * count(self.rank)
+        ranks = range(1, self.full_rank(in_features, out_features) + 1)
+        above = bisect.bisect_left(ranks, wanted, key=count)
+        return self.replace(rank=min(ranks[max(0, above - 1) : above + 1], key=lambda rank: abs(count(rank) - wanted)))
+
+    def sizes(self, in_features: int, out_features: int) -> list[OperatorConfig]:
+        """At most eight ranks that save parameters."""
+        try:
+            count = self._counts(in_features, out_features)
+            ranks = range(1, self.full_rank(in_features, out_features) + 1)
+            saving = bisect.bisect_left(ranks, in_features * out_features, key=count)
+        except ValueError:  # does not fit such a layer at any rank
+            return []
+        return [self.replace(rank=rank) for rank in sorted({saving * part // 8 for part in range(1, 9)} - {0})]
+
+    def _counts(self, in_features: int, out_features: int) -> Callable[[int], int]:
+        """Rank -> parameters of a layer of this size."""
+
+        def count(rank: int) -> int:
+            layer = self.replace(rank=rank).build(in_features, out_features, bias=False, device="meta")
+            return sum(parameter.numel() for parameter in layer.parameters())
+
+        return count

@@ -1,0 +1,151 @@
+"""Every operator: relinear's conformance suite, and its matrices and fits against numpy, scipy or an exact case."""
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from relinear_examples.block_low_rank import BlockLowRank
+from relinear_examples.btt import BTT
+from relinear_examples.circulant import Circulant
+from relinear_examples.kronecker import Kronecker
+from relinear_examples.tensor_train import TensorTrain
+from torch import Tensor, nn
+
+from relinear.testing import Case, OperatorConformance
+
+
+class TestExamples(OperatorConformance):
+    cases = (
+        Case(config=BlockLowRank(rank=3, blocks=4), exact=BlockLowRank(rank=16, blocks=4)),
+        Case(config=BTT(rank=2), exact=BTT(rank=4)),
+        Case(config=Circulant(block=4), exact=Circulant(block=1)),
+        Case(config=Circulant(block=5), exact=Circulant(block=1), variant="padded"),
+        Case(config=Kronecker(rank=2), exact=Kronecker(rank=16)),
+        Case(config=TensorTrain(rank=3), exact=TensorTrain(rank=16)),
+    )
+
+
+def built(config, inputs=12, outputs=20):
+    return config.build(inputs, outputs, bias=False, dtype=torch.float64)
+
+
+def fitted(config, weight: Tensor):
+    """The operator's best fit of a matrix."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=torch.float64)
+    linear.weight = nn.Parameter(weight)
+    return built(config, *weight.T.shape).from_linear(linear)
+
+
+SIZES = (
+    BlockLowRank(rank=2, blocks=4),
+    BTT(rank=2),
+    Circulant(block=4),
+    Kronecker(rank=3),
+    TensorTrain(rank=3),
+)
+
+
+@pytest.mark.parametrize("config", SIZES[1:], ids=lambda config: config.kind)
+def test_what_has_the_structure_is_fitted_exactly(config) -> None:
+    layer = built(config)
+    weight = layer.to_dense().detach()
+    assert torch.linalg.norm(fitted(config, weight).to_dense() - weight) < 1e-10 * torch.linalg.norm(weight)
+
+
+@pytest.mark.parametrize("config", SIZES, ids=lambda config: config.kind)
+def test_outputs_have_the_variance_of_the_inputs(config) -> None:
+    torch.manual_seed(0)
+    outputs = torch.cat([built(config, 96, 192)(torch.randn(64, 96, dtype=torch.float64)) for _ in range(40)])
+    assert 0.85 < outputs.std() < 1.15
+
+
+@pytest.mark.parametrize("config", SIZES, ids=lambda config: config.kind)
+def test_sizes_save_parameters_and_grow(config) -> None:
+    counts = [sum(p.numel() for p in built(size, 96, 192).parameters()) for size in config.sizes(96, 192)]
+    assert len(counts) > 2
+    assert max(counts) < 96 * 192
+    doubled = config.resized(96, 192, 2.0)
+    now, then = (sum(p.numel() for p in built(one, 96, 192).parameters()) for one in (config, doubled))
+    assert 1.6 * now < then < 2.4 * now
+
+
+def test_kronecker_is_numpy_s() -> None:
+    layer = built(Kronecker(rank=2))
+    left, right = layer.left.detach().numpy(), layer.right.detach().numpy()
+    expected = sum(np.kron(a, b) for a, b in zip(left, right, strict=True))
+    np.testing.assert_allclose(layer.to_dense().detach().numpy(), expected, atol=1e-14)
+
+
+def test_the_nearest_kronecker_product_is_that_of_the_power_method() -> None:
+    """The best A for a given B, then the best B for that A, until nothing moves: no decomposition is needed."""
+    weight = torch.randn(20, 12, dtype=torch.float64)
+    blocks = weight.reshape(4, 5, 3, 4)
+    right = torch.randn(5, 4, dtype=torch.float64)
+    for _ in range(2000):
+        left = torch.einsum("pqij,qj->pi", blocks, right) / right.square().sum()
+        right = torch.einsum("pqij,pi->qj", blocks, left) / left.square().sum()
+    found = fitted(Kronecker(rank=1), weight).to_dense().detach()
+    torch.testing.assert_close(found, torch.kron(left, right), atol=1e-8, rtol=0)
+
+
+def test_btt_of_rank_one_is_relinear_s_monarch() -> None:
+    from relinear import Monarch
+
+    weight = torch.randn(16, 16, dtype=torch.float64)
+    monarch = fitted(Monarch(blocks=4, rank=1), weight).to_dense()
+    torch.testing.assert_close(fitted(BTT(rank=1), weight).to_dense(), monarch)
+
+
+def test_tensor_train_is_a_product_of_core_slices() -> None:
+    layer = built(TensorTrain(rank=3), 12, 18)
+    first, middle, last = (core.detach().numpy() for core in layer.cores())
+    dense = layer.to_dense().detach().numpy().reshape(3, 2, 3, 2, 2, 3)
+    for p, q, r, i, j, k in np.ndindex(dense.shape):
+        np.testing.assert_allclose(dense[p, q, r, i, j, k], first[p, i] @ middle[:, q, j] @ last[:, r, k], atol=1e-14)
+
+
+def test_the_error_of_tt_svd_is_within_its_bound() -> None:
+    """Oseledets 2011, theorem 2.2: at most the root of the summed tails of both unfoldings."""
+    weight = torch.randn(18, 12, dtype=torch.float64)
+    tensor = weight.reshape(3, 2, 3, 2, 2, 3).permute(0, 3, 1, 4, 2, 5).numpy()
+    unfolded = [tensor.reshape(6, -1), tensor.reshape(-1, 9)]
+    tails = [scipy.linalg.svdvals(matrix)[3:] for matrix in unfolded]
+    error = torch.linalg.norm(fitted(TensorTrain(rank=3), weight).to_dense() - weight).item()
+    assert max(np.linalg.norm(tail) for tail in tails) - 1e-9 <= error <= np.linalg.norm(np.concatenate(tails)) + 1e-9
+
+
+def test_a_block_is_scipy_s_circulant() -> None:
+    layer = built(Circulant(block=6), 6, 6)
+    kernel = layer.kernel.detach().numpy()[0, 0]
+    np.testing.assert_allclose(layer.to_dense().detach().numpy(), scipy.linalg.circulant(kernel), atol=1e-14)
+
+
+@pytest.mark.parametrize("block", [4, 5])
+def test_the_nearest_circulant_is_that_of_least_squares(block: int) -> None:
+    """Against a solver that is given every basis matrix, with blocks that are cut off, too."""
+    weight = torch.randn(20, 12, dtype=torch.float64)
+    layer = fitted(Circulant(block=block), weight)
+    shape = layer.kernel.shape
+    basis = []
+    for one in torch.eye(layer.kernel.numel(), dtype=torch.float64):
+        layer.kernel.data = one.view(shape)
+        basis.append(layer.to_dense().detach().flatten())
+    basis = torch.stack(basis, 1).numpy()
+    best, *_ = np.linalg.lstsq(basis, weight.flatten().numpy(), rcond=None)
+    np.testing.assert_allclose(
+        fitted(Circulant(block=block), weight).to_dense().detach().flatten(), basis @ best, atol=1e-12
+    )
+
+
+def test_the_turns_of_block_low_rank_only_gain() -> None:
+    """Better than either part alone, and nearly exact where the matrix is the sum of both."""
+    torch.manual_seed(0)
+    weight = torch.randn(48, 32, dtype=torch.float64)
+    error = torch.linalg.norm(fitted(BlockLowRank(rank=4, blocks=4), weight).to_dense() - weight)
+    outside = weight - torch.block_diag(
+        *weight.unflatten(0, (4, -1)).unflatten(2, (4, -1)).diagonal(0, 0, 2).permute(2, 0, 1)
+    )
+    assert error < np.linalg.norm(scipy.linalg.svdvals(outside)[4:])
+    assert error < np.linalg.norm(scipy.linalg.svdvals(weight)[4:])
+    both = built(BlockLowRank(rank=1, blocks=8), 32, 48).to_dense().detach()
+    assert torch.linalg.norm(fitted(BlockLowRank(rank=1, blocks=8), both).to_dense() - both) < 0.01 * both.norm()
