@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from relinear_cli.fields import from_settings
 from relinear_cli.options import (
     Exclude,
     PretrainedModel,
@@ -16,13 +17,19 @@ from relinear_cli.options import (
     load_model,
     load_model_tokenizer,
     prepare_process,
-    set_if_given,
 )
 
 __all__ = ["command"]
 
 
+@from_settings(
+    "compress",
+    *("keep", "bits", "budget_of", "speed", "speed_for", "allow_slower", "menu", "tokens", "fisher", "heal_tokens"),
+    *("heal", "evaluate"),
+    batch="speed_batch",
+)
 def command(
+    given: dict[str, Any],
     model: PretrainedModel,
     data: Annotated[
         list[str],
@@ -31,61 +38,28 @@ def command(
             "tokens of each."
         ),
     ],
-    keep: Annotated[float | None, typer.Option(help="Share to keep; 0.8 by default.")] = None,
     out: Annotated[Path, typer.Option(help="Directory of the result.")] = Path("runs/compress"),
-    budget_of: Annotated[
-        str | None,
-        typer.Option(
-            help="What `--keep` is a share of: parameters of the replaceable `layers` or of the whole `model`, its "
-            "stored `bytes`, or the layers' `flops`."
-        ),
-    ] = None,
-    speed: Annotated[
-        float | None,
-        typer.Option(help="In place of `--keep`: how often as fast these layers shall be, by a table measured here."),
-    ] = None,
-    speed_for: Annotated[str | None, typer.Option(help="What is to be fast: `decode` (default) or `prefill`.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences at once, for speeds; 1 by default.")] = None,
-    allow_slower: Annotated[
-        bool | None, typer.Option("--allow-slower", help="Carry out a plan that is slower than the original.")
-    ] = None,
     speed_table: Annotated[
         Path | None,
         typer.Option(help="A DIR/speed.json to go by, such as one of the machine the model is for; else measured."),
     ] = None,
     target: Annotated[list[str] | None, typer.Option(help="Pattern of layers that may be replaced.")] = None,
     exclude: Exclude = None,
-    menu: Annotated[
-        list[str] | None, typer.Option(help="Operator that layers may become, such as `low_rank`; several times.")
-    ] = None,
     text_column: TextColumn = None,
     tokenizer: Tokenizer = None,
     split: Split = "train",
-    tokens: Annotated[int | None, typer.Option(help="Tokens to calibrate on.")] = None,
-    fisher: Annotated[
-        bool | None, typer.Option(help="Weigh layers by the loss's gradients; without, all keep the same share.")
-    ] = None,
-    heal_tokens: Annotated[
-        int | None, typer.Option(help="Tokens to train the compressed model on, towards the original; none by default.")
-    ] = None,
-    heal: Annotated[
-        str | None, typer.Option(help="What is trained: `operators`, `all`, or `lora`: operators and merged adapters.")
-    ] = None,
     plan: Annotated[Path | None, typer.Option(help="A plan to carry out, such as an edited DIR/plan.json.")] = None,
     plan_only: Annotated[bool, typer.Option("--plan-only", help="Print the plan and stop.")] = False,
+    frontier: Annotated[
+        bool, typer.Option("--frontier", help="Print and draw the loss at many budgets, some measured, and stop.")
+    ] = False,
     export: Annotated[
         str | None, typer.Option(help="`plain`: also DIR/plain, which loads without relinear; `gguf`: DIR/model.gguf.")
-    ] = None,
-    evaluate: Annotated[
-        bool | None, typer.Option(help="Measure the result beside the original: loss, agreement, samples, speed.")
     ] = None,
     evaluate_on: Annotated[
         list[str] | None, typer.Option(help="Other data to judge the result on, given like --data; several times.")
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting of CompressSettings.")
-    ] = None,
 ) -> None:
     """Make a pretrained model smaller: measure its layers on text, decide what each becomes, fit them, save.
 
@@ -94,7 +68,6 @@ def command(
 
     **Example:** `relinear compress models/smollm2 --keep 0.8 --data stdlib --out runs/compress`
     """
-    from relinear.compare.recipe import parse_overrides
     from relinear.compress import CompressSettings, compress
     from relinear.compress.run import proposal
     from relinear.data import DataSettings, iter_texts
@@ -102,21 +75,7 @@ def command(
     from relinear_cli.errors import resumable
     from relinear_cli.progress import watch_compression
 
-    given = {
-        "keep": keep,
-        "budget_of": budget_of,
-        "speed": speed,
-        "speed_for": speed_for,
-        "speed_batch": batch,
-        "allow_slower": allow_slower,
-        "tokens": tokens,
-        "fisher": fisher,
-        "menu": menu or None,
-        "evaluate": evaluate,
-        "heal_tokens": heal_tokens,
-        "heal": heal,
-    }
-    settings = CompressSettings.load(set_if_given(given) | parse_overrides(overrides or []), "settings")
+    settings = CompressSettings.load(given, "settings")
     column = {"text_column": text_column} if text_column else {}
     if repeated := sorted({name for name in data if data.count(name) > 1}):
         raise ValueError(f"--data {repeated[0]} is given twice; of every corpus as many tokens are taken")
@@ -141,6 +100,7 @@ def command(
             settings=settings,
             plan_file=plan,
             plan_only=plan_only,
+            frontier=frontier,
             speed_table=speed_table,
             evaluate_on={name: iter_texts(text, judged_on[name], conversations=True) for name, text in others.items()},
             export=export,  # type: ignore[arg-type]  # checked by the function
@@ -148,7 +108,7 @@ def command(
             on_progress=on_progress,
         )
     print(report)
-    if plan_only:
+    if plan_only or frontier:
         print(f"plan: {proposal(out, 'plan.json').resolve()}\nreport: {proposal(out, 'report.html').resolve()}")
     else:
         print(f"model: {(out / 'model').resolve()}\nreport: {(out / 'report.html').resolve()}")

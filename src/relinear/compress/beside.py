@@ -26,7 +26,7 @@ from relinear.core.operator import linear_features
 from relinear.core.vocabulary import most_positions
 from relinear.system.timing import Timing, interleave
 
-__all__ = ["Observation", "Reading", "Sample", "compared", "like_before", "measure_speed", "observe"]
+__all__ = ["Observation", "Reading", "Sample", "compared", "like_before", "measure_speed", "observe", "read"]
 
 #: bytes of random stand-ins: more than processors cache, less than a large model
 STAND_IN_BYTES = 256 * 2**20
@@ -128,8 +128,8 @@ def observe(
     def told() -> None:
         on_step(next(done), steps)
 
-    reading = _read(model, blocks.to(device), told)
-    read = {name: _read(model, other.to(device), told) for name, other in others.items()}
+    reading = read(model, blocks, told)
+    readings = {name: read(model, other, told) for name, other in others.items()}
     samples = []
     for prompt, ids in asked:
         samples.append(_sample(model, prompt, ids.to(device), tokenizer, new_tokens))
@@ -138,13 +138,14 @@ def observe(
     if passages:
         repeated = _repeated(model, _passages(torch.cat([blocks, *others.values()]), passages).to(device), tokenizer)
         told()
-    return Observation(reading, read, tuple(samples), repeated)
+    return Observation(reading, readings, tuple(samples), repeated)
 
 
 @torch.no_grad()
-def _read(model: Any, blocks: Tensor, told: Callable[[], None]) -> Reading:
+def read(model: Any, blocks: Tensor, told: Callable[[], None] = lambda: None) -> Reading:
+    """Return what ``model`` (in eval mode) does on token ids (N, T)."""
     losses, likeliest = [], []
-    for ids in blocks.split(1):
+    for ids in blocks.to(next(model.parameters()).device).split(1):
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
         losses.append(float(F.cross_entropy(logits, ids[0, 1:])))
         likeliest.append(logits.argmax(-1).cpu())

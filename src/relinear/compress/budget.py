@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from relinear.compress.speed import SpeedTable
 from relinear.core.operator import OperatorConfig, linear_features
 from relinear.surgery.summary import module_flops, module_parameters
 
-__all__ = ["Budget", "budget_of", "layer_parameters"]
+__all__ = ["Budget", "budget_of", "layer_bytes", "layer_parameters", "stored_bytes"]
 
 
 class _Size(NamedTuple):
@@ -27,15 +28,23 @@ class _Size(NamedTuple):
     flops: int
 
 
-def _stored(module: nn.Module) -> int:
-    """Bytes of everything that a checkpoint holds of ``module``; tied tensors once."""
+def stored_bytes(module: nn.Module) -> int:
+    """Return bytes of what a checkpoint holds of ``module``, floats at no more than half precision; tied tensors once.
+
+    A model in single precision is counted, and where bytes are the budget saved, as 16 bits: that it was loaded in 32
+    says nothing about it.
+    """
     tensors = module.state_dict().values()
-    distinct = {(t.data_ptr() or id(t), tuple(t.shape)): t.numel() * t.element_size() for t in tensors}
+    widest = {True: 2, False: 8}
+    distinct = {
+        (t.data_ptr() or id(t), tuple(t.shape)): t.numel() * min(t.element_size(), widest[t.is_floating_point()])
+        for t in tensors
+    }
     return sum(distinct.values())
 
 
 def _size_of(module: nn.Module) -> _Size:
-    return _Size(module_parameters(module), _stored(module), module_flops(module))
+    return _Size(module_parameters(module), stored_bytes(module), module_flops(module))
 
 
 @functools.lru_cache(maxsize=100_000)
@@ -54,6 +63,11 @@ def _size(module: Any, config: OperatorConfig | None) -> _Size:
 def layer_parameters(module: nn.Module, config: OperatorConfig | None) -> int:
     """Parameters of what ``module`` becomes; None leaves it. Raises ValueError where ``config`` does not fit it."""
     return _size(module, config).parameters
+
+
+def layer_bytes(module: nn.Module, config: OperatorConfig | None) -> int:
+    """Return bytes of what ``module`` becomes, as ``stored_bytes`` counts."""
+    return _size(module, config).stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +155,16 @@ def budget_of(
         whole = sum(seconds(name, None) for name in modules)
         what = f"speed={settings.speed} of {table.conditions}"
         return Budget(what, "seconds", whole / settings.speed, whole, seconds)
-    assert settings.keep is not None  # set where there is no speed
+    if settings.bits is not None:
+
+        def stored(name: str, config: OperatorConfig | None) -> float:
+            return layer_bytes(modules[name], config)
+
+        whole = sum(stored(name, None) for name in modules)
+        weights = sum(math.prod(linear_features(module)) for module in modules.values())
+        limit = settings.bits / 8 * weights + whole - 2 * weights  # biases as they are
+        return Budget(f"bits={settings.bits}", "bytes", limit, whole, stored)
+    assert settings.keep is not None  # set where there is no other
     unit, read = _UNITS[settings.budget_of]
     by_token = settings.budget_of == "flops"
 
@@ -152,7 +175,7 @@ def budget_of(
     what = f"keep={settings.keep} (budget_of={settings.budget_of})"
     limit = settings.keep * layers
     if settings.budget_of in ("model", "bytes"):
-        total = module_parameters(model) if settings.budget_of == "model" else _stored(model)
+        total = module_parameters(model) if settings.budget_of == "model" else stored_bytes(model)
         others = total - layers
         limit = settings.keep * total - others
         if limit <= 0:

@@ -30,8 +30,8 @@ from relinear.system.files import read_json, write_json
 
 __all__ = ["Menu", "OnProgress", "Work", "menu_of"]
 
-#: told the phase ("speed", "forward", "backward", "candidates", "points", "original", "fit", "heal", "evaluation"), how
-#: much of it is done, and how much there is
+#: told the phase ("speed", "forward", "backward", "candidates", "points", "frontier", "original", "fit", "heal",
+#: "evaluation"), how much of it is done, and how much there is
 OnProgress = Callable[[str, int, int], None]
 
 #: windows that single fits are tried on
@@ -123,12 +123,16 @@ class NarrowerMlps:
 
 
 class Operators:
-    """Operators of the menu, each at every size that it has, for each layer by itself."""
+    """Operators of the menu, each at every size that it has, for each layer by itself.
+
+    candidates: those of the last plan, by layer.
+    """
 
     timed = True
 
     def __init__(self, work: Work) -> None:
         self.work = work
+        self.candidates: Mapping[str, list[Candidate]] = {}
         self.entries = tuple(OperatorConfig.read(text) for text in work.settings.menu)
 
     def sizes(self, shape: Shape) -> list[OperatorConfig]:
@@ -165,8 +169,8 @@ class Operators:
             work.on_progress("candidates", done, len(work.modules))
         chosen = choose_points(candidates, work.settings.measured_points)
         points = self._points(chosen, calibration, judging[:POINT_WINDOWS]) if chosen else []
-        corrected = correct(candidates, corrections(points))
-        return make_plan(work.model, work.modules, corrected, budget, weighed=work.settings.fisher), points
+        self.candidates = correct(candidates, corrections(points))
+        return make_plan(work.model, work.modules, self.candidates, budget, weighed=work.settings.fisher), points
 
     def _points(
         self, chosen: list[tuple[str, Candidate]], calibration: Calibration, judging: Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +207,16 @@ def layer_candidates(
             cost = budget.cost(name, config)
             if cost < dense.cost:
                 found.append(Candidate(config, cost, 0.5 * error))
-    return found
+    return _useful(found)
+
+
+def _useful(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those that lose less than every other that costs no more; itself first."""
+    found: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda c: (c.cost, c.nats)):
+        if not found or candidate.nats < found[-1].nats:
+            found.append(candidate)
+    return found[::-1]
 
 
 def make_plan(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,9 @@ from relinear.system.machine import describe_machine
 
 __all__ = ["CompressReport"]
 
+#: times the original's share of repeated 4-grams from which greedy text is said to degenerate
+DEGENERATE = 1.3
+
 
 @dataclasses.dataclass(frozen=True)
 class CompressReport:
@@ -27,6 +31,8 @@ class CompressReport:
     against measurements. evaluation: the compressed model beside the original (loss, agreement, samples, speed), None
     where it was not measured. peak_memory_bytes: of this call. settings: all of them. healing: None where there was
     none. left: what no target could name, such as experts that are held as one tensor, in words. corpus: the texts.
+    bytes, bytes_before: of the whole model, floats at no more than half precision; None where nothing counts them.
+    budgets: rows of the frontier. model: its name.
     """
 
     plan: CompressPlan
@@ -36,6 +42,10 @@ class CompressReport:
     calibration_loss: float | None
     seconds: dict[str, float]
     corpus: Corpus | None = None
+    bytes: int | None = None
+    bytes_before: int | None = None
+    budgets: tuple[dict[str, Any], ...] = ()
+    model: str = ""
     healing: HealReport | None = None
     budget: Budget | None = None
     speed: PlannedSpeed | None = None
@@ -44,6 +54,32 @@ class CompressReport:
     peak_memory_bytes: int | None = None
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     left: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """The result in a sentence; that its text degenerates stands first."""
+        if self.bytes is not None and self.bytes_before:
+            said = [f"{self.bytes / self.bytes_before:.2f} of the bytes"]
+        else:
+            said = [f"{self.parameters / self.parameters_before:.2f} of the parameters"]
+        if self.speed is not None and self.evaluation is None:
+            said.append(f"{self.speed.ratio:.1f} times as fast by the table")
+        if self.evaluation is None:
+            nats = self.plan.nats
+            return ", ".join([*said, "nothing measured" if nats is None else f"{nats:+.2f} nats predicted"])
+        found = self.evaluation
+        said.append(f"{found['speed']['decode']['ratio']:.1f} times as fast")
+        said.append(f"{found['nats']:+.2f} nats on text like yours")
+        said += [f"{other['nats']:+.2f} on {name}" for name, other in found["elsewhere"].items()]
+        before, after = found["repeated_before"], found["repeated"]
+        if before is None:
+            return ", ".join(said)
+        if after > max(DEGENERATE * before, before + 0.05):
+            return (
+                f"Its greedy text repeats itself ({after:.0%} of 4-grams, the original's {before:.0%}): "
+                + ", ".join(said)
+            )
+        return ", ".join([*said, "writes as the original does"])
 
     @property
     def remarks(self) -> list[str]:
@@ -68,6 +104,12 @@ class CompressReport:
             "calibration": {"tokens": self.calibration_tokens, "loss": self.calibration_loss}
             | ({} if self.corpus is None else self.corpus.to_dict()),
             "remarks": self.remarks,
+            "model": self.model,
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "verdict": self.verdict,
+            "bytes": self.bytes,
+            "bytes_before": self.bytes_before,
+            "budgets": list(self.budgets),
             "budget": None if self.budget is None else self.budget.to_dict(),
             "predicted_nats": self.plan.nats,
             "measured_nats": None if self.evaluation is None else self.evaluation["nats"],
@@ -85,7 +127,7 @@ class CompressReport:
 
     def __str__(self) -> str:
         share = self.parameters / self.parameters_before
-        lines = [str(self.plan)]
+        lines = [f"{self.verdict}.", str(self.plan)]
         lines += [f"whole model: {self.parameters_before:,} -> {self.parameters:,} parameters ({share:.3f})"]
         lines += [f"left as they are: {what}" for what in self.left]
         if self.speed is not None:
@@ -94,8 +136,22 @@ class CompressReport:
             lines.append(str(self.healing))
         if self.evaluation is not None:
             lines += _evaluation_lines(self.evaluation, self.plan.nats)
-        lines += self.remarks
+        lines += [*map(_budget_line, self.budgets), *self.remarks]
         return "\n".join(lines)
+
+
+def _plus_minus(found: Mapping[str, Any]) -> str:
+    return "" if found["interval"] is None else f" ± {found['interval']:.3f}"
+
+
+def _budget_line(row: Mapping[str, Any]) -> str:
+    measured = "".join(
+        f", {found['nats']:+.3f} ± {found['interval'] or 0:.3f} measured on {name}"
+        for name, found in ({"the corpus": row["measured"]} | row["elsewhere"] if "measured" in row else {}).items()
+    )
+    speed = "" if row["speed"] is None else f", {row['speed']:.2f} times as fast by the table"
+    share = f"{row['bits']:.2f} bits a weight ({row['share_of_bytes']:.2f} of the bytes)"
+    return f"{share}{speed}: {row['predicted']:+.3f} nats predicted{measured}"
 
 
 def _evaluation_lines(found: Mapping[str, Any], predicted: float | None) -> list[str]:
@@ -104,9 +160,10 @@ def _evaluation_lines(found: Mapping[str, Any], predicted: float | None) -> list
     speeds = [f"{what} {found['speed'][what]['ratio']:.2f}" for what in ("prefill", "decode")]
     return [
         f"loss on {found['tokens']:,} {where}: {found['loss_before']:.3f} -> {found['loss']:.3f} "
-        f"({found['nats']:+.3f}{expected}); next token as the original's: {found['agreement']:.1%}",
+        f"({found['nats']:+.3f}{_plus_minus(found)}{expected}); next token as the original's: {found['agreement']:.1%}",
         *(
-            f"loss on {name}: {other['loss_before']:.3f} -> {other['loss']:.3f} ({other['nats']:+.3f})"
+            f"loss on {name}: {other['loss_before']:.3f} -> {other['loss']:.3f} "
+            f"({other['nats']:+.3f}{_plus_minus(other)})"
             for name, other in found["elsewhere"].items()
         ),
         f"times the original's speed, measured at batch {found['speed']['batch']}: {', '.join(speeds)}",

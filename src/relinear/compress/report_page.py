@@ -11,7 +11,7 @@ from relinear.core.operator import OperatorConfig
 from relinear.pages import page as pages
 from relinear.pages.blocks import Chart, Part, Section, what_ran
 from relinear.pages.drawn import data_uri
-from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
+from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Panel, Series
 
 __all__ = ["report_section", "write_page"]
 
@@ -37,6 +37,7 @@ def report_section(report: Mapping[str, Any]) -> Section:
             "picture": _picture(report["layers"]),
             "types": _by_type(report["layers"]),
             "chart": _chart(report["points"]) if report["points"] else None,
+            "frontier": _frontier(report.get("budgets") or []),
         }
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"this is no report of a compression ({error!r}); carry out the compression again") from None
@@ -60,6 +61,32 @@ def _chart(points: Sequence[Mapping[str, Any]]) -> Chart:
         panel,
         data_uri([panel]),
     )
+
+
+def _frontier(rows: Sequence[Mapping[str, Any]]) -> list[Chart]:
+    """Loss against bytes, and against speed where a table told it."""
+    if not rows:
+        return []
+    measured = [row for row in rows if "measured" in row]
+    corpora = {"the corpus": [row["measured"] for row in measured]}
+    corpora |= {
+        name: [row["elsewhere"][name] for row in measured] for name in (measured[0]["elsewhere"] if measured else ())
+    }
+    charts = []
+    for key, title, what in (("bits", "bits a weight", "bytes"), ("speed", "times as fast, by the table", "speed")):
+        if rows[0][key] is None:
+            continue
+        y = [row["predicted"] for row in rows]
+        shown = [Series(name="predicted", colour=REFERENCE, x=[row[key] for row in rows], y=y, mode="plain")]
+        for at, (name, found) in enumerate(corpora.items()):
+            low, high = ([f["nats"] + sign * (f["interval"] or 0) for f in found] for sign in (-1, 1))
+            x, y = [row[key] for row in measured], [f["nats"] for f in found]
+            named = f"measured on {name}"
+            shown.append(Series(name=named, colour=PALETTE[at], x=x, y=y, low=low, high=high, mode="points", number=at))
+        panel = Panel(shown, Axis(title=title), Axis(title="nats a token above the original", from_zero=True))
+        text = f"Loss against {what}, from one calibration: predicted for many budgets, measured for some (95 %)."
+        charts.append(Chart(text, panel, data_uri([panel])))
+    return charts
 
 
 def _depth(name: str) -> tuple[int, str]:

@@ -7,6 +7,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,15 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from relinear.compress.beside import Observation, compared, like_before, measure_speed, observe
-from relinear.compress.budget import Budget, budget_of
+from relinear.compress.budget import Budget, budget_of, layer_bytes, stored_bytes
 from relinear.compress.calibrate import Calibration, calibrate
 from relinear.compress.checks import check_directory, check_ids, check_model_fits
 from relinear.compress.corpus import Corpus, read_corpus, read_elsewhere
 from relinear.compress.corrections import MeasuredPoint
 from relinear.compress.export import export_plain
 from relinear.compress.export_gguf import check_gguf, check_gguf_operators, export_gguf
+from relinear.compress.frontier import frontier as frontier_of
+from relinear.compress.half import at_half_precision, round_to_half_
 from relinear.compress.heal import HealReport, check_heal, check_healable, heal, original_copy
-from relinear.compress.menu import OnProgress, Work, menu_of
+from relinear.compress.menu import OnProgress, Operators, Work, menu_of
 from relinear.compress.plan import CompressPlan
 from relinear.compress.report import CompressReport
 from relinear.compress.report_page import write_page
@@ -68,6 +71,7 @@ def compress(
     settings: CompressSettings | Mapping[str, Any] | None = None,
     plan_file: str | Path | None = None,
     plan_only: bool = False,
+    frontier: bool = False,
     speed_table: SpeedTable | str | Path | None = None,
     out_dir: str | Path | None = None,
     export: Literal["plain", "gguf"] | None = None,
@@ -88,6 +92,8 @@ def compress(
         plan_file: a plan to carry out in place of one that is made here.
         plan_only: stop after the plan, the model as it was. Where ``out_dir`` holds a model already, plan and report
             are put beside its own as ``proposed-*``.
+        frontier: stop after the plan as well, and say in the report and in ``frontier.json`` what other budgets would
+            cost: predicted for many, measured for a few, each of which takes a fit of the whole model.
         speed_table: seconds of layers to go by, in place of ones that are measured here: a table, or the ``speed.json``
             that another call left, perhaps on the machine that the model is for.
         evaluate_on: texts of other kinds, by name, that the result is also judged on; of each ``evaluation_tokens``.
@@ -125,6 +131,11 @@ def compress(
         evaluating(model),
     ):
         job = _Job(model, modules, chosen, Path(folder), on_progress, table)
+        if frontier and (plan_file is not None or not isinstance(job.menu, Operators) or not chosen.fisher):
+            raise ValueError(
+                "frontier weighs operators under many budgets: leave out plan_file, menu=neurons and fisher=False"
+            )
+        plan_only = plan_only or frontier
         given_plan = None if plan_file is None else job.menu.read_plan(plan_file)
         if given_plan is None:
             job.menu.check(job.budget({}))
@@ -138,9 +149,10 @@ def compress(
         if corpus.repeats:
             warnings.warn(corpus.repeats, stacklevel=2)
         job.one_matrix_each = export == "gguf"
-        report = job.run(corpus, tokenizer, given_plan, plan_only)
+        report = job.run(corpus, tokenizer, given_plan, plan_only, frontier)
         if out_dir is not None and not plan_only:
-            _save(model, Path(out_dir), tokenizer, export)
+            with at_half_precision(model) if chosen.by_bytes else nullcontext():
+                _save(model, Path(out_dir), tokenizer, export)
     return report
 
 
@@ -231,11 +243,13 @@ class _Job:
         self.work = Work(model, modules, by_layer, settings, folder, on_progress)
         self.menu = menu_of(self.work)
 
-    def run(self, corpus: Corpus, tokenizer: Any, given_plan: CompressPlan | None, plan_only: bool) -> CompressReport:
+    def run(
+        self, corpus: Corpus, tokenizer: Any, given_plan: CompressPlan | None, plan_only: bool, frontier: bool = False
+    ) -> CompressReport:
         """Calibrate, plan and, unless ``plan_only``, make; what is kept goes to the folder as it is made."""
         clock, memory = _Clock(), PeakMemory(next(self.model.parameters()).device)
         memory.start()
-        before = module_parameters(self.model)
+        before, bytes_before = module_parameters(self.model), stored_bytes(self.model)
         left = tuple(entry.in_words() for entry in out_of_reach(coverage(self.model, {}, {})))
         if self._asks_for_speed:
             self._prepare_speed(given_plan, plan_only)
@@ -243,10 +257,15 @@ class _Job:
         calibration = self._calibrate(corpus.blocks)
         clock.lap("calibration")
         use = {name: calibration.counts[name] / calibration.tokens for name in self.modules}
-        points, budget = list[MeasuredPoint](), None
+        points, budget, budgets = list[MeasuredPoint](), None, list[dict[str, Any]]()
         if given_plan is None:
             budget = self.budget(use)
             whole, points = self.menu.plan(calibration, budget, corpus.judging)
+            if frontier and isinstance(self.menu, Operators):
+                told = partial(self.on_progress, "frontier")
+                table = self._table({})
+                budgets = frontier_of(self.menu, self.menu.candidates, budget, calibration, corpus, table, told)
+                write_json(self.folder / "frontier.json", {"budgets": budgets, "command": command_line()})
         else:
             whole = given_plan
         whole.save(proposal(self.folder, "plan.json"))
@@ -273,10 +292,17 @@ class _Job:
             calibration.loss,
             clock.seconds,
             corpus=corpus,
+            model=Path(getattr(self.model, "name_or_path", "") or type(self.model).__name__).name,
             healing=healing,
             budget=budget,
             speed=speed,
             points=tuple(points),
+            budgets=tuple(budgets),
+            bytes_before=bytes_before,
+            bytes=bytes_before
+            - sum(layer_bytes(m, None) - layer_bytes(m, whole.replaced.get(n)) for n, m in self.modules.items())
+            if self.menu.timed
+            else None,
             evaluation=evaluation,
             peak_memory_bytes=memory.read(),
             settings=self.settings.model_dump(mode="json"),
@@ -321,6 +347,8 @@ class _Job:
         if teacher is not None:
             healing = self._heal(teacher, corpus.further, dense)
             clock.lap("heal")
+        if self.settings.by_bytes:
+            round_to_half_(self.model)  # what is judged is what is saved
         compressed = self._observe("evaluation", corpus, tokenizer)
         if original is None or compressed is None:
             return healing, None

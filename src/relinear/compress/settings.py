@@ -11,6 +11,10 @@ from relinear.core.settings import Seed, Settings
 
 __all__ = ["CompressSettings"]
 
+#: of which one is given
+BUDGETS = ("keep", "bits", "speed")
+#: what layers may become where bytes are the budget
+BYTES_MENU = ("quantized", "pivoted_low_rank")
 #: share that is kept where no budget is given
 KEEP = 0.8
 
@@ -21,11 +25,14 @@ class CompressSettings(Settings):
     Args:
         keep: share that is left, between 0 and 1; 0.8 where no ``speed`` is asked for.
         budget_of: what ``keep`` is a share of: the parameters of the ``layers`` that may be replaced, those of the
-            whole ``model``, its stored ``bytes``, or the ``flops`` of these layers for a token.
+            whole ``model``, its stored ``bytes`` (at no more than half precision, in which the result is saved then),
+            or the ``flops`` of these layers for a token.
+        bits: in place of ``keep``, how many bits a weight of these layers takes on average, scales included.
         speed: in place of ``keep``, how often as fast these layers shall be together, by a table measured here.
         speed_for: what is to be fast: ``decode`` (a token after the other) or ``prefill`` (whole prompts).
         speed_batch: sequences at once, for speeds.
-        allow_slower: carry out a plan that makes these layers slower, by the table, than they are.
+        allow_slower: carry out a plan that makes these layers slower, by the table, than they are; where bytes are the
+            budget that is the default.
         tokens: of the corpus, for calibration: excerpts that are spread over documents.
         sequence_length: tokens a block of the corpus.
         batch_size: blocks a forward pass.
@@ -33,7 +40,8 @@ class CompressSettings(Settings):
             them layers can only be fitted, not weighed against each other, and every layer keeps the same share.
         menu: operators that a layer may become, as text (``low_rank``, ``monarch:blocks=8``). A low-rank layer is
             considered at every rank; other operators at the size that is named. ``neurons``, by itself: narrower MLPs,
-            as wide in every layer, of a stock model; the budget decides how wide.
+            as wide in every layer, of a stock model; the budget decides how wide. Where bytes are the budget the
+            default is ``quantized`` and ``pivoted_low_rank``.
         anchor: fit layers from the first to the last, on the inputs that the compressed model has there, towards the
             outputs that the original had.
         correct_dense: layers that stay dense take part in that: their weights are fitted to make up for what changed
@@ -63,6 +71,7 @@ class CompressSettings(Settings):
 
     keep: float | None = Field(default=None, gt=0, lt=1)
     budget_of: Literal["layers", "model", "bytes", "flops"] = "layers"
+    bits: float | None = Field(default=None, gt=0, lt=16)
     speed: float | None = Field(default=None, gt=1)
     speed_for: Literal["decode", "prefill"] = "decode"
     speed_batch: int = Field(default=1, ge=1)
@@ -98,19 +107,25 @@ class CompressSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _a_budget(cls, values: Any) -> Any:
-        if isinstance(values, Mapping) and values.get("keep") is None and values.get("speed") is None:
-            return dict(values) | {"keep": KEEP}
-        return values
+        if not isinstance(values, Mapping):
+            return values
+        given = dict(values)
+        if all(given.get(name) is None for name in BUDGETS):
+            given["keep"] = KEEP
+        if given.get("bits") is not None or given.get("budget_of") == "bytes":
+            given = {"menu": BYTES_MENU, "allow_slower": True} | given
+        return given
 
     @model_validator(mode="after")
     def _one_budget(self) -> CompressSettings:
-        if self.speed is None:
-            return self
-        if self.keep is not None:
-            raise ValueError("keep and speed are two budgets: give one of them")
-        if self.budget_of != "layers":
-            raise ValueError(f"budget_of={self.budget_of} says what keep is a share of; it has no meaning with speed")
-        if not self.fisher:
+        given = [name for name in BUDGETS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{given[0]} and {given[1]} are two budgets: give one of them")
+        if self.keep is None and self.budget_of != "layers":
+            raise ValueError(
+                f"budget_of={self.budget_of} says what keep is a share of; it has no meaning with {given[0]}"
+            )
+        if self.speed is not None and not self.fisher:
             raise ValueError("speed takes fisher: without it every layer keeps the same share, whatever that saves")
         return self
 
@@ -138,8 +153,8 @@ class CompressSettings(Settings):
         return self
 
     def _neurons_fit(self) -> None:
-        if self.speed is not None or self.budget_of not in ("layers", "model"):
-            given = f"budget_of={self.budget_of}" if self.speed is None else "speed"
+        if self.keep is None or self.budget_of not in ("layers", "model"):
+            given = f"budget_of={self.budget_of}" if self.keep else "bits" if self.bits else "speed"
             raise ValueError(f"menu: neurons meets budgets of parameters; give budget_of=layers or model, not {given}")
         if self.measured_points:
             raise ValueError("measured_points correct the choice among operators, and menu: neurons leaves none")
@@ -163,6 +178,11 @@ class CompressSettings(Settings):
         if self.heal_batch > self.batch_size and self.heal_batch % self.batch_size:
             raise ValueError(f"heal_batch={self.heal_batch} must be a multiple of batch_size={self.batch_size}")
         return self
+
+    @property
+    def by_bytes(self) -> bool:
+        """Whether stored bytes are the budget, so that the result is saved at no more than half precision."""
+        return self.bits is not None or self.budget_of == "bytes"
 
     @property
     def heal_blocks(self) -> int:

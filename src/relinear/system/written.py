@@ -33,7 +33,17 @@ _CARD = "Written by relinear"
 _FIT = ("metrics.jsonl", "block_losses.npy", "latent_moments.json", "checkpoints")
 _RUNS = ("run.json", "results.json", "scale.json", "speed.json", "ngram*", "tuning", "runs", "budgets", "sizes")
 _LOOKS = ("effective_rank", "gates", "top_tokens", "fingerprints", "modulators", "latents", "planes")
-_STATE = ("calibration", "plan.json", "speed.json", "points.json", "fit-*", "heal-*", "proposed-*", "plain")
+_STATE = (
+    "calibration",
+    "plan.json",
+    "frontier.json",
+    "speed.json",
+    "points.json",
+    "fit-*",
+    "heal-*",
+    "proposed-*",
+    "plain",
+)
 #: between words of a record that all have to be there
 _AND = " & "
 _RUN = '"settings" & "accumulation" & "learning_rate" & "optimizer"'

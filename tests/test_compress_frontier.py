@@ -1,0 +1,143 @@
+"""Budgets of bytes, what the report says first, and the loss at every budget."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import relinear
+from relinear.compress import CompressSettings, beside, compress
+from relinear.compress.allocate import Candidate
+from relinear.compress.beside import observe
+from relinear.compress.budget import stored_bytes
+from relinear.compress.plan import layer_candidates
+from test_compress import SETTINGS, speeds, tiny, tokens
+from test_compress_budget import modules
+
+LOW = {"menu": ("low_rank",), "anchor": False}
+
+
+def in_bits(model) -> float:
+    layers = modules(model).values()
+    return 8 * sum(stored_bytes(m) for m in layers) / sum(m.in_features * m.out_features for m in layers)
+
+
+@pytest.mark.parametrize("budget", [{"bits": 9.0}, {"keep": 0.6, "budget_of": "bytes"}])
+def test_budgets_of_bytes_are_counted_and_saved_at_half_precision(budget: dict, tmp_path) -> None:
+    model = tiny()
+    before = stored_bytes(model)
+    assert before == 2 * sum(t.numel() for t in model.state_dict().values()), "not 4 bytes, as they are in memory"
+    report = compress(model, tokens(), settings=SETTINGS | LOW | budget, out_dir=tmp_path)
+    if "bits" in budget:
+        assert 8.7 < in_bits(model) <= 9
+    else:
+        assert 0.58 < stored_bytes(model) / before <= 0.6
+    assert (report.bytes_before, report.bytes) == (before, stored_bytes(model))
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    with safe_open(tmp_path / "model" / "model.safetensors", framework="pt") as file:
+        saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert {value.dtype for value in saved.values()} == {torch.bfloat16}
+    own = model.state_dict()
+    assert all(torch.equal(own[name], value.float()) for name, value in saved.items()), "judged is what is saved"
+    assert relinear.from_pretrained(tmp_path / "model").dtype == torch.bfloat16
+
+
+def test_what_a_budget_of_bytes_brings_with_it() -> None:
+    for given in ({"bits": 4.25}, {"keep": 0.3, "budget_of": "bytes"}):
+        found = CompressSettings.load(given)
+        assert found.menu == ("quantized", "pivoted_low_rank")
+        assert found.allow_slower
+        assert found.by_bytes
+        assert CompressSettings.load(given | {"menu": ("low_rank",), "allow_slower": False}).menu == ("low_rank",)
+    assert not CompressSettings().by_bytes
+    for wrong, said in (({"bits": 4, "keep": 0.5}, "keep and bits are two"), ({"bits": 16}, "bits must be below 16")):
+        with pytest.raises(ValueError, match=said):
+            CompressSettings.load(wrong)
+
+
+def test_candidates_are_those_that_lose_less_than_all_that_cost_no_more(monkeypatch) -> None:
+    curve = [(3, 8.0), (1, 9.0), (2, 9.5), (4, 8.0), (5, 1.0)]
+    monkeypatch.setattr(
+        relinear.LowRank, "error_curve", lambda *_: [(relinear.LowRank(rank=r), 2 * nats) for r, nats in curve]
+    )
+    calibration = type("Known", (), {"knows": lambda *_: True, "moments": lambda *_: None})()
+    budget = type("Ranks", (), {"cost": lambda self, name, config: 9.0 if config is None else config.rank})()
+    found = layer_candidates(torch.nn.Linear(16, 16), "a", calibration, (relinear.LowRank(rank=1),), budget)
+    assert found[0] == Candidate(None, 9.0, 0.0)
+    assert sorted((c.cost, c.nats) for c in found[1:]) == [(1, 9.0), (3, 8.0), (5, 1.0)]
+
+
+def test_repeated_runs_of_four_tokens_are_counted() -> None:
+    model, blocks = tiny(), tokens(64)[0].view(4, 16)
+    given: list[torch.Tensor] = []
+
+    def generate(ids, **settings):
+        given.append(ids)
+        assert not settings["do_sample"]
+        loop, fresh = torch.tensor([11, 12, 13, 14] * 3 + [15, 16, 17, 18]), torch.arange(20, 36)
+        return torch.cat([ids, torch.stack([(loop, fresh)[at % 2] for at in range(len(ids))])], 1)
+
+    model.generate = generate
+    found = observe(model, blocks, passages=6).repeated
+    # of 13 runs of the loop 8 are distinct: four in turns, and four that lead out of it
+    assert found == pytest.approx((1 - 8 / 13) / 2)
+    passages = given[-1]
+    assert passages.shape == (6, 8)
+    assert torch.equal(passages[:4], blocks[:, :8]), "the beginning of every window before others"
+
+
+def test_the_report_begins_with_the_verdict(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(beside, "SPEED_SECONDS", 0.01)
+    monkeypatch.setattr(beside, "DECODED_TOKENS", 3)
+    monkeypatch.setattr(beside, "CONTINUED_TOKENS", 8)
+    settings = SETTINGS | LOW | {"evaluate": True, "evaluation_tokens": 64, "passages": 3}
+    others = {"<other> text": [torch.arange(64) % 50]}
+    report = compress(tiny(), tokens(1024), keep=0.5, settings=settings, out_dir=tmp_path, evaluate_on=others)
+    assert str(report).startswith(report.verdict)
+    share = f"{report.bytes / report.bytes_before:.2f}"
+    assert f"{share} of the bytes, " in report.verdict
+    assert " nats on text like yours, " in report.verdict
+    assert " on <other> text" in report.verdict
+    found = report.evaluation | {"repeated_before": 0.15, "repeated": 0.16}
+    assert dataclasses.replace(report, evaluation=found).verdict.endswith("writes as the original does")
+    worse = dataclasses.replace(report, evaluation=found | {"repeated": 0.48}).verdict
+    assert worse.startswith("Its greedy text repeats itself (48% of 4-grams, the original's 15%): ")
+    assert "off by more than half" in " ".join(
+        dataclasses.replace(report, evaluation=found | {"nats": 3.0, "interval": 0.1}).remarks
+    )
+    page = (tmp_path / "report.html").read_text()
+    assert "&lt;other&gt; text" in page
+    assert "LlamaForCausalLM" in page.partition("In figures")[0]
+    assert "judged on 4 windows of 1 documents" in page
+
+
+def test_the_frontier_is_predicted_and_measured_and_changes_nothing(tmp_path) -> None:
+    model = tiny()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    settings = SETTINGS | LOW | {"evaluate": True, "evaluation_tokens": 64, "allow_slower": False}
+    report = compress(
+        model, tokens(1024), settings=settings, out_dir=tmp_path, frontier=True, speed_table=speeds(model)
+    )
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not (tmp_path / "model").exists()
+    rows = json.loads((tmp_path / "frontier.json").read_text())["budgets"]
+    assert len(rows) > 8
+    assert [row["bits"] for row in rows] == sorted(row["bits"] for row in rows)
+    assert [row["predicted"] for row in rows] == sorted((row["predicted"] for row in rows), reverse=True)
+    measured = [row for row in rows if "measured" in row]
+    assert 2 <= len(measured) <= 5
+    assert all(row["measured"]["windows"] == 4 for row in measured)
+    assert rows[0]["speed"] > 1
+    # the same budget, carried out
+    row = measured[0]
+    again = tiny()
+    bits = SETTINGS | LOW | {"keep": row["share_of_parameters"] + 1e-9, "evaluate": True, "evaluation_tokens": 64}
+    found = compress(again, tokens(1024), settings=bits | {"passages": 0}, out_dir=tmp_path / "one").evaluation
+    assert found["nats"] == pytest.approx(row["measured"]["nats"], abs=1e-4)
+    page = (tmp_path / "report.html").read_text()
+    assert "The frontier" in page
+    assert f"{row['bits']:.2f} bits a weight" in str(report)
+    with pytest.raises(ValueError, match="frontier weighs operators"):
+        compress(tiny(), tokens(), settings=SETTINGS | {"menu": ("neurons",)}, frontier=True)
