@@ -28,7 +28,7 @@ from relinear.surgery.states import flat_states, place_
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import read_json, write_json
 
-__all__ = ["Menu", "OnProgress", "Work", "menu_of"]
+__all__ = ["Menu", "OnProgress", "Operators", "Work", "menu_of"]
 
 #: told the phase ("speed", "forward", "backward", "candidates", "points", "frontier", "original", "fit", "heal",
 #: "evaluation"), how much of it is done, and how much there is
