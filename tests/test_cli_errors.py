@@ -422,15 +422,92 @@ def test_interrupt_says_how_to_go_on(capfd, monkeypatch, text, tmp_path):
     assert "start the same command again" in capfd.readouterr().err
 
 
-def test_unknown_keys_are_refused_before_relinear_is_imported():
+#: wrong input of every command, and a part of the message; {model}, {text}, {plan}, {recipe} and {others} are there
+WRONG = {
+    "train --set lr=0.1": "unknown setting 'lr'; did you mean 'learning_rate'?",
+    "train --steps -1": "steps must be above 0, got -1",
+    "train --data ./no/such": "no data at './no/such'",
+    "train -r all-linear=hdpl:rnk=3": "unknown setting 'rnk'; did you mean 'rank'?",
+    "compare -o hdpl:rank=0": "rank must be at least 1, got 0",
+    "compare --recipe {recipe}": "no valid YAML",
+    "scale scale --sizes 3": "sizes.widths must be 4 values or more",
+    "sweep -p learning_rate=1..2 --trials 0": "trials must be at least 1, got 0",
+    "distill {model} --data {text} -r q_proj=nosuch": "unknown operator kind 'nosuch'",
+    "compress {model} --data {text} --plan {plan}": "no compression plan",
+    "eval nosuch": "unknown model 'nosuch'",
+    "analyze {model} --out {others}": "would be replaced",
+    "explore {model} --port 99999": "must be at most 65535",
+    "bench --shapes x": "write it as IN->OUT",
+    "check-coordinates tiny --seeds x": "write them as 0,1,2",
+    "specialize {model} --prefix-file nosuch --out {others}": "nosuch",
+    "report nosuch": "holds nothing to report",
+    "inspect ./no/such": "no such directory",
+    "list nosuch": "there is no list of 'nosuch'",
+}
+MORE = {
+    "train --model nosuch": "unknown model 'nosuch'",
+    "train --objective distill:teacher=nosuch": "unknown model 'nosuch'",
+    "train --attach nosuch": "unknown attachment kind 'nosuch'",
+    "train --threads 0": "threads must be above 0",
+    "train --recipe {recipe}": "no valid YAML",
+    "train --out {others}": "would be replaced",
+    "compare -o low_rank --data ./no/such": "no data at './no/such'",
+    "compare -o low_rank -o nosuch": "unknown operator kind 'nosuch'",
+    "scale scale --data ./no/such": "no data at './no/such'",
+    "sweep -p nosuch=1..2": "unknown setting 'nosuch'",
+    "sweep -p learning_rate=1..2 --data ./no/such": "no data at './no/such'",
+    "distill {model} -r q_proj=low_rank --data ./no/such": "no data at './no/such'",
+    "compress nosuch --data {text}": "unknown model 'nosuch'",
+    "compress {model} --data {text} --keep 80": "for 80 % write 0.8",
+    "compress {model} --data {text} --menu nosuch": "unknown operator kind 'nosuch'",
+    "compress {model} --data {text} --speed-table nosuch": "nosuch: No such file",
+    "compress {model} --data {text} --export nosuch": "must be one of plain, gguf",
+    "eval {model} --data ./no/such": "no data at './no/such'",
+    "explore nosuch": "unknown model 'nosuch'",
+    "bench --operator hdpl:rank=0": "rank must be at least 1",
+    "inspect tiny -r all-linear=low_rank:rank=0": "rank must be at least 1",
+}
+
+
+@pytest.mark.parametrize("table", [WRONG, pytest.param(MORE, marks=pytest.mark.slow)], ids=["each command", "more"])
+def test_wrong_input_is_refused_without_torch(table, saved, text, tmp_path):
+    (tmp_path / "others").mkdir()
+    for name in ("report.html", "run.json", "others/report.html", "others/metrics.jsonl"):
+        (tmp_path / name).write_text("[1")
+    places = {"model": saved, "text": text, "plan": tmp_path / "run.json", "recipe": tmp_path / "run.json"}
+    lines = [line.format(**places, others=tmp_path / "others").split() for line in table]
     program = (
-        "import sys; from relinear_cli.main import main\n"
-        "code = main(['train', '--set', 'lr=0.1'])\n"
-        "sys.exit(0 if code == 2 and 'torch' not in sys.modules else 1)"
+        "import json, sys; from relinear_cli.main import main\n"
+        "for line in json.loads(sys.argv[1]):\n"
+        "    print('code', main(line), 'torch' in sys.modules, file=sys.stderr)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0
-    assert "unknown setting 'lr'; did you mean 'learning_rate'?" in done.stderr
+    arguments = [sys.executable, "-c", program, json.dumps(lines)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=tmp_path)
+    for line, said in zip(table, done.stderr.split("code ")[:-1], strict=True):
+        assert table[line] in said, line
+    assert [line for line in done.stderr.splitlines() if line.startswith("code")] == ["code 2 False"] * len(table)
+
+
+def test_a_rehearsal_changes_nothing_and_what_it_cannot_know_is_left_to_the_command(tmp_path):
+    program = """
+import os, sys
+from pathlib import Path
+from relinear_cli.rehearsal import refusal
+
+def wrong(*_): raise ValueError("wrong")
+def written(): Path("written").write_text("x"); wrong()
+def of_a_pipe(): open("pipe").read(); wrong()
+def with_torch(): import torch; wrong(torch.zeros(1))
+def of_an_import(): import beside
+def foreign(): raise RuntimeError("a fault")
+os.mkfifo("pipe")
+Path("beside.py").write_text("import torch\\nif torch.__version__: pass\\nraise ValueError('wrong')")
+sys.path.insert(0, "")
+found = [refusal(one) for one in (wrong, written, of_a_pipe, with_torch, of_an_import, foreign)]
+assert found == ["wrong", None, None, None, None, None], found
+assert not Path("written").exists()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, timeout=60)
 
 
 def test_what_is_known_of_settings_without_their_classes_is_true():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from relinear_cli.options import TextColumn, Tokenizer, load_model, load_model_tokenizer
+from relinear_cli.options import TextColumn, Tokenizer, load_model, load_model_tokenizer, prepare_process
 
 if TYPE_CHECKING:
     from relinear.analysis.analyses import Result
@@ -42,6 +42,7 @@ def command(
     check_names(names)
     check_ours(out, "analyze")
     text = HeldOutText(DataSettings(data=data, text_column=text_column), sequences, length)
+    prepare_process(models=[model, *([control] if control else [])], texts=[text.data])
     results = analyze_saved(model, text, out, names, control, tokenizer)
     for name, result in results.items():
         print(f"\n{name}\n{result.text}")

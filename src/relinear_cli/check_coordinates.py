@@ -48,6 +48,7 @@ def command(
 
     check_ours(out, "coordinates")
     sizes = parse_integers("--widths", widths) or []
+    drawn = parse_integers("--seeds", seeds) or []
     settings = TrainSettings.load(
         {
             "model": model,
@@ -65,7 +66,7 @@ def command(
         settings,
         sizes,
         steps=steps,
-        seeds=parse_integers("--seeds", seeds) or [],
+        seeds=drawn,
         on_progress=lambda done, total: print(f"\r{done} of {total} models", end="\n" if done == total else ""),
     )
     found |= {"command": command_line(), "machine": describe_machine()}

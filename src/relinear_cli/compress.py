@@ -69,7 +69,11 @@ def command(
     **Example:** `relinear compress models/smollm2 --keep 0.8 --data stdlib --out runs/compress`
     """
     from relinear.compress import CompressSettings, compress
+    from relinear.compress.checks import check_directory
+    from relinear.compress.plan import read_layers
     from relinear.compress.run import proposal
+    from relinear.compress.speed import SpeedTable
+    from relinear.core.config import check_choice
     from relinear.data import DataSettings, iter_texts
     from relinear.data.corpora import whole_or_held_out
     from relinear_cli.errors import resumable
@@ -87,7 +91,12 @@ def command(
             f"--evaluate-on {seen[0]} is the text of --data, and what calibration saw judges nothing. Name another: of "
             "--data the part behind what calibration takes is judged on in any case"
         )
-    prepare_process(threads)
+    check_choice("--export", export or "plain", ["plain", "gguf"])
+    check_directory(out)
+    if plan is not None:
+        read_layers(plan)
+    table = None if speed_table is None else SpeedTable.load(speed_table)
+    prepare_process(threads, models=[model], texts=[*corpora.values(), *others.values()])
     reader = load_model_tokenizer(model, tokenizer)
     loaded = load_model(model)
     with resumable("start the same command again"), watch_compression() as on_progress:
@@ -101,7 +110,7 @@ def command(
             plan_file=plan,
             plan_only=plan_only,
             frontier=frontier,
-            speed_table=speed_table,
+            speed_table=table,
             evaluate_on={name: iter_texts(text, judged_on[name], conversations=True) for name, text in others.items()},
             export=export,  # type: ignore[arg-type]  # checked by the function
             out_dir=out,

@@ -65,7 +65,7 @@ def command(
     settings = DistillSettings.load(given, "settings")
     mapping = operator_mapping(replace)
     text = DataSettings.load({"data": data} | ({"text_column": text_column} if text_column else {}), "data")
-    prepare_process(threads)
+    prepare_process(threads, models=[model], texts=[text])
     reader = load_model_tokenizer(model, tokenizer)
     loaded = load_model(model)
     with resumable("start the same command again"), watch_distillation() as on_progress:

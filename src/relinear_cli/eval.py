@@ -48,6 +48,9 @@ def command(
     """
     import json
 
+    from relinear import evaluate
+    from relinear.data import DataSettings, iter_texts, prepare_data
+
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
         raise ValueError("--tasks names no task; give perplexity, lambada, or tasks of lm-eval")
@@ -58,12 +61,9 @@ def command(
     folder, settings = _run_settings(directory)
     if "perplexity" in names and data is None and settings is None:
         raise ValueError(f"{directory} is no run of relinear train, so it names no data to evaluate on; give --data")
-    prepare_process()
+    prepare_process(texts=[] if data is None else [DataSettings.load({"data": data}, "data")])
     reader = load_model_tokenizer(folder, tokenizer)
     model = load_model(folder, presets=False)
-
-    from relinear import evaluate
-    from relinear.data import DataSettings, iter_texts, prepare_data
 
     results: dict[str, Any] = {}
     if "perplexity" in names:

@@ -51,9 +51,10 @@ def command(
 
     if static is not None:
         check_page(static)
-    prepare_process()
+    text = DataSettings(data=data, text_column=text_column)
+    prepare_process(models=[model, *([second] if second else [])], texts=[text], presets=False)
     wanted = {
-        "data": DataSettings(data=data, text_column=text_column),
+        "data": text,
         "sequences": sequences,
         "length": length,
         "wanted": [name.strip() for name in (sites or "").split(",") if name.strip()],

@@ -35,9 +35,10 @@ def command(
     import relinear
     from relinear.compare.recipe import parse_overrides
 
+    mapping = operator_mapping(replace or [])
     loaded = load_model(model, parse_overrides(overrides or []), meta=not causality)
-    if replace:
-        table = relinear.replace_(loaded, operator_mapping(replace), layers=parse_layers(layers))
+    if mapping:
+        table = relinear.replace_(loaded, mapping, layers=parse_layers(layers))
     else:
         table = relinear.summary(loaded)
     report = relinear.check_causality(loaded) if causality else None

@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from relinear_cli.errors import USER_ERROR, exit_code
 from relinear_cli.fields import check_keys, fields_of
+from relinear_cli.rehearsal import refusal
 
 __all__ = ["COMMANDS", "app", "command_of", "main", "run"]
 
@@ -165,8 +166,15 @@ for _name in COMMANDS:
 
 
 def _invoke(arguments: Sequence[str]) -> int | None:
+    rest = _without_imports(arguments)
+    if message := refusal(lambda: _carry_out(rest)):
+        raise ValueError(message)
+    return _carry_out(rest)
+
+
+def _carry_out(arguments: Sequence[str]) -> int | None:
     try:
-        result: Any = app(args=_without_imports(arguments), prog_name="relinear", standalone_mode=False)
+        result: Any = app(args=[*arguments], prog_name="relinear", standalone_mode=False)
     except _Ended as ended:
         raise ended.interrupt from None
     except typer.Abort as error:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from relinear_cli.rehearsal import rehearsing
+
+if TYPE_CHECKING:
+    from relinear.data import DataSettings
 
 __all__ = [
     "Attach",
@@ -56,16 +62,31 @@ ShareWork = Annotated[
 ]
 
 
-def prepare_process(threads: int | None = None) -> None:
-    """Ready a process that is going to compute: set its threads (if given), tune the allocator."""
+def prepare_process(
+    threads: int | None = None, *, models: Iterable[str] = (), texts: Iterable[DataSettings] = (), presets: bool = True
+) -> None:
+    """Ready a process that is going to compute: look for what it names, set its threads, tune the allocator.
+
+    Raises:
+        ValueError, OSError: for models (which may be ``presets``) and texts that are not there.
+    """
+    from relinear.data.corpora import open_corpus
+    from relinear.models import model_folder
+
+    if threads is not None and threads < 1:
+        raise ValueError(f"--threads must be at least 1, got {threads}")
+    for name in models:
+        find_model(model_folder(name), presets=presets)
+    for text in texts:
+        open_corpus(text)
+    if rehearsing():
+        return
     import torch
     from transformers.utils.logging import disable_progress_bar
 
     from relinear.system.allocator import tune_allocator
 
     if threads is not None:
-        if threads < 1:
-            raise ValueError(f"--threads must be at least 1, got {threads}")
         torch.set_num_threads(threads)
     disable_progress_bar()  # of loading and writing weights: a flicker among our own
 

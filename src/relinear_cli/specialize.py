@@ -27,9 +27,6 @@ def command(
 
     **Example:** `relinear specialize runs/cgt/model --prefix-file prompt.txt --out runs/specialized`
     """
-    import torch
-    from transformers import AutoConfig
-
     from relinear.models.cgt.config import CGTConfig
     from relinear.models.cgt.specialize import specialize
     from relinear.surgery.checkpoint import from_pretrained, reading_config, save_pretrained
@@ -38,15 +35,18 @@ def command(
 
     if not (model / "config.json").is_file():
         raise ValueError(f"{model} is no directory of a saved model: it has no config.json")
+    check_ours(out, "saved")
+    with writing(prefix_file):
+        prefix = prefix_file.read_text(encoding="utf-8")
+    import torch
+    from transformers import AutoConfig
+
     with reading_config(model):
         config = AutoConfig.from_pretrained(model)
     if not isinstance(config, CGTConfig):
         raise ValueError(f"{model} holds no CGT; only a relinear.CGTForCausalLM can be specialised")
-    check_ours(out, "saved")
     encoder = load_model_tokenizer(str(model), tokenizer)
     loaded = from_pretrained(model).eval()
-    with writing(prefix_file):
-        prefix = prefix_file.read_text(encoding="utf-8")
     ids = torch.tensor(encoder(prefix)["input_ids"], dtype=torch.long)
     if not len(ids):
         raise ValueError(f"{prefix_file} has no text")

@@ -17,6 +17,7 @@ from relinear.compare.sharing import Piece, alone_at, carry_out, check_sharing, 
 from relinear.compare.tune import open_study, study_path
 from relinear.compare.worker import InProcess, Worker
 from relinear.core.config import shown
+from relinear.data.corpora import open_corpus
 from relinear.models import model_place
 from relinear.system.files import read_json, write_json, writing
 from relinear.system.lock import only_process_in
@@ -121,6 +122,7 @@ def sweep(
         for end in parameter.choices or (parameter.low, parameter.high):
             trial = TrainSettings.load(apply_overrides(values, {parameter.name: end}), f"--param {parameter.name}")
             model_place(trial.model)
+    open_corpus(base.data)
     out_dir = Path(out_dir)
     record = {"base": base.model_dump(mode="json"), "parameters": [_as_json(p) for p in parameters], "seed": seed}
     _check_same(out_dir, record)

@@ -37,6 +37,23 @@ class LayerPlan:
         return dataclasses.asdict(self) | {"operator": None if self.operator is None else self.operator.to_dict()}
 
 
+def read_layers(path: str | Path) -> dict[str, dict[str, Any]]:
+    """Return what a plan's file says of each layer, for whatever model. Raises ValueError if it is no plan."""
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"there is no plan {path}: give the file, such as DIR/plan.json")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        layers = dict(values["layers"])
+        stated = {name: dict(layer) for name, layer in layers.items()}
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is no compression plan ({type(error).__name__}: {cut(str(error))})") from error
+    if values.get("format", FORMAT) != FORMAT or not stated:
+        what = f"format {FORMAT} is read, got {shown(values.get('format'))}" if stated else "it names no layer"
+        raise ValueError(f"{path} is no compression plan that can be carried out: {what}")
+    return stated
+
+
 @dataclasses.dataclass(frozen=True)
 class CompressPlan:
     """What every layer that may be replaced becomes. ``str`` shows it by type of layer.
@@ -86,21 +103,9 @@ class CompressPlan:
             ValueError: if the file is no plan, or names a layer that the model does not have or an operator that does
                 not fit it.
         """
-        path = Path(path)
-        if not path.is_file():
-            raise ValueError(f"there is no plan {path}: give the file, such as DIR/plan.json")
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            layers = dict(values["layers"])
-            stated = {name: dict(layer) for name, layer in layers.items()}
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path} is no compression plan ({type(error).__name__}: {cut(str(error))})") from error
-        if values.get("format", FORMAT) != FORMAT or not stated:
-            what = f"format {FORMAT} is read, got {shown(values.get('format'))}" if stated else "it names no layer"
-            raise ValueError(f"{path} is no compression plan that can be carried out: {what}")
         modules = dict(model.named_modules())
         plans = {}
-        for name, layer in stated.items():
+        for name, layer in read_layers(path).items():
             module = modules.get(name)
             if module is None or not is_linear(module) or isinstance(module, Operator):
                 raise ValueError(f"{path}: the model has no linear layer {shown(name)}; the plan is for another model")
@@ -109,7 +114,7 @@ class CompressPlan:
             plans[name] = LayerPlan(
                 operator, size, module_parameters(module), _nats(layer, operator, size, f"{path}: {name}")
             )
-        _check_linear({name: p.operator for name, p in plans.items() if p.operator is not None}, modules, path)
+        _check_linear({name: p.operator for name, p in plans.items() if p.operator is not None}, modules, Path(path))
         whole = module_parameters(model)
         return cls(plans, whole - sum(p.parameters_before for p in plans.values()))
 

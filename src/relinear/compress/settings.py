@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from relinear.core.operator import OperatorConfig
 from relinear.core.settings import Seed, Settings
 
 __all__ = ["CompressSettings"]
@@ -144,6 +145,8 @@ class CompressSettings(Settings):
                 )
         if not self.menu:
             raise ValueError("menu is empty: name at least one operator, such as low_rank")
+        for text in set(self.menu) - {"neurons"}:
+            OperatorConfig.read(text)
         if "neurons" in self.menu and len(self.menu) > 1:
             raise ValueError("menu: neurons narrows all layers alike, so it stands alone; name no operator beside it")
         if "neurons" in self.menu:

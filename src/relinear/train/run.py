@@ -15,6 +15,7 @@ from relinear.core.config import nearest, shown
 from relinear.core.context import check_context_is_there
 from relinear.core.vocabulary import most_positions
 from relinear.data import prepare_data
+from relinear.data.corpora import open_corpus
 from relinear.models import draw_as_torch_, from_preset, model_place, preset_names
 from relinear.surgery import checkpoint as checkpoint_room
 from relinear.surgery.plan import attach_, plan
@@ -225,9 +226,10 @@ def train(
     done = _ended(settings, out_dir) if resume else None
     if done is not None:
         return done
-    _check_model(settings)
+    open_corpus(settings.data)
     if settings.minimised is not None:
         settings.minimised.check()
+    _check_model(settings)
     data = prepare_data(settings.data)
     model = build_model(settings, data.vocab_size)
     with only_process_in(out_dir) if is_first_rank() else contextlib.nullcontext():
