@@ -11,6 +11,8 @@ from typing import Any
 from measured import table
 from relinear.core.operator import OperatorConfig
 
+#: settings, and words of one, that are shown at once; more are folded
+MOST, WORDS = 5, 25
 #: an entry of "Args:", which starts four blanks in; what goes on stands further in
 _ENTRY = re.compile(r"^    ([a-z_]+(?:, [a-z_]+)*): (.*(?:\n      .*)*)", flags=re.M)
 
@@ -24,7 +26,12 @@ def settings_table(kind: str) -> str:
     if missing:
         raise ValueError(f"{config.__name__}'s docstring says nothing of {', '.join(missing)}")
     rows = [[f"`{field.name}`", f"`{_default(field)}`", meanings[field.name]] for field in fields]
-    return table(["setting", "default", "meaning"], rows)
+    found = table(["setting", "default", "meaning"], rows)
+    if len(rows) <= MOST and max(len(row[2].split()) for row in rows) <= WORDS:
+        return found
+    named = ", ".join(row[0].strip("`") for row in rows[:3])
+    summary = f"{len(rows)} settings: {named} ..."
+    return f'<details markdown="1">\n<summary>{summary}</summary>\n\n{found}\n\n</details>'
 
 
 def meanings_of(config: type) -> dict[str, str]:

@@ -37,8 +37,11 @@ def _section(name: str, command: Callable) -> str:
     """One command: what its docstring says, its examples as a block, a table of its options."""
     examples = "\n".join(re.findall(r"\*\*Example:\*\* `(.+)`", inspect.getdoc(command) or ""))
     rows = [_row(*found) for found in _parameters(command)]
-    table = "\n".join(["| option | what it is | default |", "| --- | --- | --- |", *rows] if rows else [])
-    return f"\n## relinear {name}\n\n{_prose(command)}\n\n```sh\n{examples}\n```\n\n{table}\n"
+    table = "\n".join(["| option | what it is | default |", "| --- | --- | --- |", *rows])
+    folded = (
+        f'<details markdown="1">\n<summary>{len(rows)} options</summary>\n\n{table}\n\n</details>\n' if rows else ""
+    )
+    return f"\n## relinear {name}\n\n{_prose(command)}\n\n```sh\n{examples}\n```\n\n{folded}"
 
 
 def _prose(command: Callable) -> str:
