@@ -132,30 +132,26 @@ def _report_slower(recorded: dict[str, Any], result: dict[str, Any]) -> None:
 
 def _whole_models(settings: ModelBenchSettings, operators: list[str], out: Path) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     from relinear.bench.models import run_model_bench
     from relinear.bench.page import models_section
+    from relinear.pages.blocks import Table
     from relinear.pages.page import write_page
     from relinear.system.allocator import tune_allocator
     from relinear_cli.options import operator_mapping
+    from relinear_cli.table import print_table
 
     if not operators:
         raise ValueError("--model needs at least one --operator to compare with the stock model")
     variants = {text: operator_mapping([text]) for text in operators}
-    console = Console(stderr=True)
-    with console.status("preparing") as status:
+    with Console(stderr=True).status("preparing") as status:
         result = run_model_bench(settings, variants, out, allocator=tune_allocator(), report=status.update)
-    shown = Table("variant", "parameters", "dtype", "mode", "pass", "batch", "tokens / s", "speed", box=None)
-    for row in result["rows"]:
-        mode = "compiled" if row["compiled"] else "eager"
-        cells = f"{row['parameters']:,}", row["dtype"], mode, row["phase"], str(row["batch_size"])
-        shown.add_row(row["variant"], *cells, f"{row['tokens_per_second']:,.0f}", f"{row['speedup']:.2f}")
-    Console(width=max(Console().width, 110)).print(shown)
+    section = models_section(result)
+    print_table(next(block for block in section.blocks if isinstance(block, Table)))
     if set(settings.passes) - {"step"}:
         print(f"prefill and decode: {_inference(settings.for_inference)}")
     print(f"speed is relative to the stock model, above 1 is faster; allocator: {result['allocator'] or 'untouched'}")
-    print(f"written: {out / 'models.json'}, {write_page(out / 'report.html', [models_section(result)])}")
+    print(f"written: {out / 'models.json'}, {write_page(out / 'report.html', [section])}")
 
 
 def _inference(kept: bool) -> str:

@@ -21,14 +21,16 @@ from relinear.system.files import read_json
 
 __all__ = [
     "RESULTS",
-    "budget_rows",
+    "budget_table",
     "gap_text",
     "gib",
     "number",
     "plus_minus",
     "read_results",
     "results_section",
+    "results_table",
     "scale_section",
+    "scale_table",
     "write_report",
     "write_scale_plot",
 ]
@@ -167,7 +169,7 @@ def results_section(directory: str | Path) -> Section:
     directory = Path(directory)
     results = read_results(directory)
     entries = results["entries"]
-    palette = colours([entry | {"dense": entry["name"] == _dense(results)} for entry in entries])
+    palette = _palette(results)
     panels = {
         "curves": figures.curves(entries, palette, results.get("ngram")),
         "gaps": figures.gaps(entries, palette, _dense(results)),
@@ -183,8 +185,12 @@ def results_section(directory: str | Path) -> Section:
     ]
     matched = [Text(results["match"]["text"])] if results["match"]["by"] != "none" else []
     blocks: list[Block] = [Text(results["description"])] if results["description"] else []
-    blocks += [Text(results["budget"]), *matched, Text("Results", heading=True), _table(results, palette)]
-    blocks += [Text(" ".join(results["notes"]), soft=True), *_budgets(results), *charts]
+    blocks += [Text(results["budget"]), *matched, Text("Results", heading=True), results_table(results)]
+    blocks.append(Text(" ".join(results["notes"]), soft=True))
+    by_budget = budget_table(results)
+    if by_budget is not None:
+        blocks += [Text(f"Gap to {results['reference']} by budget", heading=True), by_budget]
+    blocks += charts
     blocks += [Text("Entries", heading=True), _operators(results, palette), Text("Every setting", heading=True)]
     if results.get("recipe"):
         blocks.append(Listing("recipe, as given", as_yaml(results["recipe"])))
@@ -197,6 +203,11 @@ def _day(moment: str) -> str:
     """A moment of UTC in ISO 8601 as a reader takes it, to the minute; anything else as it stands."""
     found = re.fullmatch(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d):[\d.]+\+00:00", moment)
     return f"{found[1]} {found[2]} UTC" if found else moment
+
+
+def _palette(results: Mapping[str, Any]) -> dict[str, str]:
+    """A colour an entry."""
+    return colours([entry | {"dense": entry["name"] == _dense(results)} for entry in results["entries"]])
 
 
 def _dense(results: Mapping[str, Any]) -> str | None:
@@ -221,9 +232,10 @@ def _ran(results: Mapping[str, Any]) -> list[Block]:
     return what_ran(results, {"recipe": results["name"], "budget": results["budget"], "seeds": seeds})
 
 
-def _table(results: Mapping[str, Any], palette: Mapping[str, str]) -> Table:
-    """A row an entry, with spreads over seeds and, in small print, ratios to the dense entry."""
-    entries, reference = results["entries"], results.get("reference")
+def results_table(results: Mapping[str, Any]) -> Table:
+    """Return a row an entry, with spreads over seeds and, in small print, ratios to the dense entry."""
+    entries, reference = results["entries"], results.get("reference")  # older comparisons have none
+    palette = _palette(results)
     base = next((entry for entry in entries if entry["name"] == _dense(results)), None)
     lowest = min(entry["validation_loss"]["mean"] for entry in entries)
     head = ["entry", "validation loss", *([f"gap to {reference}"] if reference else []), "perplexity", "at step 0"]
@@ -264,16 +276,6 @@ def _ratio(value: float, base: float | None) -> str:
     return f"{value / base:.3g}× dense" if base else ""
 
 
-def _budgets(results: Mapping[str, Any]) -> list[Block]:
-    rows = budget_rows(results)
-    if not rows:
-        return []
-    entries = {entry["name"] for entry in results["entries"]}
-    names = [row[0].removesuffix(" (loss)") for row in rows[1:]]
-    shown = [Row(row, name if name in entries else None) for row, name in zip(rows[1:], names, strict=True)]
-    return [Text(f"Gap to {results['reference']} by budget", heading=True), Table(rows[0], shown)]
-
-
 def _operators(results: Mapping[str, Any], palette: Mapping[str, str]) -> Table:
     matched = results["match"]["by"] != "none"
     head = ["entry", "operators", "parameters", "FLOPs / token", *(["off the target"] if matched else [])]
@@ -296,20 +298,34 @@ def scale_section(directory: str | Path) -> Section:
     palette = colours([{"name": entry["name"]} for entry in entries])
     text = "Loss against {}: a point a size, and every entry's power law."
     live = _charts(Path(directory) / "plots" / "scale", figures.scaling(entries, AXES), text)
-    widths = [str(point["width"]) for point in entries[0]["points"]]
-    rows = []
-    for entry in entries:
-        losses = [point["validation_loss"]["mean"] for point in entry["points"]]
-        fits = [entry[axis] and entry[axis]["fit"]["b"] for axis in AXES]
-        cells: list[Cell | str] = [entry["name"], *(Cell(f"{loss:.3f}", loss) for loss in losses)]
-        cells += [Cell(f"{b:.3f}" if b else "–", b or None) for b in fits]
-        rows.append(Row(cells, entry["name"], palette[entry["name"]]))
-    head = ["loss at width", *widths, *(f"b ({axis})" for axis in AXES)]
-    table: list[Block] = [Text("Results", heading=True), Table(head, rows), Text("loss = a x^-b", soft=True)]
+    table: list[Block] = [Text("Results", heading=True), scale_table(results), Text("loss = a x^-b", soft=True)]
     verdicts = [Text(verdict) for verdict in results["verdicts"]]
     blocks: list[Block] = [*([Text(results["description"])] if results.get("description") else []), *table, *verdicts]
     blocks += [*live, Listing("recipe, as given", as_yaml(results.get("recipe")))]
     return Section(results["name"], "scale", [*blocks, *what_ran(results)], palette)
+
+
+def scale_table(results: Mapping[str, Any]) -> Table:
+    """Return a row an entry: its losses by width, and the exponents of its power laws with their intervals."""
+    from relinear.compare.scaling import AXES
+
+    entries = results["entries"]
+    palette = colours([{"name": entry["name"]} for entry in entries])
+    rows = []
+    for entry in entries:
+        losses = [point["validation_loss"]["mean"] for point in entry["points"]]
+        cells: list[Cell | str] = [entry["name"], *(Cell(f"{loss:.3f}", loss) for loss in losses)]
+        cells += [_exponent(entry[axis] and entry[axis]["fit"]) for axis in AXES]
+        rows.append(Row(cells, entry["name"], palette[entry["name"]]))
+    widths = [str(point["width"]) for point in entries[0]["points"]]
+    return Table(["loss at width", *widths, *(f"b ({axis})" for axis in AXES)], rows)
+
+
+def _exponent(fit: Mapping[str, Any] | None) -> Cell:
+    if fit is None:
+        return Cell("–")
+    low, high = fit["b_interval"]
+    return Cell(f"{fit['b']:.3f} [{low:.3f}, {high:.3f}]", fit["b"])
 
 
 def write_scale_plot(directory: str | Path) -> Path:
@@ -344,20 +360,20 @@ def gap_text(gap: Mapping[str, Any] | None) -> str:
     return mean if gap["low"] is None else f"{mean} [{gap['low']:+.3f}, {gap['high']:+.3f}]"
 
 
-def budget_rows(results: Mapping[str, Any]) -> list[list[str]]:
-    """Entry by budget: a head row, then a row an entry with its gaps; the reference and the n-grams have losses."""
+def budget_table(results: Mapping[str, Any]) -> Table | None:
+    """Return gaps by entry and budget, of the reference and the n-grams losses; None where there is one budget."""
     budgets = results.get("budgets") or []
     if not budgets:
-        return []
-    rows = [["tokens", *(number(budget["tokens"]) for budget in budgets)]]
+        return None
+    rows = []
     for index, entry in enumerate(budgets[-1]["entries"]):
         cells = [budget["entries"][index] for budget in budgets]
         texts = [gap_text(cell["gap"]) if cell["gap"] else plus_minus(cell["validation_loss"]) for cell in cells]
-        rows.append([entry["name"] + " (loss)" * (entry["gap"] is None), *texts])
+        rows.append(Row([entry["name"] + " (loss)" * (entry["gap"] is None), *texts], entry["name"]))
     if all(budget["ngram"] for budget in budgets):
         losses = [f"{budget['ngram']['validation_loss']:.3f}" for budget in budgets]
-        rows.append([f"{budgets[-1]['ngram']['order']}-grams (loss)", *losses])
-    return rows
+        rows.append(Row([f"{budgets[-1]['ngram']['order']}-grams (loss)", *losses]))
+    return Table(["tokens", *(number(budget["tokens"]) for budget in budgets)], rows)
 
 
 def gib(value: float | None) -> str:
