@@ -2,7 +2,6 @@
 
 import math
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from relinear.compare.results import comparison_result
 from relinear.compare.run import _Comparison, compare
 from relinear.compare.scaling import at_size
-from relinear.compare.series import at_budget, carry_out_budgets
+from relinear.compare.series import at_budget, over_budgets
 from relinear.compare.settings import CompareSettings, Tune
 from relinear.compare.sharing import Piece, share_out
 from relinear.compare.speed import _figures
@@ -117,13 +116,14 @@ def test_later_budgets_are_checked_where_the_recipe_asks_for_it_and_tell_of_edge
     assert at_budget(recipe(**series, tune=tune), 2, chosen).tune is None
     assert at_budget(recipe(**series, tune=tune | {"check_full_length": True}), 2, chosen).tune.check_full_length
 
-    def carry_out(at_one, folder):
+    def at(index):
+        at_one = at_budget(recipe(**series, tune=tune), index, chosen)
         tuned = {"edge": at_one.tokens == 2000, "trials": []} if at_one.tune else None
         entry = {"learning_rate": 0.002, "tuning": tuned, "validation_loss": {"mean": 2.0}, "gap": None, "runs": []}
         entries = [entry | {"name": name, "settings": {"model_overrides": {}}} for name in at_one.entries]
         return {"entries": entries, "ngram": None, "notes": []}
 
-    notes = carry_out_budgets(recipe(**series, tune=tune), Path("out"), carry_out)["notes"]
+    notes = over_budgets(recipe(**series, tune=tune), [at(index) for index in range(3)])["notes"]
     assert [note for note in notes if "edge" in note] == [
         "At 2,000 tokens: The best learning rate lies at the edge of the grid for dense, low_rank: widen the grid."
     ]

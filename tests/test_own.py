@@ -164,7 +164,7 @@ def test_a_build_is_kept_under_its_hash(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.utils.cpp_extension.load", load)
     path = own_folder(tmp_path / "kernels") / "kernels-key.so"
     build._build(path)
-    kept = build._kept_library(path)
+    kept = build._cached_library(path)
     assert kept is not None
     assert kept.read_bytes() == b"code"
     assert not kept.stat().st_mode & 0o022

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.anatomy import layer_index
+from relinear.core.hooks import watching
 from relinear.core.modes import evaluating
 from relinear.core.operator import check_model
 from relinear.core.vocabulary import most_positions
@@ -142,24 +143,17 @@ def _outputs(model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
     length = inputs.shape[1]
     found: dict[str, Tensor] = {}
 
-    def keep(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            value = _first_tensor(output)
-            if value is None or name in found:
-                return
-            if value.ndim > 1 and tuple(value.shape[:2]) == (1, length):
-                value = value[0]
-            if value.ndim and value.shape[0] == length and value.is_floating_point():
-                found[name] = value.reshape(length, -1).clone()
+    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        value = _first_tensor(output)
+        if value is None or name in found:
+            return
+        if value.ndim > 1 and tuple(value.shape[:2]) == (1, length):
+            value = value[0]
+        if value.ndim and value.shape[0] == length and value.is_floating_point():
+            found[name] = value.reshape(length, -1).clone()
 
-        return hook
-
-    handles = [module.register_forward_hook(keep(name)) for name, module in model.named_modules()]
-    try:
+    with watching(model.named_modules(), note):
         model(input_ids=inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
     return found
 
 

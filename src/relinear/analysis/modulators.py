@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from relinear.analysis.analyses import Result, Subject, short_name
 from relinear.core.anatomy import layer_index
+from relinear.core.hooks import watching
 from relinear.core.modes import evaluating
 from relinear.pages.blocks import Block, Cell, Chart, Picture, Row, Table
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Heat, Panel, Series, numbered
@@ -130,10 +131,10 @@ def record_modulators(model: Any, ids: Tensor, *, keep: str | None = None, token
         raise ValueError(f"no module named {keep!r} has channel gates; there are: {', '.join(dict.fromkeys(known))}")
     keep = keep or (known[-1] if known else None)
 
-    def look(name: str, module: Any, x: Tensor) -> None:
+    def look(name: str, module: Any, args: tuple, output: Any) -> None:
         row: dict[str, Any] = {"layer": layer_index(model, name) or 0, "module": name.rpartition(".")[2]}
         row["alphas"], row["gates"] = module.alphas(), {}
-        for kind, gate in module.gates_of(x).items():
+        for kind, gate in module.gates_of(args[0]).items():
             flat = gate.reshape(-1, gate.shape[-1]).float().cpu()
             extent = {"mean": flat.mean().item(), "least": flat.min().item(), "largest": flat.max().item()}
             row["gates"][kind] = extent | variance_split(flat)
@@ -144,16 +145,8 @@ def record_modulators(model: Any, ids: Tensor, *, keep: str | None = None, token
                 channel[name] = first.clone()
         statistics[name] = row
 
-    handles = [
-        module.register_forward_pre_hook(lambda module, args, name=name: look(name, module, args[0]))
-        for name, module in found.items()
-    ]
-    try:
-        with evaluating(model):
-            model(ids.to(next(model.parameters()).device), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with watching(found.items(), look), evaluating(model):
+        model(ids.to(next(model.parameters()).device), use_cache=False)
     ordered = {name: statistics[name] for name in found if name in statistics}
     return GateRecord(ordered, scalar, channel)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from relinear.core.anatomy import decoder
 from relinear.core.context import context_owner
+from relinear.core.hooks import watching
 from relinear.core.modes import evaluating
 
 __all__ = ["gated_operators", "record_contexts", "record_gates"]
@@ -42,22 +43,14 @@ def record_gates(model: nn.Module, ids: Tensor) -> Iterator[dict[str, dict[str, 
         raise ValueError("no layer of this model has gates; this analysis is for context-conditioned layers (ccl)")
     seen: dict[str, dict[str, Tensor]] = {}
 
-    def keep(name: str) -> Any:
-        def hook(module: Any, args: Any, output: Any) -> None:
-            seen[name] = {part: gate.flatten(0, -2).float() for part, gate in module.gates().items()}
+    def note(name: str, module: Any, args: Any, output: Any) -> None:
+        seen[name] = {part: gate.flatten(0, -2).float() for part, gate in module.gates().items()}
 
-        return hook
-
-    handles = [module.register_forward_hook(keep(name)) for name, module in operators.items()]
-    try:
-        with evaluating(model):
-            for row in ids:
-                seen.clear()
-                model(input_ids=row[None])
-                yield dict(seen)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with watching(operators.items(), note), evaluating(model):
+        for row in ids:
+            seen.clear()
+            model(input_ids=row[None])
+            yield dict(seen)
 
 
 @torch.no_grad()

@@ -44,31 +44,30 @@ __all__ = ["Algebra", "Blades", "Multivector"]
 LARGEST_ALGEBRA = 6
 
 
-def _kept(signature: tuple[int, int, int], keep: Callable[..., np.ndarray]) -> np.ndarray:
-    """The table of products with the entries whose grades (of the first, the result, the second) are kept."""
+def _of_grades(signature: tuple[int, int, int], wanted: Callable[..., np.ndarray]) -> np.ndarray:
+    """The table of products with the entries whose grades (of the first, the result, the second) are wanted."""
     grade = grades(sum(signature))
-    wanted = keep(grade[:, None, None], grade[None, :, None], grade[None, None, :])
-    return geometric_table(*signature) * wanted
+    return geometric_table(*signature) * wanted(grade[:, None, None], grade[None, :, None], grade[None, None, :])
 
 
 def wedge_table(p: int, q: int, r: int) -> np.ndarray:
     """Outer products of blades: what is of grade s + t in a product of grades s and t."""
-    return _kept((p, q, r), lambda s, result, t: result == s + t)
+    return _of_grades((p, q, r), lambda s, result, t: result == s + t)
 
 
 def left_contraction_table(p: int, q: int, r: int) -> np.ndarray:
     """Return what is of grade t - s."""
-    return _kept((p, q, r), lambda s, result, t: result == t - s)
+    return _of_grades((p, q, r), lambda s, result, t: result == t - s)
 
 
 def right_contraction_table(p: int, q: int, r: int) -> np.ndarray:
     """Return what is of grade s - t."""
-    return _kept((p, q, r), lambda s, result, t: result == s - t)
+    return _of_grades((p, q, r), lambda s, result, t: result == s - t)
 
 
 def inner_table(p: int, q: int, r: int) -> np.ndarray:
     """Return what is of grade abs(s - t), where neither is a scalar."""
-    return _kept((p, q, r), lambda s, result, t: (result == abs(s - t)) & (s > 0) & (t > 0))
+    return _of_grades((p, q, r), lambda s, result, t: (result == abs(s - t)) & (s > 0) & (t > 0))
 
 
 def _one(n: int) -> np.ndarray:

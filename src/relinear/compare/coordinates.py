@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.anatomy import decoder_layers, paths
+from relinear.core.hooks import watching
 from relinear.data import prepare_data
 from relinear.models import preset_config, preset_names
 from relinear.train.optim import build_optimizer
@@ -177,21 +178,14 @@ def _recording(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     """What layers and sub-blocks return while a ``with`` block runs, by kind, in order."""
     found: dict[str, list[Tensor]] = {}
 
-    def noting(kind: str) -> Callable[[nn.Module, Any, Any], None]:
-        def note(module: nn.Module, args: Any, output: Any) -> None:
-            value = output[0] if isinstance(output, tuple) else output
-            found.setdefault(kind, []).append(value.detach())
+    def note(kind: str, module: nn.Module, args: Any, output: Any) -> None:
+        value = output[0] if isinstance(output, tuple) else output
+        found.setdefault(kind, []).append(value.detach())
 
-        return note
-
-    modules = [(layer, KINDS[0]) for layer in decoder_layers(model)]
-    modules += [(path.module, KINDS[1] if path.role == "attention" else KINDS[2]) for path in paths(model)]
-    handles = [module.register_forward_hook(noting(kind)) for module, kind in modules]
-    try:
+    modules = [(KINDS[0], layer) for layer in decoder_layers(model)]
+    modules += [(KINDS[1] if path.role == "attention" else KINDS[2], path.module) for path in paths(model)]
+    with watching(modules, note):
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _rms(values: Sequence[Tensor]) -> float:

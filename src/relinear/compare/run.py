@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from relinear.compare.folder import BLOCK_LOSSES, FORMAT, RESULTS, RUN, SPEED, c
 from relinear.compare.gaps import gap
 from relinear.compare.plan import Event, OnEvent, Planned, plan_comparison
 from relinear.compare.results import comparison_result, entry_result
-from relinear.compare.series import carry_out_budgets
+from relinear.compare.series import BUDGETS, at_budget, chosen_by, over_budgets
 from relinear.compare.settings import CompareSettings, Tune, lasting
-from relinear.compare.sharing import Piece, alone_at, carry_out, check_sharing, worker_log
+from relinear.compare.sharing import Piece, Series, Work, alone_at, carry_out, check_sharing, worker_log
 from relinear.compare.tune import Found, Point, Trials, beside, grid_search, open_study, study_path
 from relinear.compare.worker import InProcess, Worker
 from relinear.data import prepare_data
@@ -30,7 +31,18 @@ from relinear.train.run import read_result
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
 
-__all__ = ["RESULTS", "Event", "Planned", "compare", "plan_comparison"]
+__all__ = [
+    "RESULTS",
+    "Event",
+    "Planned",
+    "Way",
+    "begun",
+    "carried_out",
+    "circumstances",
+    "compare",
+    "locked",
+    "plan_comparison",
+]
 
 #: folder of the short runs and their studies
 TUNING = "tuning"
@@ -71,50 +83,83 @@ def compare(
         OSError: if ``out_dir`` cannot be written.
     """
     recipe = CompareSettings.load(recipe)
-    out_dir = Path(out_dir)
     if recipe.sizes is not None:
         raise ValueError("the recipe has sizes: start it with relinear scale (relinear.compare.scale)")
-    described = recipe.model_dump(mode="json")
-    check_same(out_dir, described)
+    return carried_out(begun, recipe, Path(out_dir), isolate=isolate, shared=shared, on_event=on_event)
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How work is done: its directory, who trains, whether with others, and who is told."""
+
+    out_dir: Path
+    worker: Worker | InProcess
+    shared: bool
+    on_event: OnEvent
+
+
+Begun = Callable[[CompareSettings, Path, Way], contextlib.AbstractContextManager[Work]]
+
+
+def carried_out(
+    begin: Begun, recipe: CompareSettings, out_dir: Path, *, isolate: bool, shared: bool, on_event: OnEvent
+) -> dict[str, Any]:
+    """Begin work in ``out_dir``, or go on with it, and return its results; arguments as in ``compare``."""
+    worker = Worker(worker_log(out_dir, shared)) if isolate else InProcess()
+    with contextlib.closing(worker), begin(recipe, out_dir, Way(out_dir, worker, shared, on_event)) as work:
+        carry_out(out_dir, work.waiting, shared)
+        return work.results()
+
+
+@contextlib.contextmanager
+def begun(recipe: CompareSettings, out_dir: Path, way: Way) -> Iterator[Work]:
+    """Check everything, then hold ``out_dir`` for the comparison and note what it is, unless it has ended."""
+    check_same(out_dir, recipe.model_dump(mode="json"))
     if (out_dir / RESULTS).is_file():
-        return read_json(out_dir / RESULTS)
+        yield Series(out_dir / RESULTS)
+        return
     for name in recipe.entries:
         model_place(recipe.settings_of(name).model)
         _check_tunable(recipe, name)
-    data = prepare_data(
-        recipe.train.data, on_progress=lambda what, done: on_event(Event("data", what, done, detail={}))
-    )
+    data = prepare_data(recipe.train.data, on_progress=lambda what, done: way.on_event(Event("data", what, done)))
     for name in recipe.entries:
         if recipe.settings_of(name).data != recipe.train.data:
             raise ValueError(f"entries.{name}.set changes the data; all entries of a comparison share one corpus")
-    planned = plan_comparison(recipe, data.vocab_size, on_event)
-    with only_process_in(out_dir, shared=shared):
-        with alone_at(out_dir, "start", shared):
+    planned = plan_comparison(recipe, data.vocab_size, way.on_event)
+    with locked(recipe, out_dir, way, planned, data) as started:
+        if recipe.budgets is None:
+            with writing(study_path(out_dir / TUNING, way.shared)):
+                yield _Comparison(recipe, out_dir, planned, data, way, started)
+            return
+        budgets = recipe.budgets
+
+        def begin(found: list[dict[str, Any]]) -> Any:
+            at_one = at_budget(recipe, len(found), chosen_by(found))
+            return begun(at_one, out_dir / BUDGETS / str(budgets[len(found)]), way)
+
+        def summed_up(found: list[dict[str, Any]]) -> dict[str, Any]:
+            return over_budgets(recipe, found) | circumstances(started)
+
+        with Series(out_dir / RESULTS, len(budgets), begin, summed_up) as series:
+            yield series
+
+
+@contextlib.contextmanager
+def locked(
+    recipe: CompareSettings, out_dir: Path, way: Way, planned: list[Planned], data: Any = None
+) -> Iterator[dict[str, Any]]:
+    """Hold ``out_dir`` for work on ``recipe``; what ``run.json`` says there, which is written if it is not."""
+    described = recipe.model_dump(mode="json")
+    with only_process_in(out_dir, shared=way.shared):
+        with alone_at(out_dir, "start", way.shared):
             check_same(out_dir, described)  # another process may have been here since
-            check_sharing(out_dir / TUNING, "a comparison", shared)
-            if (out_dir / RESULTS).is_file():
-                return read_json(out_dir / RESULTS)
+            check_sharing(out_dir / TUNING, "a comparison", way.shared)
             started = record_start(out_dir, described, planned, data)
-        if recipe.budgets is not None:
-
-            def compared(at_one: CompareSettings, folder: Path) -> dict[str, Any]:
-                return compare(at_one, folder, isolate=isolate, shared=shared, on_event=on_event)
-
-            results = carry_out_budgets(recipe, out_dir, compared) | _start(started)
-            if not (out_dir / RESULTS).is_file():  # who shares the work may have written the same
-                write_json(out_dir / RESULTS, results)
-            return results
-        worker = Worker(worker_log(out_dir, shared)) if isolate else InProcess()
-        try:
-            state = _Comparison(recipe, out_dir, planned, data, worker, on_event, started, shared)
-            with writing(study_path(out_dir / TUNING, shared)):
-                return state.carry_out()
-        finally:
-            worker.close()
+        yield started
 
 
-def _start(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What results take from ``run.json``."""
+def circumstances(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what results take from ``run.json``."""
     return {key: record[key] for key in ("recipe", "machine", "command")}
 
 
@@ -196,13 +241,13 @@ class _Comparison:
         out_dir: Path,
         planned: list[Planned],
         data: Any,
-        worker: Worker | InProcess,
-        on_event: OnEvent,
+        way: Way,
         started: Mapping[str, Any],
-        shared: bool,
     ) -> None:
         self.recipe, self.out_dir, self.planned, self.data = recipe, out_dir, planned, data
-        self.worker, self.on_event, self.started, self.shared = worker, on_event, started, shared
+        self.way, self.on_event, self.started = way, way.on_event, started
+        #: what names of pieces begin with, where the work is of several comparisons
+        self.prefix = "".join(f"{part}-" for part in out_dir.relative_to(way.out_dir).parts)
         #: the best search of an entry, and what had been tried by its end
         self.searched: dict[str, tuple[_Searched, _Tuning]] = {}
         self.chosen: dict[str, _Choice] = {}
@@ -217,13 +262,12 @@ class _Comparison:
             self.total += sum(self._is_tuned(p.name) for p in planned) * trials
             self.total += 3 * len(planned) * recipe.tune.check_full_length
 
-    def carry_out(self) -> dict[str, Any]:
-        """Do the pieces of the comparison, alone or with others, and return its results."""
-        carry_out(self.out_dir, self._waiting, self.shared)
+    def results(self) -> dict[str, Any]:
+        """Return what ``results.json`` holds."""
         return read_json(self.out_dir / RESULTS)
 
-    def _waiting(self) -> list[Piece]:
-        """The pieces that have not been done and could be now: trials before final runs, and what rests on these."""
+    def waiting(self) -> list[Piece]:
+        """Return the pieces that could be done now: trials before final runs, and what rests on these."""
         tuning, runs = [], []
         self._forget_diverged()
         for planned in self.planned:
@@ -236,7 +280,8 @@ class _Comparison:
         waiting = [piece for piece in runs if not piece.is_done()]
         self.ended = len(runs) - len(waiting) + sum(len(trials.rows()) for trials in self.studies.values())
         self.total = max(self.total, self.ended)
-        return tuning + waiting or [piece for piece in self._sums() if not piece.is_done()][:1]
+        found = tuning + waiting or [piece for piece in self._sums() if not piece.is_done()][:1]
+        return [dataclasses.replace(piece, name=f"{self.prefix}{piece.name}") for piece in found]
 
     def _sums(self) -> list[Piece]:
         """What is done one after the other once all runs have ended."""
@@ -278,7 +323,7 @@ class _Comparison:
         return {
             "format": FORMAT,
             **comparison_result(self.recipe, self.data, self.planned, entries, counted),
-            **_start(self.started),
+            **circumstances(self.started),
             "finished": now(),
         }
 
@@ -443,7 +488,7 @@ class _Comparison:
                 return None
 
         if study not in self.studies:
-            self.studies[study] = Trials(open_study(folder, study, shared=self.shared), evaluate)
+            self.studies[study] = Trials(open_study(folder, study, shared=self.way.shared), evaluate)
         return self.studies[study]
 
     def _trial_pieces(self, trials: Trials, points: list[Point]) -> list[Piece]:
@@ -494,7 +539,7 @@ class _Comparison:
         self.on_event(Event(stage, what, 0, settings.steps, self.ended, self.total))
         arguments = {"settings": settings.model_dump(mode="json"), "out_dir": str(folder)}
         try:
-            return self.worker.run("train", arguments, tell)
+            return self.way.worker.run("train", arguments, tell)
         except ValueError as error:
             error.args = (f"{what}: {error}",)
             raise
@@ -527,6 +572,6 @@ class _Comparison:
             "seconds": speed.seconds,
             "rounds": speed.rounds,
         }
-        measured = self.worker.run("speed", arguments, tell)
+        measured = self.way.worker.run("speed", arguments, tell)
         write_json(path, measured)
         return measured

@@ -8,24 +8,24 @@ narrower and a shallower dense model: an operator that loses to one of them save
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from relinear.compare.folder import BLOCK_LOSSES, check_same, record_start
+from relinear.compare.folder import BLOCK_LOSSES, check_same
 from relinear.compare.gaps import interval, replicates
 from relinear.compare.match import at_width, measure_size, scaled_operators
 from relinear.compare.plan import Event, OnEvent
-from relinear.compare.run import compare
+from relinear.compare.run import Way, begun, carried_out, circumstances, locked
 from relinear.compare.settings import CompareSettings
-from relinear.compare.sharing import alone_at
+from relinear.compare.sharing import Series, Work
 from relinear.data import prepare_data
 from relinear.models import preset_config, preset_names
-from relinear.system.files import read_json, write_json
-from relinear.system.lock import only_process_in
+from relinear.system.files import read_json
 
 __all__ = ["AXES", "SCALE", "at_size", "crossing", "fit_power_law", "read_scale", "scale"]
 
@@ -68,27 +68,31 @@ def scale(
     recipe = CompareSettings.load(recipe)
     if recipe.sizes is None:
         raise ValueError("a recipe for scaling says at which widths: sizes: [32, 48, 64, 96]")
-    out_dir = Path(out_dir)
-    described = recipe.model_dump(mode="json")
-    check_same(out_dir, described)
+    return carried_out(_begun, recipe, Path(out_dir), isolate=isolate, shared=shared, on_event=on_event)
+
+
+@contextlib.contextmanager
+def _begun(recipe: CompareSettings, out_dir: Path, way: Way) -> Iterator[Work]:
+    """Hold ``out_dir`` for a comparison at every width, unless all have ended."""
+    check_same(out_dir, recipe.model_dump(mode="json"))
     if (out_dir / SCALE).is_file():
-        return read_scale(out_dir)
-    data = prepare_data(recipe.train.data, on_progress=lambda what, done: on_event(Event("data", what, done)))
-    recipes = {width: at_size(recipe, width, data.vocab_size) for width in recipe.sizes.widths}
-    with only_process_in(out_dir, shared=shared):
-        with alone_at(out_dir, "start", shared):
-            check_same(out_dir, described)  # another process may have been here since
-            record = record_start(out_dir, described, [])
-        found = {
-            width: compare(sized, out_dir / SIZES / str(width), isolate=isolate, shared=shared, on_event=on_event)
-            for width, sized in recipes.items()
-        }
-        results = {"format": FORMAT, "name": recipe.name, "description": recipe.description} | _summary(
-            recipe, out_dir, found
-        )
-        results |= {key: record[key] for key in ("recipe", "machine", "command")}
-        write_json(out_dir / SCALE, results)
-    return results
+        read_scale(out_dir)
+        yield Series(out_dir / SCALE)
+        return
+    data = prepare_data(recipe.train.data, on_progress=lambda what, done: way.on_event(Event("data", what, done)))
+    widths = recipe.sizes.widths if recipe.sizes else ()
+    recipes = [at_size(recipe, width, data.vocab_size) for width in widths]
+    with locked(recipe, out_dir, way, []) as started:
+
+        def begin(found: list[dict[str, Any]]) -> Any:
+            return begun(recipes[len(found)], out_dir / SIZES / str(widths[len(found)]), way)
+
+        def summed_up(found: list[dict[str, Any]]) -> dict[str, Any]:
+            head = {"format": FORMAT, "name": recipe.name, "description": recipe.description}
+            return head | _summary(recipe, out_dir, dict(zip(widths, found, strict=True))) | circumstances(started)
+
+        with Series(out_dir / SCALE, len(widths), begin, summed_up) as series:
+            yield series
 
 
 def read_scale(directory: str | Path) -> dict[str, Any]:

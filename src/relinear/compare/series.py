@@ -6,37 +6,38 @@ own, in ``budgets/TOKENS/``; what is tuned at one is handed on to the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from relinear.compare.results import tuning_notes
 from relinear.compare.settings import CompareSettings, shortened
 
-__all__ = ["BUDGETS", "at_budget", "budget_row", "carry_out_budgets", "with_choices"]
+__all__ = ["BUDGETS", "at_budget", "budget_row", "chosen_by", "over_budgets", "with_choices"]
 
 BUDGETS = "budgets"
 
 
-def carry_out_budgets(
-    recipe: CompareSettings, out_dir: Path, carry_out: Callable[[CompareSettings, Path], dict[str, Any]]
-) -> dict[str, Any]:
+def chosen_by(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return what tuning has found for every entry in the results of comparisons, the later ones last."""
+    chosen: dict[str, dict[str, float]] = {}
+    for results in found:
+        for entry in results["entries"]:
+            chosen.setdefault(entry["name"], {}).update(_choice(entry))
+    return chosen
+
+
+def over_budgets(recipe: CompareSettings, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the results of the largest budget, with ``budgets``: what each of them came to.
 
     Args:
         recipe: with ``budgets``.
-        out_dir: of the whole; a budget's comparison goes to a folder within.
-        carry_out: makes a comparison with one budget in a folder, or reads its results.
+        found: the results of the comparison at each.
     """
-    chosen: dict[str, dict[str, float]] = {}
-    rows, results = [], {}
-    for index, tokens in enumerate(recipe.budgets or ()):
-        folder = Path(BUDGETS) / str(tokens)
-        results = carry_out(at_budget(recipe, index, chosen), out_dir / folder)
-        for entry in results["entries"]:
-            chosen.setdefault(entry["name"], {}).update(_choice(entry))
-        rows.append(budget_row(tokens, str(folder), results))
-    return results | {"name": recipe.name, BUDGETS: rows, "notes": results["notes"] + _notes(recipe, rows)}
+    rows = [
+        budget_row(tokens, f"{BUDGETS}/{tokens}", results)
+        for tokens, results in zip(recipe.budgets or (), found, strict=True)
+    ]
+    return {**found[-1], "name": recipe.name, BUDGETS: rows, "notes": found[-1]["notes"] + _notes(recipe, rows)}
 
 
 def at_budget(recipe: CompareSettings, index: int, chosen: Mapping[str, Mapping[str, float]]) -> CompareSettings:

@@ -13,12 +13,13 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from relinear.compare.tune import JOURNAL, STORAGE
+from relinear.system.files import read_json, write_json
 from relinear.system.lock import InUseError, only_process_in
 
-__all__ = ["Piece", "alone_at", "carry_out", "check_sharing", "share_out", "worker_log"]
+__all__ = ["Piece", "Series", "Work", "alone_at", "carry_out", "check_sharing", "share_out", "worker_log"]
 
 #: folder of the locks
 CLAIMS = "claims"
@@ -37,6 +38,53 @@ class Piece:
     name: str
     is_done: Callable[[], bool]
     do: Callable[[], Any]
+
+
+class Work(Protocol):
+    """Pieces that come to results."""
+
+    def waiting(self) -> Sequence[Piece]:
+        """Return the pieces that have not been done and could be now; none where all has been."""
+
+    def results(self) -> dict[str, Any]:
+        """Return what it came to, once nothing is waiting."""
+
+
+class Series(contextlib.ExitStack):
+    """Works one after the other, each made of what those before it came to; then the sum of all is written.
+
+    Args:
+        path: of the results; nothing is done where they are there.
+        count: of works.
+        begin: the next work, as a context manager, from the results so far.
+        summed_up: the results of the whole, from those of all works.
+    """
+
+    def __init__(self, path: Path, count: int = 0, begin: Any = None, summed_up: Any = None) -> None:
+        super().__init__()
+        self.path, self._count, self._begin, self._summed_up = path, count, begin, summed_up
+        self._found: list[dict[str, Any]] = []
+        self._work: Work | None = None
+
+    def waiting(self) -> Sequence[Piece]:
+        """Return what waits of the work at hand, at last the sum."""
+        while not self.path.is_file():
+            if len(self._found) == self._count:
+                return [Piece("sum", self.path.is_file, self._write)]
+            work = self._work = self._work or self.enter_context(self._begin(self._found))
+            if pieces := work.waiting():
+                return pieces
+            self._found.append(work.results())
+            self._work = None
+            self.close()
+        return ()
+
+    def _write(self) -> None:
+        write_json(self.path, self._summed_up(self._found))
+
+    def results(self) -> dict[str, Any]:
+        """Return the sum."""
+        return read_json(self.path)
 
 
 def alone_at(out_dir: Path, what: str, shared: bool) -> contextlib.AbstractContextManager[Any]:

@@ -78,11 +78,11 @@ class _JournalLock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._held = contextlib.ExitStack()
+        self._locked = contextlib.ExitStack()
 
     def acquire(self) -> bool:
         """Wait for the journal; half a line at its end, of a process that died or a full disk, goes."""
-        self._held.enter_context(only_process_in(self.path.parent / ".journal", patience=60, required=True))
+        self._locked.enter_context(only_process_in(self.path.parent / ".journal", patience=60, required=True))
         try:
             with writing(self.path), self.path.open("r+b") as file:
                 length = file.seek(0, os.SEEK_END)
@@ -97,7 +97,7 @@ class _JournalLock:
 
     def release(self) -> None:
         """Let others write."""
-        self._held.close()
+        self._locked.close()
 
     def mend(self) -> None:
         """Take out of a journal the halves of lines that earlier versions wrote on behind, which nobody can read."""

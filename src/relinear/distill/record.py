@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from relinear.core.config import shown
 from relinear.core.context import current_context
+from relinear.core.hooks import watching
 from relinear.data.chat import as_document
 from relinear.data.tokenizers import encode_documents
 
@@ -199,47 +200,43 @@ def record(
         folder: for memory-mapped files; None keeps everything in memory.
         on_progress: called with blocks done and in all.
     """
-    recording = Recording(blocks.numel(), folder).__enter__()
     outputs, dims = set(outputs), dict(context_dims or {})
     seen: set[str] = set()
     shared: dict[int, str] = {}
     start = 0
-    held: list[Tensor] = []  # keeps addresses from being used again within a pass
+    alive: list[Tensor] = []  # so that addresses are not used again within a pass
 
-    def hook(name: str):
-        def run(module: nn.Module, args: tuple, output: Tensor) -> None:
-            value = output if name in outputs else args[0]
-            held.append(value)
-            recording.write(name, value, start, shared)
-            if name in dims:
-                context = current_context(args[0], dims[name], name).expand(*args[0].shape[:-1], dims[name])
-                held.append(context)
-                recording.write(f"{name} context", context.contiguous(), start, {})
-            seen.add(name)
-            if len(seen) == len(modules):
-                raise _Done
+    def note(name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
+        value = output if name in outputs else args[0]
+        alive.append(value)
+        recording.write(name, value, start, shared)
+        if name in dims:
+            context = current_context(args[0], dims[name], name).expand(*args[0].shape[:-1], dims[name])
+            alive.append(context)
+            recording.write(f"{name} context", context.contiguous(), start, {})
+        seen.add(name)
+        if len(seen) == len(modules):
+            raise _Done
 
-        return run
-
-    handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
     device = next(model.parameters()).device
-    try:
-        for first in range(0, len(blocks), batch):
-            seen.clear()
-            shared.clear()
-            held.clear()
-            ids = blocks[first : first + batch].to(device)
-            with contextlib.suppress(_Done):
-                model(input_ids=ids, **({"use_cache": False} if hasattr(model, "generate") else {}))
-            start += ids.numel()
-            on_progress(min(first + batch, len(blocks)), len(blocks))
-    except BaseException:
-        recording.__exit__()
-        raise
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as stack:
+        recording = stack.enter_context(Recording(blocks.numel(), folder))
+        with watching(modules.items(), note):
+            for first in range(0, len(blocks), batch):
+                seen.clear()
+                shared.clear()
+                alive.clear()
+                ids = blocks[first : first + batch].to(device)
+                _run_until_done(model, ids)
+                start += ids.numel()
+                on_progress(min(first + batch, len(blocks)), len(blocks))
+        stack.pop_all()  # whoever gets it ends it
     return recording
+
+
+def _run_until_done(model: Any, ids: Tensor) -> None:
+    with contextlib.suppress(_Done):
+        model(input_ids=ids, **({"use_cache": False} if hasattr(model, "generate") else {}))
 
 
 def output_of(model: nn.Module, name: str, ids: Tensor) -> Tensor:
@@ -250,16 +247,12 @@ def output_of(model: nn.Module, name: str, ids: Tensor) -> Tensor:
     """
     found: list[Tensor] = []
 
-    def hook(module: nn.Module, args: tuple, output: Any) -> None:
+    def note(name: str, module: nn.Module, args: tuple, output: Any) -> None:
         found.append(output[0] if isinstance(output, tuple | list) else output)
         raise _Done
 
-    handle = model.get_submodule(name).register_forward_hook(hook)
-    try:
-        with contextlib.suppress(_Done):
-            model(input_ids=ids, **({"use_cache": False} if hasattr(model, "generate") else {}))
-    finally:
-        handle.remove()
+    with watching([(name, model.get_submodule(name))], note):
+        _run_until_done(model, ids)
     if not found or not isinstance(found[0], Tensor):
         raise ValueError(f"{name or 'the model'} gives no tensor in a forward pass, so there is nothing to fit it to")
     return found[0]

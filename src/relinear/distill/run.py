@@ -109,7 +109,7 @@ def distill_(
     ]
     if settings.joint:
         for group in groups:
-            _holder(group)
+            _common_parent(group)
     with contextlib.nullcontext() if run.folder is None else only_process_in(run.folder):
         report = _carried_out(run, groups, whole, resume)
         if run.folder is not None:
@@ -130,7 +130,7 @@ def _carried_out(run: _Run, groups: list[list[Replacement]], whole: Plan, resume
     with evaluating(run.model):
         for number, group in enumerate(groups[len(done) :], start=len(done)):
             done.append(run.layer(number, group))
-            run.keep(number, group, done)
+            run.write_layer(number, group, done)
         after = run.perplexity("after")
     report = DistillReport(tuple(fit for fits in done for fit in fits), run.settings.loss, before, after)
     _warn_of_bad_fits(report)
@@ -168,15 +168,15 @@ def _as_written(whole: Plan, state: Mapping[str, Any]) -> list[list]:
     return [now] if any(values is None for _, values in first) else [now, first]
 
 
-def _holder(group: list[Replacement]) -> str:
+def _common_parent(group: list[Replacement]) -> str:
     """The name of the nearest module that holds all targets of a group."""
     parents = [r.name.split(".")[:-1] for r in group]
     common = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*parents, strict=False))
-    holder = ".".join(parts[0] for parts in common)
-    if not holder:
+    parent = ".".join(parts[0] for parts in common)
+    if not parent:
         names = ", ".join(r.name for r in group)
         raise ValueError(f"joint=True: no module inside the model holds {names}; leave out what stands by itself")
-    return holder
+    return parent
 
 
 def _check_biases(whole: Plan) -> None:
@@ -276,7 +276,7 @@ class _Run:
         assert self.folder is not None
         return self.folder / "layers" / f"{number:04d}.safetensors"
 
-    def keep(self, number: int, group: list[Replacement], done: list[list[LayerFit]]) -> None:
+    def write_layer(self, number: int, group: list[Replacement], done: list[list[LayerFit]]) -> None:
         """Write the layer's weights, then that it is done: a kill between the two repeats the layer."""
         if self.folder is None:
             return
@@ -452,17 +452,17 @@ class _Run:
 
     def _fit_jointly(self, group: list[Replacement], operators: Mapping[str, Operator]) -> tuple[FitError, FitError]:
         """Train fitted operators on what the nearest module that holds them all gives."""
-        holder = _holder(group)
+        parent = _common_parent(group)
         return fit_jointly(
             self.model,
             self._everywhere(group, operators),
-            holder,
+            parent,
             self.blocks,
             originals=self.originals,
             loss=self.settings.loss,
             train_blocks=self.train_blocks,
             course=self._by_blocks,
-            on_progress=self._told("fit", holder),
+            on_progress=self._told("fit", parent),
         )
 
     def _fit_logits(self, number: int, group: list[Replacement]) -> list[LayerFit]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from relinear.kernels.forms import is_transformed
 
-__all__ = ["as_given", "differentiable_as", "kept", "lowered", "save", "was_changed"]
+__all__ = ["as_given", "differentiable_as", "lowered", "save", "was_changed", "watched"]
 
 
 def lowered(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
@@ -90,7 +90,7 @@ def _gradients_of(reference: Callable[..., Any], ctx: Any, grads: Sequence[Tenso
     return tuple(next(found) if needed else None for needed in need)
 
 
-def kept(ctx: Any, y: Tensor) -> Tensor:
+def watched(ctx: Any, y: Tensor) -> Tensor:
     """Return the result y for ``save``, of which ``was_changed`` tells in the backward pass whether it still holds.
 
     Whoever gets y may change it in place (``relu_``), as they may that of a linear layer. torch refuses the backward
@@ -105,5 +105,5 @@ def kept(ctx: Any, y: Tensor) -> Tensor:
 
 
 def was_changed(ctx: Any) -> bool:
-    """Return whether the result given to ``kept`` has been changed in place since."""
+    """Return whether the result given to ``watched`` has been changed in place since."""
     return ctx.counter is not None and ctx.counter._version != ctx.version

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from relinear.kernels import native, triton
-from relinear.kernels.autograd import as_given, differentiable_as, kept, lowered, save, was_changed
+from relinear.kernels.autograd import as_given, differentiable_as, lowered, save, was_changed, watched
 from relinear.kernels.cpu.epilogue import has_bfloat16_products, linear_product, linear_sigmoid
 from relinear.kernels.cpu.portions import row_portions
 from relinear.kernels.forms import Call, Form, dispatch, is_plain, refuses_small, shape_of, tell
@@ -205,7 +205,7 @@ class _GatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *given):
         y = _forward(*given)
-        save(ctx, given, kept(ctx, y))
+        save(ctx, given, watched(ctx, y))
         return y
 
     @staticmethod

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from relinear.functional import transponder as reference
 from relinear.kernels import forms, native, triton
-from relinear.kernels.autograd import as_given, differentiable_as, kept, lowered, save, was_changed
+from relinear.kernels.autograd import as_given, differentiable_as, lowered, save, was_changed, watched
 from relinear.kernels.cpu.portions import row_portions
 from relinear.kernels.forms import Call, Form, dispatch, is_plain, shape_of, tell
 
@@ -169,7 +169,7 @@ class _ModulatedLinear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, down, channel, scalar, in_cpp):
         z = torch.nn.functional.linear(x, weight, bias)
         y, u = _modulated(z, x, down, channel, scalar, in_cpp, in_place=True)
-        save(ctx, (x, weight, bias, down, channel, scalar, in_cpp), kept(ctx, y), u)
+        save(ctx, (x, weight, bias, down, channel, scalar, in_cpp), watched(ctx, y), u)
         return y
 
     @staticmethod

@@ -61,7 +61,7 @@ def is_built() -> bool:
 @functools.cache
 def _was_built() -> bool:
     try:
-        return _kept_library(library_path()) is not None
+        return _cached_library(library_path()) is not None
     except OSError:
         return False
 
@@ -72,7 +72,7 @@ def is_loaded() -> bool:
     try:
         path = library_path()
         own_folder(path.parent)  # what is loaded from there runs as this user
-        kept = _kept_library(path)
+        kept = _cached_library(path)
         if kept is not None:
             torch.ops.load_library(kept)
         else:
@@ -118,7 +118,7 @@ def _hashed(path: Path, library: Path) -> Path:
     return path.with_stem(f"{path.stem}-{fingerprint(library)['sha256'][:32]}")
 
 
-def _kept_library(path: Path) -> Path | None:
+def _cached_library(path: Path) -> Path | None:
     """A library that was built for ``path`` and is what was built. Raises PermissionError where it need not be."""
     for found in check_own(path.parent).glob(f"{path.stem}-*{path.suffix}"):
         if _hashed(path, check_own(found)) == found:
