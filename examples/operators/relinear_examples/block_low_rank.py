@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from relinear import register
-from relinear_examples.structured import RankedConfig, StructuredLinear
+from relinear_examples.structured import RankedConfig, StructuredLinear, with_low_rank
 
 __all__ = ["BlockLowRank", "BlockLowRankLinear"]
-
-_TURNS = 10
 
 
 class BlockLowRankLinear(StructuredLinear):
@@ -49,15 +47,12 @@ class BlockLowRankLinear(StructuredLinear):
         return torch.block_diag(*self.blocks) + self.up @ self.down
 
     def fit(self, weight: Tensor) -> dict[str, Tensor]:
-        k, rank = self.config.blocks, self.config.rank
-        up, down = weight.new_zeros(len(weight), rank), weight.new_zeros(rank, weight.shape[1])
-        for _ in range(_TURNS):
-            rest = (weight - up @ down).unflatten(0, (k, -1)).unflatten(2, (k, -1))  # (K, O/K, K, I/K)
-            blocks = rest.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-            u, s, vh = torch.linalg.svd(weight - torch.block_diag(*blocks), full_matrices=False)
-            root = s[:rank].sqrt()
-            up, down = u[:, :rank] * root, root[:, None] * vh[:rank]
-        return {"blocks": blocks, "down": down, "up": up}
+        def diagonal(matrix: Tensor) -> Tensor:  # (K, O/K, I/K)
+            tiles = matrix.unflatten(0, (self.config.blocks, -1)).unflatten(2, (self.config.blocks, -1))
+            return tiles.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+
+        rest, down, up = with_low_rank(weight, self.config.rank, lambda matrix: torch.block_diag(*diagonal(matrix)))
+        return {"blocks": diagonal(rest), "down": down, "up": up}
 
     def flops_per_token(self) -> int:
         return 2 * (self.blocks.numel() + self.down.numel() + self.up.numel())

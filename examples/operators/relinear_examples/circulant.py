@@ -63,9 +63,9 @@ class CirculantLinear(StructuredLinear):
         return roles | {"kernel": roles["kernel"]._replace(fan_in=self.in_features, fan_out=self.out_features)}
 
     def flops_per_token(self) -> int:
-        """A complex multiply-add counts as eight, a real transform of B numbers as 2.5 B log2 B."""
+        """A complex multiply-add counts as eight, a real transform of B numbers as 2 B log2 B."""
         rows, columns, size = self.kernel.shape
-        return 8 * rows * columns * (size // 2 + 1) + round(2.5 * (rows + columns) * size * math.log2(size))
+        return 8 * rows * columns * (size // 2 + 1) + round(2 * (rows + columns) * size * math.log2(size))
 
 
 @register

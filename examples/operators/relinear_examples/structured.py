@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from relinear import Operator, OperatorConfig
 
-__all__ = ["RankedConfig", "StructuredLinear", "factors"]
+__all__ = ["RankedConfig", "StructuredLinear", "factors", "with_low_rank"]
 
 
 def factors(size: int, count: int) -> tuple[int, ...]:
@@ -23,6 +23,26 @@ def factors(size: int, count: int) -> tuple[int, ...]:
         return (size,)
     first = max(d for d in range(1, round(size ** (1 / count)) + 1) if size % d == 0)
     return (first, *factors(size // first, count - 1))
+
+
+def with_low_rank(weight: Tensor, rank: int, nearest: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Fit ``weight`` (O, I) by a matrix of a linear space plus one of low rank, by turns, each of which only gains.
+
+    Args:
+        weight: in float64.
+        rank: R.
+        nearest: gives the matrix (O, I) of that space that is nearest to one.
+
+    Returns:
+        What the low rank leaves (O, I), to be projected by ``nearest``; down (R, I) and up (O, R).
+    """
+    down, up = weight.new_zeros(rank, weight.shape[1]), weight.new_zeros(len(weight), rank)
+    for _ in range(10):
+        rest = weight - up @ down
+        u, s, vh = torch.linalg.svd(weight - nearest(rest), full_matrices=False)
+        root = s[:rank].sqrt()
+        down, up = root[:, None] * vh[:rank], u[:, :rank] * root
+    return weight - up @ down, down, up
 
 
 class StructuredLinear(Operator):
@@ -43,9 +63,15 @@ class StructuredLinear(Operator):
         """The tensors, by name, that come nearest to the matrix ``weight`` (O, I), which is in float64."""
         raise NotImplementedError
 
+    def tables(self) -> dict[str, int]:
+        """Name of each table of indices, which ``reset_parameters`` draws -> how many it holds."""
+        return {}
+
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
         super().__init__(config, in_features, out_features)
         kw = {"device": device, "dtype": dtype}
+        for name, length in self.tables().items():
+            self.register_buffer(name, torch.empty(length, dtype=torch.int64, device=device))
         for name, (shape, _) in self.tensors().items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, **kw)))
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
@@ -64,6 +90,8 @@ class StructuredLinear(Operator):
 
     @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:
+        if not self.config.fits_weight:
+            return super().from_linear(linear)  # says so
         for name, value in self.fit(self.source_weight(linear).double()).items():
             self.get_parameter(name).copy_(value)
         self.copy_bias_(linear)

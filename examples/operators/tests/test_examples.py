@@ -4,11 +4,16 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
+from relinear_examples.blast import Blast
 from relinear_examples.block_low_rank import BlockLowRank
 from relinear_examples.btt import BTT
+from relinear_examples.butterfly import Butterfly
 from relinear_examples.circulant import Circulant
+from relinear_examples.cola import CoLA
 from relinear_examples.kronecker import Kronecker
+from relinear_examples.sparse_low_rank import SparseLowRank
 from relinear_examples.tensor_train import TensorTrain
+from relinear_examples.toeplitz import Toeplitz
 from torch import Tensor, nn
 
 from relinear.testing import Case, OperatorConformance
@@ -16,12 +21,17 @@ from relinear.testing import Case, OperatorConformance
 
 class TestExamples(OperatorConformance):
     cases = (
+        Case(config=Blast(rank=3, blocks=4), exact=Blast(rank=16, blocks=4), exact_tolerance=1e-8),
         Case(config=BlockLowRank(rank=3, blocks=4), exact=BlockLowRank(rank=16, blocks=4)),
         Case(config=BTT(rank=2), exact=BTT(rank=4)),
+        Case(config=Butterfly()),
         Case(config=Circulant(block=4), exact=Circulant(block=1)),
         Case(config=Circulant(block=5), exact=Circulant(block=1), variant="padded"),
+        Case(config=CoLA(rank=4), linear=False),
         Case(config=Kronecker(rank=2), exact=Kronecker(rank=16)),
+        Case(config=SparseLowRank(rank=3, density=0.1), exact=SparseLowRank(rank=16)),
         Case(config=TensorTrain(rank=3), exact=TensorTrain(rank=16)),
+        Case(config=Toeplitz(rank=1)),
     )
 
 
@@ -37,22 +47,26 @@ def fitted(config, weight: Tensor):
 
 
 SIZES = (
+    Blast(rank=3, blocks=4),
     BlockLowRank(rank=2, blocks=4),
     BTT(rank=2),
     Circulant(block=4),
     Kronecker(rank=3),
+    SparseLowRank(rank=3, density=0.01),
     TensorTrain(rank=3),
+    Toeplitz(rank=2),
 )
+EXACT = (BTT(rank=2), Circulant(block=4), Kronecker(rank=3), TensorTrain(rank=3))
 
 
-@pytest.mark.parametrize("config", SIZES[1:], ids=lambda config: config.kind)
+@pytest.mark.parametrize("config", EXACT, ids=lambda config: config.kind)
 def test_what_has_the_structure_is_fitted_exactly(config) -> None:
     layer = built(config)
     weight = layer.to_dense().detach()
     assert torch.linalg.norm(fitted(config, weight).to_dense() - weight) < 1e-10 * torch.linalg.norm(weight)
 
 
-@pytest.mark.parametrize("config", SIZES, ids=lambda config: config.kind)
+@pytest.mark.parametrize("config", [*SIZES, Butterfly(), CoLA(rank=32)], ids=lambda config: config.kind)
 def test_outputs_have_the_variance_of_the_inputs(config) -> None:
     torch.manual_seed(0)
     outputs = torch.cat([built(config, 96, 192)(torch.randn(64, 96, dtype=torch.float64)) for _ in range(40)])
@@ -149,3 +163,64 @@ def test_the_turns_of_block_low_rank_only_gain() -> None:
     assert error < np.linalg.norm(scipy.linalg.svdvals(weight)[4:])
     both = built(BlockLowRank(rank=1, blocks=8), 32, 48).to_dense().detach()
     assert torch.linalg.norm(fitted(BlockLowRank(rank=1, blocks=8), both).to_dense() - both) < 0.01 * both.norm()
+
+
+def test_blast_gains_on_low_rank_and_holds_block_diagonal_matrices() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(48, 32, dtype=torch.float64)
+    error = torch.linalg.norm(fitted(Blast(rank=6, blocks=4), weight).to_dense() - weight)
+    assert error < 0.97 * np.linalg.norm(scipy.linalg.svdvals(weight)[6:])
+    layer = built(Blast(rank=6, blocks=4), 32, 48)
+    layer.mix.data = torch.eye(4, dtype=torch.float64)[..., None].expand(4, 4, 6)
+    tiles = [up @ down for up, down in zip(layer.up, layer.down, strict=True)]
+    torch.testing.assert_close(layer.to_dense(), torch.block_diag(*tiles))
+
+
+def test_hadamard_and_fourier_like_matrices_are_butterflies() -> None:
+    """Products of butterfly factors of any entries are found again, Hadamard matrices among them."""
+    hadamard = torch.from_numpy(scipy.linalg.hadamard(16).astype(np.float64))
+    torch.testing.assert_close(fitted(Butterfly(), hadamard).to_dense(), hadamard)
+    torch.manual_seed(0)
+    weight = built(Butterfly(), 32, 32).to_dense().detach()
+    torch.testing.assert_close(fitted(Butterfly(), weight).to_dense(), weight)
+
+
+def test_the_places_of_a_sparse_matrix_are_kept_and_checked() -> None:
+    layer = built(SparseLowRank(rank=2, density=0.1))
+    with torch.no_grad():
+        layer.up.zero_()
+    assert torch.equal(layer.to_dense().flatten().nonzero().flatten(), layer.places)
+    state = layer.state_dict()
+    other = built(SparseLowRank(rank=2, density=0.1))
+    other.load_state_dict(state)
+    assert torch.equal(other.to_dense(), layer.to_dense())
+    with pytest.raises(RuntimeError, match="places must rise"):
+        other.load_state_dict(state | {"places": state["places"].flip(0)})
+
+
+def test_the_turns_of_sparse_low_rank_only_gain() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(48, 32, dtype=torch.float64)
+    error = torch.linalg.norm(fitted(SparseLowRank(rank=4, density=0.2), weight).to_dense() - weight)
+    assert error < 0.95 * np.linalg.norm(scipy.linalg.svdvals(weight)[4:])
+
+
+def test_toeplitz_matrices_and_their_inverses_have_displacement_rank_two() -> None:
+    rng = np.random.default_rng(0)
+    toeplitz = scipy.linalg.toeplitz(rng.normal(size=12) + 8 * np.eye(12)[0], rng.normal(size=12))
+    for matrix in (toeplitz, np.linalg.inv(toeplitz)):
+        found = fitted(Toeplitz(rank=2), torch.from_numpy(matrix)).to_dense().detach()
+        np.testing.assert_allclose(found.numpy(), matrix, atol=1e-10)
+
+
+def test_every_matrix_is_toeplitz_like_at_full_rank() -> None:
+    weight = torch.randn(20, 12, dtype=torch.float64)
+    torch.testing.assert_close(fitted(Toeplitz(rank=20), weight).to_dense(), weight)
+
+
+def test_a_layer_of_displacement_rank_one_is_scipy_s_product() -> None:
+    layer = built(Toeplitz(rank=1), 7, 7)
+    outer, inner = layer.outer.detach().numpy()[0], layer.inner.detach().numpy()[0]
+    skew = scipy.linalg.toeplitz(inner, np.concatenate(([inner[0]], -inner[:0:-1])))
+    expected = scipy.linalg.circulant(outer) @ skew
+    np.testing.assert_allclose(layer.to_dense().detach().numpy(), expected, atol=1e-12)

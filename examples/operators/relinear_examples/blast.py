@@ -1,0 +1,101 @@
+"""Blocks that share their column and row spaces (BLAST: Lee et al. 2024, arXiv 2410.21262).
+
+Block (i, j) of W is U_i diag(s_ij) V_j: with all s equal to one W is of rank R, with s of its own kind it can be block
+diagonal, or block-wise low rank. Fitted from the truncated SVD on, by turns: U, V and s each by least squares given the
+other two, so that the error never grows. (The authors descend by preconditioned gradients, their Algorithm 2.)
+"""
+
+# Legend: I in_features, O out_features, K blocks a side, R rank; k and l count blocks of outputs and inputs
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from relinear import register
+from relinear_examples.structured import RankedConfig, StructuredLinear
+
+__all__ = ["Blast", "BlastLinear"]
+
+_TURNS = 20
+
+
+class BlastLinear(StructuredLinear):
+    """y_k = U_k sum_l s_kl * (V_l x_l) + bias.
+
+    Parameters ``down`` V (K, R, I/K), ``mix`` s (K, K, R), ``up`` U (K, O/K, R).
+    """
+
+    fixed_fan_in = ("up", "mix")
+    fixed_fan_out = ("down", "mix")
+
+    def tensors(self):
+        k, rank, inputs, outputs = self.config.blocks, self.config.rank, self.in_features, self.out_features
+        return {
+            "down": ((k, rank, inputs // k), (k / inputs) ** 0.5),
+            "mix": ((k, k, rank), k**-0.5),
+            "up": ((k, outputs // k, rank), rank**-0.5),
+        }
+
+    def product(self, x: Tensor) -> Tensor:
+        hidden = torch.einsum("...li,lri->...lr", x.unflatten(-1, (self.config.blocks, -1)), self.down)
+        mixed = torch.einsum("...lr,klr->...kr", hidden, self.mix)
+        return torch.einsum("...kr,kor->...ko", mixed, self.up).flatten(-2)
+
+    def to_dense(self) -> Tensor:
+        dense = torch.einsum("kor,klr,lri->koli", self.up, self.mix, self.down)
+        return dense.reshape(self.out_features, self.in_features)
+
+    def fit(self, weight: Tensor) -> dict[str, Tensor]:
+        k, rank = self.config.blocks, self.config.rank
+        u, s, vh = torch.linalg.svd(weight, full_matrices=False)
+        root = s[:rank].sqrt()
+        up = (u[:, :rank] * root).unflatten(0, (k, -1))
+        down = (root[:, None] * vh[:rank]).unflatten(1, (k, -1)).transpose(0, 1)
+        mix = weight.new_ones(k, k, rank)
+        tiles = weight.unflatten(0, (k, -1)).unflatten(2, (k, -1)).transpose(1, 2)  # (K, K, O/K, I/K)
+        for _ in range(_TURNS):
+            right = torch.einsum("klr,lri->krli", mix, down).flatten(2)  # (K, R, I)
+            up = weight.unflatten(0, (k, -1)) @ torch.linalg.pinv(right)
+            left = torch.einsum("kor,klr->lkor", up, mix).flatten(1, 2)  # (K, O, R)
+            down = torch.linalg.pinv(left) @ weight.unflatten(1, (k, -1)).transpose(0, 1)
+            gram = (up.mT @ up)[:, None] * (down @ down.mT)[None]  # (K, K, R, R)
+            target = torch.einsum("kor,kloi,lri->klr", up, tiles, down)
+            mix = (torch.linalg.pinv(gram, hermitian=True) @ target[..., None])[..., 0]
+        return {"down": down, "mix": mix, "up": up}
+
+    def flops_per_token(self) -> int:
+        return 2 * (self.down.numel() + self.mix.numel() + self.up.numel())
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Blast(RankedConfig):
+    """Blocks that share their column and row spaces. R (I + O + K^2) parameters.
+
+    Args:
+        rank: R of every block; at most min(in_features, out_features).
+        blocks: K, the blocks a side, which divides both sizes.
+    """
+
+    kind: ClassVar[str] = "blast"
+    module_class = BlastLinear
+
+    rank: int = 8
+    blocks: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.blocks, int) or isinstance(self.blocks, bool) or self.blocks < 1:
+            raise ValueError(f"blocks must be a positive integer, got {self.blocks!r}")
+
+    def full_rank(self, in_features: int, out_features: int) -> int:
+        return min(in_features, out_features)
+
+    def check_shape(self, in_features: int, out_features: int) -> None:
+        super().check_shape(in_features, out_features)
+        if in_features % self.blocks or out_features % self.blocks:
+            raise ValueError(f"blocks={self.blocks} does not divide both sizes of {in_features} -> {out_features}")
