@@ -141,3 +141,15 @@ def test_the_frontier_is_predicted_and_measured_and_changes_nothing(tmp_path) ->
     assert f"{row['bits']:.2f} bits a weight" in str(report)
     with pytest.raises(ValueError, match="frontier weighs operators"):
         compress(tiny(), tokens(), settings=SETTINGS | {"menu": ("neurons",)}, frontier=True)
+
+
+@pytest.mark.parametrize("anchor", [False, True])
+def test_integers_are_chosen_and_fitted_in_either_order(anchor: bool, tmp_path) -> None:
+    model, settings = tiny(), SETTINGS | {"bits": 5.0, "anchor": anchor}
+    report = compress(model, tokens(), settings=settings, out_dir=tmp_path)
+    assert in_bits(model) <= 5
+    kinds = {type(config).__name__ for config in report.plan.replaced.values()}
+    assert "Quantized" in kinds
+    loaded = relinear.from_pretrained(tmp_path / "model").float()
+    ids = tokens(16)[0][None]
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)

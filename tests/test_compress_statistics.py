@@ -140,3 +140,22 @@ def test_negative_predictions_in_a_plan_are_refused(tmp_path) -> None:
         (tmp_path / "plan.json").write_text(json.dumps(values))
         with pytest.raises(ValueError, match=f"{name}: nats must be a predicted increase"):
             compress(tiny(), tokens(), settings=SETTINGS, plan_file=tmp_path / "plan.json", out_dir=tmp_path / "b")
+
+
+def test_errors_of_sizes_are_found_once_a_directory(tmp_path, monkeypatch) -> None:
+    asked: list[str] = []
+    curve = relinear.LowRank.error_curve
+
+    def counted(self, linear, moments):
+        asked.append(str(self))
+        return curve(self, linear, moments)
+
+    monkeypatch.setattr(relinear.LowRank, "error_curve", counted)
+    settings = SETTINGS | {"menu": ("low_rank",)}
+    first = compress(tiny(), tokens(), keep=0.6, settings=settings, out_dir=tmp_path, plan_only=True)
+    assert len(asked) == 21
+    again = compress(tiny(), tokens(), keep=0.6, settings=settings, out_dir=tmp_path, plan_only=True)
+    other = compress(tiny(), tokens(), keep=0.7, settings=settings, out_dir=tmp_path, plan_only=True)
+    assert len(asked) == 21
+    assert again.plan == first.plan
+    assert other.plan.nats < first.plan.nats

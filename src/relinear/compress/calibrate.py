@@ -25,9 +25,10 @@ from relinear.compress.checked import load_tensors, read_record, save_tensors, w
 from relinear.compress.layerwise import LayerByLayer
 from relinear.core.modes import frozen
 from relinear.core.moments import Moments
-from relinear.core.operator import linear_features
+from relinear.core.operator import OperatorConfig, linear_features
 from relinear.system.allocator import release_freed_memory
 from relinear.system.files import atomic_directory
+from relinear.system.version import __version__
 
 __all__ = ["Calibration", "calibrate", "config_fingerprint", "fingerprint"]
 
@@ -73,6 +74,17 @@ class Calibration:
         """Return the moments of the linear layer ``name``."""
         tensors, about = self._layer(name)
         return Moments(tensors[f"inputs {about[name]}"], tensors.get(f"outputs {name}"))
+
+    def error_curve(self, entry: OperatorConfig, name: str, module: Any) -> list[tuple[OperatorConfig, float]]:
+        """Return the sizes of ``entry`` for a layer with their errors; found once, for they hang on no budget."""
+        mark = hashlib.sha256(f"{__version__} {json.dumps(entry.to_dict(), sort_keys=True)}".encode()).hexdigest()
+        path = self.folder / f"curves-{mark[:16]}" / f"{name}.json"
+        if path.is_file():
+            return [(OperatorConfig.from_dict(config), error) for config, error in read_record(path)["curve"]]
+        curve = entry.error_curve(module, self.moments(name))
+        path.parent.mkdir(exist_ok=True)
+        write_record(path, {"curve": [[config.to_dict(), error] for config, error in curve]})
+        return curve
 
     def _layer(self, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
         """What is kept of the decoder layer of ``name``; one is in memory at a time, and held to its checksum once."""

@@ -205,10 +205,9 @@ def layer_candidates(
     dense = Candidate(None, budget.cost(name, None), 0.0)
     if not calibration.knows(name, module):
         return [dense]  # an expert that hardly saw a token: its moments say nothing
-    moments = calibration.moments(name)
     found = [dense]
     for entry in menu:
-        for config, error in entry.error_curve(module, moments) if entry.sizes(*sizes) else ():
+        for config, error in calibration.error_curve(entry, name, module) if entry.sizes(*sizes) else ():
             cost = budget.cost(name, config)
             if cost < dense.cost:
                 found.append(Candidate(config, cost, 0.5 * error))
