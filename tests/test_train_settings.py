@@ -73,6 +73,8 @@ def test_tune_allocator_is_idempotent():
         ({"learning_rate": float("nan")}, "learning_rate must be a finite number"),
         ({"betas": [0.9, 1.5]}, r"betas must lie in \[0, 1\)"),
         ({"steps": 5, "warmup_steps": 5}, "warmup_steps=5 must be below steps=5"),
+        ({"compile": "fast"}, "compile: expected true, false or 'reduce-overhead', got 'fast'"),
+        ({"compile": "reduce-overhead", "accumulation": 2}, "CUDA graphs.* accumulation=2 adds them up"),
         ({"schedule": "linear"}, "schedule must be one of 'onecycle', 'cosine', 'noam' or 'constant'"),
         ({"operators": {"q_proj": "low_rnk:rank=3"}}, "unknown operator kind 'low_rnk'; did you mean 'low_rank'"),
         ({"operators": {"q_proj": {"kind": "low_rank", "rnk": 3}}}, "unknown setting 'rnk'; did you mean 'rank'"),

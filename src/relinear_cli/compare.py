@@ -15,7 +15,8 @@ __all__ = ["command"]
 
 @from_settings(
     "compare",
-    *("train.model", "train.data.data", "train.data.text_column", "train.steps", "tokens", "seeds", "train.threads"),
+    *("train.model", "train.data.data", "train.data.text_column", "train.steps", "train.compile"),
+    *("tokens", "seeds", "train.threads"),
     match="match.by",
 )
 def command(

@@ -24,7 +24,7 @@ __all__ = ["command"]
 @from_settings(
     "train",
     *("model", "objective", "data.data", "data.text_column", "data.tokenizer"),
-    *("steps", "batch_size", "learning_rate", "seed", "threads"),
+    *("steps", "batch_size", "learning_rate", "compile", "seed", "threads"),
 )
 def command(
     given: dict[str, Any],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from relinear.system.files import write_json
 from relinear.system.machine import command_line, describe_machine, on_threads
 from relinear.system.timing import Timing, interleave
 from relinear.system.written import check_ours
+from relinear.train.fit import compiled as through_compiler
 
 __all__ = ["MODEL_PASSES", "ModelBenchSettings", "ModelMeasurement", "bench_models", "run_model_bench"]
 
@@ -56,17 +58,16 @@ class ModelMeasurement:
 
 
 def _training_step(
-    model: Any, ids: torch.Tensor, autocast: torch.dtype | None, compiled: bool, learning_rate: float
+    model: Any, ids: torch.Tensor, autocast: torch.dtype | None, learning_rate: float
 ) -> Callable[[], object]:
     """Forward, backward and an AdamW step, as a training loop does them."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
-    run = torch.compile(model, dynamic=False) if compiled else model
     kind = ids.device.type
 
     def step() -> object:
         with torch.autocast(kind, autocast, enabled=autocast is not None):
-            loss = run(input_ids=ids, labels=ids, use_cache=False).loss
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -75,8 +76,14 @@ def _training_step(
     return step
 
 
-def _inference(model: Any, ids: torch.Tensor, phase: str, new_tokens: int) -> Callable[[], object]:
+def _inference(model: Any, ids: torch.Tensor, phase: str, new_tokens: int, compiled: bool) -> Callable[[], object]:
+    from transformers import CompileConfig
+
     model.generation_config.eos_token_id = None
+    limits: dict[str, Any] = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
+    if compiled:
+        limits |= {"cache_implementation": "static", "compile_config": CompileConfig(fullgraph=True)}
+        limits["compile_config"]._compile_all_devices = True
 
     @torch.no_grad()
     def prefill() -> object:
@@ -84,7 +91,6 @@ def _inference(model: Any, ids: torch.Tensor, phase: str, new_tokens: int) -> Ca
 
     @torch.no_grad()
     def decode() -> object:
-        limits = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
         return model.generate(ids[:, :PROMPT], **limits)
 
     return prefill if phase == "prefill" else decode
@@ -116,7 +122,8 @@ def bench_models(
         sequence_length: tokens a sequence, for "step" and "prefill".
         batch_size: sequences at once.
         dtype: float32, or bfloat16 by autocast for "step" and as weights otherwise.
-        compiled: run the training step through ``torch.compile``.
+        compiled: run training steps through ``torch.compile`` as ``fit`` does, and decode with a static cache through
+            transformers' compiled call (CUDA graphs on a GPU). There is no compiled prefill.
         prepare: called on each variant after the surgery (to attach a context manager, say).
         new_tokens: tokens to generate for "decode".
         for_inference: prefill and decode after ``relinear.for_inference_``.
@@ -131,21 +138,23 @@ def bench_models(
         raise ValueError(f"phase must be one of {', '.join(MODEL_PASSES)}, got {phase!r}")
     calls: dict[str, Callable[[], object]] = {}
     parameters: dict[str, int] = {}
-    for name, mapping in {"dense": {}, **variants}.items():
-        torch.manual_seed(0)
-        model = from_preset(preset, **(overrides or {}))
-        if mapping:
-            replace_(model, mapping, init="fresh")
-        if prepare is not None and mapping:
-            prepare(model)
-        ids = torch.randint(model.config.vocab_size, (batch_size, sequence_length))
-        parameters[name] = sum(p.numel() for p in model.parameters())
-        if phase == "step":
-            calls[name] = _training_step(model, ids, None if dtype == torch.float32 else dtype, compiled, learning_rate)
-        else:
-            for_inference_(model.to(dtype).eval(), for_inference)
-            calls[name] = _inference(model, ids, phase, new_tokens)
-    timings = interleave(calls, "dense", rounds=rounds, min_seconds=0.0, warmup=2)
+    with contextlib.ExitStack() as stack:
+        for name, mapping in {"dense": {}, **variants}.items():
+            torch.manual_seed(0)
+            model = from_preset(preset, **(overrides or {}))
+            if mapping:
+                replace_(model, mapping, init="fresh")
+            if prepare is not None and mapping:
+                prepare(model)
+            ids = torch.randint(model.config.vocab_size, (batch_size, sequence_length))
+            parameters[name] = sum(p.numel() for p in model.parameters())
+            if phase == "step":
+                stack.enter_context(through_compiler(model, compiled))
+                calls[name] = _training_step(model, ids, None if dtype == torch.float32 else dtype, learning_rate)
+            else:
+                for_inference_(model.to(dtype).eval(), for_inference)
+                calls[name] = _inference(model, ids, phase, new_tokens, compiled)
+        timings = interleave(calls, "dense", rounds=rounds, min_seconds=0.0, warmup=2)
     tokens = batch_size * (new_tokens if phase == "decode" else sequence_length)
     return [
         ModelMeasurement(
@@ -180,7 +189,7 @@ class ModelBenchSettings(Settings):
         preset, sequence_length, batch_size, for_inference, rounds: see ``bench_models``.
         passes: of "step", "prefill" and "decode".
         inference_batches: sequences at once in prefill and decoding.
-        modes: of "eager" and "compiled". Prefill and decoding are eager only.
+        modes: of "eager" and "compiled". Prefill is eager only.
         dtypes: of the computation, "fp32" and "bf16".
         threads: of torch; None leaves its choice.
     """
@@ -248,7 +257,7 @@ def run_model_bench(
     ]
     with on_threads(settings.threads):
         for dtype, mode, (phase, batch) in itertools.product(settings.dtypes, settings.modes, cases):
-            if phase != "step" and mode == "compiled":
+            if phase == "prefill" and mode == "compiled":
                 continue
             report(f"{settings.preset}, {dtype}, {mode}, {phase} of {batch}")
             measured = bench_models(

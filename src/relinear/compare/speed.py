@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ import torch
 
 from relinear.core.inference import for_inference_
 from relinear.system.machine import describe_machine, on_threads
-from relinear.train.fit import checkpointing
+from relinear.train.fit import checkpointing, compiled
 from relinear.train.optim import build_optimizer
 from relinear.train.run import build_model
 from relinear.train.settings import TrainSettings
@@ -30,8 +31,7 @@ class _Subject:
             self.model.to(torch.bfloat16)
         if settings.gradient_checkpointing:
             checkpointing(self.model, True)
-        if settings.compile:
-            self.model.compile()
+        self.compile = settings.compile
         self.model.config.use_cache = False
         self.optimizer = build_optimizer(self.model, settings)
         self.dtype = training_dtype(settings, self.device)
@@ -42,6 +42,8 @@ class _Subject:
 
     def train(self) -> None:
         self.model.train()
+        if self.compile == "reduce-overhead":
+            torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.autocast):
             loss = self.model(input_ids=self.ids, labels=self.ids).loss
         loss.backward()
@@ -98,8 +100,11 @@ def measure_speed(
         and the processor or GPU that it was measured on.
     """
     loaded = {name: TrainSettings.load(value) for name, value in settings.items()}
-    with on_threads(loaded[reference].threads):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(on_threads(loaded[reference].threads))
         subjects = {name: _Subject(value, vocab_size) for name, value in loaded.items()}
+        for subject in subjects.values():
+            stack.enter_context(compiled(subject.model, subject.compile))
         start = time.perf_counter()
         for _ in range(2):  # first touches of memory, compilation
             for subject in subjects.values():

@@ -100,7 +100,7 @@ def _prepared(model: Any, settings: FitSettings) -> Iterator[None]:
         with (
             on_threads(settings.threads),
             same_modes(model),
-            compiled(model) if settings.compile else contextlib.nullcontext(),
+            compiled(model, settings.compile),
         ):
             yield
     finally:
@@ -113,13 +113,24 @@ def _prepared(model: Any, settings: FitSettings) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compiled(model: Any) -> Iterator[None]:
+def compiled(model: Any, how: bool | str = True, **options: Any) -> Iterator[None]:
     """Run ``model`` through torch.compile within a ``with`` block: its decoder layers and its loss, else all of it.
 
     Layers of one kind share one compilation, so this is ready several times sooner than compiling the model as a whole,
     and as fast in the end; what is left out (embedding, last norm, head) are single operations. Modules are compiled in
     place, not wrapped: names in checkpoints stay as they are.
+
+    Args:
+        model: any model.
+        how: as ``FitSettings.compile``; False does nothing. Before each step of "reduce-overhead"
+            ``torch.compiler.cudagraph_mark_step_begin`` is to be called.
+        options: for torch.compile.
     """
+    if not how:
+        yield
+        return
+    if how is not True:
+        options["mode"] = how
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     config: Any = torch._dynamo.config
@@ -133,9 +144,9 @@ def compiled(model: Any) -> Iterator[None]:
     own_loss = "_loss_function" in vars(model)
     loss = model.loss_function if modules != [model] and hasattr(model, "loss_function") else None
     for module in modules:
-        module.compile()
+        module.compile(**options)
     if loss is not None:
-        model.loss_function = torch.compile(loss)
+        model.loss_function = torch.compile(loss, **options)
     try:
         with config.patch(**changes):
             yield

@@ -288,6 +288,8 @@ class RelinearTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Return one forward and backward pass; on a CPU, where looking costs nothing, the loss is checked at once."""
         self.tokens_seen += inputs["input_ids"].numel() * self.args.world_size if "input_ids" in inputs else 0
+        if self.settings.compile == "reduce-overhead":
+            torch.compiler.cudagraph_mark_step_begin()
         loss = super().training_step(model, inputs, num_items_in_batch)
         if loss.device.type == "cpu":
             self._check_finite(float(loss), "training loss")

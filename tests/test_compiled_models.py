@@ -1,0 +1,205 @@
+"""Whole models compiled: no graph break, nothing compiled again after the first step, the numbers of eager mode.
+
+By ``aot_eager``, which takes the graphs and derivatives that Inductor takes and compiles no code; a few by Inductor.
+"""
+
+import contextlib
+import copy
+import importlib
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, TrainerCallback
+
+import relinear
+from cases import CASES, model_with
+from conftest import make_tiny_gpt2, make_tiny_llama, mostly_slow
+from relinear.bench import models as bench_file
+from relinear.bench.models import bench_models
+from relinear.core.aux import operator_metrics
+from relinear.models import head_bias  # noqa: F401  registers its kind
+from relinear.models.cgt.objective import CGTObjective
+from relinear.surgery.layer_bias import LayerBias
+from relinear.train import FitSettings, fit
+from relinear.train.fit import checkpointing, compiled
+from test_cgt import make_cgt
+from train_helpers import DATA, Tokens
+
+fit_file = importlib.import_module("relinear.train.fit")
+BATCHES = torch.randint(96, (3, 2, 12), generator=torch.Generator().manual_seed(1))
+ATTACHED = {kind: cls for kind, cls in relinear.ReZero.kinds().items() if cls.__module__.startswith("relinear.")} | {
+    "layer_bias": lambda: LayerBias(layers=("lm_head",))
+}
+
+
+def gpt2_with(case):
+    torch.manual_seed(0)
+    model = make_tiny_gpt2()
+    if case.context_dim is not None:
+        relinear.attach_(model, relinear.ContextManager(dim=case.context_dim))
+    relinear.replace_(model, {"c_fc": case.config})
+    return model
+
+
+def attached(kind, make, target):
+    """A tiny model with the attachment and an operator, which reads the context where that is what is attached."""
+    torch.manual_seed(0)
+    model, part = make(), ATTACHED[kind]()
+    relinear.attach_(model, part)
+    context = {"context_dim": part.dim} if kind == "context_manager" else None
+    relinear.replace_(model, {target: relinear.CCL(rank=4, **context) if context else relinear.LowRank(rank=4)})
+    return model
+
+
+#: name -> makes a model
+MODELS = {
+    **{f"{case.name}": lambda case=case: model_with(case) for case in CASES},
+    **{f"{case.name}-gpt2": lambda case=case: gpt2_with(case) for case in CASES},
+    **{kind: lambda kind=kind: attached(kind, make_tiny_llama, "up_proj") for kind in ATTACHED},
+    **{f"{kind}-gpt2": lambda kind=kind: attached(kind, make_tiny_gpt2, "c_fc") for kind in ATTACHED},
+    "cgt": lambda: make_cgt(vocab_size=96),
+    "cgt-variational": lambda: make_cgt(vocab_size=96, variational=True),
+}
+#: what does something around its products: noise and losses, a context, streams of earlier layers, several outputs
+FEW = ("hdpl", "ccl", "transponder", "laurel_pa", "cgt")
+
+
+@contextlib.contextmanager
+def layers(model, **options):
+    """As ``fit`` does."""
+    with compiled(model, **options):
+        yield model
+
+
+@contextlib.contextmanager
+def whole(model, **options):
+    """As users do, who are told of the first setting by docs/context.md."""
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        model.loss_type = "ForCausalLM"  # stock GPT-2 has none, and logs a warning that no compiler follows
+        yield torch.compile(model, fullgraph=True, **options)
+
+
+class Graphs(TrainerCallback):
+    """How many graphs there were after every step, from a clean slate on."""
+
+    def __init__(self):
+        torch._dynamo.reset()
+        counters.clear()
+        self.found = []
+
+    def count(self):
+        self.found.append(counters["stats"]["unique_graphs"])
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.count()
+
+    def check(self):
+        """Something was compiled, all of it in the first step and as one graph each."""
+        assert self.found[0] > 0
+        assert self.found == self.found[:1] * len(self.found), "compiled again"
+        assert not counters["graph_break"]
+        assert counters["frames"]["ok"] == counters["frames"]["total"], "ran uncompiled"
+
+
+def steps(model, run, after_each):
+    """Losses, auxiliary losses and metrics of a few steps, and the parameters after them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    rows = []
+    for ids in BATCHES:
+        torch.manual_seed(5)
+        loss = run(input_ids=ids, labels=ids, use_cache=False).loss
+        rows.append(torch.stack([loss, *relinear.aux_losses(model).values(), *operator_metrics(model).values()]))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after_each()
+    return [row.detach() for row in rows], [parameter.detach() for parameter in model.parameters()]
+
+
+def check_steps(name, how, checkpointed, tolerance, **options):
+    graphs, model = Graphs(), MODELS[name]().train()
+    if checkpointed:
+        checkpointing(model, True)
+    expected = steps(twin := copy.deepcopy(model), twin, lambda: None)
+    with how(model, **options) as run:
+        got = steps(model, run, graphs.count)
+    graphs.check()
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", mostly_slow(list(MODELS), *FEW))
+def test_training_steps_are_the_same_graphs(name):
+    check_steps(name, layers, True, 1e-4, backend="aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("how", [layers, whole])
+@pytest.mark.parametrize("name", MODELS)
+def test_training_steps_are_the_same_graphs_in_every_combination(name, how, checkpointed):
+    check_steps(name, how, checkpointed, 1e-4, backend="aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [layers, whole])
+@pytest.mark.parametrize("name", ["hdpl", "ccl", "transponder-gpt2", "rotor", "laurel_pa", "cgt"])
+def test_inductor_takes_the_same_steps(name, how):
+    check_steps(name, how, True, 1e-3)
+
+
+@pytest.mark.parametrize("name", mostly_slow(list(MODELS), "ccl"))
+def test_decoding_with_a_static_cache_is_one_graph(name):
+    graphs, model = Graphs(), MODELS[name]().eval()
+    relinear.for_inference_(model)
+    compilation = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
+    compilation._compile_all_devices = True
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    for ids in BATCHES:
+        expected = model.generate(ids, **settings)
+        got = model.generate(ids, cache_implementation="static", compile_config=compilation, **settings)
+        assert torch.equal(got, expected)
+        graphs.count()
+    graphs.check()
+    assert graphs.found[0] == 1
+
+
+#: name -> the model, the objective, the data
+RUNS = {
+    "hdpl": ("hdpl", None, "padded"),
+    "ccl": ("ccl", None, "padded"),
+    "cgt": ("cgt", CGTObjective(continuity=0.1), "full"),
+    "cgt-variational": ("cgt-variational", CGTObjective(kl=0.1, matching=0.1), "full"),
+}
+
+
+@pytest.mark.parametrize("run", mostly_slow(list(RUNS), "hdpl"))
+def test_a_run_compiles_in_its_first_step(run, monkeypatch):
+    """With all that happens around a step: micro-batches, padding, metrics, logs, evaluations, objectives."""
+    monkeypatch.setattr(fit_file, "compiled", lambda model, how: compiled(model, how, backend="aot_eager"))
+    name, objective, data = RUNS[run]
+    settings = FitSettings(
+        steps=5, batch_size=4, accumulation=2, warmup_steps=0, dtype="float32", threads=1, device="cpu",
+        log_every=1, eval_every=2, gradient_checkpointing=True,
+    )  # fmt: skip
+    curves, stock = [], MODELS[name]()
+    for compile_ in (False, True):
+        graphs, given = Graphs(), (DATA[data](), Tokens(samples=8, seed=1))
+        changed = settings.updated(compile=compile_)
+        curves.append(fit(copy.deepcopy(stock), given, changed, objective=objective, callbacks=[graphs]).curve)
+    graphs.check()
+    for plain, other in zip(*curves, strict=True):
+        assert plain.keys() == other.keys()
+        for key in plain.keys() - {"tokens_per_second", "seconds"}:
+            assert other[key] == pytest.approx(plain[key], rel=1e-4), (key, plain["step"])
+
+
+@pytest.mark.parametrize("phase", mostly_slow(["step", "decode"], "step"))
+def test_benchmarked_models_have_no_graph_break(phase, monkeypatch):
+    """GPT-2 as a whole has one: it logs a warning."""
+    monkeypatch.setattr(bench_file, "through_compiler", lambda model, how: compiled(model, how, backend="aot_eager"))
+    graphs, sizes = Graphs(), {"n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 96, "n_positions": 512}
+    found = bench_models("gpt2-ccl-64", {}, phase=phase, compiled=True, rounds=1, new_tokens=4, overrides=sizes)
+    graphs.count()
+    graphs.check()
+    assert found[0].compiled
