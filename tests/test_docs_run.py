@@ -4,6 +4,7 @@ A block that cannot (a network, a GPU, corpora, minutes) says so in a comment ri
 ``<!-- not run (network): why -->``, and is counted here, so that none is left out in silence. Sizes alone are cut.
 """
 
+import importlib
 import json
 import os
 import re
@@ -24,7 +25,7 @@ from conftest import REPOSITORY, make_tiny_llama
 from relinear.compare.settings import CompareSettings
 from relinear.compare.worker import InProcess
 from relinear.data.tokenizers import load_tokenizer, vocabulary_size
-from relinear_cli import docs
+from relinear_cli.fields import FILE
 from relinear_cli.main import COMMANDS, app, main
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -271,17 +272,21 @@ def test_no_mark_and_no_cut_is_left_over() -> None:
         assert large in text, f"nothing is that large any more: {large}"
 
 
-def test_the_page_of_commands_is_up_to_date() -> None:
-    page = REPOSITORY / "docs" / "cli.md"
-    assert page.read_text(encoding="utf-8") == docs.markdown(), "run `make docs-cli`"
+def test_what_is_made_of_commands_and_settings_is_up_to_date(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "docs" / "make"))
+    commands = importlib.import_module("commands")
+    assert json.loads(FILE.read_text(encoding="utf-8")) == commands.made(), "run `make docs-cli`"
+    page = (REPOSITORY / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert page == commands.markdown(), "run `make docs-cli`"
     for name in COMMANDS:
-        assert f"\n## relinear {name}\n" in docs.markdown()
+        assert f"\n## relinear {name}\n" in page
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_page_of_commands_has_the_options_that_there_are(name: str) -> None:
     parameters = get_command(app).commands[name].params
     known = {flag for one in parameters for flag in (*one.opts, *one.secondary_opts) if flag.startswith("-")}
-    section = docs.markdown().partition(f"\n## relinear {name}\n")[2].partition("\n## ")[0]
+    page = (REPOSITORY / "docs" / "cli.md").read_text(encoding="utf-8")
+    section = page.partition(f"\n## relinear {name}\n")[2].partition("\n## ")[0]
     shown = re.findall(r"^\| `(-.+?)` \|", section, flags=re.M)
     assert {word.strip(",") for row in shown for word in row.split() if word.startswith("-")} == known

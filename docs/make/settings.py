@@ -38,7 +38,8 @@ def meanings_of(config: type) -> dict[str, str]:
     """Field -> what the docstrings of the class and those it inherits from say; an entry of its own goes first."""
     found: dict[str, str] = {}
     for base in config.__mro__:
-        arguments = inspect.cleandoc(base.__doc__ or "").partition("\nArgs:\n")[2]
+        text = inspect.cleandoc(base.__doc__ or "").replace("\nAttributes:\n", "\nArgs:\n")
+        arguments = text.partition("\nArgs:\n")[2]
         for names, text in _ENTRY.findall(arguments):
             if ", " not in names:  # several at once are described elsewhere
                 found.setdefault(names, _as_markdown(text))

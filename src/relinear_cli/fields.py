@@ -1,7 +1,7 @@
 """Options of commands from the fields of their settings: name, type, default, choices, and what they are.
 
-Importing relinear takes seconds, so they are read from a file, which ``make docs-cli`` writes anew (``python -m
-relinear_cli.fields``). A test holds it to the settings' classes.
+Importing relinear takes seconds, so they are read from a file, which ``make docs-cli`` writes anew
+(``docs/make/commands.py``). A test holds it to the settings' classes.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ import difflib
 import functools
 import inspect
 import json
-import re
-import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-__all__ = ["check_keys", "fields_of", "from_settings", "made"]
+__all__ = ["check_keys", "fields_of", "from_settings"]
 
 FILE = Path(__file__).with_name("fields.json")
 #: type of a field -> that of its option: lists are given several times, integers as 0,1,2
@@ -33,7 +31,7 @@ def from_settings(settings: str, *fields: str, **named: str) -> Callable[[Callab
     imported.
 
     Args:
-        settings: whose fields: a key of ``made``.
+        settings: whose fields: a key of the file.
         fields: such as ``steps`` and ``data.tokenizer``; the option has the last part of the name.
         named: option -> field, where the option has another name.
     """
@@ -114,66 +112,3 @@ def check_keys(settings: str, overrides: Sequence[str]) -> None:
         close = short or difflib.get_close_matches(key[:200], fields, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {', '.join(fields)}"
         raise ValueError(f"--set: unknown setting {key[:200]!r}; {hint}")
-
-
-def made() -> dict[str, Any]:
-    """Return what the file holds, from the settings' classes."""
-    from relinear.bench.run import BenchSettings
-    from relinear.compare.settings import CompareSettings
-    from relinear.compress import CompressSettings
-    from relinear.distill import DistillSettings
-    from relinear.train import TrainSettings
-
-    classes = {
-        "train": TrainSettings,
-        "compare": CompareSettings,
-        "compress": CompressSettings,
-        "distill": DistillSettings,
-        "bench": BenchSettings,
-    }
-    return {name: dict(_fields(settings)) for name, settings in classes.items()}
-
-
-def _fields(settings: Any, prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    from relinear.core.settings import Settings
-
-    described = _described(settings)
-    for name, field in settings.model_fields.items():
-        default = field.get_default(call_default_factory=True)
-        kind, choices = _kind(field.annotation)
-        shown = default if isinstance(default, bool | int | float | str) else None
-        text = described.get(name, "")
-        yield prefix + name, {"type": kind, "default": shown, "choices": choices, "help": text}
-        parts = (field.annotation, *typing.get_args(field.annotation))
-        inner = next((part for part in parts if isinstance(part, type) and issubclass(part, Settings)), None)
-        if inner is not None and typing.get_origin(field.annotation) is not dict:
-            yield from _fields(inner, f"{prefix}{name}.")
-
-
-def _kind(annotation: Any) -> tuple[str, list[str]]:
-    """A key of ``_TYPES``, and the choices where there are some."""
-    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Literal:
-        return "text", [*map(str, inner)]
-    if origin in (typing.Union, types.UnionType, Annotated):
-        return _kind(next(one for one in inner if one is not type(None)))
-    if origin is tuple:
-        return ("integers" if _kind(inner[0])[0] == "int" else "texts"), []
-    names = {bool: "bool", int: "int", float: "float"}
-    return names.get(annotation, "text"), []  # settings of operators and objectives are texts, too
-
-
-def _described(settings: Any) -> dict[str, str]:
-    """The first sentence of what docstrings say of every field."""
-    found: dict[str, str] = {}
-    for owner in reversed(settings.__mro__):
-        text = inspect.cleandoc(vars(owner).get("__doc__") or "")
-        for names, said in re.findall(r"^    ([a-z_]+(?:, [a-z_]+)*): (.+(?:\n {8}.+)*)", text, flags=re.M):
-            sentence = re.split(r"(?<=\.) ", " ".join(said.split()))[0].replace("``", "`").rstrip(".") + "."
-            found |= dict.fromkeys(names.split(", "), sentence[0].upper() + sentence[1:])
-    return found
-
-
-if __name__ == "__main__":
-    text = json.dumps(made(), indent=1).replace("\n   ", "").replace("\n  }", "}")
-    FILE.write_text(text + "\n", encoding="utf-8")

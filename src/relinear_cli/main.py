@@ -16,7 +16,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from relinear_cli.errors import USER_ERROR, exit_code
-from relinear_cli.fields import check_keys, fields_of
 from relinear_cli.rehearsal import refusal
 
 __all__ = ["COMMANDS", "app", "command_of", "main", "run"]
@@ -85,7 +84,7 @@ def _without_imports(arguments: Sequence[str]) -> list[str]:
 
 
 class _Command(TyperCommand):
-    """A command whose help shows its options in groups, with the defaults and choices of the settings behind them."""
+    """A command whose help shows its options in groups."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -93,22 +92,6 @@ class _Command(TyperCommand):
         for option in self.params:
             if isinstance(option, TyperOption):
                 option.rich_help_panel = option.rich_help_panel or groups.get(option.name or "")
-                if self.name == "compress":
-                    self._describe(option)
-
-    def _describe(self, option: TyperOption) -> None:
-        """Say of an option written by hand what those made of settings say."""
-        known = fields_of(self.name or "").get("speed_batch" if option.name == "batch" else option.name or "", {})
-        if option.default is None and known.get("default") not in (None, ""):
-            option.show_default = str(known["default"])
-        if known.get("choices") and not all(choice in (option.help or "") for choice in known["choices"]):
-            option.help = f"{option.help} One of {', '.join(known['choices'])}."
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse unknown keys of ``--set`` before relinear is imported, which takes seconds."""
-        rest = super().parse_args(ctx, args)
-        check_keys(self.name or "", ctx.params.get("overrides") or [])
-        return rest
 
 
 class _Ended(BaseException):
