@@ -430,7 +430,7 @@ WRONG = {
     "train -r all-linear=hdpl:rnk=3": "unknown setting 'rnk'; did you mean 'rank'?",
     "compare -o hdpl:rank=0": "rank must be at least 1, got 0",
     "compare --recipe {recipe}": "no valid YAML",
-    "scale scale --sizes 3": "sizes.widths must be 4 values or more",
+    "scale scale --sizes 3": "sizes.widths must be a list of at least 4",
     "sweep -p learning_rate=1..2 --trials 0": "trials must be at least 1, got 0",
     "distill {model} --data {text} -r q_proj=nosuch": "unknown operator kind 'nosuch'",
     "compress {model} --data {text} --plan {plan}": "no compression plan",

@@ -792,7 +792,7 @@ def test_a_power_law_is_found_again_and_crossings_are_where_they_are():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"sizes": [16, 32, 48]}, "must be 4 values or more"),
+        ({"sizes": [16, 32, 48]}, "must be a list of at least 4"),
         ({"match": "parameters"}, "leave match at width"),
         ({"entries": {"a": "low_rank:rank=4"}, "reference": "a"}, "dense entry"),
         ({"tokens": 5000, "sizes": {"widths": [16, 32, 48, 64], "tokens_per_parameter": 20}}, "one of them"),

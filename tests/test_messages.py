@@ -1,14 +1,18 @@
 """What users are told: wrong settings in their own words, losses of trained weights, patterns and texts without end."""
 
+import errno
 import http.client
 import json
+import os
 import re
+import sqlite3
 import threading
 import time
 import warnings
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import relinear
 from conftest import make_tiny_llama
@@ -18,8 +22,10 @@ from relinear.compare.settings import CompareSettings
 from relinear.core.operator import OperatorConfig
 from relinear.explore import server as explore_server
 from relinear.surgery.patterns import check_patterns, matches
+from relinear.system.files import writing
 from relinear.train import FitSettings, TrainSettings, fit
 from relinear.train.trainer import _damage
+from relinear_cli.errors import one_message
 from relinear_cli.main import main
 
 
@@ -34,11 +40,23 @@ from relinear_cli.main import main
         (["train", "--set", "lr=0.1"], ["unknown setting 'lr'", "did you mean 'learning_rate'?"]),
         (["train", "--seed", str(2**62)], ["seed must be below 4294967296"]),
         (["train", "--set", "betas=3"], ["betas must be a list, got 3"]),
+        (
+            ["train", "--steps", "0", "--batch-size", "0"],
+            ["settings: 2 faults\n  steps must be above 0, got 0\n  batch"],
+        ),
+        (
+            ["compare", "-o", "dense", "--set", "speed=false"],
+            ["settings: speed must be a mapping of settings, got False"],
+        ),
+        (["compare", "-o", "dense", "--seeds", "-1"], ["settings: seeds.0 must be at least 0, got -1\n"]),
+        (["compare", "-o", "dense", "--set", "seeds=[]"], ["seeds must be a list of at least 1, got []"]),
     ],
 )
 def test_wrong_settings_in_the_users_words(arguments, words, capfd):
     assert main(arguments) == 2
     message = capfd.readouterr().err
+    assert message.count("\n") == 1 + message.count("\n  ")
+    assert message.count("seeds") <= 2
     assert not re.search(r"Input should|unable to parse|valid (number|integer)", message)
     for word in words:
         assert word in message
@@ -48,6 +66,27 @@ def test_wrong_settings_in_the_users_words(arguments, words, capfd):
 def test_none_is_a_word_where_a_setting_takes_words(text, name):
     assert getattr(OperatorConfig.read(text), name) == "none"
     assert OperatorConfig.read("hdpl:free_nats=none").free_nats is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/report.html"), sqlite3.OperationalError("disk is full")],
+)
+def test_a_full_disk_is_told_in_one_form(error):
+    with pytest.raises(OSError) as caught, writing("out/report.html"):
+        raise error
+    assert re.fullmatch(r"out/report.html: No space left on device.*; .* Make room .*", one_message(caught.value))
+
+
+def test_the_command_line_names_its_own_option():
+    assert (
+        one_message(ValueError("or start over with resume=False (--start-over)")) == "or start over with --start-over"
+    )
+
+
+def test_a_missing_argument_of_a_wrapped_function_names_it():
+    with pytest.raises(TypeError, match=r"from_pretrained\(\) missing 1 required positional argument"):
+        LlamaForCausalLM.from_pretrained()
 
 
 def test_a_lack_of_memory_is_no_damage():

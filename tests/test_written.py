@@ -82,7 +82,7 @@ def test_commands_refuse_what_is_not_theirs(command, saved, tmp_path, monkeypatc
 def test_fit_refuses_checkpoints_of_another_trainer(tmp_path):
     (tmp_path / "checkpoints" / "checkpoint-500").mkdir(parents=True)
     for resume in (True, False):
-        with pytest.raises(ValueError, match=r"checkpoints would be replaced, and no fit of relinear wrote it"):
+        with pytest.raises(ValueError, match=r"checkpoints would be replaced, and belongs to something else"):
             fit(dropout_model(), DATA, FIT, out_dir=tmp_path, resume=resume)
     assert (tmp_path / "checkpoints" / "checkpoint-500").is_dir()
 
@@ -122,7 +122,7 @@ def test_a_model_of_others_is_not_replaced(tmp_path):
     model.save_pretrained(tmp_path)
     before = snapshot(tmp_path)
     relinear.replace_(model, {"q_proj": relinear.LowRank(rank=2)})
-    with pytest.raises(ValueError, match=r"config\.json would be replaced, and no"):
+    with pytest.raises(ValueError, match=r"config\.json would be replaced, and belongs to something else"):
         relinear.save_pretrained(model, tmp_path)
     assert snapshot(tmp_path) == before
 
@@ -220,5 +220,5 @@ def test_a_run_of_another_program_is_not_ours(tmp_path, capsys, monkeypatch):
     before = snapshot(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--out", ".", "--start-over"]) == 2
-    assert "run.json would be replaced, and no train of relinear wrote it" in capsys.readouterr().err
+    assert "run.json would be replaced, and belongs to something else" in capsys.readouterr().err
     assert snapshot(tmp_path) == before

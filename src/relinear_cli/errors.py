@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import traceback
@@ -18,6 +19,8 @@ TERMINATED = 143
 OWN_FAULT = 1
 
 _LONGEST = 2_000
+#: of a disk that is full, over a quota or failing
+_DISK = "what was whole before still is. Make room or mend the disk, then start the same command again"
 
 # Exceptions that no common base class covers, by the top module and the name of a class among their bases: naming them
 # here avoids importing their packages just to catch them.
@@ -54,7 +57,7 @@ def is_user_error(error: BaseException) -> bool:
 
 def one_message(error: BaseException) -> str:
     """Return what to tell the user about ``error``, in so many characters as a terminal shows at once."""
-    text = _message(error)
+    text = _message(error).replace("resume=False (--start-over)", "--start-over")
     if len(text) <= _LONGEST:  # so that a mistyped option is told in a moment
         return text
     from relinear.system.text import cut
@@ -66,7 +69,8 @@ def _message(error: BaseException) -> str:
     """The text of ``error``, without the name of its class where it speaks for itself."""
     if isinstance(error, OSError) and error.strerror:
         names = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
-        return f"{names}: {error.strerror}" if names else error.strerror
+        said = f"{names}: {error.strerror}" if names else error.strerror
+        return f"{said}; {_DISK}" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO) else said
     if hasattr(error, "errors") and hasattr(error, "error_count"):
         from relinear.core.settings import readable
 

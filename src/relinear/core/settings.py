@@ -76,6 +76,9 @@ def readable(error: ValidationError) -> str:
     """What pydantic found in the users' words, one fault a line: where, what it must be, what it got, what is near."""
     lines = []
     faults = error.errors(include_url=False)
+    # a list with a wrong value also counts as one that is too short
+    inside = {fault["loc"][:length] for fault in faults for length in range(len(fault["loc"]))}
+    faults = [fault for fault in faults if fault["type"] != "too_short" or fault["loc"] not in inside]
     for fault in faults[:_TOLD]:
         where = cut(".".join(map(str, fault["loc"])))
         value, limits = fault["input"], fault.get("ctx", {})
@@ -92,4 +95,4 @@ def readable(error: ValidationError) -> str:
             lines.append(f"{where} {what}{hint if 'did you mean' in hint else ''}".lstrip())
     if len(faults) > _TOLD:
         lines.append(f"and {len(faults) - _TOLD} more")
-    return "\n  ".join(lines) if len(lines) == 1 else "\n  " + "\n  ".join(lines)
+    return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(faults)} faults", *lines])

@@ -63,7 +63,10 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)  # so that every argument may be named as it is in the original
+        try:
+            call = signature.bind(*args, **kwargs)  # so that every argument may be named as it is in the original
+        except TypeError:
+            return original(*args, **kwargs)  # says what is missing, by the function's name
         return around(original, *call.args, **call.kwargs)
 
     setattr(wrapped, _MARK, original)

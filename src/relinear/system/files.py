@@ -9,6 +9,7 @@ import filecmp
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -203,9 +204,8 @@ def writing(path: str | Path) -> Iterator[None]:
         said = " ".join(map(str, causes))
         if not any(words in said for words in _UNWRITTEN) and all(type(e).__module__ != "sqlite3" for e in causes):
             raise
-        reason = "not read or written whole: the disk is full or fails, or a limit on the size of files was met "
-        reason += f"({' '.join(str(error).split())[:200]})"
-        raise OSError(errno.ENOSPC, reason, str(path)) from error
+        number = errno.EIO if re.search("I/O error|Input/output", said) else errno.ENOSPC
+        raise OSError(number, f"{os.strerror(number)} ({' '.join(str(error).split())[:200]})", str(path)) from error
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -100,7 +100,7 @@ def check_ours(folder: str | Path, work: str) -> None:
         if path.suffix == ".html":  # says itself whose it is
             check_page(path)
         elif not ours and not (path.is_file() and not path.stat().st_size):
-            raise not_ours(path, work)
+            raise not_ours(path)
 
 
 def is_saved(directory: Path) -> bool:
@@ -115,10 +115,10 @@ def check_page(path: str | Path) -> None:
         raise not_ours(Path(path))
 
 
-def not_ours(path: Path, work: str = "command") -> ValueError:
-    """Return what is raised about a file, or a folder, that no such work of relinear wrote."""
+def not_ours(path: Path) -> ValueError:
+    """Return what is raised about a file, or a folder, that relinear did not write, or for other work."""
     return ValueError(
-        f"{path} would be replaced, and no {work} of relinear wrote it; move it away, or give another directory"
+        f"{path} would be replaced, and belongs to something else; move it away, or give another directory"
     )
 
 

@@ -179,7 +179,7 @@ def _check_same(out_dir: Path, record: Mapping[str, Any], now: Mapping[str, Any]
         stated = ", ".join(f"{key} {shown(before.get(key))} -> {shown(now[key])}" for key in differing)
         raise ValueError(
             f"{out_dir} holds a run with other settings ({stated}); give another directory, or start over with "
-            "resume=False"
+            "resume=False (--start-over)"
         )
 
 
