@@ -28,10 +28,12 @@ from conftest import make_tiny_llama, mostly_slow
 from relinear import functional, kernels
 from relinear.functional import block_hadamard as functional_block_hadamard
 from relinear.functional import pivoted_low_rank as functional_pivoted
+from relinear.functional import quantized as functional_quantized
 from relinear.functional import rotor as functional_rotor
 from relinear.functional.block_hadamard import block_hadamard_sizes
 from relinear.kernels import block_hadamard as kernels_block_hadamard
 from relinear.kernels import pivoted_low_rank as kernels_pivoted
+from relinear.kernels import quantized as kernels_quantized
 from relinear.kernels import rotor as kernels_rotor
 from relinear.testing import ODD, SQUARE, WIDE, Case
 
@@ -124,6 +126,23 @@ def _pivoted_arguments(dtype: torch.dtype) -> Iterator[tuple]:
         mix, up = torch.randn(rank, inputs - rank, dtype=dtype), torch.randn(outputs, rank, dtype=dtype)
         bias = torch.randn(outputs, dtype=dtype) if rank == 4 else None
         yield torch.randn(*leading, inputs, dtype=dtype), order, mix, up, bias
+
+
+def quantized_arguments(dtype: torch.dtype) -> Iterator[tuple]:
+    """All bits, sizes that kernels take and that they do not, with zero points and a bias and without."""
+    for bits, inputs, group, rows in (
+        (2, 128, 32, 1),
+        (3, 192, 64, 3),
+        (5, 20, 8, 2),
+        (7, 64, 64, 9),
+        (8, 576, 128, 5),
+    ):
+        groups, even = -(-inputs // group), bits % 2 == 0
+        packed = torch.randint(0, 256, (7, -(-inputs // 8) * bits), dtype=torch.uint8)
+        zeros = torch.randint(0, 256, (7, groups), dtype=torch.uint8) if even else None
+        scales, bias = torch.randn(7, groups, dtype=dtype), torch.randn(7, dtype=dtype)
+        x = torch.randn(rows, inputs, dtype=dtype)
+        yield x, packed, scales, zeros, bits, group, None if even else bias
 
 
 def _step_arguments(dtype: torch.dtype) -> Iterator[tuple]:
@@ -409,6 +428,12 @@ TWINS: list[Twin] = [
         reference=functional_pivoted.pivoted_low_rank,
         fast=kernels_pivoted.pivoted_low_rank,
         arguments=_pivoted_arguments,
+    ),
+    Twin(
+        kind="quantized",
+        reference=functional_quantized.quantized,
+        fast=kernels_quantized.quantized,
+        arguments=quantized_arguments,
     ),
     Twin(
         kind="rotor-step",

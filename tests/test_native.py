@@ -288,6 +288,33 @@ def test_a_few_rows_of_hdpl(settings, leading, inputs, outputs, bias, dtype, few
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", range(2, 9))
+@torch.no_grad()
+def test_integers_are_read_as_they_are_packed(bits, dtype, few_rows):
+    """Few rows and many, against double precision; groups of half a block, of blocks, and longer than a row."""
+    for inputs, group, outputs, rows, symmetric in (
+        (576, 64, 9, 1, False),
+        (128, 32, 7, 6, True),
+        (64, 1024, 5, 40, False),
+    ):
+        layer = relinear.Quantized(bits=bits, group=group, symmetric=symmetric).build(inputs, outputs).to(dtype)
+        layer.scales.normal_()
+        layer.bias.normal_()
+        if not symmetric:
+            layer.zeros.random_(0, 256)
+        x = torch.randn(2, rows, 2 * inputs, dtype=dtype)[..., ::2]
+        y = layer(x)
+        assert y.shape == (2, rows, outputs)
+        close(y, copy.deepcopy(layer).double()(x.double()), dtype)
+    assert len(few_rows) == 3
+    with torch.enable_grad():
+        layer(x).sum().backward()
+    layer(x[..., :0, :])
+    relinear.Quantized(bits=bits, group=20).build(40, 3)(torch.randn(1, 40))
+    assert len(few_rows) == 3  # gradients, no rows, and sizes that fill no block
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "settings", [{}, {"gate_bias": False}, {"norm": False}, {"basis_gate": False}, {"output_gate": False}], ids=str
 )

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from relinear.core.config import check_at_least, check_type, register
 from relinear.core.moments import Moments
 from relinear.core.operator import Operator, OperatorConfig, ParamRole, dense_weight
-from relinear.functional.quantized import dequantized, group_count, pack, packed_width, quantized
+from relinear.functional.quantized import dequantized, group_count, pack, packed_width
 from relinear.functional.rounding import Grid, gptq, nearest, nearest_grid
+from relinear.kernels.native.build import is_loaded_beside
+from relinear.kernels.quantized import quantized
 
 __all__ = ["Quantized", "QuantizedLinear"]
 
@@ -56,6 +58,9 @@ class QuantizedLinear(Operator):
         nn.init.constant_(self.scales, math.sqrt(12 / (4**self.config.bits - 1) / self.in_features))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    def build_kernels(self) -> None:
+        is_loaded_beside(self.scales)
 
     def forward(self, x: Tensor) -> Tensor:
         return quantized(x, self.codes, self.scales, self.zeros, self.config.bits, self.config.group, self.bias)

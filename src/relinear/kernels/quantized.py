@@ -1,0 +1,58 @@
+"""Products with integers of few bits: read as they are packed for a few rows, unpacked once for many."""
+
+# Legend: I in_features, O out_features, B bits, K groups of a row
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from relinear.functional import quantized as reference
+from relinear.kernels import native
+from relinear.kernels.forms import PLAIN, Call, Form, dispatch
+
+__all__ = ["quantized"]
+
+#: rows up to which weights are made numbers in registers, each time that they are read
+MOST_ROWS = 8
+#: inputs of a group that the kernels take a multiple of
+_HALF = reference.BLOCK // 2
+
+
+def _refuses(call: Call) -> str:
+    x, packed, scales, zeros, _, group, bias = call.given
+    if x.shape[-1] % reference.BLOCK or group % _HALF:
+        return f"inputs are no multiple of {reference.BLOCK}, or a group's of {_HALF}"
+    if call.grad and any(t is not None and t.requires_grad for t in (x, scales, bias)):
+        return "gradients are wanted"
+    if call.autocast or any(t is not None and t.dtype != x.dtype for t in (scales, bias)):
+        return "numbers of several dtypes"
+    for t in (packed, scales, zeros, bias):
+        if t is not None and not (type(t) in PLAIN and t.is_cpu and t.is_contiguous()):
+            return "no plain parameters on a CPU"
+    return native.refuses(call, fewest=1, may_build=packed.numel() >= native.FEWEST_NATIVE_ENTRIES)
+
+
+def _refuses_rows(call: Call) -> str:
+    return "too many rows" if call.rows > MOST_ROWS else _refuses(call)
+
+
+def _few_rows(*given) -> Tensor:
+    return native.kernels().quantized_layer(*given)
+
+
+def _unpacked(x, packed, scales, zeros, bits, group, bias) -> Tensor:
+    weight = native.kernels().quantized_dense(packed, scales, zeros, bits, group, x.shape[-1])
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+@dispatch(
+    Form("C++ for a few rows", _refuses_rows, _few_rows),
+    Form("unpacked in C++", _refuses, _unpacked),
+    otherwise="reference",
+)
+def quantized(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int, bias: Tensor | None = None
+) -> Tensor:
+    """As ``functional.quantized.quantized``."""
+    return reference.quantized(x, packed, scales, zeros, bits, group, bias)
