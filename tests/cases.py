@@ -140,8 +140,8 @@ def quantized_arguments(dtype: torch.dtype) -> Iterator[tuple]:
         groups, even = -(-inputs // group), bits % 2 == 0
         packed = torch.randint(0, 256, (7, -(-inputs // 8) * bits), dtype=torch.uint8)
         zeros = torch.randint(0, 256, (7, groups), dtype=torch.uint8) if even else None
-        scales, bias = torch.randn(7, groups, dtype=dtype), torch.randn(7, dtype=dtype)
-        x = torch.randn(rows, inputs, dtype=dtype)
+        scales, bias = torch.randn(7, groups, dtype=dtype) / 2**bits, torch.randn(7, dtype=dtype)
+        x = torch.randn(rows, inputs, dtype=dtype) / inputs**0.5
         yield x, packed, scales, zeros, bits, group, None if even else bias
 
 
