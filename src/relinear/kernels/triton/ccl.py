@@ -21,11 +21,9 @@ __all__ = ["ccl"]
 
 
 @triton.jit
-def _gate(features, weight, bias, row, row_ok, column, column_ok, width, total, STEP, PRECISION):
+def _gate(features, weight, bias, row, row_ok, column, column_ok, width, total, TILE: tl.constexpr):
     """sigma(f W^T + b) of one tile; ``total`` is a tile of zeros."""
-    total = add_product(
-        total, features, width, row, row_ok, weight, width, 1, column, column_ok, width, STEP, PRECISION
-    )
+    total = add_product(total, features, width, row, row_ok, weight, width, 1, column, column_ok, width, TILE)
     total += tl.load(bias + column, mask=column_ok, other=0.0).to(tl.float32)[None, :]
     return tl.sigmoid(total)
 
@@ -43,31 +41,26 @@ def _kernel(
     size,
     width,
     out_features,
-    PRODUCT: tl.constexpr,
-    BIAS: tl.constexpr,
     BIAS_GATED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """a W^T + b, or a itself, times its gate; a bias that is not gated comes after."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(0).to(tl.int64) * TILE.ROWS + tl.arange(0, TILE.ROWS)
+    column = tl.program_id(1) * TILE.COLUMNS + tl.arange(0, TILE.COLUMNS)
     row_ok, column_ok = row < tokens, column < out_features
     at, ok = row[:, None] * out_features + column[None, :], row_ok[:, None] & column_ok[None, :]
-    out = tl.zeros((ROWS, COLUMNS), tl.float32)
-    if PRODUCT:
-        out = add_product(out, a, size, row, row_ok, weight, size, 1, column, column_ok, size, STEP, PRECISION)
+    out = tl.zeros((TILE.ROWS, TILE.COLUMNS), tl.float32)
+    if weight is not None:
+        out = add_product(out, a, size, row, row_ok, weight, size, 1, column, column_ok, size, TILE)
     else:
         out += tl.load(a + at, mask=ok, other=0.0).to(tl.float32)
-    offset = tl.zeros((COLUMNS,), tl.float32)
-    if BIAS:
+    offset = tl.zeros((TILE.COLUMNS,), tl.float32)
+    if bias is not None:
         offset += tl.load(bias + column, mask=column_ok, other=0.0).to(tl.float32)
     if BIAS_GATED:
         out += offset[None, :]
-    zeros = tl.zeros((ROWS, COLUMNS), tl.float32)
-    out *= _gate(features, gate_weight, gate_bias, row, row_ok, column, column_ok, width, zeros, STEP, PRECISION)
+    zeros = tl.zeros((TILE.ROWS, TILE.COLUMNS), tl.float32)
+    out *= _gate(features, gate_weight, gate_bias, row, row_ok, column, column_ok, width, zeros, TILE)
     if not BIAS_GATED:
         out += offset[None, :]
     tl.store(y + at, out.to(y.dtype.element_ty), mask=ok)
@@ -87,11 +80,8 @@ def _gated(
     tokens, size = a.shape
     out_features, width = gate_weight.shape
     y = tiles.empty(a, tokens, out_features)
-    meta = tiles.meta(tokens, a.dtype)
     given, sizes = (a, weight, bias, features, gate_weight, gate_bias, y), (tokens, size, width, out_features)
-    has = {"PRODUCT": weight is not None, "BIAS": bias is not None, "BIAS_GATED": bias_gated}
-    grid = tiles.cdiv(tokens, meta["ROWS"]), tiles.cdiv(out_features, meta["COLUMNS"])
-    _kernel[grid](*given, *sizes, **has, **meta)
+    tiles.launch(_kernel, (tokens, out_features), a.dtype, *given, *sizes, BIAS_GATED=bias_gated)
     return y
 
 

@@ -37,17 +37,17 @@ def _shares(sigma, row, row_ok, at, at_ok, RANK: tl.constexpr, COUNT: tl.constex
 
 
 @triton.jit
-def _add_thin(x, thin, weight, y, width, row, row_ok, at, at_ok, C: tl.constexpr, COLUMNS: tl.constexpr, PRECISION):
+def _add_thin(x, thin, weight, y, width, row, row_ok, at, at_ok, C: tl.constexpr, TILE: tl.constexpr):
     """y = x + thin (n, C) weight (C, D), for all D."""
-    for start in range(0, width, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
+    for start in range(0, width, TILE.COLUMNS):
+        column = start + tl.arange(0, TILE.COLUMNS)
         column_ok = column < width
         part = tl.load(
             weight + at[:, None] * width + column[None, :], mask=at_ok[:, None] & column_ok[None, :], other=0.0
         )
         where, ok = row[:, None] * width + column[None, :], row_ok[:, None] & column_ok[None, :]
         out = tl.load(x + where, mask=ok, other=0.0).to(tl.float32)
-        out = tl.dot(thin.to(part.dtype), part, out, input_precision=PRECISION)
+        out = tl.dot(thin.to(part.dtype), part, out, input_precision=TILE.PRECISION)
         tl.store(y + where, out.to(y.dtype.element_ty), mask=ok)
 
 
@@ -64,34 +64,27 @@ def _forward_kernel(
     COUNT: tl.constexpr,
     RANK: tl.constexpr,
     PAD: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64) * TILE.ROWS + tl.arange(0, TILE.ROWS)
     at = tl.arange(0, PAD)
     row_ok, at_ok = row < tokens, at < COUNT * RANK
-    thin = tl.zeros((ROWS, PAD), tl.float32)
-    thin = add_product(thin, x, width, row, row_ok, right, width, 1, at, at_ok, width, STEP, PRECISION)
+    thin = tl.zeros((TILE.ROWS, PAD), tl.float32)
+    thin = add_product(thin, x, width, row, row_ok, right, width, 1, at, at_ok, width, TILE)
     thin += tl.load(right_bias + at, mask=at_ok, other=0.0).to(tl.float32)[None, :]
     share = _shares(sigma, row, row_ok, at, at_ok, RANK, COUNT)
     thin = _across(thin * share, RANK, PAD) * share
-    _add_thin(x, thin, left, y, width, row, row_ok, at, at_ok, COUNT * RANK, COLUMNS, PRECISION)
-
-
-def _meta(tokens: int, left: Tensor) -> dict:
-    templates, rank, _ = left.shape
-    sizes = {"COUNT": templates, "RANK": rank, "PAD": tiles.pad(templates * rank), "ROWS": min(32, tiles.rows(tokens))}
-    return tiles.meta(tokens, left.dtype) | sizes | {"COLUMNS": 64, "num_warps": 4}
+    _add_thin(x, thin, left, y, width, row, row_ok, at, at_ok, COUNT * RANK, TILE)
 
 
 @torch.library.custom_op("relinear::cgt_modulate", mutates_args=())
 def _forward(x: Tensor, sigma: Tensor, left: Tensor, right: Tensor, right_bias: Tensor) -> Tensor:
     """y of x (N, D) and sigma (N, M)."""
     tokens, width = x.shape
-    y, meta = torch.empty_like(x), _meta(tokens, left)
-    _forward_kernel[(tiles.cdiv(tokens, meta["ROWS"]),)](x, sigma, left, right, right_bias, y, tokens, width, **meta)
+    y, (templates, rank, _) = torch.empty_like(x), left.shape
+    own = {"COUNT": templates, "RANK": rank, "PAD": tiles.pad(templates * rank), "num_warps": 4}
+    own |= {"ROWS": min(32, tiles.rows(tokens)), "COLUMNS": 64}  # a tile goes through all columns
+    tiles.launch(_forward_kernel, (tokens, 1), left.dtype, x, sigma, left, right, right_bias, y, tokens, width, **own)
     return y
 
 

@@ -33,24 +33,21 @@ def _encode_kernel(
     tokens,
     in_features,
     rank,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """mu, log sigma^2 and z = mu + sigma noise: two products that share their reads of x."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(0).to(tl.int64) * TILE.ROWS + tl.arange(0, TILE.ROWS)
+    column = tl.program_id(1) * TILE.COLUMNS + tl.arange(0, TILE.COLUMNS)
     row_ok, column_ok = row < tokens, column < rank
-    mean = tl.zeros((ROWS, COLUMNS), tl.float32)
-    spread = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, in_features, STEP):
-        k = start + tl.arange(0, STEP)
+    mean = tl.zeros((TILE.ROWS, TILE.COLUMNS), tl.float32)
+    spread = tl.zeros((TILE.ROWS, TILE.COLUMNS), tl.float32)
+    for start in range(0, in_features, TILE.STEP):
+        k = start + tl.arange(0, TILE.STEP)
         k_ok = k < in_features
         given = tl.load(x + row[:, None] * in_features + k[None, :], mask=row_ok[:, None] & k_ok[None, :], other=0.0)
         at, ok = column[None, :] * in_features + k[:, None], column_ok[None, :] & k_ok[:, None]
-        mean = tl.dot(given, tl.load(mu_weight + at, mask=ok, other=0.0), mean, input_precision=PRECISION)
-        spread = tl.dot(given, tl.load(logvar_weight + at, mask=ok, other=0.0), spread, input_precision=PRECISION)
+        mean = tl.dot(given, tl.load(mu_weight + at, mask=ok, other=0.0), mean, input_precision=TILE.PRECISION)
+        spread = tl.dot(given, tl.load(logvar_weight + at, mask=ok, other=0.0), spread, input_precision=TILE.PRECISION)
     mean += tl.load(mu_bias + column, mask=column_ok, other=0.0).to(tl.float32)[None, :]
     spread += tl.load(logvar_bias + column, mask=column_ok, other=0.0).to(tl.float32)[None, :]
     # the sample is that of the rounded mean and variance, which the regulariser and the backward read
@@ -64,46 +61,26 @@ def _encode_kernel(
 
 
 @triton.jit
-def _decode_kernel(
-    x,
-    z,
-    blocks,
-    decoder,
-    bias,
-    y,
-    tokens,
-    in_block,
-    out_block,
-    count,
-    rank,
-    per_block,
-    BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _decode_kernel(x, z, blocks, decoder, bias, y, tokens, in_block, out_block, count, rank, TILE: tl.constexpr):
     """y = W_k x_k + D silu(z) + bias, for some tokens and some rows of one block."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    block = tl.program_id(1) // per_block
-    local = tl.program_id(1) % per_block * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(0).to(tl.int64) * TILE.ROWS + tl.arange(0, TILE.ROWS)
+    block = tl.program_id(2)
+    local = tl.program_id(1) * TILE.COLUMNS + tl.arange(0, TILE.COLUMNS)
     row_ok, column_ok = row < tokens, local < out_block
     column = block * out_block + local
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    total = tl.zeros((TILE.ROWS, TILE.COLUMNS), tl.float32)
     given, width = x + block * in_block, count * in_block
-    total = add_product(
-        total, given, width, row, row_ok, blocks, in_block, 1, column, column_ok, in_block, STEP, PRECISION
-    )
-    for start in range(0, rank, STEP):
-        k = start + tl.arange(0, STEP)
+    total = add_product(total, given, width, row, row_ok, blocks, in_block, 1, column, column_ok, in_block, TILE)
+    for start in range(0, rank, TILE.STEP):
+        k = start + tl.arange(0, TILE.STEP)
         k_ok = k < rank
         latent = tl.load(z + row[:, None] * rank + k[None, :], mask=row_ok[:, None] & k_ok[None, :], other=0.0)
         wide = latent.to(tl.float32)
         part = tl.load(
             decoder + column[None, :] * rank + k[:, None], mask=column_ok[None, :] & k_ok[:, None], other=0.0
         )
-        total = tl.dot((wide * tl.sigmoid(wide)).to(latent.dtype), part, total, input_precision=PRECISION)
-    if BIAS:
+        total = tl.dot((wide * tl.sigmoid(wide)).to(latent.dtype), part, total, input_precision=TILE.PRECISION)
+    if bias is not None:
         total += tl.load(bias + column, mask=column_ok, other=0.0).to(tl.float32)[None, :]
     at = row[:, None] * (count * out_block) + column[None, :]
     tl.store(y + at, total.to(y.dtype.element_ty), mask=row_ok[:, None] & column_ok[None, :])
@@ -125,39 +102,29 @@ def _latent_gradient_kernel(
     tokens,
     out_features,
     rank,
-    GIVEN_Z: tl.constexpr,
-    GIVEN_MU: tl.constexpr,
-    GIVEN_LOGVAR: tl.constexpr,
-    SAMPLED: tl.constexpr,
-    TO_NOISE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Gradients of mu, log sigma^2 and the noise: through D and silu, in the epilogue of grad D."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(0).to(tl.int64) * TILE.ROWS + tl.arange(0, TILE.ROWS)
+    column = tl.program_id(1) * TILE.COLUMNS + tl.arange(0, TILE.COLUMNS)
     row_ok, column_ok = row < tokens, column < rank
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    total = add_product(
-        total, grad, out_features, row, row_ok, decoder, 1, rank, column, column_ok, out_features, STEP, PRECISION
-    )
+    total = tl.zeros((TILE.ROWS, TILE.COLUMNS), tl.float32)
+    total = add_product(total, grad, out_features, row, row_ok, decoder, 1, rank, column, column_ok, out_features, TILE)
     at, ok = row[:, None] * rank + column[None, :], row_ok[:, None] & column_ok[None, :]
     latent = tl.load(z + at, mask=ok, other=0.0).to(tl.float32)
     share = tl.sigmoid(latent)
     total *= share * (1 + latent * (1 - share))
-    if GIVEN_Z:
+    if grad_z is not None:
         total += tl.load(grad_z + at, mask=ok, other=0.0).to(tl.float32)
-    if SAMPLED:
+    if noise is not None:
         scaled = total * tl.exp(0.5 * tl.load(logvar + at, mask=ok, other=0.0).to(tl.float32))
-        if TO_NOISE:
+        if to_noise is not None:
             tl.store(to_noise + at, scaled.to(to_noise.dtype.element_ty), mask=ok)
         scaled *= 0.5 * tl.load(noise + at, mask=ok, other=0.0).to(tl.float32)
-        if GIVEN_LOGVAR:
+        if grad_logvar is not None:
             scaled += tl.load(grad_logvar + at, mask=ok, other=0.0).to(tl.float32)
         tl.store(to_logvar + at, scaled.to(to_logvar.dtype.element_ty), mask=ok)
-    if GIVEN_MU:
+    if grad_mu is not None:
         total += tl.load(grad_mu + at, mask=ok, other=0.0).to(tl.float32)
     tl.store(to_mu + at, total.to(to_mu.dtype.element_ty), mask=ok)
 
@@ -176,31 +143,24 @@ def _input_gradient_kernel(
     out_block,
     count,
     rank,
-    per_block,
-    SAMPLED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """The gradient of x: both encoders and the transposed blocks into one accumulator."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    block = tl.program_id(1) // per_block
-    local = tl.program_id(1) % per_block * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(0).to(tl.int64) * TILE.ROWS + tl.arange(0, TILE.ROWS)
+    block = tl.program_id(2)
+    local = tl.program_id(1) * TILE.COLUMNS + tl.arange(0, TILE.COLUMNS)
     row_ok, column_ok = row < tokens, local < in_block
     in_features = count * in_block
     column = block * in_block + local
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    total = tl.zeros((TILE.ROWS, TILE.COLUMNS), tl.float32)
     given, weight = grad + block * out_block, blocks + block * out_block * in_block
     total = add_product(
-        total, given, count * out_block, row, row_ok, weight, 1, in_block, local, column_ok, out_block, STEP, PRECISION
+        total, given, count * out_block, row, row_ok, weight, 1, in_block, local, column_ok, out_block, TILE
     )
-    total = add_product(
-        total, to_mu, rank, row, row_ok, mu_weight, 1, in_features, column, column_ok, rank, STEP, PRECISION
-    )
-    if SAMPLED:
+    total = add_product(total, to_mu, rank, row, row_ok, mu_weight, 1, in_features, column, column_ok, rank, TILE)
+    if to_logvar is not None:
         total = add_product(
-            total, to_logvar, rank, row, row_ok, logvar_weight, 1, in_features, column, column_ok, rank, STEP, PRECISION
+            total, to_logvar, rank, row, row_ok, logvar_weight, 1, in_features, column, column_ok, rank, TILE
         )
     at = row[:, None] * in_features + column[None, :]
     tl.store(to_x + at, total.to(to_x.dtype.element_ty), mask=row_ok[:, None] & column_ok[None, :])
@@ -213,10 +173,8 @@ def _encode(
     """(z, mu, logvar), each (N, R), of x (N, I)."""
     (tokens, in_features), rank = x.shape, mu_weight.shape[0]
     z, mu, logvar = (tiles.empty(x, tokens, rank) for _ in range(3))
-    meta = tiles.meta(tokens, x.dtype) | {"COLUMNS": 64}
-    grid = tiles.cdiv(tokens, meta["ROWS"]), tiles.cdiv(rank, meta["COLUMNS"])
-    weights = mu_weight, mu_bias, logvar_weight, logvar_bias
-    _encode_kernel[grid](x, *weights, noise, z, mu, logvar, tokens, in_features, rank, **meta)
+    given = x, mu_weight, mu_bias, logvar_weight, logvar_bias, noise, z, mu, logvar, tokens, in_features, rank
+    tiles.launch(_encode_kernel, (tokens, rank), x.dtype, *given, COLUMNS=64)
     return z, mu, logvar
 
 
@@ -231,11 +189,8 @@ def _decode(x: Tensor, z: Tensor, blocks: Tensor, decoder: Tensor, bias: Tensor 
     """y (N, O) of x (N, I) and z (N, R)."""
     tokens, (count, out_block, in_block) = x.shape[0], blocks.shape
     y = tiles.empty(x, tokens, count * out_block)
-    meta = tiles.meta(tokens, x.dtype)
-    per_block = tiles.cdiv(out_block, meta["COLUMNS"])
-    sizes = tokens, in_block, out_block, count, z.shape[1], per_block
-    grid = tiles.cdiv(tokens, meta["ROWS"]), count * per_block
-    _decode_kernel[grid](x, z, blocks, decoder, bias, y, *sizes, BIAS=bias is not None, **meta)
+    given = x, z, blocks, decoder, bias, y, tokens, in_block, out_block, count, z.shape[1]
+    tiles.launch(_decode_kernel, (tokens, out_block, count), x.dtype, *given)
     return y
 
 
@@ -265,36 +220,13 @@ def _backward(
     to_x, to_mu = tiles.empty(z, tokens, count * in_block), torch.empty_like(z)
     to_logvar = torch.empty_like(z) if sampled else tiles.empty(z, 0)
     of_noise = torch.empty_like(noise) if noise is not None and to_noise else tiles.empty(z, 0)
-    meta = tiles.meta(tokens, z.dtype)
-    columns = {"COLUMNS": 64}
-    row_tiles = tiles.cdiv(tokens, meta["ROWS"])
-    _latent_gradient_kernel[(row_tiles, tiles.cdiv(rank, columns["COLUMNS"]))](
-        grad,
-        decoder,
-        z,
-        logvar,
-        noise,
-        grad_z,
-        grad_mu,
-        grad_logvar,
-        to_mu,
-        to_logvar,
-        of_noise,
-        tokens,
-        count * out_block,
-        rank,
-        GIVEN_Z=grad_z is not None,
-        GIVEN_MU=grad_mu is not None,
-        GIVEN_LOGVAR=grad_logvar is not None,
-        SAMPLED=sampled,
-        TO_NOISE=sampled and to_noise,
-        **(meta | columns),
-    )
-    per_block = tiles.cdiv(in_block, meta["COLUMNS"])
-    sizes = tokens, in_block, out_block, count, rank, per_block
-    _input_gradient_kernel[(row_tiles, count * per_block)](
-        grad, blocks, to_mu, mu_weight, to_logvar, logvar_weight, to_x, *sizes, SAMPLED=sampled, **meta
-    )
+    results = to_mu, to_logvar if sampled else None, of_noise if sampled and to_noise else None
+    upstream = grad, decoder, z, logvar, noise, grad_z, grad_mu, grad_logvar
+    given = *upstream, *results, tokens, count * out_block, rank
+    tiles.launch(_latent_gradient_kernel, (tokens, rank), z.dtype, *given, COLUMNS=64)
+    encoders = to_mu, mu_weight, results[1], logvar_weight
+    sizes = tokens, in_block, out_block, count, rank
+    tiles.launch(_input_gradient_kernel, (tokens, in_block, count), z.dtype, grad, blocks, *encoders, to_x, *sizes)
     return to_x, to_mu, to_logvar, of_noise
 
 

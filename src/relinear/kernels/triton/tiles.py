@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,11 +16,12 @@ from torch import Tensor
 __all__ = [
     "COLUMNS",
     "STEP",
+    "Tile",
     "add_product",
     "cdiv",
     "depth",
     "empty",
-    "meta",
+    "launch",
     "pad",
     "precision",
     "rows",
@@ -59,11 +60,31 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-def meta(tokens: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the compile-time arguments that every product's kernel takes."""
-    tile_rows = rows(tokens)
-    sizes = {"ROWS": tile_rows, "COLUMNS": COLUMNS, "STEP": STEP, "PRECISION": precision(dtype)}
-    return sizes | {"num_warps": warps(tile_rows), "num_stages": depth(dtype)} | _tried
+class Tile(NamedTuple):
+    """What the kernel of a product is compiled for."""
+
+    ROWS: tl.constexpr
+    COLUMNS: tl.constexpr
+    STEP: tl.constexpr
+    PRECISION: tl.constexpr
+
+
+def launch(kernel: Any, sizes: tuple[int, ...], dtype: torch.dtype, *given: Any, **fixed: Any) -> None:
+    """Run ``kernel(*given, TILE)`` for every tile of a result.
+
+    Args:
+        kernel: of a product.
+        sizes: rows and columns of the result, and parts of so many columns if there are several.
+        dtype: of the factors.
+        given: the kernel's arguments; what is None is not there for the compiler.
+        fixed: sizes of the tile that are the kernel's own, and what else it is compiled for.
+    """
+    (tokens, columns), tile_rows = sizes[:2], rows(sizes[0])
+    chosen: dict[str, Any] = {"ROWS": tile_rows, "COLUMNS": COLUMNS, "STEP": STEP, "PRECISION": precision(dtype)}
+    chosen |= {"num_warps": warps(tile_rows), "num_stages": depth(dtype)} | _tried | fixed
+    grid = cdiv(tokens, chosen["ROWS"]), cdiv(columns, chosen["COLUMNS"]), *sizes[2:]
+    tile = Tile(*(tl.constexpr(chosen.pop(name)) for name in Tile._fields))
+    kernel[grid](*given, TILE=tile, **chosen)
 
 
 #: sizes that stand in for those above while they are timed
@@ -89,29 +110,15 @@ def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor
 
 
 @triton.jit
-def add_product(
-    total,
-    a,
-    a_row,
-    row,
-    row_ok,
-    b,
-    b_column,
-    b_step,
-    column,
-    column_ok,
-    size,
-    STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def add_product(total, a, a_row, row, row_ok, b, b_column, b_step, column, column_ok, size, TILE: tl.constexpr):
     """total[n, c] + sum_k a[row_n, k] b[column_c, k]: ``a`` has rows of stride ``a_row`` and adjacent columns, ``b``
     the strides ``b_column`` and ``b_step`` for its column and for k."""
-    for start in range(0, size, STEP):
-        k = start + tl.arange(0, STEP)
+    for start in range(0, size, TILE.STEP):
+        k = start + tl.arange(0, TILE.STEP)
         k_ok = k < size
         left = tl.load(a + row[:, None] * a_row + k[None, :], mask=row_ok[:, None] & k_ok[None, :], other=0.0)
         right = tl.load(
             b + column[None, :] * b_column + k[:, None] * b_step, mask=column_ok[None, :] & k_ok[:, None], other=0.0
         )
-        total = tl.dot(left, right, total, input_precision=PRECISION)
+        total = tl.dot(left, right, total, input_precision=TILE.PRECISION)
     return total

@@ -53,23 +53,16 @@ def _forward_kernel(
     out_features,
     RANK: tl.constexpr,
     RANK_PAD: tl.constexpr,
-    BIAS: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    SCALAR: tl.constexpr,
-    KEEP: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(0).to(tl.int64) * TILE.ROWS + tl.arange(0, TILE.ROWS)
+    column = tl.program_id(1) * TILE.COLUMNS + tl.arange(0, TILE.COLUMNS)
     rank_at = tl.arange(0, RANK_PAD)
     row_ok, column_ok, rank_ok = row < tokens, column < out_features, rank_at < RANK
-    out = tl.zeros((ROWS, COLUMNS), tl.float32)
-    bottleneck = tl.zeros((ROWS, RANK_PAD), tl.float32)
-    for start in range(0, in_features, STEP):
-        k = start + tl.arange(0, STEP)
+    out = tl.zeros((TILE.ROWS, TILE.COLUMNS), tl.float32)
+    bottleneck = tl.zeros((TILE.ROWS, RANK_PAD), tl.float32)
+    for start in range(0, in_features, TILE.STEP):
+        k = start + tl.arange(0, TILE.STEP)
         k_ok = k < in_features
         given = tl.load(x + row[:, None] * in_features + k[None, :], mask=row_ok[:, None] & k_ok[None, :], other=0.0)
         part = tl.load(
@@ -77,27 +70,27 @@ def _forward_kernel(
             mask=column_ok[None, :] & k_ok[:, None],
             other=0.0,
         )
-        out = tl.dot(given, part, out, input_precision=PRECISION)
+        out = tl.dot(given, part, out, input_precision=TILE.PRECISION)
         thin = tl.load(
             down + rank_at[None, :] * in_features + k[:, None], mask=rank_ok[None, :] & k_ok[:, None], other=0.0
         )
-        bottleneck = tl.dot(given, thin, bottleneck, input_precision=PRECISION)
-    if BIAS:
+        bottleneck = tl.dot(given, thin, bottleneck, input_precision=TILE.PRECISION)
+    if bias is not None:
         out += tl.load(bias + column, mask=column_ok, other=0.0).to(tl.float32)[None, :]
     at = row[:, None] * out_features + column[None, :]
     ok = row_ok[:, None] & column_ok[None, :]
     # the gates meet what a separate layer would have written, so that gates of 1 change no bit of it
     out = out.to(y.dtype.element_ty)
     bottleneck = bottleneck.to(y.dtype.element_ty)
-    if KEEP:
+    if z is not None:
         tl.store(z + at, out, mask=ok)
         if tl.program_id(1) == 0:
             tl.store(u + row[:, None] * RANK + rank_at[None, :], bottleneck, mask=row_ok[:, None] & rank_ok[None, :])
     hidden = tl.sigmoid(bottleneck.to(tl.float32))
     gated = out.to(tl.float32)
-    if CHANNEL:
+    if channel is not None:
         gated *= 2 * tl.sigmoid(_logits(hidden, channel, column, column_ok, rank_at, RANK))
-    if SCALAR:
+    if scalar is not None:
         gated *= _scalar_gate(hidden, scalar, rank_at, RANK)[:, None]
     tl.store(y + at, gated.to(y.dtype.element_ty), mask=ok)
 
@@ -116,8 +109,6 @@ def _backward_rows_kernel(
     out_features,
     RANK: tl.constexpr,
     RANK_PAD: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    SCALAR: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -131,7 +122,7 @@ def _backward_rows_kernel(
     to_hidden = tl.zeros((ROWS, RANK_PAD), tl.float32)
     along = tl.zeros((ROWS,), tl.float32)
     gate_s = tl.full((ROWS,), 1.0, tl.float32)
-    if SCALAR:
+    if scalar is not None:
         gate_s = _scalar_gate(hidden, scalar, rank_at, RANK)
     for start in range(0, out_features, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
@@ -141,7 +132,7 @@ def _backward_rows_kernel(
         given = tl.load(grad + at, mask=ok, other=0.0).to(tl.float32)
         product = given * tl.load(z + at, mask=ok, other=0.0).to(tl.float32)
         given *= gate_s[:, None]
-        if CHANNEL:
+        if channel is not None:
             gate_c = 2 * tl.sigmoid(_logits(hidden, channel, column, column_ok, rank_at, RANK))
             given *= gate_c
             product *= gate_c
@@ -154,7 +145,7 @@ def _backward_rows_kernel(
             to_hidden = tl.dot(logits, up, to_hidden, input_precision="tf32x3")
         along += tl.sum(product, 1)
         tl.store(to_z + at, given.to(to_z.dtype.element_ty), mask=ok)
-    if SCALAR:
+    if scalar is not None:
         logit = along * gate_s * (1 - gate_s / 2)
         tl.store(to_scalar + row, logit, mask=row_ok)
         weights = tl.load(scalar + rank_at, mask=rank_ok, other=0.0)
@@ -175,7 +166,6 @@ def _backward_channel_kernel(
     per_part,
     RANK: tl.constexpr,
     RANK_PAD: tl.constexpr,
-    SCALAR: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -197,7 +187,7 @@ def _backward_channel_kernel(
         )
         gate_c = 2 * tl.sigmoid(_logits(hidden, channel, column, column_ok, rank_at, RANK))
         logits *= gate_c * (1 - gate_c / 2)
-        if SCALAR:
+        if scalar is not None:
             logits *= _scalar_gate(hidden, scalar, rank_at, RANK)[:, None]
         total = tl.dot(tl.trans(logits), hidden, total, input_precision="tf32x3")
     at = (tl.program_id(1).to(tl.int64) * out_features + column[:, None]) * RANK + rank_at[None, :]
@@ -219,28 +209,9 @@ def _forward(
     out_features, rank = weight.shape[0], down.shape[0]
     y = tiles.empty(x, tokens, out_features)
     z, u = (tiles.empty(x, tokens, size) if keep else tiles.empty(x, 0) for size in (out_features, rank))
-    meta = tiles.meta(tokens, x.dtype)
-    _forward_kernel[(tiles.cdiv(tokens, meta["ROWS"]), tiles.cdiv(out_features, meta["COLUMNS"]))](
-        x,
-        weight,
-        bias,
-        down,
-        channel,
-        scalar,
-        y,
-        z,
-        u,
-        tokens,
-        in_features,
-        out_features,
-        RANK=rank,
-        RANK_PAD=tiles.pad(rank),
-        BIAS=bias is not None,
-        CHANNEL=channel is not None,
-        SCALAR=scalar is not None,
-        KEEP=keep,
-        **meta,
-    )
+    given = x, weight, bias, down, channel, scalar, y, *((z, u) if keep else (None, None))
+    sizes, ranks = (tokens, in_features, out_features), {"RANK": rank, "RANK_PAD": tiles.pad(rank)}
+    tiles.launch(_forward_kernel, (tokens, out_features), x.dtype, *given, *sizes, **ranks)
     return y, z, u
 
 
@@ -261,30 +232,17 @@ def _backward(
     to_z, to_u = torch.empty_like(z), torch.empty_like(u)
     to_scalar = tiles.empty(z, 0 if scalar is None else tokens, dtype=wide)
     tile_rows = min(32, tiles.rows(tokens))
-    shared = {"RANK": rank, "RANK_PAD": tiles.pad(rank), "SCALAR": scalar is not None, "num_warps": 4}
-    _backward_rows_kernel[(tiles.cdiv(tokens, tile_rows),)](
-        grad,
-        z,
-        u,
-        channel,
-        scalar,
-        to_z,
-        to_u,
-        to_scalar,
-        tokens,
-        out_features,
-        CHANNEL=channel is not None,
-        ROWS=tile_rows,
-        COLUMNS=64,
-        **shared,
-    )
+    shared = {"RANK": rank, "RANK_PAD": tiles.pad(rank), "ROWS": tile_rows, "COLUMNS": 64, "num_warps": 4}
+    given = grad, z, u, channel, scalar
+    results = to_z, to_u, None if scalar is None else to_scalar
+    _backward_rows_kernel[(tiles.cdiv(tokens, tile_rows),)](*given, *results, tokens, out_features, **shared)
     if channel is None:
         return to_z, to_u, tiles.empty(z, 0, rank, dtype=wide), to_scalar
     per_part = tile_rows * tiles.cdiv(tokens, tile_rows * PARTS)
     parts = tiles.cdiv(tokens, per_part)
     partial = tiles.empty(z, parts, out_features, rank, dtype=wide)
     _backward_channel_kernel[(tiles.cdiv(out_features, 64), parts)](
-        grad, z, u, channel, scalar, partial, tokens, out_features, per_part, ROWS=tile_rows, COLUMNS=64, **shared
+        *given, partial, tokens, out_features, per_part, **shared
     )
     return to_z, to_u, partial.sum(0), to_scalar
 
