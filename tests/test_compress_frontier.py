@@ -57,12 +57,10 @@ def test_what_a_budget_of_bytes_brings_with_it() -> None:
             CompressSettings.load(wrong)
 
 
-def test_candidates_are_those_that_lose_less_than_all_that_cost_no_more(monkeypatch) -> None:
-    curve = [(3, 8.0), (1, 9.0), (2, 9.5), (4, 8.0), (5, 1.0)]
-    monkeypatch.setattr(
-        relinear.LowRank, "error_curve", lambda *_: [(relinear.LowRank(rank=r), 2 * nats) for r, nats in curve]
-    )
-    calibration = type("Known", (), {"knows": lambda *_: True, "moments": lambda *_: None})()
+def test_candidates_are_those_that_lose_less_than_all_that_cost_no_more() -> None:
+    points = [(3, 8.0), (1, 9.0), (2, 9.5), (4, 8.0), (5, 1.0)]
+    curve = [(relinear.LowRank(rank=rank), 2 * nats) for rank, nats in points]
+    calibration = type("Known", (), {"knows": lambda *_: True, "error_curve": lambda *_: curve})()
     budget = type("Ranks", (), {"cost": lambda self, name, config: 9.0 if config is None else config.rank})()
     found = layer_candidates(torch.nn.Linear(16, 16), "a", calibration, (relinear.LowRank(rank=1),), budget)
     assert found[0] == Candidate(None, 9.0, 0.0)
@@ -138,6 +136,8 @@ def test_the_frontier_is_predicted_and_measured_and_changes_nothing(tmp_path) ->
     assert found["nats"] == pytest.approx(row["measured"]["nats"], abs=1e-4)
     page = (tmp_path / "report.html").read_text()
     assert "The frontier" in page
+    assert page.count("data:image/svg+xml") == 2
+    assert len(page) < 1_000_000
     assert f"{row['bits']:.2f} bits a weight" in str(report)
     with pytest.raises(ValueError, match="frontier weighs operators"):
         compress(tiny(), tokens(), settings=SETTINGS | {"menu": ("neurons",)}, frontier=True)
