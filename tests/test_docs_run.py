@@ -69,6 +69,7 @@ CUTS = {
     "check-coordinates": ["--widths", "64,128", "--steps", "1", "--seeds", "0"],
     "bench": ["--rounds", "3", "--no-peers", "--no-untuned"],
     "compress": ["--tokens", "512", "--allow-slower"],
+    "atlas": ["--tokens", "512"],
     "distill": ["--tokens", "256", "--set", "validation_tokens=256"],
 }
 #: sizes that are cut in the text of a block before it runs

@@ -32,6 +32,7 @@ COMMANDS = (
     "sweep",
     "distill",
     "compress",
+    "atlas",
     "eval",
     "inspect",
     "list",

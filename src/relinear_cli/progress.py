@@ -143,6 +143,7 @@ def watch_compression() -> Iterator[Callable[[str, int, int], None]]:
         "original": "running the original",
         "evaluation": "running the compressed model",
         "heal": "healing",
+        "atlas": "fitting operators to layers",
     }
     with _view() as view:
 

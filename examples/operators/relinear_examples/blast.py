@@ -16,11 +16,18 @@ import torch
 from torch import Tensor
 
 from relinear import register
-from relinear_examples.structured import RankedConfig, StructuredLinear
+from relinear.core.moments import Moments
+from relinear_examples.structured import RankedConfig, StructuredLinear, low_rank, low_rank_under
 
 __all__ = ["Blast", "BlastLinear"]
 
-_TURNS = 20
+_TURNS = 10
+
+
+def solved(gram: Tensor, target: Tensor) -> Tensor:
+    """The solution of ``gram`` x = ``target`` for a Gram matrix that may be singular."""
+    ridge = 1e-13 * gram.diagonal(dim1=-2, dim2=-1).mean(-1)
+    return torch.linalg.solve(gram + ridge[..., None, None] * torch.eye(gram.shape[-1]).to(gram), target)
 
 
 class BlastLinear(StructuredLinear):
@@ -51,21 +58,30 @@ class BlastLinear(StructuredLinear):
 
     def fit(self, weight: Tensor) -> dict[str, Tensor]:
         k, rank = self.config.blocks, self.config.rank
-        u, s, vh = torch.linalg.svd(weight, full_matrices=False)
-        root = s[:rank].sqrt()
-        up = (u[:, :rank] * root).unflatten(0, (k, -1))
-        down = (root[:, None] * vh[:rank]).unflatten(1, (k, -1)).transpose(0, 1)
-        mix = weight.new_ones(k, k, rank)
-        tiles = weight.unflatten(0, (k, -1)).unflatten(2, (k, -1)).transpose(1, 2)  # (K, K, O/K, I/K)
+        down, up = low_rank(weight, rank)
+        down, up, mix = (
+            down.unflatten(1, (k, -1)).transpose(0, 1),
+            up.unflatten(0, (k, -1)),
+            weight.new_ones(k, k, rank),
+        )
+        rows, columns = weight.unflatten(0, (k, -1)), weight.unflatten(1, (k, -1)).transpose(0, 1)
+        tiles = rows.unflatten(2, (k, -1)).transpose(1, 2)  # (K, K, O/K, I/K)
         for _ in range(_TURNS):
             right = torch.einsum("klr,lri->krli", mix, down).flatten(2)  # (K, R, I)
-            up = weight.unflatten(0, (k, -1)) @ torch.linalg.pinv(right)
+            up = solved(right @ right.mT, right @ rows.mT).mT
             left = torch.einsum("kor,klr->lkor", up, mix).flatten(1, 2)  # (K, O, R)
-            down = torch.linalg.pinv(left) @ weight.unflatten(1, (k, -1)).transpose(0, 1)
+            down = solved(left.mT @ left, left.mT @ columns)
             gram = (up.mT @ up)[:, None] * (down @ down.mT)[None]  # (K, K, R, R)
             target = torch.einsum("kor,kloi,lri->klr", up, tiles, down)
-            mix = (torch.linalg.pinv(gram, hermitian=True) @ target[..., None])[..., 0]
+            mix = solved(gram, target[..., None])[..., 0]
         return {"down": down, "mix": mix, "up": up}
+
+    def begin(self, weight: Tensor, moments: Moments) -> dict[str, Tensor]:
+        """The best matrix of low rank alone, which has all s equal: the descent can only gain on it."""
+        down, up = low_rank_under(weight, self.config.rank, moments)
+        k = self.config.blocks
+        down, up = down.unflatten(1, (k, -1)).transpose(0, 1), up.unflatten(0, (k, -1))
+        return {"down": down, "mix": torch.ones_like(self.mix), "up": up}
 
     def flops_per_token(self) -> int:
         return 2 * (self.down.numel() + self.mix.numel() + self.up.numel())

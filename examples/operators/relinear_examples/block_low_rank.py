@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from relinear import register
-from relinear_examples.structured import RankedConfig, StructuredLinear, with_low_rank
+from relinear.core.moments import Moments
+from relinear_examples.structured import RankedConfig, StructuredLinear, low_rank_under, with_low_rank
 
 __all__ = ["BlockLowRank", "BlockLowRankLinear"]
 
@@ -53,6 +54,11 @@ class BlockLowRankLinear(StructuredLinear):
 
         rest, down, up = with_low_rank(weight, self.config.rank, lambda matrix: torch.block_diag(*diagonal(matrix)))
         return {"blocks": diagonal(rest), "down": down, "up": up}
+
+    def begin(self, weight: Tensor, moments: Moments) -> dict[str, Tensor]:
+        """The best matrix of low rank alone: the descent can only gain on it."""
+        down, up = low_rank_under(weight, self.config.rank, moments)
+        return {"down": down, "up": up, "blocks": torch.zeros_like(self.blocks)}
 
     def flops_per_token(self) -> int:
         return 2 * (self.blocks.numel() + self.down.numel() + self.up.numel())

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from relinear import register
-from relinear_examples.structured import RankedConfig, StructuredLinear, with_low_rank
+from relinear.core.moments import Moments
+from relinear_examples.structured import RankedConfig, StructuredLinear, low_rank_under, with_low_rank
 
 __all__ = ["SparseLowRank", "SparseLowRankLinear"]
 
@@ -72,6 +73,11 @@ class SparseLowRankLinear(StructuredLinear):
         if rising and places[0] >= 0 and places[-1] < self.in_features * self.out_features:
             return None
         return f"places must rise from 0 to below {self.in_features * self.out_features:,}, and do not"
+
+    def begin(self, weight: Tensor, moments: Moments) -> dict[str, Tensor]:
+        """The best matrix of low rank alone: the descent can only gain on it."""
+        down, up = low_rank_under(weight, self.config.rank, moments)
+        return {"down": down, "up": up, "values": torch.zeros_like(self.values)}
 
     def flops_per_token(self) -> int:
         """Those of the whole matrix; making it is once a pass, whatever the number of tokens."""

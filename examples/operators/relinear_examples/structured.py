@@ -12,9 +12,11 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from relinear import Operator, OperatorConfig
+from relinear import LowRank, Operator, OperatorConfig
+from relinear.core.moments import Moments, descend_
+from relinear.core.operator import linear_of
 
-__all__ = ["RankedConfig", "StructuredLinear", "factors", "with_low_rank"]
+__all__ = ["RankedConfig", "StructuredLinear", "factors", "low_rank", "low_rank_under", "with_low_rank"]
 
 
 def factors(size: int, count: int) -> tuple[int, ...]:
@@ -38,11 +40,26 @@ def with_low_rank(weight: Tensor, rank: int, nearest: Callable[[Tensor], Tensor]
     """
     down, up = weight.new_zeros(rank, weight.shape[1]), weight.new_zeros(len(weight), rank)
     for _ in range(10):
-        rest = weight - up @ down
-        u, s, vh = torch.linalg.svd(weight - nearest(rest), full_matrices=False)
-        root = s[:rank].sqrt()
-        down, up = root[:, None] * vh[:rank], u[:, :rank] * root
+        down, up = low_rank(weight - nearest(weight - up @ down), rank)
     return weight - up @ down, down, up
+
+
+def low_rank_under(weight: Tensor, rank: int, moments: Moments) -> tuple[Tensor, Tensor]:
+    """down (R, I) and up (O, R) of the best matrix of rank R under moments, which has a closed form."""
+    best = LowRank(rank=rank).build(weight.shape[1], weight.shape[0], bias=False, dtype=torch.float64)
+    best.from_moments(linear_of(weight), moments)
+    return best.down.detach(), best.up.detach()
+
+
+def low_rank(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """down (R, I) and up (O, R) of the nearest matrix of rank R, by the eigenvectors of the smaller side."""
+    if matrix.shape[0] < matrix.shape[1]:
+        up, down = low_rank(matrix.T, rank)
+        return down.T, up.T
+    vectors = torch.linalg.eigh(matrix.T @ matrix).eigenvectors[:, -rank:]
+    up = matrix @ vectors
+    even = up.norm(dim=0).sqrt().clamp_min(1e-30)  # the scale is shared by both
+    return even[:, None] * vectors.T, up / even
 
 
 class StructuredLinear(Operator):
@@ -95,6 +112,20 @@ class StructuredLinear(Operator):
         for name, value in self.fit(self.source_weight(linear).double()).items():
             self.get_parameter(name).copy_(value)
         self.copy_bias_(linear)
+        return self
+
+    def begin(self, weight: Tensor, moments: Moments) -> dict[str, Tensor]:
+        """The tensors from which the descent under moments starts; by default those of ``fit``."""
+        return self.fit(weight)
+
+    def from_moments(self, linear: nn.Module, moments: Moments, *, steps: int = 100) -> Self:
+        weight = self.source_weight(linear).double()
+        moments.check(self.in_features, self.out_features)
+        with torch.no_grad():
+            for name, value in self.begin(weight, moments).items():
+                self.get_parameter(name).copy_(value)
+            self.copy_bias_(linear)
+        descend_(self, weight, moments, steps)
         return self
 
     def param_roles(self):

@@ -121,13 +121,14 @@ class OperatorConfig(Config):
         The error is that of ``from_moments``: tr(G (W - W') A (W - W')^T). Here each of ``sizes`` is fitted; operators
         that know the errors of all of them at once override this.
         """
-        shape = linear_features(linear)
+        return [(config, config.fit_error(linear, moments)) for config in self.sizes(*linear_features(linear))]
+
+    def fit_error(self, linear: nn.Module, moments: Moments, *, steps: int = 100) -> float:
+        """The error of ``from_moments`` at the size that this config names; ``steps`` as there."""
         weight = dense_weight(linear).detach()
-        source, curve = linear_of(weight), []
-        for config in self.sizes(*shape):
-            fitted = config.build(*shape, bias=False).from_moments(source, moments).to_dense().detach()
-            curve.append((config, float(moments.error(weight.double() - fitted.double()))))
-        return curve
+        operator = self.build(*linear_features(linear), bias=False, device=weight.device)
+        fitted = operator.from_moments(linear_of(weight), moments, steps=steps).to_dense().detach()
+        return float(moments.error(weight.double() - fitted.double()))
 
 
 class Operator(TokenTerms, CachingModule):

@@ -1,0 +1,83 @@
+"""``relinear atlas``: what every operator would cost in the place of every layer of a pretrained model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from relinear_cli.options import (
+    PretrainedModel,
+    Split,
+    TextColumn,
+    Tokenizer,
+    load_model,
+    load_model_tokenizer,
+    parse_layers,
+    prepare_process,
+    set_if_given,
+)
+
+__all__ = ["command"]
+
+
+def command(
+    model: PretrainedModel,
+    data: Annotated[str, typer.Option(help="Corpus to measure on: `stdlib`, a file or folder, or a Hub name.")],
+    out: Annotated[Path, typer.Option(help="Directory of the result.")] = Path("runs/atlas"),
+    operators: Annotated[
+        list[str] | None,
+        typer.Option("--operator", "-o", metavar="KIND:KEY=VALUE", help="May be repeated; by default all that fit."),
+    ] = None,
+    layers: Annotated[str | None, typer.Option(help="Decoder layers, such as 0,4-11; by default all.")] = None,
+    shares: Annotated[str | None, typer.Option(help="Of a layer's parameters, such as 0.25,0.5.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Of the descent of fits that are no closed form.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens to measure on.")] = None,
+    text_column: TextColumn = None,
+    tokenizer: Tokenizer = None,
+    split: Split = "train",
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+) -> None:
+    """Map what could stand in for each layer of a pretrained model, and at what price in nats a token.
+
+    Every operator is fitted to every layer at several sizes, under the moments of its inputs and gradients. Ends with
+    atlas.json and a page: cost against parameters by type of layer, and the cheapest operator by depth. The model is
+    left as it is. Killed and started again with the same arguments, it goes on where it was.
+
+    **Example:** `relinear atlas models/smollm2 --data stdlib --layers 0,15,29 --out runs/atlas`
+    """
+    from relinear.compress.atlas import AtlasSettings, atlas
+    from relinear.compress.atlas_page import write_atlas
+    from relinear.core.operator import OperatorConfig
+    from relinear.data import DataSettings, iter_texts
+    from relinear_cli.errors import resumable
+    from relinear_cli.progress import watch_compression
+
+    given = {
+        "operators": operators or None,
+        "layers": parse_layers(layers),
+        "shares": None if shares is None else [_number(part) for part in shares.split(",")],
+        "steps": steps,
+        "tokens": tokens,
+    }
+    settings = AtlasSettings(**set_if_given(given))
+    for text in operators or ():
+        OperatorConfig.read(text)
+    column = {"text_column": text_column} if text_column else {}
+    corpus = DataSettings.load({"data": data} | column, "data")
+    prepare_process(threads, models=[model], texts=[corpus])
+    reader = load_model_tokenizer(model, tokenizer)
+    loaded = load_model(model)
+    with resumable("start the same command again"), watch_compression() as on_progress:
+        texts = iter_texts(corpus, split, conversations=True)
+        record = atlas(loaded, texts, tokenizer=reader, settings=settings, out_dir=out, on_progress=on_progress)
+    for path in write_atlas(record, out):
+        print(f"written: {path.resolve()}")
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"--shares takes numbers with commas, such as 0.25,0.5; got {text.strip()!r}") from None
