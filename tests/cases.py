@@ -230,11 +230,6 @@ def _hadamard_arguments(dtype: torch.dtype) -> Iterator[tuple]:
         yield (torch.randn(*shape, dtype=dtype),)
 
 
-def _token_kl_arguments(dtype: torch.dtype) -> Iterator[tuple]:
-    for leading in ((), (1,), (2, 3)):
-        yield torch.randn(*leading, 5, dtype=dtype), torch.randn(*leading, 5, dtype=dtype)
-
-
 def _hdpl_arguments(dtype: torch.dtype) -> Iterator[tuple]:
     generator = torch.Generator().manual_seed(3)
 
@@ -390,12 +385,6 @@ TWINS: list[Twin] = [
         reference=functional.cgt.modulate,
         fast=kernels.cgt.modulate,
         arguments=_cgt_arguments,
-    ),
-    Twin(
-        kind="hdpl-kl",
-        reference=functional.hdpl.token_kl,
-        fast=kernels.hdpl.token_kl,
-        arguments=_token_kl_arguments,
     ),
     Twin(kind="hdpl", reference=functional.hdpl.hdpl, fast=kernels.hdpl.hdpl, arguments=_hdpl_arguments),
     Twin(kind="ccl", reference=functional.ccl.ccl, fast=kernels.ccl.ccl, arguments=_ccl_arguments),

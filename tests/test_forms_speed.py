@@ -22,7 +22,7 @@ from relinear.system.machine import on_threads
 
 #: an operator, and what stands for its twins, where its module has them, where torch's own operations run
 LAYERS = {
-    relinear.HDPL(rank=128, blocks=8): {"hdpl": functional.hdpl.hdpl, "token_kl": functional.hdpl.token_kl},
+    relinear.HDPL(rank=128, blocks=8): {"hdpl": functional.hdpl.hdpl},
     relinear.CCL(rank=64, context_dim=64): {"ccl": functional.ccl.ccl},
     relinear.Transponder(): {"modulated_linear": functional.transponder.modulated_linear},
     relinear.PivotedLowRank(rank=64): {"pivoted_low_rank": functional.pivoted_low_rank.pivoted_low_rank},

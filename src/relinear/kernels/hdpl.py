@@ -21,7 +21,7 @@ from relinear.kernels.cpu.block_diagonal import block_diagonal_product, block_gr
 from relinear.kernels.cpu.products import deepest, product, product_gradient
 from relinear.kernels.forms import Call, Form, dispatch, refuses_small, shape_of, tell
 
-__all__ = ["few_rows", "hdpl", "token_kl"]
+__all__ = ["few_rows", "hdpl"]
 
 #: tokens from which one C++ kernel takes less time than a product a block and one for the latents: it copies weights
 FEWEST_NATIVE_TOKENS = 512
@@ -246,45 +246,3 @@ class _HDPL(torch.autograd.Function):
             if not needed:
                 grads[at] = None
         return tuple(grads)
-
-
-def _kl_in_few_passes(mu: Tensor, logvar: Tensor) -> Tensor:
-    run: Any = _TokenKL.apply if torch.is_grad_enabled() else _token_kl
-    return run(mu.reshape(-1, mu.shape[-1]), logvar.reshape(-1, logvar.shape[-1])).view(mu.shape[:-1])
-
-
-@dispatch(Form("few passes", refuses_small, _kl_in_few_passes), otherwise="reference")
-def token_kl(mu: Tensor, logvar: Tensor) -> Tensor:
-    """``functional.hdpl.token_kl`` in few passes over memory, with a backward of its own.
-
-    Where the loss is clamped for every token, as with the paper's bound nearly always, the backward costs nothing.
-    """
-    return reference.token_kl(mu, logvar)
-
-
-def _token_kl(mu: Tensor, logvar: Tensor) -> Tensor:
-    """The KL (N,) of matrices (N, R), without a graph."""
-    wide = torch.promote_types(mu.dtype, torch.float32)
-    mu, logvar = mu.to(wide), logvar.to(wide)
-    variance = torch.exp(logvar).sum(-1)
-    return torch.linalg.vector_norm(mu, dim=-1).square_().add_(variance).sub_(logvar.sum(-1) + mu.shape[-1]).mul_(0.5)
-
-
-class _TokenKL(torch.autograd.Function):
-    """``_token_kl`` with a graph."""
-
-    @staticmethod
-    def forward(ctx: Any, mu, logvar):  # type: ignore[override]
-        save(ctx, (mu, logvar))
-        return _token_kl(mu, logvar)
-
-    @staticmethod
-    @differentiable_as(reference.token_kl)
-    def backward(ctx: Any, grad):  # type: ignore[override]
-        mu, logvar = ctx.saved_tensors
-        # On a GPU the question would cost more than the answer saves: it would wait for the device.
-        if grad.device.type == "cpu" and not grad.any():
-            return None, None  # rather than zeros to be added
-        grad = grad.unsqueeze(-1)
-        change = torch.exp(logvar.to(grad.dtype)).sub_(1).mul_(0.5 * grad)
-        return (mu * grad).to(mu.dtype), change.to(logvar.dtype)

@@ -26,8 +26,9 @@ from relinear.functional.hdpl import (
     hdpl_decode,
     hdpl_fit,
     hdpl_sample,
+    token_kl,
 )
-from relinear.kernels.hdpl import few_rows, hdpl, token_kl
+from relinear.kernels.hdpl import few_rows, hdpl
 from relinear.kernels.native import refuses_rows
 from relinear.kernels.native.build import is_loaded_beside
 
