@@ -9,6 +9,7 @@ import torch
 from transformers import TrainerCallback
 
 import relinear
+import relinear.surgery.parallel
 from conftest import make_tiny_llama
 from relinear.models.cgt.objective import CGTObjective, GuidedTraining
 from relinear.surgery.layer_bias import LayerBias
@@ -61,6 +62,9 @@ PARTS |= others(
 #: what takes a step on two ranks: these, and the model that has an objective of its own
 CGT = "cgt"
 MODELS = (*PARTS, CGT)
+#: what is split over ranks: the rows of operators, and one operator in another
+PARTS["on_hdpl"] = ({"up_proj": relinear.Transponder(rank=2, base=relinear.HDPL(rank=4, blocks=4, beta=0.1))}, [])
+SPLIT = [part for part, (_, attached) in PARTS.items() if part == "context" or not attached]
 
 
 def built(part):
@@ -147,6 +151,48 @@ def sharded(folder, rank):
         torch.save({"logits": logits, "placements": placements, "back": back}, folder / "sharded.pt")
 
 
+def step_by_hand(model):
+    """Losses of two steps of AdamW, and the gradients of the first; noise is drawn alike on every rank."""
+    data = Tokens()
+    batch = {key: torch.stack([data[i][key] for i in range(4)]) for key in data[0]}
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2)
+    losses, gradients = [], {}
+    for _ in range(2):
+        torch.manual_seed(3)
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append(float(loss))
+        gradients = gradients or {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, gradients
+
+
+def split(folder, rank):
+    """Tensor parallel: every operator split over the ranks, the rest of the model on each."""
+    from torch.distributed.checkpoint import state_dict as states
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh, found = init_device_mesh("cpu", (2,)), {}
+    for part in SPLIT:
+        model = built(part)
+        plan = relinear.surgery.parallel.tensor_parallel_plan(model)
+        parallelize_module(model, mesh, plan)
+        losses, gradients = step_by_hand(model)
+        held = sum((p.to_local() if hasattr(p, "placements") else p).numel() for p in model.parameters())
+        saved = states.get_model_state_dict(model, options=states.StateDictOptions(full_state_dict=True))
+        found[part] = {
+            "losses": losses,
+            "gradients": {n: g.full_tensor() if hasattr(g, "placements") else g for n, g in gradients.items()},
+            "operators": len(plan),
+            "held": held,
+            "saved": saved,
+        }
+    if rank == 0:
+        torch.save(found, folder / "split.pt")
+
+
 class Stop(TrainerCallback):
     """Ends a run as a kill does."""
 
@@ -172,7 +218,7 @@ def interrupted(folder, rank):
             (folder / "interrupted" / "before.json").write_text(json.dumps(4))
 
 
-TASKS = {"steps": steps, "sharded": sharded, "interrupted": interrupted}
+TASKS = {"steps": steps, "split": split, "sharded": sharded, "interrupted": interrupted}
 
 if __name__ == "__main__":
     where, *names = sys.argv[1:]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import relinear
-from dist_ranks import MODELS, PARTS, SETTINGS, built, one_step
+from dist_ranks import MODELS, PARTS, SETTINGS, SPLIT, built, one_step, step_by_hand
 from relinear.train import fit
 from train_helpers import DATA, Tokens
 
@@ -35,7 +35,7 @@ def launch(folder, *tasks, ranks=2):
 def found(tmp_path_factory):
     """What two ranks came to; one launch, as it takes seconds."""
     folder = tmp_path_factory.mktemp("ranks")
-    launch(folder, "steps", "sharded", "interrupted")
+    launch(folder, "steps", "split", "sharded", "interrupted")
     return folder
 
 
@@ -77,6 +77,26 @@ def test_two_ranks_have_the_loss_and_the_gradients_of_one(part, found):
     assert there["gradients"].keys() == here["gradients"].keys()
     for name, gradient in here["gradients"].items():
         torch.testing.assert_close(there["gradients"][name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("part", SPLIT)
+def test_split_operators_have_the_losses_and_the_gradients_of_whole_ones(part, found):
+    there = torch.load(found / "split.pt", weights_only=True)[part]
+    model = built(part)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    inside = sum(size for name, size in sizes.items() if ".up_proj." in name)
+    losses, gradients = step_by_hand(model)
+    assert there["losses"] == pytest.approx(losses, rel=1e-5)
+    assert there["gradients"].keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(there["gradients"][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(there["saved"][name], value, rtol=1e-3, atol=1e-5, msg=name)
+    if part in ("rotor", "quantized"):  # a few angles; codes that are packed
+        assert there["operators"] == 0
+    else:
+        assert there["operators"] == 2
+        assert sum(sizes.values()) - there["held"] > 0.35 * inside
 
 
 def test_a_sharded_checkpoint_becomes_one_file_and_back(found):

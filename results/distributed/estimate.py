@@ -19,7 +19,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import relinear
+from relinear.core.aux import named_operators
 from relinear.core.operator import OperatorConfig
+from relinear.surgery.parallel import split_parameters, tensor_parallel_plan
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "distributed.md"
 #: of the models that are called so: width, width of the MLP, layers, heads, heads of keys and values
@@ -40,6 +42,8 @@ OPERATORS: dict[str, OperatorConfig | None] = {
 }
 #: bytes a parameter: weights, gradients and Adam's two values in float32
 STATES = 16
+#: bytes of a number that is summed over ranks, and the tokens of a step
+HALF, TOKENS = 2, 4096
 #: bytes a parameter that a rank sends in a step, but for the factor (N - 1) / N. DDP: a ring of float32 gradients there
 #: and back; FSDP2: weights in bfloat16 before the forward and the backward pass, and gradients in float32
 DDP_SENT, FSDP_SENT = 8, 8
@@ -49,11 +53,16 @@ WHOLE = 2 * 2 + 4
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Of a model: parameters, those of one decoder layer, forward FLOPs a token of its linear layers."""
+    """Of a model: parameters, those of one decoder layer, forward FLOPs a token of its linear layers.
+
+    Under tensor parallelism: parameters that are split, and numbers a token that are summed over ranks in a step.
+    """
 
     parameters: int
     layer: int
     flops: int
+    split: int
+    summed: int
 
     def sharded_bytes(self, ranks: int) -> float:
         """What a rank holds under FSDP2, but for activations."""
@@ -63,17 +72,23 @@ class Size:
         """What a rank sends in a step, under FSDP2 as under DDP."""
         return FSDP_SENT * self.parameters * (ranks - 1) / ranks
 
+    def split_bytes(self, ranks: int) -> float:
+        """What a rank holds under tensor parallelism, but for activations."""
+        return STATES * (self.parameters - self.split * (ranks - 1) / ranks)
+
+    def summed_bytes(self, ranks: int, tokens: int) -> float:
+        """What a rank sends at most in a step of so many tokens under tensor parallelism: a ring there and back."""
+        return 2 * HALF * self.summed * tokens * (ranks - 1) / ranks
+
 
 def size_of(model: str, operator: OperatorConfig | None) -> Size:
     """From models of one and of two layers: further ones are alike."""
     one, two = (_built(model, operator, layers) for layers in (1, 2))
     layers = MODELS[model][2]
-    each = two.parameters - one.parameters
-    flops = two.flops_per_token - one.flops_per_token
-    return Size(one.parameters + (layers - 1) * each, each, one.flops_per_token + (layers - 1) * flops)
+    return Size(*(a + (layers - 1) * (b - a) for a, b in zip(one, two, strict=True)))
 
 
-def _built(model: str, operator: OperatorConfig | None, layers: int) -> relinear.surgery.summary.Summary:
+def _built(model: str, operator: OperatorConfig | None, layers: int) -> tuple[int, ...]:
     width, inner, _, heads, shared = MODELS[model]
     config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
                          num_attention_heads=heads, num_key_value_heads=shared)  # fmt: skip
@@ -84,7 +99,19 @@ def _built(model: str, operator: OperatorConfig | None, layers: int) -> relinear
             if operator.conditioned:
                 relinear.attach_(built, relinear.ContextManager(dim=CONTEXT))
             relinear.replace_(built, {"all-linear": operator})
-    return relinear.summary(built)
+    found = relinear.summary(built)
+    layer = sum(parameter.numel() for parameter in built.model.layers[0].parameters())
+    return found.parameters, layer, found.flops_per_token, *_split(built)
+
+
+def _split(model: LlamaForCausalLM) -> tuple[int, int]:
+    """Parameters that tensor parallelism splits, and numbers a token that ranks sum in a step."""
+    if not any(True for _ in named_operators(model)):  # as everybody splits a dense one: two sums forward, two backward
+        weights = sum(p.numel() for layer in model.model.layers for p in layer.parameters() if p.ndim == 2)
+        return weights, 4 * model.config.hidden_size * len(model.model.layers)
+    operators = [model.get_submodule(name) for name in tensor_parallel_plan(model)]
+    weights = sum(op.get_parameter(name).numel() for op in operators for name, _ in split_parameters(op))
+    return weights, sum(op.in_features + op.out_features for op in operators)
 
 
 def table() -> str:
@@ -95,13 +122,19 @@ def table() -> str:
 def _lines() -> Iterator[str]:
     yield "| model | layers | parameters | FLOPs a token | one GPU | FSDP2, 8 | FSDP2, 64 | sent a step, 8 |"
     yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    sizes: dict[tuple[str, str], Size] = {}
     for model in MODELS:
         for name, operator in OPERATORS.items():
-            size = size_of(model, operator)
+            size = sizes[model, name] = size_of(model, operator)
             memory = [STATES * size.parameters, size.sharded_bytes(8), size.sharded_bytes(64)]
             cells = [f"{size.parameters / 1e9:.2f} G", f"{size.flops / 1e9:.1f} G"]
             cells += [f"{amount / 1e9:,.1f} GB" for amount in (*memory, size.sent_bytes(8))]
             yield f"| {model} | {f'`{operator}`' if operator else name} | {' | '.join(cells)} |"
+    yield from ("", "| model | layers | one GPU | TP, 8 | sent a step by TP |", "| --- | --- | ---: | ---: | ---: |")
+    for (model, name), size in sizes.items():
+        amounts = STATES * size.parameters, size.split_bytes(8), size.summed_bytes(8, TOKENS)
+        cells = [f"{amount / 1e9:,.1f} GB" for amount in amounts]
+        yield f"| {model} | {name} | {' | '.join(cells)} |"
 
 
 def main() -> None:

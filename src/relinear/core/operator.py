@@ -145,6 +145,8 @@ class Operator(TokenTerms, CachingModule):
     fixed_fan_in: tuple[str, ...] = ()
     #: likewise of those whose outputs are so many
     fixed_fan_out: tuple[str, ...] = ()
+    #: what tensor parallelism splits (a parameter, or a submodule with all of its) -> along which dimension
+    tensor_parallel: ClassVar[Mapping[str, int]] = {}
     #: whether folding gives GPT-2's transposed Conv1D rather than nn.Linear
     replaces_conv1d: bool = False
     #: where the operator is in its model, for messages; empty where it stands alone

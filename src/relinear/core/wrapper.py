@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +98,7 @@ class Wrapper(Operator):
 
     config: Any
     base: nn.Module
+    tensor_parallel: ClassVar = {"base.weight": 0, "base.bias": 0}
 
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None, inner=None):
         super().__init__(config, in_features, out_features)

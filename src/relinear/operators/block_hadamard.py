@@ -35,6 +35,7 @@ class BlockHadamardLinear(Operator):
     """y = B_L H ... B_1 H x + bias; parameters ``blocks.0`` ... (K, N_out/K, N_in/K), optional ``bias`` (O,)."""
 
     config: BlockHadamard
+    tensor_parallel: ClassVar = {"blocks": 0}
 
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
         super().__init__(config, in_features, out_features)

@@ -45,6 +45,8 @@ class CCLLinear(Gated, Operator):
     config: CCL
     fixed_fan_in = ("mix", "trunk", "basis_gate", "output_gate")
     fixed_fan_out = ("basis", "trunk", "basis_gate")
+    # its LayerNorm needs all features of the basis, so that is a sum over the inputs
+    tensor_parallel: ClassVar = {"basis": 1, "mix": 0, "output_gate": 0, "bias": 0}
 
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
         super().__init__(config, in_features, out_features)

@@ -48,6 +48,7 @@ class HDPLLinear(LatentOperator):
     config: HDPL
     fixed_fan_in = ("decoder",)
     fixed_fan_out = ("mu", "logvar")
+    tensor_parallel: ClassVar = {"blocks": 0, "mu": 0, "logvar": 0, "decoder": 1}
     orthogonal_start = ("mu", "decoder")
 
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):

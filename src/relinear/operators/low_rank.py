@@ -63,6 +63,7 @@ class LowRankLinear(RankLinear):
     config: LowRank
     fixed_fan_in = ("up",)
     fixed_fan_out = ("down",)
+    tensor_parallel: ClassVar = {"down": 0, "up": 1}
 
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
         super().__init__(config, in_features, out_features)

@@ -30,6 +30,7 @@ class MonarchLinear(Operator):
     """y = P L P^T R x + bias; parameters ``right`` (K, K R, P), ``left`` (K, S, K R), optional ``bias`` (O,)."""
 
     config: Monarch
+    tensor_parallel: ClassVar = {"right": 0, "left": 0}
 
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
         super().__init__(config, in_features, out_features)

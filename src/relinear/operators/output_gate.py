@@ -25,6 +25,7 @@ class _Gate(Gated, nn.Module):
     """
 
     constant_start = ("weight",)
+    tensor_parallel: ClassVar = {"weight": 0}
 
     def __init__(self, in_features: int, out_features: int, device=None, dtype=None):
         super().__init__()

@@ -38,6 +38,7 @@ class PivotedLowRankLinear(RankLinear):
     config: PivotedLowRank
     fixed_fan_in = ("up",)
     fixed_fan_out = ("mix",)
+    tensor_parallel: ClassVar = {"mix": 0, "up": 1}
     order: Tensor
 
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):

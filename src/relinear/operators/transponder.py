@@ -68,6 +68,7 @@ class Modulator(Gated, CachingModule, _Alphas):
 
     fixed_fan_in = ("channel_up", "scalar_up")
     fixed_fan_out = ("down", "scalar_down", "scalar_up")
+    tensor_parallel: ClassVar = {"channel_up": 0}
     scalar_down: nn.Parameter | None
     channel_up: nn.Parameter | None
     scalar_up: nn.Parameter | None

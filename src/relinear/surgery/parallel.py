@@ -1,0 +1,100 @@
+"""Tensor parallelism: the parameters of operators split over ranks, each operator as its algebra allows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from relinear.core.aux import named_operators
+from relinear.core.token_terms import TokenTerms
+
+__all__ = ["OperatorParallel", "split_parameters", "tensor_parallel_plan"]
+
+
+def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
+    """Return a style for every operator, as ``torch.distributed.tensor.parallel.parallelize_module`` takes them.
+
+    Operators that have nothing to split are left out: rotors (a few angles, which all ranks need) and ``Quantized``
+    (packed codes are a buffer).
+    """
+    return {
+        name: OperatorParallel() for name, operator in named_operators(model) if next(split_parameters(operator), None)
+    }
+
+
+def split_parameters(operator: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yield name and dimension of every parameter of ``operator`` that is split, those of operators inside it too."""
+    for prefix, part in operator.named_modules():
+        for key, dim in getattr(part, "tensor_parallel", {}).items():
+            for name, parameter in part.named_parameters():
+                if (name == key or name.startswith(f"{key}.")) and parameter.ndim > dim:
+                    yield f"{prefix}.{name}" if prefix else name, dim
+
+
+class OperatorParallel(ParallelStyle):
+    """Split an operator by ``Operator.tensor_parallel``: parameters become ``DTensor``s, inputs and outputs stay whole.
+
+    A size that the number of ranks does not divide is not split. What a forward draws (noise) is to be the same on
+    every rank of the mesh: seed them alike.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        ranks, split = device_mesh.size(), dict(split_parameters(module))
+        for name, parameter in list(module.named_parameters()):
+            dim = split.get(name)
+            even = dim is not None and parameter.shape[dim] % ranks == 0
+            placement = Shard(dim) if even and dim is not None else Replicate()
+            owner, _, leaf = name.rpartition(".")
+            shards = nn.Parameter(
+                distribute_tensor(parameter.detach(), device_mesh, [placement]), parameter.requires_grad
+            )
+            module.get_submodule(owner).register_parameter(leaf, shards)
+        module.forward = functools.partial(_run, module, module.forward, device_mesh)  # type: ignore[method-assign]
+        return module
+
+
+def _run(module: nn.Module, forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, x: Tensor) -> Tensor:
+    """``forward`` of a tensor that every rank has; so are what it returns and what it notes."""
+    with _Replicated(mesh):
+        y = forward(DTensor.from_local(x, mesh, [Replicate()], run_check=False))
+    for part in module.modules():
+        if isinstance(part, TokenTerms):
+            part._aux_losses, part._metrics = tree_map_only(DTensor, _local, (part._aux_losses, part._metrics))
+    return _local(y)
+
+
+def _local(value: Any) -> Tensor:
+    return value.redistribute(value.device_mesh, [Replicate()]).to_local()
+
+
+class _Replicated(TorchFunctionMode):
+    """Take tensors that meet a ``DTensor`` (contexts, noise, constants) for copies that every rank has.
+
+    Above autograd, so that the backward pass meets no other tensors either.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (args, kwargs or {})
+        if any(isinstance(value, DTensor) for value in tree_leaves(given)):
+            given = tree_map_only(torch.Tensor, self._replicated, given)
+        return func(*given[0], **given[1])
+
+    def _replicated(self, value: Tensor) -> Tensor:
+        return (
+            value
+            if isinstance(value, DTensor)
+            else DTensor.from_local(value, self.mesh, [Replicate()], run_check=False)
+        )
