@@ -1,4 +1,4 @@
-"""Rounding a matrix to grids of few bits: to nearest, or so that the errors of inputs before make up for each other."""
+"""Rounding a matrix to grids of few bits: to nearest, or so that errors make up for each other under moments."""
 
 # Legend: I in_features, O out_features, B bits, K groups of a row; A, G moments of inputs and output gradients
 
@@ -9,14 +9,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Grid", "gptq", "nearest", "nearest_grid"]
+__all__ = ["Grid", "descend", "gptq", "nearest", "nearest_grid", "steadied"]
 
 #: the ranges that are tried, as shares of that of a group's weights
 _CLIPS = 12
 #: columns between two products that carry errors on
 _COLUMNS = 32
-#: added to A, as a share of its mean diagonal
+#: added to a moment, as a share of its mean diagonal
 _DAMPING = 1e-2
+#: parts of the rows that are changed one after another
+_PARTS = 16
 
 
 class Grid(NamedTuple):
@@ -110,6 +112,17 @@ def nearest(weight: Tensor, grid: Grid, group: int) -> Tensor:
     return torch.addcdiv(zero, weight, scale).round_().clamp_(min=0).minimum(grid.top)
 
 
+def steadied(moment: Tensor, shrinkage: float) -> Tensor:
+    """Return ``moment`` (K, K) drawn towards its diagonal by the share ``shrinkage``, and damped.
+
+    What is fitted to a sample's correlations otherwise holds for that sample alone.
+    """
+    diagonal = moment.diagonal()
+    return torch.lerp(moment, diagonal.diag(), shrinkage) + (_DAMPING * diagonal.mean().clamp_min(1e-30)) * torch.eye(
+        len(moment)
+    ).to(moment)
+
+
 def gptq(weight: Tensor, grid: Grid, group: int, inputs: Tensor, damping: float = _DAMPING) -> Tensor:
     """Return codes (O, I), floats, rounded one input after another: what is left makes up for the error so far.
 
@@ -140,3 +153,42 @@ def gptq(weight: Tensor, grid: Grid, group: int, inputs: Tensor, damping: float 
             left[i + 1 : stop].addr_(upper[i, i + 1 : stop], missed[i - start], alpha=-1)
         left[stop:].addmm_(upper[start:stop, stop:].T, missed, alpha=-1)
     return torch.empty_like(weight).index_copy_(1, order, codes.T)
+
+
+def descend(
+    weight: Tensor, codes: Tensor, grid: Grid, group: int, inputs: Tensor, outputs: Tensor | None, sweeps: int = 2
+) -> Tensor:
+    """Return codes (O, I) that descend in tr(G D A D^T), D = weight - values, one change of a code after another.
+
+    For one code alone the best value is exact: its own plus (G D A)_oi / (G_oo A_ii), to nearest. Of one input the
+    codes of every ``_PARTS``-th row change together, where they gain together.
+
+    Args:
+        weight: (O, I).
+        codes: to start from. grid, group: their meaning, kept as it is.
+        inputs: A (I, I), positive definite. outputs: G (O, O); None for the identity.
+        sweeps: over all inputs.
+    """
+    scale, zero = (t.T.contiguous() for t in grid.wide(group, weight.shape[1]))
+    target, codes, top = weight.T.contiguous(), codes.T.contiguous(), grid.top.T.squeeze(0)
+    values = (codes - zero) * scale
+    g = torch.eye(len(weight)).to(weight) if outputs is None else outputs
+    count = 1 if outputs is None else min(_PARTS, len(weight))
+    parts = [(slice(t, None, count), g[:, t::count].contiguous()) for t in range(count)]
+    own = inputs.diagonal().tolist()
+    for start in [*range(0, len(target), _COLUMNS)] * sweeps:
+        stop = min(start + _COLUMNS, len(target))
+        left = inputs[start:stop] @ (target - values)
+        for i in range(start, stop):
+            pull, before = g @ left[i - start], values[i].clone()
+            for rows, columns in parts:
+                aim = torch.addcdiv(values[i, rows], pull[rows], g.diagonal()[rows], value=1 / own[i])
+                code = torch.addcdiv(zero[i, rows], aim, scale[i, rows]).round_().clamp_(min=0).minimum(top[rows])
+                step = (code - codes[i, rows]) * scale[i, rows]
+                back = (columns @ step).mul_(own[i])
+                if step @ (2 * pull[rows] - back[rows]) > 0:
+                    codes[i, rows] = code
+                    values[i, rows] += step
+                    pull -= back
+            left[i + 1 - start :].addr_(inputs[i + 1 : stop, i], values[i] - before, alpha=-1)
+    return codes.T.contiguous()
