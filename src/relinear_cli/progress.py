@@ -140,6 +140,7 @@ def watch_compression() -> Iterator[Callable[[str, int, int], None]]:
         "backward": "calibrating, backward",
         "candidates": "planning",
         "points": "trying single layers",
+        "frontier": "measuring budgets",
         "original": "running the original",
         "evaluation": "running the compressed model",
         "heal": "healing",

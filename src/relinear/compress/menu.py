@@ -1,4 +1,8 @@
-"""What layers may become: the choices, the plan that is made of them, and how it is carried out."""
+"""What layers may become: the choices, the plan that is made of them, and how it is carried out.
+
+A menu has ``sizes`` of a shape, a ``check`` against a budget, a ``plan`` under it, and carries the plan out;
+``timed`` tells whether a table of speeds knows its choices.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -28,7 +32,7 @@ from relinear.surgery.states import flat_states, place_
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import read_json, write_json
 
-__all__ = ["Menu", "OnProgress", "Operators", "Work", "menu_of"]
+__all__ = ["OnProgress", "Operators", "Work", "menu_of"]
 
 #: told the phase ("speed", "forward", "backward", "candidates", "points", "frontier", "original", "fit", "heal",
 #: "evaluation"), how much of it is done, and how much there is
@@ -53,33 +57,7 @@ class Work:
     on_progress: OnProgress
 
 
-class Menu(Protocol):
-    """What layers may become.
-
-    timed: whether a table of speeds can say how long a plan takes.
-    """
-
-    timed: bool
-
-    def sizes(self, shape: Shape) -> list[OperatorConfig]:
-        """Return every operator that a layer of (in, out) sizes may become."""
-
-    def check(self, budget: Budget) -> None:
-        """Raise ValueError if the choices do not fit the layers, or none of them meets the budget."""
-
-    def read_plan(self, path: str | Path) -> CompressPlan:
-        """Return a plan from a file. Raises ValueError if it is none for this model and these layers."""
-
-    def plan(
-        self, calibration: Calibration, budget: Budget, judging: Tensor
-    ) -> tuple[CompressPlan, list[MeasuredPoint]]:
-        """Return the best plan under the budget, and single fits that were tried on token ids (N, T)."""
-
-    def carry_out_(self, whole: CompressPlan, calibration: Calibration, blocks: Tensor) -> None:
-        """Make of the model what the plan says; ``blocks`` (N, T) are what calibration saw."""
-
-
-def menu_of(work: Work) -> Menu:
+def menu_of(work: Work) -> NarrowerMlps | Operators:
     """Return the menu that the settings name. Raises ValueError if the model does not have what it works on."""
     return NarrowerMlps(work) if work.settings.menu == (NEURONS,) else Operators(work)
 
