@@ -19,6 +19,7 @@ import claims
 import curves
 import cut
 import forest
+import frontier
 import gpu
 import measured
 import pictures
@@ -105,7 +106,14 @@ def pages() -> dict[Path, str]:
         named = DOCS / "pictures" / forest.file_name(paper)
         found |= {Path(f"{named}-{theme}.svg"): forest.picture(theme, paper) for theme in forest.THEMES}
     found |= {DOCS / "pictures" / f"{kind}.svg": pictures.thumbnail(kind) for kind in pictures.PICTURES}
-    made_of = ({"speed": speed.PARTS, "gpu": gpu.PARTS}, cut.PARTS, curves.PARTS, biased.PARTS)
+    found |= {DOCS / "pictures" / f"{frontier.PICTURE}-{t}.svg": frontier.picture(t) for t in forest.THEMES}
+    page = DOCS / "compress.md"
+    of_page = {"frontier": frontier.frontier_table, "picture": frontier.in_page}
+    found[page] = filled(page.read_text(encoding="utf-8"), of_page, "compression")
+    made_of = (
+        {"compress": {"frontier": frontier.frontier_table}, "speed": speed.PARTS, "gpu": gpu.PARTS},
+        *(cut.PARTS, curves.PARTS, biased.PARTS),
+    )
     for folder in sorted({folder for made in made_of for folder in made}):
         page = measured.RESULTS / folder / "README.md"
         parts = {name: make for made in made_of for name, make in made.get(folder, {}).items()}

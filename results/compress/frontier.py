@@ -9,7 +9,8 @@ windows, spread over each text. Integers are in groups of 64 with a zero point; 
     nearest     every layer rounded to nearest, on grids that are clipped to the least squared error
     gptq        every layer rounded under the second moment of its inputs, all to the same bits
     bits        bits (or ranks) chosen for each layer by 0.5 tr(G D A D^T) under one price: ``compress --bits``
-    in-order    the same, fitted from the first layer to the last on what the compressed model feeds them
+    integers    the same from bits alone, without ranks
+    in-order    as bits, fitted from the first layer to the last on what the compressed model feeds them
     keep        ``compress --keep``: pivoted low rank
 
 Losses are in nats a token; intervals of 95 % are Student's t, paired over windows.
@@ -50,7 +51,9 @@ def rounded_(model: nn.Module, names: list[str], bits: int, calibration: Calibra
     for name in names:
         source = model.get_submodule(name)
         operator = relinear.Quantized(bits=bits).convert(source)
-        if calibration is not None:
+        if calibration is None:
+            operator.from_linear(source)
+        else:
             operator.from_moments(source, calibration.moments(name))
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, operator)
@@ -123,6 +126,7 @@ def main() -> None:
         else:
             budget = {"keep": float(number), "allow_slower": True} if method == "keep" else {"bits": float(number)}
             settings = base | budget | {"anchor": method == "in-order"}
+            settings |= {"menu": ("quantized",)} if method == "integers" else {}
             predicted = compress(model, corpora, tokenizer=tokenizer, settings=settings, out_dir=state).plan.nats
         seconds = time.monotonic() - start
         found, again = seen(model)

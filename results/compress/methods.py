@@ -260,7 +260,9 @@ def main() -> None:
             ids = [blocks.flatten()]
             if method == "healed":
                 chosen, ids = chosen.updated(heal_tokens=given.heal_tokens), [*ids, further.flatten()]
-            report = compress(model, ids, settings=chosen, out_dir=state)
+            # healing's tokens make another corpus, of which other excerpts calibrate
+            folder = state / method if method == "healed" else state
+            report = compress(model, ids, settings=chosen, out_dir=folder)
             if bits is not None:
                 round_(model, calibration.names, bits)
             row(

@@ -1,0 +1,100 @@
+"""What a model of fewer bits loses: a table and a picture of results/compress/frontier.jsonl."""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+import forest
+from measured import read, table
+
+__all__ = ["PICTURE", "frontier_table", "in_page", "picture"]
+
+RECORD, PICTURE = "compress/frontier.jsonl", "compress-frontier"
+#: method -> what it is called
+NAMES = {
+    "nearest": "{} bits, to nearest",
+    "gptq": "{} bits, GPTQ",
+    "bits": "`compress --bits {}`",
+    "integers": "the same, `--menu quantized`: {}",
+    "in-order": "the same, `anchor=true`: {}",
+    "keep": "`compress --keep {}`",
+}
+#: methods that the picture shows
+SHOWN = ("nearest", "gptq", "bits", "keep")
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 540, 300, 56, 46, 30
+
+
+def rows() -> list[dict[str, Any]]:
+    """The rows of the first seed behind the original's."""
+    return [row for row in read(RECORD) if row["row"] != "original" and row["seed"] == 0]
+
+
+def _name(row: dict[str, Any]) -> str:
+    method, _, number = row["row"].partition(":")
+    return NAMES[method].format(number)
+
+
+def frontier_table() -> str:
+    """A row for each method; nats above the original, and how often greedy text repeats itself."""
+    every = read(RECORD)
+    original = next(row for row in every if row["row"] == "original")
+    texts = list(original["loss"])
+    lines = [
+        ["original", f"{original['bits']:.2f}", *(f"{loss:.3f} nats" for loss in original["loss"].values())],
+        ["the file it came in, Q4_1", "5.00", *["+0.000"] * len(texts)],
+    ]
+    lines = [[*line, f"{original['repeated']:.0%}"] for line in lines]
+    for row in sorted(rows(), key=lambda row: -row["bits"]):
+        over = [f"{row['against'][text]['nats']:+.3f} ± {row['against'][text]['interval']:.3f}" for text in texts]
+        lines.append([_name(row), f"{row['bits']:.2f}", *over, f"{row['repeated']:.0%}"])
+    return table(["", "bits a weight", *texts, "repeated 4-grams"], lines)
+
+
+def picture(theme: str) -> str:
+    """The SVG: loss on the first text against bits a weight."""
+    ink, soft, line, ours, theirs = forest.THEMES[theme]
+    text = next(iter(read(RECORD)[0]["loss"]))
+    points = [(row["bits"], row["against"][text], row["row"].partition(":")[0], _name(row)) for row in rows()]
+    points = [point for point in points if point[2] in SHOWN]
+    bits, top = [p[0] for p in points], max(p[1]["nats"] + p[1]["interval"] for p in points)
+    low, high = min(bits) - 0.5, max(bits) + 1.5
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        across = LEFT + (x - low) / (high - low) * (WIDTH - LEFT - 20)
+        return across, HEIGHT - BOTTOM - max(0.0, y) / top * (HEIGHT - BOTTOM - TOP)
+
+    parts = [forest._text(LEFT, 16, f"nats a token above the original, {text}", soft, "start")]
+    for tick in [tick / 10 for tick in range(0, int(10 * top) + 1, 1 if top < 0.8 else 2)]:
+        y = at(low, tick)[1]
+        parts.append(forest._line(LEFT, y, WIDTH - 20, y, line, 1))
+        parts.append(forest._text(LEFT - 8, y + 4, f"{tick:.1f}", soft, "end"))
+    for tick in range(int(low) + 1, int(high) + 1):
+        parts.append(forest._text(at(tick, 0)[0], HEIGHT - BOTTOM + 18, str(tick), soft))
+    parts.append(forest._text((LEFT + WIDTH) / 2, HEIGHT - 8, "bits a weight, scales included", soft))
+    for x, found, method, name in points:
+        colour = ours if method in ("bits", "keep") else theirs
+        (across, y), (_, up), (_, down) = (at(x, found["nats"] + sign * found["interval"]) for sign in (0, 1, -1))
+        parts.append(forest._line(across, up, across, down, colour, 2.4))
+        parts.append(forest._circle(across, y, colour, method == "nearest"))
+        parts.append(forest._text(across + 10, y + 4, name.replace("`", ""), ink, "start"))
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{WIDTH}" height="{HEIGHT}" '
+        f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif" font-size="13">'
+    )
+    return "\n".join([head, f"<title>{html.escape(_described())}</title>", *parts, "</svg>"]) + "\n"
+
+
+def _described() -> str:
+    text = next(iter(read(RECORD)[0]["loss"]))
+    told = [f"{_name(r).replace('`', '')} at {r['bits']:.2f} bits {r['against'][text]['nats']:+.3f}" for r in rows()]
+    return f"Nats a token above the original on {text}: {'; '.join(told)}."
+
+
+def in_page(folder: str = "pictures") -> str:
+    """The picture in a page, in light and in dark."""
+    name = f"{folder}/{PICTURE}"
+    return (
+        f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="{name}-dark.svg">\n'
+        f'  <img alt="{html.escape(_described())}" src="{name}-light.svg">\n</picture>'
+    )
