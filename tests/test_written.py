@@ -87,6 +87,15 @@ def test_fit_refuses_checkpoints_of_another_trainer(tmp_path):
     assert (tmp_path / "checkpoints" / "checkpoint-500").is_dir()
 
 
+@pytest.mark.parametrize(("work", "name"), [("fit", "checkpoints"), ("compress", "calibration")])
+def test_what_a_killed_process_leaves_before_its_first_record_is_in_nobodys_way(tmp_path, work, name):
+    with atomic_path(tmp_path / name / "fingerprint.json") as temporary:
+        temporary.write_text("half")
+        check_ours(tmp_path, work)
+    with pytest.raises(ValueError, match=f"{name} would be replaced"):
+        check_ours(tmp_path, work)
+
+
 @pytest.mark.parametrize(
     ("folder", "work"),
     [("run", "train"), ("run", "fit"), ("comparison", "compare"), ("distillation", "distill")]

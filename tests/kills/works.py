@@ -30,7 +30,7 @@ WIDTH = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "nu
 #: fields of results that tell of time, memory or place
 _PASSING = {
     "tokens_per_second", "seconds", "peak_memory_bytes", "out_dir", "started", "finished", "command", "machine",
-    "folder", "speed", "planned_speed",
+    "folder", "speed", "planned_speed", "verdict",
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ somebody else's, and is refused by name before any work.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,8 @@ __all__ = ["MARK", "check_ours", "check_page", "is_ours", "is_saved", "not_ours"
 #: in every directory that is written as a whole
 MARK = ".relinear"
 _PAGE = "report.html"
+#: what ``atomic_path`` calls a file until it is whole
+_TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}")
 
 
 class _Work(NamedTuple):
@@ -99,8 +102,15 @@ def check_ours(folder: str | Path, work: str) -> None:
     for path in parts_of(folder, work):
         if path.suffix == ".html":  # says itself whose it is
             check_page(path)
-        elif not ours and not (path.is_file() and not path.stat().st_size):
+        elif not ours and not _holds_nothing(path):
             raise not_ours(path)
+
+
+def _holds_nothing(path: Path) -> bool:
+    """Whether it is empty or holds nothing whole: what a process leaves that is killed before its first record."""
+    if path.is_dir():
+        return all(_TEMPORARY.fullmatch(inner.name) and inner.is_file() for inner in path.iterdir())
+    return path.is_file() and not path.stat().st_size
 
 
 def is_saved(directory: Path) -> bool:
