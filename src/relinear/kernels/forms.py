@@ -70,7 +70,7 @@ _log_as_asked(os.environ.get("RELINEAR_LOG", ""))
 
 
 class Call:
-    """Facts about one call of a twin, gathered once and shown to every form.
+    """Facts about one call of a twin, shown to every form; looked up as they are asked for, as small calls ask for few.
 
     Attributes:
         given: the twin's arguments, in its order.
@@ -89,23 +89,35 @@ class Call:
         x: Tensor = given[0]
         self.given, self.x = given, x
         self.device = "cpu" if x.is_cpu else x.device.type  # a property of the tensor is there in less time
-        self.dtype, self.size = x.dtype, x.numel()
-        self.autocast = self.device != "meta" and torch.is_autocast_enabled(self.device)
-        if self.autocast and self.dtype != torch.float64:
-            self.dtype = torch.get_autocast_dtype(self.device)
-        self.grad = torch.is_grad_enabled()
+        self.size = x.numel()
         self.compiled = torch.compiler.is_compiling()
-        # as ``is_transformed`` and ``is_plain``: spelt out, as every call of every twin asks it
-        self.transformed = not self.compiled and (
-            torch._C._are_functorch_transforms_active()
-            or forward_ad._current_level >= 0
-            or torch._C._functorch.is_legacy_batchedtensor(x)
-        )
-        seen = self.compiled or type(x) not in PLAIN or bool(torch._C._len_torch_dispatch_stack())
-        self.plain = self.device == "cpu" and not seen
-        self.opaque = "torch.func or a derivative in forward mode" if self.transformed else ""
+
+    @property
+    def autocast(self) -> bool:
+        return self.device != "meta" and torch.is_autocast_enabled(self.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        lowers = self.autocast and self.x.dtype != torch.float64
+        return torch.get_autocast_dtype(self.device) if lowers else self.x.dtype
+
+    @property
+    def grad(self) -> bool:
+        return torch.is_grad_enabled()
+
+    @property
+    def transformed(self) -> bool:
+        return is_transformed(self.x)
+
+    @property
+    def plain(self) -> bool:
+        return self.device == "cpu" and not is_traced(self.x)
+
+    @property
+    def opaque(self) -> str:
         if self.compiled:
-            self.opaque = "torch.compile fuses the reference"
+            return "torch.compile fuses the reference"
+        return "torch.func or a derivative in forward mode" if is_transformed(self.x) else ""
 
     @property
     def rows(self) -> int:
@@ -216,5 +228,5 @@ def refuses_opaque(call: Call) -> str:
 
 def refuses_small(call: Call, size: int | None = None) -> str:
     """Refuse the same, and so few numbers (of x by default) that the reference, which is fewer calls, is faster."""
-    few = not call.opaque and (call.size if size is None else size) < FEWEST_ENTRIES
+    few = not call.compiled and (call.size if size is None else size) < FEWEST_ENTRIES
     return "too few numbers" if few else call.opaque

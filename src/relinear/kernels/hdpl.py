@@ -52,10 +52,10 @@ def _few_rows(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder
 
 def _refuses_products(call: Call) -> str:
     blocks, decoder = call.given[1], call.given[6]
-    if call.dtype != torch.float32:
-        return "not in float32"
     if call.size < FEWEST_NATIVE_TOKENS * call.x.shape[-1]:
         return "too few tokens"
+    if call.dtype != torch.float32:
+        return "not in float32"
     if blocks.shape[2] + decoder.shape[1] > deepest(DEEPEST_NATIVE_PRODUCT):
         return "sums that are too long"
     return native.refuses(call)

@@ -211,10 +211,9 @@ class _ModulatedLinear(torch.autograd.Function):
 
 def _refuses_small(call: Call, size: int) -> str:
     """Refuse transforms, and training with so few outputs that the reference is faster."""
-    if call.transformed:
-        return call.opaque
-    few = call.grad and not call.compiled and size < forms.FEWEST_ENTRIES
-    return "too few numbers" if few else ""
+    if not call.compiled and size < forms.FEWEST_ENTRIES and call.grad:
+        return "too few numbers"
+    return call.opaque if call.transformed else ""
 
 
 def _refuses_gates(call: Call, channel: Tensor | None, size: int, *others: Tensor) -> str:
@@ -223,9 +222,9 @@ def _refuses_gates(call: Call, channel: Tensor | None, size: int, *others: Tenso
         return "no channel gate"
     if channel.shape[1] > native.LARGEST_NATIVE_RANK:
         return "too large a rank"
-    reason = native.refuses(call, size=size)
-    several = not call.autocast and any(other.dtype != call.dtype for other in others)
-    return reason or ("several dtypes" if several else "")
+    if reason := native.refuses(call, size=size):
+        return reason
+    return "several dtypes" if not call.autocast and any(other.dtype != call.dtype for other in others) else ""
 
 
 def _refuses_modulate(call: Call) -> str:
