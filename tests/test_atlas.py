@@ -117,3 +117,12 @@ def test_the_command_makes_the_page(tmp_path, monkeypatch, capsys) -> None:
     assert "--shares takes numbers" in capsys.readouterr().err
     assert main([*words, "-o", "low_rnk", "--out", "other"]) == 2
     assert "did you mean 'low_rank'" in capsys.readouterr().err
+
+
+def test_no_two_operators_look_alike() -> None:
+    record = json.loads((REPOSITORY / "results" / "atlas" / "atlas.json").read_text())
+    assert len(record["operators"]) > 8
+    for block in atlas_section(record).blocks:
+        if getattr(block, "stem", "") == "costs":
+            looks = [(series.colour, series.number % 8) for series in block.panel.shown]
+            assert len(set(looks)) == len(looks)

@@ -150,10 +150,12 @@ linear = linear_of(weight)
 for kind in sorted(plugins.offered("operator")):
     config = OperatorConfig.read(kind)
     if config.fits_weight:
-        first, *rest = config.sizes(32, 48)
+        first = config.sizes(32, 48)[0]
         plain = first.build(32, 48, bias=False, dtype=torch.float64).from_linear(linear).to_dense().detach()
-        (found, error), *others = config.error_curve(linear, moments)
-        print(kind, found == first, error < 0.98 * float(moments.error(weight - plain)), len(others) == len(rest))
+        error = first.fit_error(linear, moments, steps=20)
+        print(kind, error < 0.98 * float(moments.error(weight - plain)))
+many = OperatorConfig.read("kronecker")
+print("kronecker", [found for found, _ in many.error_curve(linear, moments)] == many.sizes(32, 48))
 """
 
 
@@ -166,7 +168,7 @@ def test_the_examples_are_installed_listed_and_fitted_under_moments(examples, tm
     assert {line.split()[0] for line in listed.splitlines() if "[relinear-operators-examples 0.1.0]" in line} == kinds
     lines = [line.split() for line in run("-c", FITS, path=examples, cwd=tmp_path).splitlines()]
     assert {kind for kind, *_ in lines} | WITHOUT_FIT == kinds
-    assert [kind for kind, *gains in lines if gains != ["True"] * 3] == []
+    assert [kind for kind, *gains in lines if gains != ["True"]] == []
 
 
 @pytest.mark.parametrize("chosen", ["not compiles", pytest.param("compiles", marks=pytest.mark.slow)])

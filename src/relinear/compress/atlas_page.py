@@ -98,6 +98,11 @@ def _colours(record: Mapping[str, Any]) -> dict[str, str]:
     return {kind: PALETTE[place % len(PALETTE)] for place, kind in enumerate(kinds)}
 
 
+def _number(place: int) -> int:
+    """Of the marker: entries that share a colour, which there are eight of, differ in it."""
+    return place + place // len(PALETTE)
+
+
 def _types(record: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys(layer["type"] for layer in record["layers"].values()))
 
@@ -115,7 +120,7 @@ def _map(record: Mapping[str, Any]) -> Panel:
             series = Series(
                 name=kind,
                 colour=colour,
-                number=number,
+                number=_number(number),
                 x=[depth for _, depth, _ in own],
                 y=[layers[name]["type"] for _, _, name in own],
                 texts=[f"{name}: {kind}, {best[name][1]:.3g} nats" for _, _, name in own],
@@ -124,7 +129,10 @@ def _map(record: Mapping[str, Any]) -> Panel:
             )
             shown.append(series)
     depths = sorted({layer["depth"] for layer in layers.values()})
-    return Panel(shown, Axis(title="decoder layer", ticks={depth: str(depth) for depth in depths}), Axis(rows=True))
+    title = shown[0].name if len(shown) == 1 else ""  # a single entry has no legend
+    return Panel(
+        shown, Axis(title="decoder layer", ticks={depth: str(depth) for depth in depths}), Axis(rows=True), title=title
+    )
 
 
 def _costs(record: Mapping[str, Any]) -> list[Panel]:
@@ -140,9 +148,8 @@ def _costs(record: Mapping[str, Any]) -> list[Panel]:
                     sums[point["parameters"]] += point["nats"] / len(layers)
             if sums:
                 x, y = zip(*sorted(sums.items()), strict=True)
-                mode = "line" if len(x) < 10 else "plain"
                 shares = [count / dense for count in x]
-                shown.append(Series(name=kind, colour=colour, number=number, x=shares, y=y, mode=mode))  # type: ignore[arg-type]
+                shown.append(Series(name=kind, colour=colour, number=_number(number), x=shares, y=y))
         nothing = sum(layer["nothing"] for layer in layers) / len(layers)
         seen = [value for series in shown for value in series.y if value > 0] + [nothing]
         bounds = min(seen) / 1.5, max(seen) * 1.5
