@@ -74,6 +74,11 @@ def measured_of(kind: str) -> str:
         parts.append(measured.fits_table(_FITS[kind]))
     if kind == "pivoted_low_rank":
         parts.append(measured.compression_table())
+    if kind == "quantized":
+        parts.append(
+            "SmolLM2, nats above the original, and repeated 4-grams in its text ([how](../../results/compress/README.md)):"
+        )
+        parts.append(frontier.frontier_table())
     if measured.timed(kind)[1]:
         parts.append(measured.speed_table(kind))
     return "\n\n".join(parts)
