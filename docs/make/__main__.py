@@ -76,7 +76,7 @@ def measured_of(kind: str) -> str:
         parts.append(measured.compression_table())
     if kind == "quantized":
         parts.append(
-            "SmolLM2, nats above the original, and repeated 4-grams in its text ([how](../../results/compress/README.md)):"
+            "SmolLM2, nats above the original, and repeated 4-grams ([how](../../results/compress/README.md)):"
         )
         parts.append(frontier.frontier_table())
     if measured.timed(kind)[1]:
