@@ -11,8 +11,9 @@ import torch
 import relinear
 from cases import ccl_results
 from relinear.functional import hdpl as functional_hdpl
+from relinear.functional import rounding
 from relinear.functional import transponder as reference
-from relinear.kernels import ccl, forms, hdpl, native, transponder
+from relinear.kernels import ccl, forms, hdpl, native, quantized, transponder
 from relinear.kernels.cpu import products
 from relinear.kernels.forms import Call
 from relinear.kernels.native import build
@@ -296,6 +297,21 @@ def test_integers_are_read_as_they_are_packed(bits, dtype, few_rows):
     layer(x[..., :0, :])
     relinear.Quantized(bits=bits, group=20).build(40, 3)(torch.randn(1, 40))
     assert len(few_rows) == 3  # gradients, no rows, and sizes that fill no block
+
+
+@pytest.mark.parametrize("moment", [True, False], ids=["both", "inputs"])
+def test_codes_change_as_in_the_reference(moment, few_rows):
+    generator = torch.Generator().manual_seed(0)
+    weight, x, g = (torch.randn(*shape, generator=generator) for shape in ((70, 40), (90, 40), (200, 70)))
+    grid = rounding.nearest_grid(weight, 3, 16, False)
+    moments = rounding.steadied(x.T @ x / 90, 0.05), rounding.steadied(g.T @ g / 200, 0.5) if moment else None
+    start = rounding.nearest(weight, grid, 16)
+    change = quantized.code_changer(weight)
+    assert few_rows
+    mine, theirs = (rounding.descend(weight, start, grid, 16, *moments, **k) for k in ({"change": change}, {}))
+    assert torch.equal(mine, theirs)
+    assert not torch.equal(mine, start)
+    assert quantized.code_changer(weight.double()) is rounding.change_codes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

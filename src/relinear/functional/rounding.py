@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Grid", "descend", "gptq", "nearest", "nearest_grid", "steadied"]
+__all__ = ["Grid", "change_codes", "descend", "gptq", "nearest", "nearest_grid", "steadied"]
 
 #: the ranges that are tried, as shares of that of a group's weights
 _CLIPS = 12
@@ -155,8 +156,36 @@ def gptq(weight: Tensor, grid: Grid, group: int, inputs: Tensor, damping: float 
     return torch.empty_like(weight).index_copy_(1, order, codes.T)
 
 
+def change_codes(
+    values: Tensor, codes: Tensor, pull: Tensor, outputs: Tensor, scale: Tensor, zero: Tensor, top: Tensor, own, parts
+) -> None:
+    """Change the codes of one input, in place, where that lowers tr(G D A D^T): a part of the rows at once.
+
+    Args:
+        values, codes: (O,), what the codes mean, and they. pull: (O,), the column of G D A.
+        outputs: G (O, O). scale, zero, top: (O,). own: A_ii. parts: rows o, o + parts, ... are one.
+    """
+    for part in range(parts):
+        rows = slice(part, None, parts)
+        aim = torch.addcdiv(values[rows], pull[rows], outputs.diagonal()[rows], value=1 / own)
+        code = torch.addcdiv(zero[rows], aim, scale[rows]).round_().clamp_(min=0).minimum(top[rows])
+        step = (code - codes[rows]) * scale[rows]
+        back = (outputs[:, rows] @ step).mul_(own)
+        if step @ (2 * pull[rows] - back[rows]) > 0:
+            codes[rows] = code
+            values[rows] += step
+            pull -= back
+
+
 def descend(
-    weight: Tensor, codes: Tensor, grid: Grid, group: int, inputs: Tensor, outputs: Tensor | None, sweeps: int = 2
+    weight: Tensor,
+    codes: Tensor,
+    grid: Grid,
+    group: int,
+    inputs: Tensor,
+    outputs: Tensor | None,
+    sweeps: int = 2,
+    change: Callable[..., None] = change_codes,
 ) -> Tensor:
     """Return codes (O, I) that descend in tr(G D A D^T), D = weight - values, one change of a code after another.
 
@@ -168,27 +197,19 @@ def descend(
         codes: to start from. grid, group: their meaning, kept as it is.
         inputs: A (I, I), positive definite. outputs: G (O, O); None for the identity.
         sweeps: over all inputs.
+        change: ``change_codes``, or a faster form of it.
     """
     scale, zero = (t.T.contiguous() for t in grid.wide(group, weight.shape[1]))
-    target, codes, top = weight.T.contiguous(), codes.T.contiguous(), grid.top.T.squeeze(0)
+    target, codes, top = weight.T.contiguous(), codes.T.contiguous(), grid.top.flatten()
     values = (codes - zero) * scale
-    g = torch.eye(len(weight)).to(weight) if outputs is None else outputs
-    count = 1 if outputs is None else min(_PARTS, len(weight))
-    parts = [(slice(t, None, count), g[:, t::count].contiguous()) for t in range(count)]
+    g = torch.eye(len(weight)).to(weight) if outputs is None else outputs.contiguous()
+    parts = 1 if outputs is None else min(_PARTS, len(weight))
     own = inputs.diagonal().tolist()
     for start in [*range(0, len(target), _COLUMNS)] * sweeps:
         stop = min(start + _COLUMNS, len(target))
         left = inputs[start:stop] @ (target - values)
         for i in range(start, stop):
-            pull, before = g @ left[i - start], values[i].clone()
-            for rows, columns in parts:
-                aim = torch.addcdiv(values[i, rows], pull[rows], g.diagonal()[rows], value=1 / own[i])
-                code = torch.addcdiv(zero[i, rows], aim, scale[i, rows]).round_().clamp_(min=0).minimum(top[rows])
-                step = (code - codes[i, rows]) * scale[i, rows]
-                back = (columns @ step).mul_(own[i])
-                if step @ (2 * pull[rows] - back[rows]) > 0:
-                    codes[i, rows] = code
-                    values[i, rows] += step
-                    pull -= back
+            before = values[i].clone()
+            change(values[i], codes[i], g @ left[i - start], g, scale[i], zero[i], top, own[i], parts)
             left[i + 1 - start :].addr_(inputs[i + 1 : stop, i], values[i] - before, alpha=-1)
     return codes.T.contiguous()

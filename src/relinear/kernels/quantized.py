@@ -4,14 +4,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from relinear.functional import quantized as reference
+from relinear.functional.rounding import change_codes
 from relinear.kernels import native
 from relinear.kernels.forms import PLAIN, Call, Form, dispatch
 
-__all__ = ["quantized"]
+__all__ = ["code_changer", "quantized"]
 
 #: rows up to which weights are made numbers in registers, each time that they are read
 MOST_ROWS = 8
@@ -56,3 +59,10 @@ def quantized(
 ) -> Tensor:
     """As ``functional.quantized.quantized``."""
     return reference.quantized(x, packed, scales, zeros, bits, group, bias)
+
+
+def code_changer(weight: Tensor) -> Callable[..., None]:
+    """``functional.rounding.change_codes`` in C++ where ``weight`` (O, I) and a compiler allow it, else itself."""
+    if weight.dtype != torch.float32 or native.refuses(Call(weight), fewest=1):
+        return change_codes
+    return native.kernels().change_codes.default

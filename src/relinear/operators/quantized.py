@@ -18,7 +18,7 @@ from relinear.core.operator import Operator, OperatorConfig, ParamRole, dense_we
 from relinear.functional.quantized import dequantized, group_count, pack, packed_width
 from relinear.functional.rounding import Grid, descend, gptq, nearest, nearest_grid, steadied
 from relinear.kernels.native.build import is_loaded_beside
-from relinear.kernels.quantized import quantized
+from relinear.kernels.quantized import code_changer, quantized
 
 __all__ = ["Quantized", "QuantizedLinear"]
 
@@ -90,8 +90,9 @@ class QuantizedLinear(Operator):
         grid, group = self.config.grid(weight, moments), self.config.group
         inputs = steadied(moments.inputs.to(weight), INPUTS_SHRINKAGE)
         outputs = None if moments.outputs is None else steadied(moments.outputs.to(weight), OUTPUTS_SHRINKAGE)
-        codes = gptq(weight, grid, group, inputs)
-        return self._take_(linear, grid, descend(weight, codes, grid, group, inputs, outputs))
+        start = gptq(weight, grid, group, inputs)
+        codes = descend(weight, start, grid, group, inputs, outputs, change=code_changer(weight))
+        return self._take_(linear, grid, codes)
 
     def _take_(self, linear: nn.Module, grid: Grid, codes: Tensor) -> Self:
         self.codes.copy_(pack(codes, self.config.bits))

@@ -70,11 +70,11 @@ struct Grid {
   float zero(int64_t o, int64_t k) const { return (zeros ? zeros[o * groups + k] : 128) * unit; }
 };
 
-// sums[i][n] = the product of row o + i with row n of x; ``totals``: sums of x over every group.
-template <int kBits, int kRows, int kCount, class T>
-inline void add_integer_products(float (&sums)[kCount][kRows], const Grid<T>& grid, int64_t o, const float* x,
-                                 const float* totals) {
-  Floats found[kCount][kRows] = {};
+// sums[i] = the product of row o + i with x; ``totals``: the sum of x over every group.
+template <int kBits, int kCount, class T>
+inline void integer_products(float (&sums)[kCount], const Grid<T>& grid, int64_t o, const float* x,
+                             const float* totals) {
+  Floats found[kCount] = {};
   int64_t k = 0, left = grid.halves;
   for (int64_t start = 0; start < grid.inputs; start += kBlock)
 #pragma GCC unroll 2
@@ -82,66 +82,75 @@ inline void add_integer_products(float (&sums)[kCount][kRows], const Grid<T>& gr
 #pragma GCC unroll 4
       for (int i = 0; i < kCount; ++i) {
         const uint8_t* block = grid.codes + (o + i) * grid.width + start / 8 * kBits;
-        Floats part[kRows] = {};
+        Floats part = {};
 #pragma GCC unroll 8
-        for (int at = 0; at < kHalf; at += kLanes) {
-          const Floats codes = decoded<kBits>(block, half * kHalf + at);
-          for (int n = 0; n < kRows; ++n)
-            part[n] += codes * load(x + n * grid.inputs + start + half * kHalf + at, kLanes);
-        }
-        const float scale = float(grid.scales[(o + i) * grid.groups + k]);
-        for (int n = 0; n < kRows; ++n) found[i][n] += part[n] * scale;
+        for (int at = half * kHalf; at < (half + 1) * kHalf; at += kLanes)
+          part += decoded<kBits>(block, at) * load(x + start + at, kLanes);
+        found[i] += part * float(grid.scales[(o + i) * grid.groups + k]);
       }
       if (--left == 0) ++k, left = grid.halves;
     }
-  for (int i = 0; i < kCount; ++i)
-    for (int n = 0; n < kRows; ++n) {
-      for_vectors(grid.groups, [&](int64_t at, int count) {
-        uint8_t zeros[kLanes];
-        std::fill(zeros, zeros + kLanes, 128);
-        const int64_t from = (o + i) * grid.groups + at;
-        if (grid.zeros) std::memcpy(zeros, grid.zeros + from, count);
-        const Floats zero = __builtin_convertvector((Ints)widened(zeros), Floats) * grid.unit;
-        found[i][n] -= load(grid.scales + from, count) * zero * load(totals + n * grid.groups + at, count);
-      });
-      sums[i][n] = sum(found[i][n]);
+  for (int i = 0; i < kCount; ++i) {
+    for_vectors(grid.groups, [&](int64_t at, int count) {
+      uint8_t zeros[kLanes];
+      std::fill(zeros, zeros + kLanes, 128);
+      const int64_t from = (o + i) * grid.groups + at;
+      if (grid.zeros) std::memcpy(zeros, grid.zeros + from, count);
+      const Floats zero = __builtin_convertvector((Ints)widened(zeros), Floats) * grid.unit;
+      found[i] -= load(grid.scales + from, count) * zero * load(totals + at, count);
+    });
+    sums[i] = sum(found[i]);
+  }
+}
+
+// Row o of the matrix.
+template <int kBits, class To, class T>
+inline void write_row(To* to, const Grid<T>& grid, int64_t o) {
+  for (int64_t start = 0; start < grid.inputs; start += kBlock)
+#pragma GCC unroll 16
+    for (int at = 0; at < kBlock; at += kLanes) {
+      const int64_t k = (start + at) / kHalf / grid.halves;
+      const Floats codes = decoded<kBits>(grid.codes + o * grid.width + start / 8 * kBits, at);
+      store(to + start + at, (codes - grid.zero(o, k)) * float(grid.scales[o * grid.groups + k]), kLanes);
     }
 }
 
 template <int kBits, class T>
-void rows_product(T* to, const Grid<T>& grid, const std::vector<float>& x, int64_t rows, int64_t outputs, int64_t group,
-                  const std::optional<Tensor>& bias) {
-  std::vector<float> totals(rows * grid.groups);
-  for (int64_t n = 0; n < rows; ++n)
-    for (int64_t i = 0; i < grid.inputs; ++i) totals[n * grid.groups + i / group] += x[n * grid.inputs + i];
-  const Bias<T> start(bias);
-  for_outputs(outputs, outputs, rows * grid.inputs, [&](int64_t o, auto count) {
-    constexpr int kCount = decltype(count)::value;
-    const auto take = [&](int64_t n, auto tile) {
-      constexpr int kRows = decltype(tile)::value;
-      float sums[kCount][kRows];
-      add_integer_products<kBits>(sums, grid, o, x.data() + n * grid.inputs, totals.data() + n * grid.groups);
-      for (int i = 0; i < kCount; ++i)
-        for (int t = 0; t < kRows; ++t) to[(n + t) * outputs + o + i] = T(sums[i][t] + start[o + i]);
-    };
-    int64_t n = 0;
-    for (; n + 4 <= rows; n += 4) take(n, std::integral_constant<int, 4>());
-    for (; n < rows; ++n) take(n, std::integral_constant<int, 1>());
+void row_product(T* to, const Grid<T>& grid, const std::vector<float>& x, int64_t outputs, int64_t group,
+                 const Bias<T>& start) {
+  std::vector<float> totals(grid.groups);
+  for (int64_t i = 0; i < grid.inputs; ++i) totals[i / group] += x[i];
+  for_outputs(outputs, outputs, grid.inputs, [&](int64_t o, auto count) {
+    float sums[decltype(count)::value];
+    integer_products<kBits>(sums, grid, o, x.data(), totals.data());
+    for (int i = 0; i < count; ++i) to[o + i] = T(sums[i] + start[o + i]);
+  });
+}
+
+// Several rows: those of weights are made numbers once, in the nearest cache.
+template <int kBits, class T>
+void rows_product(T* to, const Grid<T>& grid, const std::vector<float>& x, int64_t rows, int64_t outputs,
+                  const Bias<T>& start) {
+  for_rows(outputs, rows * grid.inputs, [&](int64_t begin, int64_t end) {
+    std::vector<float> weights(grid.inputs);
+    for (int64_t o = begin; o < end; ++o) {
+      write_row<kBits>(weights.data(), grid, o);
+      const auto take = [&](int64_t n, auto count) {
+        float sums[decltype(count)::value] = {};
+        add_products(sums, x.data() + n * grid.inputs, grid.inputs, weights.data());
+        for (int i = 0; i < count; ++i) to[(n + i) * outputs + o] = T(sums[i] + start[o]);
+      };
+      int64_t n = 0;
+      for (; n + kTogether <= rows; n += kTogether) take(n, std::integral_constant<int, kTogether>());
+      for (; n < rows; ++n) take(n, std::integral_constant<int, 1>());
+    }
   });
 }
 
 template <int kBits, class T>
 void dense(T* to, const Grid<T>& grid, int64_t outputs) {
   for_rows(outputs, grid.inputs, [&](int64_t begin, int64_t end) {
-    for (int64_t o = begin; o < end; ++o)
-      for (int64_t start = 0; start < grid.inputs; start += kBlock)
-#pragma GCC unroll 16
-        for (int at = 0; at < kBlock; at += kLanes) {
-          const int64_t k = (start + at) / kHalf / grid.halves;
-          const Floats codes = decoded<kBits>(grid.codes + o * grid.width + start / 8 * kBits, at);
-          store(to + o * grid.inputs + start + at,
-                (codes - grid.zero(o, k)) * float(grid.scales[o * grid.groups + k]), kLanes);
-        }
+    for (int64_t o = begin; o < end; ++o) write_row<kBits>(to + o * grid.inputs, grid, o);
   });
 }
 
@@ -181,8 +190,13 @@ Tensor quantized_layer(const Tensor& x, const Tensor& packed, const Tensor& scal
   RELINEAR_DISPATCH(rows, {
     const Grid<T> grid(packed, scales, zeros, sizes[1], bits, group);
     const std::vector<float> taken = in_single<T>(rows);
+    const Bias<T> start(bias);
+    T* to = out.mutable_data_ptr<T>();
     for_bits(bits, [&](auto constant) {
-      rows_product<constant>(out.mutable_data_ptr<T>(), grid, taken, sizes[0], outputs, group, bias);
+      if (sizes[0] == 1)
+        row_product<constant>(to, grid, taken, outputs, group, start);
+      else
+        rows_product<constant>(to, grid, taken, sizes[0], outputs, start);
     });
   });
   return out;
@@ -199,9 +213,45 @@ Tensor quantized_dense(const Tensor& packed, const Tensor& scales, const std::op
   return out;
 }
 
+// functional/rounding.py's change_codes, on vectors of O numbers, in place.
+void change_codes(const Tensor& values, const Tensor& codes, const Tensor& pull, const Tensor& outputs,
+                  const Tensor& scale, const Tensor& zero, const Tensor& top, double own, int64_t parts) {
+  const int64_t count = values.numel();
+  for (const Tensor& each : {values, codes, pull, scale, zero, top}) check(each, "a vector", at::kFloat, {count});
+  check(outputs, "outputs", at::kFloat, {count, count});
+  float *value = values.mutable_data_ptr<float>(), *code = codes.mutable_data_ptr<float>(),
+        *left = pull.mutable_data_ptr<float>();
+  const float *g = outputs.const_data_ptr<float>(), *unit = scale.const_data_ptr<float>(),
+              *middle = zero.const_data_ptr<float>(), *most = top.const_data_ptr<float>();
+  const float mass = own;
+  std::vector<float> found(count), back(count);
+  for (int64_t part = 0; part < parts; ++part) {
+    std::fill(back.begin(), back.end(), 0.f);
+    for (int64_t o = part; o < count; o += parts) {
+      const float aim = value[o] + left[o] / g[o * count + o] / mass;
+      found[o] = std::min(std::max(std::nearbyint(aim / unit[o] + middle[o]), 0.f), most[o]);
+      const float step = (found[o] - code[o]) * unit[o] * mass;
+      if (step != 0)
+        for (int64_t other = 0; other < count; ++other) back[other] += step * g[o * count + other];
+    }
+    float gain = 0;
+    for (int64_t o = part; o < count; o += parts) gain += (found[o] - code[o]) * unit[o] * (2 * left[o] - back[o]);
+    if (!(gain > 0)) continue;
+    for (int64_t o = part; o < count; o += parts) {
+      value[o] += (found[o] - code[o]) * unit[o];
+      code[o] = found[o];
+    }
+    for (int64_t o = 0; o < count; ++o) left[o] -= back[o];
+  }
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(relinear_cpu, library) {
+  library.def(
+      "change_codes(Tensor(a!) values, Tensor(b!) codes, Tensor(c!) pull, Tensor outputs, Tensor scale, Tensor zero, "
+      "Tensor top, float own, int parts) -> ()",
+      change_codes);
   library.def(
       "quantized_layer(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, int bits, int group, Tensor? bias) -> "
       "Tensor",
