@@ -20,7 +20,8 @@ NAMES = {
     "in-order": "the same, `anchor=true`: {}",
     "keep": "`compress --keep {}`",
 }
-#: methods that the picture shows
+#: what the picture shows
+MOST = 1.0  # nats; what loses more is in the table alone
 SHOWN = ("nearest", "gptq", "bits", "keep")
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 540, 300, 56, 46, 30
 
@@ -56,7 +57,7 @@ def picture(theme: str) -> str:
     ink, soft, line, ours, theirs = forest.THEMES[theme]
     text = next(iter(read(RECORD)[0]["loss"]))
     points = [(row["bits"], row["against"][text], row["row"].partition(":")[0], _name(row)) for row in rows()]
-    points = [point for point in points if point[2] in SHOWN]
+    points = [point for point in points if point[2] in SHOWN and point[1]["nats"] < MOST]
     bits, top = [p[0] for p in points], max(p[1]["nats"] + p[1]["interval"] for p in points)
     low, high = min(bits) - 0.5, max(bits) + 1.5
 
