@@ -23,22 +23,75 @@ def test_wrong_calls_are_refused_before_anything_runs(tmp_path, monkeypatch):
     assert not out.exists()
 
 
-def test_a_row_says_how_it_failed_and_the_rest_goes_on(tmp_path, monkeypatch):
-    def rows(part, plan):
-        yield gpu._measured({"what": "time"}, lambda: 1 / 0)
-        yield gpu._measured({"what": "time"}, lambda: {"seconds": float("inf")})
+def tasks(*works):
+    return lambda part, plan: iter([({"what": "time", "width": n}, work) for n, work in enumerate(works)])
 
-    monkeypatch.setattr(gpu, "STAGES", {"time": rows})
-    gpu._run_part("ccl", tmp_path, 60.0, gpu.Plan.rehearsal())
-    found = json.loads((tmp_path / "ccl.json").read_text())
+
+def test_a_row_says_how_it_failed_and_the_rest_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "_tasks", tasks(lambda: 1 / 0, lambda: {"seconds": float("inf")}))
+    gpu._run_part("rotor", tmp_path, 60.0, gpu.Plan.rehearsal())
+    found = json.loads((tmp_path / "rotor.json").read_text())
     assert found["state"] == "complete"
     first, second = found["rows"]
     assert first["error"].startswith("ZeroDivisionError")
     assert second["seconds"] == "inf"
-    gpu._run_part("ccl", tmp_path, 0.0, gpu.Plan.rehearsal())
-    cut = json.loads((tmp_path / "ccl.json").read_text())
-    assert cut["state"] == "out of time"
-    assert len(cut["rows"]) == 1
+    assert gpu.verdict(tmp_path)[1].startswith("1 rows failed")
+
+
+def test_a_call_goes_on_where_the_one_before_ended(tmp_path, monkeypatch):
+    calls = []
+
+    def work(name):
+        return lambda: calls.append(name) or {"seconds": 1.0}
+
+    monkeypatch.setattr(gpu, "_tasks", tasks(work("a"), work("b")))
+    plan = gpu.Plan.rehearsal()
+    gpu._run_part("rotor", tmp_path, -1.0, plan)
+    assert gpu._state("rotor", tmp_path) == "out of time"
+    assert calls == []
+    monkeypatch.setattr(gpu, "_tasks", tasks(work("a")))
+    gpu._run_part("rotor", tmp_path, 60.0, plan)
+    monkeypatch.setattr(gpu, "_tasks", tasks(work("a"), work("b")))
+    gpu._run_part("rotor", tmp_path, 60.0, plan)
+    assert calls == ["a", "b"]
+    assert gpu._state("rotor", tmp_path) == "complete"
+    monkeypatch.setattr(gpu, "_sources", lambda: "others")
+    assert gpu._state("rotor", tmp_path) == "not run"
+    gpu._run_part("rotor", tmp_path, 60.0, plan)
+    assert calls == ["a", "b", "a", "b"]
+    assert len(json.loads((tmp_path / "rotor.json").read_text())["rows"]) == 2
+
+
+def test_the_verdict_keeps_a_kernel_where_it_beats_the_compiled_form_by_a_tenth(tmp_path):
+    part, setting = next((part, setting) for part, setting in gpu.OPERATORS.items() if setting.startswith("ccl"))
+
+    def write(part, *rows):
+        (tmp_path / f"{part}.json").write_text(json.dumps({"rows": rows}))
+
+    def row(tokens, triton, phase="forward"):
+        seconds = {
+            "dense": 1.0,
+            "dense_graphs": 1.0,
+            "torch": 3.0,
+            "compiled": 2.0,
+            "graphs": 0.5,
+            "triton_graphs": 9.0,
+        }
+        found = {f"{name}_seconds": value for name, value in (seconds | {"triton": triton}).items()}
+        shape = {"what": "time", "operator": setting, "width": 2048, "tokens": tokens, "phase": phase}
+        return shape | found | {"kernels": ["ccl"], "flops": 10}
+
+    write(part, row(64, 0.44), row(4096, 0.46), row(64, 0.46, "step"))
+    write("hdpl-67m", {"what": "training", "mode": "graphs", "tokens_per_second": 100.0, "peak_bytes": 10})
+    write("hdpl-67m-hdpl", {"what": "training", "mode": "compiled", "tokens_per_second": 96.0, "peak_bytes": 11})
+    said = gpu.verdict(tmp_path)
+    assert f"{setting}, forward: the kernel of ccl stays for 64 x 2048 (1 of 2 rows)" in said
+    assert f"{setting}, step: the kernel of ccl goes (0 of 1 rows)" in said
+    assert "transponder:rank=8, step: not run" in said
+    assert "faster than dense with half of its FLOPs: met by 1 rows" in said
+    assert "hdpl-67m-hdpl, training, compiled, to hdpl-67m: 0.96, met (goal 0.95)" in said
+    assert "hdpl-67m-hdpl, peak memory to hdpl-67m: 1.10, missed (goal 1.0)" in said
+    assert "llama-60m-transponder, training, compiled, to llama-60m: not run (goal 0.92)" in said
 
 
 @pytest.mark.slow
@@ -49,14 +102,16 @@ def test_the_rehearsal_has_every_row_and_no_error(tmp_path):
     command = [sys.executable, gpu.__file__, "--rehearse", "--minutes", "30", "--out", str(tmp_path)]
     subprocess.run(command, check=True)
     ended = json.loads((tmp_path / "run.json").read_text())["parts"]
-    assert {part["state"] for part in ended.values()} == {"ended"}
+    assert {part["state"] for part in ended.values()} == {"complete"}
     assert set(ended) == set(gpu.PARTS)
+    kernels = set()
     for part in gpu.PARTS:
-        found = json.loads((tmp_path / f"{part}.json").read_text())
-        assert found["state"] == "complete"
-        assert not [row for row in found["rows"] if "error" in row]
-        assert all(row["right"] for row in found["rows"] if row["what"] == "check")
-        kinds = (
-            {"training"} if part in gpu.MODELS else {"check", "time"} | (set() if part in gpu.FIXED_TILES else {"tile"})
-        )
-        assert {row["what"] for row in found["rows"]} == kinds
+        rows = json.loads((tmp_path / f"{part}.json").read_text())["rows"]
+        assert not [row for row in rows if "error" in row]
+        assert all(row["right"] for row in rows if row["what"] == "check")
+        kinds = {"check"} if part == gpu.CHECK else {"time"} if part in gpu.OPERATORS else {"training", "decoding"}
+        assert {row["what"] for row in rows} == kinds
+        kernels |= {name for row in rows for name in row.get("kernels", ())}
+        assert all(row["relative_error"] < 1e-4 for row in rows if row.get("kernels"))
+    # every kernel was launched by a layer
+    assert kernels == {"modulated_linear", "hdpl", "ccl", "modulate", "sandwich_windows", "rotor_step"}

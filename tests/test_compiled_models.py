@@ -28,6 +28,8 @@ from train_helpers import DATA, Tokens
 
 fit_file = importlib.import_module("relinear.train.fit")
 BATCHES = torch.randint(96, (3, 2, 12), generator=torch.Generator().manual_seed(1))
+#: of every operator the first case
+KINDS = {case.config.kind: case for case in reversed(CASES)}
 ATTACHED = {kind: cls for kind, cls in relinear.ReZero.kinds().items() if cls.__module__.startswith("relinear.")} | {
     "layer_bias": lambda: LayerBias(layers=("lm_head",))
 }
@@ -55,7 +57,7 @@ def attached(kind, make, target):
 #: name -> makes a model
 MODELS = {
     **{f"{case.name}": lambda case=case: model_with(case) for case in CASES},
-    **{f"{case.name}-gpt2": lambda case=case: gpt2_with(case) for case in CASES},
+    **{f"{kind}-gpt2": lambda case=case: gpt2_with(case) for kind, case in KINDS.items()},
     **{kind: lambda kind=kind: attached(kind, make_tiny_llama, "up_proj") for kind in ATTACHED},
     **{f"{kind}-gpt2": lambda kind=kind: attached(kind, make_tiny_gpt2, "c_fc") for kind in ATTACHED},
     "cgt": lambda: make_cgt(vocab_size=96),
@@ -102,13 +104,14 @@ class Graphs(TrainerCallback):
         assert counters["frames"]["ok"] == counters["frames"]["total"], "ran uncompiled"
 
 
-def steps(model, run, after_each):
+def steps(model, run, after_each, lowered=False):
     """Losses, auxiliary losses and metrics of a few steps, and the parameters after them."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     rows = []
     for ids in BATCHES:
         torch.manual_seed(5)
-        loss = run(input_ids=ids, labels=ids, use_cache=False).loss
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=lowered):
+            loss = run(input_ids=ids, labels=ids, use_cache=False).loss
         rows.append(torch.stack([loss, *relinear.aux_losses(model).values(), *operator_metrics(model).values()]))
         loss.backward()
         optimizer.step()
@@ -117,13 +120,13 @@ def steps(model, run, after_each):
     return [row.detach() for row in rows], [parameter.detach() for parameter in model.parameters()]
 
 
-def check_steps(name, how, checkpointed, tolerance, **options):
+def check_steps(name, how, checkpointed, tolerance, lowered=False, **options):
     graphs, model = Graphs(), MODELS[name]().train()
     if checkpointed:
         checkpointing(model, True)
-    expected = steps(twin := copy.deepcopy(model), twin, lambda: None)
+    expected = steps(twin := copy.deepcopy(model), twin, lambda: None, lowered)
     with how(model, **options) as run:
-        got = steps(model, run, graphs.count)
+        got = steps(model, run, graphs.count, lowered)
     graphs.check()
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
@@ -131,6 +134,11 @@ def check_steps(name, how, checkpointed, tolerance, **options):
 @pytest.mark.parametrize("name", mostly_slow(list(MODELS), *FEW))
 def test_training_steps_are_the_same_graphs(name):
     check_steps(name, layers, True, 1e-4, backend="aot_eager")
+
+
+@pytest.mark.parametrize("name", mostly_slow(list(MODELS), "transponder"))
+def test_training_steps_under_autocast(name):
+    check_steps(name, layers, False, 5e-2, lowered=True, backend="aot_eager")
 
 
 @pytest.mark.slow

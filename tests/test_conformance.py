@@ -46,6 +46,23 @@ class TestOperators(OperatorConformance):
         assert_close(first, expected, 1e-6)
         assert torch.equal(first, second)
 
+    def test_gradients_within_autocast(self, case: Case) -> None:
+        """Also of a backward pass that runs within it, which recomputation and compilers do."""
+        module, (x, context) = build(case), inputs(case)
+
+        def summed(inside: bool) -> torch.Tensor:
+            module.zero_grad()
+            torch.manual_seed(2)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = call(module, x, context).float().square().sum()
+                if inside:
+                    loss.backward()
+            if not inside:
+                loss.backward()
+            return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+        assert_close(summed(True), summed(False), 1e-2)
+
     def test_autocast_leaves_double_precision(self, case: Case) -> None:
         """As it does in ``nn.Linear``."""
         module = build(case, dtype=torch.float64)

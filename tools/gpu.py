@@ -1,48 +1,56 @@
-"""One call on a machine with an NVIDIA GPU: are the kernels right, how fast are they, and what do two models train at.
+"""On a machine with an NVIDIA GPU: are the kernels right, do they beat what torch compiles, how fast are whole models.
 
-``python tools/gpu.py --out results/gpu`` (``make gpu``) first checks all kernels and compiles whatever is
-going to be timed, many processes at once and no longer than a third of the time; then it times every part in a process
-of its own, which may fail or be cut off by itself. Every part writes its JSON after each row: what a call that is cut
-off has found stays. ``--rehearse`` runs the same on a CPU, in Triton's interpreter, at sizes that say nothing.
+``python tools/gpu.py`` (``make gpu``) runs for nine minutes at most and prints a verdict. Started again it goes on
+where it was: rows that are there are not measured anew, as long as machine, versions and sources are the same. Most
+important rows come first in every part. What is going to be timed is compiled before, by many processes at once
+and no longer than a third of the time. ``--rehearse`` runs the same on a CPU, in Triton's interpreter, at sizes that
+say nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import functools
+import gc
+import hashlib
 import itertools
 import math
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from relinear.bench.run import DEFAULT_OPERATORS
 from relinear.system.files import read_json, write_json
 from relinear.system.machine import describe_machine
 
-__all__ = ["PARTS", "Plan", "run_parts"]
+__all__ = ["PARTS", "Plan", "run_parts", "verdict"]
 
-KINDS = ("transponder", "hdpl", "ccl", "cgt", "rotor", "rotor_step")
-#: those whose tiles follow from the window
-FIXED_TILES = ("rotor", "rotor_step")
-#: n -> sizes of the left and the right factor and the blocks of a window of 2^n
-SPINORS = {4: (8, 8, 1), 9: (16, 16, 2), 10: (32, 32, 1), 11: (64, 64, 1), 12: (128, 128, 1), 13: (64, 128, 1)}
+ROOT = Path(__file__).resolve().parents[1]
+#: by the name of a part: operators as settings, and the modulator of CGT
+OPERATORS = {re.sub(r"[^a-z0-9_]+", "-", setting): setting for setting in (*DEFAULT_OPERATORS, "cgt")}
 #: name -> preset, operators by target, sequence length, batch size, learning rate
 MODELS: dict[str, tuple[str, dict[str, str], int, int, float]] = {
     "hdpl-67m": ("hdpl-67m", {}, 512, 32, 8e-4),
     "hdpl-67m-hdpl": ("hdpl-67m", {r".*\.(q|k|v|gate|up)_proj": "hdpl:rank=128,blocks=8"}, 512, 32, 8e-4),
     "llama-60m": ("llama-60m", {}, 256, 128, 1e-3),
     "llama-60m-transponder": ("llama-60m", {"all-linear": "transponder"}, 256, 128, 1e-3),
+    "llama-250m": ("llama-250m", {}, 256, 64, 1e-3),
+    "llama-250m-transponder": ("llama-250m", {"all-linear": "transponder"}, 256, 64, 1e-3),
 }
-PARTS = (*KINDS, *MODELS)
+CHECK = "check"
+PARTS = (CHECK, *OPERATORS, *MODELS)
 #: what a rehearsal changes of a model
 TINY = {
     "hidden_size": 32,
@@ -51,6 +59,10 @@ TINY = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
 }
+#: a kernel stays, and a form is the faster one, where it takes a tenth less time
+MARGIN = 0.9
+#: what a compiled model's training speed is to be, relative to the plain model's
+GOALS = {("hdpl-67m-hdpl", "hdpl-67m"): 0.95, ("llama-60m-transponder", "llama-60m"): 0.92}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,71 +70,96 @@ class Plan:
     """What is measured.
 
     Args:
-        device, dtype: where and in what the kernels run.
-        widths, tokens: of the layers that are timed, square ones.
+        device, dtype: where and in what layers run.
+        checked: in what kernels are checked.
+        widths, tokens: of the layers that are timed, square ones; the most important ones first.
         rounds, seconds: of every timing, and for how long a contender repeats within a round.
-        tiles: (ROWS, COLUMNS, STEP, warps, stages) that are tried.
-        steps: most steps of a training, and the tokens of a batch are divided by ``shrink``.
+        compilers: name -> options for torch.compile.
+        steps: of a training; the first tenth is not timed.
+        batches, new_tokens: of decoding.
+        shrink: what batches and lengths of training are divided by.
     """
 
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
     checked: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
-    # in the order of their importance, for a call that is cut off
     widths: tuple[int, ...] = (2048, 512, 4096, 1024, 8192)
-    tokens: tuple[int, ...] = (4096, 1, 64, 65536)
+    tokens: tuple[int, ...] = (4096, 64, 65536)
     rounds: int = 5
     seconds: float = 0.01
-    tiles: tuple[tuple[int, int, int, int, int], ...] = (
-        (32, 128, 64, 4, 3),
-        (64, 64, 32, 4, 4),
-        (64, 128, 64, 4, 3),
-        (128, 64, 32, 4, 4),
-        (128, 128, 32, 4, 4),
-        (128, 128, 64, 8, 3),
-        (128, 256, 64, 8, 3),
-    )
-    tiled: tuple[tuple[int, int], ...] = ((4096, 4096), (1024, 4096))
-    steps: int = 100_000
+    compilers: tuple[tuple[str, dict[str, Any]], ...] = (("compiled", {}), ("graphs", {"mode": "reduce-overhead"}))
+    steps: int = 50
+    batches: tuple[int, ...] = (1, 32)
+    new_tokens: int = 64
     shrink: int = 1
 
     def untimed(self) -> Plan:
-        """The same once and without timing, which compiles all that this plan needs: beyond so many tokens nothing else
-        is compiled, and many of these run on one GPU."""
+        """The same once and without timing, which compiles all that this plan needs: beyond so many tokens a GPU that
+        many processes share has no memory."""
         return dataclasses.replace(self, rounds=1, seconds=0.0, tokens=tuple(n for n in self.tokens if n <= 4096))
 
     @classmethod
     def rehearsal(cls) -> Plan:
-        """The same on a CPU in seconds."""
-        few: dict[str, Any] = {"widths": (16,), "tokens": (1, 5), "rounds": 2, "seconds": 0.0, "tiled": ((16, 5),)}
-        kinds: dict[str, Any] = {"dtype": torch.float32, "checked": (torch.float16,)}
-        return cls(device="cpu", **kinds, **few, tiles=((16, 32, 32, 4, 2),), steps=3, shrink=16)
+        """The same on a CPU in a minute: graphs are traced, and no code is made of them."""
+        few: dict[str, Any] = {"widths": (64,), "tokens": (5,), "rounds": 2, "seconds": 0.0}
+        kinds: dict[str, Any] = {"dtype": torch.float32, "checked": (torch.float16,), "batches": (2,), "new_tokens": 4}
+        traced = tuple((name, {"backend": "aot_eager"}) for name, _ in cls.compilers)
+        return cls(device="cpu", **kinds, **few, compilers=traced, steps=3, shrink=16)
+
+
+# Rows
+
+#: what a row is of, and what finds the rest of it
+Task = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of the library and of this file: figures of other sources are not those of these."""
+    files = [*sorted((ROOT / "src").rglob("*.py")), Path(__file__)]
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 class _Record:
-    """A part's JSON, written anew with every row; with the checks that it has."""
+    """A part's JSON, written anew with every row; with the rows that earlier calls found."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        rows = [row for row in read_json(path)["rows"] if row["what"] == "check"] if path.is_file() else []
-        self.content: dict[str, Any] = {"machine": describe_machine(), "state": "cut off", "rows": rows}
+        machine = describe_machine() | {"sources": _sources()}
+        found = read_json(path) if path.is_file() else {}
+        kept = found.get("rows", []) if _same(found.get("machine", {}), machine) else []
+        self.content: dict[str, Any] = {"machine": machine, "state": "cut off", "rows": kept}
         self.write()
 
+    def has(self, row: dict[str, Any]) -> bool:
+        """Whether there is such a row without an error."""
+        return any(row.items() <= one.items() and "error" not in one for one in self.content["rows"])
+
     def add(self, row: dict[str, Any]) -> None:
-        self.content["rows"].append(row)
+        """Keep a row, in place of one that failed."""
+        names = row.keys() & {"what", "kind", "dtype", "given", "operator", "width", "tokens", "phase"}
+        names |= row.keys() & {"model", "mode", "batch"}
+        old = self.content["rows"]
+        self.content["rows"] = [one for one in old if any(one.get(name) != row[name] for name in names)] + [row]
         self.write()
 
     def write(self) -> None:
         write_json(self.path, self.content)
 
 
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one.get(name) == other[name] for name in ("gpus", "processor", "torch", "sources"))
+
+
 def _measured(row: dict[str, Any], work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The row with what ``work`` found, or with how it failed."""
+    torch._dynamo.reset()
     try:
         found = work()
     except Exception as error:  # whatever a driver or compiler raises: the other rows are still wanted
         lines = str(error).strip().splitlines()
         found = {"error": f"{type(error).__name__}: {lines[0][:300] if lines else ''}"}
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return row | {name: _finite(value) for name, value in found.items()}
@@ -132,133 +169,152 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _next_step() -> None:
+    """What was computed by a CUDA graph before may be overwritten from now on."""
+    if torch.cuda.is_available():
+        torch.compiler.cudagraph_mark_step_begin()
+
+
 # Kernels
 
 
-def _arguments(kind: str, tokens: int, width: int) -> tuple:
-    """An argument list of a square layer, at the settings that figures are quoted for."""
-    from relinear.kernels.triton import samples
+def _check_tasks(plan: Plan) -> Iterator[Task]:
+    """Every kernel against its reference in double precision, a hidden step over 2,048 numbers among them."""
+    from relinear.kernels.first_check import TOLERANCES
+    from relinear.kernels.triton.samples import SAMPLES, largest_error
 
-    if kind in FIXED_TILES:
-        n = width.bit_length() - 1
-        left, right, blocks = SPINORS[n]
-        if kind == "rotor":
-            return samples.rotor_arguments(tokens, n, left, right, blocks=blocks, basis="spinor")
-        return samples.rotor_step_arguments(tokens, n, left, right, 3, blocks=blocks, basis="spinor")
-    if kind == "cgt":
-        return samples.cgt_arguments((tokens,), (tokens,), width, 16, 4)
-    small = width < 512
-    settings = {"transponder": (8,), "hdpl": (2, 4) if small else (8, 128), "ccl": (4, 4) if small else (64, 64)}
-    build: Any = getattr(samples, f"{kind}_arguments")
-    return build(tokens, width, width, *settings[kind])
+    for dtype, (kind, sample) in itertools.product(plan.checked, SAMPLES.items()):
+        for given in sample.given:
+
+            def check(sample: Any = sample, dtype: torch.dtype = dtype, given: tuple = given) -> dict[str, Any]:
+                error = largest_error(sample, given, dtype, plan.device)
+                return {"relative_error": error, "right": error <= TOLERANCES[dtype]}
+
+            yield {"what": "check", "kind": kind, "dtype": str(dtype), "given": str(given)}, check
 
 
-def _forms(kind: str, given: list, x: Tensor, weight: Tensor, step: bool) -> dict[str, Callable[[], Any]]:
-    """dense, the operator in torch's operations, and its kernel: calls that do the work once."""
-    from relinear.kernels.triton import triton_kernels
+class _Modulator(nn.Module):
+    """CGT's T(x; y) with the templates' shares of every token as a constant."""
+
+    def __init__(self, width: int, tokens: int) -> None:
+        super().__init__()
+        from relinear.kernels.triton.samples import cgt_arguments, draw
+
+        _, shares, *factors = draw(cgt_arguments((tokens,), (tokens,), width, 16, 4), torch.float32)
+        self.register_buffer("shares", shares)
+        self.factors = nn.ParameterList(factors)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from relinear.kernels.cgt import modulate
+
+        return modulate(x, self.shares, *self.factors)
+
+
+def _layer(setting: str, tokens: int, width: int) -> tuple[nn.Module, int | None]:
+    """The operator as a square layer, and the width of the context that it reads."""
+    from relinear.core.config import parse_setting
+    from relinear.core.operator import OperatorConfig
+
+    if setting == "cgt":
+        return _Modulator(width, tokens), None
+    config: Any = OperatorConfig.from_dict(parse_setting(setting))
+    return config.build(width, width, bias=False), config.context_dim if config.conditioned else None
+
+
+@contextlib.contextmanager
+def _launches() -> Iterator[list[str]]:
+    """The names of the kernels that are launched by eager calls within the block."""
     from relinear.kernels.triton.samples import SAMPLES
 
-    sample = SAMPLES[kind]
-    twin = getattr(import_module(sample.reference.__module__.replace("functional", "kernels")), sample.function)
+    launched: list[str] = []
+    with contextlib.ExitStack() as stack:
+        for module, name in {(sample.module, sample.function) for sample in SAMPLES.values()}:
+            kernel = getattr(module, name)
 
-    def torch_form(*given: Any) -> Any:
-        with triton_kernels("off"):
-            return twin(*given)
+            def told(*given: Any, kernel: Callable = kernel, name: str = name) -> Any:
+                launched.append(name)
+                return kernel(*given)
 
-    forms = {"dense": (torch.nn.functional.linear, [x, weight]), "torch": (torch_form, given)}
-    # what has no backward pass is torch's in training
-    forms["kernel"] = (sample.fast if sample.training or not step else twin, given)
-
-    def call(function: Callable, given: list) -> Callable[[], Any]:
-        leaves = [a for a in given if isinstance(a, Tensor)]
-
-        def run() -> Any:
-            with torch.set_grad_enabled(step):
-                results = function(*given)
-            y = results[0] if isinstance(results, tuple) else results
-            if step:
-                torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)
-            return y.detach()
-
-        return run
-
-    return {name: call(*form) for name, form in forms.items()}
+            stack.enter_context(mock.patch.object(module, name, told))
+        yield launched
 
 
-def _inputs(kind: str, tokens: int, width: int, plan: Plan) -> tuple[list, Tensor, Tensor]:
-    from relinear.kernels.triton.samples import draw
+def _on_device(plan: Plan) -> contextlib.AbstractContextManager:
+    """Kernels run on the plan's device: on a CPU whatever they are given."""
+    from relinear.kernels import triton
 
-    generator = torch.Generator(plan.device).manual_seed(0)  # a CPU would take seconds for so many numbers
-    given = draw(_arguments(kind, tokens, width), plan.dtype, plan.device, generator)
-    x, weight = draw(((tokens, width), (width, width)), plan.dtype, plan.device, generator)
-    for tensor in (*given, x, weight):
-        if isinstance(tensor, Tensor):
-            tensor.requires_grad_()
-    return given, x, weight
+    if plan.device != "cpu":
+        return contextlib.nullcontext()
+    return mock.patch.multiple(triton, DEVICE="cpu", _refuses_inputs=lambda *given: "")
 
 
-def _timing(kind: str, tokens: int, width: int, step: bool, plan: Plan) -> dict[str, Any]:
+def _timing(setting: str, tokens: int, width: int, step: bool, plan: Plan) -> dict[str, Any]:
+    """Of one layer in every form: seconds, and ratios to a dense layer in eager mode."""
+    from relinear.core.context import context
+    from relinear.kernels.triton import triton_kernels
     from relinear.system.timing import interleave
 
-    forms = _forms(kind, *_inputs(kind, tokens, width, plan), step)
-    expected, actual = forms["torch"]().double(), forms["kernel"]().double()
-    error = float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
-    del expected, actual
-    times = interleave(forms, "dense", rounds=plan.rounds, min_seconds=plan.seconds)
-    return {"relative_error": error} | {
+    torch.manual_seed(0)
+    layer, read = _layer(setting, tokens, width)
+    dense = nn.Linear(width, width, bias=False)
+    modules = {"dense": dense.to(plan.device, plan.dtype), "torch": layer.to(plan.device, plan.dtype)}
+    x = torch.randn(tokens, width, device=plan.device, dtype=plan.dtype, requires_grad=step)
+    upstream = torch.randn_like(x, requires_grad=False)
+    values = None if read is None else torch.randn(tokens, read, device=plan.device, dtype=plan.dtype)
+
+    def call(module: nn.Module, asked: str, options: dict[str, Any] | None) -> Callable[[], Tensor]:
+        leaves = [x, *module.parameters()]
+        run = module if options is None else torch.compile(module, dynamic=False, **options)
+
+        def once() -> Tensor:
+            _next_step()
+            given = contextlib.nullcontext() if values is None else context(values)
+            with given, torch.set_grad_enabled(step), triton_kernels(asked):
+                y = run(x)
+            if step:
+                torch.autograd.grad(y, leaves, upstream, allow_unused=True)
+            return y.detach()
+
+        return once
+
+    for module in modules.values():
+        module.train(step)
+    calls = {name: call(module, "off", None) for name, module in modules.items()}
+    compilers = dict(plan.compilers)
+    calls["dense_graphs"] = call(modules["dense"], "off", compilers["graphs"])
+    calls |= {name: call(layer, "off", options) for name, options in compilers.items()}
+    calls["triton"] = call(layer, "force", None)
+    with _on_device(plan):
+        with _launches() as launched:
+            torch.manual_seed(1)
+            actual = calls["triton"]().double()
+        torch.manual_seed(1)
+        expected = calls["torch"]().double()
+        found: dict[str, Any] = {"kernels": sorted(set(launched))}
+        if launched:
+            found["relative_error"] = float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
+            calls["triton_graphs"] = call(layer, "force", compilers["graphs"])
+        else:
+            del calls["triton"]
+        del actual, expected
+        times = interleave(calls, "dense", rounds=plan.rounds, min_seconds=plan.seconds)
+    found["flops"] = layer.flops_per_token() if hasattr(layer, "flops_per_token") else 8 * 64 * width
+    return found | {
         f"{name}_{part}": getattr(timing, part) for name, timing in times.items() for part in ("seconds", "ratio")
     }
 
 
-def _tile_timing(kind: str, tokens: int, width: int, tile: Sequence[int], plan: Plan) -> dict[str, Any]:
-    """A step (of a kernel for inference: its forward pass) with a tile against the built-in sizes, in turn."""
-    from relinear.kernels.triton.samples import SAMPLES
-    from relinear.kernels.triton.tiles import trying
-    from relinear.system.timing import interleave
-
-    run = _forms(kind, *_inputs(kind, tokens, width, plan), SAMPLES[kind].training)["kernel"]
-
-    def tried() -> Any:
-        with trying(*tile):
-            return run()
-
-    found = interleave({"default": run, "tried": tried}, "default", rounds=plan.rounds, min_seconds=plan.seconds)
-    return {"seconds": found["tried"].seconds, "ratio": found["tried"].ratio}
-
-
-def _check_rows(kind: str, plan: Plan) -> Iterator[dict[str, Any]]:
-    """A kernel against its reference in double precision."""
-    from relinear.kernels.first_check import TOLERANCES
-    from relinear.kernels.triton.samples import SAMPLES, largest_error
-
-    name = SAMPLES[kind].function
-    samples = [(sample, given) for sample in SAMPLES.values() if sample.function == name for given in sample.given]
-    for dtype, (sample, given) in itertools.product(plan.checked, samples):
-
-        def check(sample: Any = sample, dtype: torch.dtype = dtype, given: tuple = given) -> dict[str, Any]:
-            error = largest_error(sample, given, dtype, plan.device)
-            return {"relative_error": error, "right": error <= TOLERANCES[dtype]}
-
-        yield _measured({"what": "check", "kind": kind, "dtype": str(dtype), "given": str(given)}, check)
-
-
-def _time_rows(kind: str, plan: Plan) -> Iterator[dict[str, Any]]:
+def _time_tasks(setting: str, plan: Plan) -> Iterator[Task]:
     for tokens, width, phase in itertools.product(plan.tokens, plan.widths, ("forward", "step")):
-        row = {"what": "time", "kind": kind, "dtype": str(plan.dtype), "width": width, "tokens": tokens, "phase": phase}
-        yield _measured(row, lambda t=tokens, w=width, s=phase == "step": _timing(kind, t, w, s, plan))  # type: ignore[misc]
-
-
-def _tile_rows(kind: str, plan: Plan) -> Iterator[dict[str, Any]]:
-    if kind in FIXED_TILES:
-        return
-    for (width, tokens), tile in itertools.product(plan.tiled, plan.tiles):
-        row = {"what": "tile", "kind": kind, "width": width, "tokens": tokens, "tile": list(tile)}
-        yield _measured(row, lambda t=tokens, w=width, tile=tile: _tile_timing(kind, t, w, tile, plan))  # type: ignore[misc]
+        row = {"what": "time", "operator": setting, "dtype": str(plan.dtype)}
+        row |= {"width": width, "tokens": tokens, "phase": phase}
+        yield row, functools.partial(_timing, setting, tokens, width, phase == "step", plan)
 
 
 # Models
 
 
+@functools.cache
 def _text(megabytes: int = 16) -> Tensor:
     """Bytes of the standard library's source text, as tokens."""
     from relinear.data.corpora import iter_texts
@@ -272,93 +328,148 @@ def _text(megabytes: int = 16) -> Tensor:
     return torch.frombuffer(text, dtype=torch.uint8)
 
 
-def _training_rows(name: str, plan: Plan) -> Iterator[dict[str, Any]]:
-    """Training of one model for as long as rows are taken: one every tenth step. The loss has auxiliary ones in it."""
+def _model(name: str, plan: Plan) -> Any:
     from relinear.core.config import parse_setting
     from relinear.core.operator import OperatorConfig
     from relinear.models import from_preset
     from relinear.surgery.plan import replace_
 
-    preset, operators, length, batch, rate = MODELS[name]
-    batch = max(1, batch // plan.shrink)
-    length = max(8, length // plan.shrink)
+    preset, operators, *_ = MODELS[name]
     torch.manual_seed(0)
     model = from_preset(preset, **(TINY if plan.shrink > 1 else {}))
     if operators:
         mapping = {target: OperatorConfig.from_dict(parse_setting(text)) for target, text in operators.items()}
         replace_(model, mapping, init="fresh")
-    model.to(plan.device).train()
-    text = _text(1 if plan.shrink > 1 else 16)
+    return model.to(plan.device)
+
+
+def _training(name: str, mode: str, plan: Plan) -> dict[str, Any]:
+    """Steps as ``relinear train`` does them, auxiliary losses included, of which the first tenth is not timed."""
+    from relinear.train.fit import compiled
+
+    _, _, length, batch, rate = MODELS[name]
+    batch, length = max(1, batch // plan.shrink), max(8, length // plan.shrink)
+    model, text = _model(name, plan).train(), _text(1 if plan.shrink > 1 else 16)
+    options = dict(plan.compilers).get(mode, {})
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
-    warmup, started, counted = 100, 0.0, 0
     generator = torch.Generator().manual_seed(1)
-    for step in range(plan.steps):
-        at = torch.randint(len(text) - length, (batch, 1), generator=generator) + torch.arange(length)
-        ids = text[at].long().to(plan.device)
-        for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, (step + 1) / warmup)
-        with torch.autocast(plan.device, torch.bfloat16):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if step % 10 == 0 or step + 1 == plan.steps:
-            value, now = float(loss.detach()), time.monotonic()  # reading the loss waits for the device
-            row = {
-                "what": "training",
-                "model": name,
-                "step": step + 1,
-                "loss": _finite(value),
-                "tokens_a_step": ids.numel(),
-            }
-            if counted:  # without the first row, in which kernels compile
-                row["tokens_per_second"] = (step - counted) * ids.numel() / (now - started)
-            else:
-                started, counted = now, step or 1
-            if plan.device == "cuda":
-                row["peak_bytes"] = torch.cuda.max_memory_allocated()
-            yield row
+    losses, started, timed = [], 0.0, plan.steps - max(1, plan.steps // 10)
+    if plan.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with compiled(model, mode != "eager", **options):
+        for step in range(plan.steps):
+            if step == plan.steps - timed:
+                losses, started = [float(losses[-1])], time.monotonic()  # reading a loss waits for the device
+            at = torch.randint(len(text) - length, (batch, 1), generator=generator) + torch.arange(length)
+            ids = text[at].long().to(plan.device)
+            _next_step()
+            with torch.autocast(plan.device, torch.bfloat16):
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.detach().clone())
+    found = {"loss": float(losses[-1]), "steps": plan.steps, "tokens_a_step": batch * length}
+    found["tokens_per_second"] = timed * batch * length / (time.monotonic() - started)
+    if plan.device == "cuda":
+        found["peak_bytes"] = torch.cuda.max_memory_allocated()
+    return found
+
+
+@functools.cache
+def _bandwidth(device: str) -> float:
+    """Bytes a second that a copy reads and writes."""
+    size = 1 << (30 if device == "cuda" else 20)
+    source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    best = math.inf
+    for _ in range(10):
+        start = time.perf_counter()
+        target.copy_(source)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size / best
+
+
+def _decoding(name: str, mode: str, batch: int, plan: Plan) -> dict[str, Any]:
+    """Greedy, from a prompt of 8 tokens on: tokens a second, and time to that of reading all weights once a token."""
+    from transformers import CompileConfig
+
+    import relinear
+
+    model = relinear.for_inference_(_model(name, plan).to(plan.dtype).eval())
+    model.generation_config.eos_token_id = None
+    ids = torch.randint(200, (batch, 8), generator=torch.Generator().manual_seed(0)).to(plan.device)
+    wanted: dict[str, Any] = {"max_new_tokens": plan.new_tokens, "min_new_tokens": plan.new_tokens, "do_sample": False}
+    if mode != "eager":
+        options = {"mode": None} | dict(plan.compilers)[mode]
+        wanted |= {"cache_implementation": "static", "compile_config": CompileConfig(fullgraph=True, **options)}
+        wanted["compile_config"]._compile_all_devices = True
+    best = math.inf
+    for _ in range(5):  # the first ones compile, and record graphs
+        start = time.perf_counter()
+        model.generate(ids, pad_token_id=0, **wanted).cpu()
+        best = min(best, time.perf_counter() - start)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    embedding = model.get_input_embeddings().weight
+    if embedding is not model.get_output_embeddings().weight:  # of which a token reads a row
+        weights -= embedding.numel() * embedding.element_size()
+    seconds = best / plan.new_tokens
+    return {"tokens_per_second": batch / seconds, "to_floor": seconds / (weights / _bandwidth(plan.device))}
+
+
+def _model_tasks(name: str, plan: Plan) -> Iterator[Task]:
+    modes = [compiler for compiler, _ in reversed(plan.compilers)] + ["eager"]
+    for mode in modes:
+        yield {"what": "training", "model": name, "mode": mode}, functools.partial(_training, name, mode, plan)
+    for mode, batch in itertools.product((modes[0], "eager"), plan.batches):
+        row = {"what": "decoding", "model": name, "mode": mode, "batch": batch}
+        yield row, functools.partial(_decoding, name, mode, batch, plan)
 
 
 # The call
 
 
-#: what is done of a kernel's rows, by the name of a stage
-STAGES: dict[str, Callable[[str, Plan], Iterator[dict[str, Any]]]] = {
-    "check": _check_rows,
-    "time": _time_rows,
-    "tile": _tile_rows,
-}
+def _tasks(part: str, plan: Plan) -> Iterator[Task]:
+    if part == CHECK:
+        return _check_tasks(plan)
+    return _time_tasks(OPERATORS[part], plan) if part in OPERATORS else _model_tasks(part, plan)
 
 
-def _run_stage(kind: str, stage: str, out: Path, plan: Plan) -> None:
-    """Checks, recorded; or all that a later stage times, done once for what it compiles."""
-    if stage != "check":
-        for _ in STAGES[stage](kind, plan.untimed()):
-            pass
+def _prepare_part(part: str, out: Path, number: int, count: int, plan: Plan) -> None:
+    """Every ``count``-th row that is lacking, done once for what it compiles; checks are recorded."""
+    path = out / f"{part}.json"
+    if part == CHECK:
+        _run_part(part, out, math.inf, plan)
         return
-    record = _Record(out / f"{kind}.json")
-    for row in STAGES[stage](kind, plan):
-        record.add(row)
+    record = _Record(path) if path.is_file() else None
+    lacking = [task for task in _tasks(part, plan.untimed()) if record is None or not record.has(task[0])]
+    for row, work in lacking[number::count]:
+        _measured(row, work)
 
 
 def _run_part(part: str, out: Path, seconds: float, plan: Plan) -> None:
-    """Rows until they end or the time does."""
+    """The rows that are lacking, until they end or the time does."""
     end = time.monotonic() + seconds
     record = _Record(out / f"{part}.json")
-    checked = bool(record.content["rows"])
-    names = [name for name in STAGES if not (name == "check" and checked)]
-    timed = itertools.chain.from_iterable(STAGES[name](part, plan) for name in names)
-    rows = timed if part in KINDS else _training_rows(part, plan)
-    for row in rows:
-        record.add(row)
+    for row, work in _tasks(part, plan):
+        if record.has(row):
+            continue
         if time.monotonic() > end:
             record.content["state"] = "out of time"
             break
+        record.add(_measured(row, work))
     else:
         record.content["state"] = "complete"
     record.write()
+
+
+def _state(part: str, out: Path) -> str:
+    path = out / f"{part}.json"
+    found = read_json(path) if path.is_file() else {}
+    same = found and _same(found["machine"], describe_machine() | {"sources": _sources()})
+    return found["state"] if same else "not run"
 
 
 def _command(*given: Any) -> list[str]:
@@ -366,20 +477,21 @@ def _command(*given: Any) -> list[str]:
 
 
 def _prepare(out: Path, parts: Sequence[str], seconds: float, environment: dict[str, str]) -> float:
-    """Every stage of every kernel in a process of its own, as many at once as there are processors; how long it took.
-    What is not compiled by then is compiled when it is timed, in a warm-up."""
-    start = time.monotonic()
+    """Checks and compilation in as many processes at once as there are processors; how long it took. What is not
+    compiled by then is compiled when it is timed, in a warm-up."""
+    start, slices = time.monotonic(), 4
     rehearse = int("TRITON_INTERPRET" in environment)
-    waiting = [(part, stage) for stage in STAGES for part in parts if part in KINDS]
-    running: dict[tuple[str, str], subprocess.Popen] = {}
+    waiting = [(CHECK, 0)] * (CHECK in parts)
+    waiting += [(part, n) for n in range(slices) for part in parts if part in OPERATORS] if not rehearse else []
+    running: list[subprocess.Popen] = []
     while (waiting or running) and time.monotonic() - start < seconds:
         while waiting and len(running) < (os.cpu_count() or 1):
-            part, stage = waiting.pop(0)
-            command = _command("prepare", part, stage, out, rehearse)
-            running[part, stage] = subprocess.Popen(command, env=environment)
+            part, number = waiting.pop(0)
+            command = _command("prepare", part, out, number, slices, rehearse)
+            running.append(subprocess.Popen(command, env=environment))
         time.sleep(0.2)
-        running = {name: process for name, process in running.items() if process.poll() is None}
-    for process in running.values():
+        running = [process for process in running if process.poll() is None]
+    for process in running:
         process.kill()
         process.wait()
     return time.monotonic() - start
@@ -393,14 +505,14 @@ def run_parts(
     parts: Sequence[str] = PARTS,
     report: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Run parts, each in a process of its own with an equal share of the time that is left.
+    """Run the parts that are not complete, each in a process of its own with an equal share of the time that is left.
 
     Args:
         out: folder for a JSON file a part, and for ``run.json``: how each part ended.
         minutes: that everything takes at most.
         rehearse: on a CPU and in the interpreter.
         parts: of ``PARTS``.
-        report: is told how each part ended.
+        report: is told how each part ended, and what follows from all.
 
     Raises:
         ValueError: there is no GPU and this is no rehearsal, or no time, or no such part; nothing has run then.
@@ -416,41 +528,122 @@ def run_parts(
     end = time.monotonic() + 60 * minutes
     ended: dict[str, Any] = {}
     environment = os.environ | ({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if rehearse else {})
-    for part in parts:
-        (out / f"{part}.json").unlink(missing_ok=True)  # of an earlier call
-    prepared = round(_prepare(out, parts, 20 * minutes, environment), 1)
+    todo = [part for part in parts if _state(part, out) != "complete"]
+    prepared = round(_prepare(out, todo, 20 * minutes, environment), 1)
     report(f"checks and compilation ended after {prepared} s")
-    for number, part in enumerate(parts):
+    for number, part in enumerate(todo):
         start = time.monotonic()
-        share = (end - start) / (len(parts) - number)
+        share = (end - start) / (len(todo) - number)
         # a part ends by itself, between two rows, before it is ended
         command = _command("time", part, out, 0.8 * share, int(rehearse))
         try:
             code = subprocess.run(command, env=environment, timeout=share, check=False).returncode
-            state = "ended" if code == 0 else f"failed with exit code {code}"
+            state = _state(part, out) if code == 0 else f"failed with exit code {code}"
         except subprocess.TimeoutExpired:
             state = "cut off"
         ended[part] = {"state": state, "seconds": round(time.monotonic() - start, 1)}
         write_json(out / "run.json", {"rehearsal": rehearse, "minutes": minutes, "prepared": prepared, "parts": ended})
         report(f"{part}: {state} after {ended[part]['seconds']} s, {out / part}.json")
+    for line in verdict(out):
+        report(line)
+    left = [part for part in parts if _state(part, out) != "complete"]
+    report(f"not complete: {', '.join(left)}; the same command goes on" if left else "every part is complete")
     return ended
 
 
+# What follows
+
+
+def _rows(part: str, out: Path, what: str = "", failed: bool = False) -> list[dict[str, Any]]:
+    path = out / f"{part}.json"
+    found = read_json(path)["rows"] if path.is_file() else []
+    return [row for row in found if what in ("", row["what"]) and ("error" in row) == failed]
+
+
+def _kernel_lines(out: Path) -> Iterator[str]:
+    """Where each kernel, eager or in a CUDA graph, takes a tenth less time than the best that torch compiles."""
+    for part, setting in OPERATORS.items():
+        for phase in ("forward", "step"):
+            found = [row for row in _rows(part, out, "time") if row["phase"] == phase]
+            timed = [row for row in found if "triton_seconds" in row]
+            if not timed:
+                why = "no kernel" if found else "not run"
+                yield f"{setting}, {phase}: {why}"
+                continue
+            won = [
+                f"{row['tokens']} x {row['width']}"
+                for row in timed
+                if min(row["triton_seconds"], row["triton_graphs_seconds"])
+                < MARGIN * min(row["compiled_seconds"], row["graphs_seconds"], row["torch_seconds"])
+            ]
+            said = f"stays for {', '.join(won)}" if won else "goes"
+            kernels = ", ".join(timed[0]["kernels"])
+            yield f"{setting}, {phase}: the kernel of {kernels} {said} ({len(won)} of {len(timed)} rows)"
+
+
+def _layer_lines(out: Path) -> Iterator[str]:
+    """Layers with fewer than half of dense's FLOPs that are not faster than it where they are large."""
+    rows = [row for part in OPERATORS for row in _rows(part, out, "time")]
+    large = [row for row in rows if row["tokens"] >= 4096 and row["width"] >= 2048 and row["flops"] < row["width"] ** 2]
+    slow = [
+        f"{row['operator']} {row['tokens']} x {row['width']} {row['phase']}"
+        for row in large
+        if min(value for name, value in row.items() if name.endswith("_seconds") and not name.startswith("dense"))
+        >= min(row["dense_seconds"], row["dense_graphs_seconds"])
+    ]
+    said = "not run" if not large else f"missed by {', '.join(slow)}" if slow else f"met by {len(large)} rows"
+    yield f"faster than dense with half of its FLOPs: {said}"
+
+
+def _best(name: str, out: Path, what: str = "training", **fields: Any) -> dict[str, Any] | None:
+    """The fastest compiled row of a model."""
+    found = [row for row in _rows(name, out, what) if row["mode"] != "eager" and fields.items() <= row.items()]
+    return max(found, key=lambda row: row["tokens_per_second"], default=None)
+
+
+def _said(value: float | None, goal: float, most: bool = False) -> str:
+    if value is None:
+        return f"not run (goal {goal})"
+    return f"{value:.2f}, {'met' if (value <= goal if most else value >= goal) else 'missed'} (goal {goal})"
+
+
+def verdict(out: Path) -> list[str]:
+    """Return what the records in ``out`` say, a line a finding: which kernels stay, and which goals are met."""
+    lines = [*_kernel_lines(out), *_layer_lines(out)]
+    checks = _rows(CHECK, out, "check")
+    wrong = sorted({f"{row['kind']} in {row['dtype']}" for row in checks if not row["right"]})
+    failed = [row for part in PARTS for row in _rows(part, out, failed=True)]
+    if failed:
+        last = failed[-1]
+        lines.insert(
+            0, f"{len(failed)} rows failed, the last of {last.get('operator', last.get('model'))}: {last['error']}"
+        )
+    lines.insert(0, f"kernels that are wrong: {', '.join(wrong) or ('none' if checks else 'not run')}")
+    for (ours, plain), goal in GOALS.items():
+        one, other = _best(ours, out), _best(plain, out)
+        speed = one["tokens_per_second"] / other["tokens_per_second"] if one and other else None
+        lines.append(f"{ours}, training, compiled, to {plain}: {_said(speed, goal)}")
+        peak = one["peak_bytes"] / other["peak_bytes"] if one and other and "peak_bytes" in one else None
+        lines.append(f"{ours}, peak memory to {plain}: {_said(peak, 1.0, most=True)}")
+    for name in MODELS:
+        row = _best(name, out, "decoding", batch=1)
+        lines.append(f"{name}, decoding to its bytes: {_said(row and row['to_floor'], 1.05, most=True)}")
+    return lines
+
+
 def _child() -> None:
-    what, *given, rehearse = sys.argv[2:]
+    what, part, out, *numbers, rehearse = sys.argv[2:]
     plan = Plan.rehearsal() if rehearse == "1" else Plan()
     if what == "prepare":
-        kind, stage, out = given
-        _run_stage(kind, stage, Path(out), plan)
+        _prepare_part(part, Path(out), int(numbers[0]), int(numbers[1]), plan)
     else:
-        part, out, seconds = given
         imports = time.time() - psutil.Process().create_time()  # which the part's time counts
-        _run_part(part, Path(out), float(seconds) - imports, plan)
+        _run_part(part, Path(out), float(numbers[0]) - imports, plan)
 
 
 def _main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--out", type=Path, default=Path("results/gpu"))
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "gpu" / "compiled")
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), help=", ".join(PARTS))

@@ -1,8 +1,10 @@
-"""Tables of results/gpu/README.md, from the records of ``make gpu``."""
+"""Tables of results/gpu/README.md, from the records of ``make gpu``: of its first version, and in ``compiled``."""
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -114,10 +116,40 @@ def models() -> str:
     return table(heads, rows)
 
 
+def kept() -> str:
+    """Where each kernel took a tenth less time than torch's operations, both in eager mode."""
+    rows = []
+    for kind in _KERNELS:
+        line = [f"`{kind}`"]
+        for phase in ("forward", "step"):
+            found = [row for row in _rows(kind, "time") if row["phase"] == phase and row["relative_error"] != "nan"]
+            ratios = [row["kernel_ratio"] / row["torch_ratio"] for row in found]
+            won = [ratio for ratio in ratios if ratio < 0.9]
+            line += [f"{len(won)} of {len(found)}", f"{statistics.median(won):.2f}" if won else ""]
+        rows.append(line)
+    heads = ["kernel", "forward: rows", "median there", "step: rows", "median there"]
+    return table(heads, rows)
+
+
+def verdict() -> str:
+    """What the call that compiles has found so far, as it prints it."""
+    path = measured.ROOT / "tools" / "gpu.py"
+    spec = importlib.util.spec_from_file_location("gpu_call", path)
+    assert spec is not None
+    assert spec.loader is not None
+    call = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_call"] = call  # dataclasses look their module up
+    spec.loader.exec_module(call)
+    lines = [line.partition(": ") for line in call.verdict(measured.RESULTS / "gpu" / "compiled")]
+    return table(["what", "found"], [[what, found] for what, _, found in lines])
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "machine": machine,
     "checks": checks,
     "times": times,
     "tiles": tiles,
     "models": models,
+    "kept": kept,
+    "verdict": verdict,
 }

@@ -58,7 +58,12 @@ def differentiable_as(reference: Callable[..., Any]) -> Callable[[Callable[..., 
         @functools.wraps(backward)
         def run(ctx: Any, *grads: Tensor | None) -> Any:
             if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or is_transformed(*grads)):
-                return backward(ctx, *grads)
+                # compilers lower it, and users may run it, within autocast, which the forward pass has obeyed already;
+                # that is on, or not, when it is lowered: what holds when it is traced says nothing
+                kind = next(grad for grad in grads if grad is not None).device.type
+                off = torch.compiler.is_compiling() or torch.is_autocast_enabled(kind)
+                with torch.autocast(kind, enabled=False) if off else contextlib.nullcontext():
+                    return backward(ctx, *grads)
             return _gradients_of(reference, ctx, grads)
 
         return run
