@@ -60,7 +60,7 @@ def differentiable_as(reference: Callable[..., Any]) -> Callable[[Callable[..., 
             if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or is_transformed(*grads)):
                 # compilers lower it, and users may run it, within autocast, which the forward pass has obeyed already;
                 # that is on, or not, when it is lowered: what holds when it is traced says nothing
-                kind = next(grad for grad in grads if grad is not None).device.type
+                kind = next((grad.device.type for grad in grads if grad is not None), "cpu")
                 off = torch.compiler.is_compiling() or torch.is_autocast_enabled(kind)
                 with torch.autocast(kind, enabled=False) if off else contextlib.nullcontext():
                     return backward(ctx, *grads)
