@@ -17,6 +17,8 @@ from relinear.train import run as train_run
 from relinear_cli.main import main
 
 FIXTURES = Path(__file__).parent / "fixtures"
+#: kinds that no version has had yet; the next one's fixtures have them
+UNRELEASED = {"quantized"}
 VERSIONS = sorted(path.name for path in FIXTURES.glob("v*"))
 CHECKPOINTS = sorted(path.relative_to(FIXTURES) for path in FIXTURES.glob("v*/checkpoints/*"))
 
@@ -70,7 +72,7 @@ def test_every_kind_has_a_checkpoint(version: str) -> None:
     text = "".join(path.read_text() for path in FIXTURES.glob("v*/checkpoints/*/config.json"))
     for family in (relinear.LowRank, relinear.ReZero):
         own = {kind: c for kind, c in family.kinds().items() if c.__module__.startswith("relinear.")}
-        assert not [kind for kind in own if f'"{kind}"' not in text]
+        assert not [kind for kind in own if f'"{kind}"' not in text and kind not in UNRELEASED]
 
 
 @every_version

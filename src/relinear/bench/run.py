@@ -43,6 +43,7 @@ DEFAULT_OPERATORS = (
     "output_gate",
     "rotor:width=1,depth=0",
     "rotor",
+    "quantized",
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
