@@ -15,14 +15,12 @@ from relinear.compress.calibrate import calibrate
 from relinear.compress.checks import check_ids, check_model_fits
 from relinear.compress.corpus import read_corpus
 from relinear.compress.settings import CompressSettings
+from relinear.compress.targets import by_decoder_layer, check_tokens, linear_layers, model_name
 from relinear.core import plugins
-from relinear.core.anatomy import layer_index
 from relinear.core.config import shown
 from relinear.core.modes import evaluating
 from relinear.core.moments import Moments
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, dense_weight, linear_features
-from relinear.surgery.patterns import ALL_LINEAR
-from relinear.surgery.plan import plan
 from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
 from relinear.system.machine import command_line, describe_machine
@@ -125,9 +123,7 @@ def atlas(
     modules = _layers(model, chosen.layers)
     counted = CompressSettings(tokens=chosen.tokens, sequence_length=chosen.sequence_length, keep=0.5)
     check_model_fits(model, counted.sequence_length)
-    widest = max(linear_features(module)[0] for group in modules.values() for module in group.values())
-    if counted.blocks * counted.sequence_length < widest:
-        raise ValueError(f"tokens={chosen.tokens} are fewer than the widest layer has inputs, {widest:,}; use more")
+    check_tokens(counted, [module for group in modules.values() for module in group.values()])
     with only_process_in(out_dir) as folder, evaluating(model):
         record = _begin(Path(folder), model, menu, chosen)
         blocks = read_corpus(texts, {}, tokenizer, counted, True).blocks
@@ -146,15 +142,15 @@ def atlas(
 
 def _layers(model: Any, wanted: Sequence[int] | None) -> dict[int, dict[str, nn.Module]]:
     """Decoder layer -> name -> linear layer."""
-    smallest = OperatorConfig.from_dict({"kind": "low_rank", "rank": 1})
-    by_layer: dict[int, dict[str, nn.Module]] = {}
-    for one in plan(model, {ALL_LINEAR: smallest}).replacements:
-        index = layer_index(model, one.name)
-        if index is not None and (wanted is None or index in wanted) and not isinstance(one.target.module, Operator):
-            by_layer.setdefault(index, {})[one.name] = one.target.module
-    if not by_layer:
+    plain = {name: module for name, module in linear_layers(model).items() if not isinstance(module, Operator)}
+    found = {
+        index: layers
+        for index, layers in by_decoder_layer(model, plain).items()
+        if index is not None and (wanted is None or index in wanted)
+    }
+    if not found:
         raise ValueError(f"no decoder layer with linear layers is among layers={shown(wanted)}")
-    return by_layer
+    return found
 
 
 def _begin(folder: Path, model: Any, menu: Sequence[OperatorConfig], settings: AtlasSettings) -> dict[str, Any]:
@@ -167,8 +163,7 @@ def _begin(folder: Path, model: Any, menu: Sequence[OperatorConfig], settings: A
         if {key: there[key] for key in about} != about:
             raise ValueError(f"{path} is an atlas with other operators or settings; give another directory")
         return there
-    name = Path(getattr(model, "name_or_path", "") or type(model).__name__).name
-    return {"model": name, **about, "machine": describe_machine(), "command": command_line(), "layers": {}}
+    return {"model": model_name(model), **about, "machine": describe_machine(), "command": command_line(), "layers": {}}
 
 
 def _of_layer(

@@ -164,17 +164,8 @@ def _passages(blocks: Tensor, count: int) -> Tensor:
 def _repeated(model: Any, passages: Tensor, tokenizer: Any) -> float:
     """Share of the 4-grams of greedy continuations that stood in the continuation before, in mean over passages."""
     ends = _ends(model, tokenizer)
-    room = max(1, min(CONTINUED_TOKENS, _longest(model) - passages.shape[1]))
-    made = model.generate(
-        passages,
-        attention_mask=torch.ones_like(passages),
-        max_new_tokens=room,
-        do_sample=False,
-        eos_token_id=ends or None,
-        pad_token_id=ends[0] if ends else 0,
-    )[:, passages.shape[1] :].tolist()
     shares = []
-    for ids in made:
+    for ids in _continued(model, passages, ends, CONTINUED_TOKENS).tolist():
         end = next((at for at, token in enumerate(ids) if token in ends), len(ids))
         runs = list(zip(*(ids[at:end] for at in range(4)), strict=False))
         shares += [1 - len(set(runs)) / len(runs)] if runs else []
@@ -218,17 +209,21 @@ def _ends(model: Any, tokenizer: Any) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def _sample(model: Any, prompt: str, ids: Tensor, tokenizer: Any, new_tokens: int) -> Sample:
-    ends = _ends(model, tokenizer)
-    room = max(1, min(new_tokens, _longest(model) - ids.shape[1]))
-    made = model.generate(
+def _continued(model: Any, ids: Tensor, ends: Sequence[int], new_tokens: int) -> Tensor:
+    """The greedy continuations (P, T') of token ids (P, T), up to an end or as far as the model's positions go."""
+    return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=room,
+        max_new_tokens=max(1, min(new_tokens, _longest(model) - ids.shape[1])),
         do_sample=False,
-        eos_token_id=ends or None,
+        eos_token_id=list(ends) or None,
         pad_token_id=ends[0] if ends else 0,
-    )[0, ids.shape[1] :].cpu()
+    )[:, ids.shape[1] :].cpu()
+
+
+def _sample(model: Any, prompt: str, ids: Tensor, tokenizer: Any, new_tokens: int) -> Sample:
+    ends = _ends(model, tokenizer)
+    made = _continued(model, ids, ends, new_tokens)[0]
     ended = bool(len(made)) and int(made[-1]) in ends
     return Sample(prompt, _in_words(made[:-1] if ended else made, tokenizer), len(made), ended)
 

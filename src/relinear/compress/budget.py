@@ -17,7 +17,7 @@ from relinear.compress.speed import SpeedTable
 from relinear.core.operator import OperatorConfig, linear_features
 from relinear.surgery.summary import module_flops, module_parameters
 
-__all__ = ["Budget", "budget_of", "layer_bytes", "layer_parameters", "stored_bytes"]
+__all__ = ["Budget", "budget_of", "layer_bytes", "layer_parameters", "saved_bytes", "stored_bytes"]
 
 
 class _Size(NamedTuple):
@@ -68,6 +68,11 @@ def layer_parameters(module: nn.Module, config: OperatorConfig | None) -> int:
 def layer_bytes(module: nn.Module, config: OperatorConfig | None) -> int:
     """Return bytes of what ``module`` becomes, as ``stored_bytes`` counts."""
     return _size(module, config).stored
+
+
+def saved_bytes(modules: Mapping[str, nn.Module], replaced: Mapping[str, OperatorConfig]) -> int:
+    """Return by how many bytes layers, by name, become smaller where ``replaced`` puts operators in."""
+    return sum(layer_bytes(module, None) - layer_bytes(module, replaced.get(name)) for name, module in modules.items())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from relinear.compress.allocate import Candidate
 from relinear.compress.beside import read
-from relinear.compress.budget import Budget, layer_bytes, stored_bytes
+from relinear.compress.budget import Budget, layer_bytes, saved_bytes, stored_bytes
 from relinear.compress.calibrate import Calibration
 from relinear.compress.corpus import Corpus
 from relinear.compress.half import round_to_half_
@@ -46,9 +46,10 @@ def frontier(
     least = sum(min(c.cost for c in options) for options in candidates.values())
     limits = [least * (budget.whole / least) ** (at / BUDGETS) for at in range(BUDGETS + 1)]
     rows: dict[float, tuple[dict[str, Any], CompressPlan]] = {}
+    before = stored_bytes(work.model)
     for limit in limits:
         whole = make_plan(work.model, work.modules, candidates, dataclasses.replace(budget, limit=limit), weighed=True)
-        row = _row(menu, whole, table)
+        row = _row(menu, whole, table, before)
         rows.setdefault(row["bytes"], (row, whole))
     lossy = [pair for pair in rows.values() if pair[0]["predicted"] > 0]
     near = {min(lossy, key=lambda p: abs(p[0]["predicted"] / nats - 1))[0]["bytes"] for nats in MEASURED_NEAR if lossy}
@@ -69,16 +70,15 @@ def frontier(
     return [row for row, _ in rows.values()]
 
 
-def _row(menu: Operators, whole: CompressPlan, table: SpeedTable | None) -> dict[str, Any]:
+def _row(menu: Operators, whole: CompressPlan, table: SpeedTable | None, before: int) -> dict[str, Any]:
+    """A budget's row; ``before``: bytes of the whole original."""
     modules, replaced = menu.work.modules, whole.replaced
-    before, after = (
-        sum(layer_bytes(module, found.get(name)) for name, module in modules.items()) for found in ({}, replaced)
-    )
-    model = stored_bytes(menu.work.model)
+    left = before - saved_bytes(modules, replaced)
+    after = sum(layer_bytes(module, replaced.get(name)) for name, module in modules.items())
     weights = sum(inputs * outputs for inputs, outputs in map(linear_features, modules.values()))
     return {
-        "bytes": model - before + after,
-        "share_of_bytes": (model - before + after) / model,
+        "bytes": left,
+        "share_of_bytes": left / before,
         "bits": 8 * after / weights,
         "share_of_parameters": whole.parameters / whole.parameters_before,
         "speed": None if table is None else planned_speed(table, modules, replaced, {}).ratio,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.compress.beside import Observation, compared, like_before, measure_speed, observe
-from relinear.compress.budget import Budget, budget_of, layer_bytes, stored_bytes
+from relinear.compress.budget import Budget, budget_of, saved_bytes, stored_bytes
 from relinear.compress.calibrate import Calibration, calibrate
 from relinear.compress.checks import check_directory, check_ids, check_model_fits
 from relinear.compress.corpus import Corpus, read_corpus, read_elsewhere
@@ -32,14 +32,13 @@ from relinear.compress.report import CompressReport
 from relinear.compress.report_page import write_page
 from relinear.compress.settings import CompressSettings
 from relinear.compress.speed import PlannedSpeed, Shape, SpeedConditions, SpeedTable, planned_speed, speed_table
-from relinear.core.anatomy import layer_index
+from relinear.compress.targets import by_decoder_layer, check_tokens, linear_layers, model_name
 from relinear.core.config import check_choice, check_type
 from relinear.core.modes import evaluating
 from relinear.core.operator import Operator, OperatorConfig, linear_features
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.coverage import coverage, out_of_reach
 from relinear.surgery.patterns import ALL_LINEAR
-from relinear.surgery.plan import plan
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import write_json, writing
 from relinear.system.lock import only_process_in
@@ -197,10 +196,8 @@ def _targets(model: Any, targets: str | Iterable[str], exclude: Any) -> dict[str
         raise ValueError(
             f"{type(model).__name__} is quantised; compress the model in floating point, then quantise the result"
         )
-    patterns = [targets] if isinstance(targets, str) else list(targets)
-    smallest = OperatorConfig.from_dict({"kind": "low_rank", "rank": 1})
-    found = plan(model, dict.fromkeys(patterns, smallest), exclude=exclude).replacements
-    left = {r.name: r.target.module for r in found if not isinstance(r.target.module, Operator)}
+    found = linear_layers(model, targets, exclude)
+    left = {name: module for name, module in found.items() if not isinstance(module, Operator)}
     if not left:
         raise ValueError(
             f"all {len(found)} layers that targets= and exclude= name are operators already, as after a compression. "
@@ -224,22 +221,11 @@ class _Job:
         self.model, self.modules, self.settings, self.folder = model, modules, settings, folder
         self.on_progress, self.speed_table = on_progress, speed_table
         self.one_matrix_each = False
-        by_layer: dict[int, dict[str, nn.Module]] = {}
-        for name, module in modules.items():
-            index = layer_index(model, name)
-            if index is None:
-                raise ValueError(
-                    f"{name} lies outside of the decoder layers, which is all that is compressed: exclude it"
-                )
-            by_layer.setdefault(index, {})[name] = module
-        widest = max(linear_features(module)[0] for module in modules.values())
-        seen = settings.blocks * settings.sequence_length
-        if seen < widest:
-            raise ValueError(
-                f"tokens={settings.tokens}, in whole blocks of sequence_length={settings.sequence_length} {seen:,}, "
-                f"are fewer than the widest layer has inputs, {widest:,}; use more"
-            )
-
+        found = by_decoder_layer(model, modules)
+        for name in found.get(None, {}):
+            raise ValueError(f"{name} lies outside of the decoder layers, which is all that is compressed: exclude it")
+        check_tokens(settings, modules.values())
+        by_layer = {index: layers for index, layers in found.items() if index is not None}
         self.work = Work(model, modules, by_layer, settings, folder, on_progress)
         self.menu = menu_of(self.work)
 
@@ -292,17 +278,14 @@ class _Job:
             calibration.loss,
             clock.seconds,
             corpus=corpus,
-            model=Path(getattr(self.model, "name_or_path", "") or type(self.model).__name__).name,
+            model=model_name(self.model),
             healing=healing,
             budget=budget,
             speed=speed,
             points=tuple(points),
             budgets=tuple(budgets),
             bytes_before=bytes_before,
-            bytes=bytes_before
-            - sum(layer_bytes(m, None) - layer_bytes(m, whole.replaced.get(n)) for n, m in self.modules.items())
-            if self.menu.timed
-            else None,
+            bytes=bytes_before - saved_bytes(self.modules, whole.replaced) if self.menu.timed else None,
             evaluation=evaluation,
             peak_memory_bytes=memory.read(),
             settings=self.settings.model_dump(mode="json"),
