@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import html
 import math
 from collections.abc import Sequence
 
+import svg
 from measured import interval, losses, mean, read, signed
 
 __all__ = ["THEMES", "Row", "in_page", "picture", "rows"]
 
-#: text, lesser text, lines, marks of ours, marks of the papers
-THEMES = {
-    "light": ("#1f2328", "#59636e", "#d1d9e0", "#0072B2", "#D55E00"),
-    "dark": ("#f0f6fc", "#9198a1", "#3d444d", "#4aa8e0", "#ff9e5e"),
-}
+THEMES = svg.THEMES
 WIDTH, LEFT, RIGHT, STEP, TOP = 540, 224, 20, 22, 54
 ALT = "Forest plot: gaps in nats of HDPL, CCL, Transponder, rotors and CGT to their controls, with intervals over seeds"
 LOW, HIGH, TICKS = -0.5, 0.2, (-0.4, -0.2, 0.0, 0.2)
@@ -103,30 +99,27 @@ def picture(theme: str, paper: str = "") -> str:
     for row in rows(paper):
         if row.method != method:
             method, y = row.method, y + 6
-            parts.append(_text(0, y + 4, f"{method} against", ink, "start", weight=600))
+            parts.append(svg.text(0, y + 4, f"{method} against", ink, "start", weight=600))
             y += STEP
-        parts.append(_text(10, y + 4, row.control, ink, "start"))
-        parts.append(_text(LEFT - 12, y + 4, row.budget, soft, "end"))
+        parts.append(svg.text(10, y + 4, row.control, ink, "start"))
+        parts.append(svg.text(LEFT - 12, y + 4, row.budget, soft, "end"))
         parts += _marks(row, y, ours, papers)
         y += STEP
     bottom = y - STEP // 2
-    axis = [_line(_place(at), 44, _place(at), bottom, ink if at == 0 else line, 1.4 if at == 0 else 1) for at in TICKS]
-    axis += [_text(_place(at), bottom + 17, f"{at:+.1f}".replace("-", "−") if at else "0", soft) for at in TICKS]
-    axis.append(_text(_place(0) - 8, 34, "← method better", soft, "end"))
-    axis.append(_text(_place(0) + 8, 34, "worse →", soft, "start"))
+    axis = [
+        svg.line(_place(at), 44, _place(at), bottom, ink if at == 0 else line, 1.4 if at == 0 else 1) for at in TICKS
+    ]
+    axis += [svg.text(_place(at), bottom + 17, f"{at:+.1f}".replace("-", "−") if at else "0", soft) for at in TICKS]
+    axis.append(svg.text(_place(0) - 8, 34, "← method better", soft, "end"))
+    axis.append(svg.text(_place(0) + 8, 34, "worse →", soft, "start"))
     axis.append(
-        _text((_place(LOW) + _place(HIGH)) / 2, bottom + 37, "gap in validation loss, nats a token or byte", soft)
+        svg.text((_place(LOW) + _place(HIGH)) / 2, bottom + 37, "gap in validation loss, nats a token or byte", soft)
     )
-    key = [_circle(8, 10, ours), _text(18, 14, "3 seeds, 95 % interval", soft, "start")]
-    key += [_circle(190, 10, ours, hollow=True), _text(203, 14, "fewer seeds", soft, "start")]
-    key += [_diamond(302, 10, papers), _text(313, 14, "in the paper, at its size", soft, "start")]
-    key.append(_text(LEFT - 12, 34, "tokens", soft, "end"))
-    height = bottom + 46
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{WIDTH}" height="{height}" '
-        f'viewBox="0 0 {WIDTH} {height}" font-family="system-ui, sans-serif" font-size="13">'
-    )
-    return "\n".join([head, f"<title>{html.escape(described(paper))}</title>", *axis, *key, *parts, "</svg>"]) + "\n"
+    key = [svg.circle(8, 10, ours), svg.text(18, 14, "3 seeds, 95 % interval", soft, "start")]
+    key += [svg.circle(190, 10, ours, hollow=True), svg.text(203, 14, "fewer seeds", soft, "start")]
+    key += [svg.diamond(302, 10, papers), svg.text(313, 14, "in the paper, at its size", soft, "start")]
+    key.append(svg.text(LEFT - 12, 34, "tokens", soft, "end"))
+    return svg.whole(WIDTH, bottom + 46, described(paper), [*axis, *key, *parts])
 
 
 def described(paper: str = "") -> str:
@@ -140,11 +133,7 @@ def described(paper: str = "") -> str:
 
 def in_page(folder: str, paper: str = "") -> str:
     """The plot in a page, in light and in dark; ``folder``: where the pictures are, seen from the page."""
-    name = f"{folder}/{file_name(paper)}"
-    return (
-        f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="{name}-dark.svg">\n'
-        f'  <img alt="{html.escape(described(paper) if paper else ALT)}" src="{name}-light.svg">\n</picture>'
-    )
+    return svg.themed(f"{folder}/{file_name(paper)}", described(paper) if paper else ALT)
 
 
 def file_name(paper: str = "") -> str:
@@ -159,28 +148,9 @@ def _place(value: float) -> float:
 def _marks(row: Row, y: float, ours: str, papers: str) -> list[str]:
     parts = []
     if row.papers is not None and row.papers >= LOW:
-        parts.append(_diamond(_place(row.papers), y, papers))
+        parts.append(svg.diamond(_place(row.papers), y, papers))
     elif row.papers is not None:
-        parts.append(_text(LEFT, y + 4, f"◆ {row.papers:.2f} ←".replace("-", "−"), papers, "start"))
+        parts.append(svg.text(LEFT, y + 4, f"◆ {row.papers:.2f} ←".replace("-", "−"), papers, "start"))
     if row.bounds is not None:
-        parts.append(_line(_place(row.bounds[0]), y, _place(row.bounds[1]), y, ours, 2.4))
-    return [*parts, _circle(_place(mean(row.gaps)), y, ours, hollow=row.bounds is None)]
-
-
-def _circle(x: float, y: float, colour: str, hollow: bool = False) -> str:
-    fill = f'fill="none" stroke="{colour}" stroke-width="2"' if hollow else f'fill="{colour}"'
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{5.6 if hollow else 5}" {fill}/>'
-
-
-def _diamond(x: float, y: float, colour: str) -> str:
-    return f'<path d="M{x:.1f} {y - 5:.1f}l5 5l-5 5l-5 -5z" fill="{colour}"/>'
-
-
-def _line(x: float, y: float, to_x: float, to_y: float, colour: str, width: float) -> str:
-    return f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" stroke="{colour}" stroke-width="{width}"/>'
-
-
-def _text(x: float, y: float, text: str, colour: str, anchor: str = "middle", weight: int = 400) -> str:
-    bold = f' font-weight="{weight}"' if weight != 400 else ""
-    place = f'x="{x:.1f}" y="{y:.1f}" fill="{colour}" text-anchor="{anchor}"'
-    return f"<text {place}{bold}>{html.escape(text)}</text>"
+        parts.append(svg.line(_place(row.bounds[0]), y, _place(row.bounds[1]), y, ours, 2.4))
+    return [*parts, svg.circle(_place(mean(row.gaps)), y, ours, hollow=row.bounds is None)]

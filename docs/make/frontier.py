@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import html
 from typing import Any
 
-import forest
+import svg
 from measured import read, table
 
 __all__ = ["PICTURE", "frontier_table", "in_page", "picture"]
@@ -54,7 +53,7 @@ def frontier_table() -> str:
 
 def picture(theme: str) -> str:
     """The SVG: loss on the first text against bits a weight."""
-    ink, soft, line, ours, theirs = forest.THEMES[theme]
+    ink, soft, line, ours, theirs = svg.THEMES[theme]
     text = next(iter(read(RECORD)[0]["loss"]))
     points = [(row["bits"], row["against"][text], row["row"].partition(":")[0], _name(row)) for row in rows()]
     points = [point for point in points if point[2] in SHOWN and point[1]["nats"] < MOST]
@@ -65,25 +64,21 @@ def picture(theme: str) -> str:
         across = LEFT + (x - low) / (high - low) * (WIDTH - LEFT - 20)
         return across, HEIGHT - BOTTOM - max(0.0, y) / top * (HEIGHT - BOTTOM - TOP)
 
-    parts = [forest._text(LEFT, 16, f"nats a token above the original, {text}", soft, "start")]
+    parts = [svg.text(LEFT, 16, f"nats a token above the original, {text}", soft, "start")]
     for tick in [tick / 10 for tick in range(0, int(10 * top) + 1, 1 if top < 0.8 else 2)]:
         y = at(low, tick)[1]
-        parts.append(forest._line(LEFT, y, WIDTH - 20, y, line, 1))
-        parts.append(forest._text(LEFT - 8, y + 4, f"{tick:.1f}", soft, "end"))
+        parts.append(svg.line(LEFT, y, WIDTH - 20, y, line, 1))
+        parts.append(svg.text(LEFT - 8, y + 4, f"{tick:.1f}", soft, "end"))
     for tick in range(int(low) + 1, int(high) + 1):
-        parts.append(forest._text(at(tick, 0)[0], HEIGHT - BOTTOM + 18, str(tick), soft))
-    parts.append(forest._text((LEFT + WIDTH) / 2, HEIGHT - 8, "bits a weight, scales included", soft))
+        parts.append(svg.text(at(tick, 0)[0], HEIGHT - BOTTOM + 18, str(tick), soft))
+    parts.append(svg.text((LEFT + WIDTH) / 2, HEIGHT - 8, "bits a weight, scales included", soft))
     for x, found, method, name in points:
         colour = ours if method in ("bits", "keep") else theirs
         (across, y), (_, up), (_, down) = (at(x, found["nats"] + sign * found["interval"]) for sign in (0, 1, -1))
-        parts.append(forest._line(across, up, across, down, colour, 2.4))
-        parts.append(forest._circle(across, y, colour, method == "nearest"))
-        parts.append(forest._text(across + 10, y + 4, name.replace("`", ""), ink, "start"))
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{WIDTH}" height="{HEIGHT}" '
-        f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif" font-size="13">'
-    )
-    return "\n".join([head, f"<title>{html.escape(_described())}</title>", *parts, "</svg>"]) + "\n"
+        parts.append(svg.line(across, up, across, down, colour, 2.4))
+        parts.append(svg.circle(across, y, colour, method == "nearest"))
+        parts.append(svg.text(across + 10, y + 4, name.replace("`", ""), ink, "start"))
+    return svg.whole(WIDTH, HEIGHT, _described(), parts)
 
 
 def _described() -> str:
@@ -94,8 +89,4 @@ def _described() -> str:
 
 def in_page(folder: str = "pictures") -> str:
     """The picture in a page, in light and in dark."""
-    name = f"{folder}/{PICTURE}"
-    return (
-        f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="{name}-dark.svg">\n'
-        f'  <img alt="{html.escape(_described())}" src="{name}-light.svg">\n</picture>'
-    )
+    return svg.themed(f"{folder}/{PICTURE}", _described())
