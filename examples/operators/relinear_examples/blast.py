@@ -17,7 +17,7 @@ from torch import Tensor
 
 from relinear import register
 from relinear.core.moments import Moments
-from relinear_examples.structured import RankedConfig, StructuredLinear, low_rank, low_rank_under
+from relinear_examples.structured import BlockedConfig, StructuredLinear, low_rank, low_rank_under
 
 __all__ = ["Blast", "BlastLinear"]
 
@@ -89,7 +89,7 @@ class BlastLinear(StructuredLinear):
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Blast(RankedConfig):
+class Blast(BlockedConfig):
     """Blocks that share their column and row spaces. R (I + O + K^2) parameters.
 
     Args:
@@ -99,19 +99,3 @@ class Blast(RankedConfig):
 
     kind: ClassVar[str] = "blast"
     module_class = BlastLinear
-
-    rank: int = 8
-    blocks: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.blocks, int) or isinstance(self.blocks, bool) or self.blocks < 1:
-            raise ValueError(f"blocks must be a positive integer, got {self.blocks!r}")
-
-    def full_rank(self, in_features: int, out_features: int) -> int:
-        return min(in_features, out_features)
-
-    def check_shape(self, in_features: int, out_features: int) -> None:
-        super().check_shape(in_features, out_features)
-        if in_features % self.blocks or out_features % self.blocks:
-            raise ValueError(f"blocks={self.blocks} does not divide both sizes of {in_features} -> {out_features}")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from relinear import register
 from relinear.core.moments import Moments
-from relinear_examples.structured import RankedConfig, StructuredLinear, low_rank_under, with_low_rank
+from relinear_examples.structured import BlockedConfig, StructuredLinear, low_rank_under, with_low_rank
 
 __all__ = ["BlockLowRank", "BlockLowRankLinear"]
 
@@ -66,7 +66,7 @@ class BlockLowRankLinear(StructuredLinear):
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockLowRank(RankedConfig):
+class BlockLowRank(BlockedConfig):
     """A block-diagonal matrix beside one of low rank. O I / K + R (O + I) parameters.
 
     Args:
@@ -76,21 +76,3 @@ class BlockLowRank(RankedConfig):
 
     kind: ClassVar[str] = "block_low_rank"
     module_class = BlockLowRankLinear
-
-    rank: int = 8
-    blocks: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.blocks, int) or isinstance(self.blocks, bool) or self.blocks < 1:
-            raise ValueError(f"blocks must be a positive integer, got {self.blocks!r}")
-
-    def full_rank(self, in_features: int, out_features: int) -> int:
-        return min(in_features, out_features)
-
-    def check_shape(self, in_features: int, out_features: int) -> None:
-        super().check_shape(in_features, out_features)
-        if in_features % self.blocks or out_features % self.blocks:
-            raise ValueError(
-                f"blocks={self.blocks} does not divide both sizes of a layer {in_features} -> {out_features}"
-            )

@@ -16,7 +16,15 @@ from relinear import LowRank, Operator, OperatorConfig
 from relinear.core.moments import Moments, descend_
 from relinear.core.operator import linear_of
 
-__all__ = ["RankedConfig", "StructuredLinear", "factors", "low_rank", "low_rank_under", "with_low_rank"]
+__all__ = [
+    "BlockedConfig",
+    "RankedConfig",
+    "StructuredLinear",
+    "factors",
+    "low_rank",
+    "low_rank_under",
+    "with_low_rank",
+]
 
 
 def factors(size: int, count: int) -> tuple[int, ...]:
@@ -178,3 +186,26 @@ class RankedConfig(OperatorConfig):
             return sum(parameter.numel() for parameter in layer.parameters())
 
         return count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockedConfig(RankedConfig):
+    """Settings with a rank and blocks, which divide both sides of the matrix."""
+
+    rank: int = 8
+    blocks: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.blocks, int) or isinstance(self.blocks, bool) or self.blocks < 1:
+            raise ValueError(f"blocks must be a positive integer, got {self.blocks!r}")
+
+    def full_rank(self, in_features: int, out_features: int) -> int:
+        return min(in_features, out_features)
+
+    def check_shape(self, in_features: int, out_features: int) -> None:
+        super().check_shape(in_features, out_features)
+        if in_features % self.blocks or out_features % self.blocks:
+            raise ValueError(
+                f"blocks={self.blocks} does not divide both sizes of a layer {in_features} -> {out_features}"
+            )
