@@ -346,13 +346,14 @@ def test_refinement_brings_the_layers_nearer(tmp_path) -> None:
 
 
 def test_refinement_that_does_harm_is_undone() -> None:
-    from relinear.compress.refine import refine
+    from relinear.compress.in_order import refine
+    from relinear.distill.fit import Course
 
     torch.manual_seed(0)
     layer, x = torch.nn.Linear(8, 8), [torch.randn(2, 4, 8) for _ in range(3)]
     wanted = [layer(b).detach() + 0.01 for b in x]
     kept = copy.deepcopy(layer.state_dict())
-    before, after = refine(layer, [layer], x, wanted, steps=3, learning_rate=100.0, seed=0)
+    before, after = refine(layer, [layer], x, wanted, Course(epochs=3, batch=1, learning_rate=100.0, seed=0, most=3))
     assert before == after
     assert all(torch.equal(kept[k], v) for k, v in layer.state_dict().items())
 

@@ -26,6 +26,7 @@ from relinear.compress.layerwise import LayerByLayer
 from relinear.core.modes import frozen
 from relinear.core.moments import Moments
 from relinear.core.operator import OperatorConfig, linear_features
+from relinear.distill.record import fingerprint_of
 from relinear.system.allocator import release_freed_memory
 from relinear.system.files import atomic_directory
 from relinear.system.version import __version__
@@ -117,12 +118,8 @@ def config_fingerprint(model: Any) -> str:
 
 def fingerprint(model: nn.Module, blocks: Tensor, names: list[str], settings: Mapping[str, Any]) -> str:
     """Of everything that decides a calibration's result, but for the model's config (``config_fingerprint``)."""
-    digest = hashlib.sha256(json.dumps([names, dict(settings)], sort_keys=True).encode())
-    digest.update(blocks.numpy().tobytes())
-    for name, parameter in model.named_parameters():
-        digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    named = (part for pair in model.named_parameters() for part in pair)
+    return fingerprint_of([names, dict(settings)], [blocks, *named])
 
 
 class Sums:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from relinear.compress.allocate import Candidate
 from relinear.compress.calibrate import Calibration
@@ -18,7 +18,7 @@ from relinear.compress.in_order import fit_operator
 from relinear.compress.layerwise import LayerByLayer
 from relinear.core.anatomy import layer_finder
 from relinear.core.operator import OperatorConfig, dense_weight
-from relinear.surgery.swap import swap_module
+from relinear.distill.fit import swapped
 
 __all__ = [
     "Correction",
@@ -119,30 +119,16 @@ def measure_points(
     losses: list[tuple[str, Candidate, float]] = []
     for index in range(max(by_layer) + 1):
         for name, candidate in by_layer.get(index, ()):
-            with _swapped(model, name, candidate, calibration):
+            source, moments = model.get_submodule(name), calibration.moments(name)
+            assert candidate.config is not None, "points are operators"
+            operator = fit_operator(candidate.config, source, dense_weight(source).detach(), moments)
+            with swapped(model, {name: operator}):
                 losses.append((name, candidate, _loss(layers, index, hidden, parts)))
             on_point(len(losses), len(chosen))
         hidden = [layers.layer(index, states) for states in hidden]
     start = _loss(layers, max(by_layer) + 1, hidden, parts)
     found = {(name, c): loss - start for name, c, loss in losses}
     return [MeasuredPoint(name, c.config, c.nats, found[name, c]) for name, c in chosen]  # type: ignore[arg-type]
-
-
-class _swapped:
-    """Within the block the layer ``name`` is the operator of a candidate, fitted to it."""
-
-    def __init__(self, model: nn.Module, name: str, candidate: Candidate, calibration: Calibration) -> None:
-        self.model, self.name = model, name
-        self.source = model.get_submodule(name)
-        assert candidate.config is not None
-        weight, moments = dense_weight(self.source).detach(), calibration.moments(name)
-        self.operator = fit_operator(candidate.config, self.source, weight, moments)
-
-    def __enter__(self) -> None:
-        swap_module(self.model, (self.name,), self.source, self.operator)
-
-    def __exit__(self, *exception: object) -> None:
-        swap_module(self.model, (self.name,), self.operator, self.source)
 
 
 def _loss(layers: LayerByLayer, start: int, hidden: Sequence[Tensor], parts: Sequence[Tensor]) -> float:

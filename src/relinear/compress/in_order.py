@@ -10,10 +10,10 @@ where the data say little. A layer that stays dense takes W* itself, which costs
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import le
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,22 +24,20 @@ from torch import Tensor, nn
 from relinear.compress.calibrate import Calibration
 from relinear.compress.checked import load_tensors, save_tensors
 from relinear.compress.layerwise import LayerByLayer
-from relinear.compress.refine import refine
+from relinear.core.modes import frozen
 from relinear.core.moments import Moments
 from relinear.core.operator import Operator, OperatorConfig, dense_bias, dense_weight, is_conv1d, linear_of
+from relinear.distill.fit import Course, Goal, improve
+from relinear.distill.record import first_call
 from relinear.surgery.plan import Replacement
 from relinear.surgery.states import flat_states, load_states_, place_
 
-__all__ = ["fit_in_order", "fit_operator", "fit_without_order"]
+__all__ = ["fit_in_order", "fit_operator", "fit_without_order", "refine"]
 
 #: pull of the original weight on the corrected one, as a share of the inputs' mean square
 ANCHOR_RIDGE = 1e-2
 
 OnLayer = Callable[[str, int, int], None]
-
-
-class _Reached(Exception):
-    """Ends a pass once every module of interest has been seen."""
 
 
 def fit_operator(config: OperatorConfig, source: nn.Module, weight: Tensor, moments: Moments) -> Operator:
@@ -107,15 +105,10 @@ def fit_in_order(
             _fit_group(model, layers, index, original, group, planned, calibration, wanted, states)
         wanted = [layers.run(original, index, x) for x in wanted]
         if refine_steps and planned:
-            refine(
-                partial(layers.layer, index),
-                [model.get_submodule(name) for name in planned],
-                states,
-                wanted,
-                steps=refine_steps,
-                learning_rate=refine_learning_rate,
-                seed=seed,
-            )
+            operators = [model.get_submodule(name) for name in planned]
+            course = Course(refine_steps, 1, refine_learning_rate, seed, most=refine_steps)
+            with frozen(layers.layers[index]):
+                refine(partial(layers.layer, index), operators, states, wanted, course)
         states = [layers.layer(index, x) for x in states]
         _keep(model, names, folder, index, wanted, states)
         on_layer("fit", index + 1, last + 1)
@@ -183,19 +176,39 @@ def _name_inside(model: nn.Module, layer: nn.Module, name: str) -> str:
 
 def _input_of(layers: LayerByLayer, layer: nn.Module, index: int, module: nn.Module, hidden: Tensor) -> Tensor | None:
     """What reaches ``module`` (tokens, I) when ``layer`` runs on hidden states, which stops there; None if nothing."""
-    found: list[Tensor] = []
+    seen = first_call(module, lambda: layers.run(layer, index, hidden))
+    return None if seen is None else seen[0][0].detach().flatten(0, -2).float()
 
-    def hook(module: nn.Module, args: tuple) -> None:
-        found.append(args[0].detach().flatten(0, -2).float())
-        raise _Reached
 
-    handle = module.register_forward_pre_hook(hook)
-    try:
-        with contextlib.suppress(_Reached):
-            layers.run(layer, index, hidden)
-    finally:
-        handle.remove()
-    return found[0] if found else None
+def refine(
+    run: Callable[[Tensor], Tensor],
+    operators: Sequence[nn.Module],
+    inputs: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    course: Course,
+) -> tuple[float, float]:
+    """Train ``operators`` together on the squared error of their layer's output; undone where it does not help.
+
+    The last batch judges and is not trained on (unless it is the only one).
+
+    Args:
+        run: the decoder layer, (B, T, D) -> (B, T, D).
+        inputs, wanted: batches of the layer's inputs and of the outputs it should have.
+        course: its samples are batches, one a step.
+
+    Returns:
+        relative squared errors on the last batch before and after.
+    """
+    scale = float(wanted[-1].double().square().mean()) or 1.0
+
+    @torch.no_grad()
+    def error() -> float:
+        return float((run(inputs[-1]).double() - wanted[-1].double()).square().mean()) / scale
+
+    def loss(at: Tensor) -> Tensor:
+        return (run(inputs[int(at)]).float() - wanted[int(at)].float()).square().mean() / scale
+
+    return improve(operators, Goal(max(1, len(inputs) - 1), loss, error, le), course)
 
 
 # State on disk

@@ -1,6 +1,10 @@
-"""Fitting an operator to what a layer does: recorded inputs, the layer's own outputs, Adam."""
+"""Fitting operators to what layers do: to recorded outputs, within the model to what a module gives, or to its logits.
 
-# Legend: M recorded tokens, I in_features, O out_features
+What is fitted is a ``Goal``: samples, the loss of some of them, and how the result is judged. ``improve`` is the one
+loop that trains towards it.
+"""
+
+# Legend: M recorded tokens, I in_features, O out_features, N blocks, T tokens a block, V vocabulary
 
 from __future__ import annotations
 
@@ -8,35 +12,161 @@ import contextlib
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from operator import le
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from relinear.core.context import context
-from relinear.core.modes import evaluating
+from relinear.core.modes import evaluating, frozen
+from relinear.core.objective import kl_terms
 from relinear.core.operator import Operator
+from relinear.distill.record import output_of
 
 __all__ = [
     "Course",
-    "Error",
     "FitError",
-    "OnStep",
+    "Goal",
     "Pairs",
-    "Sums",
-    "better",
-    "fit",
+    "Within",
+    "held_out_perplexity",
     "improve",
-    "loss_value",
     "measure",
     "start_bias_",
+    "swapped",
+    "to_outputs",
 ]
 
 Error = TypeVar("Error")
-#: told the step, how many there are, and the loss
-OnStep = Callable[[int, int, float], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal(Generic[Error]):
+    """What modules are trained for together.
+
+    samples: how many there are to train on. loss: of some of them, by their indices. error: of the modules as they are,
+    in evaluation mode. no_worse: whether the error after (first) is no worse than the one before; not a number is.
+    """
+
+    samples: int
+    loss: Callable[[Tensor], Tensor]
+    error: Callable[[], Error]
+    no_worse: Callable[[Error, Error], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """How modules are trained: passes over the samples, samples a step, Adam's peak learning rate, seed of the order.
+
+    told_every: steps between two reports of progress. most: steps after which it ends at the latest.
+    """
+
+    epochs: int
+    batch: int
+    learning_rate: float
+    seed: int
+    told_every: int = 1
+    most: int | None = None
+
+    def steps(self, samples: int) -> Sequence[Tensor]:
+        """Return the samples of each step, in a new order each pass; what does not fill a step is left out."""
+        generator, batch = torch.Generator().manual_seed(self.seed), min(self.batch, samples)
+        passes = [torch.randperm(samples, generator=generator).split(batch) for _ in range(self.epochs)]
+        return [rows for one in passes for rows in one if len(rows) == batch][: self.most]
+
+
+def improve(
+    modules: Sequence[nn.Module],
+    goal: Goal[Error],
+    course: Course,
+    on_progress: Callable[[int, int, float], None] = lambda step, steps, loss: None,
+) -> tuple[Error, Error]:
+    """Train ``modules`` together in place: Adam, a cosine from the full rate to 0, auxiliary losses of operators added.
+
+    Args:
+        on_progress: called with step, steps and the loss.
+
+    Returns:
+        the errors before and after. Where the second is worse, the modules get their first parameters back.
+    """
+    for module in modules:
+        module.eval()
+    before = goal.error()
+    starts = [copy.deepcopy(module.state_dict()) for module in modules]
+    for module in modules:
+        module.train().requires_grad_(True)
+    operators = [module for module in modules if isinstance(module, Operator)]
+    groups = [group for module in modules for group in _parameter_groups(module, course.learning_rate)]
+    optimizer = torch.optim.Adam(groups)
+    order = course.steps(goal.samples)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 0.5 * (1 + math.cos(math.pi * at / len(order))))
+    with torch.enable_grad():
+        for step, rows in enumerate(order, start=1):
+            value = goal.loss(rows) + sum(added for operator in operators for added in operator.aux_losses().values())
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+            schedule.step()
+            if step % course.told_every == 0 or step == len(order):
+                on_progress(step, len(order), float(value.detach()))
+    optimizer.zero_grad()
+    for module in modules:
+        module.eval()
+    after = goal.error()
+    if goal.no_worse(after, before):
+        return before, after
+    for module, start in zip(modules, starts, strict=True):
+        module.load_state_dict(start)
+    return before, before
+
+
+def _parameter_groups(module: nn.Module, learning_rate: float) -> list[dict]:
+    """Adam's groups, with the learning-rate multipliers that an operator asks for."""
+    roles = module.param_roles() if isinstance(module, Operator) else {}
+    return [
+        {"params": [parameter], "lr": learning_rate * (roles[name].lr_multiplier if name in roles else 1.0)}
+        for name, parameter in module.named_parameters()
+    ]
+
+
+# Outputs, by how far they are from the wanted ones
+
+
+@dataclasses.dataclass(frozen=True)
+class FitError:
+    """relative: sum of squared errors over sum of squares; cosine: mean cosine of a token's output with the wanted."""
+
+    relative: float
+    cosine: float
+
+
+def _error(pairs: Iterator[tuple[Tensor, Tensor]]) -> FitError:
+    """The error of outputs (N, O) beside those that were wanted, part by part, in double precision."""
+    wrong = total = cosine = 0.0
+    rows = 0
+    for got, wanted in ((part.double() for part in pair) for pair in pairs):
+        wrong += float((got - wanted).square().sum())
+        total += float(wanted.square().sum())
+        cosine += float(torch.nn.functional.cosine_similarity(got, wanted, dim=-1).sum())
+        rows += len(got)
+    return FitError(wrong / max(total, 1e-30), cosine / rows)
+
+
+def _better(kind: str, after: FitError, before: FitError) -> bool:
+    return after.cosine >= before.cosine if kind == "cosine" else after.relative <= before.relative
+
+
+def _loss(kind: str, got: Tensor, wanted: Tensor, mean_square: float) -> Tensor:
+    """The loss "mse", relative to ``mean_square``, or "cosine" of outputs (..., O)."""
+    if kind == "cosine":
+        return 1 - torch.nn.functional.cosine_similarity(got, wanted, dim=-1).mean()
+    return (got - wanted).square().mean() / mean_square
+
+
+# One layer, on recorded inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,47 +189,18 @@ class Pairs:
         with given:
             return module(self.inputs[rows].to(reference))
 
-
-@dataclasses.dataclass(frozen=True)
-class FitError:
-    """relative: sum of squared errors over sum of squares; cosine: mean cosine of a token's output with the wanted."""
-
-    relative: float
-    cosine: float
-
-
-class Sums:
-    """What a ``FitError`` is made of, in double precision, part by part."""
-
-    def __init__(self) -> None:
-        self._wrong = self._total = self._cosine = 0.0
-        self._rows = 0
-
-    def add(self, got: Tensor, wanted: Tensor) -> None:
-        """Rows (N, O) of outputs, and of what was wanted."""
-        got, wanted = got.double(), wanted.double()
-        self._wrong += float((got - wanted).square().sum())
-        self._total += float(wanted.square().sum())
-        self._cosine += float(torch.nn.functional.cosine_similarity(got, wanted, dim=-1).sum())
-        self._rows += len(got)
-
-    def error(self) -> FitError:
-        """Of all rows so far."""
-        return FitError(self._wrong / max(self._total, 1e-30), self._cosine / self._rows)
-
-
-def _parts(rows: slice, chunk: int = 4096) -> list[slice]:
-    return [slice(start, min(start + chunk, rows.stop)) for start in range(rows.start, rows.stop, chunk)]
+    def both(self, module: nn.Module, rows: slice, chunk: int = 4096) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what ``module`` gives for the rows and what it is to give, some rows at a time."""
+        for start in range(rows.start, rows.stop, chunk):
+            part = slice(start, min(start + chunk, rows.stop))
+            yield self.run(module, part), self.outputs(part)
 
 
 @torch.no_grad()
 def measure(module: nn.Module, pairs: Pairs, rows: slice) -> FitError:
-    """Errors of ``module`` (in eval mode) on ``rows``, accumulated in double precision."""
-    sums = Sums()
+    """Return the errors of ``module``, in eval mode, on ``rows``."""
     with evaluating(module):
-        for part in _parts(rows):
-            sums.add(pairs.run(module, part), pairs.outputs(part))
-    return sums.error()
+        return _error(pairs.both(module, rows))
 
 
 @torch.no_grad()
@@ -112,133 +213,152 @@ def start_bias_(module: Operator, pairs: Pairs, rows: slice, *, fitted: bool) ->
             missing, and the bias that is there stays in.
     """
     assert module.bias is not None
-    total: Tensor | float = 0.0
     with evaluating(module):
-        for part in _parts(rows):
-            wanted = pairs.outputs(part).double()
-            total = total + (wanted - pairs.run(module, part).double() if fitted else wanted).sum(0)
-    mean = total / (rows.stop - rows.start)
+        sums = [
+            (wanted.double() - got.double() if fitted else wanted.double()).sum(0)
+            for got, wanted in pairs.both(module, rows)
+        ]
+    mean = sum(sums) / (rows.stop - rows.start)
     module.bias.copy_(module.bias + mean if fitted else mean)
 
 
-def better(kind: str, after: FitError, before: FitError) -> bool:
-    """Return whether a fit by this loss ended no worse than it began; not a number counts as worse."""
-    return after.cosine >= before.cosine if kind == "cosine" else after.relative <= before.relative
-
-
-def loss_value(kind: str, got: Tensor, wanted: Tensor, mean_square: float) -> Tensor:
-    """Return the loss "mse", relative to ``mean_square``, or "cosine" of outputs (..., O)."""
-    if kind == "cosine":
-        return 1 - torch.nn.functional.cosine_similarity(got, wanted, dim=-1).mean()
-    return (got - wanted).square().mean() / mean_square
-
-
-def _parameter_groups(module: nn.Module, learning_rate: float) -> list[dict]:
-    """Adam's groups, with the learning-rate multipliers that an operator asks for."""
-    roles = module.param_roles() if isinstance(module, Operator) else {}
-    return [
-        {"params": [parameter], "lr": learning_rate * (roles[name].lr_multiplier if name in roles else 1.0)}
-        for name, parameter in module.named_parameters()
-    ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Course:
-    """How modules are trained: passes over the samples, samples a step, Adam's peak learning rate, seed of the order.
-
-    told_every: steps between two reports of progress.
-    """
-
-    epochs: int
-    batch: int
-    learning_rate: float
-    seed: int
-    told_every: int = 1
-
-
-def improve(
-    modules: Sequence[nn.Module],
-    samples: int,
-    loss: Callable[[Tensor], Tensor],
-    measure: Callable[[], Error],
-    no_worse: Callable[[Error, Error], bool],
-    course: Course,
-    on_progress: OnStep = lambda step, steps, loss: None,
-) -> tuple[Error, Error]:
-    """Train ``modules`` together in place: Adam, a cosine from the full rate to 0, auxiliary losses of operators added.
+def to_outputs(module: nn.Module, pairs: Pairs, train_rows: int, loss: str) -> Goal[FitError]:
+    """Return the goal of ``module``, in the precision to train in, to give the outputs of ``pairs``.
 
     Args:
-        samples: how many there are to train on, in a new order each pass; what does not fill a step is left out.
-        loss: of some of the samples, by their indices.
-        measure: the error of the modules as they are, in evaluation mode.
-        no_worse: whether the error after (first) is no worse than the one before; not a number counts as worse.
-        on_progress: called with step, steps and the loss.
-
-    Returns:
-        the errors before and after. Where the second is worse, the modules get their first parameters back.
-    """
-    for module in modules:
-        module.eval()
-    before = measure()
-    starts = [copy.deepcopy(module.state_dict()) for module in modules]
-    for module in modules:
-        module.train().requires_grad_(True)
-    operators = [module for module in modules if isinstance(module, Operator)]
-    groups = [group for module in modules for group in _parameter_groups(module, course.learning_rate)]
-    optimizer = torch.optim.Adam(groups)
-    batch = min(course.batch, samples)
-    steps = course.epochs * (samples // batch)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 0.5 * (1 + math.cos(math.pi * at / steps)))
-    generator = torch.Generator().manual_seed(course.seed)
-    step = 0
-    for _ in range(course.epochs):
-        for rows in torch.randperm(samples, generator=generator).split(batch):
-            if len(rows) < batch:
-                break
-            value = loss(rows) + sum(added for operator in operators for added in operator.aux_losses().values())
-            optimizer.zero_grad()
-            value.backward()
-            optimizer.step()
-            schedule.step()
-            step += 1
-            if step % course.told_every == 0 or step == steps:
-                on_progress(step, steps, float(value.detach()))
-    for module in modules:
-        module.eval()
-    after = measure()
-    if no_worse(after, before):
-        return before, after
-    for module, start in zip(modules, starts, strict=True):
-        module.load_state_dict(start)
-    return before, before
-
-
-def fit(
-    module: nn.Module,
-    pairs: Pairs,
-    *,
-    train_rows: int,
-    loss: str,
-    course: Course,
-    on_progress: OnStep = lambda step, steps, loss: None,
-) -> tuple[FitError, FitError]:
-    """Train ``module`` in place on the first ``train_rows`` rows of ``pairs`` by ``improve``; the rows after judge it.
-
-    Args:
-        module: an operator (or linear layer) in the precision to train in.
+        train_rows: the first rows, to train on; those behind them judge.
         loss: "mse" or "cosine".
-
-    Returns:
-        errors before and after, on the rows that were held out.
     """
     held_out = slice(train_rows, len(pairs.inputs))
     mean_square = float(pairs.outputs(slice(0, min(train_rows, 16384))).double().square().mean()) or 1.0
 
     def value(rows: Tensor) -> Tensor:
         got = pairs.run(module, rows)
-        return loss_value(loss, got, pairs.outputs(rows).to(got), mean_square)
+        return _loss(loss, got, pairs.outputs(rows).to(got), mean_square)
 
-    def error() -> FitError:
-        return measure(module, pairs, held_out)
+    return Goal(train_rows, value, lambda: measure(module, pairs, held_out), partial(_better, loss))
 
-    return improve([module], train_rows, value, error, partial(better, loss), course, on_progress)
+
+# Several operators, within the model
+
+
+@contextlib.contextmanager
+def swapped(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Within the block ``model`` has ``modules`` under their names (aliases included in the mapping)."""
+    before = {name: model.get_submodule(name) for name in modules}
+    try:
+        _put(model, modules)
+        yield
+    finally:
+        _put(model, before)
+
+
+def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    for name, module in modules.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, module)
+
+
+class _InItsOwnDtype(nn.Module):
+    """An operator that is trained in single precision, in a model that computes in another."""
+
+    def __init__(self, operator: nn.Module) -> None:
+        super().__init__()
+        self.operator = operator
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operator(x.to(next(self.operator.parameters()).dtype)).to(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Within:
+    """Operators in the places that they are to take, on blocks of tokens; what gives the goal is the original there.
+
+    model: in eval mode; its own parameters stay as they are. operators: name -> operator, every alias of a layer
+    included; perhaps in another dtype than the model. originals: modules that the model without them has under their
+    names. blocks: (N, T); those from ``train_blocks`` on judge. batch: blocks a pass.
+    """
+
+    model: nn.Module
+    operators: Mapping[str, Operator]
+    originals: Mapping[str, nn.Module]
+    blocks: Tensor
+    train_blocks: int
+    batch: int
+
+    def improve(self, goal: Goal[Error], course: Course, on_progress: Callable[..., None]) -> tuple[Error, Error]:
+        """Train the operators by ``improve``."""
+        unique = list({id(operator): operator for operator in self.operators.values()}.values())
+        with frozen(self.model):
+            return improve(unique, goal, course, on_progress)
+
+    def _ids(self, rows: Tensor | slice) -> Tensor:
+        return self.blocks[rows].to(next(self.model.parameters()).device)
+
+    def _held_out(self) -> Iterator[Tensor]:
+        for start in range(self.train_blocks, len(self.blocks), self.batch):
+            yield self._ids(slice(start, start + self.batch))
+
+    def to_logits(self) -> Goal[float]:
+        """Return the goal of the model's logits, by KL(model || model with operators) in nats a token."""
+
+        def divergence(ids: Tensor) -> Tensor:
+            with torch.no_grad(), swapped(self.model, self.originals):
+                wanted = self.model(input_ids=ids).logits
+            with swapped(self.model, self.operators):
+                return kl_terms(self.model(input_ids=ids).logits, wanted).sum(-1).mean()
+
+        @torch.no_grad()
+        def error() -> float:
+            judging = len(self.blocks) - self.train_blocks
+            return sum(float(divergence(ids)) * len(ids) for ids in self._held_out()) / judging
+
+        return Goal(self.train_blocks, lambda rows: divergence(self._ids(rows)), error, le)
+
+    def to_output(self, holder: str, loss: str) -> Goal[FitError]:
+        """Return the goal of what the module ``holder``, which holds the operators, gives; by "mse" or "cosine"."""
+        cast = {id(operator): _InItsOwnDtype(operator).eval() for operator in self.operators.values()}
+        placed = {name: cast[id(operator)] for name, operator in self.operators.items()}
+
+        def given(ids: Tensor, by: Mapping[str, nn.Module]) -> Tensor:
+            with swapped(self.model, by):
+                return output_of(self.model, holder, ids).float()
+
+        @torch.no_grad()
+        def wanted(ids: Tensor) -> Tensor:
+            return given(ids, self.originals)
+
+        @torch.no_grad()
+        def error() -> FitError:
+            both = ((given(ids, placed), wanted(ids)) for ids in self._held_out())
+            return _error((got.flatten(0, -2), right.flatten(0, -2)) for got, right in both)
+
+        some = self._ids(slice(0, min(self.train_blocks, self.batch)))
+        mean_square = float(wanted(some).double().square().mean()) or 1.0
+
+        def value(rows: Tensor) -> Tensor:
+            ids = self._ids(rows)
+            return _loss(loss, given(ids, placed), wanted(ids), mean_square)
+
+        return Goal(self.train_blocks, value, error, partial(_better, loss))
+
+
+@torch.no_grad()
+def held_out_perplexity(
+    model: nn.Module, blocks: Tensor, batch: int, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> float | None:
+    """exp of the mean loss of every token (the first of each block aside) of blocks (N, T), by a model in eval mode.
+
+    None if the model returns no logits.
+    """
+    device, total = next(model.parameters()).device, 0.0
+    for start in range(0, len(blocks), batch):
+        ids = blocks[start : start + batch].to(device)
+        logits = getattr(model(input_ids=ids), "logits", None)
+        if logits is None:
+            return None
+        for row, wanted in zip(logits[:, :-1], ids[:, 1:], strict=True):  # in float32 a whole batch may be gigabytes
+            total += float(torch.nn.functional.cross_entropy(row.float(), wanted, reduction="sum"))
+        on_progress(min(start + batch, len(blocks)), len(blocks))
+    loss = total / blocks[:, 1:].numel()
+    return math.exp(loss) if loss < 700 else math.inf

@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
+import json
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +23,7 @@ from relinear.core.hooks import watching
 from relinear.data.chat import as_document
 from relinear.data.tokenizers import encode_documents
 
-__all__ = ["Recording", "documents", "output_of", "record", "token_blocks"]
+__all__ = ["Recording", "documents", "fingerprint_of", "first_call", "output_of", "record", "token_blocks"]
 
 
 def documents(data: Iterable[Any], tokenizer: Any) -> Iterator[str | list[int]]:
@@ -239,20 +241,38 @@ def _run_until_done(model: Any, ids: Tensor) -> None:
         model(input_ids=ids, **({"use_cache": False} if hasattr(model, "generate") else {}))
 
 
+def first_call(module: nn.Module, run: Callable[[], Any]) -> tuple[tuple, Any] | None:
+    """Return what the first call of ``module`` within ``run()`` took and gave, where the run ends; None without one."""
+    found: list[tuple[tuple, Any]] = []
+
+    def note(name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        found.append((args, output))
+        raise _Done
+
+    with watching([("", module)], note), contextlib.suppress(_Done):
+        run()
+    return found[0] if found else None
+
+
 def output_of(model: nn.Module, name: str, ids: Tensor) -> Tensor:
     """What the module ``name`` gives (the first of several) in a pass of ``model`` over ids (N, T), which ends there.
 
     Raises:
         ValueError: if that is no tensor, or the module is never called.
     """
-    found: list[Tensor] = []
-
-    def note(name: str, module: nn.Module, args: tuple, output: Any) -> None:
-        found.append(output[0] if isinstance(output, tuple | list) else output)
-        raise _Done
-
-    with watching([(name, model.get_submodule(name))], note):
-        _run_until_done(model, ids)
-    if not found or not isinstance(found[0], Tensor):
+    seen = first_call(model.get_submodule(name), lambda: _run_until_done(model, ids))
+    output = None if seen is None else seen[1][0] if isinstance(seen[1], tuple | list) else seen[1]
+    if not isinstance(output, Tensor):
         raise ValueError(f"{name or 'the model'} gives no tensor in a forward pass, so there is nothing to fit it to")
-    return found[0]
+    return output
+
+
+def fingerprint_of(values: Any, tensors: Iterable[Tensor | str]) -> str:
+    """Return the hash of JSON values, and of tensors and names of them, in their order."""
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
+    for one in tensors:
+        if isinstance(one, Tensor):
+            digest.update(one.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        else:
+            digest.update(one.encode())
+    return digest.hexdigest()

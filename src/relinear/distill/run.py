@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import hashlib
 import itertools
-import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,9 +22,18 @@ from relinear.core.config import first_settings
 from relinear.core.modes import evaluating
 from relinear.core.operator import Operator, OperatorConfig, is_linear
 from relinear.core.vocabulary import check_tokenizer_fits
-from relinear.distill.fit import Course, FitError, Pairs, fit, measure, start_bias_
-from relinear.distill.logits import fit_jointly, fit_logits, held_out_perplexity, swapped
-from relinear.distill.record import Recording, record, token_blocks
+from relinear.distill.fit import (
+    Course,
+    Pairs,
+    Within,
+    held_out_perplexity,
+    improve,
+    measure,
+    start_bias_,
+    swapped,
+    to_outputs,
+)  # fmt: skip
+from relinear.distill.record import Recording, fingerprint_of, record, token_blocks
 from relinear.distill.report import DistillProgress, DistillReport, LayerFit
 from relinear.distill.settings import DistillSettings
 from relinear.surgery.checkpoint import save_pretrained
@@ -222,13 +230,8 @@ class _Run:
 
     def fingerprint(self, whole: Plan, settings: Any, operators: list) -> str:
         """Of everything that decides the result; ``settings`` and ``operators`` as they are written down."""
-        digest = hashlib.sha256()
-        digest.update(json.dumps([settings, operators], sort_keys=True).encode())
-        digest.update(self.blocks.numpy().tobytes())
-        for replacement in whole.replacements:
-            for parameter in replacement.target.module.parameters():
-                digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        parameters = [p for r in whole.replacements for p in r.target.module.parameters()]
+        return fingerprint_of([settings, operators], [self.blocks, *parameters])
 
     def restore(self, groups: list[list[Replacement]], whole: Plan, resume: bool) -> list[list[LayerFit]]:
         """Put back what an earlier call finished; must see the model as it was at the start."""
@@ -403,40 +406,45 @@ class _Run:
         return operator
 
     def _fit_outputs(self, number: int, group: list[Replacement]) -> list[LayerFit]:
-        settings, starts, operators = self.settings, {}, {}
-        joint: tuple[FitError, FitError] | None = None
+        settings, operators, starts, ends, joint = self.settings, {}, {}, {}, dict[str, float]()
         with self._pairs(group) as pairs:
-            for replacement in group:
-                name = replacement.name
-                source = copy.deepcopy(replacement.target.module).float()
-                operators[name] = self._started(replacement, number, source, pairs[name])
-                starts[name] = fit(
-                    operators[name],
-                    pairs[name],
-                    train_rows=self.train_tokens,
-                    loss=settings.loss,
-                    course=self._by_rows(settings.learning_rate),
-                    on_progress=self._told("fit", name),
+            for r in group:
+                operators[r.name] = self._started(r, number, copy.deepcopy(r.target.module).float(), pairs[r.name])
+                goal = to_outputs(operators[r.name], pairs[r.name], self.train_tokens, settings.loss)
+                course = self._by_rows(settings.learning_rate)
+                starts[r.name], ends[r.name] = improve([operators[r.name]], goal, course, self._told("fit", r.name))
+            if settings.joint:  # then on what the nearest module that holds them all gives
+                holder, within = _common_parent(group), self._within(group, operators)
+                before, after = within.improve(
+                    within.to_output(holder, settings.loss), self._by_blocks, self._told("fit", holder)
                 )
-            if settings.joint:
-                joint = self._fit_jointly(group, operators)
+                joint = {"joint_start_error": before.relative, "joint_error": after.relative}
                 held_out = slice(self.train_tokens, self.blocks.numel())
-                starts = {n: (start, measure(operators[n], pairs[n], held_out)) for n, (start, _) in starts.items()}
-        fits = []
-        for replacement in group:
-            start, end = starts[replacement.name]
-            described = self._described(
-                replacement, operators[replacement.name], start.relative, end.relative, end.cosine
-            )
-            if joint is not None:
-                errors = {"joint_start_error": joint[0].relative, "joint_error": joint[1].relative}
-                described = dataclasses.replace(described, **errors)
-            fits.append(described)
+                ends = {name: measure(operators[name], pairs[name], held_out) for name in operators}
+        fits = [
+            self._described(r, operators[r.name], starts[r.name].relative, ends[r.name].relative, ends[r.name].cosine)
+            for r in group
+        ]
+        place_(self.model, group, flat_states(operators))
+        return [dataclasses.replace(fit, **joint) for fit in fits]
+
+    def _fit_logits(self, number: int, group: list[Replacement]) -> list[LayerFit]:
+        nothing: contextlib.AbstractContextManager[dict[str, Pairs]] = contextlib.nullcontext({})
+        with self._pairs(group) if self.settings.bias else nothing as pairs:
+            operators = {
+                r.name: self._started(r, number, copy.deepcopy(r.target.module), pairs.get(r.name)) for r in group
+            }
+        within, told = self._within(group, operators), self._told("fit", group[0].name.rpartition(".")[0])
+        start, end = within.improve(within.to_logits(), self._by_blocks, told)
+        fits = [self._described(r, operators[r.name], start, end, None) for r in group]
         place_(self.model, group, flat_states(operators))
         return fits
 
-    def _everywhere(self, group: list[Replacement], operators: Mapping[str, Operator]) -> dict[str, Operator]:
-        return {name: operators[r.name] for r in group for name in (r.name, *r.target.aliases)}
+    def _within(self, group: list[Replacement], operators: Mapping[str, Operator]) -> Within:
+        everywhere = {name: operators[r.name] for r in group for name in (r.name, *r.target.aliases)}
+        return Within(
+            self.model, everywhere, self.originals, self.blocks, self.train_blocks, batch=self._by_blocks.batch
+        )
 
     def _by_rows(self, learning_rate: float) -> Course:
         """How one module is trained, on recorded tokens."""
@@ -450,40 +458,6 @@ class _Run:
         batch = max(1, min(settings.record_batch, settings.batch_size // settings.sequence_length))
         return Course(settings.epochs, batch, settings.learning_rate, settings.seed)
 
-    def _fit_jointly(self, group: list[Replacement], operators: Mapping[str, Operator]) -> tuple[FitError, FitError]:
-        """Train fitted operators on what the nearest module that holds them all gives."""
-        parent = _common_parent(group)
-        return fit_jointly(
-            self.model,
-            self._everywhere(group, operators),
-            parent,
-            self.blocks,
-            originals=self.originals,
-            loss=self.settings.loss,
-            train_blocks=self.train_blocks,
-            course=self._by_blocks,
-            on_progress=self._told("fit", parent),
-        )
-
-    def _fit_logits(self, number: int, group: list[Replacement]) -> list[LayerFit]:
-        nothing: contextlib.AbstractContextManager[dict[str, Pairs]] = contextlib.nullcontext({})
-        with self._pairs(group) if self.settings.bias else nothing as pairs:
-            operators = {
-                r.name: self._started(r, number, copy.deepcopy(r.target.module), pairs.get(r.name)) for r in group
-            }
-        start, end = fit_logits(
-            self.model,
-            self._everywhere(group, operators),
-            self.blocks,
-            originals=self.originals,
-            train_blocks=self.train_blocks,
-            course=self._by_blocks,
-            on_progress=self._told("fit", group[0].name.rpartition(".")[0]),
-        )
-        fits = [self._described(r, operators[r.name], start, end, None) for r in group]
-        place_(self.model, group, flat_states(operators))
-        return fits
-
     @staticmethod
     def _described(replacement: Replacement, operator: Operator, start: float, end: float, cosine: float | None):
         before = _size(replacement.target.module)
@@ -494,16 +468,10 @@ class _Run:
         module = self.model.get_submodule(name)
         trained = copy.deepcopy(module).float()
         with self._record({name: module}) as recording:
-            start, end = fit(
-                trained,
-                Pairs(recording.inputs(name), lambda rows: wanted[rows].float()),
-                train_rows=self.train_tokens,
-                loss="mse",
-                course=self._by_rows(self.settings.retrain_learning_rate),
-                on_progress=self._told("retrain", name),
-            )
+            pairs = Pairs(recording.inputs(name), lambda rows: wanted[rows].float())
+            goal = to_outputs(trained, pairs, self.train_tokens, "mse")
+            course = self._by_rows(self.settings.retrain_learning_rate)
+            start, end = improve([trained], goal, course, self._told("retrain", name))
         module.load_state_dict(trained.state_dict())
-        size = _size(module)
-        return LayerFit(
-            name, type(module).__name__, size, size, start.relative, end.relative, end.cosine, retrained=True
-        )
+        kind, size, errors = type(module).__name__, _size(module), (start.relative, end.relative, end.cosine)
+        return LayerFit(name, kind, size, size, *errors, retrained=True)
