@@ -174,19 +174,14 @@ def _network_arguments(dtype: torch.dtype) -> Iterator[tuple]:
 
 
 def transponder_arguments(dtype: torch.dtype) -> Iterator[tuple]:
-    """Both gates, either alone, ranks that are unrolled and one that is not, one token and many."""
-    for rank, tokens, channel, scalar in ((8, (3, 5), 1, 1), (2, (1,), 1, 0), (4, (7,), 0, 1), (32, (2, 3), 1, 1)):
-        z, x, down = torch.randn(*tokens, 10), torch.randn(*tokens, 12), torch.randn(rank, 12)
+    """Both gates, either alone, ranks that are unrolled and one that is not, one token and many; a bias by turns."""
+    forms = (8, (3, 5), 1, 1), (2, (1,), 1, 0), (4, (7,), 0, 1), (32, (2, 3), 1, 1)
+    for index, (rank, tokens, channel, scalar) in enumerate(forms):
+        x, weight, bias, down = torch.randn(*tokens, 12), torch.randn(10, 12), torch.randn(10), torch.randn(rank, 12)
         ups = [torch.randn(10, rank) if channel else None, torch.randn(1, rank) if scalar else None]
         alphas = [torch.tensor([1.3]), torch.tensor([0.7])]
-        yield tuple(None if t is None else t.to(dtype) for t in (z, x, down, *ups, *alphas))
-
-
-def _modulated_linear_arguments(dtype: torch.dtype) -> Iterator[tuple]:
-    """``transponder_arguments`` with a weight, and in turn a bias, in place of the output."""
-    for index, (_, x, *gates) in enumerate(transponder_arguments(dtype)):
-        weight, bias = torch.randn(10, 12, dtype=dtype), torch.randn(10, dtype=dtype)
-        yield (x, weight, bias if index % 2 else None, *gates)
+        given = x, weight, bias if index % 2 else None, down, *ups, *alphas
+        yield tuple(None if t is None else t.to(dtype) for t in given)
 
 
 def _cgt_arguments(dtype: torch.dtype) -> Iterator[tuple]:
@@ -370,15 +365,9 @@ case_of_every_kind = pytest.mark.parametrize(
 TWINS: list[Twin] = [
     Twin(
         kind="transponder",
-        reference=functional.transponder.modulate,
-        fast=kernels.transponder.modulate,
-        arguments=transponder_arguments,
-    ),
-    Twin(
-        kind="transponder-linear",
         reference=functional.transponder.modulated_linear,
         fast=kernels.transponder.modulated_linear,
-        arguments=_modulated_linear_arguments,
+        arguments=transponder_arguments,
     ),
     Twin(
         kind="cgt",

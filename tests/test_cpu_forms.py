@@ -1,4 +1,4 @@
-"""Portions of rows, gates in products, products of blocks: equal to the plain form."""
+"""Portions of rows, products of blocks: equal to the plain form."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from cases import ccl_results
 from relinear.functional.block_diagonal import block_diagonal
 from relinear.kernels import forms
 from relinear.kernels.cpu import block_diagonal as products
-from relinear.kernels.cpu import epilogue
 from relinear.kernels.cpu.portions import row_portions
 
 
@@ -27,25 +26,7 @@ def test_large_portions_are_of_whole_multiples_of_rows():
     assert torch.cat([torch.arange(4096)[rows] for rows in portions]).tolist() == list(range(4096))
 
 
-@pytest.mark.skipif(not epilogue.has_bfloat16_products(), reason="oneDNN has no bfloat16 on this processor")
-@pytest.mark.parametrize("bias", [True, False])
-def test_gates_in_the_epilogues_of_products(bias):
-    x, weight, factor = torch.randn(300, 16), torch.randn(256, 16) / 4, torch.randn(300, 256)
-    offset = torch.randn(256)
-    x, weight, factor, offset = (t.bfloat16() for t in (x, weight, factor, offset))
-    product = x.double() @ weight.double().T
-    pairs = [
-        (epilogue.linear_sigmoid(x, weight, offset), torch.sigmoid(product + offset.double())),
-        (
-            epilogue.linear_product(x, weight, offset if bias else None, factor),
-            (product + offset.double() * bias) * factor.double(),
-        ),
-    ]
-    for mine, exact in pairs:
-        assert (mine.double() - exact).norm() < 1e-2 * exact.norm()
-
-
-def test_ccl_in_bfloat16_with_gates_in_products(monkeypatch):
+def test_ccl_in_bfloat16(monkeypatch):
     """Outputs and gradients of the path that only large layers take, against the reference in double precision."""
     monkeypatch.setattr(forms, "FEWEST_ENTRIES", 1)
     results = ccl_results((torch.float64, torch.bfloat16), 24, 40)

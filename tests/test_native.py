@@ -49,30 +49,59 @@ def library(any_size, request, monkeypatch):
     return request.param
 
 
-def close(mine, exact, dtype):
-    assert (mine.double() - exact.double()).norm() <= TOLERANCES[dtype] * exact.double().norm() + 1e-9
+def close(mine, exact, dtype, roundings=1):
+    """``roundings``: of bfloat16 numbers one after another, as in a product and what is gated after it."""
+    allowed = roundings * TOLERANCES[dtype] * exact.double().norm() + 1e-9
+    assert (mine.double() - exact.double()).norm() <= allowed
+
+
+def modulated_arguments(tokens, inputs, outputs, rank, scalar):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (tokens, inputs), (outputs, inputs), (outputs,), (rank, inputs), (outputs, rank), (1, rank)
+    drawn = [torch.randn(*shape, generator=generator) for shape in shapes]
+    drawn[1], drawn[3] = drawn[1] / inputs**0.5, drawn[3] / inputs**0.5
+    return [*drawn[:5], drawn[5] if scalar else None]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scalar", [True, False], ids=["both-gates", "channel-gate"])
 @pytest.mark.parametrize("rank", [1, 4, 7, 16])
 @pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(37, 24, 40), (1, 3, 1), (50, 70, 1030)])
-def test_modulated_output_and_gradients(tokens, inputs, outputs, rank, scalar, dtype, any_size):
-    generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(*shape, generator=generator) for shape in
-             [(tokens, outputs), (tokens, inputs), (rank, inputs), (outputs, rank), (1, rank)]]  # fmt: skip
-    drawn[2] /= inputs**0.5
-    given = [t.to(dtype) for t in drawn[:3]] + [drawn[3], drawn[4] if scalar else None]
+@pytest.mark.parametrize("portion", [400, transponder.BACKWARD_PORTION], ids=["portions", "whole"])
+def test_modulated_output_and_gradients(portion, tokens, inputs, outputs, rank, scalar, dtype, any_size, monkeypatch):
+    monkeypatch.setattr(transponder, "BACKWARD_PORTION", portion)
+    drawn = modulated_arguments(tokens, inputs, outputs, rank, scalar)
+    given = [t.to(dtype) for t in drawn[:4]] + drawn[4:]
     exact = [None if t is None else t.double().requires_grad_() for t in given]
     given = [None if t is None else t.requires_grad_() for t in given]
-    upstream = torch.randn(1, outputs, generator=generator).to(dtype).expand(tokens, outputs)  # strided
+    upstream = torch.randn(1, outputs).to(dtype).expand(tokens, outputs)  # strided
     results = []
-    for modulate, tensors in ((transponder.modulate, given), (reference.modulate, exact)):
-        y = modulate(*tensors)
+    for layer, tensors in ((transponder.modulated_linear, given), (reference.modulated_linear, exact)):
+        y = layer(*tensors)
         leaves = [t for t in tensors if t is not None]
         results.append([y, *torch.autograd.grad(y, leaves, upstream.to(y.dtype))])
     for mine, theirs in zip(*results, strict=True):
-        close(mine, theirs, dtype)
+        close(mine, theirs, dtype, roundings=2)
+
+
+@pytest.mark.parametrize("portion", [400, transponder.BACKWARD_PORTION], ids=["portions", "whole"])
+def test_gradients_of_a_modulated_layer_whose_weight_is_frozen(portion, any_size, monkeypatch):
+    monkeypatch.setattr(transponder, "BACKWARD_PORTION", portion)
+    drawn, results = modulated_arguments(37, 24, 40, 8, True), []
+    for layer, dtype in ((transponder.modulated_linear, torch.float32), (reference.modulated_linear, torch.float64)):
+        given = [t.to(dtype).requires_grad_(at not in (1, 2)) for at, t in enumerate(drawn)]
+        y = layer(*given)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [t for t in given if t.requires_grad])])
+    for mine, theirs in zip(*results, strict=True):
+        close(mine, theirs, torch.float32)
+
+
+def test_a_modulated_layer_keeps_no_gate_for_the_backward_pass(any_size):
+    saved = []
+    given = [t.requires_grad_() for t in modulated_arguments(64, 24, 40, 8, True)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(s) or s, lambda s: s):
+        y = transponder.modulated_linear(*given)
+    assert {s.data_ptr() for s in saved if s.shape == (64, 40)} == {y.data_ptr()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,14 +6,12 @@ import dataclasses
 from collections.abc import Callable
 
 import relinear
-from relinear.functional import ccl as reference_ccl
 from relinear.functional import cgt as reference_cgt
 from relinear.functional import hdpl as reference_hdpl
 from relinear.functional import rotor as reference_rotor
 from relinear.functional import transponder as reference_transponder
-from relinear.kernels.triton import ccl, cgt, hdpl, rotor, transponder
+from relinear.kernels.triton import cgt, hdpl, rotor, transponder
 from relinear.kernels.triton.samples import (
-    ccl_arguments,
     cgt_arguments,
     draw,
     hdpl_arguments,
@@ -73,20 +71,6 @@ CASES = [
             hdpl_arguments((3, 6), 20, 10, 2, 5, noise=False, logvar=False),
         ),
         large=(hdpl_arguments(4096, 128, 256, 2, 64),),
-    ),
-    Case(
-        name="ccl",
-        reference=reference_ccl.ccl,
-        fast=ccl.ccl,
-        small=(
-            ccl_arguments(1, 8, 3, 5, 4),
-            ccl_arguments((2, 35), 70, 130, 40, 33, norm=False, gate_bias=False),
-            ccl_arguments(5, 16, 9, 6, 3, bias=False, inner=False, gate_bias=False),
-            ccl_arguments((3, 6), 10, 12, 20, 7, outer=False),
-            ccl_arguments(7, 10, 12, 4, 7, inner=False, outer=False, norm=False),
-        ),
-        large=(ccl_arguments(4096, 128, 256, 128, 64, norm=False),),
-        training=False,
     ),
     Case(
         name="cgt",
@@ -153,7 +137,6 @@ CASES = [
 #: a layer, the module of its Triton kernel and its function, and whether it is taken in training
 LAYERS = {
     "transponder": (relinear.Transponder(), transponder, "modulated_linear", True),
-    "ccl": (relinear.CCL(rank=6, context_dim=5), ccl, "ccl", False),
     "hdpl": (relinear.HDPL(rank=6, blocks=4), hdpl, "hdpl", True),
     "rotor": (relinear.Rotor(depth=0, width=2, basis="blade"), rotor, "sandwich_windows", False),
 }

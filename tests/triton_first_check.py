@@ -59,7 +59,7 @@ def count(monkeypatch) -> list:
     return checks
 
 
-@pytest.mark.parametrize("kind", mostly_slow(SAMPLES, "ccl", "hdpl", "rotor", "cgt"))
+@pytest.mark.parametrize("kind", mostly_slow(SAMPLES, "hdpl", "rotor", "cgt"))
 def test_kernels_that_are_right_are_used(kind: str, count) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

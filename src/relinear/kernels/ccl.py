@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relinear.kernels import native, triton
+from relinear.kernels import native
 from relinear.kernels.autograd import as_given, differentiable_as, lowered, save, was_changed, watched
-from relinear.kernels.cpu.epilogue import has_bfloat16_products, linear_product, linear_sigmoid
-from relinear.kernels.cpu.portions import row_portions
+from relinear.kernels.cpu.portions import BACKWARD_PORTION, row_portions
 from relinear.kernels.forms import Call, Form, dispatch, is_plain, refuses_small, shape_of, tell
 
 __all__ = ["ccl", "few_rows"]
@@ -23,23 +21,9 @@ __all__ = ["ccl", "few_rows"]
 #: of the LayerNorm
 EPS = 1e-5
 
-#: size of the outputs whose gradients are computed at a time
-BACKWARD_PORTION = 1 << 22
-
 #: inputs of an output (rank and gate network together) for each token, up to which one C++ kernel takes less time than
 #: two products: it has to copy the weights
 DEEPEST_NATIVE_PER_TOKEN = 2
-
-
-_refuses_triton = functools.partial(
-    triton.refuses, kind="ccl", tensors=11, outputs=lambda call: call.given[3].shape[0], fewest=2**26, training=False
-)
-
-
-def _triton(*given: Any) -> Tensor:
-    from relinear.kernels.triton import ccl as fused
-
-    return fused.ccl(*given)
 
 
 def _refuses_few_rows(call: Call) -> str:
@@ -53,11 +37,7 @@ def _few_rows(x: Tensor, features: Tensor | None, *others: Any) -> Tensor:
     return native.kernels().ccl_layer(x, features, [], *others)
 
 
-@dispatch(
-    Form("Triton", _refuses_triton, _triton),
-    Form("C++ for a few rows", _refuses_few_rows, _few_rows),
-    otherwise="torch's products",
-)
+@dispatch(Form("C++ for a few rows", _refuses_few_rows, _few_rows), otherwise="torch's products")
 def ccl(
     x: Tensor,
     features: Tensor | None,
@@ -124,79 +104,45 @@ def few_rows(
     return run
 
 
-def _refuses_shared(call: Call) -> str:
-    shared = call.x.shape[:-1] != call.given[3].shape[:-1]
-    return "a context that several sequences share" if shared else refuses_small(call, _outputs(call))
-
-
 def _refuses_gates(call: Call) -> str:
-    return _refuses_shared(call) or native.refuses(call, fewest=1)
+    if call.x.shape[:-1] != call.given[3].shape[:-1]:
+        return "a context that several sequences share"
+    return refuses_small(call, call.rows * call.given[1].shape[0]) or native.refuses(call, fewest=1)
 
 
-def _outputs(call: Call) -> int:
-    return call.rows * call.given[1].shape[0]
-
-
-def _gated(in_cpp: bool, h, mix, bias, features, weight, gate_bias) -> Tensor:
+def _gated(h, mix, bias, features, weight, gate_bias) -> Tensor:
     rows, given = h.reshape(-1, h.shape[-1]), features.reshape(-1, features.shape[-1])
     tensors = lowered(rows, mix, bias, given, weight, gate_bias)
     with as_given(h):
         run: Any = _GatedLinear.apply if torch.is_grad_enabled() else _forward
-        return run(in_cpp, *tensors).view(*h.shape[:-1], mix.shape[0])
+        return run(*tensors).view(*h.shape[:-1], mix.shape[0])
 
 
-@dispatch(
-    Form("gates in C++", _refuses_gates, functools.partial(_gated, True)),
-    Form("product and gate as one", _refuses_shared, functools.partial(_gated, False)),
-    otherwise="reference",
-)
+def _in_order(
+    h: Tensor, mix: Tensor, bias: Tensor | None, features: Tensor, weight: Tensor, gate_bias: Tensor
+) -> Tensor:
+    return F.linear(h, mix, bias) * F.linear(features, weight, gate_bias).sigmoid()
+
+
+@dispatch(Form("gates in C++", _refuses_gates, _gated))
 def _gated_linear(
     h: Tensor, mix: Tensor, bias: Tensor | None, features: Tensor, weight: Tensor, gate_bias: Tensor
 ) -> Tensor:
     """(mix h + bias) * sigmoid(weight features + gate_bias)."""
-    return F.linear(h, mix, bias) * F.linear(features, weight, gate_bias).sigmoid()
+    return _in_order(h, mix, bias, features, weight, gate_bias)
 
 
-def _forward(in_cpp: bool, h, mix, bias, features, weight, gate_bias) -> Tensor:
+def _forward(h, mix, bias, features, weight, gate_bias) -> Tensor:
     """``_gated_linear`` of matrices, without a graph, few enough tokens at a time to stay in cache."""
-    if in_cpp and h.dtype == torch.bfloat16 and has_bfloat16_products():
-        return linear_product(h, mix, bias, linear_sigmoid(features, weight, gate_bias))
     y = h.new_empty(h.shape[0], mix.shape[0])
     gate_bias, bias = gate_bias.contiguous(), None if bias is None else bias.contiguous()
     depth = h.shape[1] + features.shape[1]
-    if in_cpp and h.dtype == torch.float32 and depth <= DEEPEST_NATIVE_PER_TOKEN * h.shape[0]:
+    if h.dtype == torch.float32 and depth <= DEEPEST_NATIVE_PER_TOKEN * h.shape[0]:
         native.kernels().gated_product(y, h.contiguous(), mix, bias, features.contiguous(), weight, gate_bias)
         return y
     for rows in row_portions(y):
-        value, logits = F.linear(h[rows], mix, bias), F.linear(features[rows], weight)
-        if in_cpp:
-            native.kernels().gate(y[rows], value, logits, gate_bias)
-        else:
-            torch.mul(value, logits.add_(gate_bias).sigmoid_(), out=y[rows])
+        native.kernels().gate(y[rows], F.linear(h[rows], mix, bias), F.linear(features[rows], weight), gate_bias)
     return y
-
-
-def _portion_gradients(
-    in_cpp: bool, grad: Tensor, y: Tensor, logits: Tensor, gate_bias: Tensor, to_biases: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients (n, O) of value and, over ``logits``, of logits of y = value * sigmoid(logits + bias) for some rows.
-
-    They need y and not value. Their sums are added to ``to_biases`` (2, O).
-    """
-    if in_cpp:
-        to_value = torch.empty_like(y)
-        native.kernels().gate_backward(to_value, logits, to_biases, y, grad.contiguous(), gate_bias.contiguous())
-        return to_value, logits
-    gates = logits.add_(gate_bias).sigmoid_()
-    to_value = grad * gates
-    to_logits = gates.neg_().add_(1).mul_(y).mul_(grad)
-    to_biases[0] += to_value.sum(0)
-    to_biases[1] += to_logits.sum(0)
-    return to_value, to_logits
-
-
-def _reference(in_cpp: bool, h, mix, bias, features, weight, gate_bias) -> Tensor:
-    return F.linear(h, mix, bias) * F.linear(features, weight, gate_bias).sigmoid()
 
 
 class _GatedLinear(torch.autograd.Function):
@@ -209,19 +155,21 @@ class _GatedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @differentiable_as(_reference)
+    @differentiable_as(_in_order)
     def backward(ctx, grad):
-        in_cpp, (_, *given, y) = ctx.plain[0], ctx.saved_tensors
+        *given, y = ctx.saved_tensors
         h, mix, bias, features, weight, gate_bias = given
-        y = _forward(in_cpp, *given) if was_changed(ctx) else y
-        wide = torch.promote_types(h.dtype, torch.float32)
+        y = _forward(*given) if was_changed(ctx) else y
         to_h, to_features = torch.empty_like(h), torch.empty_like(features)
-        to_mix, to_weight = torch.zeros_like(mix, dtype=wide), torch.zeros_like(weight, dtype=wide)
-        to_biases = torch.zeros(2, mix.shape[0], dtype=wide, device=mix.device)
+        to_mix, to_weight = (torch.zeros_like(one, dtype=torch.float32) for one in (mix, weight))
+        to_biases = torch.zeros(2, mix.shape[0])
 
         def add(rows: slice) -> None:  # a function, so that nothing of one portion is alive during the next
-            logits = F.linear(features[rows], weight)
-            to_value, to_logits = _portion_gradients(in_cpp, grad[rows], y[rows], logits, gate_bias, to_biases)
+            upstream, to_logits = grad[rows].contiguous(), F.linear(features[rows], weight)
+            to_value = torch.empty_like(upstream)
+            # over the logits go their gradients
+            results = to_value, to_logits, to_biases
+            native.kernels().gate_backward(*results, y[rows], upstream, gate_bias.contiguous())
             torch.mm(to_value, mix, out=to_h[rows])
             torch.mm(to_logits, weight, out=to_features[rows])
             to_mix.add_(to_value.T @ h[rows])
@@ -230,5 +178,5 @@ class _GatedLinear(torch.autograd.Function):
         for rows in row_portions(y, BACKWARD_PORTION):
             add(rows)
         to_bias, to_gate_bias = to_biases.to(mix.dtype)
-        grads = None, to_h, to_mix.to(mix.dtype), None if bias is None else to_bias
+        grads = to_h, to_mix.to(mix.dtype), None if bias is None else to_bias
         return *grads, to_features, to_weight.to(weight.dtype), to_gate_bias.to(gate_bias.dtype)

@@ -19,10 +19,10 @@ from relinear.core.operator import NotLinearError
 from relinear.core.parameters import is_bare, is_plain_linear
 from relinear.core.sites import Gated
 from relinear.core.wrapper import Wrapper, WrapperConfig
-from relinear.functional.transponder import PHI, modulate_static, modulator_gate
+from relinear.functional.transponder import PHI, modulate, modulate_static, modulator_gate
 from relinear.kernels.native import refuses_rows
 from relinear.kernels.native.build import is_loaded_beside
-from relinear.kernels.transponder import few_rows, modulate, modulated_linear
+from relinear.kernels.transponder import few_rows, modulated_linear
 
 __all__ = ["Modulator", "ModulatorSettings", "StaticModulator", "Transponder", "TransponderLinear", "build_modulator"]
 

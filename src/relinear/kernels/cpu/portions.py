@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["PORTION_BYTES", "ROWS", "row_portions"]
+__all__ = ["BACKWARD_PORTION", "PORTION_BYTES", "ROWS", "row_portions"]
 
 #: size of a portion on a CPU
 PORTION_BYTES = 1 << 21
+#: the same for outputs whose gradients are computed at a time: smaller ones make small products
+BACKWARD_PORTION = 1 << 22
 #: larger portions are a multiple of so many rows: a bfloat16 product over an odd number of them (a weight's gradient)
 #: takes up to a quarter longer
 ROWS = 64

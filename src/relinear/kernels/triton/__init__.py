@@ -70,7 +70,6 @@ def refuses(
     tensors: int,
     outputs: Callable[[Call], int],
     *,
-    fewest: int = 0,
     most: float = math.inf,
     most_in_training: float | None = None,
     training: bool = True,
@@ -86,7 +85,6 @@ def refuses(
         kind: of the kernel, by which it is checked.
         tensors: how many of the twin's arguments, from the first on, are to be in half precision.
         outputs: of a row of the call.
-        fewest: numbers of x from which on the kernel was the faster form.
         most: multiplications of a dense layer below which it was.
         most_in_training: the same of a training step; ``most`` by default.
         training: whether it has a backward pass.
@@ -104,8 +102,6 @@ def refuses(
         return "gradients are recorded"
     if _triton_mode == "force":
         return ""
-    if call.size < fewest:
-        return "too few numbers"
     bound = most if most_in_training is None or not call.grad else most_in_training
     if call.size * outputs(call) >= bound:
         return "products that torch's library takes faster"

@@ -12,17 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relinear.functional import ccl as reference_ccl
 from relinear.functional import cgt as reference_cgt
 from relinear.functional import hdpl as reference_hdpl
 from relinear.functional import rotor as reference_rotor
 from relinear.functional import transponder as reference_transponder
-from relinear.kernels.triton import ccl, cgt, hdpl, rotor, transponder
+from relinear.kernels.triton import cgt, hdpl, rotor, transponder
 
 __all__ = [
     "SAMPLES",
     "Sample",
-    "ccl_arguments",
     "cgt_arguments",
     "draw",
     "hdpl_arguments",
@@ -70,16 +68,6 @@ def hdpl_arguments(tokens, i, o, blocks, rank, bias=True, noise=True, logvar=Tru
     return ((*leading, i), (blocks, o // blocks, i // blocks), *encoders, *last)
 
 
-def ccl_arguments(tokens, i, o, rank, width, norm=True, inner=True, outer=True, bias=True, gate_bias=True) -> tuple:
-    """Of ``ccl``."""
-    leading = tokens if isinstance(tokens, tuple) else (tokens,)
-    normed = ((rank,), (rank,)) if norm else (None, None)
-    basis_gate = ((rank, width), (rank,)) if inner else (None, None)
-    output_gate = ((o, width), (o,)) if outer else (None, None)
-    first = ((*leading, i), (*leading, width) if inner or outer else None, (rank, i), (o, rank), (o,) if bias else None)
-    return (*first, *normed, *basis_gate, *output_gate, gate_bias)
-
-
 def cgt_arguments(tokens, shares, width, templates, rank) -> tuple:
     """Of ``modulate``."""
     side = (templates, rank, width)
@@ -122,17 +110,6 @@ SAMPLES = {
             hdpl_arguments((2, 35), 33, 39, 3, 9, bias=False, noise=False),
             hdpl_arguments(2050, 40, 20, 2, 9),
         ),
-    ),
-    "ccl": Sample(
-        ccl,
-        "ccl",
-        reference_ccl.ccl,
-        (
-            ccl_arguments(5, 40, 130, 40, 33),
-            ccl_arguments(70, 40, 20, 9, 7, norm=False, gate_bias=False),
-            ccl_arguments(2050, 40, 20, 9, 7, bias=False, inner=False),
-        ),
-        training=False,
     ),
     "cgt": Sample(
         cgt,
