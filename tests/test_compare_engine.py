@@ -21,11 +21,14 @@ from relinear.compare.run import compare, plan_comparison
 from relinear.compare.scaling import at_size, crossing, fit_power_law, scale
 from relinear.compare.series import at_budget
 from relinear.compare.settings import CompareSettings, Tune
-from relinear.compare.tune import Trials, beside, grid_search, open_study
+from relinear.compare.sharing import carry_out
+from relinear.compare.tune import Trials, beside, grid_search
 from relinear.compare.worker import InProcess
 from relinear.data import prepare_data
 from relinear.evaluate import KneserNey
+from relinear.system.files import write_json
 from relinear.system.lock import InUseError, only_process_in
+from relinear.train import TrainResult
 from relinear.train.run import build_model
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import SteadySampler
@@ -143,19 +146,22 @@ def test_entries_may_differ_in_any_setting():
 # Tuning
 
 
-def carried_out(make, trials):
-    """What a search comes to, every trial that it asks for being run."""
-    while True:
-        found, missing = trials.advance(make())
-        if not missing:
-            return found
-        for point in missing:
-            trials.loss(*point)
+def trials_in(folder, evaluate, prefix=""):
+    """Trials whose runs come to what ``evaluate`` says (None where one diverges), and leave what runs leave."""
+
+    def run(rate, spread, place):
+        loss = evaluate(rate, spread)
+        result = TrainResult(loss, None, None, 0, 0, None, 0, {}, 1, None, []).to_dict()
+        record = {"status": "done", "result": result} if loss is not None else {"status": "failed", "diverged": True}
+        write_json(place / "run.json", {"settings": {}} | record)
+        return math.inf if loss is None else loss
+
+    return Trials(folder, run, prefix)
 
 
-def by_rate(settings, study, evaluate):
-    trials = Trials(study, lambda rate, _: evaluate(rate))
-    return carried_out(lambda: grid_search(settings), trials), trials.rows()
+def by_rate(settings, folder, evaluate):
+    trials = trials_in(folder, lambda rate, _: evaluate(rate))
+    return carry_out(folder, grid_search(settings, trials), False), trials.rows()
 
 
 def test_tuning_finds_the_minimum_and_grows_the_grid(tmp_path):
@@ -166,12 +172,12 @@ def test_tuning_finds_the_minimum_and_grows_the_grid(tmp_path):
         return None if rate > 0.5 else (math.log10(rate) + 1.3) ** 2
 
     tune = Tune(learning_rates=(1e-3, 2e-3, 4e-3), extensions=4)
-    found, _ = by_rate(tune, open_study(tmp_path, "x"), evaluate)
+    found, _ = by_rate(tune, tmp_path, evaluate)
     assert tried == [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2]
     assert found.rate == 6.4e-2
     assert found.edge  # the grid has grown as often as it may
-    found, _ = by_rate(tune.updated(extensions=6), open_study(tmp_path, "x"), evaluate)
-    assert tried[7:] == [0.128]  # what the study has is not run again
+    found, _ = by_rate(tune.updated(extensions=6), tmp_path, evaluate)
+    assert tried[7:] == [0.128]  # what has ended is not run again
     assert found.rate == 6.4e-2
     assert not found.edge
 
@@ -184,14 +190,14 @@ def test_tuning_goes_on_after_a_kill(tmp_path):
 
     tune = Tune(learning_rates=(1.0, 2.0), extensions=0)
     with pytest.raises(SystemExit):
-        by_rate(tune, open_study(tmp_path, "x"), killed)
-    found, trials = by_rate(tune, open_study(tmp_path, "x"), lambda rate: 1 / rate)
+        by_rate(tune, tmp_path, killed)
+    found, trials = by_rate(tune, tmp_path, lambda rate: 1 / rate)
     assert found.rate == 1.0 or found.rate == 2.0
     assert [t["validation_loss"] for t in trials] == [1.0, 0.5]
 
 
 def test_divergence_everywhere_is_an_infinite_loss(tmp_path):
-    assert by_rate(Tune(), open_study(tmp_path, "x"), lambda rate: None)[0].loss == math.inf
+    assert by_rate(Tune(), tmp_path, lambda rate: None)[0].loss == math.inf
 
 
 def test_rate_and_initialisation_are_found_one_after_the_other(tmp_path):
@@ -206,8 +212,8 @@ def test_rate_and_initialisation_are_found_one_after_the_other(tmp_path):
         return math.log(rate / best) ** 2 + math.log(spread / 0.1) ** 2
 
     settings = Tune(learning_rates=(1e-3, 2e-3, 4e-3, 8e-3), initializer_range=(0.02, 0.05, 0.1), extensions=2)
-    trials = Trials(open_study(tmp_path, "x"), evaluate)
-    found = carried_out(lambda: grid_search(settings, 0.02), trials)
+    trials = trials_in(tmp_path, evaluate)
+    found = carry_out(tmp_path, grid_search(settings, trials, 0.02), False)
     assert (found.rate, found.initializer_range, found.loss) == (2e-3, 0.1, pytest.approx(0))
     assert tried[:4] == [(1e-3, 0.02), (2e-3, 0.02), (4e-3, 0.02), (8e-3, 0.02)]
     assert tried[4:7] == [(4e-3, 0.05), (4e-3, 0.1), (4e-3, 0.2)]  # the grid grew once
@@ -217,8 +223,10 @@ def test_rate_and_initialisation_are_found_one_after_the_other(tmp_path):
     assert {(t["learning_rate"], t["initializer_range"]) for t in trials.rows()} == set(tried)
     assert (found.edge, found.initializer_edge) == (False, False)
     before = len(tried)
-    again = Trials(open_study(tmp_path, "x"), evaluate)
-    assert again.advance(grid_search(settings, 0.02)) == (found, [])
+    again = trials_in(tmp_path, evaluate)
+    with pytest.raises(StopIteration) as ended:
+        next(grid_search(settings, again, 0.02))
+    assert ended.value.value == found
     assert again.rows() == trials.rows()
     assert len(tried) == before
 
@@ -229,8 +237,7 @@ def test_a_start_that_is_second_at_the_first_rate_may_win_at_its_own(tmp_path):
         return floor + math.log(rate / best) ** 2 / 3
 
     settings = Tune(learning_rates=(1e-3, 2e-3, 4e-3, 8e-3), initializer_range=(0.02, 0.05, 0.1), extensions=2)
-    trials = Trials(open_study(tmp_path, "x"), evaluate)
-    found = carried_out(lambda: grid_search(settings, 0.05), trials)
+    found = carry_out(tmp_path, grid_search(settings, trials_in(tmp_path, evaluate), 0.05), False)
     assert evaluate(4e-3, 0.1) > evaluate(4e-3, 0.05)  # at the rate that was found at 0.05 it is behind
     assert (found.rate, found.initializer_range) == (1e-3, 0.1)
     assert not found.edge
@@ -238,9 +245,10 @@ def test_a_start_that_is_second_at_the_first_rate_may_win_at_its_own(tmp_path):
 
 def test_trials_that_were_added_by_hand_are_recorded(tmp_path):
     settings = Tune(learning_rates=(1.0, 2.0), extensions=0)
-    study = open_study(tmp_path, "x")
-    Trials(study, lambda rate, _: 7.0).loss(16.0)
-    _, trials = by_rate(settings, study, lambda rate: rate)
+    for prefix in ("", "full-length-", "warmup-0.1-"):  # those of other searches are no trials of this one
+        by_hand = trials_in(tmp_path, lambda rate, spread: 7.0, prefix)
+        carry_out(tmp_path, by_hand.losses([(16.0 if not prefix else 4.0, None)]), False)
+    _, trials = by_rate(settings, tmp_path, lambda rate: rate)
     assert [t["learning_rate"] for t in trials] == [1.0, 2.0, 16.0]
 
 
@@ -264,7 +272,7 @@ def test_the_chosen_rate_is_held_against_its_neighbours(tmp_path, start, best, m
         return abs(math.log(rate / best))
 
     settings = Tune(learning_rates=(1e-3, 2e-3, 4e-3), extensions=moves)
-    found = carried_out(lambda: beside(settings, start), Trials(open_study(tmp_path, "x"), evaluate))
+    found = carry_out(tmp_path, beside(settings, trials_in(tmp_path, evaluate), start), False)
     assert seen == tried
     assert (found.rate, found.edge) == (ends, edge)
 

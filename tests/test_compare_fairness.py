@@ -1,6 +1,7 @@
 """What would make a comparison unfair in silence: other budgets, other text, other machines, settings that overrule."""
 
 import math
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -12,15 +13,15 @@ from relinear.compare.run import _Comparison, compare
 from relinear.compare.scaling import at_size
 from relinear.compare.series import at_budget, over_budgets
 from relinear.compare.settings import CompareSettings, Tune
-from relinear.compare.sharing import Piece, share_out
+from relinear.compare.sharing import Piece, carry_out, share_out
 from relinear.compare.speed import _figures
-from relinear.compare.tune import Trials, beside, open_study
-from relinear.system.files import read_json
+from relinear.compare.tune import beside
+from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
 from relinear.train.run import read_result
 from relinear.train.trainer import NonFiniteLossError
 from relinear_cli.main import main
-from test_compare_engine import carried_out
+from test_compare_engine import trials_in
 
 WIDTH = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 TRAIN = {"model": "tiny", "batch_size": 8, "data": {"sequence_length": 32}}
@@ -134,11 +135,11 @@ def test_later_budgets_are_checked_where_the_recipe_asks_for_it_and_tell_of_edge
 
 def test_where_all_neighbours_diverge_the_way_is_down(tmp_path):
     settings = Tune(learning_rates=(5e-4, 1e-3, 2e-3, 4e-3, 8e-3), extensions=1)
-    trials = Trials(open_study(tmp_path, "x"), lambda rate, _: None if rate > 6e-4 else 1.0 / rate)
-    assert carried_out(lambda: beside(settings, 4e-3), trials).rate == 5e-4
-    hopeless = Trials(open_study(tmp_path, "y"), lambda rate, _: None)
+    trials = trials_in(tmp_path / "x", lambda rate, _: None if rate > 6e-4 else 1.0 / rate)
+    assert carry_out(tmp_path, beside(settings, trials, 4e-3), False).rate == 5e-4
+    hopeless = trials_in(tmp_path / "y", lambda rate, _: None)
     with pytest.raises(ValueError, match="diverged"):
-        carried_out(lambda: beside(settings, 4e-3), hopeless)
+        carry_out(tmp_path, beside(settings, hopeless, 4e-3), False)
     assert min(row["learning_rate"] for row in hopeless.rows()) == pytest.approx(2.5e-4)
 
 
@@ -204,7 +205,10 @@ def test_where_a_final_run_diverges_all_seeds_take_the_next_lower_rate(begun, tm
     def run(self, stage, what, settings, folder):
         result = whole(self, stage, what, settings, folder)
         if stage == "tune":  # the higher, the better
-            return {**result, "validation_loss": -settings.learning_rate}
+            record = read_json(folder / "run.json")
+            record["result"]["validation_loss"] = -settings.learning_rate
+            write_json(folder / "run.json", record)
+            return record["result"]
         if settings.learning_rate == 0.004 and settings.seed == 1:
             diverged.append(what)
             raise NonFiniteLossError("the training loss is nan")
@@ -220,6 +224,7 @@ def test_where_a_final_run_diverges_all_seeds_take_the_next_lower_rate(begun, tm
     assert [read_json(run)["settings"]["learning_rate"] for run in runs] == [0.002] * 3
     # and at the lowest rate there is no way on
     (tmp_path / "new" / "results.json").unlink()
+    shutil.rmtree(tmp_path / "new" / "runs")
 
     def never(self, stage, what, settings, folder):
         if stage == "train":

@@ -179,8 +179,8 @@ def test_blocks_run(page: Path, world: Path, tmp_path, monkeypatch) -> None:
     here = tmp_path / "here"
     shutil.copytree(world, here)
     monkeypatch.chdir(here)
-    for module in ("run", "sweep"):  # a process for every run would take most of the time
-        monkeypatch.setattr(f"relinear.compare.{module}.Worker", lambda log: InProcess())
+    # a process for every run would take most of the time
+    monkeypatch.setattr("relinear.compare.worker.Worker", lambda log: InProcess())
     namespace: dict = {"__name__": "__main__"}
     for reason, language, text in blocks(page):
         if reason or not is_run(language, text):

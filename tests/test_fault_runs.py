@@ -7,11 +7,13 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from relinear.compare.recipe import read_yaml
-from relinear.compare.tune import JOURNAL, Trials, open_study
+from relinear.compare.sharing import alone_at
+from relinear.compare.sweep import parse_parameter, sweep
 from relinear.system.files import atomic_path, read_json, writing
 from relinear_cli.main import main
 
@@ -65,48 +67,39 @@ def test_errors_without_a_name_get_it(tmp_path, monkeypatch):
             read(tmp_path / "a.yaml")
 
 
-# A journal that several processes write
+# A table that several processes write
 
 
-def study(folder):
-    return Trials(open_study(folder, "a", shared=True), lambda rate, _: rate)
-
-
-@linux
-@pytest.mark.parametrize("then", ["nothing", "more"])
-def test_half_a_line_in_a_journal(tmp_path, then):
-    study(tmp_path).loss(0.1)
-    path = tmp_path / JOURNAL
-    half = path.read_bytes().splitlines()[-1][:25]
-    if then == "nothing":  # the next appends behind it
-        path.write_bytes(path.read_bytes() + half)
-    else:  # an earlier version has
-        lines = path.read_bytes().splitlines(keepends=True)
-        path.write_bytes(b"".join([*lines[:-1], half, lines[-1]]))
-    study(tmp_path).loss(0.2)
-    assert [row["learning_rate"] for row in study(tmp_path).rows()] == [0.1, 0.2]
+def share(folder, trials):
+    base = {"steps": 1, "batch_size": 1, "data": {"data": str(folder / "text.txt"), "sequence_length": 16}}
+    base |= {"model_overrides": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}}
+    (folder / "text.txt").write_text("some text " * 100)
+    searched = [parse_parameter("learning_rate=1e-4..1e-2:log")]
+    return sweep(base, searched, folder / "out", trials=trials, isolate=False, shared=True)
 
 
 @linux
 @pytest.mark.timeout(60)
-def test_a_process_that_dies_in_the_lock_of_a_journal_stops_no_other(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    trials = study("shared")
+def test_a_process_that_dies_while_it_writes_the_table_stops_no_other(tmp_path):
+    share(tmp_path, 1)
     child = os.fork()
     if not child:
-        trials.study._storage._backend._lock.acquire()
-        os._exit(0)
+        with alone_at(tmp_path / "out", "table", True):
+            os._exit(0)
     os.waitpid(child, 0)
-    trials.loss(0.1)
-    assert len(trials.rows()) == 1
+    assert len(share(tmp_path, 2)) == 2
 
 
-def test_a_journal_on_a_full_disk_is_an_error_in_words(tmp_path, monkeypatch, capfd):
-    def fails(*arguments):
-        raise OSError(errno.ENOSPC, "No space left on device")
+def test_a_table_on_a_full_disk_is_an_error_in_words(tmp_path, monkeypatch, capfd):
+    whole = Path.write_text
+
+    def fails(self, text, *arguments, **kwargs):
+        if ".sweep.json." in self.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return whole(self, text, *arguments, **kwargs)
 
     (tmp_path / "text.txt").write_text("some text " * 100)
-    monkeypatch.setattr("optuna.storages.journal.JournalFileBackend.append_logs", fails)
+    monkeypatch.setattr("pathlib.Path.write_text", fails)
     arguments = ["sweep", "-p", "learning_rate=0.1,0.2", "--data", str(tmp_path / "text.txt"), "--share"]
     assert main([*arguments, "--out", str(tmp_path / "out")]) == 2
-    assert f"error: {tmp_path / 'out' / JOURNAL}: No space left" in capfd.readouterr().err
+    assert f"error: {tmp_path / 'out' / 'sweep.json'}: No space left" in capfd.readouterr().err

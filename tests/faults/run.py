@@ -137,13 +137,11 @@ def _attempt(
     noted = folder.with_name(f"{folder.name}.noted")
 
     def work() -> int:
-        import relinear.compare.run
-        import relinear.compare.sweep
-        from relinear.compare.worker import InProcess
+        import relinear.compare.worker
         from relinear_cli.main import main
 
-        for room in (relinear.compare.run, relinear.compare.sweep):
-            room.Worker = lambda log: InProcess()  # the process of a run would start anew each time
+        # the process of a run would start anew each time
+        relinear.compare.worker.Worker = lambda log: relinear.compare.worker.InProcess()
         os.chdir(folder)
         shim = ctypes.CDLL(None)
         shim.faults_failed.restype = ctypes.c_char_p
@@ -171,7 +169,6 @@ def _named(told: str, failed: list[str], folder: Path) -> bool:
     for call in failed:
         parts = Path(call.partition(" ")[2]).relative_to(folder).parts
         names |= {re.sub(r"^\.(.+?)\.[^.]{8}$", r"\1", part) for part in parts[-3:] if part != "checkpoints"}
-    names |= {name.removesuffix("-journal") for name in names}
     return any(name in told for name in names or {folder.name})
 
 

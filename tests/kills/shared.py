@@ -18,7 +18,6 @@ import torch
 from kills.works import come_to, settings
 from relinear.compare.run import compare
 from relinear.compare.sweep import parse_parameter, sweep
-from relinear.compare.tune import open_study
 
 TRIALS = 6
 
@@ -29,10 +28,10 @@ def share_sweep(data: Path, out: Path, shared: bool = True) -> None:
 
 
 def told_of_sweep(out: Path, _: dict[str, Any]) -> dict[str, Any]:
-    ended = [t for t in open_study(out, "sweep", shared=True).get_trials() if t.state.name == "COMPLETE"]
     runs = [json.loads(path.read_text())["status"] for path in sorted(out.glob("trials/*/run.json"))]
     table = json.loads((out / "sweep.json").read_text())["trials"]
-    return {"ended": sorted(trial.user_attrs["number"] for trial in ended), "runs": runs, "table": len(table)}
+    ended = [int(row["folder"][len("trials/") :][:3]) for row in table if row["validation_loss"] is not None]
+    return {"ended": sorted(ended), "runs": runs, "table": len(table)}
 
 
 def share_compare(data: Path, out: Path, shared: bool = True) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -20,14 +19,14 @@ from relinear.compare.plan import Event, OnEvent, Planned, plan_comparison
 from relinear.compare.results import comparison_result, entry_result
 from relinear.compare.series import BUDGETS, at_budget, chosen_by, over_budgets
 from relinear.compare.settings import CompareSettings, Tune, lasting
-from relinear.compare.sharing import Piece, Series, Work, alone_at, carry_out, check_sharing, worker_log
-from relinear.compare.tune import Found, Point, Trials, beside, grid_search, open_study, study_path
-from relinear.compare.worker import InProcess, Worker
+from relinear.compare.sharing import Piece, Work, all_of, alone_at, carry_out, side_by_side, summed_up
+from relinear.compare.tune import Trials, beside, grid_search
+from relinear.compare.worker import InProcess, Worker, at_work
 from relinear.data import prepare_data
 from relinear.models import model_place, preset_config, preset_names
-from relinear.system.files import read_json, write_json, writing
+from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
-from relinear.train.run import read_result
+from relinear.train.run import read_ended, read_result
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
 
@@ -36,11 +35,11 @@ __all__ = [
     "Event",
     "Planned",
     "Way",
-    "begun",
     "carried_out",
     "circumstances",
     "compare",
-    "locked",
+    "comparison",
+    "held",
     "plan_comparison",
 ]
 
@@ -85,39 +84,38 @@ def compare(
     recipe = CompareSettings.load(recipe)
     if recipe.sizes is not None:
         raise ValueError("the recipe has sizes: start it with relinear scale (relinear.compare.scale)")
-    return carried_out(begun, recipe, Path(out_dir), isolate=isolate, shared=shared, on_event=on_event)
+    return carried_out(comparison, recipe, Path(out_dir), isolate=isolate, shared=shared, on_event=on_event)
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How work is done: its directory, who trains, whether with others, and who is told."""
+    """How work is done: who trains, whether with others, and who is told."""
 
-    out_dir: Path
     worker: Worker | InProcess
     shared: bool
     on_event: OnEvent
 
 
-Begun = Callable[[CompareSettings, Path, Way], contextlib.AbstractContextManager[Work]]
-
-
 def carried_out(
-    begin: Begun, recipe: CompareSettings, out_dir: Path, *, isolate: bool, shared: bool, on_event: OnEvent
+    work: Callable[[CompareSettings, Path, Way], Work[dict[str, Any]]],
+    recipe: CompareSettings,
+    out_dir: Path,
+    *,
+    isolate: bool,
+    shared: bool,
+    on_event: OnEvent,
 ) -> dict[str, Any]:
-    """Begin work in ``out_dir``, or go on with it, and return its results; arguments as in ``compare``."""
-    worker = Worker(worker_log(out_dir, shared)) if isolate else InProcess()
-    with contextlib.closing(worker), begin(recipe, out_dir, Way(out_dir, worker, shared, on_event)) as work:
-        carry_out(out_dir, work.waiting, shared)
-        return work.results()
+    """Carry out the work on ``recipe`` in ``out_dir``, or go on with it; arguments as in ``compare``."""
+    with at_work(out_dir, isolate, shared) as worker:
+        return carry_out(out_dir, work(recipe, out_dir, Way(worker, shared, on_event)), shared)
 
 
-@contextlib.contextmanager
-def begun(recipe: CompareSettings, out_dir: Path, way: Way) -> Iterator[Work]:
-    """Check everything, then hold ``out_dir`` for the comparison and note what it is, unless it has ended."""
+def comparison(recipe: CompareSettings, out_dir: Path, way: Way) -> Work[dict[str, Any]]:
+    """Check everything, then hold ``out_dir`` for the comparison and do it, unless it has ended."""
+    path = out_dir / RESULTS
     check_same(out_dir, recipe.model_dump(mode="json"))
-    if (out_dir / RESULTS).is_file():
-        yield Series(out_dir / RESULTS)
-        return
+    if path.is_file():
+        return read_json(path)
     for name in recipe.entries:
         model_place(recipe.settings_of(name).model)
         _check_tunable(recipe, name)
@@ -126,34 +124,25 @@ def begun(recipe: CompareSettings, out_dir: Path, way: Way) -> Iterator[Work]:
         if recipe.settings_of(name).data != recipe.train.data:
             raise ValueError(f"entries.{name}.set changes the data; all entries of a comparison share one corpus")
     planned = plan_comparison(recipe, data.vocab_size, way.on_event)
-    with locked(recipe, out_dir, way, planned, data) as started:
+    with held(recipe, out_dir, way, planned, data) as started:
         if recipe.budgets is None:
-            with writing(study_path(out_dir / TUNING, way.shared)):
-                yield _Comparison(recipe, out_dir, planned, data, way, started)
-            return
-        budgets = recipe.budgets
-
-        def begin(found: list[dict[str, Any]]) -> Any:
-            at_one = at_budget(recipe, len(found), chosen_by(found))
-            return begun(at_one, out_dir / BUDGETS / str(budgets[len(found)]), way)
-
-        def summed_up(found: list[dict[str, Any]]) -> dict[str, Any]:
-            return over_budgets(recipe, found) | circumstances(started)
-
-        with Series(out_dir / RESULTS, len(budgets), begin, summed_up) as series:
-            yield series
+            return (yield from _Comparison(recipe, out_dir, planned, data, way, started).work())
+        found: list[dict[str, Any]] = []
+        for index, tokens in enumerate(recipe.budgets):
+            at_one = at_budget(recipe, index, chosen_by(found))
+            found.append((yield from comparison(at_one, out_dir / BUDGETS / str(tokens), way)))
+        return (yield from summed_up(path, lambda: over_budgets(recipe, found) | circumstances(started)))
 
 
 @contextlib.contextmanager
-def locked(
+def held(
     recipe: CompareSettings, out_dir: Path, way: Way, planned: list[Planned], data: Any = None
 ) -> Iterator[dict[str, Any]]:
-    """Hold ``out_dir`` for work on ``recipe``; what ``run.json`` says there, which is written if it is not."""
+    """Hold ``out_dir`` for work on ``recipe``; gives what ``run.json`` says there, written if it is not."""
     described = recipe.model_dump(mode="json")
     with only_process_in(out_dir, shared=way.shared):
         with alone_at(out_dir, "start", way.shared):
             check_same(out_dir, described)  # another process may have been here since
-            check_sharing(out_dir / TUNING, "a comparison", way.shared)
             started = record_start(out_dir, described, planned, data)
         yield started
 
@@ -173,7 +162,7 @@ def _check_tunable(recipe: CompareSettings, name: str) -> None:
         )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _Tuning:
     """What was tried for an entry and found best; ``results.json`` has it without what is None."""
 
@@ -199,17 +188,6 @@ class _Choice:
     tuning: _Tuning | None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Searched:
-    """The search of an entry at one warm-up: what it came to, or None and the trials that it needs first."""
-
-    ratio: float | None
-    planned: Planned
-    trials: Trials
-    found: Found | None
-    missing: list[Piece]
-
-
 def _at(settings: TrainSettings, rate: float, initializer_range: float | None) -> TrainSettings:
     """``settings`` at a learning rate and, unless it is None, an initialisation."""
     overrides = dict(settings.model_overrides)
@@ -218,18 +196,9 @@ def _at(settings: TrainSettings, rate: float, initializer_range: float | None) -
     return settings.updated(learning_rate=rate, model_overrides=overrides)
 
 
-def _of_warmup(name: str, ratio: float | None) -> tuple[str, str]:
-    """The study of an entry's trials at a warm-up that is searched, and how the folders of its runs begin."""
-    return (name, "") if ratio is None else (f"{name}, warm-up {ratio:g}", f"warmup-{ratio:g}-")
-
-
-def _hopeless(name: str, error: ValueError) -> Piece:
-    """A piece that cannot be done, and says why."""
-
-    def tell() -> None:
-        raise ValueError(f"{name}: {error}") from error
-
-    return Piece(f"tuned-{name}", lambda: False, tell)
+def _warmed(settings: TrainSettings, ratio: float | None) -> TrainSettings:
+    """``settings`` with a warm-up of that share of the steps, or as it is written."""
+    return settings if ratio is None else settings.updated(warmup_steps=None, warmup_ratio=ratio)
 
 
 class _Comparison:
@@ -245,79 +214,35 @@ class _Comparison:
         started: Mapping[str, Any],
     ) -> None:
         self.recipe, self.out_dir, self.planned, self.data = recipe, out_dir, planned, data
-        self.way, self.on_event, self.started = way, way.on_event, started
-        #: what names of pieces begin with, where the work is of several comparisons
-        self.prefix = "".join(f"{part}-" for part in out_dir.relative_to(way.out_dir).parts)
-        #: the best search of an entry, and what had been tried by its end
-        self.searched: dict[str, tuple[_Searched, _Tuning]] = {}
-        self.chosen: dict[str, _Choice] = {}
-        #: of final runs that ended here
-        self.records: dict[Path, dict[str, Any]] = {}
-        self.studies: dict[str, Trials] = {}
-        self.ended = 0
-        self.total = len(planned) * len(recipe.seeds)
+        self.way, self.started = way, started
+        self.searches: list[Trials] = []
+        #: final runs that have ended, by folder and learning rate
+        self.trained: set[tuple[Path, float]] = set()
+        self.runs = len(planned) * len(recipe.seeds)
         if recipe.tune is not None:
             trials = len(recipe.tune.learning_rates) + len(recipe.tune.initializer_range or ())
             trials *= len(recipe.tune.warmup_ratio or (None,))
-            self.total += sum(self._is_tuned(p.name) for p in planned) * trials
-            self.total += 3 * len(planned) * recipe.tune.check_full_length
+            self.runs += sum(entry.learning_rate is None for entry in recipe.entries.values()) * trials
+            self.runs += 3 * len(planned) * recipe.tune.check_full_length
 
-    def results(self) -> dict[str, Any]:
-        """Return what ``results.json`` holds."""
-        return read_json(self.out_dir / RESULTS)
-
-    def waiting(self) -> list[Piece]:
-        """Return the pieces that could be done now: trials before final runs, and what rests on these."""
-        tuning, runs = [], []
-        self._forget_diverged()
-        for planned in self.planned:
-            try:
-                tuning += self._settle(planned)
-            except ValueError as error:  # diverged wherever it was tried: the others are not held up by it
-                tuning.append(_hopeless(planned.name, error))
-            if planned.name in self.chosen:
-                runs += [self._final_piece(planned.name, seed) for seed in self.recipe.seeds]
-        waiting = [piece for piece in runs if not piece.is_done()]
-        self.ended = len(runs) - len(waiting) + sum(len(trials.rows()) for trials in self.studies.values())
-        self.total = max(self.total, self.ended)
-        found = tuning + waiting or [piece for piece in self._sums() if not piece.is_done()][:1]
-        return [dataclasses.replace(piece, name=f"{self.prefix}{piece.name}") for piece in found]
-
-    def _sums(self) -> list[Piece]:
-        """What is done one after the other once all runs have ended."""
-        pieces = []
+    def work(self) -> Work[dict[str, Any]]:
+        """Tune and train all entries, then what is done one after the other once all runs have ended."""
+        chosen = yield from side_by_side([self._entry(planned) for planned in self.planned])
         if self.recipe.ngram_order is not None:
-            pieces.append(Piece("ngram", (self.out_dir / NGRAM).is_file, self._count))
+            yield from all_of([Piece("ngram", (self.out_dir / NGRAM).is_file, self._count)])
         if self.recipe.speed.seconds:
-            pieces.append(Piece("speed", (self.out_dir / SPEED).is_file, self._speed))
-        return [*pieces, Piece("results", (self.out_dir / RESULTS).is_file, self._sum_up)]
+            yield from all_of([Piece("speed", (self.out_dir / SPEED).is_file, lambda: self._speed(chosen))])
+        return (yield from summed_up(self.out_dir / RESULTS, lambda: self._results(chosen)))
 
-    def _final_piece(self, name: str, seed: int) -> Piece:
-        folder, settings = self._folder(name, seed), self.chosen[name].settings
-
-        def is_done() -> bool:
-            ended = folder in self.records or read_result(folder) is not None
-            return ended and not self._outdated(name, seed, settings)
-
-        return Piece(f"run-{name}-{seed}", is_done, lambda: self._final_run(name, settings, seed))
-
-    def _sum_up(self) -> None:
-        """Write the results; what did not end here is read by the job that made it."""
-        for planned, seed in itertools.product(self.planned, self.recipe.seeds):
-            folder = self._folder(planned.name, seed)
-            if folder not in self.records:
-                self._final_run(planned.name, self.chosen[planned.name].settings, seed)
-            if folder not in self.records:
-                return  # another rate is taken: there is more to be done
-        write_json(self.out_dir / RESULTS, self._results())
-
-    def _results(self) -> dict[str, Any]:
-        counted, speed, gaps = self._count(), self._speed(), self._gaps()
+    def _results(self, chosen: list[_Choice]) -> dict[str, Any]:
+        counted, speed, gaps = self._count(), self._speed(chosen), self._gaps()
         entries = []
-        for planned in self.planned:
-            name, choice = planned.name, self.chosen[planned.name]
+        for planned, choice in zip(self.planned, chosen, strict=True):
+            name, runs = planned.name, []
+            for seed in self.recipe.seeds:
+                result = read_result(self._folder(name, seed))
+                runs.append({"seed": seed, **result.to_dict(), "curve": result.curve})
             tuning = choice.tuning and choice.tuning.to_dict()
-            runs = [{"seed": seed, **self.records[self._folder(name, seed)]} for seed in self.recipe.seeds]
             entry = entry_result(planned, choice.settings, tuning, runs, speed.get(name))
             entries.append(entry | {"dense": self.recipe.entries[name].dense, "gap": gaps.get(name)})
         return {
@@ -327,10 +252,16 @@ class _Comparison:
             "finished": now(),
         }
 
+    def _tell(
+        self, stage: str, what: str, done: int = 0, total: int = 0, detail: Mapping[str, Any] | None = None
+    ) -> None:
+        ended = len(self.trained) + sum(len(trials.known) for trials in self.searches)
+        self.way.on_event(Event(stage, what, done, total, ended, max(self.runs, ended), detail or {}))
+
     def _count(self) -> dict[str, Any] | None:
         if self.recipe.ngram_order is None:
             return None
-        self.on_event(Event("ngram", f"counting {self.recipe.ngram_order}-grams", 0, 0, self.ended, self.total))
+        self._tell("ngram", f"counting {self.recipe.ngram_order}-grams")
         return count_ngrams(self.recipe, self.data, self.out_dir)
 
     def _gaps(self) -> dict[str, dict[str, Any]]:
@@ -348,91 +279,68 @@ class _Comparison:
             return np.load(folder / BLOCK_LOSSES, allow_pickle=False)
         return np.asarray([read_result(folder).validation_loss])
 
-    # Tuning
+    # An entry
 
-    def _is_tuned(self, name: str) -> bool:
-        return self.recipe.tune is not None and self.recipe.entries[name].learning_rate is None
+    def _entry(self, planned: Planned) -> Work[_Choice]:
+        """Tune an entry, then train it on every seed; where a final run diverges, all take a lower rate."""
+        name = planned.name
+        try:
+            tuned = _Choice(planned.settings, None)
+            if self.recipe.tune is not None:
+                tuned = yield from self._tuned(planned, self.recipe.tune)
+            while True:
+                choice = self._below_diverged(name, tuned)
+                yield from all_of([self._final_piece(name, choice, seed) for seed in self.recipe.seeds])
+                if choice.settings.learning_rate not in self._given_up(name):
+                    return choice
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
 
-    def _settle(self, planned: Planned) -> list[Piece]:
-        """The trials that an entry's choice of rate, initialisation and warm-up needs first; else it is ``chosen``."""
-        settings = self.recipe.tune
-        if planned.name in self.chosen:
-            return []
-        if settings is None:
-            self.chosen[planned.name] = _Choice(planned.settings, None)
-            return []
-        rate, spread, ratio = planned.settings.learning_rate, None, None
+    def _tuned(self, planned: Planned, tune: Tune) -> Work[_Choice]:
+        """The rate, initialisation and warm-up that are found best, in short runs and in runs of full length."""
+        settings, rate, spread, ratio = planned.settings, planned.settings.learning_rate, None, None
         tuning, trials = None, None
-        if self._is_tuned(planned.name):
-            if planned.name not in self.searched:
-                searches = self._searches(planned, settings)
-                missing = [piece for search in searches for piece in search.missing]
-                if missing:
-                    return missing
-                best = min(searches, key=lambda search: search.found.loss)  # type: ignore[union-attr]
-                self.searched[planned.name] = best, self._tuned(settings, searches, best)
-            best, tuning = self.searched[planned.name]
-            tuning = dataclasses.replace(tuning)
-            planned, trials, ratio = best.planned, best.trials, best.ratio
-            rate, spread = best.found.rate, best.found.initializer_range  # type: ignore[union-attr]
-        if settings.check_full_length:
-            if trials is None or settings.fraction < 1:  # else tuning's own are of full length
-                study, prefix = _of_warmup(planned.name, ratio)
-                trials = self._trials(planned, f"{study}, full length", 1.0, f"full-length-{prefix}")
-            full, lacking = trials.advance(beside(settings, rate, spread))
-            if full is None:
-                return self._trial_pieces(trials, lacking)
-            tuning = tuning or _Tuning([])
-            tuning.edge = full.edge  # of the rate that is used
-            rows = self._told(planned, trials.rows(), 1.0, ratio)
-            tuning.full_length = {"trials": rows, "from": rate, "moved": full.rate != rate, "edge": full.edge}
-            rate = full.rate
-        if tuning is not None:
-            tuning.initializer_range = spread
-            rate = self._below_diverged(planned.name, rate, tuning)
-        self.chosen[planned.name] = _Choice(_at(planned.settings, rate, spread), tuning)
-        return []
-
-    def _searches(self, planned: Planned, settings: Tune) -> list[_Searched]:
-        """The search over rates and initialisations at each of the warm-ups: what one lacks can be done meanwhile."""
-        written = None if settings.initializer_range is None else self._written_range(planned)
-        ratios: tuple[float | None, ...] = settings.warmup_ratio or (None,)
-        searches = []
-        for ratio in (None,) if self.recipe.keeps_warmup(planned.name) else ratios:
-            at = planned
-            if ratio is not None:
-                warmed = planned.settings.updated(warmup_steps=None, warmup_ratio=ratio)
-                at = dataclasses.replace(planned, settings=warmed)
-            study, prefix = _of_warmup(planned.name, ratio)
-            trials = self._trials(at, study, settings.fraction, prefix)
-            found, lacking = trials.advance(grid_search(settings, written))
-            searches.append(_Searched(ratio, at, trials, found, self._trial_pieces(trials, lacking)))
-        return searches
-
-    def _tuned(self, settings: Tune, searches: list[_Searched], best: _Searched) -> _Tuning:
-        """What was tried at all warm-ups, ``best`` being that of the lowest loss."""
-        found = best.found
-        assert found is not None
-        if not math.isfinite(found.loss):
-            raise ValueError(
-                f"training diverged at every learning rate of the grid {list(settings.learning_rates)}; lower "
-                "tune.learning_rates"
+        if self.recipe.entries[planned.name].learning_rate is None:
+            ratios = (None,) if self.recipe.keeps_warmup(planned.name) else (tune.warmup_ratio or (None,))
+            written = None if tune.initializer_range is None else self._written_range(planned)
+            searches = [self._trials(planned.name, settings, tune.fraction, ratio) for ratio in ratios]
+            results = yield from side_by_side([grid_search(tune, trials, written) for trials in searches])
+            found, trials, ratio = min(zip(results, searches, ratios, strict=True), key=lambda each: each[0].loss)
+            if not math.isfinite(found.loss):
+                raise ValueError(
+                    f"training diverged at every learning rate of the grid {list(tune.learning_rates)}; lower "
+                    "tune.learning_rates"
+                )
+            rate, spread = found.rate, found.initializer_range
+            tuning = _Tuning(
+                [row for each in searches for row in each.rows()],
+                found.edge,
+                found.initializer_edge,
+                ratio,
+                # with two of them each is an end
+                None if ratio is None else len(ratios) > 2 and ratio in (ratios[0], ratios[-1]),
+                initializer_range=spread,
             )
-        rows = [row for s in searches for row in self._told(s.planned, s.trials.rows(), settings.fraction, s.ratio)]
-        tuning = _Tuning(rows, found.edge, found.initializer_edge, best.ratio)
-        if best.ratio is not None:
-            # with two of them each is an end
-            tuning.warmup_edge = len(searches) > 2 and best.ratio in (searches[0].ratio, searches[-1].ratio)
-        return tuning
+        if tune.check_full_length:
+            if trials is None or tune.fraction < 1:  # else tuning's own are of full length
+                trials = self._trials(planned.name, settings, 1.0, ratio, full=True)
+            full = yield from beside(tune, trials, rate, spread)
+            told = {"trials": trials.rows(), "from": rate, "moved": full.rate != rate, "edge": full.edge}
+            # the edge that is told is that of the rate that is used
+            tuning = dataclasses.replace(tuning or _Tuning([]), edge=full.edge, full_length=told)
+            rate = full.rate
+        return _Choice(_at(_warmed(settings, ratio), rate, spread), tuning)
 
     def _given_up(self, name: str) -> list[float]:
         """The rates at which a final run of an entry diverged."""
         path = self.out_dir / TUNING / name / DIVERGED
         return read_json(path) if path.is_file() else []
 
-    def _below_diverged(self, name: str, rate: float, tuning: _Tuning) -> float:
-        """``rate``, or the next lower one of those tried at which no final run has diverged; told in ``tuning``."""
-        given_up = self._given_up(name)
+    def _below_diverged(self, name: str, choice: _Choice) -> _Choice:
+        """``choice``, or that at the next lower rate of those tried at which no final run has diverged."""
+        given_up, rate, tuning, diverged = self._given_up(name), choice.settings.learning_rate, choice.tuning, []
+        if tuning is None or rate not in given_up:
+            return choice
         lower = [
             trial["learning_rate"]
             for trial in [*tuning.trials, *(tuning.full_length or {}).get("trials", ())]
@@ -441,102 +349,86 @@ class _Comparison:
             and trial.get("warmup_ratio") in (None, tuning.warmup_ratio)
         ]
         while rate in given_up:
-            tuning.diverged = [*(tuning.diverged or ()), rate]
+            diverged.append(rate)
             below = [other for other in lower if other < rate]
             if not below:
                 raise ValueError(
-                    f"final runs diverged at {', '.join(f'{r:g}' for r in tuning.diverged)}, and no lower learning "
+                    f"final runs diverged at {', '.join(f'{r:g}' for r in diverged)}, and no lower learning "
                     "rate was tried; take a lower grid (tune.learning_rates)"
                 )
             rate = max(below)
-        return rate
-
-    def _forget_diverged(self) -> None:
-        """Choose again where a final run, here or in a process that shares the work, has diverged since."""
-        for name, choice in list(self.chosen.items()):
-            if choice.tuning is not None and choice.settings.learning_rate in self._given_up(name):
-                del self.chosen[name]
+        return _Choice(choice.settings.updated(learning_rate=rate), dataclasses.replace(tuning, diverged=diverged))
 
     def _written_range(self, planned: Planned) -> float | None:
         if self.recipe.keeps_initialisation(planned.name):
             return None
         return preset_config(planned.settings.model, **planned.settings.model_overrides).initializer_range
 
-    def _short(self, planned: Planned, fraction: float) -> TrainSettings:
-        short = lasting(planned.settings, fraction)
-        return short.updated(seed=self.recipe.tune.seed, eval_every=0, save_model=False)
+    def _trials(
+        self, name: str, settings: TrainSettings, fraction: float, ratio: float | None, full: bool = False
+    ) -> Trials:
+        """The runs of a search of an entry at one warm-up, of ``fraction`` times the steps."""
+        warmup = () if ratio is None else (f"warm-up {ratio:g}",)
+        study = ", ".join([name, *warmup, *(["full length"] if full else [])])
+        prefix = "full-length-" * full + "".join(f"{each.replace('warm-up ', 'warmup-')}-" for each in warmup)
+        short = lasting(_warmed(settings, ratio), fraction)
+        short = short.updated(seed=self.recipe.tune.seed, eval_every=0, save_model=False)
 
-    def _told(
-        self, planned: Planned, trials: list[dict[str, Any]], fraction: float, ratio: float | None
-    ) -> list[dict[str, Any]]:
-        """Trials with what their runs have in common: everything needed to say what was tried."""
-        short = self._short(planned, fraction)
-        common = {"steps": short.steps, "seed": short.seed} | ({} if ratio is None else {"warmup_ratio": ratio})
-        return [trial | common for trial in trials]
-
-    def _trials(self, planned: Planned, study: str, fraction: float, prefix: str) -> Trials:
-        folder = self.out_dir / TUNING
-
-        def evaluate(rate: float, spread: float | None) -> float | None:
+        def run(rate: float, spread: float | None, folder: Path) -> float:
             stated = "" if spread is None else f", initializer_range {spread:g}"
             what = f"tuning {study}, learning rate {rate:g}{stated}"
-            name = f"{prefix}{rate:g}" + ("" if spread is None else f"-init-{spread:g}")
-            settings = _at(self._short(planned, fraction), rate, spread)
             try:
-                return self._run("tune", what, settings, folder / planned.name / name)["validation_loss"]
+                return self._run("tune", what, _at(short, rate, spread), folder)["validation_loss"]
             except NonFiniteLossError:
-                return None
+                return math.inf
 
-        if study not in self.studies:
-            self.studies[study] = Trials(open_study(folder, study, shared=self.way.shared), evaluate)
-        return self.studies[study]
-
-    def _trial_pieces(self, trials: Trials, points: list[Point]) -> list[Piece]:
-        study = next(study for study, known in self.studies.items() if known is trials)
-
-        def piece(point: Point) -> Piece:
-            name = "-".join(f"{value:g}" for value in point if value is not None)
-            key = f"tuning-{study}-{name}"
-            return Piece(key, lambda: trials.known(*point) is not None, lambda: trials.loss(*point))
-
-        return [piece(point) for point in points]
-
-    # Training
+        common = {"steps": short.steps, "seed": short.seed} | ({} if ratio is None else {"warmup_ratio": ratio})
+        self.searches.append(Trials(self.out_dir / TUNING / name, run, prefix, common))
+        return self.searches[-1]
 
     def _folder(self, name: str, seed: int) -> Path:
         return self.out_dir / "runs" / name / f"seed-{seed}"
 
-    def _final_run(self, name: str, settings: TrainSettings, seed: int) -> None:
-        """Train an entry on a seed. Where it diverges at a rate that was tuned, all its seeds take a lower one."""
-        what = name if len(self.recipe.seeds) == 1 else f"{name}, seed {seed}"
-        folder = self._folder(name, seed)
-        if self._outdated(name, seed, settings):
-            shutil.rmtree(folder)
-            self.records.pop(folder, None)
-        try:
-            self.records[folder] = self._run("train", what, settings.updated(seed=seed), folder)
-        except NonFiniteLossError:
-            if self.chosen[name].tuning is None:
-                raise
-            write_json(self.out_dir / TUNING / name / DIVERGED, sorted({*self._given_up(name), settings.learning_rate}))
+    def _final_piece(self, name: str, choice: _Choice, seed: int) -> Piece:
+        settings, folder = choice.settings.updated(seed=seed), self._folder(name, seed)
+        key = folder, settings.learning_rate
 
-    def _outdated(self, name: str, seed: int, settings: TrainSettings) -> bool:
+        def is_done() -> bool:
+            if settings.learning_rate in self._given_up(name):
+                return True  # by another seed: all take a lower one
+            if key not in self.trained and not self._outdated(name, folder, settings) and read_ended(settings, folder):
+                self.trained.add(key)
+            return key in self.trained
+
+        def do() -> None:
+            if self._outdated(name, folder, settings):
+                shutil.rmtree(folder)
+            what = name if len(self.recipe.seeds) == 1 else f"{name}, seed {seed}"
+            try:
+                self._run("train", what, settings, folder)
+            except NonFiniteLossError:
+                if choice.tuning is None:
+                    raise
+                given_up = sorted({*self._given_up(name), settings.learning_rate})
+                write_json(self.out_dir / TUNING / name / DIVERGED, given_up)
+
+        return Piece(f"run-{name}-{seed}", is_done, do, later=True)
+
+    def _outdated(self, name: str, folder: Path, settings: TrainSettings) -> bool:
         """Whether a final run was made at a rate that was given up since, because another seed's diverged at it."""
-        path, given_up = self._folder(name, seed) / RUN, self._given_up(name)
-        if not given_up or not path.is_file():
+        given_up = self._given_up(name)
+        if not given_up or not (folder / RUN).is_file():
             return False
-        rate = read_json(path)["settings"]["learning_rate"]
+        rate = read_json(folder / RUN)["settings"]["learning_rate"]
         return rate in given_up and rate != settings.learning_rate
 
     def _run(self, stage: str, what: str, settings: TrainSettings, folder: Path) -> dict[str, Any]:
         def tell(progress: Mapping[str, Any]) -> None:
             detail = {key: progress[key] for key in ("loss", "validation_loss", "tokens_per_second")}
             phase = {"evaluate": " (evaluating)", "prepare": " (preparing)"}.get(progress["phase"], "")
-            self.on_event(
-                Event(stage, what + phase, progress["step"], progress["steps"], self.ended, self.total, detail)
-            )
+            self._tell(stage, what + phase, progress["step"], progress["steps"], detail)
 
-        self.on_event(Event(stage, what, 0, settings.steps, self.ended, self.total))
+        self._tell(stage, what, 0, settings.steps)
         arguments = {"settings": settings.model_dump(mode="json"), "out_dir": str(folder)}
         try:
             return self.way.worker.run("train", arguments, tell)
@@ -544,9 +436,7 @@ class _Comparison:
             error.args = (f"{what}: {error}",)
             raise
 
-    # Speed
-
-    def _speed(self) -> dict[str, Any]:
+    def _speed(self, chosen: list[_Choice]) -> dict[str, Any]:
         path, speed = self.out_dir / SPEED, self.recipe.speed
         if speed.seconds == 0:
             return {}
@@ -555,10 +445,12 @@ class _Comparison:
         what = "measuring speed, all models in turn"
 
         def tell(progress: Mapping[str, Any]) -> None:
-            self.on_event(Event("speed", what, progress["step"], progress["steps"], self.ended, self.total))
+            self._tell("speed", what, progress["step"], progress["steps"])
 
-        self.on_event(Event("speed", what, 0, 0, self.ended, self.total))
-        settings = {p.name: self.chosen[p.name].settings.model_dump(mode="json") for p in self.planned}
+        self._tell("speed", what)
+        settings = {
+            p.name: choice.settings.model_dump(mode="json") for p, choice in zip(self.planned, chosen, strict=True)
+        }
         entries = self.recipe.entries
         full = [p.name for p in self.planned if entries[p.name].dense and entries[p.name].how == "fixed"]
         reference = full[0] if full else "dense at full size"

@@ -8,9 +8,8 @@ narrower and a shallower dense model: an operator that loses to one of them save
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from relinear.compare.folder import BLOCK_LOSSES, check_same
 from relinear.compare.gaps import interval, replicates
 from relinear.compare.match import at_width, measure_size, scaled_operators
 from relinear.compare.plan import Event, OnEvent
-from relinear.compare.run import Way, begun, carried_out, circumstances, locked
+from relinear.compare.run import Way, carried_out, circumstances, comparison, held
 from relinear.compare.settings import CompareSettings
-from relinear.compare.sharing import Series, Work
+from relinear.compare.sharing import Work, summed_up
 from relinear.data import prepare_data
 from relinear.models import preset_config, preset_names
 from relinear.system.files import read_json
@@ -68,31 +67,27 @@ def scale(
     recipe = CompareSettings.load(recipe)
     if recipe.sizes is None:
         raise ValueError("a recipe for scaling says at which widths: sizes: [32, 48, 64, 96]")
-    return carried_out(_begun, recipe, Path(out_dir), isolate=isolate, shared=shared, on_event=on_event)
+    return carried_out(_scaled_up, recipe, Path(out_dir), isolate=isolate, shared=shared, on_event=on_event)
 
 
-@contextlib.contextmanager
-def _begun(recipe: CompareSettings, out_dir: Path, way: Way) -> Iterator[Work]:
+def _scaled_up(recipe: CompareSettings, out_dir: Path, way: Way) -> Work[dict[str, Any]]:
     """Hold ``out_dir`` for a comparison at every width, unless all have ended."""
     check_same(out_dir, recipe.model_dump(mode="json"))
     if (out_dir / SCALE).is_file():
-        read_scale(out_dir)
-        yield Series(out_dir / SCALE)
-        return
+        return read_scale(out_dir)
     data = prepare_data(recipe.train.data, on_progress=lambda what, done: way.on_event(Event("data", what, done)))
     widths = recipe.sizes.widths if recipe.sizes else ()
-    recipes = [at_size(recipe, width, data.vocab_size) for width in widths]
-    with locked(recipe, out_dir, way, []) as started:
+    recipes = {width: at_size(recipe, width, data.vocab_size) for width in widths}
+    with held(recipe, out_dir, way, []) as started:
+        found: dict[int, dict[str, Any]] = {}
+        for width, sized in recipes.items():
+            found[width] = yield from comparison(sized, out_dir / SIZES / str(width), way)
 
-        def begin(found: list[dict[str, Any]]) -> Any:
-            return begun(recipes[len(found)], out_dir / SIZES / str(widths[len(found)]), way)
-
-        def summed_up(found: list[dict[str, Any]]) -> dict[str, Any]:
+        def sum_up() -> dict[str, Any]:
             head = {"format": FORMAT, "name": recipe.name, "description": recipe.description}
-            return head | _summary(recipe, out_dir, dict(zip(widths, found, strict=True))) | circumstances(started)
+            return head | _summary(recipe, out_dir, found) | circumstances(started)
 
-        with Series(out_dir / SCALE, len(widths), begin, summed_up) as series:
-            yield series
+        return (yield from summed_up(out_dir / SCALE, sum_up))
 
 
 def read_scale(directory: str | Path) -> dict[str, Any]:

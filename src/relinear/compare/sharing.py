@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, TypeVar
 
-from relinear.compare.tune import JOURNAL, STORAGE
 from relinear.system.files import read_json, write_json
 from relinear.system.lock import InUseError, only_process_in
 
-__all__ = ["Piece", "Series", "Work", "alone_at", "carry_out", "check_sharing", "share_out", "worker_log"]
+__all__ = ["Piece", "Work", "all_of", "alone_at", "carry_out", "share_out", "side_by_side", "summed_up"]
 
 #: folder of the locks
 CLAIMS = "claims"
@@ -32,59 +29,59 @@ class Piece:
     """A piece of work.
 
     name: of its lock, the same in every process. is_done: whether it needs no doing, asked by who holds it. do: does
-    it, and leaves on disk what makes ``is_done`` true.
+    it, and leaves on disk what makes ``is_done`` true. later: whether it is put off while others can be done.
     """
 
     name: str
     is_done: Callable[[], bool]
     do: Callable[[], Any]
+    later: bool = False
 
 
-class Work(Protocol):
-    """Pieces that come to results."""
-
-    def waiting(self) -> Sequence[Piece]:
-        """Return the pieces that have not been done and could be now; none where all has been."""
-
-    def results(self) -> dict[str, Any]:
-        """Return what it came to, once nothing is waiting."""
+T = TypeVar("T")
+#: yields the pieces that are not done and could be now, as long as there are any; returns what they came to
+Work = Generator[Sequence[Piece], None, T]
 
 
-class Series(contextlib.ExitStack):
-    """Works one after the other, each made of what those before it came to; then the sum of all is written.
+def all_of(pieces: Sequence[Piece]) -> Work[None]:
+    """Have every piece done."""
+    while waiting := [piece for piece in pieces if not piece.is_done()]:
+        yield waiting
 
-    Args:
-        path: of the results; nothing is done where they are there.
-        count: of works.
-        begin: the next work, as a context manager, from the results so far.
-        summed_up: the results of the whole, from those of all works.
-    """
 
-    def __init__(self, path: Path, count: int = 0, begin: Any = None, summed_up: Any = None) -> None:
-        super().__init__()
-        self.path, self._count, self._begin, self._summed_up = path, count, begin, summed_up
-        self._found: list[dict[str, Any]] = []
-        self._work: Work | None = None
+def side_by_side(works: Sequence[Work[T]]) -> Work[list[T]]:
+    """Carry out works that do not need each other, and return what each came to; one that fails holds up no other."""
+    going, ended = dict(enumerate(works)), dict[int, T]()
+    while going:
+        waiting: list[Piece] = []
+        for place, work in list(going.items()):
+            try:
+                waiting += next(work)
+            except StopIteration as end:
+                ended[place] = end.value
+                del going[place]
+            except ValueError as error:
+                going[place] = _failing(f"failing-{place}", error)
+                waiting += next(going[place])
+        if waiting:
+            yield sorted(waiting, key=lambda piece: piece.later)
+    return [ended[place] for place in range(len(works))]
 
-    def waiting(self) -> Sequence[Piece]:
-        """Return what waits of the work at hand, at last the sum."""
-        while not self.path.is_file():
-            if len(self._found) == self._count:
-                return [Piece("sum", self.path.is_file, self._write)]
-            work = self._work = self._work or self.enter_context(self._begin(self._found))
-            if pieces := work.waiting():
-                return pieces
-            self._found.append(work.results())
-            self._work = None
-            self.close()
-        return ()
 
-    def _write(self) -> None:
-        write_json(self.path, self._summed_up(self._found))
+def _failing(name: str, error: ValueError) -> Work[Any]:
+    """A piece that cannot be done, and says why."""
 
-    def results(self) -> dict[str, Any]:
-        """Return the sum."""
-        return read_json(self.path)
+    def tell() -> NoReturn:
+        raise error
+
+    while True:
+        yield [Piece(name, lambda: False, tell)]
+
+
+def summed_up(path: Path, sum_up: Callable[[], dict[str, Any]]) -> Work[dict[str, Any]]:
+    """Return what ``path`` holds, written by one process unless it is there."""
+    yield from all_of([Piece("results", path.is_file, lambda: write_json(path, sum_up()))])
+    return read_json(path)
 
 
 def alone_at(out_dir: Path, what: str, shared: bool) -> contextlib.AbstractContextManager[Any]:
@@ -94,13 +91,19 @@ def alone_at(out_dir: Path, what: str, shared: bool) -> contextlib.AbstractConte
     return only_process_in(out_dir / CLAIMS / what, patience=60, required=True)
 
 
-def carry_out(out_dir: Path, waiting: Callable[[], Sequence[Piece]], shared: bool) -> None:
-    """Do pieces until ``waiting`` gives none: alone, in their order and until one fails, or as ``share_out``."""
-    if shared:
-        share_out(out_dir, waiting)
-        return
-    while pieces := waiting():
-        pieces[0].do()
+def carry_out(out_dir: Path, work: Work[T], shared: bool) -> T:
+    """Do work and return what it came to: alone, piece by piece and until one fails, or as ``share_out``."""
+    results: list[T] = []
+
+    def noted() -> Work[None]:
+        results.append((yield from work))
+
+    with contextlib.closing(noted()) as pieces:
+        if shared:
+            share_out(out_dir, lambda: next(pieces, ()))
+        while waiting := next(pieces, ()):
+            waiting[0].do()
+    return results[0]
 
 
 def share_out(out_dir: Path, waiting: Callable[[], Sequence[Piece]]) -> None:
@@ -140,15 +143,3 @@ def _first(failed: dict[str, Exception]) -> Exception:
     if names[1:]:
         error.args = (f"{error} ({', '.join(names[1:])} failed, too)", *error.args[1:])
     return error
-
-
-def worker_log(out_dir: Path, shared: bool) -> Path:
-    """Return where what runs print goes: of shared work a file for each process."""
-    return out_dir / (f"worker-{platform.node()}-{os.getpid()}.log" if shared else "worker.log")
-
-
-def check_sharing(folder: Path, what: str, shared: bool) -> None:
-    """Raise ValueError if the studies in ``folder`` are kept in the other way: of shared work in a journal."""
-    kept, other = (STORAGE, "shared=True (--share)") if shared else (JOURNAL, "shared=False (no --share)")
-    if (folder / kept).exists():
-        raise ValueError(f"{folder} holds {what} that was not begun with {other}; go on as it was begun")

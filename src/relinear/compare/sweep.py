@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from relinear.compare.recipe import apply_overrides, read_value
-from relinear.compare.sharing import Piece, alone_at, carry_out, check_sharing, worker_log
-from relinear.compare.tune import open_study, study_path
-from relinear.compare.worker import InProcess, Worker
+from relinear.compare.sharing import Piece, all_of, alone_at, carry_out
+from relinear.compare.worker import InProcess, Worker, at_work
 from relinear.core.config import shown
 from relinear.data.corpora import open_corpus
 from relinear.models import model_place
-from relinear.system.files import read_json, write_json, writing
+from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
 from relinear.system.written import check_ours
 from relinear.train.settings import TrainSettings
@@ -41,18 +41,15 @@ class Parameter:
     high: float = 0.0
     log: bool = False
 
-    @property
-    def integer(self) -> bool:
-        """Whether the range is one of whole numbers."""
-        return isinstance(self.low, int) and isinstance(self.high, int)
+    def distribution(self) -> Any:
+        """Return what optuna draws from."""
+        from optuna import distributions
 
-    def suggest(self, trial: Any) -> Any:
-        """Return a value from an optuna trial."""
-        if self.choices:
-            # optuna's choices are plain values; anything else goes through its text
-            return json.loads(trial.suggest_categorical(self.name, [json.dumps(choice) for choice in self.choices]))
-        suggest = trial.suggest_int if self.integer else trial.suggest_float
-        return suggest(self.name, self.low, self.high, log=self.log)
+        if self.choices:  # optuna's are plain values; anything else goes through its text
+            return distributions.CategoricalDistribution([json.dumps(choice) for choice in self.choices])
+        if isinstance(self.low, int) and isinstance(self.high, int):
+            return distributions.IntDistribution(self.low, self.high, log=self.log)
+        return distributions.FloatDistribution(self.low, self.high, log=self.log)
 
 
 def parse_parameter(text: str) -> Parameter:
@@ -91,7 +88,7 @@ def sweep(
     """Train with settings that optuna's TPE sampler proposes, until ``trials`` runs have ended.
 
     What trial n proposes depends on ``seed``, n and the trials before it alone, so an interrupted sweep comes to the
-    same end. Trials are kept in ``out_dir/optuna.db`` and ``out_dir/trials/``, the table in ``out_dir/sweep.json``.
+    same end. Trials are runs in ``out_dir/trials/``, the table of what they came to is ``out_dir/sweep.json``.
 
     Args:
         base: settings of every run.
@@ -114,6 +111,8 @@ def sweep(
     """
     if trials < 1:
         raise ValueError(f"trials must be at least 1, got {trials}")
+    if importlib.util.find_spec("optuna") is None:
+        raise ImportError("sweeps need optuna: pip install 'relinear[sweep]'")
     if not parameters:
         raise ValueError("nothing to search: give at least one parameter, such as learning_rate=1e-4..1e-2:log")
     base = TrainSettings.load(base)
@@ -126,14 +125,8 @@ def sweep(
     out_dir = Path(out_dir)
     record = {"base": base.model_dump(mode="json"), "parameters": [_as_json(p) for p in parameters], "seed": seed}
     _check_same(out_dir, record)
-    check_sharing(out_dir, "a sweep", shared)
-    worker = Worker(worker_log(out_dir, shared)) if isolate else InProcess()
-    work = _Sweep(values, record, parameters, out_dir, seed, shared, worker, on_progress)
-    try:
-        with writing(study_path(out_dir, shared)), contextlib.nullcontext() if shared else only_process_in(out_dir):
-            return work.carry_out(trials)
-    finally:
-        worker.close()
+    with only_process_in(out_dir, shared=shared), at_work(out_dir, isolate, shared) as worker:
+        return _Sweep(values, record, parameters, out_dir, shared, worker, on_progress).carry_out(trials)
 
 
 def _as_json(parameter: Parameter) -> dict[str, Any]:
@@ -155,104 +148,85 @@ def _check_same(out_dir: Path, record: Mapping[str, Any]) -> None:
         raise ValueError(f"{out_dir} holds a sweep with another {', '.join(differing)}; give another --out")
 
 
-def _ended(study: Any) -> list[Any]:
-    return [trial for trial in study.get_trials(deepcopy=False) if trial.state.name in ("COMPLETE", "PRUNED")]
-
-
 @dataclasses.dataclass
 class _Sweep:
-    """The trials of one sweep, and who trains them."""
+    """The trials of one sweep, and who trains them. What was proposed and what ended stands in ``sweep.json``."""
 
     values: Mapping[str, Any]
     record: Mapping[str, Any]
     parameters: list[Parameter]
     out_dir: Path
-    seed: int
     shared: bool
     worker: Worker | InProcess
     on_progress: Callable[[int, dict[str, Any], dict[str, Any]], None]
 
     def carry_out(self, trials: int) -> list[dict[str, Any]]:
-        """Do whatever trial nobody else holds, until all have ended. A shared trial is held by the lock of a folder."""
-        with alone_at(self.out_dir, "table", self.shared):
-            _check_same(self.out_dir, self.record)  # first, so that whoever joins with other settings is refused
-            if not (self.out_dir / SWEEP).is_file():
-                write_json(self.out_dir / SWEEP, {**self.record, "trials": []})
-        study = open_study(self.out_dir, "sweep", shared=self.shared)
-        carry_out(self.out_dir, lambda: self._waiting(study, trials), self.shared)
-        self._tell(study)
-        return _table(study)
+        """Do whatever trial nobody else holds, until all have ended."""
+        with self._noted():
+            pass  # first, so that whoever joins with other settings is refused
+        pieces = [self._piece(number) for number in range(trials)]
+        carry_out(self.out_dir, all_of(pieces), self.shared)
+        return self._read()["trials"]
 
-    def _tell(self, study: Any) -> None:
-        """Write the table."""
+    def _read(self) -> dict[str, Any]:
+        path = self.out_dir / SWEEP
+        return read_json(path) if path.is_file() else {**self.record, "trials": []}
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[dict[str, Any]]:
+        """Hold ``sweep.json`` and write it with what was changed in it."""
         with alone_at(self.out_dir, "table", self.shared):
             _check_same(self.out_dir, self.record)
-            write_json(self.out_dir / SWEEP, {**self.record, "trials": _table(study)})
+            found = self._read()
+            yield found
+            write_json(self.out_dir / SWEEP, found)
 
-    def _waiting(self, study: Any, trials: int) -> list[Piece]:
-        """The trials that have not ended."""
+    def _piece(self, number: int) -> Piece:
+        return Piece(
+            f"{number:03d}", lambda: number in map(_number, self._read()["trials"]), lambda: self._trial(number)
+        )
 
-        def piece(number: int) -> Piece:
-            def is_done() -> bool:
-                return number in _numbers(_ended(study))
-
-            return Piece(f"{number:03d}", is_done, lambda: self._begun_or_new(study, number))
-
-        ended = _numbers(_ended(study))
-        return [piece(number) for number in range(trials) if number not in ended]
-
-    def _begun_or_new(self, study: Any, number: int) -> None:
-        running = [t for t in study.get_trials(deepcopy=False) if t.state.name == "RUNNING"]
-        begun = [t for t in running if t.user_attrs.get("number") == number]
-        self._trial(study, self._again(study, begun[-1]) if begun else self._proposed(study, number), number)
-        self._tell(study)
-
-    def _proposed(self, study: Any, number: int) -> Any:
-        """A trial with new values."""
-        import optuna
-
-        study.sampler = optuna.samplers.TPESampler(seed=self.seed + number)
-        trial = study.ask()
-        chosen = {parameter.name: parameter.suggest(trial) for parameter in self.parameters}
-        # Named by its values: a trial that was cut off is proposed again and goes on from its last checkpoint.
+    def _trial(self, number: int) -> None:
+        with self._noted() as found:
+            begun = found.setdefault("begun", {})
+            if str(number) not in begun:
+                begun[str(number)] = self._proposed(number, found["trials"])
+            chosen = begun[str(number)]
+        # Named by its values: one that was cut off goes on from its last checkpoint.
         digest = hashlib.blake2b(json.dumps(chosen, sort_keys=True).encode(), digest_size=4).hexdigest()
-        trial.set_user_attr("folder", f"trials/{number:03d}-{digest}")
-        trial.set_user_attr("values", chosen)
-        trial.set_user_attr("number", number)
-        return trial
-
-    def _again(self, study: Any, begun: Any) -> Any:
-        """The trial that a killed process had begun."""
-        import optuna
-
-        return optuna.trial.Trial(study, begun._trial_id)
-
-    def _trial(self, study: Any, trial: Any, number: int) -> None:
-        import optuna
-
-        chosen, folder = trial.user_attrs["values"], self.out_dir / trial.user_attrs["folder"]
+        folder, loss = f"trials/{number:03d}-{digest}", None
         settings = TrainSettings.load(apply_overrides(self.values, chosen), f"trial {number}")
-        arguments = {"settings": settings.model_dump(mode="json"), "out_dir": str(folder)}
-        try:
+        arguments = {"settings": settings.model_dump(mode="json"), "out_dir": str(self.out_dir / folder)}
+        with contextlib.suppress(NonFiniteLossError):
             result = self.worker.run("train", arguments, lambda progress: self.on_progress(number, chosen, progress))
-        except NonFiniteLossError:
-            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-            return
-        study.tell(trial, result["validation_loss"])
+            loss = result["validation_loss"]
+        perplexity = None if loss is None else math.exp(loss)
+        row = {"values": chosen, "validation_loss": loss, "perplexity": perplexity, "folder": folder}
+        with self._noted() as found:
+            del found["begun"][str(number)]
+            found["trials"] = sorted([*found["trials"], row], key=_rank)
+
+    def _proposed(self, number: int, ended: list[dict[str, Any]]) -> dict[str, Any]:
+        """New values, from those of the trials that have ended and what these came to."""
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.record["seed"] + number))
+        searched = {parameter.name: parameter.distribution() for parameter in self.parameters}
+        discrete = {parameter.name for parameter in self.parameters if parameter.choices}
+        for row in sorted(ended, key=_number):
+            values = {name: json.dumps(v) if name in discrete else v for name, v in row["values"].items()}
+            state = optuna.trial.TrialState["PRUNED" if row["validation_loss"] is None else "COMPLETE"]
+            known = {"params": values, "distributions": searched, "value": row["validation_loss"], "state": state}
+            study.add_trial(optuna.trial.create_trial(**known))
+        proposed = study.ask(searched).params
+        return {name: json.loads(value) if name in discrete else value for name, value in proposed.items()}
 
 
-def _numbers(ended: list[Any]) -> set[int]:
-    return {trial.user_attrs.get("number", place) for place, trial in enumerate(ended)}  # the first versions noted none
+def _number(row: Mapping[str, Any]) -> int:
+    return int(Path(row["folder"]).name.partition("-")[0])
 
 
-def _table(study: Any) -> list[dict[str, Any]]:
-    rows = [
-        {
-            "values": trial.user_attrs["values"],
-            "validation_loss": trial.value if trial.state.name == "COMPLETE" else None,
-            "perplexity": math.exp(trial.value) if trial.state.name == "COMPLETE" else None,
-            "folder": trial.user_attrs["folder"],
-        }
-        for trial in _ended(study)
-    ]
-    return sorted(rows, key=lambda row: math.inf if row["validation_loss"] is None else row["validation_loss"])
+def _rank(row: Mapping[str, Any]) -> float:
+    """Best first, those that diverged last."""
+    return math.inf if row["validation_loss"] is None else row["validation_loss"]

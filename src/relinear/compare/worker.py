@@ -11,18 +11,19 @@ import contextlib
 import dataclasses
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from relinear.core.config import environment
 from relinear.system.signals import Terminated
 
-__all__ = ["JOBS", "InProcess", "Worker"]
+__all__ = ["JOBS", "InProcess", "Worker", "at_work"]
 
 Progress = Callable[[dict[str, Any]], None]
 _QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -152,6 +153,18 @@ class Worker:
         for pipe in (process.stdin, process.stdout):
             with contextlib.suppress(OSError):
                 pipe.close()
+
+
+@contextlib.contextmanager
+def at_work(out_dir: Path, isolate: bool, shared: bool) -> Iterator[Worker | InProcess]:
+    """Have somebody do the jobs of ``out_dir``: a process of its own, where ``isolate``, or this one.
+
+    What runs print goes to ``worker.log`` there; of shared work a file for each process.
+    """
+    log = out_dir / (f"worker-{platform.node()}-{os.getpid()}.log" if shared else "worker.log")
+    worker = Worker(log) if isolate else InProcess()
+    with contextlib.closing(worker):
+        yield worker
 
 
 def _error(message: Mapping[str, Any]) -> Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -30,8 +31,9 @@ from relinear.train.fit import TrainResult, fit, remove_checkpoints
 from relinear.train.optim import check_readout, width_ratio
 from relinear.train.settings import TrainSettings
 from relinear.train.start import scale_added_, scale_stock_
+from relinear.train.trainer import NonFiniteLossError
 
-__all__ = ["build_model", "read_result", "train"]
+__all__ = ["build_model", "read_ended", "read_outcome", "read_result", "train"]
 
 #: settings that a continued run may change: they alter neither the weights nor the rows that are logged
 _FREE = ("threads", "save_every", "save_model", "keep_checkpoint", "report_to")
@@ -149,6 +151,15 @@ def read_result(out_dir: str | Path) -> TrainResult | None:
         ) from None
 
 
+def read_outcome(out_dir: str | Path) -> float | None:
+    """Return the validation loss of a run that has ended, infinite where it diverged; None where it has not ended."""
+    record = _read_record(Path(out_dir))
+    if record is not None and record.get("diverged"):
+        return math.inf
+    result = read_result(out_dir)
+    return None if result is None else result.validation_loss
+
+
 def _read_record(out_dir: Path) -> dict[str, Any] | None:
     path = out_dir / "run.json"
     if not path.exists():
@@ -223,7 +234,7 @@ def train(
     settings = TrainSettings.load(settings)
     out_dir = Path(out_dir)
     check_ours(out_dir, "train")
-    done = _ended(settings, out_dir) if resume else None
+    done = read_ended(settings, out_dir) if resume else None
     if done is not None:
         return done
     open_corpus(settings.data)
@@ -233,12 +244,12 @@ def train(
     data = prepare_data(settings.data)
     model = build_model(settings, data.vocab_size)
     with only_process_in(out_dir) if is_first_rank() else contextlib.nullcontext():
-        done = _ended(settings, out_dir) if resume else None  # another process may have been here since
+        done = read_ended(settings, out_dir) if resume else None  # another process may have been here since
         return done or _carry_out(model, data, settings, out_dir, resume, callbacks, on_progress)
 
 
-def _ended(settings: TrainSettings, out_dir: Path) -> TrainResult | None:
-    """The result of a run with these settings that has ended here; raises ValueError where another run is."""
+def read_ended(settings: TrainSettings, out_dir: Path) -> TrainResult | None:
+    """Return the result of a run with these settings that has ended here; raises ValueError where another run is."""
     record = _read_record(out_dir)
     if record is None:
         return None
@@ -287,7 +298,8 @@ def _carry_out(
         )
     except ValueError as error:
         if first:
-            write_json(path, record | {"status": "failed", "error": str(error)})
+            diverged = isinstance(error, NonFiniteLossError)
+            write_json(path, record | {"status": "failed", "error": str(error), "diverged": diverged})
         raise
     if first:
         if settings.save_model:
