@@ -8,23 +8,29 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import operator
 import reprlib
+import types
+import typing
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 from relinear.core import plugins
 from relinear.system.text import cut
 
 __all__ = [
+    "MOST_LAYERS",
+    "Bounds",
     "Config",
+    "Count",
+    "NonNegative",
     "UnknownKindError",
     "UnknownSettingError",
     "check_at_least",
     "check_choice",
-    "check_depth",
     "check_divides",
     "check_type",
     "environment",
@@ -47,8 +53,19 @@ _SHOWN = 200
 _DEEPEST = 32
 #: no size is larger: the bytes of a square of it in float64 are still a number that torch can hold
 _LARGEST = 2**29
-#: layers inside an operator
-_MOST_LAYERS = 1_000
+#: layers inside an operator: each is built, which takes its time
+MOST_LAYERS = 1_000
+
+
+class Bounds(NamedTuple):
+    """What ``Annotated[int, Bounds(1)]`` says of a setting: its least value, and the largest where it is an integer."""
+
+    minimum: float
+    most: int = _LARGEST
+
+
+Count = Annotated[int, Bounds(1)]
+NonNegative = Annotated[float, Bounds(0)]
 
 
 class UnknownSettingError(ValueError, TypeError):
@@ -109,7 +126,11 @@ def environment() -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Base of every serialisable setting. Subclasses are frozen keyword-only dataclasses with a ``kind``."""
+    """Base of every serialisable setting. Subclasses are frozen keyword-only dataclasses with a ``kind``.
+
+    Values are checked by the annotations of fields: ``bool``, ``int``, ``float``, ``str``, ``Literal``, ``Count``,
+    ``NonNegative``, ``Annotated[int, Bounds(...)]``, and any of these or None.
+    """
 
     family: ClassVar[str]
     kind: ClassVar[str]
@@ -121,6 +142,11 @@ class Config:
             raise UnknownSettingError(f"{cls.__name__} takes its settings by name, got {shown(args[0])}")
         cls._check_names(values, cls.__name__)
         return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Hold every setting to its annotation; a subclass that checks more calls this first."""
+        for name, hint in _hints(type(self)).items():  # type: ignore[arg-type]
+            _check_hint(name, getattr(self, name), hint)
 
     @classmethod
     def _check_names(cls, values: Iterable[Any], where: str) -> None:
@@ -158,7 +184,7 @@ class Config:
         if not issubclass(target, cls):
             raise ValueError(f"{kind!r} is not a {cls.__name__}")
         target._check_names(values, kind)
-        words = {f.name for f in dataclasses.fields(target) if isinstance(f.default, str) and f.type == "str"}
+        words = {f.name for f in dataclasses.fields(target) if isinstance(f.default, str) and "None" not in f.type}
         values |= {key: "none" for key in words if key in values and values[key] is None}  # "none" read as null
         try:
             decoded = {key: _decode(value) for key, value in values.items()}
@@ -251,6 +277,30 @@ def _has_no_default(field: dataclasses.Field) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
+@functools.cache
+def _hints(cls: type[Config]) -> dict[str, Any]:
+    try:
+        hints = typing.get_type_hints(cls, include_extras=True)
+    except NameError:  # names that a class of another package imports for its type checker alone
+        return {}
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _check_hint(name: str, value: Any, hint: Any) -> None:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        others = [other for other in arguments if other is not types.NoneType]
+        if value is not None and len(others) == 1:
+            _check_hint(name, value, others[0])
+    elif origin is Literal:
+        check_choice(name, value, arguments)
+    elif origin is Annotated and isinstance(arguments[1], Bounds):
+        kind, bounds = arguments
+        check_at_least(name, value, bounds.minimum, integer=kind is int, most=bounds.most)
+    elif hint in (bool, int, float, str):
+        check_type(name, value, hint)
+
+
 def check_type(name: str, value: Any, *types: type) -> None:
     """Raise ValueError unless ``value`` is one of ``types`` (a bool is no number, an int is a float)."""
     allowed = types + ((int,) if float in types else ())
@@ -267,11 +317,6 @@ def check_at_least(name: str, value: Any, minimum: int | float, *, integer: bool
         raise ValueError(f"{name} must be at least {minimum}, got {shown(value)}")
     if value > most if integer else not math.isfinite(value):
         raise ValueError(f"{name} must be {f'at most {most:,}' if integer else 'finite'}, got {shown(value)}")
-
-
-def check_depth(name: str, value: Any, minimum: int) -> None:
-    """Raise ValueError unless ``value`` is a number of layers: each is built, which takes its time."""
-    check_at_least(name, value, minimum, most=_MOST_LAYERS)
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:

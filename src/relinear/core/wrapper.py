@@ -54,6 +54,7 @@ class WrapperConfig(OperatorConfig):
         return self.base is None or self.base.fits_weight
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.base is not None and not isinstance(self.base, OperatorConfig):
             raise ValueError(f"base must be an operator's settings or None, got {shown(self.base)}")
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 
 from relinear.core.attachment import AttachmentConfig
-from relinear.core.config import check_at_least, register
+from relinear.core.config import NonNegative, register
 
 __all__ = ["SCALE", "ReadoutScale"]
 
@@ -36,10 +36,10 @@ class ReadoutScale(AttachmentConfig):
 
     kind: ClassVar[str] = "readout_scale"
 
-    factor: float = 1.0
+    factor: NonNegative = 1.0
 
     def __post_init__(self) -> None:
-        check_at_least("factor", self.factor, 0, integer=False)
+        super().__post_init__()
         if not self.factor:
             raise ValueError(
                 f"factor must be positive, got {self.factor!r}: the logits would be the same for all tokens"

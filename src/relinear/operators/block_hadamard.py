@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from relinear.core.config import check_at_least, check_depth, check_type, register
+from relinear.core.config import MOST_LAYERS, Bounds, Count, register
 from relinear.core.dense_cache import dense_form
 from relinear.core.operator import Operator, OperatorConfig
 from relinear.core.parameters import ListedParameters
@@ -101,14 +101,9 @@ class BlockHadamard(OperatorConfig):
     kind: ClassVar[str] = "block_hadamard"
     module_class = BlockHadamardLinear
 
-    blocks: int = 8
-    depth: int = 1
+    blocks: Count = 8
+    depth: Annotated[int, Bounds(1, MOST_LAYERS)] = 1
     mix_input: bool = True
-
-    def __post_init__(self) -> None:
-        check_at_least("blocks", self.blocks, 1)
-        check_depth("depth", self.depth, 1)
-        check_type("mix_input", self.mix_input, bool)
 
     def check_shape(self, in_features: int, out_features: int) -> None:
         if self.blocks > min(in_features, out_features):

@@ -8,13 +8,13 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relinear.core.config import check_at_least, check_choice, check_depth, check_divides, check_type, register
+from relinear.core.config import MOST_LAYERS, Bounds, Count, NonNegative, check_divides, register
 from relinear.core.context import current_context
 from relinear.core.inference import prepared
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig
@@ -288,36 +288,23 @@ class CCL(OperatorConfig):
     kind: ClassVar[str] = "ccl"
     module_class = CCLLinear
 
-    rank: int = 64
-    context_dim: int = 64
+    rank: Count = 64
+    context_dim: Count = 64
     basis_gate: bool = True
     output_gate: bool = True
     gate_bias: bool = True
-    gate_depth: int = 1
-    gate_width: int | None = None
+    gate_depth: Annotated[int, Bounds(0, MOST_LAYERS)] = 1
+    gate_width: Count | None = None
     norm: bool = True
-    composition: str = "gates"
-    templates: int = 8
-    selected: int = 1
-    balance: float = 0.01
+    composition: Literal["gates", "remixing", "selection"] = "gates"
+    templates: Count = 8
+    selected: Count = 1
+    balance: NonNegative = 0.01
 
     def __post_init__(self) -> None:
-        check_at_least("rank", self.rank, 1)
-        check_at_least("context_dim", self.context_dim, 1)
-        for name in ("basis_gate", "output_gate", "gate_bias", "norm"):
-            check_type(name, getattr(self, name), bool)
-        check_depth("gate_depth", self.gate_depth, 0)
-        check_type("gate_width", self.gate_width, int, type(None))
-        if self.gate_width is not None:
-            check_at_least("gate_width", self.gate_width, 1)
-        check_choice("composition", self.composition, ("gates", "remixing", "selection"))
-        check_at_least("templates", self.templates, 1)
-        check_at_least("selected", self.selected, 1)
-        check_at_least("balance", self.balance, 0, integer=False)
-        if self.composition != "gates":
-            self._check_templates()
-
-    def _check_templates(self) -> None:
+        super().__post_init__()
+        if self.composition == "gates":
+            return
         if not self.basis_gate:
             raise ValueError(f"composition={self.composition!r} takes the place of the basis gate, which is off")
         check_divides("templates", self.templates, rank=self.rank)

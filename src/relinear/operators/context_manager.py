@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from relinear.core.anatomy import is_checkpointing
 from relinear.core.attachment import AttachmentConfig
-from relinear.core.config import check_at_least, check_choice, check_type, register, shown
+from relinear.core.config import Count, check_type, register, shown
 from relinear.core.context import ContextOwner, check_carries_context, conditioned_operators
 from relinear.core.operator import check_features
 from relinear.core.vocabulary import check_table_fits
@@ -321,15 +321,13 @@ class ContextManager(AttachmentConfig):
 
     kind: ClassVar[str] = "context_manager"
 
-    dim: int = 64
-    source: str = "tokens"
-    mixer: str = "token"
+    dim: Count = 64
+    source: Literal["tokens", "embeddings"] = "tokens"
+    mixer: Literal["token", "ema", "gru"] = "token"
     timescales: tuple[float, ...] = (2.0, 8.0, 32.0, 128.0)
 
     def __post_init__(self) -> None:
-        check_at_least("dim", self.dim, 1)
-        check_choice("source", self.source, ("tokens", "embeddings"))
-        check_choice("mixer", self.mixer, ("token", *_MEMORIES))
+        super().__post_init__()
         check_type("timescales", self.timescales, tuple)
         if not self.timescales:
             raise ValueError("timescales must name at least one time constant")

@@ -7,13 +7,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear as affine
 
-from relinear.core.config import check_at_least, check_choice, check_divides, check_type, register
+from relinear.core.config import Count, NonNegative, check_divides, register
 from relinear.core.inference import prepared
 from relinear.core.latents import Latent, LatentOperator
 from relinear.core.operator import OperatorConfig
@@ -223,29 +223,22 @@ class HDPL(OperatorConfig):
     kind: ClassVar[str] = "hdpl"
     module_class = HDPLLinear
 
-    rank: int = 128
-    blocks: int = 8
-    beta: float = 0.001
-    bound: str = "clamp"
-    free_nats: float | None = None
+    rank: Count = 128
+    blocks: Count = 8
+    beta: NonNegative = 0.001
+    bound: Literal["clamp", "free_bits", "geometric_jsd"] = "clamp"
+    free_nats: NonNegative | None = None
     noise: bool = True
-    init: str = "blocks"
+    init: Literal["blocks", "authors"] = "blocks"
 
     def __post_init__(self) -> None:
-        check_at_least("rank", self.rank, 1)
-        check_at_least("blocks", self.blocks, 1)
-        check_at_least("beta", self.beta, 0, integer=False)
-        check_choice("bound", self.bound, ("clamp", "free_bits", "geometric_jsd"))
-        check_type("noise", self.noise, bool)
-        check_choice("init", self.init, ("blocks", "authors"))
+        super().__post_init__()
         if not self.noise and self.bound != "clamp":
             raise ValueError(
                 f"bound={self.bound!r} has a meaning with noise=True only: without noise there is no posterior to bound"
             )
-        if self.free_nats is not None:
-            check_at_least("free_nats", self.free_nats, 0, integer=False)
-            if self.bound != "free_bits":
-                raise ValueError(f"free_nats={self.free_nats} has a meaning with bound='free_bits' only")
+        if self.free_nats is not None and self.bound != "free_bits":
+            raise ValueError(f"free_nats={self.free_nats} has a meaning with bound='free_bits' only")
 
     @property
     def free_nats_per_dim(self) -> float:

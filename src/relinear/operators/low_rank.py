@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from relinear.core.config import check_at_least, register
+from relinear.core.config import Count, register
 from relinear.core.dense_cache import dense_form
 from relinear.core.moments import Moments
 from relinear.core.operator import Operator, OperatorConfig, dense_weight, linear_features
@@ -100,10 +100,7 @@ class LowRankLinear(RankLinear):
 class RankConfig(OperatorConfig):
     """What settings of one rank have in common."""
 
-    rank: int = 64
-
-    def __post_init__(self) -> None:
-        check_at_least("rank", self.rank, 1)
+    rank: Count = 64
 
     def check_shape(self, in_features: int, out_features: int) -> None:
         if self.rank > min(in_features, out_features):

@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from relinear.core.config import check_at_least, register
+from relinear.core.config import Count, register
 from relinear.core.dense_cache import dense_form
 from relinear.core.operator import Operator, OperatorConfig
 from relinear.functional.monarch import monarch, monarch_dense, monarch_factors
@@ -95,13 +95,8 @@ class Monarch(OperatorConfig):
     kind: ClassVar[str] = "monarch"
     module_class = MonarchLinear
 
-    blocks: int = 8
-    rank: int | None = None
-
-    def __post_init__(self) -> None:
-        check_at_least("blocks", self.blocks, 1)
-        if self.rank is not None:
-            check_at_least("rank", self.rank, 1)
+    blocks: Count = 8
+    rank: Count | None = None
 
     def rank_for(self, in_features: int, out_features: int) -> int:
         """R in a layer of this size."""

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
 from relinear.core.anatomy import Path, paths
 from relinear.core.attachment import AttachmentConfig
-from relinear.core.config import check_choice, layer_indices, register
+from relinear.core.config import layer_indices, register
 from relinear.core.operator import check_features
 from relinear.operators.transponder import ModulatorSettings, build_modulator
 
@@ -80,11 +80,10 @@ class PathTransponder(ModulatorSettings, AttachmentConfig):
     attention: bool = True
     mlp: bool = True
     layers: tuple[int, ...] | None = None
-    reads: str = "stream"
+    reads: Literal["stream", "normed"] = "stream"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("reads", self.reads, ("stream", "normed"))
         if not self.attention and not self.mlp:
             raise ValueError("a path-level modulator needs attention=True, mlp=True or both")
         if self.layers is not None:

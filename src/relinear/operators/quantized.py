@@ -7,12 +7,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from relinear.core.config import check_at_least, check_type, register
+from relinear.core.config import Bounds, Count, register
 from relinear.core.moments import Moments
 from relinear.core.operator import Operator, OperatorConfig, ParamRole, dense_weight
 from relinear.functional.quantized import dequantized, group_count, pack, packed_width
@@ -137,14 +137,9 @@ class Quantized(OperatorConfig):
     kind: ClassVar[str] = "quantized"
     module_class = QuantizedLinear
 
-    bits: int = 4
-    group: int = 64
+    bits: Annotated[int, Bounds(2, 8)] = 4
+    group: Count = 64
     symmetric: bool = False
-
-    def __post_init__(self) -> None:
-        check_at_least("bits", self.bits, 2, most=8)
-        check_at_least("group", self.group, 1)
-        check_type("symmetric", self.symmetric, bool)
 
     def resized(self, in_features: int, out_features: int, scale: float) -> Quantized:
         return self.replace(bits=max(2, min(8, round(self.bits * scale))))

@@ -7,13 +7,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from relinear.clifford.blades import MAX_DIMENSION, device_table
-from relinear.core.config import check_at_least, check_choice, check_depth, check_type, register
+from relinear.core.config import MOST_LAYERS, Bounds, Count, NonNegative, check_choice, check_type, register
 from relinear.core.dense_cache import dense_inference
 from relinear.core.inference import ParameterCache
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, ParamRole
@@ -346,50 +346,36 @@ class Rotor(OperatorConfig):
         "power_iterations": None,
     }
 
-    width: int = 3
-    depth: int = 2
-    rotors: str = "double"
-    basis: str = "spinor"
-    terms: str = "rotor"
+    width: Count = 3
+    depth: Annotated[int, Bounds(0, MOST_LAYERS)] = 2
+    rotors: Literal["double", "single"] = "double"
+    basis: Literal["spinor", "blade"] = "spinor"
+    terms: Literal["rotor", "multivector", "kronecker"] = "rotor"
     activation: str = "prelu"
     normalize: bool = True
     permute: bool = True
     scale: bool = False
-    init_std: float = 0.02
-    lr_multiplier: float = 1.0
-    seed: int = 0
+    init_std: NonNegative = 0.02
+    lr_multiplier: NonNegative = 1.0
+    seed: Annotated[int, Bounds(0, 2**63 - 1)] = 0
     inner: str | int = "both"
-    windows: str = "wrapped"
+    windows: Literal["wrapped", "spread"] = "wrapped"
     activate_entry: bool = False
-    slopes: str = "branch"
-    gains: str = "variance"
+    slopes: Literal["branch", "shared"] = "branch"
+    gains: Literal["variance", "ones"] = "variance"
     residual: bool = False
     permute_terms: bool = False
-    power_iterations: int | None = None
+    power_iterations: Count | None = None
 
     def __post_init__(self) -> None:
-        check_at_least("width", self.width, 1)
-        check_depth("depth", self.depth, 0)
-        check_choice("rotors", self.rotors, ("double", "single"))
-        check_choice("basis", self.basis, ("spinor", "blade"))
-        check_choice("terms", self.terms, ("rotor", "multivector", "kronecker"))
+        super().__post_init__()
         check_choice("activation", self.activation, ACTIVATIONS)
-        check_choice("windows", self.windows, ("wrapped", "spread"))
-        check_choice("slopes", self.slopes, ("branch", "shared"))
-        check_choice("gains", self.gains, ("variance", "ones"))
-        for name in ("normalize", "permute", "scale", "activate_entry", "residual", "permute_terms"):
-            check_type(name, getattr(self, name), bool)
-        check_at_least("init_std", self.init_std, 0, integer=False)
         if not self.init_std > 0:
             raise ValueError(f"init_std must be positive, got {self.init_std!r}: equal rotors would stay equal")
-        check_at_least("lr_multiplier", self.lr_multiplier, 0, integer=False)
-        check_at_least("seed", self.seed, 0, most=2**63 - 1)
         self._check_inner()
         self._check_depth()
-        if self.power_iterations is not None:
-            check_at_least("power_iterations", self.power_iterations, 1)
-            if self.terms != "rotor":
-                raise ValueError(f"power_iterations decompose the bivectors of rotors; terms={self.terms!r} has none")
+        if self.power_iterations is not None and self.terms != "rotor":
+            raise ValueError(f"power_iterations decompose the bivectors of rotors; terms={self.terms!r} has none")
 
     def _check_inner(self) -> None:
         if isinstance(self.inner, str):

@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from relinear.core.config import check_at_least, check_choice, check_type, register
+from relinear.core.config import Config, Count, check_choice, register
 from relinear.core.inference import CachingModule, prepared
 from relinear.core.operator import NotLinearError
 from relinear.core.parameters import is_bare, is_plain_linear
@@ -259,7 +259,7 @@ class StaticModulator(_Alphas):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModulatorSettings:
+class ModulatorSettings(Config):
     """What a modulator looks like, wherever it is put.
 
     Args:
@@ -281,21 +281,18 @@ class ModulatorSettings:
 
     formerly: ClassVar[Mapping[str, Any]] = {"phi": "sigmoid", "shared": True, "biases": False}
 
-    rank: int = 8
+    rank: Count = 8
     channel: bool = True
     scalar: bool = True
     contextual: bool = True
     learnable_alpha: bool = True
-    init: str = "he"
+    init: Literal["he", "kaiming", "identity"] = "he"
     phi: str = "sigmoid"
     shared: bool = True
     biases: bool = False
 
     def __post_init__(self) -> None:
-        check_at_least("rank", self.rank, 1)
-        for name in ("channel", "scalar", "contextual", "learnable_alpha", "shared", "biases"):
-            check_type(name, getattr(self, name), bool)
-        check_choice("init", self.init, ("he", "kaiming", "identity"))
+        super().__post_init__()
         check_choice("phi", self.phi, PHI)
         if not self.channel and not self.scalar:
             raise ValueError("a modulator needs channel=True, scalar=True or both")
@@ -384,7 +381,3 @@ class Transponder(ModulatorSettings, WrapperConfig):
 
     kind: ClassVar[str] = "transponder"
     module_class = TransponderLinear
-
-    def __post_init__(self) -> None:
-        ModulatorSettings.__post_init__(self)
-        WrapperConfig.__post_init__(self)

@@ -6,14 +6,14 @@ attention-sink-free", 2025)."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from relinear.core.anatomy import SubBlock, sub_blocks
 from relinear.core.attachment import AttachmentConfig
-from relinear.core.config import check_choice, register
+from relinear.core.config import register
 from relinear.core.operator import check_features, is_linear, linear_features
 from relinear.core.sites import Gated
 from relinear.residual.junction import reference_parameter
@@ -100,10 +100,7 @@ class SDPAGate(AttachmentConfig):
 
     kind: ClassVar[str] = "sdpa_gate"
 
-    per: str = "head"
-
-    def __post_init__(self) -> None:
-        check_choice("per", self.per, ("head", "channel"))
+    per: Literal["head", "channel"] = "head"
 
     def check(self, model: nn.Module) -> None:
         for block in _attentions(model):

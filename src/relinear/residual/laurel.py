@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from relinear.core.anatomy import SubBlock, decoder, sub_blocks
-from relinear.core.config import check_at_least, check_choice, check_type, register
+from relinear.core.config import Count, register
 from relinear.core.handover import check_hands_over, finish, hand_over, start
 from relinear.residual.junction import SITE, Junction, ResidualConfig, check_meets, reference_parameter
 
@@ -133,10 +133,7 @@ class LaurelRW(ResidualConfig):
 
     kind: ClassVar[str] = "laurel_rw"
 
-    normalize: str = "softmax"
-
-    def __post_init__(self) -> None:
-        check_choice("normalize", self.normalize, ("softmax", "sigmoid"))
+    normalize: Literal["softmax", "sigmoid"] = "softmax"
 
     def site(self, block: SubBlock, index: int, count: int) -> nn.Module:
         return LaurelSite(_width(block), self.normalize, None, _kw(block))
@@ -155,14 +152,9 @@ class LaurelLR(ResidualConfig):
 
     kind: ClassVar[str] = "laurel_lr"
 
-    rank: int = 32
+    rank: Count = 32
     weights: bool = False
-    normalize: str = "softmax"
-
-    def __post_init__(self) -> None:
-        check_at_least("rank", self.rank, 1)
-        check_type("weights", self.weights, bool)
-        check_choice("normalize", self.normalize, ("softmax", "sigmoid"))
+    normalize: Literal["softmax", "sigmoid"] = "softmax"
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
@@ -278,13 +270,8 @@ class LaurelPA(ResidualConfig):
 
     kind: ClassVar[str] = "laurel_pa"
 
-    previous: int = 3
-    rank: int | None = 32
-
-    def __post_init__(self) -> None:
-        check_at_least("previous", self.previous, 1)
-        if self.rank is not None:
-            check_at_least("rank", self.rank, 1)
+    previous: Count = 3
+    rank: Count | None = 32
 
     def check(self, model: nn.Module) -> None:
         super().check(model)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.anatomy import SubBlock, decoder, sub_blocks
-from relinear.core.config import check_type, register
+from relinear.core.config import register
 from relinear.core.operator import Operator, is_conv1d, swap_hooks
 from relinear.core.wrapper import Wrapper
 from relinear.residual.junction import ResidualConfig
@@ -51,9 +51,6 @@ class PostLN(ResidualConfig):
 
     final_norm: bool = False
 
-    def __post_init__(self) -> None:
-        check_type("final_norm", self.final_norm, bool)
-
     def alpha(self, layers: int) -> float:
         """Weight of the stream in the sum, for a decoder of this many layers."""
         return 1.0
@@ -91,10 +88,6 @@ class DeepNorm(PostLN):
     kind: ClassVar[str] = "deepnorm"
 
     initialize: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_type("initialize", self.initialize, bool)
 
     def alpha(self, layers: int) -> float:
         return float((2 * layers) ** 0.25)

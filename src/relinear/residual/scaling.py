@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.anatomy import sub_blocks
-from relinear.core.config import check_type, register
+from relinear.core.config import register
 from relinear.core.operator import swap_hooks
 from relinear.residual.junction import SITE, Junction, ResidualConfig, reference_parameter
 
@@ -51,10 +51,6 @@ class ReZero(ResidualConfig):
 
     shared: bool = True
     keep_norms: bool = False
-
-    def __post_init__(self) -> None:
-        check_type("shared", self.shared, bool)
-        check_type("keep_norms", self.keep_norms, bool)
 
     def attach(self, model: nn.Module) -> None:
         for block in sub_blocks(model):

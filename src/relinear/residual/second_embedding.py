@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from relinear.core.anatomy import sub_blocks
 from relinear.core.attachment import AttachmentConfig
-from relinear.core.config import check_at_least, register
+from relinear.core.config import Count, NonNegative, register
 from relinear.core.context import ContextOwner, check_carries_context, conditioned_operators, current_context
 from relinear.core.vocabulary import check_table_fits
 
@@ -77,14 +77,8 @@ class SecondEmbedding(AttachmentConfig):
 
     kind: ClassVar[str] = "second_embedding"
 
-    dim: int | None = None
-    std: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.dim is not None:
-            check_at_least("dim", self.dim, 1)
-        if self.std is not None:
-            check_at_least("std", self.std, 0, integer=False)
+    dim: Count | None = None
+    std: NonNegative | None = None
 
     def check(self, model: nn.Module) -> None:
         """Raise ValueError if the embedding cannot be handed to the MLPs of ``model``."""

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from relinear.core.aux import IGNORED_LABEL
-from relinear.core.config import check_at_least, check_choice, check_type, register
+from relinear.core.config import Bounds, Count, NonNegative, register
 from relinear.core.objective import GuidedTraining, ObjectiveConfig
 from relinear.models.cgt import losses
 
@@ -169,37 +169,27 @@ class CGTObjective(ObjectiveConfig):
     kind: ClassVar[str] = "cgt"
 
     eta: float = 0.5
-    horizon: int | None = None
+    horizon: Count | None = None
     splits: tuple[int, ...] | None = None
     shared_split: bool = False
     positions: Literal["restart", "continue"] = "restart"
-    continuity: float = 0.0
-    decorrelation: float = 0.0
-    profile: str = "constant"
-    kl: float = 0.0
+    continuity: NonNegative = 0.0
+    decorrelation: NonNegative = 0.0
+    profile: Literal["constant", "linear", "quadratic", "second_half", "kernel"] = "constant"
+    kl: NonNegative = 0.0
     kl_reduction: Literal["mean", "components", "sum"] = "mean"
     aux_context: Literal["sample", "mean"] = "sample"
-    matching: float = 0.0
-    matching_positions: int = 16
-    moments: float = 0.0
+    matching: NonNegative = 0.0
+    matching_positions: Annotated[int, Bounds(2)] = 16
+    moments: NonNegative = 0.0
     kernel: Literal["rbf", "exponential", "estimation"] = "rbf"
     kernel_scale: float = 0.1
     kernel_nu: float = 0.03
 
     def __post_init__(self) -> None:
-        check_type("eta", self.eta, float)
+        super().__post_init__()
         if not 0 <= self.eta <= 1:
             raise ValueError(f"eta must lie in [0, 1], got {self.eta!r}")
-        for name in ("continuity", "decorrelation", "kl", "matching", "moments"):
-            check_at_least(name, getattr(self, name), 0, integer=False)
-        check_at_least("matching_positions", self.matching_positions, 2)
-        if self.horizon is not None:
-            check_at_least("horizon", self.horizon, 1)
-        check_choice("positions", self.positions, ("restart", "continue"))
-        check_choice("profile", self.profile, ("constant", "linear", "quadratic", "second_half", "kernel"))
-        check_choice("kl_reduction", self.kl_reduction, ("mean", "components", "sum"))
-        check_choice("aux_context", self.aux_context, ("sample", "mean"))
-        check_choice("kernel", self.kernel, ("rbf", "exponential", "estimation"))
 
     def prepare(self, model: nn.Module) -> CGTObjective:
         """Itself, for a model that has a context.
