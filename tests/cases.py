@@ -191,33 +191,16 @@ def _cgt_arguments(dtype: torch.dtype) -> Iterator[tuple]:
         yield tuple(torch.randn(*size, dtype=dtype) for size in sizes)
 
 
-def _sandwich_sums(dtype: torch.dtype) -> Iterator[tuple]:
-    """x (N, I, M S), left (W, O, I, L, L), right (W, O, I, R, R), S: windows, parts, more tokens than a portion."""
-    for tokens, inputs, outputs, terms, size, rows, columns, parts in [
-        (5, 1, 1, 1, 32, 8, 8, 1),
-        (3, 2, 3, 2, 16, 4, 4, 1),
-        (3, 2, 3, 2, 16, 4, 4, 2),
-        (1100, 1, 2, 1, 512, 16, 32, 1),
-        (2100, 2, 1, 1, 256, 16, 16, 2),
-        (0, 1, 1, 1, 8, 4, 4, 2),
-    ]:
-        yield (
-            torch.randn(tokens, inputs, size * parts, dtype=dtype),
-            torch.randn(terms, outputs, inputs, rows, rows, dtype=dtype),
-            torch.randn(terms, outputs, inputs, columns, columns, dtype=dtype),
-            parts,
-        )
-
-
 def _windows_arguments(dtype: torch.dtype) -> Iterator[tuple]:
     """x (N, I, V), left and right (W, O, I, S, L, L): shared factors and two blocks, both bases."""
-    for inputs, outputs, terms, blocks, size, basis in [
-        (1, 1, 1, 1, 16, "spinor"),
-        (2, 3, 2, 1, 16, "blade"),
-        (2, 1, 1, 2, 32, "spinor"),
+    for tokens, inputs, outputs, terms, blocks, size, basis in [
+        (5, 1, 1, 1, 1, 16, "spinor"),
+        (5, 2, 3, 2, 1, 16, "blade"),
+        (5, 2, 1, 1, 2, 32, "spinor"),
+        (0, 1, 1, 1, 1, 16, "spinor"),
     ]:
         factors = [torch.randn(terms, outputs, inputs, blocks, 4, 4, dtype=dtype) for _ in range(2)]
-        yield torch.randn(5, inputs, size, dtype=dtype), *factors, basis
+        yield torch.randn(tokens, inputs, size, dtype=dtype), *factors, basis
 
 
 def _hadamard_arguments(dtype: torch.dtype) -> Iterator[tuple]:
@@ -427,12 +410,6 @@ TWINS: list[Twin] = [
     ),
     Twin(
         kind="rotor",
-        reference=functional_rotor.shared_sandwich_sum,
-        fast=kernels_rotor.shared_sandwich_sum,
-        arguments=_sandwich_sums,
-    ),
-    Twin(
-        kind="rotor-windows",
         reference=functional_rotor.sandwich_windows,
         fast=kernels_rotor.sandwich_windows,
         arguments=_windows_arguments,

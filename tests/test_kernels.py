@@ -182,7 +182,7 @@ def test_a_form_is_told_with_what_spoke_against_the_others(any_size, caplog, mon
     layer = relinear.HDPL(rank=4, blocks=2).build(8, 8)
     lines = forms_told(caplog, lambda: layer(torch.randn(3, 8)))
     reasons = "not Triton: not on an NVIDIA GPU; not C++ for a few rows: sampled; not products in C++: too few tokens"
-    assert f"hdpl (3 x 8, float32, cpu): products in place; {reasons}" in lines
+    assert f"hdpl (3 x 8, float32, cpu): reference; {reasons}" in lines
     small = forms_told(caplog, lambda: layer(torch.randn(4, 8)))
     assert any("(4 x 8," in line for line in small)
 

@@ -15,7 +15,6 @@ from relinear import clifford
 from relinear.core.moments import Moments
 from relinear.core.operator import linear_of
 from relinear.functional.rotor import branch_permutation, from_windows, to_windows
-from relinear.kernels import forms
 from relinear.operators.sandwich_sum import SandwichSum
 
 D = torch.float64
@@ -528,18 +527,6 @@ def test_gradients_that_are_expanded(settings, shape):
         expected = torch.autograd.grad(module(x), wanted, grad.clone(memory_format=torch.contiguous_format))
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other)
-
-
-def test_batched_products_of_an_expanded_gradient_are_contiguous(monkeypatch):
-    given = []
-    bmm = torch.bmm
-    monkeypatch.setattr(forms, "FEWEST_ENTRIES", 1)
-    monkeypatch.setattr(torch, "bmm", lambda *a, **k: given.append([m.stride() for m in a]) or bmm(*a, **k))
-    y = relinear.Rotor(depth=0, width=2).build(64, 64)(torch.randn(7, 64))
-    given.clear()
-    y.sum().backward()
-    assert len(given) == 4  # two products a term
-    assert all(0 not in strides[-2:] for pair in given for strides in pair)
 
 
 def test_the_rotors_of_a_network_are_one_batch_of_exponentials_a_side(monkeypatch):

@@ -32,6 +32,7 @@ def _any_size(monkeypatch):
     monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
     monkeypatch.setattr(native, "FEWEST_NETWORK_ENTRIES", 1)
     monkeypatch.setattr(hdpl, "FEWEST_NATIVE_TOKENS", 1)
+    monkeypatch.setattr(hdpl, "is_narrow", lambda: True)
     monkeypatch.setattr(forms, "FEWEST_ENTRIES", 1)
     monkeypatch.setattr(pivoted_low_rank, "FEWEST_PERMUTED", 1)
 

@@ -40,13 +40,11 @@ __all__ = [
     "sandwich_sum",
     "sandwich_windows",
     "shared_coordinates",
-    "shared_sandwich_sum",
     "simple_parts",
     "spin_tables",
     "step_order",
     "string_places",
     "term_orders",
-    "through_blocks",
     "through_network",
     "to_windows",
     "turned_vectors",
@@ -243,21 +241,6 @@ def sandwich_sum(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return torch.einsum("nwoilc,woikl->nokc", half, left).flatten(-2)
 
 
-def shared_sandwich_sum(x: Tensor, left: Tensor, right: Tensor, count: int) -> Tensor:
-    """``sandwich_sum`` of each of ``count`` parts of the coordinates with the same factors.
-
-    Args:
-        x: (N, I, M count).
-        left, right: as for ``sandwich_sum``.
-
-    Returns:
-        (N, O, M count).
-    """
-    tokens = x.unflatten(-1, (count, -1)).transpose(1, 2).flatten(0, 1)  # every part is a token of its own
-    y = sandwich_sum(tokens, left, right)
-    return y.unflatten(0, (-1, count)).transpose(1, 2).flatten(-2)
-
-
 def shared_coordinates(window: int, left: Tensor, right: Tensor) -> int:
     """M: how many coordinates of a window share a pair of factors (..., S, L, L) and (..., S, R, R)."""
     if left.shape[-1] * right.shape[-1] < window:  # two blocks with the same factors
@@ -276,21 +259,6 @@ def string_places(x: Tensor) -> Tensor:
     return clifford.string_places(x.shape[-1].bit_length() - 1, x)
 
 
-def through_blocks(x: Tensor, left: Tensor, right: Tensor, basis: str, product: Callable[..., Tensor]) -> Tensor:
-    """``sandwich_windows`` by any form of ``shared_sandwich_sum``."""
-    blocks = left.shape[3]
-    if basis == "blade":
-        x = clifford.to_spin(x)
-    if blocks > 1:
-        parts = x.unflatten(-1, (blocks, -1)).unbind(-2)
-        pairs = zip(parts, left.unbind(3), right.unbind(3))
-        y = torch.stack([product(part, a, b, 1) for part, a, b in pairs], dim=-2).flatten(-2)
-    else:
-        shared = x.shape[-1] // shared_coordinates(x.shape[-1], left, right)
-        y = product(x, left.squeeze(3), right.squeeze(3), shared)
-    return clifford.from_spin(y) if basis == "blade" else y
-
-
 def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spinor") -> Tensor:
     """``sandwich_sum`` of whole windows, of one block or two, in either basis.
 
@@ -303,7 +271,19 @@ def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spino
     Returns:
         (N, O, V).
     """
-    return through_blocks(x, left, right, basis, shared_sandwich_sum)
+    blocks = left.shape[3]
+    if basis == "blade":
+        x = clifford.to_spin(x)
+    if blocks > 1:
+        parts = x.unflatten(-1, (blocks, -1)).unbind(-2)
+        pairs = zip(parts, left.unbind(3), right.unbind(3), strict=True)
+        y = torch.stack([sandwich_sum(part, a, b) for part, a, b in pairs], dim=-2).flatten(-2)
+    else:
+        count = x.shape[-1] // shared_coordinates(x.shape[-1], left, right)
+        tokens = x.unflatten(-1, (count, -1)).transpose(1, 2).flatten(0, 1)  # every part is a token of its own
+        y = sandwich_sum(tokens, left.squeeze(3), right.squeeze(3))
+        y = y.unflatten(0, (-1, count)).transpose(1, 2).flatten(-2)
+    return clifford.from_spin(y) if basis == "blade" else y
 
 
 def rotor_layer(

@@ -12,7 +12,6 @@ from torch.nn.functional import linear, silu
 
 from relinear.functional.hdpl import HDPLOutput, hdpl_results
 from relinear.kernels.autograd import differentiable_as, lowered, save
-from relinear.kernels.cpu.block_diagonal import block_gradient
 from relinear.kernels.triton import tiles
 from relinear.kernels.triton.tiles import add_product
 
@@ -238,6 +237,11 @@ def _(grad, grad_z, grad_mu, grad_logvar, z, logvar, noise, blocks, mu_weight, l
     return z.new_empty(z.shape[0], mu_weight.shape[1]), torch.empty_like(z), to_logvar, of_noise
 
 
+def _block_gradient(grad: Tensor, x: Tensor, count: int) -> Tensor:
+    """The gradient (K, O/K, I/K) of ``count`` blocks, from that (N, O) of their output and their input (N, I)."""
+    return torch.einsum("nko,nki->koi", grad.unflatten(1, (count, -1)), x.unflatten(1, (count, -1)))
+
+
 class _HDPL(torch.autograd.Function):
     """(y, mu), or (y, z, mu, logvar) with noise: one graph node over both kernels, so that x has one gradient."""
 
@@ -268,7 +272,7 @@ class _HDPL(torch.autograd.Function):
         sampled = noise is not None
         return (
             to_x if need[0] else None,
-            block_gradient(grad, x, blocks.shape[0]) if need[1] else None,
+            _block_gradient(grad, x, blocks.shape[0]) if need[1] else None,
             to_mu.T @ x if need[2] else None,
             to_mu.sum(0) if need[3] else None,
             to_logvar.T @ x if sampled and need[4] else None,
