@@ -78,7 +78,7 @@ gpu-setup: ## make the environment of `make gpu`, on the machine with the GPU or
 
 ifdef REHEARSE
 gpu: $(STAMP) ## kernels against torch.compile, and models, on an NVIDIA GPU in nine minutes; REHEARSE=1: on a CPU, tiny
-	OMP_NUM_THREADS=1 $(BIN)/python tools/gpu.py --rehearse --minutes 30 --out $(RUN_DIR)/gpu-rehearsal
+	OMP_NUM_THREADS=1 $(BIN)/python tools/gpu.py --rehearse --minutes 10 --out $(RUN_DIR)/gpu-rehearsal
 else
 gpu:
 	$(GPU_VENV)/bin/python tools/gpu.py --minutes 8.5

@@ -106,19 +106,21 @@ def steps(folder, rank):
         torch.save(found, folder / "steps.pt")
 
 
-def sharded(folder, rank):
-    """FSDP2: a step, shards on disk, one file of them, and shards of that file again."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import state_dict as states
+def shards(model):
+    """FSDP2 around every decoder layer and the model."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
-    def shards(model):
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+
+def sharded(folder, rank):
+    """FSDP2: a step, shards on disk, one file of them, and shards of that file again."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as states
 
     model = shards(built("context")).train()
     data = Tokens()
@@ -161,16 +163,26 @@ def step_by_hand(model):
         torch.manual_seed(3)
         loss = model(**batch).loss
         loss.backward()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         gradients = gradients or {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
     return losses, gradients
 
 
+def steps_on_both(model):
+    """``step_by_hand`` of a model that is divided over ranks, gathered; and what a rank holds of it."""
+    from torch.distributed.checkpoint import state_dict as states
+
+    losses, gradients = step_by_hand(model)
+    held = sum((p.to_local() if hasattr(p, "placements") else p).numel() for p in model.parameters())
+    saved = states.get_model_state_dict(model, options=states.StateDictOptions(full_state_dict=True))
+    gathered = {n: g.full_tensor() if hasattr(g, "placements") else g for n, g in gradients.items()}
+    return {"losses": losses, "gradients": gathered, "held": held, "saved": saved}
+
+
 def split(folder, rank):
     """Tensor parallel: every operator split over the ranks, the rest of the model on each."""
-    from torch.distributed.checkpoint import state_dict as states
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -179,18 +191,16 @@ def split(folder, rank):
         model = built(part)
         plan = relinear.surgery.parallel.tensor_parallel_plan(model)
         parallelize_module(model, mesh, plan)
-        losses, gradients = step_by_hand(model)
-        held = sum((p.to_local() if hasattr(p, "placements") else p).numel() for p in model.parameters())
-        saved = states.get_model_state_dict(model, options=states.StateDictOptions(full_state_dict=True))
-        found[part] = {
-            "losses": losses,
-            "gradients": {n: g.full_tensor() if hasattr(g, "placements") else g for n, g in gradients.items()},
-            "operators": len(plan),
-            "held": held,
-            "saved": saved,
-        }
+        found[part] = steps_on_both(model) | {"operators": len(plan)}
     if rank == 0:
         torch.save(found, folder / "split.pt")
+
+
+def fully(folder, rank):
+    """FSDP2: every parameter of every part divided over the ranks, which have the same batch."""
+    found = {part: steps_on_both(shards(built(part))) for part in PARTS}
+    if rank == 0:
+        torch.save(found, folder / "fully.pt")
 
 
 class Stop(TrainerCallback):
@@ -218,7 +228,7 @@ def interrupted(folder, rank):
             (folder / "interrupted" / "before.json").write_text(json.dumps(4))
 
 
-TASKS = {"steps": steps, "split": split, "sharded": sharded, "interrupted": interrupted}
+TASKS = {"steps": steps, "split": split, "fully": fully, "sharded": sharded, "interrupted": interrupted}
 
 if __name__ == "__main__":
     where, *names = sys.argv[1:]

@@ -35,7 +35,7 @@ def launch(folder, *tasks, ranks=2):
 def found(tmp_path_factory):
     """What two ranks came to; one launch, as it takes seconds."""
     folder = tmp_path_factory.mktemp("ranks")
-    launch(folder, "steps", "split", "sharded", "interrupted")
+    launch(folder, "steps", "split", "fully", "sharded", "interrupted")
     return folder
 
 
@@ -79,12 +79,8 @@ def test_two_ranks_have_the_loss_and_the_gradients_of_one(part, found):
         torch.testing.assert_close(there["gradients"][name], gradient, rtol=1e-4, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize("part", SPLIT)
-def test_split_operators_have_the_losses_and_the_gradients_of_whole_ones(part, found):
-    there = torch.load(found / "split.pt", weights_only=True)[part]
-    model = built(part)
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    inside = sum(size for name, size in sizes.items() if ".up_proj." in name)
+def check_steps(there, model):
+    """Losses, gradients and the parameters after two steps are those of the model on one rank."""
     losses, gradients = step_by_hand(model)
     assert there["losses"] == pytest.approx(losses, rel=1e-5)
     assert there["gradients"].keys() == gradients.keys()
@@ -92,6 +88,22 @@ def test_split_operators_have_the_losses_and_the_gradients_of_whole_ones(part, f
         torch.testing.assert_close(there["gradients"][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(there["saved"][name], value, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_sharded_models_have_the_losses_and_the_gradients_of_whole_ones(part, found):
+    there, model = torch.load(found / "fully.pt", weights_only=True)[part], built(part)
+    check_steps(there, model)
+    assert there["held"] < 0.6 * sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("part", SPLIT)
+def test_split_operators_have_the_losses_and_the_gradients_of_whole_ones(part, found):
+    there = torch.load(found / "split.pt", weights_only=True)[part]
+    model = built(part)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    inside = sum(size for name, size in sizes.items() if ".up_proj." in name)
+    check_steps(there, model)
     if part in ("rotor", "quantized"):  # a few angles; codes that are packed
         assert there["operators"] == 0
     else:

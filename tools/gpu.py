@@ -72,25 +72,30 @@ class Plan:
     Args:
         device, dtype: where and in what layers run.
         checked: in what kernels are checked.
+        samples: of a kernel that are checked in each; all by default.
         widths, tokens: of the layers that are timed, square ones; the most important ones first.
-        rounds, seconds: of every timing, and for how long a contender repeats within a round.
+        rounds, seconds: of every timing, and for how long a contender repeats within a round; before come as many calls
+            as ``warmup`` that are not timed.
         compilers: name -> options for torch.compile.
         steps: of a training; the first tenth is not timed.
-        batches, new_tokens: of decoding.
+        batches, new_tokens, decodings: of decoding; the fastest of so many counts.
         shrink: what batches and lengths of training are divided by.
     """
 
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
     checked: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
+    samples: int | None = None
     widths: tuple[int, ...] = (2048, 512, 4096, 1024, 8192)
     tokens: tuple[int, ...] = (4096, 64, 65536)
     rounds: int = 5
     seconds: float = 0.01
+    warmup: int = 2
     compilers: tuple[tuple[str, dict[str, Any]], ...] = (("compiled", {}), ("graphs", {"mode": "reduce-overhead"}))
     steps: int = 50
     batches: tuple[int, ...] = (1, 32)
     new_tokens: int = 64
+    decodings: int = 5
     shrink: int = 1
 
     def untimed(self) -> Plan:
@@ -100,11 +105,11 @@ class Plan:
 
     @classmethod
     def rehearsal(cls) -> Plan:
-        """The same on a CPU in a minute: graphs are traced, and no code is made of them."""
-        few: dict[str, Any] = {"widths": (64,), "tokens": (5,), "rounds": 2, "seconds": 0.0}
-        kinds: dict[str, Any] = {"dtype": torch.float32, "checked": (torch.float16,), "batches": (2,), "new_tokens": 4}
-        traced = tuple((name, {"backend": "aot_eager"}) for name, _ in cls.compilers)
-        return cls(device="cpu", **kinds, **few, compilers=traced, steps=3, shrink=16)
+        """The same on a CPU in a minute or two: graphs are traced, and no code is made of them."""
+        few: dict[str, Any] = {"widths": (64,), "tokens": (3,), "rounds": 1, "seconds": 0.0, "warmup": 1}
+        few |= {"samples": 1, "batches": (2,), "new_tokens": 3, "decodings": 2, "steps": 2, "shrink": 32}
+        traced = tuple((name, {"backend": "eager"}) for name, _ in cls.compilers)
+        return cls(device="cpu", dtype=torch.float32, checked=(torch.float16,), **few, compilers=traced)
 
 
 # Rows
@@ -184,7 +189,7 @@ def _check_tasks(plan: Plan) -> Iterator[Task]:
     from relinear.kernels.triton.samples import SAMPLES, largest_error
 
     for dtype, (kind, sample) in itertools.product(plan.checked, SAMPLES.items()):
-        for given in sample.given:
+        for given in sample.given[: plan.samples]:
 
             def check(sample: Any = sample, dtype: torch.dtype = dtype, given: tuple = given) -> dict[str, Any]:
                 error = largest_error(sample, given, dtype, plan.device)
@@ -297,7 +302,7 @@ def _timing(setting: str, tokens: int, width: int, step: bool, plan: Plan) -> di
         else:
             del calls["triton"]
         del actual, expected
-        times = interleave(calls, "dense", rounds=plan.rounds, min_seconds=plan.seconds)
+        times = interleave(calls, "dense", rounds=plan.rounds, min_seconds=plan.seconds, warmup=plan.warmup)
     found["flops"] = layer.flops_per_token() if hasattr(layer, "flops_per_token") else 8 * 64 * width
     return found | {
         f"{name}_{part}": getattr(timing, part) for name, timing in times.items() for part in ("seconds", "ratio")
@@ -407,7 +412,7 @@ def _decoding(name: str, mode: str, batch: int, plan: Plan) -> dict[str, Any]:
         wanted |= {"cache_implementation": "static", "compile_config": CompileConfig(fullgraph=True, **options)}
         wanted["compile_config"]._compile_all_devices = True
     best = math.inf
-    for _ in range(5):  # the first ones compile, and record graphs
+    for _ in range(plan.decodings):  # the first ones compile, and record graphs
         start = time.perf_counter()
         model.generate(ids, pad_token_id=0, **wanted).cpu()
         best = min(best, time.perf_counter() - start)
@@ -480,14 +485,13 @@ def _prepare(out: Path, parts: Sequence[str], seconds: float, environment: dict[
     """Checks and compilation in as many processes at once as there are processors; how long it took. What is not
     compiled by then is compiled when it is timed, in a warm-up."""
     start, slices = time.monotonic(), 4
-    rehearse = int("TRITON_INTERPRET" in environment)
     waiting = [(CHECK, 0)] * (CHECK in parts)
-    waiting += [(part, n) for n in range(slices) for part in parts if part in OPERATORS] if not rehearse else []
+    waiting += [(part, n) for n in range(slices) for part in parts if part in OPERATORS]
     running: list[subprocess.Popen] = []
     while (waiting or running) and time.monotonic() - start < seconds:
         while waiting and len(running) < (os.cpu_count() or 1):
             part, number = waiting.pop(0)
-            command = _command("prepare", part, out, number, slices, rehearse)
+            command = _command("prepare", part, out, number, slices, 0)
             running.append(subprocess.Popen(command, env=environment))
         time.sleep(0.2)
         running = [process for process in running if process.poll() is None]
@@ -506,6 +510,8 @@ def run_parts(
     report: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Run the parts that are not complete, each in a process of its own with an equal share of the time that is left.
+
+    A rehearsal, whose parts take less time than the start of a process, is one process.
 
     Args:
         out: folder for a JSON file a part, and for ``run.json``: how each part ended.
@@ -529,21 +535,26 @@ def run_parts(
     ended: dict[str, Any] = {}
     environment = os.environ | ({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if rehearse else {})
     todo = [part for part in parts if _state(part, out) != "complete"]
-    prepared = round(_prepare(out, todo, 20 * minutes, environment), 1)
+    prepared = 0.0 if rehearse else round(_prepare(out, todo, 20 * minutes, environment), 1)
     report(f"checks and compilation ended after {prepared} s")
-    for number, part in enumerate(todo):
+    groups = [todo] * bool(todo) if rehearse else [[part] for part in todo]
+    for number, group in enumerate(groups):
         start = time.monotonic()
-        share = (end - start) / (len(todo) - number)
+        share = (end - start) / (len(groups) - number)
         # a part ends by itself, between two rows, before it is ended
-        command = _command("time", part, out, 0.8 * share, int(rehearse))
+        command = _command("time", ",".join(group), out, 0.8 * share, int(rehearse))
+        failed = ""
         try:
             code = subprocess.run(command, env=environment, timeout=share, check=False).returncode
-            state = _state(part, out) if code == 0 else f"failed with exit code {code}"
+            failed = f"failed with exit code {code}" if code else ""
         except subprocess.TimeoutExpired:
-            state = "cut off"
-        ended[part] = {"state": state, "seconds": round(time.monotonic() - start, 1)}
+            pass  # the state of a part that has not ended by itself is "cut off"
+        seconds = round(time.monotonic() - start, 1)
+        for part in group:
+            state = _state(part, out)
+            ended[part] = {"state": state if state == "complete" else failed or state, "seconds": seconds}
+            report(f"{part}: {ended[part]['state']} after {seconds} s, {out / part}.json")
         write_json(out / "run.json", {"rehearsal": rehearse, "minutes": minutes, "prepared": prepared, "parts": ended})
-        report(f"{part}: {state} after {ended[part]['seconds']} s, {out / part}.json")
     for line in verdict(out):
         report(line)
     left = [part for part in parts if _state(part, out) != "complete"]
@@ -632,13 +643,14 @@ def verdict(out: Path) -> list[str]:
 
 
 def _child() -> None:
-    what, part, out, *numbers, rehearse = sys.argv[2:]
+    what, parts, out, *numbers, rehearse = sys.argv[2:]
     plan = Plan.rehearsal() if rehearse == "1" else Plan()
     if what == "prepare":
-        _prepare_part(part, Path(out), int(numbers[0]), int(numbers[1]), plan)
-    else:
-        imports = time.time() - psutil.Process().create_time()  # which the part's time counts
-        _run_part(part, Path(out), float(numbers[0]) - imports, plan)
+        _prepare_part(parts, Path(out), int(numbers[0]), int(numbers[1]), plan)
+        return
+    started = psutil.Process().create_time()  # imports are part of the time
+    for part in parts.split(","):
+        _run_part(part, Path(out), started + float(numbers[0]) - time.time(), plan)
 
 
 def _main() -> int:
