@@ -102,10 +102,11 @@ def _operator_sizes(
     shapes = _shapes(settings, vocab_size)
 
     def at(scale: float) -> float:
-        operators: dict[str, Any] = dict(settings.operators)
-        for pattern, found in shapes.items():
-            operators[pattern] = _resized(settings.mapping[pattern], found, scale, name).to_dict()  # type: ignore[arg-type]
-        return measure(settings.updated(operators=operators))
+        resized = {
+            pattern: _resized(settings.mapping[pattern], found, scale, name).to_dict()  # type: ignore[arg-type]
+            for pattern, found in shapes.items()
+        }
+        return measure(settings.updated(operators=settings.operators | resized))
 
     low = high = 1.0
     while at(low) > target and low > 1 / _LARGEST_FACTOR:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from relinear.compare.match import Size, matched, measure_size
 from relinear.compare.settings import CompareSettings
@@ -67,49 +68,32 @@ def plan_comparison(recipe: CompareSettings, vocab_size: int, on_event: OnEvent 
     match = recipe.match
     if match.by == "width":
         return [Planned(name, written[name], sizes[name], None) for name in recipe.entries]
+
+    def at(target: int, reference: str | None = None) -> list[Planned]:
+        """Every entry at the size of ``target``, that of the entry ``reference`` if any."""
+        planned = []
+        for name, entry in recipe.entries.items():
+            settings, size, deviation = written[name], sizes[name], 0.0 if name == reference else None
+            if name != reference and entry.how != "fixed":
+                on_event(Event("match", f"matching {name} by {match.by}"))
+                wanted: Any = {"by": match.by, "target": target, "how": entry.how, "tolerance": match.tolerance}
+                settings, size = matched(settings, vocab_size, **wanted, name=name)
+                deviation = size.of(match.by) / target - 1
+            planned.append(Planned(name, settings, size, deviation))
+        return planned
+
     if isinstance(match.to, int):
-        return _matched_to(match.to, None, recipe, written, sizes, vocab_size, on_event)
+        return at(match.to)
     candidates = [match.to] if match.to else [n for n, entry in recipe.entries.items() if entry.how != "fixed"]
     if not candidates:
         raise ValueError(f"match.by is {match.by!r}, but no entry can be resized: all are fixed or dense")
     refused: list[ValueError] = []
     for reference in candidates:  # the first whose size the others can have
         try:
-            target = sizes[reference].of(match.by)
-            return _matched_to(target, reference, recipe, written, sizes, vocab_size, on_event)
+            return at(sizes[reference].of(match.by), reference)
         except ValueError as error:
             refused.append(error)
     raise refused[0]
-
-
-def _matched_to(
-    target: int,
-    reference: str | None,
-    recipe: CompareSettings,
-    written: Mapping[str, TrainSettings],
-    sizes: Mapping[str, Size],
-    vocab_size: int,
-    on_event: OnEvent,
-) -> list[Planned]:
-    """Every entry at the size of ``target``, that of the entry ``reference`` if any; as ``plan_comparison``."""
-    planned = []
-    for name, entry in recipe.entries.items():
-        settings, size = written[name], sizes[name]
-        deviation = 0.0 if name == reference else None
-        if name != reference and entry.how != "fixed":
-            on_event(Event("match", f"matching {name} by {recipe.match.by}"))
-            settings, size = matched(
-                settings,
-                vocab_size,
-                by=recipe.match.by,
-                target=target,
-                how=entry.how,
-                tolerance=recipe.match.tolerance,
-                name=name,
-            )
-            deviation = size.of(recipe.match.by) / target - 1
-        planned.append(Planned(name, settings, size, deviation))
-    return planned
 
 
 def match_target(recipe: CompareSettings, planned: Iterable[Planned]) -> tuple[int | None, str | None]:

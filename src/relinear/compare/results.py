@@ -149,33 +149,32 @@ def _notes(recipe: CompareSettings, entries: list[dict[str, Any]]) -> list[str]:
 
 def tuning_notes(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return what a reader must know of how rates and starts of entries were found."""
-    notes = []
-    edges = [entry["name"] for entry in entries if entry["tuning"] and entry["tuning"]["edge"]]
-    if edges:
-        notes.append(f"The best learning rate lies at the edge of the grid for {', '.join(edges)}: widen the grid.")
-    ranges = [e["name"] for e in entries if e["tuning"] and e["tuning"].get("initializer_edge")]
-    if ranges:
-        notes.append(f"The best initialisation lies at the edge of its grid for {', '.join(ranges)}: widen the grid.")
-    shares = [f"{e['name']} {e['tuning']['warmup_ratio']:g}" for e in entries if "warmup_ratio" in (e["tuning"] or {})]
-    if shares:
-        notes.append(f"Warm-up was tuned, too: of the steps it takes {', '.join(shares)}.")
-    warmups = [e["name"] for e in entries if e["tuning"] and e["tuning"].get("warmup_edge")]
-    if warmups:
-        notes.append(f"The best warm-up is the shortest or longest that was tried for {', '.join(warmups)}.")
-    for entry in entries:
-        if entry["tuning"] and entry["tuning"].get("diverged"):
-            rates = ", ".join(f"{rate:g}" for rate in entry["tuning"]["diverged"])
-            notes.append(
-                f"A final run of {entry['name']} diverged at the learning rate that tuning had found ({rates}); all "
-                f"its seeds were trained at the next lower one that was tried, {entry['learning_rate']:g}."
+    tuned = {entry["name"]: entry["tuning"] for entry in entries if entry["tuning"]}
+
+    def where(key: str) -> list[str]:
+        return [name for name, found in tuned.items() if found.get(key)]
+
+    moved = [name for name, found in tuned.items() if found.get("full_length", {}).get("moved")]
+    shares = [f"{name} {found['warmup_ratio']:g}" for name, found in tuned.items() if "warmup_ratio" in found]
+    counts = {name: _tried(found) for name, found in tuned.items()}
+    told = [
+        ("The best learning rate lies at the edge of the grid for {}: widen the grid.", where("edge")),
+        ("The best initialisation lies at the edge of its grid for {}: widen the grid.", where("initializer_edge")),
+        ("Warm-up was tuned, too: of the steps it takes {}.", shares),
+        ("The best warm-up is the shortest or longest that was tried for {}.", where("warmup_edge")),
+        *(
+            (
+                f"A final run of {entry['name']} diverged at the learning rate that tuning had found ({{}}); all its "
+                f"seeds were trained at the next lower one that was tried, {entry['learning_rate']:g}.",
+                [f"{rate:g}" for rate in entry["tuning"]["diverged"]],
             )
-    moved = [e["name"] for e in entries if e["tuning"] and e["tuning"].get("full_length", {}).get("moved")]
-    if moved:
-        notes.append(f"At full length another rate than in short runs was best, and taken, for {', '.join(moved)}.")
-    counts = {e["name"]: _tried(e["tuning"]) for e in entries if e["tuning"]}
-    if any(counts.values()):
-        notes.append(f"Runs of tuning: {', '.join(f'{name} {count}' for name, count in counts.items())}.")
-    return notes
+            for entry in entries
+            if entry["name"] in where("diverged")
+        ),
+        ("At full length another rate than in short runs was best, and taken, for {}.", moved),
+        ("Runs of tuning: {}.", [f"{name} {n}" for name, n in counts.items()] if any(counts.values()) else []),
+    ]
+    return [text.format(", ".join(names)) for text, names in told if names]
 
 
 def _tried(tuning: Mapping[str, Any]) -> int:

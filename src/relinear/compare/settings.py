@@ -8,19 +8,20 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
+    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from relinear.compare.recipe import apply_overrides
 from relinear.core.config import nearest, parse_setting
-from relinear.core.settings import Seed, Settings
+from relinear.core.settings import Different, Patterns, Seed, Settings
 from relinear.train.settings import TrainSettings
 
 __all__ = ["CompareSettings", "Entry", "Match", "Sizes", "Speed", "Tune", "lasting", "shortened"]
@@ -28,10 +29,25 @@ __all__ = ["CompareSettings", "Entry", "Match", "Sizes", "Speed", "Tune", "lasti
 DENSE = "dense"
 #: settings that say where something happens within a run, and move with its length
 _PLACES = ("warmup_steps", "eval_every")
-INITIALIZER_RANGES = (0.02, 0.05, 0.1)
-WARMUP_RATIOS = (0.1, 0.3, 0.5)
 _INITIALIZER = "initializer_range"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+=-]*")
+
+
+def _tokens(value: Any) -> Any:
+    """A number of tokens, also written as 300k, 20.5M or 1G."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kMG])", value.strip()) if isinstance(value, str) else None
+    return value if found is None else round(float(found[1]) * {"k": 1e3, "M": 1e6, "G": 1e9}[found[2]])
+
+
+def _or_default(default: Any) -> BeforeValidator:
+    """``true`` for a default, ``false`` for None."""
+    return BeforeValidator(lambda value: {True: default, False: None}[value] if isinstance(value, bool) else value)
+
+
+_ASCENDING = AfterValidator(lambda values: tuple(sorted(values)))
+_Grid = Annotated[tuple[PositiveFloat, ...], Field(min_length=2), Different, _ASCENDING]
+_Shares = Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], ...], Field(min_length=2), Different, _ASCENDING]
+_Tokens = Annotated[PositiveInt, BeforeValidator(_tokens)]
 
 
 class Entry(Settings):
@@ -54,7 +70,7 @@ class Entry(Settings):
     """
 
     operator: dict[str, Any] | None = None
-    target: tuple[str, ...] | None = None
+    target: Patterns | None = None
     operators: dict[str, dict[str, Any] | None] = Field(default_factory=dict)
     attachments: tuple[dict[str, Any], ...] = ()
     learning_rate: PositiveFloat | None = None
@@ -84,11 +100,6 @@ class Entry(Settings):
         if isinstance(value, Mapping):
             return {k: cls._operator_text(v) for k, v in value.items()}
         return value
-
-    @field_validator("target", mode="before")
-    @classmethod
-    def _one_pattern(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
 
     @field_validator("set")
     @classmethod
@@ -151,27 +162,14 @@ class Tune(Settings):
             neighbours at the second, "each" tunes at all of them.
     """
 
-    learning_rates: tuple[PositiveFloat, ...] = Field(default=(5e-4, 1e-3, 2e-3, 4e-3), min_length=2)
-    initializer_range: tuple[PositiveFloat, ...] | None = Field(default=None, min_length=2)
-    warmup_ratio: tuple[Annotated[float, Field(ge=0, lt=1)], ...] | None = Field(default=None, min_length=2)
+    learning_rates: _Grid = (5e-4, 1e-3, 2e-3, 4e-3)
+    initializer_range: Annotated[_Grid | None, _or_default((0.02, 0.05, 0.1))] = None
+    warmup_ratio: Annotated[_Shares | None, _or_default((0.1, 0.3, 0.5))] = None
     fraction: float = Field(default=0.25, gt=0, le=1)
     seed: Seed = 1000
     extensions: NonNegativeInt = 2
     check_full_length: bool = False
     at: Literal["smallest", "each"] = "smallest"
-
-    @field_validator("initializer_range", "warmup_ratio", mode="before")
-    @classmethod
-    def _default_grids(cls, value: Any, info: ValidationInfo) -> Any:
-        grid = INITIALIZER_RANGES if info.field_name == _INITIALIZER else WARMUP_RATIOS
-        return {True: grid, False: None}[value] if isinstance(value, bool) else value
-
-    @field_validator("learning_rates", "initializer_range", "warmup_ratio")
-    @classmethod
-    def _ascending(cls, values: tuple[float, ...] | None) -> tuple[float, ...] | None:
-        if values is not None and len(set(values)) != len(values):
-            raise ValueError(f"a value comes twice: {values}")
-        return None if values is None else tuple(sorted(values))
 
 
 class Speed(Settings):
@@ -194,20 +192,13 @@ class Sizes(Settings):
         tokens_per_parameter: budget of every size, by the parameters of the dense model; None takes the recipe's.
     """
 
-    widths: tuple[PositiveInt, ...] = Field(min_length=4)
+    widths: Annotated[tuple[PositiveInt, ...], Field(min_length=4), Different, _ASCENDING]
     tokens_per_parameter: PositiveFloat | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _short_form(cls, value: Any) -> Any:
         return value if isinstance(value, Mapping | Sizes) else {"widths": value}
-
-    @field_validator("widths")
-    @classmethod
-    def _ascending(cls, widths: tuple[int, ...]) -> tuple[int, ...]:
-        if len(set(widths)) != len(widths):
-            raise ValueError(f"widths come twice: {widths}")
-        return tuple(sorted(widths))
 
 
 class _SharedTrainSettings(TrainSettings):
@@ -216,12 +207,6 @@ class _SharedTrainSettings(TrainSettings):
     @model_validator(mode="after")
     def _warmup_fits(self) -> _SharedTrainSettings:
         return self
-
-
-def _tokens(value: Any) -> Any:
-    """A number of tokens, also written as 300k, 20.5M or 1G."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kMG])", value.strip()) if isinstance(value, str) else None
-    return value if found is None else round(float(found[1]) * {"k": 1e3, "M": 1e6, "G": 1e9}[found[2]])
 
 
 class CompareSettings(Settings):
@@ -248,17 +233,17 @@ class CompareSettings(Settings):
     name: str = "comparison"
     description: str = ""
     entries: dict[str, Entry]
-    target: tuple[str, ...] = ("all-linear",)
+    target: Patterns = ("all-linear",)
     train: _SharedTrainSettings = _SharedTrainSettings()
-    tokens: PositiveInt | None = None
-    budgets: tuple[PositiveInt, ...] | None = Field(default=None, min_length=1)
+    tokens: _Tokens | None = None
+    budgets: Annotated[tuple[_Tokens, ...], Field(min_length=1), Different, _ASCENDING] | None = None
     sizes: Sizes | None = None
     match: Match = Match()
-    seeds: tuple[Seed, ...] = Field(default=(0,), min_length=1)
-    tune: Tune | None = None
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=1), Different] = (0,)
+    tune: Annotated[Tune | None, _or_default({})] = None
     speed: Speed = Speed()
     reference: str | None = None
-    ngram: Literal["auto"] | PositiveInt | None = "auto"
+    ngram: Annotated[Literal["auto"] | PositiveInt | None, _or_default("auto")] = "auto"
 
     @classmethod
     def completed(cls, saved: Any) -> Any:
@@ -277,28 +262,6 @@ class CompareSettings(Settings):
     def _of_settings(cls, value: Any) -> Any:
         return value.model_dump(exclude_unset=True) if isinstance(value, TrainSettings) else value
 
-    @field_validator("tokens", mode="before")
-    @classmethod
-    def _tokens_text(cls, value: Any) -> Any:
-        return _tokens(value)
-
-    @field_validator("budgets", mode="before")
-    @classmethod
-    def _budgets_text(cls, value: Any) -> Any:
-        return [_tokens(one) for one in value] if isinstance(value, list | tuple) else value
-
-    @field_validator("budgets")
-    @classmethod
-    def _budgets_ascending(cls, budgets: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        if budgets is not None and len(set(budgets)) != len(budgets):
-            raise ValueError(f"budgets come twice: {budgets}")
-        return None if budgets is None else tuple(sorted(budgets))
-
-    @field_validator("ngram", mode="before")
-    @classmethod
-    def _ngram_or_not(cls, value: Any) -> Any:
-        return {True: "auto", False: None}[value] if isinstance(value, bool) else value
-
     @field_validator("entries", mode="before")
     @classmethod
     def _named(cls, value: Any) -> Any:
@@ -309,27 +272,10 @@ class CompareSettings(Settings):
             return value
         raise ValueError("expected a mapping of name -> operator setting with at least one entry")
 
-    @field_validator("target", mode="before")
-    @classmethod
-    def _one_pattern(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
-
     @field_validator("seeds", mode="before")
     @classmethod
     def _one_seed(cls, value: Any) -> Any:
         return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
-
-    @field_validator("seeds")
-    @classmethod
-    def _different(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        if len(set(seeds)) != len(seeds):
-            raise ValueError(f"seeds come twice: {list(seeds)}")
-        return seeds
-
-    @field_validator("tune", mode="before")
-    @classmethod
-    def _default_grid(cls, value: Any) -> Any:
-        return {True: Tune(), False: None}.get(value, value) if isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _consistent(self) -> CompareSettings:

@@ -6,15 +6,35 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from relinear.core.config import nearest, shown
 from relinear.system.text import cut, requirement
 
-__all__ = ["Seed", "Settings", "readable"]
+__all__ = ["Different", "Patterns", "Seed", "Settings", "readable"]
 
 #: of random numbers: NumPy takes 32 bits
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+def _refuse_twice(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(set(values)) != len(values):
+        raise ValueError(f"values come twice: {list(values)}")
+    return values
+
+
+#: of a list: no value is in it twice
+Different = AfterValidator(_refuse_twice)
+#: of names of modules; one alone may be given as it is
+Patterns = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 
 #: faults that a message lists
 _TOLD = 10

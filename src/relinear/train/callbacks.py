@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from relinear.core.config import shown
 from relinear.system.files import parse_json, write_text, writing
 
-__all__ = ["MetricsLog", "Progress", "StopOnTerminate", "Throughput", "read_metrics"]
+__all__ = ["Progress", "RunLog", "StopOnTerminate", "read_metrics"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,73 +83,36 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-class Throughput(TrainerCallback):
-    """Tokens a second over the steps between two logs, without evaluations, checkpoints and the first steps.
+class RunLog(TrainerCallback):
+    """Writes ``metrics.jsonl``, keeps the same rows in ``rows``, and tells ``on_progress``.
 
-    The first two steps of a process are left out: compilation, and first touches of memory, happen there.
+    Training rows: step, loss, cross_entropy, aux/*, metric/*, learning_rate, grad_norm, tokens, tokens_per_second.
+    Validation rows: step, validation_loss, perplexity, tokens. Tokens a second are those of the steps between two logs,
+    without evaluations, checkpoints and the first two steps of a process, where compilation happens.
+
+    Args:
+        trainer: a ``RelinearTrainer``.
+        path: of the file; None writes none.
+        on_progress: called with a ``Progress``; None tells nobody.
     """
 
     warmup = 2
 
-    def __init__(self, tokens: Callable[[], int]) -> None:
-        self._tokens = tokens
+    def __init__(self, trainer: Any, path: Path | None, on_progress: Callable[[Progress], None] | None) -> None:
+        self.path = path
+        self.rows: list[dict[str, Any]] = []
+        #: tokens a second between logs
+        self.rates: list[float] = []
+        self._trainer, self._on_progress = trainer, on_progress
         self._steps = 0
-        self._since: float | None = None
-        self._tokens_then = 0
-        self.seconds = 0.0
-        self.windows: list[float] = []
-
-    def _resume(self) -> None:
-        self._since, self._tokens_then = time.perf_counter(), self._tokens()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._steps += 1
-        if self._steps == self.warmup:
-            self._resume()
-
-    def close_window(self) -> float | None:
-        """Return tokens a second since the last window was closed (None while warming up)."""
-        if self._since is None or self._tokens() == self._tokens_then:
-            return None
-        seconds = time.perf_counter() - self._since
-        rate = (self._tokens() - self._tokens_then) / seconds
-        self.seconds += seconds
-        self.windows.append(rate)
-        return rate
-
-    def restart(self) -> None:
-        """Start the next window now: what happened since the last was closed is not training."""
-        if self._since is not None:
-            self._resume()
+        #: when steps began to be timed, and the tokens until then
+        self._since: tuple[float, int] | None = None
+        self._last: dict[str, float | None] = {"loss": None, "validation_loss": None, "tokens_per_second": None}
 
     @property
-    def steady(self) -> float | None:
-        """Median over the windows: what one pause of the machine does not change."""
-        return statistics.median(self.windows) if self.windows else None
-
-
-class MetricsLog(TrainerCallback):
-    """Writes ``metrics.jsonl``, keeps the same rows in ``rows``, and tells ``on_progress``.
-
-    Training rows: step, loss, cross_entropy, aux/*, metric/*, learning_rate, grad_norm, tokens, tokens_per_second.
-    Validation rows: step, validation_loss, perplexity, tokens.
-    """
-
-    def __init__(
-        self,
-        path: Path | None,
-        steps: int,
-        throughput: Throughput,
-        tokens: Callable[[], int],
-        on_progress: Callable[[Progress], None] | None,
-    ) -> None:
-        self.path = path
-        self.steps = steps
-        self.rows: list[dict[str, Any]] = []
-        self._throughput = throughput
-        self._tokens = tokens
-        self._on_progress = on_progress
-        self._last: dict[str, float | None] = {"loss": None, "validation_loss": None, "tokens_per_second": None}
+    def tokens_per_second(self) -> float | None:
+        """Median over the run: what one pause of the machine does not change."""
+        return statistics.median(self.rates) if self.rates else None
 
     def rewind(self, step: int) -> None:
         """Keep the rows up to ``step``, the checkpoint that the run continues from; -1 keeps none."""
@@ -167,9 +130,24 @@ class MetricsLog(TrainerCallback):
     def tell(self, phase: Any, step: int, batches: tuple[int, int] = (0, 0)) -> None:
         """Report to ``on_progress``."""
         if self._on_progress is not None:
-            self._on_progress(Progress(phase, step, self.steps, **self._last, batches=batches))
+            self._on_progress(Progress(phase, step, self._trainer.settings.steps, **self._last, batches=batches))
+
+    def _time_from_here(self) -> None:
+        if self._steps >= self.warmup:
+            self._since = time.perf_counter(), self._trainer.tokens_seen
+
+    def _rate(self) -> float | None:
+        """Tokens a second since steps were last timed from; None while warming up."""
+        if self._since is None or self._trainer.tokens_seen == self._since[1]:
+            return None
+        rate = (self._trainer.tokens_seen - self._since[1]) / (time.perf_counter() - self._since[0])
+        self.rates.append(rate)
+        return rate
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._steps += 1
+        if self._steps == self.warmup:
+            self._time_from_here()
         if control.should_save or control.should_training_stop:
             if state.is_world_process_zero:
                 self.check_there()
@@ -180,33 +158,28 @@ class MetricsLog(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         row: dict[str, Any] = {"step": state.global_step}
         if "loss" in logs:
-            rate = self._throughput.close_window()
             skipped = ("epoch", "step")
             row |= {k: v for k, v in logs.items() if k not in skipped and isinstance(v, int | float)}
-            row |= {"tokens": self._tokens(), "tokens_per_second": rate}
-            self._last |= {"loss": logs["loss"], "tokens_per_second": rate}
+            row |= {"tokens": self._trainer.tokens_seen, "tokens_per_second": self._rate()}
         elif "eval_loss" in logs:
             row |= {"validation_loss": logs["eval_loss"], "perplexity": logs["eval_perplexity"]}
-            row |= {"tokens": self._tokens(), "seconds": logs["eval_seconds"]}
-            self._last["validation_loss"] = logs["eval_loss"]
+            row |= {"tokens": self._trainer.tokens_seen, "seconds": logs["eval_seconds"]}
         else:
             return
+        self._last |= {key: row[key] for key in self._last if key in row}
         row = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
         }
         if state.is_world_process_zero:
-            self._write(row)
+            self.rows.append(row)
+            if self.path is not None:
+                self.check_there()
+                with writing(self.path), self.path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
             self.tell("train" if "loss" in logs else "evaluate", state.global_step)
-        self._throughput.restart()
-
-    def _write(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-        if self.path is not None:
-            self.check_there()
-            with writing(self.path), self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+        self._time_from_here()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             self.tell("save", state.global_step)
-        self._throughput.restart()
+        self._time_from_here()

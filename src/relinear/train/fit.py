@@ -25,7 +25,7 @@ from relinear.train.settings import FitSettings
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-    from relinear.train.callbacks import MetricsLog, Progress, StopOnTerminate, Throughput
+    from relinear.train.callbacks import Progress, RunLog, StopOnTerminate
     from relinear.train.trainer import RelinearTrainer
 
 # transformers' Trainer takes seconds to import and is imported by the functions that need it: the room imports this
@@ -63,7 +63,7 @@ class TrainResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON values, without the curve (it is in metrics.jsonl)."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "curve"}
+        values = {name: value for name, value in vars(self).items() if name != "curve"}
         return values | {"out_dir": None if self.out_dir is None else str(self.out_dir)}
 
 
@@ -209,7 +209,7 @@ def fit(
             last good checkpoint.
         Terminated: (a KeyboardInterrupt) after a SIGTERM, with ``out_dir``, once the step under way is saved.
     """
-    from relinear.train.callbacks import MetricsLog, StopOnTerminate, Throughput
+    from relinear.train.callbacks import RunLog, StopOnTerminate
     from relinear.train.trainer import RelinearTrainer
 
     settings = settings or FitSettings()
@@ -218,36 +218,27 @@ def fit(
         check_ours(out_dir, "fit")
     with contextlib.ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out_dir is None else out_dir)
-        checkpoints = home / "checkpoints"
         if out_dir is None and settings.save_every is None:
             settings = settings.updated(save_every=0)
         stack.enter_context(_prepared(model, settings))
-        trained = model if objective is None else GuidedTraining(model, objective)
         trainer = RelinearTrainer(
-            trained,
+            model if objective is None else GuidedTraining(model, objective),
             settings,
             train_data,
             validation,
-            checkpoints,
+            home / "checkpoints",
             callbacks=callbacks,
             data_collator=collate,
             block_losses=None if out_dir is None else home / "block_losses.npy",
         )
-        throughput = Throughput(lambda: trainer.tokens_seen)
-        log = MetricsLog(
-            None if out_dir is None else home / "metrics.jsonl",
-            settings.steps,
-            throughput,
-            lambda: trainer.tokens_seen,
-            on_progress,
-        )
+        log = RunLog(trainer, None if out_dir is None else home / "metrics.jsonl", on_progress)
         trainer.on_evaluating = lambda *batches: log.tell("evaluating", trainer.state.global_step, batches)
         stop = StopOnTerminate(trainer.accelerator)
-        for callback in (stop, throughput, log):
-            trainer.add_callback(callback)
+        trainer.add_callback(stop)
+        trainer.add_callback(log)
         if out_dir is not None:
             stack.enter_context(on_terminate(stop.ask))
-        return _run(model, trainer, log, throughput, stop, home if out_dir is not None else None, checkpoints, resume)
+        return _run(model, trainer, log, stop, resume)
 
 
 def remove_checkpoints(folder: Path) -> None:
@@ -258,20 +249,12 @@ def remove_checkpoints(folder: Path) -> None:
         folder.rmdir()
 
 
-def _run(
-    model: nn.Module,
-    trainer: RelinearTrainer,
-    log: MetricsLog,
-    throughput: Throughput,
-    stop: StopOnTerminate,
-    out_dir: Path | None,
-    checkpoints: Path,
-    resume: bool,
-) -> TrainResult:
+def _run(model: nn.Module, trainer: RelinearTrainer, log: RunLog, stop: StopOnTerminate, resume: bool) -> TrainResult:
     from accelerate.utils import broadcast_object_list
 
     from relinear.train.trainer import check_checkpoint, last_checkpoint
 
+    checkpoints = trainer.home
     checkpoint = last_checkpoint(checkpoints) if resume else None
     if checkpoint is not None and trainer.is_world_process_zero():
         check_checkpoint(checkpoint)
@@ -305,10 +288,10 @@ def _run(
         initial_perplexity=validation[0]["perplexity"] if validation and validation[0]["step"] == 0 else None,
         parameters=table.parameters,
         flops_per_token=table.flops_per_token,
-        tokens_per_second=throughput.steady,
+        tokens_per_second=log.tokens_per_second,
         peak_memory_bytes=memory.read(),
         aux={key: value for key, value in last.items() if key.startswith(("aux/", "metric/"))},
         steps=steps,
-        out_dir=out_dir,
+        out_dir=None if log.path is None else log.path.parent,
         curve=list(log.rows),
     )

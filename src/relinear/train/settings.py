@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 from pydantic import (
+    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -20,7 +21,7 @@ from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import Config, shown
 from relinear.core.objective import ObjectiveConfig
 from relinear.core.operator import OperatorConfig
-from relinear.core.settings import Seed, Settings
+from relinear.core.settings import Patterns, Seed, Settings
 from relinear.data import DataSettings
 
 __all__ = ["FitSettings", "TrainSettings"]
@@ -175,8 +176,9 @@ class FitSettings(Settings):
         return max(100, self.steps // 10) if self.save_every is None else self.save_every
 
 
-def _setting(family: type[Config], value: Any) -> dict[str, Any]:
-    return family.read(value).to_dict()
+def _read(family: type[Config]) -> BeforeValidator:
+    """A setting of ``family``, as text or as a mapping, written out; None stays."""
+    return BeforeValidator(lambda value: None if value is None else family.read(value).to_dict())
 
 
 class TrainSettings(FitSettings):
@@ -202,37 +204,13 @@ class TrainSettings(FitSettings):
     model: str = "tiny"
     model_overrides: dict[str, Any] = Field(default_factory=dict)
     model_start: Literal["config", "torch"] = "config"
-    operators: dict[str, dict[str, Any] | None] = Field(default_factory=dict)
+    operators: dict[str, Annotated[dict[str, Any] | None, _read(OperatorConfig)]] = Field(default_factory=dict)
     layers: tuple[int, ...] | None = None
-    exclude: tuple[str, ...] = ()
+    exclude: Patterns = ()
     init: Literal["fresh", "from_weight"] = "fresh"
-    attachments: tuple[dict[str, Any], ...] = ()
-    objective: dict[str, Any] | None = None
+    attachments: tuple[Annotated[dict[str, Any], _read(AttachmentConfig)], ...] = ()
+    objective: Annotated[dict[str, Any] | None, _read(ObjectiveConfig)] = None
     data: DataSettings = DataSettings()
-
-    @field_validator("operators", mode="before")
-    @classmethod
-    def _operators_known(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            raise ValueError("expected a mapping of pattern -> operator setting")
-        return {key: None if setting is None else _setting(OperatorConfig, setting) for key, setting in value.items()}
-
-    @field_validator("attachments", mode="before")
-    @classmethod
-    def _attachments_known(cls, value: Any) -> Any:
-        if isinstance(value, str | Mapping) or not hasattr(value, "__iter__"):
-            raise ValueError("expected a list of attachment settings")
-        return tuple(_setting(AttachmentConfig, setting) for setting in value)
-
-    @field_validator("objective", mode="before")
-    @classmethod
-    def _objective_known(cls, value: Any) -> Any:
-        return None if value is None else _setting(ObjectiveConfig, value)
-
-    @field_validator("exclude", mode="before")
-    @classmethod
-    def _exclude_list(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
 
     @property
     def mapping(self) -> dict[str, OperatorConfig | None]:

@@ -208,7 +208,7 @@ class RelinearTrainer(Trainer):
         self._last_drain = 0
         self._first_loss: float | None = None
         self._terms: dict[str, Tensor] = {}
-        self._home = out_dir
+        self.home = out_dir
         self._block_losses = block_losses
         self._plain_model: Any = model
         self._redirect: Path | None = None
@@ -310,7 +310,7 @@ class RelinearTrainer(Trainer):
             raise self._diverged(f"the training loss has grown from {self._first_loss:.4g} to {loss:.4g}")
 
     def _diverged(self, what: str) -> NonFiniteLossError:
-        kept = last_checkpoint(self._home)
+        kept = last_checkpoint(self.home)
         state = "no checkpoint was written before" if kept is None else f"the last good checkpoint is {kept}"
         return NonFiniteLossError(
             f"{what} at step {self.state.global_step + 1} of {self.settings.steps}, with a "
@@ -411,7 +411,7 @@ class RelinearTrainer(Trainer):
         for name, parameter in self._plain_model.named_parameters():
             if not bool(torch.isfinite(parameter).all()):
                 self._check_finite(float("nan"), f"weight {name}")
-        home, name = self._home, f"checkpoint-{self.state.global_step}"
+        home, name = self.home, f"checkpoint-{self.state.global_step}"
         partial = self._redirect = home / _PARTIAL
         try:
             if self.args.should_save:
@@ -465,7 +465,7 @@ class RelinearTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """The model alone: Trainer would pickle its arguments beside it."""
         if self.args.should_save:
-            save_model(self.model, Path(output_dir or self._home))
+            save_model(self.model, Path(output_dir or self.home))
 
 
 def _block_losses(output: Any, labels: Tensor | None) -> Tensor | None:
