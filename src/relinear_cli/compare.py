@@ -22,6 +22,7 @@ __all__ = ["command"]
 def command(
     given: dict[str, Any],
     recipe: Annotated[str | None, typer.Option(help="A YAML file, or a name such as `quick`.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="A plan; it takes no other settings.")] = None,
     operators: Annotated[
         list[str] | None,
         typer.Option("--operator", "-o", metavar="KIND:KEY=VALUE", help="An entry, or `dense`; repeat it."),
@@ -43,7 +44,9 @@ def command(
     from relinear_cli.progress import watch_comparison
     from relinear_cli.table import print_results
 
-    if recipe is None and not operators:
+    if plan is not None and (recipe is not None or operators or tune or given):
+        raise ValueError("--plan takes no other settings than --out and --share: what it says was fixed beforehand")
+    if plan is recipe is None and not operators:
         raise ValueError("nothing to compare: give --recipe, or --operator at least once; see relinear compare --help")
     values = {} if recipe is None else read_recipe(recipe)
     written: dict[str, Any] = {"entries": named_entries(operators)} if operators else {}
@@ -51,11 +54,12 @@ def command(
         written["tune"] = True
     values = apply_overrides(values, written | given)
 
+    from relinear.compare.preregistration import read_plan
     from relinear.compare.report import write_report
     from relinear.compare.run import compare
     from relinear.compare.settings import CompareSettings
 
-    settings = CompareSettings.load(values, recipe or "settings")
+    settings = CompareSettings.load(values, recipe or "settings") if plan is None else read_plan(plan).comparison
     prepare_process()
     with resumable("start the same command again"), watch_comparison() as on_event:
         results = compare(settings, out, shared=share, on_event=on_event)

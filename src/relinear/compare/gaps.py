@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+
+from relinear.system.student import half_width
 
 __all__ = ["REPLICATES", "gap", "interval", "replicates", "too_small"]
 
@@ -16,6 +19,7 @@ REPLICATES = 8000
 #: neighbouring blocks are of one document: they are drawn together, in so many groups at most
 _GROUPS = 256
 _LEVEL = 0.95
+_NORMAL = NormalDist().inv_cdf((1 + _LEVEL) / 2)
 
 
 def _grouped(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -78,20 +82,25 @@ def gap(own: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> dict[str,
         own, reference: a seed's losses by block (N,), or (1,) its mean where blocks were not kept.
 
     Returns:
-        mean, low and high (95 %; None for a single number), the ``values`` of the seeds, and ``standard_error``: that
-        of the evaluation, over blocks with seeds averaged (None without blocks).
+        mean, low and high (95 %; None for one seed, which says nothing of others), the ``values`` of the seeds, and
+        ``standard_error``: that of the evaluation, over blocks with seeds averaged (None without blocks). The interval
+        is that of Student's t over the paired values, widened by the evaluation's error: half-widths add as squares.
     """
     whole = len({len(losses) for losses in (*own, *reference)}) == 1
     pairs = zip(own, reference, strict=True)
     difference = np.stack([a - b if whole else np.atleast_1d(a.mean() - b.mean()) for a, b in pairs]).astype(float)
-    seeds, blocks = difference.shape
-    low, high = interval(replicates(difference)) if seeds * blocks > 1 else (None, None)
+    mean, blocks = float(difference.mean()), difference.shape[1]
+    values = [float(value) for value in difference.mean(1)]
+    error = _standard_error(difference) if blocks > 1 else None
+    half = half_width(values)
+    if half is not None:
+        half = math.hypot(half, _NORMAL * (error or 0.0))
     return {
-        "mean": float(difference.mean()),
-        "low": low,
-        "high": high,
-        "values": [float(value) for value in difference.mean(1)],
-        "standard_error": _standard_error(difference) if blocks > 1 else None,
+        "mean": mean,
+        "low": None if half is None else mean - half,
+        "high": None if half is None else mean + half,
+        "values": values,
+        "standard_error": error,
         "blocks": blocks,
     }
 

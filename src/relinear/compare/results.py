@@ -189,12 +189,11 @@ def gap_notes(recipe: CompareSettings, entries: list[dict[str, Any]]) -> list[st
     if not gaps:
         return []
     notes = [
-        f"Gaps are validation losses less that of {recipe.reference}, on the same seeds and blocks, with 95 % "
-        "intervals "
+        f"Gaps are validation losses less that of {recipe.reference}, on the same seeds and blocks, "
         + (
-            "over seeds (Student's t) and validation blocks (a bootstrap)."
+            "with 95 % intervals over seeds (Student's t), widened by the error of the validation blocks."
             if len(recipe.seeds) > 1
-            else "of a bootstrap over validation blocks alone."
+            else "without intervals: one seed says nothing of others."
         )
     ]
     if any(found["standard_error"] is None for found in gaps.values()):

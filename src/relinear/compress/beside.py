@@ -11,10 +11,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from torch.nn import functional as F
 from relinear.core.inference import build_for_inference
 from relinear.core.operator import linear_features
 from relinear.core.vocabulary import most_positions
+from relinear.system.student import half_width
 from relinear.system.timing import Timing, interleave
 
 __all__ = ["Observation", "Reading", "Sample", "compared", "like_before", "measure_speed", "observe", "read"]
@@ -52,28 +51,15 @@ class Reading:
     def against(self, original: Reading) -> dict[str, Any]:
         """Return both as JSON values; ``interval`` is half the width of that of 95 %, paired over windows."""
         rise = self.losses - original.losses
-        count = len(rise)
         return {
             "tokens": self.likeliest.numel(),
-            "windows": count,
+            "windows": len(rise),
             "loss_before": original.loss,
             "loss": self.loss,
             "nats": self.loss - original.loss,
-            "interval": student(count - 1) * float(rise.std()) / math.sqrt(count) if count > 1 else None,
+            "interval": half_width(rise.tolist()),
             "agreement": float((original.likeliest == self.likeliest).double().mean()),
         }
-
-
-def student(freedom: int) -> float:
-    """Return what Student's t with so many degrees of freedom stays below with 97.5 % (Abramowitz, Stegun, 26.7.5)."""
-    if freedom == 1:
-        return math.tan(0.475 * math.pi)
-    if freedom == 2:
-        return 0.95 * math.sqrt(2 / (1 - 0.95**2))
-    z, f = NormalDist().inv_cdf(0.975), freedom
-    terms = [(z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384]
-    terms.append((79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160)
-    return z + sum(term / f ** (at + 1) for at, term in enumerate(terms))
 
 
 @dataclasses.dataclass(frozen=True)

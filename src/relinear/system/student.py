@@ -1,0 +1,53 @@
+"""Student's t: the interval of 95 % of the mean of a few independent values."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Sequence
+
+__all__ = ["half_width", "seeds_needed", "student"]
+
+_LEVEL = 0.95
+
+
+def _within(angle: float, freedom: int) -> float:
+    """P(|t| < sqrt(freedom) tan(angle)) for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    odd = freedom % 2
+    term, total = (math.cos(angle) if odd else 1.0), 0.0
+    for k in range(1 + odd, freedom, 2):
+        total += term
+        term *= k / (k + 1) * math.cos(angle) ** 2
+    return (angle + math.sin(angle) * total) * 2 / math.pi if odd else math.sin(angle) * total
+
+
+@functools.cache
+def student(freedom: int) -> float:
+    """Return what |t| with so many degrees of freedom stays below with 95 %: by bisection, to rounding."""
+    if freedom < 1:
+        raise ValueError(f"Student's t has at least one degree of freedom, got {freedom}")
+    low, high = 0.0, math.pi / 2
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if _within(middle, freedom) < _LEVEL else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def half_width(values: Sequence[float]) -> float | None:
+    """Return half of the interval of 95 % of the mean of independent ``values``; None for a single one."""
+    if len(values) < 2:
+        return None
+    return student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def seeds_needed(effect: float, spread: float) -> int:
+    """Return the least number of seeds whose half-width is below half of ``effect``.
+
+    Args:
+        effect: that is looked for.
+        spread: standard deviation over seeds of the paired differences, in the same unit.
+    """
+    count = 2
+    while student(count - 1) * spread / math.sqrt(count) >= effect / 2:
+        count += 1
+    return count
