@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from relinear.system.student import half_width
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
-#: Student's t for an interval of 95 %, by degrees of freedom
-_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
 @functools.cache
@@ -32,10 +32,8 @@ def mean(values: Sequence[float]) -> float:
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:
     """An interval of 95 % for the mean of a few independent values; None for a single one."""
-    if len(values) < 2:
-        return None
-    half = _T[len(values) - 1] * statistics.stdev(values) / len(values) ** 0.5
-    return mean(values) - half, mean(values) + half
+    half = half_width(values)
+    return None if half is None else (mean(values) - half, mean(values) + half)
 
 
 def ranged(values: Sequence[float], digits: int = 3) -> str:
@@ -75,7 +73,11 @@ def less(ours: Mapping[Any, float], theirs: Mapping[Any, float]) -> dict[Any, fl
 def with_interval(found: Mapping[str, Any], digits: int = 3) -> str:
     """A recorded gap: -0.105 [-0.149, -0.062]; its mean alone where it has no interval."""
     text = signed(found["mean"], digits)
-    return f"{text} [{signed(found['low'], digits)}, {signed(found['high'], digits)}]" if "low" in found else text
+    return (
+        f"{text} [{signed(found['low'], digits)}, {signed(found['high'], digits)}]"
+        if found.get("low") is not None
+        else text
+    )
 
 
 def spread(values: Sequence[float], digits: int = 3, sign: str = "+") -> str:

@@ -54,12 +54,12 @@ def command(
         written["tune"] = True
     values = apply_overrides(values, written | given)
 
-    from relinear.compare.preregistration import read_plan
+    from relinear.compare.preregistration import planned
     from relinear.compare.report import write_report
     from relinear.compare.run import compare
     from relinear.compare.settings import CompareSettings
 
-    settings = CompareSettings.load(values, recipe or "settings") if plan is None else read_plan(plan).comparison
+    settings = CompareSettings.load(values, recipe or "settings") if plan is None else planned(plan)
     prepare_process()
     with resumable("start the same command again"), watch_comparison() as on_event:
         results = compare(settings, out, shared=share, on_event=on_event)

@@ -9,12 +9,28 @@ from pydantic import Field, PositiveFloat, model_validator
 
 from relinear.compare.recipe import read_yaml
 from relinear.compare.settings import CompareSettings
-from relinear.core.settings import Settings
+from relinear.core.settings import Seed, Settings
 from relinear.system.student import seeds_needed
 
-__all__ = ["Plan", "read_plan"]
+__all__ = ["Plan", "Study", "planned", "read_plan"]
 
 _Said = Field(min_length=1)
+
+
+class Study(Settings):
+    """What a script of results/ trains, where ``relinear compare`` cannot.
+
+    Attributes:
+        arms: name -> what it is.
+        settings: that all arms share, as the script takes them.
+        grid: name of a setting -> values that are tried for every arm.
+        seeds: a run of every arm for each.
+    """
+
+    arms: dict[str, str] = Field(min_length=2)
+    settings: dict[str, Any]
+    grid: dict[str, tuple[Any, ...]]
+    seeds: tuple[Seed, ...] = Field(min_length=1)
 
 
 class Plan(Settings):
@@ -31,6 +47,7 @@ class Plan(Settings):
         stopping: when the runs end, and what counts if they are cut off.
         without_power: why there are fewer seeds than effect and spread take; the rows then say "no power".
         comparison: the recipe: arms, settings, grid and seeds.
+        study: the same for a script, in place of a comparison.
     """
 
     question: str = _Said
@@ -42,11 +59,15 @@ class Plan(Settings):
     budget: str = _Said
     stopping: str = _Said
     without_power: str = ""
-    comparison: CompareSettings
+    comparison: CompareSettings | None = None
+    study: Study | None = None
 
     @model_validator(mode="after")
     def _has_power(self) -> Plan:
-        count = len(self.comparison.seeds)
+        planned = self.comparison or self.study
+        if planned is None or (self.comparison is not None and self.study is not None):
+            raise ValueError("a plan has a comparison, or the study of a script: one of them")
+        count = len(planned.seeds)
         if count < self.seeds_needed and not self.without_power:
             raise ValueError(
                 f"{count} seeds cannot tell an effect of {self.effect:g} from none at a spread of {self.spread:g}: it "
@@ -61,7 +82,7 @@ class Plan(Settings):
 
 
 def read_plan(path: str | Path) -> Plan:
-    """Return a checked plan; its comparison is named by the file unless it says otherwise.
+    """Return a checked plan; a comparison is named by the file unless it says otherwise.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -71,3 +92,11 @@ def read_plan(path: str | Path) -> Plan:
     if isinstance(recipe := values.get("comparison"), dict):
         values["comparison"] = {"name": Path(path).stem} | recipe
     return Plan.load(values, str(path))
+
+
+def planned(path: str | Path) -> CompareSettings:
+    """Return the comparison of a plan. Raises as ``read_plan``, and ValueError where a script carries it out."""
+    plan = read_plan(path)
+    if plan.comparison is None:
+        raise ValueError(f"{path} is carried out by a script: {plan.command}")
+    return plan.comparison

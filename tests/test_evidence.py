@@ -1,0 +1,119 @@
+"""Rules of evidence: intervals over seeds are Student's, one seed has none, plans are fixed and have power."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from conftest import REPOSITORY
+from relinear.compare import gaps
+from relinear.compare.preregistration import Plan, planned
+from relinear.system.student import half_width, seeds_needed, student
+
+#: two-sided 95 %, by degrees of freedom
+TABLE = {1: 12.7062, 2: 4.30265, 3: 3.18245, 4: 2.77645, 7: 2.36462, 11: 2.20099, 29: 2.04523, 1000: 1.96234}
+
+
+def losses(seeds: int, blocks: int, seed: int = 0) -> list[np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return list(2 + generator.normal(0, 0.05, (seeds, 1)) + generator.normal(0, 0.2, blocks))
+
+
+@pytest.mark.parametrize(("freedom", "wanted"), TABLE.items())
+def test_quantiles_are_those_of_the_table(freedom, wanted):
+    assert student(freedom) == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 300])
+@pytest.mark.parametrize("seeds", [2, 3, 4, 8, 12])
+def test_an_interval_over_seeds_contains_the_paired_t_interval(seeds, blocks):
+    own, reference = losses(seeds, blocks, 1), losses(seeds, blocks, 2)
+    found = gaps.gap(own, reference)
+    values = [float((a - b).mean()) for a, b in zip(own, reference, strict=True)]
+    half = TABLE[seeds - 1] * statistics.stdev(values) / seeds**0.5
+    assert found["low"] <= found["mean"] - half + 1e-6
+    assert found["mean"] + half - 1e-6 <= found["high"]
+    if blocks == 1:  # nothing is known of the text
+        assert found["high"] - found["mean"] == pytest.approx(half, rel=1e-5)
+
+
+def test_one_seed_has_no_interval_however_long_its_text():
+    found = gaps.gap(losses(1, 300, 1), losses(1, 300, 2))
+    assert (found["low"], found["high"]) == (None, None)
+    assert found["standard_error"] > 0
+    assert half_width(found["values"]) is None
+
+
+@pytest.mark.parametrize("seeds", [2, 3])
+def test_drawn_intervals_of_power_laws_err_by_less_than_a_tenth_of_their_width(seeds):
+    drawn = [gaps.interval(gaps.replicates(np.stack(losses(seeds, 300)), seed=one)) for one in range(20)]
+    width = statistics.fmean(high - low for low, high in drawn)
+    for bounds in zip(*drawn, strict=True):
+        assert statistics.stdev(bounds) < width / 10
+
+
+def test_the_seeds_of_a_plan_are_the_least_that_have_power():
+    for effect, spread in [(0.274, 0.049), (0.014, 0.011), (1.0, 0.001)]:
+        count = seeds_needed(effect, spread)
+        widths = [student(n - 1) * spread / n**0.5 for n in range(2, count + 1)]
+        assert widths[-1] < effect / 2
+        assert all(width >= effect / 2 for width in widths[:-1])
+
+
+PLAN = {
+    "question": "?",
+    "command": "relinear compare",
+    "effect": 0.2,
+    "effect_from": "Table 1",
+    "spread": 0.03,
+    "spread_from": "three seeds",
+    "budget": "a minute",
+    "stopping": "at the end",
+    "comparison": {"entries": {"dense": "dense", "low_rank": "low_rank:rank=1"}, "seeds": [0, 1, 2]},
+}
+
+
+def test_a_plan_needs_the_seeds_of_its_power_or_a_reason():
+    assert Plan.load(PLAN).seeds_needed == 3
+    few = PLAN | {"comparison": PLAN["comparison"] | {"seeds": [0, 1]}}
+    with pytest.raises(ValueError, match="it takes 3; add seeds, or say why not as without_power"):
+        Plan.load(few)
+    assert Plan.load(few | {"without_power": "hours of a core"}).comparison.seeds == (0, 1)
+
+
+@pytest.mark.parametrize("more", [["--set", "train.steps=3"], ["-o", "hdpl"], ["--tune"], ["--recipe", "quick"]])
+def test_a_plan_is_carried_out_as_it_is_written(more):
+    from relinear_cli.main import app
+
+    found = CliRunner().invoke(app, ["compare", "--plan", "plan.yaml", *more])
+    assert found.exit_code != 0
+    assert "--plan takes no other settings" in str(found.exception)
+
+
+def test_a_plan_has_a_comparison_or_the_study_of_a_script(tmp_path):
+    study = {"arms": {"gpt2": "a plain GPT-2", "aux": "CGT"}, "settings": {}, "grid": {}, "seeds": [0, 1, 2]}
+    by_script = {key: value for key, value in PLAN.items() if key != "comparison"} | {"study": study}
+    path = tmp_path / "plan.yaml"
+    path.write_text(json.dumps(by_script))
+    with pytest.raises(ValueError, match="carried out by a script: relinear compare"):
+        planned(path)
+    with pytest.raises(ValueError, match="one of them"):
+        Plan.load(by_script | PLAN)
+
+
+@pytest.mark.parametrize("name", ["ccl", "cgt", "hdpl", "rotor", "transponder"])
+def test_the_committed_plans_are_plans(name):
+    # in a process of its own: an operator of results/ is no operator of the library
+    asked = "import sys; from relinear.compare.preregistration import read_plan; print(read_plan(sys.argv[1]).command)"
+    path = REPOSITORY / "results" / "plans" / f"{name}.yaml"
+    more = {"RELINEAR_IMPORT": "added", "PYTHONPATH": str(REPOSITORY / "results" / "rotor")}
+    done = subprocess.run(
+        [sys.executable, "-c", asked, str(path)], env=os.environ | more, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"--plan results/plans/{name}.yaml" in done.stdout or "python results/cgt/sources.py" in done.stdout
