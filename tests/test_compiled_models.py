@@ -17,12 +17,14 @@ from cases import CASES, model_with
 from conftest import make_tiny_gpt2, make_tiny_llama, mostly_slow
 from relinear.bench import models as bench_file
 from relinear.bench.models import bench_models
+from relinear.compare import speed as speed_file
 from relinear.core.aux import operator_metrics
 from relinear.models import head_bias  # noqa: F401  registers its kind
 from relinear.models.cgt.objective import CGTObjective
 from relinear.surgery.layer_bias import LayerBias
 from relinear.train import FitSettings, fit
 from relinear.train.fit import checkpointing, compiled
+from relinear.train.settings import TrainSettings
 from test_cgt import make_cgt
 from train_helpers import DATA, Tokens
 
@@ -200,6 +202,19 @@ def test_a_run_compiles_in_its_first_step(run, monkeypatch):
         assert plain.keys() == other.keys()
         for key in plain.keys() - {"tokens_per_second", "seconds"}:
             assert other[key] == pytest.approx(plain[key], rel=1e-4), (key, plain["step"])
+
+
+def test_speeds_of_a_compiled_comparison_are_measured_after_all_is_compiled(monkeypatch):
+    monkeypatch.setattr(speed_file, "compiled", lambda model, how: compiled(model, how, backend="aot_eager"))
+    plain = TrainSettings(
+        model="tiny", model_overrides={"num_hidden_layers": 1}, data={"sequence_length": 8}, compile=True,
+        batch_size=2, dtype="float32", threads=1, device="cpu",
+    )  # fmt: skip
+    settings = {"dense": plain, "hdpl": plain.updated(operators={"up_proj": {"kind": "hdpl", "rank": 4, "blocks": 4}})}
+    graphs = Graphs()
+    speed_file.measure_speed(settings, "dense", 96, 0.1, 3, on_progress=lambda progress: graphs.count())
+    graphs.check()
+    assert len(graphs.found) == 3
 
 
 @pytest.mark.parametrize("phase", mostly_slow(["step", "decode"], "step"))

@@ -107,7 +107,7 @@ class Plan:
     def rehearsal(cls) -> Plan:
         """The same on a CPU in a minute or two: graphs are traced, and no code is made of them."""
         few: dict[str, Any] = {"widths": (64,), "tokens": (3,), "rounds": 1, "seconds": 0.0, "warmup": 1}
-        few |= {"samples": 1, "batches": (2,), "new_tokens": 3, "decodings": 2, "steps": 2, "shrink": 32}
+        few |= {"samples": 1, "batches": (1,), "new_tokens": 3, "decodings": 2, "steps": 2, "shrink": 32}
         traced = tuple((name, {"backend": "eager"}) for name, _ in cls.compilers)
         return cls(device="cpu", dtype=torch.float32, checked=(torch.float16,), **few, compilers=traced)
 
