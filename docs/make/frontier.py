@@ -14,6 +14,7 @@ RECORD, PICTURE = "compress/frontier.jsonl", "compress-frontier"
 NAMES = {
     "nearest": "{} bits, to nearest",
     "gptq": "{} bits, GPTQ",
+    "uniform": "{} bits in all layers",
     "bits": "`compress --bits {}`",
     "integers": "the same, `--menu quantized`: {}",
     "in-order": "the same, `anchor=true`: {}",
@@ -21,7 +22,7 @@ NAMES = {
 }
 #: what the picture shows
 MOST = 1.0  # nats; what loses more is in the table alone
-SHOWN = ("nearest", "gptq", "bits", "keep")
+SHOWN = ("nearest", "gptq", "uniform", "bits", "keep")
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 540, 300, 56, 46, 30
 
 
@@ -73,7 +74,7 @@ def picture(theme: str) -> str:
         parts.append(svg.text(at(tick, 0)[0], HEIGHT - BOTTOM + 18, str(tick), soft))
     parts.append(svg.text((LEFT + WIDTH) / 2, HEIGHT - 8, "bits a weight, scales included", soft))
     for x, found, method, name in points:
-        colour = ours if method in ("bits", "keep") else theirs
+        colour = ours if method in ("uniform", "bits", "keep") else theirs
         (across, y), (_, up), (_, down) = (at(x, found["nats"] + sign * found["interval"]) for sign in (0, 1, -1))
         parts.append(svg.line(across, up, across, down, colour, 2.4))
         parts.append(svg.circle(across, y, colour, method == "nearest"))

@@ -3,11 +3,14 @@
     python results/compress/frontier.py models/smollm2 --calibrate TEXT [TEXT ...] --evaluate NAME=TEXT [...] \\
         --out results/compress/frontier.jsonl
 
-Texts are files (txt, or parquet with a column text). All rows see the same calibration and are judged on the same
-windows, spread over each text. Integers are in groups of 64 with a zero point; scales and zero points are counted.
+Texts are files (txt, in documents where it has headings as WikiText has, or parquet). All rows see the same calibration
+and are judged on the same windows, spread over each text. Integers have a zero point for each group, of 64 inputs or as
+many as a row says ("@48"); scales and zero points are counted.
 
     nearest     every layer rounded to nearest, on grids that are clipped to the least squared error
-    gptq        every layer rounded under the second moment of its inputs, all to the same bits
+    gptq        GPTQ: every layer rounded under the second moment of its inputs in the original, all to the same bits
+    gptq-order  the same from the first decoder layer to the last, on the inputs that the rounded model has
+    uniform     our rounding, under the moments of inputs and output gradients, all layers to the same bits
     bits        bits (or ranks) chosen for each layer by 0.5 tr(G D A D^T) under one price: ``compress --bits``
     integers    the same from bits alone, without ranks
     in-order    as bits, fitted from the first layer to the last on what the compressed model feeds them
@@ -20,43 +23,88 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from pathlib import Path
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import relinear
 from relinear.compress import CompressSettings, compress
 from relinear.compress.beside import Reading, observe
 from relinear.compress.budget import stored_bytes
 from relinear.compress.calibrate import Calibration
-from relinear.compress.corpus import read_elsewhere
+from relinear.compress.corpus import read_corpus, read_elsewhere
 from relinear.compress.half import round_to_half_
-from relinear.core.operator import linear_features
+from relinear.compress.layerwise import LayerByLayer
+from relinear.core.moments import Moments
+from relinear.core.operator import dense_weight, linear_features
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import load_tokenizer
+from relinear.functional.rounding import gptq
 from relinear.surgery.summary import module_parameters
 from relinear.system.machine import describe_machine
 
-ROWS = ("nearest:4", "gptq:4", "bits:4.25", "bits:3.5", "bits:3.0", "keep:0.8", "in-order:4.25", "nearest:3", "gptq:3")
+ROWS = ("bits:4.25", "gptq:4@96", "uniform:4@96", "nearest:4@96", "bits:3.5", "gptq:3@48", "gptq-order:4@96")
 
 
-def texts(path: str):
+def texts(path: str) -> list[str]:
     """Documents of a file."""
-    return iter_texts(DataSettings(data=path), "all")
+    found = list(iter_texts(DataSettings(data=path), "all"))
+    return [part for text in found for part in re.split(r"(?m)^(?= = [^=].* = $)", text) if part.strip()]
 
 
-def rounded_(model: nn.Module, names: list[str], bits: int, calibration: Calibration | None) -> None:
-    """Every layer to the same bits: to nearest, or under the moments of its inputs."""
-    for name in names:
-        source = model.get_submodule(name)
-        operator = relinear.Quantized(bits=bits).convert(source)
-        if calibration is None:
-            operator.from_linear(source)
-        else:
-            operator.from_moments(source, calibration.moments(name))
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, operator)
+def rounded(source: nn.Module, config: relinear.Quantized, moments: Moments | None, own: bool) -> nn.Module:
+    """A layer of ``config``: to nearest, by GPTQ under the moments of inputs alone, or as relinear rounds."""
+    operator = config.convert(source)
+    if moments is None:
+        return operator.from_linear(source)
+    if own:
+        return operator.from_moments(source, moments)
+    weight = dense_weight(source).detach().float()
+    grid = config.grid(weight, moments)
+    return operator._take_(source, grid, gptq(weight, grid, config.group, moments.inputs))
+
+
+def put_(model: nn.Module, name: str, layer: nn.Module) -> None:
+    """Replace a layer by its name."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, layer)
+
+
+def round_(model: nn.Module, calibration: Calibration, config: relinear.Quantized, method: str) -> None:
+    """Every layer to the same bits, under what the original feeds it."""
+    for name in calibration.names:
+        moments = None if method == "nearest" else calibration.moments(name)
+        put_(model, name, rounded(model.get_submodule(name), config, moments, method == "uniform"))
+
+
+@torch.no_grad()
+def round_in_order_(model: nn.Module, names: list[str], config: relinear.Quantized, blocks: Tensor) -> None:
+    """GPTQ decoder layer by decoder layer, under what the model feeds each whose earlier layers are rounded."""
+    layers = LayerByLayer(model)
+    states = [layers.embed(ids) for ids in blocks.split(4)]
+    for index, layer in enumerate(layers.layers):
+        inside = {id(module) for module in layer.modules()}
+        own = {name: module for name in names if id(module := model.get_submodule(name)) in inside}
+        seen = dict.fromkeys(own, 0.0)
+
+        def watch(name: str, module: nn.Module, seen=seen):
+            def add(_, given) -> None:
+                rows = given[0].flatten(0, -2)
+                seen[name] = seen[name] + (rows.T @ rows).double()
+
+            return module.register_forward_pre_hook(add)
+
+        handles = [watch(name, module) for name, module in own.items()]
+        for state in states:
+            layers.layer(index, state)
+        for handle in handles:
+            handle.remove()
+        for name, module in own.items():
+            put_(model, name, rounded(module, config, Moments(seen[name] / blocks.numel()), False))
+        states = [layers.layer(index, state) for state in states]
 
 
 def sizes(model: nn.Module, names: list[str]) -> dict[str, float]:
@@ -76,7 +124,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--seed", type=int, default=0, help="of the excerpts that calibrate")
     parser.add_argument("--windows", type=int, default=30)
-    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--window", type=int, default=256)
+    parser.add_argument("--passages", type=int, default=50, help="continued greedily to see repetition")
     parser.add_argument("--state", type=Path, default=Path("runs/compress-frontier"))
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
@@ -84,13 +133,15 @@ def main() -> None:
     judging = CompressSettings(sequence_length=given.window, evaluation_tokens=given.windows * given.window)
     named = {name: texts(path) for name, _, path in (text.partition("=") for text in given.evaluate)}
     windows = read_elsewhere(named, tokenizer, judging)
-    corpora = {Path(path).parent.name: list(texts(path)) for path in given.calibrate}
-    state = given.state / f"seed-{given.seed}"
+    corpora = {Path(path).parent.name: texts(path) for path in given.calibrate}
+    state = given.state / Path(given.model).name / f"seed-{given.seed}"
     base = {"tokens": given.tokens, "seed": given.seed, "evaluate": False}
 
     def seen(model: nn.Module) -> tuple[dict[str, Reading], float | None]:
         first, *others = windows
-        found = observe(model, windows[first], tokenizer, elsewhere={n: windows[n] for n in others}, passages=50)
+        found = observe(
+            model, windows[first], tokenizer, elsewhere={n: windows[n] for n in others}, passages=given.passages
+        )
         return {first: found.reading, **found.elsewhere}, found.repeated
 
     def write(values: dict) -> None:
@@ -105,23 +156,30 @@ def main() -> None:
     model = fresh()
     compress(model, corpora, tokenizer=tokenizer, settings=base | {"bits": 4.25}, plan_only=True, out_dir=state)
     calibration = Calibration(state / "calibration")
+    blocks = read_corpus(corpora, {}, tokenizer, CompressSettings(**base), plan_only=True).blocks
     names = calibration.names
     original, repeated = seen(model)
     written = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
-    done = {(row["row"], row["seed"]) for row in written}
-    about = {"seed": given.seed, "windows": given.windows, "window": given.window, "tokens": given.tokens}
-    if ("original", given.seed) not in done:
+    about = {"model": Path(given.model).name, "seed": given.seed}
+    done = {row["row"] for row in written if about.items() <= row.items()}
+    about |= {"windows": given.windows, "window": given.window, "tokens": given.tokens}
+    if "original" not in done:
         losses = {name: reading.loss for name, reading in original.items()}
         first = {"row": "original", **about, **sizes(model, names), "parameters": module_parameters(model)}
         first |= {"loss": losses, "repeated": repeated}
         write(first | {"calibrated_on": list(corpora), "machine": describe_machine()})
     for row in given.rows:
-        if (row, given.seed) in done:
+        if row in done:
             continue
         method, _, number = row.partition(":")
         start, model, predicted = time.monotonic(), fresh(), None
-        if method in ("nearest", "gptq"):
-            rounded_(model, names, int(number), calibration if method == "gptq" else None)
+        if method in ("nearest", "gptq", "gptq-order", "uniform"):
+            bits, _, group = number.partition("@")
+            config = relinear.Quantized(bits=int(bits), group=int(group or 64))
+            if method == "gptq-order":
+                round_in_order_(model, names, config, blocks)
+            else:
+                round_(model, calibration, config, method)
             round_to_half_(model)
         else:
             budget = {"keep": float(number), "allow_slower": True} if method == "keep" else {"bits": float(number)}
@@ -131,6 +189,7 @@ def main() -> None:
         seconds = time.monotonic() - start
         found, again = seen(model)
         values = {"row": row, **about, **sizes(model, names), "seconds": round(seconds, 1), "predicted": predicted}
+        values |= {"losses": {name: [round(x, 4) for x in found[name].losses.tolist()] for name in windows}}
         write(values | {"repeated": again, "against": {name: found[name].against(original[name]) for name in windows}})
 
 
