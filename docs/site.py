@@ -11,6 +11,8 @@ from pathlib import Path, PurePosixPath
 from latex2mathml.converter import convert
 from mkdocs.structure.files import File
 
+import relinear
+
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?\)")
 SOURCE = re.compile(r'(src(?:set)?=")([^":]+)()"')
@@ -74,12 +76,13 @@ def home(path):
 
 def reference():
     """The reference of all public names, by the room they live in."""
-    text = (ROOT / "src" / "relinear" / "__init__.py").read_text(encoding="utf-8")
-    names = re.findall(r"^    from (relinear\.[\w.]+) import (\w+) as", text, flags=re.M)
+    public = {name: getattr(relinear, name) for name in sorted(relinear.__all__)}
     rooms: dict[str, list[str]] = {}
-    for module, name in sorted(names):
-        rooms.setdefault(module.split(".")[1], []).append(f"::: {module}.{name}")
+    for name, value in public.items():
+        module = getattr(value, "__module__", None)  # what has none is a module, or the version
+        if module is not None:
+            rooms.setdefault(module.split(".")[1], []).append(f"::: {module}.{name}")
     parts = ["# Reference", "Every public name of `relinear`, from its docstring."]
-    for room, found in rooms.items():
+    for room, found in sorted(rooms.items()):
         parts += [f"## {room}", *found]
     return "\n\n".join(parts) + "\n"

@@ -41,7 +41,7 @@ PARTS = {
 
 def others(family, named, part):
     """A row for every kind of ours that has none yet, with its defaults."""
-    from relinear.models import head_bias  # noqa: F401  registers its kind
+    from relinear.models import heads  # noqa: F401  registers its kind
 
     own = {kind: cls for kind, cls in family.kinds().items() if cls.__module__.startswith("relinear.")}
     return {kind: part(cls()) for kind, cls in own.items() if kind not in named}

@@ -5,8 +5,7 @@
 
 import relinear.models.cgt  # the configuration, to transformers' Auto classes
 import relinear.models.cgt.objective
-import relinear.models.head_bias
-import relinear.models.readout_scale
+import relinear.models.heads
 import relinear.operators
 import relinear.residual
 import relinear.surgery.checkpoint  # the loader of checkpoints with operators in them, to transformers

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.anatomy import layer_index
-from relinear.core.hooks import watching
-from relinear.core.modes import evaluating
+from relinear.core.modes import evaluating, watching
 from relinear.core.operator import check_model
 from relinear.core.vocabulary import most_positions
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from relinear.analysis.analyses import Result, Subject, short_name
 from relinear.core.anatomy import layer_index
-from relinear.core.hooks import watching
-from relinear.core.modes import evaluating
+from relinear.core.modes import evaluating, watching
 from relinear.pages.blocks import Block, Cell, Chart, Picture, Row, Table
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Heat, Panel, Series, numbered
 

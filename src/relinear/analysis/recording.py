@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from relinear.core.anatomy import decoder
 from relinear.core.context import context_owner
-from relinear.core.hooks import watching
-from relinear.core.modes import evaluating
+from relinear.core.modes import evaluating, watching
 
 __all__ = ["gated_operators", "record_contexts", "record_gates"]
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.anatomy import decoder_layers, paths
-from relinear.core.hooks import watching
+from relinear.core.modes import watching
 from relinear.data import prepare_data
 from relinear.models import preset_config, preset_names
 from relinear.train.optim import build_optimizer

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 
 __all__ = [
-    "Path",
     "SubBlock",
     "attention_of",
     "decoder",
@@ -30,11 +29,8 @@ __all__ = [
 ]
 
 _ATTENTIONS = ("self_attn", "attn", "attention", "self_attention")
-#: attribute names in a decoder layer: (norm, module) of attention, then of the MLP
-_PRE_NORM = (
-    (("input_layernorm", "self_attn"), ("post_attention_layernorm", "mlp")),
-    (("ln_1", "attn"), ("ln_2", "mlp")),
-)
+#: names of the norms of a decoder layer that read the stream for its attention and for its MLP
+_READERS = (("input_layernorm", "post_attention_layernorm"), ("ln_1", "ln_2"), ("ln_attn", "ln_mlp"))
 
 
 def unwrapped(model: Any) -> Any:
@@ -199,29 +195,11 @@ def attention_of(index: int, layer: nn.Module) -> nn.Module:
 
 
 class SubBlock(NamedTuple):
-    """One x = x + module(norm(x)) of a decoder layer.
+    """Attention or MLP of a decoder layer, whose output is added to the stream.
 
     layer: index of the decoder layer. role: what the module is. owner: the decoder layer; norm_name: attribute name
-    of the norm in it.
-    """
-
-    layer: int
-    role: Literal["attention", "mlp"]
-    owner: nn.Module
-    norm_name: str
-    module: nn.Module
-
-    @property
-    def norm(self) -> nn.Module:
-        """The norm that the sub-block reads through."""
-        return getattr(self.owner, self.norm_name)
-
-
-class Path(NamedTuple):
-    """A sub-block whose output is added to the stream, one after the other or both at once (parallel layers).
-
-    owner: the decoder layer; norm_name: attribute name of the norm in it that reads the stream for the sub-block (one
-    for both in some parallel layers), None where there is none to be told.
+    of the norm in it that reads the stream for the sub-block (one for both in some parallel layers), None where there
+    is none to be told.
     """
 
     layer: int
@@ -229,6 +207,12 @@ class Path(NamedTuple):
     module: nn.Module
     owner: nn.Module
     norm_name: str | None
+
+    @property
+    def norm(self) -> nn.Module:
+        """The norm that the sub-block reads through; of ``sub_blocks`` each has one."""
+        assert self.norm_name is not None
+        return getattr(self.owner, self.norm_name)
 
 
 def _chosen(model: nn.Module, layers: Iterable[int] | None) -> list[tuple[int, nn.Module]]:
@@ -251,10 +235,10 @@ def sub_blocks(model: nn.Module, layers: Iterable[int] | None = None) -> list[Su
     Raises:
         ValueError: if a layer is another one (parallel, sandwich norms, scaled), or an index is out of range.
     """
-    return [block for index, layer in _chosen(model, layers) for block in _pre_norm(index, layer)]
+    return [block for index, layer in _chosen(model, layers) for block in _blocks(index, layer, True)]
 
 
-def paths(model: nn.Module, layers: Iterable[int] | None = None) -> list[Path]:
+def paths(model: nn.Module, layers: Iterable[int] | None = None) -> list[SubBlock]:
     """Attention and MLP of every decoder layer, or of ``layers``, whose outputs reach the stream as they are.
 
     That takes pre-norm layers and parallel ones, x + attention(norm(x)) + mlp(norm(x)), also where the output is
@@ -263,108 +247,55 @@ def paths(model: nn.Module, layers: Iterable[int] | None = None) -> list[Path]:
     Raises:
         ValueError: if an output is normalised on its way, or holds the stream already; or an index is out of range.
     """
-    return [path for index, layer in _chosen(model, layers) for path in _paths(index, layer)]
+    return [block for index, layer in _chosen(model, layers) for block in _blocks(index, layer, False)]
 
 
-def _pre_norm(index: int, layer: nn.Module) -> list[SubBlock]:
-    children = {name for name, _ in layer.named_children()}
-    for anatomy in _PRE_NORM:
-        names = {name for pair in anatomy for name in pair}
-        if names <= children:
-            reason = _unlike_pre_norm(layer, children - names)
-            if reason is None:
-                norms, modules = zip(*anatomy, strict=True)
-                return [
-                    SubBlock(index, role, layer, norm, getattr(layer, module))  # type: ignore[arg-type]
-                    for role, norm, module in zip(("attention", "mlp"), norms, modules, strict=True)
-                ]
-            break
-    else:
-        reason = _shape_of(layer)
-    raise ValueError(
-        f"layer {index} ({type(layer).__name__}: {', '.join(sorted(children))}) {reason}; this works on the pre-norm "
-        "layer with two residual connections of Llama, Mistral, Qwen2, Qwen3 or GPT-2"
-    )
-
-
-def _is_norm(name: str) -> bool:
-    return "norm" in name or name.startswith("ln")
-
-
-def _unlike_pre_norm(layer: Any, others: set[str]) -> str | None:
-    """Why a layer with the names of a pre-norm layer is none, or None; ``others`` are the names of its other parts."""
-    if getattr(layer, "use_parallel_residual", False):
-        return "runs attention and MLP in parallel"
-    if any(_is_norm(name) or "attention" in name for name in others):
-        return "has further norms or a further attention: sandwich norms normalise what a sub-block returns"
-    if getattr(layer, "residual_multiplier", 1) != 1:
-        return f"multiplies what its sub-blocks return by {layer.residual_multiplier}"
-    if any(isinstance(child, nn.Dropout) and child.p > 0 for child in layer.children()):
-        return "drops out what its sub-blocks return"
-    taking = _adds_stream_itself(layer)
-    return None if taking is None else f"lets {taking} add the stream by itself"
-
-
-def _adds_stream_itself(layer: nn.Module) -> str | None:
-    """Name of the class in ``layer`` whose forward is given the stream to add to (BLOOM's and MPT's), or None."""
-    for child in layer.children():
-        if "residual" in inspect.signature(child.forward).parameters:
-            return type(child).__name__
-    return None
-
-
-def _shape_of(layer: nn.Module) -> str:
-    """In words, what kind of layer this is where its parts are not those of a pre-norm layer."""
-    norms = [name for name, _ in layer.named_children() if _is_norm(name)]
-    taking = _adds_stream_itself(layer)
-    if taking is not None:
-        return f"lets {taking} add the stream by itself"
-    if _is_parallel(layer):
-        return "runs attention and MLP in parallel"
-    if norms and not any(name in ("input_layernorm", "ln_1", "norm_1") for name in norms):
-        return "normalises what its sub-blocks return"
-    return "is not made of attention and an MLP behind a norm each"
-
-
-def _is_parallel(layer: Any) -> bool:
-    """Whether attention and MLP both read the stream as it enters the layer."""
-    if getattr(layer, "use_parallel_residual", False):  # GPT-NeoX, StableLM
-        return True
+def _blocks(index: int, layer: nn.Module, plain: bool) -> list[SubBlock]:
+    """Attention and MLP of a layer; ``plain``: only where both outputs are added as they are, one after the other."""
     children = dict(layer.named_children())
-    norms = {name for name in children if _is_norm(name)}
-    parts = "mlp" in children and any(name in children for name in _ATTENTIONS)
-    return parts and (len(norms) == 1 or norms == {"ln_attn", "ln_mlp"})  # Phi, Cohere, GPT-J; the larger Falcons
-
-
-def _paths(index: int, layer: nn.Module) -> list[Path]:
-    children = dict(layer.named_children())
-    norms = {name for name in children if _is_norm(name)}
-    where = f"layer {index} ({type(layer).__name__}: {', '.join(sorted(children))})"
-    taking = _adds_stream_itself(layer)
-    if taking is not None:
-        raise ValueError(
-            f"{where} lets {taking} add the stream by itself, so what it returns cannot be gated apart from the stream"
+    norms = {name for name in children if "norm" in name or name.startswith("ln")}
+    readers = next((pair for pair in _READERS if norms >= {*pair}), None)
+    reason = _unlike(layer, norms, readers, plain)
+    if reason is not None:
+        needed = (
+            "this works on the pre-norm layer with two residual connections of Llama, Mistral, Qwen2, Qwen3 or GPT-2"
+            if plain
+            else "gates on sub-blocks' outputs need pre-norm or parallel layers; put Transponder on projections instead"
         )
-    readers = _readers(norms)
-    known = [set(names) for pairs in _PRE_NORM if set(names := tuple(norm for norm, _ in pairs)) <= norms]
-    if "mlp" not in children or not (known or _is_parallel(layer)):
-        raise ValueError(f"{where} {_shape_of(layer)}; gates on sub-blocks' outputs need pre-norm or parallel layers")
-    if known and norms - known[0]:
-        raise ValueError(
-            f"{where} has sandwich norms ({', '.join(sorted(norms - known[0]))}): a gate before a norm would have its "
-            "scale taken out again; put Transponder on the projections instead"
-        )
+        raise ValueError(f"layer {index} ({type(layer).__name__}: {', '.join(sorted(children))}) {reason}; {needed}")
+    only = next(iter(norms)) if len(norms) == 1 else None
+    before, between = readers or (only, only)
     attention = attention_of(index, layer)
     return [
-        Path(index, "attention", attention, layer, readers[0]),
-        Path(index, "mlp", children["mlp"], layer, readers[1]),
+        SubBlock(index, "attention", attention, layer, before),
+        SubBlock(index, "mlp", children["mlp"], layer, between),
     ]
 
 
-def _readers(norms: set[str]) -> tuple[str | None, str | None]:
-    """Names of the norms of a layer that read the stream for its attention and for its MLP."""
-    for names in (*(tuple(norm for norm, _ in pairs) for pairs in _PRE_NORM), ("ln_attn", "ln_mlp")):
-        if set(names) == norms:
-            return names[0], names[1]
-    (only,) = norms if len(norms) == 1 else (None,)
-    return only, only
+def _unlike(layer: Any, norms: set[str], readers: Any, plain: bool) -> str | None:
+    """Why the outputs of a layer's sub-blocks do not reach the stream as they are, or None."""
+    children = dict(layer.named_children())
+    for child in children.values():
+        if "residual" in inspect.signature(child.forward).parameters:  # BLOOM's and MPT's
+            return f"lets {type(child).__name__} add the stream by itself"
+    parallel = getattr(layer, "use_parallel_residual", False)  # GPT-NeoX, StableLM
+    if "mlp" in children and children.keys() & {*_ATTENTIONS}:  # Phi, Cohere, GPT-J; the larger Falcons
+        parallel = parallel or len(norms) == 1 or norms == {"ln_attn", "ln_mlp"}
+    if parallel and plain:
+        return "runs attention and MLP in parallel"
+    if "mlp" not in children or not (readers or parallel):
+        before = norms & {"input_layernorm", "ln_1", "norm_1"}
+        if norms and not before:
+            return "normalises what its sub-blocks return"
+        return "is not made of attention and an MLP behind a norm each"
+    if readers and norms - {*readers}:
+        return f"has further norms: {', '.join(sorted(norms - {*readers}))} normalise what a sub-block returns"
+    if not plain:
+        return None
+    if any("attention" in name for name in children.keys() - norms - {*_ATTENTIONS}):
+        return "has a further attention"
+    if getattr(layer, "residual_multiplier", 1) != 1:
+        return f"multiplies what its sub-blocks return by {layer.residual_multiplier}"
+    if any(isinstance(child, nn.Dropout) and child.p > 0 for child in children.values()):
+        return "drops out what its sub-blocks return"
+    return None

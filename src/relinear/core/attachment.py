@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar, Self
 
-from torch import nn
+from torch import Tensor, nn
 
 from relinear.core.adapters import say_adapters_leave_out, train_new_parameters
 from relinear.core.anatomy import unwrapped
 from relinear.core.config import Config
 from relinear.core.drawn import mark_drawn_
 
-__all__ = ["AttachmentConfig", "attachments"]
+__all__ = ["AttachmentConfig", "Junction", "add_part", "attachments", "kw_like", "met"]
 
 #: attribute of a model, and of its base model, which may be saved by itself: the list of settings, one for both
 _ATTRIBUTE = "_relinear_attachments"
@@ -74,3 +74,68 @@ def attachments(model: nn.Module) -> tuple[AttachmentConfig, ...]:
     lists = {id(found): found for part in inside.modules() if (found := vars(part).get(_ATTRIBUTE))}
     settings = (setting.for_part(inside) for found in lists.values() for setting in found)
     return tuple(setting for setting in settings if setting is not None)
+
+
+# Parts and their hooks
+
+
+def kw_like(module: nn.Module) -> dict[str, Any]:
+    """``{"device", "dtype"}`` of a module's parameters, for new ones beside them."""
+    reference = next(p for p in module.parameters() if p.is_floating_point())
+    return {"device": reference.device, "dtype": reference.dtype}
+
+
+def add_part(owner: nn.Module, name: str, part: nn.Module, like: nn.Module) -> None:
+    """Register ``part`` in ``owner``, in its mode, trained if the parameters of ``like`` are."""
+    trained = next(p.requires_grad for p in like.parameters() if p.is_floating_point())
+    owner.add_module(name, part.train(owner.training).requires_grad_(trained))
+
+
+class Junction:
+    """Hooks that let a part of a model see x, which an earlier module reads, and y, which a later one reads or returns.
+
+    The part is ``owner.name``, looked up at every call, so that PEFT may wrap it; its ``forward(x, y)`` returns what
+    takes the place of y. Both hooks run inside the decoder layer's forward, so gradient checkpointing recomputes them
+    together, and x is let go of as soon as it was used.
+    """
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        self.owner, self.name = owner, name
+        self.x: Tensor | None = None
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook, with keywords, of the module that reads x."""
+        self.x = args[0] if args else kwargs["hidden_states"]
+
+    def taken(self) -> Tensor:
+        """Return x, which is forgotten here."""
+        x, self.x = self.x, None
+        assert x is not None, "the module that is to be seen before this one has not run"
+        return x
+
+    def leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        """Forward hook of the module that returns y."""
+        return met(module, output, self.taken(), getattr(self.owner, self.name))
+
+    def before(self, module: nn.Module, args: tuple) -> tuple[Any, ...]:
+        """Forward pre-hook of the module that reads y."""
+        return (getattr(self.owner, self.name)(self.taken(), args[0]), *args[1:])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A forward that failed half-way may have left a tensor with a graph, which cannot be copied.
+        return self.__dict__ | {"x": None}
+
+
+def met(module: nn.Module, output: Any, x: Any, part: Any) -> Any:
+    """``output`` of ``module``, a tensor y or a tuple that starts with one, with ``part(x, y)`` in the place of y.
+
+    Raises:
+        ValueError: if y is not of the shape of x (of the first, where x are several), over which it would be stretched.
+    """
+    y, stream = output[0] if isinstance(output, tuple) else output, x[0] if isinstance(x, list) else x
+    if y.shape != stream.shape:
+        raise ValueError(
+            f"{type(module).__name__} returned shape {tuple(y.shape)}, but the residual stream that it meets has "
+            f"shape {tuple(stream.shape)}; whatever is put into the sub-block must keep that shape"
+        )
+    return (part(x, y), *output[1:]) if isinstance(output, tuple) else part(x, y)

@@ -89,7 +89,7 @@ def install_aux_hooks(model: nn.Module) -> None:
 def _clear_aux_losses(model: nn.Module, args: tuple) -> None:
     # A layer that a forward skips must not hand on the loss, and the graph, of an earlier one.
     for _, operator in named_operators(model):
-        operator._aux_losses = {}
+        operator.forget_losses()
 
 
 def _shifts_labels(model: Any) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from relinear.core.config import nearest, shown
 from relinear.core.operator import check_model
-from relinear.core.sites import OUTPUT, Latent, LatentOperator, LatentTap, Site, sites
+from relinear.core.sites import LATENT, OUTPUT, Latent, LatentOperator, LatentTap, Site, sites
 
 __all__ = [
     "Add",
@@ -48,15 +48,7 @@ def latent_operators(model: nn.Module) -> dict[str, LatentOperator]:
     Raises:
         ValueError: if there is none, or ``model`` is no model.
     """
-    check_model(model, "a reader of latents")
-    found = {
-        name.replace("_orig_mod.", "").removesuffix("_orig_mod"): module
-        for name, module in model.named_modules()
-        if isinstance(module, LatentOperator)
-    }
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no operator with a latent; replace some layers by relinear.HDPL")
-    return found
+    return {name: site.module for name, site in _latent_sites(model).items()}
 
 
 @contextlib.contextmanager
@@ -80,10 +72,11 @@ def _tapped(places: Mapping[str, Site], edits=(), observers=()) -> Iterator[None
 
 
 def _latent_sites(model: nn.Module) -> dict[str, Site]:
-    """The sites of latents. Raises ValueError as ``latent_operators``."""
-    names = latent_operators(model)
-    found = sites(model)
-    return {name: found[name] for name in names}
+    check_model(model, "a reader of latents")
+    found = {name: site for name, site in sites(model).items() if site.kind == LATENT}
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no operator with a latent; replace some layers by relinear.HDPL")
+    return found
 
 
 class Latents(dict[str, Latent]):

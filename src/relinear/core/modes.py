@@ -1,13 +1,15 @@
-"""Evaluation and freezing as guards: modules get their modes back, and parameters their flags."""
+"""Guards for the length of a block: modules get their modes back, parameters their flags, and hooks are taken away."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from torch import nn
 
-__all__ = ["evaluating", "frozen", "same_modes"]
+__all__ = ["evaluating", "frozen", "same_modes", "watching"]
 
 
 @contextlib.contextmanager
@@ -51,3 +53,16 @@ def frozen(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, flag in flags.items():
             parameter.requires_grad_(flag)
+
+
+@contextlib.contextmanager
+def watching(
+    modules: Iterable[tuple[str, nn.Module]], see: Callable[[str, nn.Module, tuple, Any], None]
+) -> Iterator[None]:
+    """``with watching(modules, see): ...`` calls ``see(name, module, args, output)`` after each of their forwards."""
+    handles = [module.register_forward_hook(functools.partial(see, name)) for name, module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -15,7 +15,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-__all__ = ["AffineParameters", "ListedParameters", "are_affine", "forward_hooks", "is_bare", "is_plain_linear"]
+__all__ = [
+    "AffineParameters",
+    "ListedParameters",
+    "add_parameters",
+    "are_affine",
+    "forward_hooks",
+    "is_bare",
+    "is_plain_linear",
+]
+
+
+def add_parameters(module: nn.Module, kw: dict[str, Any], /, **shapes: tuple[int, ...] | None) -> None:
+    """Register a parameter of each shape by its name, its values still to be drawn; None where there is none."""
+    for name, shape in shapes.items():
+        module.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(*shape, **kw)))
 
 
 class AffineParameters(nn.Module):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,11 @@ from relinear.core.operator import Operator, is_linear, linear_features
 if TYPE_CHECKING:
     from relinear.core.latents import Edit
 
-__all__ = ["OUTPUT", "Gated", "Latent", "LatentOperator", "LatentTap", "Observer", "Site", "point", "sites"]
+__all__ = ["LATENT", "OUTPUT", "Gated", "Latent", "LatentOperator", "LatentTap", "Observer", "Site", "point", "sites"]
 
 #: what the name of a layer's output ends with
 OUTPUT = "output"
+LATENT = "latent"
 
 
 class Latent(NamedTuple):
@@ -69,18 +70,6 @@ class LatentTap:
         return latent.z
 
 
-class LatentOperator(Operator):
-    """An operator with a latent. Its forward calls ``self._latent_tap`` where it is not None and decodes the result."""
-
-    _transient = (*Operator._transient, "_latent_tap")
-    _latent_tap: LatentTap | None = None
-
-    @property
-    def latent_size(self) -> int:
-        """R, the number of latent dimensions."""
-        raise TypeError(f"{type(self).__name__} does not say how large its latent is")
-
-
 class Gated:
     """A module with gates, or other values by name. Its forward hands each to ``_tapped`` where ``_taps`` is not None.
 
@@ -89,11 +78,11 @@ class Gated:
     """
 
     #: what kind of value it is, in one word
-    tap_kind = "gate"
+    tap_kind: str = "gate"
     _taps: Mapping[str, LatentTap] | None = None
 
     def tap_sizes(self) -> dict[str, int]:
-        """Name -> R of every value. Names are without dots."""
+        """Name -> R of every value. Names are without dots; "" is the name of a module's only one, its latent."""
         raise TypeError(f"{type(self).__name__} does not say which values it has")
 
     @property
@@ -109,52 +98,38 @@ class Gated:
         return {**state, "_taps": None}
 
 
+class LatentOperator(Gated, Operator):
+    """An operator with a latent. Its forward calls ``self._latent_tap`` where it is not None and decodes the result."""
+
+    tap_kind = LATENT
+
+    @property
+    def latent_size(self) -> int:
+        """R, the number of latent dimensions."""
+        raise TypeError(f"{type(self).__name__} does not say how large its latent is")
+
+    @property
+    def _latent_tap(self) -> LatentTap | None:
+        return None if self._taps is None else self._taps[""]
+
+    def tap_sizes(self) -> dict[str, int]:
+        return {"": self.latent_size}
+
+
 # Where taps are put
 
 
-class Site(Protocol):
-    """A place for one tap."""
-
-    @property
-    def size(self) -> int:
-        """R, the dimensions of the value."""
-
-    @property
-    def kind(self) -> str:
-        """What the value is, in one word."""
-
-    def tap(self) -> LatentTap | None:
-        """Return the tap that stands there."""
-
-    def put(self, tap: LatentTap | None) -> None:
-        """Put ``tap`` in its place; None leaves the site as if there had never been one."""
-
-
 @dataclasses.dataclass(eq=False)
-class _LatentSite:
-    module: LatentOperator
-    kind: str = "latent"
+class Site:
+    """A place for one tap: the value ``name`` of a module, of ``size`` dimensions; ``kind`` says in a word what it is.
 
-    @property
-    def size(self) -> int:
-        return self.module.latent_size
+    ``tap()`` stands there; ``put(None)`` leaves the site as if there had never been one.
+    """
 
-    def tap(self) -> LatentTap | None:
-        return self.module._latent_tap
-
-    def put(self, tap: LatentTap | None) -> None:
-        self.module._latent_tap = tap
-
-
-@dataclasses.dataclass(eq=False)
-class _GateSite:
-    module: Gated
+    module: Any
     name: str
     size: int
-
-    @property
-    def kind(self) -> str:
-        return self.module.tap_kind
+    kind: str
 
     def tap(self) -> LatentTap | None:
         return (self.module._taps or {}).get(self.name)
@@ -180,12 +155,7 @@ class _OutputHook:
         return {"tap": LatentTap()}
 
 
-@dataclasses.dataclass(eq=False)
-class _OutputSite:
-    module: nn.Module
-    size: int
-    kind: str = OUTPUT
-
+class _OutputSite(Site):
     def _hook(self) -> _OutputHook | None:
         hooks = (hook for hook in self.module._forward_hooks.values() if isinstance(hook, _OutputHook))
         return next((hook for hook in hooks if hook.handle is not None), None)  # not what a copy of the layer came with
@@ -208,12 +178,10 @@ def sites(model: nn.Module, *, outputs: bool = False) -> dict[str, Site]:
     found: dict[str, Site] = {}
     for full, module in model.named_modules():
         name = full.replace("_orig_mod.", "").removesuffix("_orig_mod")
-        below = f"{name}." if name else ""
-        if isinstance(module, LatentOperator):
-            found[name] = _LatentSite(module)
+        here: list[Site] = []
         if isinstance(module, Gated):
-            found |= {f"{below}{gate}": _GateSite(module, gate, size) for gate, size in module.tap_sizes().items()}
-        if outputs and name and (isinstance(module, Operator) or is_linear(module)):
-            size = module.out_features if isinstance(module, Operator) else linear_features(module)[1]
-            found[f"{below}{OUTPUT}"] = _OutputSite(module, size)
+            here += [Site(module, gate, size, module.tap_kind) for gate, size in module.tap_sizes().items()]
+        if outputs and name and is_linear(module):
+            here += [_OutputSite(module, OUTPUT, linear_features(module)[1], OUTPUT)]
+        found |= {".".join(filter(None, (name, site.name))): site for site in here}
     return found

@@ -30,12 +30,25 @@ class TokenTerms(nn.Module):
         The means are over the tokens that count: in a model those whose prediction counts in its loss (see
         ``core.aux.counted_tokens``), in a layer that runs by itself all of them.
         """
-        return _token_means(self._aux_losses, None) if self.training else {}
+        noted = (part._aux_losses for part in self._noting() if part.training)
+        return {name: _token_mean(value, None) for values in noted for name, value in values.items()}
 
     def metrics(self) -> dict[str, Tensor]:
         """Detached scalars of the last training forward that are worth logging (not losses), by name."""
-        metrics, counted = self._counted or (None, None)
-        return _token_means(self._metrics, counted if metrics is self._metrics else None)
+        found: dict[str, Tensor] = {}
+        for part in self._noting():
+            metrics, counted = part._counted or (None, None)
+            found |= _token_means(part._metrics, counted if metrics is part._metrics else None)
+        return found
+
+    def _noting(self) -> list[TokenTerms]:
+        """What notes the terms of this module."""
+        return [self]
+
+    def forget_losses(self) -> None:
+        """Drop the losses of an earlier forward, with their graph."""
+        for part in self._noting():
+            part._aux_losses = {}
 
     def note(self, aux_losses: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
         """Keep what this training forward found, by name: a value for every token, or a mean over them.
@@ -57,11 +70,12 @@ class TokenTerms(nn.Module):
             counted: (B, T) bool, or None for all. An operator that saw other tokens than these (those routed to an
                 expert, say) takes the mean over all that it saw.
         """
-        self._aux_losses = _token_means(self._aux_losses, counted)
-        if torch.compiler.is_compiling():
-            self._metrics = _token_means(self._metrics, counted)
-        elif self._counted is None or self._counted[0] is not self._metrics:  # else they are of an earlier forward
-            self._counted = self._metrics, counted  # few steps of a training read them: means are taken there
+        for part in self._noting():
+            part._aux_losses = _token_means(part._aux_losses, counted)
+            if torch.compiler.is_compiling():
+                part._metrics = _token_means(part._metrics, counted)
+            elif part._counted is None or part._counted[0] is not part._metrics:  # else they are of an earlier forward
+                part._counted = part._metrics, counted  # few steps of a training read them: means are taken there
 
     def __getstate__(self) -> dict[str, Any]:
         # Tensors with a graph can be neither copied nor pickled, and belong to a forward that the copy never saw.

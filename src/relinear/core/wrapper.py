@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any, ClassVar, Self
 
 import torch
@@ -23,6 +22,7 @@ from relinear.core.operator import (
     is_conv1d,
     linear_features,
 )
+from relinear.core.token_terms import TokenTerms
 
 __all__ = ["Wrapper", "WrapperConfig"]
 
@@ -122,24 +122,8 @@ class Wrapper(Operator):
         base = self._modules.get("base")
         return [] if base is None else [operator for _, operator in named_operators(base)]
 
-    @property
-    def _aux_losses(self) -> dict[str, Tensor]:
-        return _joined(operator._aux_losses for operator in self._inner)
-
-    @_aux_losses.setter
-    def _aux_losses(self, value: dict[str, Tensor]) -> None:
-        for operator in self._inner:
-            operator._aux_losses = dict(value)
-
-    def aux_losses(self) -> dict[str, Tensor]:
-        return _joined(operator.aux_losses() for operator in self._inner)
-
-    def metrics(self) -> dict[str, Tensor]:
-        return _joined(operator.metrics() for operator in self._inner)
-
-    def count_tokens(self, counted: Tensor | None) -> None:
-        for operator in self._inner:
-            operator.count_tokens(counted)
+    def _noting(self) -> list[TokenTerms]:
+        return [part for operator in self._inner for part in operator._noting()]
 
     def neutralize(self) -> None:
         """Set the wrapper's own parameters so that it passes the wrapped layer's output on unchanged.
@@ -186,8 +170,3 @@ class Wrapper(Operator):
             if isinstance(module, Operator) and any(module is operator for operator in inner):
                 roles |= {f"{prefix}.{name}": role for name, role in module.param_roles().items()}
         return roles
-
-
-def _joined(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Of several operators' values by name: those of the one that ran, as the others have none."""
-    return {name: value for part in parts for name, value in part.items()}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from relinear.core.config import shown
 from relinear.core.context import current_context
-from relinear.core.hooks import watching
+from relinear.core.modes import watching
 from relinear.data.chat import as_document
 from relinear.data.tokenizers import encode_documents
 

@@ -1,10 +1,9 @@
 """Models: named sizes of stock Hugging Face models, and the one model that is no surgery on them."""
 
 from relinear.core.places import is_fetched, missing_directory
-from relinear.models.head_bias import HeadBias
+from relinear.models.heads import HeadBias, ReadoutScale
 from relinear.models.names import model_folder, model_place
 from relinear.models.presets import draw_as_torch_, from_preset, preset_config, preset_names
-from relinear.models.readout_scale import ReadoutScale
 
 __all__ = [
     "HeadBias",

@@ -12,7 +12,7 @@ from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import nearest, shown
 from relinear.core.operator import is_linear, linear_features
 from relinear.core.record import sync_record
-from relinear.models.head_bias import HeadBias
+from relinear.models.heads import HeadBias
 from relinear.system.text import cut
 
 __all__ = ["draw_as_torch_", "from_preset", "preset_config", "preset_names"]

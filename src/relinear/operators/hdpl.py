@@ -110,7 +110,7 @@ class HDPLLinear(LatentOperator):
         return few_rows(x, self.blocks, weight, offset, self.decoder.forward()[0], self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.parameter_cache is not None and self._latent_tap is None and not refuses_rows(x):
+        if self.parameter_cache is not None and self._taps is None and not refuses_rows(x):
             run = prepared(self, x, self._few_rows)
             if run is not None:
                 return run(x)

@@ -8,12 +8,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
-from relinear.core.anatomy import Path, paths
-from relinear.core.attachment import AttachmentConfig
+from relinear.core.anatomy import SubBlock, paths
+from relinear.core.attachment import AttachmentConfig, Junction, add_part, kw_like, met
 from relinear.core.config import layer_indices, register
-from relinear.core.operator import check_features
 from relinear.operators.transponder import ModulatorSettings, build_modulator
 
 __all__ = ["PathTransponder"]
@@ -23,37 +22,7 @@ _NAME = "relinear_modulator"
 
 def modulate_output(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of a sub-block: scale what it returns by gates of what it reads."""
-    return _modulated(module, args[0] if args else kwargs["hidden_states"], output)
-
-
-class _Stream:
-    """The hooks of a sub-block whose gates read the stream: it is seen where the norm before the sub-block reads it."""
-
-    def __init__(self) -> None:
-        self.x: Tensor | None = None
-
-    def enter(self, norm: nn.Module, args: tuple) -> None:
-        """Forward pre-hook of the norm: remember the stream."""
-        self.x = args[0]
-
-    def modulate(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        """Forward hook of the sub-block: scale what it returns by gates of the stream."""
-        x, self.x = self.x, None
-        assert x is not None, "the norm of this sub-block has not run"
-        return _modulated(module, x, output)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A forward that failed half-way may have left a tensor with a graph, which cannot be copied.
-        return {"x": None}
-
-
-def _modulated(module: nn.Module, x: Tensor, output: Any) -> Any:
-    """``output`` of a sub-block, a tensor or a tuple that starts with one, times its gates of x."""
-    # a narrower output would be stretched over the stream's width
-    check_features(output[0] if isinstance(output, tuple) else output, x.shape[-1], module)
-    if isinstance(output, tuple):
-        return (module.relinear_modulator(x, output[0]), *output[1:])  # type: ignore[operator]
-    return module.relinear_modulator(x, output)  # type: ignore[operator]
+    return met(module, output, args[0] if args else kwargs["hidden_states"], getattr(module, _NAME))
 
 
 @register
@@ -89,7 +58,7 @@ class PathTransponder(ModulatorSettings, AttachmentConfig):
         if self.layers is not None:
             object.__setattr__(self, "layers", layer_indices(self.layers))
 
-    def _targets(self, model: nn.Module) -> list[Path]:
+    def _targets(self, model: nn.Module) -> list[SubBlock]:
         wanted = {"attention": self.attention, "mlp": self.mlp}
         return [path for path in paths(model, self.layers) if wanted[path.role]]
 
@@ -108,13 +77,11 @@ class PathTransponder(ModulatorSettings, AttachmentConfig):
         width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
         for path in self._targets(model):
             module = path.module
-            reference = next(p for p in module.parameters() if p.is_floating_point())
-            modulator = build_modulator(self, width, width, device=reference.device, dtype=reference.dtype)
-            module.add_module(_NAME, modulator.requires_grad_(reference.requires_grad).train(module.training))
+            add_part(module, _NAME, build_modulator(self, width, width, **kw_like(module)), module)
             # prepended: a residual method that reads this sub-block's output must see it modulated
             if self.reads == "normed" or path.norm_name is None:
                 module.register_forward_hook(modulate_output, prepend=True, with_kwargs=True)
             else:
-                stream = _Stream()
-                getattr(path.owner, path.norm_name).register_forward_pre_hook(stream.enter)
-                module.register_forward_hook(stream.modulate, prepend=True)
+                junction = Junction(module, _NAME)
+                getattr(path.owner, path.norm_name).register_forward_pre_hook(junction.enter, with_kwargs=True)
+                module.register_forward_hook(junction.leave, prepend=True)

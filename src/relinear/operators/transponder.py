@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from relinear.core.config import Config, Count, check_choice, register
 from relinear.core.inference import CachingModule, prepared
 from relinear.core.operator import NotLinearError
-from relinear.core.parameters import is_bare, is_plain_linear
+from relinear.core.parameters import add_parameters, is_bare, is_plain_linear
 from relinear.core.sites import Gated
 from relinear.core.wrapper import Wrapper, WrapperConfig
 from relinear.functional.transponder import PHI, modulate, modulate_static, modulator_gate
@@ -32,9 +32,6 @@ class _Alphas(nn.Module):
 
     #: marks a module that the analyses read gates from
     is_modulator = True
-
-    def _add_alpha(self, name: str, learnable: bool, kw: dict) -> None:
-        self.register_parameter(name, nn.Parameter(torch.empty(1, **kw)) if learnable else None)
 
     def _alpha(self, name: str) -> Tensor | float:
         log_alpha = getattr(self, name)
@@ -69,6 +66,7 @@ class Modulator(Gated, CachingModule, _Alphas):
     fixed_fan_in = ("channel_up", "scalar_up")
     fixed_fan_out = ("down", "scalar_down", "scalar_up")
     tensor_parallel: ClassVar = {"channel_up": 0}
+    down: nn.Parameter
     scalar_down: nn.Parameter | None
     channel_up: nn.Parameter | None
     scalar_up: nn.Parameter | None
@@ -82,28 +80,25 @@ class Modulator(Gated, CachingModule, _Alphas):
     def __init__(self, settings: ModulatorSettings, in_features: int, out_features: int, device=None, dtype=None):
         super().__init__()
         kw = {"device": device, "dtype": dtype}
-        rank, biases = settings.rank, settings.biases
-        self.down = nn.Parameter(torch.empty(rank, in_features, **kw))
-        for name, wanted, size in (("channel", settings.channel, out_features), ("scalar", settings.scalar, 1)):
-            self._add(f"{name}_up", wanted, (size, rank), kw)
-            if wanted:
-                self._add_alpha(f"{name}_log_alpha", settings.learnable_alpha, kw)
-            else:
-                self.register_parameter(f"{name}_log_alpha", None)
-            self._add(f"{name}_bias", wanted and biases, (size,), kw)
+        rank, biases, learnt = settings.rank, settings.biases, settings.learnable_alpha
         separate = settings.channel and settings.scalar and not settings.shared
-        self._add("scalar_down", separate, (rank, in_features), kw)
-        self._add("down_bias", biases, (rank,), kw)
-        self._add("scalar_down_bias", separate and biases, (rank,), kw)
+        add_parameters(self, kw, down=(rank, in_features))
+        for name, wanted, size in (("channel", settings.channel, out_features), ("scalar", settings.scalar, 1)):
+            shapes = {"up": (size, rank), "log_alpha": (1,) if learnt else None, "bias": (size,) if biases else None}
+            add_parameters(self, kw, **{f"{name}_{part}": shape if wanted else None for part, shape in shapes.items()})
+        add_parameters(
+            self,
+            kw,
+            scalar_down=(rank, in_features) if separate else None,
+            down_bias=(rank,) if biases else None,
+            scalar_down_bias=(rank,) if separate and biases else None,
+        )
         self.init, self.phi = settings.init, settings.phi
         #: what keeps the gates from the kernels, which know one form: a shared A, sigmoids, no biases
         self.against_kernels = next(
             (why for why, so in (("phi", self.phi != "sigmoid"), ("biases", biases), ("two A", separate)) if so), ""
         )
         self.reset_parameters()
-
-    def _add(self, name: str, wanted: bool, shape: tuple[int, ...], kw: dict[str, Any]) -> None:
-        self.register_parameter(name, nn.Parameter(torch.empty(*shape, **kw)) if wanted else None)
 
     @torch.no_grad()
     def reset_parameters(self, identity: bool | None = None) -> None:
@@ -119,15 +114,12 @@ class Modulator(Gated, CachingModule, _Alphas):
         """
         identity = self.init == "identity" if identity is None else identity
         slope = 0.0 if self.init == "he" else math.sqrt(5)  # of the leaky rectifier in torch's bound
-        for down in (self.down, self.scalar_down):
-            if down is not None:
-                nn.init.kaiming_uniform_(down, a=slope)
-        for up in (self.channel_up, self.scalar_up):
-            if up is not None:
-                nn.init.zeros_(up) if identity else nn.init.kaiming_uniform_(up, a=slope)
-        for name in ("channel_log_alpha", "scalar_log_alpha", *_BIASES):
-            if getattr(self, name) is not None:
-                nn.init.zeros_(getattr(self, name))
+        ups = () if identity else (self.channel_up, self.scalar_up)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+        for drawn in (self.down, self.scalar_down, *ups):
+            if drawn is not None:
+                nn.init.kaiming_uniform_(drawn, a=slope)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         gates = None if self._taps is None else self._through_taps(x)
@@ -219,22 +211,22 @@ class StaticModulator(_Alphas):
     def __init__(self, settings: ModulatorSettings, in_features: int, out_features: int, device=None, dtype=None):
         super().__init__()
         kw = {"device": device, "dtype": dtype}
-        self.register_parameter(
-            "channel_beta", nn.Parameter(torch.empty(out_features, **kw)) if settings.channel else None
+        add_parameters(
+            self,
+            kw,
+            channel_beta=(out_features,) if settings.channel else None,
+            scalar_beta=(1,) if settings.scalar else None,
+            static_log_alpha=(1,) if settings.learnable_alpha else None,
         )
-        self.register_parameter("scalar_beta", nn.Parameter(torch.empty(1, **kw)) if settings.scalar else None)
-        self._add_alpha("static_log_alpha", settings.learnable_alpha, kw)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self, identity: bool | None = None) -> None:
         """The gate at exactly 1, which is the only start there is."""
-        if self.channel_beta is not None:
-            nn.init.zeros_(self.channel_beta)
-        if self.scalar_beta is not None:
-            nn.init.constant_(self.scalar_beta, 0.0 if self.channel_beta is None else 1.0)
-        if self.static_log_alpha is not None:
-            nn.init.zeros_(self.static_log_alpha)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+        if self.scalar_beta is not None and self.channel_beta is not None:
+            nn.init.ones_(self.scalar_beta)
 
     def _beta(self) -> Tensor:
         factors = [beta for beta in (self.scalar_beta, self.channel_beta) if beta is not None]

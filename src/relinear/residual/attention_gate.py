@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.anatomy import SubBlock, sub_blocks
-from relinear.core.attachment import AttachmentConfig
+from relinear.core.attachment import AttachmentConfig, Junction, add_part, kw_like
 from relinear.core.config import register
 from relinear.core.operator import check_features, is_linear, linear_features
 from relinear.core.sites import Gated
-from relinear.residual.junction import reference_parameter
 
 __all__ = ["SDPAGate"]
 
@@ -63,28 +62,6 @@ class _Gate(Gated, nn.Module):
         return 2 * gates * width + 5 * gates + self.channels
 
 
-class _Gating:
-    """Hooks of one attention: its input is remembered until its output projection is reached."""
-
-    def __init__(self, attention: nn.Module) -> None:
-        self.attention = attention
-        self.x: Tensor | None = None
-
-    def enter(self, attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the attention: remember what it reads."""
-        self.x = args[0] if args else kwargs["hidden_states"]
-
-    def gate(self, projection: nn.Module, args: tuple) -> tuple[Tensor]:
-        """Forward pre-hook of the output projection: gate what it reads, the heads' outputs side by side."""
-        x, self.x = self.x, None
-        assert x is not None, "the attention has not run"
-        return (self.attention.relinear_gate(x, args[0]),)  # type: ignore[operator]
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A forward that failed half-way may have left a tensor with a graph, which cannot be copied.
-        return self.__dict__ | {"x": None}
-
-
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SDPAGate(AttachmentConfig):
@@ -114,13 +91,11 @@ class SDPAGate(AttachmentConfig):
             projection = _output_projection(block)
             channels, width = linear_features(projection)[0], config.hidden_size
             gates = config.num_attention_heads if self.per == "head" else channels
-            reference = reference_parameter(block.module)
-            kw = {"device": reference.device, "dtype": reference.dtype}
-            gate = _Gate(width, gates, channels, kw).train(block.module.training)
-            block.module.add_module(_GATE, gate.requires_grad_(reference.requires_grad))
-            gating = _Gating(block.module)
-            block.module.register_forward_pre_hook(gating.enter, with_kwargs=True)
-            projection.register_forward_pre_hook(gating.gate)
+            gate = _Gate(width, gates, channels, kw_like(block.module))
+            add_part(block.module, _GATE, gate, block.module)
+            junction = Junction(block.module, _GATE)
+            block.module.register_forward_pre_hook(junction.enter, with_kwargs=True)
+            projection.register_forward_pre_hook(junction.before)
 
 
 def _attentions(model: nn.Module) -> list[SubBlock]:

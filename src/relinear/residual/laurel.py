@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.anatomy import SubBlock, decoder, sub_blocks
+from relinear.core.attachment import Junction, add_part, kw_like, met
 from relinear.core.config import Count, register
 from relinear.core.handover import check_hands_over, finish, hand_over, start
-from relinear.residual.junction import SITE, Junction, ResidualConfig, check_meets, reference_parameter
+from relinear.residual.junction import SITE, ResidualConfig, connect
 
 __all__ = ["LaurelLR", "LaurelPA", "LaurelRW"]
 
@@ -102,11 +103,6 @@ class LaurelSite(nn.Module):
         return weighted + self.low_rank.flops_per_token() + (1 if self.weights is None else 2) * self.width
 
 
-def _kw(block: SubBlock) -> dict[str, Any]:
-    reference = reference_parameter(block.module)
-    return {"device": reference.device, "dtype": reference.dtype}
-
-
 def _width(block: SubBlock) -> int:
     norm: Any = block.norm
     weight = getattr(norm, "weight", None)
@@ -136,7 +132,7 @@ class LaurelRW(ResidualConfig):
     normalize: Literal["softmax", "sigmoid"] = "softmax"
 
     def site(self, block: SubBlock, index: int, count: int) -> nn.Module:
-        return LaurelSite(_width(block), self.normalize, None, _kw(block))
+        return LaurelSite(_width(block), self.normalize, None, kw_like(block.module))
 
 
 @register
@@ -161,7 +157,8 @@ class LaurelLR(ResidualConfig):
         _check_rank(self.rank, model)
 
     def site(self, block: SubBlock, index: int, count: int) -> nn.Module:
-        return LaurelSite(_width(block), self.normalize if self.weights else None, self.rank, _kw(block))
+        normalize = self.normalize if self.weights else None
+        return LaurelSite(_width(block), normalize, self.rank, kw_like(block.module))
 
 
 class LaurelPreviousSite(nn.Module):
@@ -200,12 +197,6 @@ class _Streams:
     def __init__(self) -> None:
         self.by_index: dict[int, Tensor] = {}
 
-    def __setitem__(self, index: int, stream: Tensor) -> None:
-        self.by_index[index] = stream
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.by_index[index]
-
 
 def share_streams(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of the decoder: give this forward a place for its streams."""
@@ -236,23 +227,18 @@ class _PreviousJunction(Junction):
     """A junction that reads earlier streams, of those that its layer has received."""
 
     def __init__(self, owner: nn.Module, index: int, previous: int, received: _Received) -> None:
-        super().__init__(owner)
+        super().__init__(owner, SITE)
         self.index, self.previous, self.received = index, previous, received
 
     def leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         layer = self.index // 2
-        streams = self.received.by_layer[layer]
-        stream, self.stream = self.stream, None
-        assert stream is not None, "the norm of this sub-block has not run"
-        streams[self.index] = stream
+        streams, x = self.received.by_layer[layer].by_index, self.taken()
+        streams[self.index] = x
         # layers may be on several devices
-        seen = [streams[self.index - j].to(stream.device) for j in range(min(self.previous, self.index + 1))]
+        seen = [streams[self.index - j].to(x.device) for j in range(min(self.previous, self.index + 1))]
         if self.index % 2:  # the layer's last use of them
             del self.received.by_layer[layer]
-        site = getattr(self.owner, self.name)
-        if isinstance(output, tuple):
-            return (site(seen, check_meets(seen[0], output[0], module)), *output[1:])
-        return site(seen, check_meets(seen[0], output, module))
+        return met(module, output, seen, getattr(self.owner, self.name))
 
 
 @register
@@ -287,7 +273,6 @@ class LaurelPA(ResidualConfig):
         hand_over(model, _STREAMS, received.receive)
         for index, block in enumerate(sub_blocks(model)):
             streams = min(self.previous, index + 1)
-            site = LaurelPreviousSite(_width(block), self.rank, streams, _kw(block))
-            reference = reference_parameter(block.module)
-            block.module.add_module(SITE, site.train(block.module.training).requires_grad_(reference.requires_grad))
-            self.connect(block, _PreviousJunction(block.module, index, self.previous, received))
+            site = LaurelPreviousSite(_width(block), self.rank, streams, kw_like(block.module))
+            add_part(block.module, SITE, site, block.module)
+            connect(block, _PreviousJunction(block.module, index, self.previous, received))

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from relinear.core.anatomy import SubBlock, decoder, sub_blocks
 from relinear.core.config import register
-from relinear.core.operator import Operator, is_conv1d, swap_hooks
+from relinear.core.operator import Operator, is_conv1d
 from relinear.core.wrapper import Wrapper
-from relinear.residual.junction import ResidualConfig
+from relinear.residual.junction import ResidualConfig, without_norm
 
 __all__ = ["DeepNorm", "PostLN"]
 
@@ -56,10 +56,7 @@ class PostLN(ResidualConfig):
         return 1.0
 
     def site(self, block: SubBlock, index: int, count: int) -> nn.Module:
-        norm, place = block.norm, nn.Identity()
-        swap_hooks(norm, place)  # of what looks at the stream, which this place still reads
-        setattr(block.owner, block.norm_name, place)
-        return _PostNorm(norm, self.alpha(count // 2))
+        return _PostNorm(without_norm(block), self.alpha(count // 2))
 
     def attach(self, model: nn.Module) -> None:
         super().attach(model)

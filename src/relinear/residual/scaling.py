@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.anatomy import sub_blocks
+from relinear.core.attachment import Junction, add_part, kw_like
 from relinear.core.config import register
-from relinear.core.operator import swap_hooks
-from relinear.residual.junction import SITE, Junction, ResidualConfig, reference_parameter
+from relinear.residual.junction import SITE, ResidualConfig, connect, without_norm
 
 __all__ = ["LayerNormScaling", "ReZero"]
 
@@ -56,14 +56,10 @@ class ReZero(ResidualConfig):
         for block in sub_blocks(model):
             owner = block.owner if self.shared else block.module
             if not hasattr(owner, SITE):
-                reference = reference_parameter(block.module)
-                site = _Scale(reference.device, reference.dtype)
-                owner.add_module(SITE, site.train(owner.training).requires_grad_(reference.requires_grad))
+                add_part(owner, SITE, _Scale(**kw_like(block.module)), block.module)
             if not self.keep_norms:
-                place = nn.Identity()
-                swap_hooks(block.norm, place)  # of what looks at the stream, which this place still reads
-                setattr(block.owner, block.norm_name, place)
-            self.connect(block, Junction(owner))
+                without_norm(block)
+            connect(block, Junction(owner, SITE))
 
 
 def scale_output(norm: nn.Module, args: tuple, output: Any) -> Any:

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from relinear.core.operator import is_conv1d
 from relinear.core.roles import ParamRole, StatedFans
-from relinear.models.readout_scale import SCALE
+from relinear.models.heads import SCALE
 from relinear.train.settings import FitSettings
 
 __all__ = [

@@ -447,16 +447,8 @@ def _check_arguments(kwargs: dict[str, Any]) -> None:
 
 
 def _with_head(outputs: CGTOutput, loss: Tensor | None, logits: Tensor) -> CGTOutput:
-    return CGTOutput(
-        loss=loss,
-        logits=logits,
-        past_key_values=outputs.past_key_values,
-        context=outputs.context,
-        context_log_variance=outputs.context_log_variance,
-        context_sample=outputs.context_sample,
-        hidden_states=outputs.hidden_states,
-        attentions=outputs.attentions,
-    )
+    others = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+    return CGTOutput(loss=loss, logits=logits, **others)
 
 
 AutoModel.register(CGTConfig, CGTModel)

@@ -1,19 +1,60 @@
-"""A fixed factor on the logits: what an output head that shares the embedding's weight needs to be as wide as it is."""
+"""Parts on the output head that stock GPT-2 and Llama models cannot be configured to have: a bias, a fixed factor."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor, nn
 
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import NonNegative, register
 
-__all__ = ["SCALE", "ReadoutScale"]
+__all__ = ["SCALE", "HeadBias", "ReadoutScale"]
 
 #: attribute of the head that holds the factor
 SCALE = "relinear_readout_scale"
+
+
+def _head(model: Any) -> Any:
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
+class _OnHead(AttachmentConfig):
+    """What is attached to the output head, where there is one."""
+
+    def for_part(self, model: nn.Module) -> Self | None:
+        """Return nothing, where ``model`` has no output head."""
+        return None if _head(model) is None else self
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadBias(_OnHead):
+    """Give the output head of a language model a bias of one value a vocabulary entry, starting at zero.
+
+    The head stays the stock ``nn.Linear`` (its forward adds a bias that is there); only the parameter is new. At zero
+    the model's outputs do not change.
+    """
+
+    kind: ClassVar[str] = "head_bias"
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ValueError if ``model`` has no plain linear output head, or one that has a bias already."""
+        head = _head(model)
+        if type(head) is not nn.Linear:
+            raise ValueError(
+                f"head_bias needs a model whose output head is an nn.Linear; {type(model).__name__} has "
+                f"{'none' if head is None else type(head).__name__}"
+            )
+        if head.bias is not None:
+            raise ValueError(f"the output head of {type(model).__name__} has a bias already")
+
+    def attach(self, model: nn.Module) -> None:
+        """Register ``bias`` (vocabulary,) on the head, on the weight's device and in its dtype."""
+        head = _head(model)
+        head.bias = nn.Parameter(torch.zeros(head.out_features, device=head.weight.device, dtype=head.weight.dtype))
 
 
 def scale_input(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -23,7 +64,7 @@ def scale_input(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReadoutScale(AttachmentConfig):
+class ReadoutScale(_OnHead):
     """logits = head(factor * x), with a factor that is not learnt.
 
     In the maximal update parametrisation an output head learns at a rate in proportion to 1 / width and an embedding
@@ -53,16 +94,8 @@ class ReadoutScale(AttachmentConfig):
         if hasattr(head, SCALE):
             raise ValueError(f"the output head of {type(model).__name__} is scaled already")
 
-    def for_part(self, model: nn.Module) -> Self | None:
-        """Return nothing, where ``model`` has no output head."""
-        return None if _head(model) is None else self
-
     def attach(self, model: nn.Module) -> None:
         """Scale what the head reads."""
         head = _head(model)
         setattr(head, SCALE, self.factor)
         head.register_forward_pre_hook(scale_input)
-
-
-def _head(model: Any) -> Any:
-    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
