@@ -1,8 +1,7 @@
 """relinear: replace, modulate and compose the linear layers of Transformers.
 
-Everything a user needs is an attribute of this package; a name is public by the form ``import name as name``, or by
-being an operator or a residual method. Importing it makes kinds known by their names, and models and the loader of
-checkpoints known to transformers.
+Everything a user needs is an attribute of this package; a name is public by the form ``import name as name``. Importing
+it makes kinds known by their names, and models and the loader of checkpoints known to transformers.
 """
 
 from importlib import import_module as _import_module
@@ -43,8 +42,29 @@ from relinear.models.cgt import CGTConfig as CGTConfig
 from relinear.models.cgt import CGTForCausalLM as CGTForCausalLM
 from relinear.models.cgt import CGTForRegression as CGTForRegression
 from relinear.models.cgt.specialize import specialize as specialize
-from relinear.operators import *  # noqa: F403
-from relinear.residual import *  # noqa: F403
+from relinear.operators import CCL as CCL
+from relinear.operators import HDPL as HDPL
+from relinear.operators import BlockHadamard as BlockHadamard
+from relinear.operators import ContextManager as ContextManager
+from relinear.operators import LowRank as LowRank
+from relinear.operators import Monarch as Monarch
+from relinear.operators import OutputGate as OutputGate
+from relinear.operators import PathTransponder as PathTransponder
+from relinear.operators import PivotedLowRank as PivotedLowRank
+from relinear.operators import Quantized as Quantized
+from relinear.operators import Rotor as Rotor
+from relinear.operators import Transponder as Transponder
+from relinear.residual import DeepNorm as DeepNorm
+from relinear.residual import LaurelLR as LaurelLR
+from relinear.residual import LaurelPA as LaurelPA
+from relinear.residual import LaurelRW as LaurelRW
+from relinear.residual import LayerNormScaling as LayerNormScaling
+from relinear.residual import PostLN as PostLN
+from relinear.residual import ReZero as ReZero
+from relinear.residual import SDPAGate as SDPAGate
+from relinear.residual import SecondEmbedding as SecondEmbedding
+from relinear.residual import residual_ as residual_
+from relinear.residual import residual_methods as residual_methods
 from relinear.surgery.checkpoint import from_pretrained as from_pretrained
 from relinear.surgery.checkpoint import save_pretrained as save_pretrained
 from relinear.surgery.fold import fold_ as fold_
