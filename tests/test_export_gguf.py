@@ -67,6 +67,42 @@ def test_operators_of_one_matrix_are_exported(tmp_path) -> None:
     assert_same(path, model)
 
 
+@pytest.mark.parametrize(
+    ("bits", "symmetric", "kind"),
+    [
+        *((2, True, "Q4_0"), (3, True, "Q4_0"), (4, True, "Q4_0"), (5, True, "Q5_0"), (6, True, "Q8_0")),
+        *((8, True, "Q8_0"), (2, False, "Q4_1"), (4, False, "Q4_1"), (5, False, "Q5_1")),
+    ],
+)
+def test_integers_stay_integers(bits: int, symmetric: bool, kind: str, tmp_path) -> None:
+    model = llama(hidden_size=64, intermediate_size=96)
+    config = relinear.Quantized(bits=bits, symmetric=symmetric)
+    relinear.replace_(model, {r".*\.(q|k|down)_proj": config}, init="from_weight")
+    down = model.model.layers[1].mlp.down_proj
+    path = export_gguf(model, tmp_path / "model.gguf", tokenizer=tokenizer_of())
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    stored = tensors["blk.1.ffn_down.weight"]
+    assert stored.tensor_type.name == kind == tensors["blk.0.attn_q.weight"].tensor_type.name
+    assert tensors["blk.0.ffn_up.weight"].tensor_type.name == "F32"
+    values = torch.from_numpy(gguf.dequantize(stored.data, stored.tensor_type))
+    # codes and scales are as they were; an offset is rounded, within a share of its own size
+    zero = 0 if symmetric else 2**bits * down.scales.abs().max() * 2.0**-11
+    assert (values - down.to_dense()).abs().max() <= zero
+    assert_same(path, model, atol=1e-5 if symmetric else 3e-2)
+
+
+def test_integers_that_no_block_holds_are_refused_by_name(tmp_path) -> None:
+    for config, match in (
+        (relinear.Quantized(bits=8), "of more than 5 bits with zero points; give the menu quantized:symmetric=true"),
+        (relinear.Quantized(bits=4, group=16), "group must be multiples of 32"),
+    ):
+        model = llama(hidden_size=64)
+        relinear.replace_(model, {"q_proj": config}, init="from_weight")
+        with pytest.raises(ValueError, match=rf"layers\.0\.self_attn\.q_proj becomes .*{match}"):
+            export_gguf(model, tmp_path / "model.gguf", tokenizer=tokenizer_of())
+        assert not (tmp_path / "model.gguf").exists()
+
+
 @pytest.mark.parametrize("digits", [True, False])
 def test_the_tokenizer_is_in_the_file(digits: bool, tmp_path) -> None:
     tokenizer = tokenizer_of(digits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +52,22 @@ def check_gguf(model: Any, tokenizer: Any) -> None:
 
 
 def check_gguf_operators(configs: dict[str, OperatorConfig], sizes: dict[str, tuple[int, int]]) -> None:
-    """Raise ValueError if a planned operator is no single matrix.
+    """Raise ValueError if a planned operator is no single matrix, or of integers that GGUF has no blocks for.
 
     Args:
         configs: what layers become, by name. sizes: their (in_features, out_features).
     """
     for name, config in configs.items():
-        if len(config.build(*sizes[name], device="meta").dense_chain()) > 1:
+        operator: Any = config.build(*sizes[name], device="meta")
+        if hasattr(operator, "gguf_type"):
+            try:
+                operator.gguf_type()
+            except ValueError as error:
+                raise ValueError(f"{name} becomes {config}: {error}") from error
+        elif len(operator.dense_chain()) > 1:
             raise ValueError(
                 f"{name} becomes {config}, a product of matrices, and no layer of a GGUF file is one; give the menu "
-                "neurons, or export it as plain"
+                "neurons or quantized:symmetric=true, or export it as plain"
             )
 
 
@@ -92,7 +99,8 @@ def export_gguf(model: Any, path: str | Path, *, tokenizer: Any) -> Path:
     """Write ``model`` and its tokenizer as a GGUF file, all of it or nothing; weights keep their precision.
 
     Args:
-        model: a ``LlamaForCausalLM``, after ``neurons`` or as it was; operators with one dense matrix become it.
+        model: a ``LlamaForCausalLM``, after ``neurons`` or as it was. ``Quantized`` layers stay integers, other
+            operators with one dense matrix become it.
         path: the file to write.
         tokenizer: of the model: byte-level BPE.
 
@@ -117,7 +125,7 @@ def export_gguf(model: Any, path: str | Path, *, tokenizer: Any) -> Path:
         writer = GGUFWriter(temporary, _ARCHITECTURE)
         _write_config(writer, model.config)
         _write_tokenizer(writer, tokenizer, model.config.vocab_size)
-        _write_tensors(writer, model)
+        _write_tensors(writer, model, operators)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -170,23 +178,32 @@ def _write_tokenizer(writer: Any, tokenizer: Any, entries: int) -> None:
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def _write_tensors(writer: Any, model: Any) -> None:
-    from gguf import MODEL_ARCH, GGMLQuantizationType, get_tensor_name_map
+def _write_tensors(writer: Any, model: Any, operators: dict[str, Any]) -> None:
+    """Every parameter of ``model``, folded; those of ``operators`` that know GGUF's blocks as blocks."""
+    from gguf import GGML_QUANT_VERSION, MODEL_ARCH, GGMLQuantizationType, LlamaFileType, get_tensor_name_map
     from gguf.quants import quantize
 
     names = get_tensor_name_map(MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
     kinds = {torch.float16: GGMLQuantizationType.F16, torch.bfloat16: GGMLQuantizationType.BF16}
-    types = set()
+    types = Counter[Any]()
     for name, value in model.named_parameters():  # a tied head is the embedding, and not written again
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
             raise ValueError(f"{name} has no place in a GGUF file of a Llama; export the model as plain")
         kind = kinds.get(value.dtype, GGMLQuantizationType.F32) if value.ndim > 1 else GGMLQuantizationType.F32
-        types.add(kind if value.ndim > 1 else None)
-        rows = _interleaved(name, value.detach().float().cpu(), model.config).contiguous().numpy()
-        writer.add_tensor(found, quantize(rows, kind), raw_dtype=kind)
-    kind = next(kind for kind in types if kind is not None)
-    writer.add_file_type({GGMLQuantizationType.F16: 1, GGMLQuantizationType.BF16: 32}.get(kind, 0))
+        operator = operators.get(name.removesuffix(".weight"))
+        if hasattr(operator, "gguf_rows"):
+            kind = GGMLQuantizationType[operator.gguf_type()]
+            data = _interleaved(name, operator.gguf_rows().cpu(), model.config).contiguous().numpy()
+        else:
+            rows = _interleaved(name, value.detach().float().cpu(), model.config).contiguous().numpy()
+            data = quantize(rows, kind)
+        if value.ndim > 1:
+            types[kind] += value.numel()
+        writer.add_tensor(found, data, raw_dtype=kind)
+    most = types.most_common(1)[0][0].name
+    writer.add_file_type(LlamaFileType[f"ALL_{most}" if most == "F32" else f"MOSTLY_{most}"])
+    writer.add_quantization_version(GGML_QUANT_VERSION)
 
 
 def _interleaved(name: str, weight: Tensor, config: Any) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "dequantized", "group_count", "pack", "packed_width", "quantized", "unpack"]
+__all__ = ["BLOCK", "dequantized", "gguf_rows", "group_count", "pack", "packed_width", "quantized", "unpack"]
 
 #: codes of a row that are packed together; what is left of a row forms a shorter block
 BLOCK = 64
@@ -90,6 +90,32 @@ def dequantized(
     steps = steps - (128 if zeros is None else zeros.to(torch.int16).unsqueeze(2))
     unit = scales * 2.0 ** (bits - 8)
     return (steps.to(scales.dtype) * unit.unsqueeze(2)).flatten(1)[:, :in_features]
+
+
+def gguf_rows(packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int, in_features: int) -> Tensor:
+    """Return the rows (O, bytes) of ``dequantized``'s matrix in GGUF's blocks of 32 inputs, codes as they are.
+
+    Without zero points the blocks are Q4_0, Q5_0 or Q8_0, whichever holds B bits, with whole numbers about 0; with
+    them Q4_1 or Q5_1, which add an offset, -scale zero. Scales and offsets are rounded to half precision.
+    """
+    blocks = in_features // 32
+    codes = unpack(packed, bits, in_features).to(torch.int16).unflatten(1, (blocks, 32))
+
+    def each(values: Tensor) -> Tensor:
+        return values.float().repeat_interleave(group // 32, 1)[:, :blocks, None]
+
+    held = next(width for width in (4, 5, 8) if bits <= width)
+    parts = [each(scales).half().view(torch.uint8)]
+    if zeros is None:
+        codes += (2 ** (held - 1) if held < 8 else 0) - 2 ** (bits - 1)
+    else:
+        parts.append((each(zeros) * each(scales) * -(2.0 ** (bits - 8))).half().view(torch.uint8))
+    if held == 5:
+        places = torch.arange(8, dtype=torch.int16, device=codes.device)
+        parts.append(((codes >> 4).unflatten(2, (4, 8)) << places).sum(3).to(torch.uint8))
+    low, high = (codes & 15).split(16, 2)
+    parts.append(codes.to(torch.int8).view(torch.uint8) if held == 8 else (low | high << 4).to(torch.uint8))
+    return torch.cat(parts, 2).flatten(1)
 
 
 def quantized(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from relinear.core.config import Bounds, Count, register
 from relinear.core.moments import Moments
 from relinear.core.operator import Operator, OperatorConfig, ParamRole, dense_weight
-from relinear.functional.quantized import dequantized, group_count, pack, packed_width
+from relinear.functional.quantized import dequantized, gguf_rows, group_count, pack, packed_width
 from relinear.functional.rounding import Grid, descend, gptq, nearest, nearest_grid, steadied
 from relinear.kernels.native.build import is_loaded_beside
 from relinear.kernels.quantized import code_changer, quantized
@@ -70,6 +70,23 @@ class QuantizedLinear(Operator):
     def to_dense(self) -> Tensor:
         config = self.config
         return dequantized(self.codes, self.scales, self.zeros, config.bits, config.group, self.in_features)
+
+    def gguf_type(self) -> str:
+        """Return the type of GGUF's blocks that holds these integers as they are. Raises ValueError if none does."""
+        bits, symmetric, group = self.config.bits, self.config.symmetric, self.config.group
+        if self.in_features % 32 or group % 32:
+            raise ValueError("GGUF holds integers in blocks of 32 inputs: inputs and group must be multiples of 32")
+        if bits > 5 and not symmetric:
+            raise ValueError(
+                "GGUF has no integers of more than 5 bits with zero points; give the menu quantized:symmetric=true"
+            )
+        return ("Q4" if bits <= 4 else "Q5" if bits == 5 else "Q8") + ("_0" if symmetric else "_1")
+
+    @torch.no_grad()
+    def gguf_rows(self) -> Tensor:
+        """Return the weights (O, bytes) in blocks of ``gguf_type``."""
+        config = self.config
+        return gguf_rows(self.codes, self.scales, self.zeros, config.bits, config.group, self.in_features)
 
     @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:
