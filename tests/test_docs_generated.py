@@ -62,15 +62,40 @@ def test_the_plot_of_claims_has_intervals_of_three_seeds_and_leaves_the_rest_hol
     forest = importlib.import_module("forest")
     rows = forest.rows()
     for row in rows:
-        assert (row.bounds is None) == (len(row.gaps) < 3)
-        if row.bounds:  # Student's t with two degrees of freedom
-            half = 4.303 * statistics.stdev(row.gaps) / 3**0.5
-            assert row.bounds == pytest.approx((statistics.fmean(row.gaps) - half, statistics.fmean(row.gaps) + half))
+        assert (row.bounds is None) == (len(row.gaps) < 2)
+        if row.bounds:  # contains Student's t with two degrees of freedom
+            half = 4.30265 * statistics.stdev(row.gaps) / 3**0.5
+            assert len(row.gaps) == 3
+            assert row.bounds[0] <= statistics.fmean(row.gaps) - half + 1e-6
+            assert row.bounds[1] >= statistics.fmean(row.gaps) + half - 1e-6
     for theme in forest.THEMES:
         drawn = forest.picture(theme)
-        assert drawn.count('fill="none"') - 1 == sum(row.bounds is None for row in rows) >= 2  # one is in the key
+        assert drawn.count('fill="none"') - 1 == sum(row.seeds < 3 for row in rows) >= 2  # one is in the key
         assert drawn.count("<circle") == len(rows) + 2
-    for name in ("forest", "measured"):
+    for name in ("forest", "evidence", "measured"):
+        sys.modules.pop(name)
+
+
+def test_not_seen_takes_a_half_width_below_half_of_the_papers_effect(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "docs" / "make"))
+    evidence = importlib.import_module("evidence")
+
+    def verdict(*gaps: float, effect: float | None = -0.1) -> str:
+        return evidence.Row("a", "b", gaps, effect=effect).verdict
+
+    assert verdict(-0.01, 0.01, 0.0) == "not seen"  # a half-width of 0.025
+    assert verdict(-0.03, 0.03, 0.0) == "no power"  # 0.075
+    assert verdict(-0.01, 0.01, 0.0, effect=None) == "no power"
+    assert verdict(-0.1, -0.11, -0.12) == "ahead"
+    assert verdict(0.1, 0.11, 0.12) == "behind"
+    assert verdict(-0.5) == "one seed"
+    claims = importlib.import_module("claims")
+    stated = {"says": "", "brief": "", "where": "", "found": "", "verdict": "not seen"}
+    assert claims.Claim(**stated).verdict == "no power"
+    assert claims.Claim(**stated, gaps=[evidence.Row("a", "b", (-0.01, 0.01, 0.0), effect=0.1)]).verdict == "not seen"
+    every = [claim for make in claims.PAPERS for claim in make().claims]
+    assert all(evidence.powered(claim.gaps) for claim in every if claim.verdict == "not seen")
+    for name in ("forest", "claims", "evidence", "measured", "biased", "curves", "cut", "gpu"):
         sys.modules.pop(name)
 
 

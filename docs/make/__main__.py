@@ -18,6 +18,7 @@ import biased
 import claims
 import curves
 import cut
+import evidence
 import forest
 import frontier
 import gpu
@@ -107,6 +108,8 @@ def pages() -> dict[Path, str]:
     found = {DOCS / name: text for name, text in claims.pages().items()}
     readme = DOCS.parent / "README.md"
     found[readme] = filled(readme.read_text(encoding="utf-8"), {"claims": claims.in_readme}, "README")
+    page = measured.RESULTS / "README.md"
+    found[page] = filled(page.read_text(encoding="utf-8"), {"gaps": evidence.in_results}, "results")
     for paper in ("", *(make().name for make in claims.PAPERS)):
         named = DOCS / "pictures" / forest.file_name(paper)
         found |= {Path(f"{named}-{theme}.svg"): forest.picture(theme, paper) for theme in forest.THEMES}

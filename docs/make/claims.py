@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import html
+import math
 import re
 from collections.abc import Callable, Sequence
 
@@ -13,6 +14,7 @@ import curves
 import cut
 import forest
 import gpu
+from evidence import NO_POWER, UNSEEN, Row, per_byte, per_token, powered, rows, told
 from measured import (
     RESULTS,
     every_command,
@@ -32,12 +34,13 @@ from measured import (
 #: characters of a claim, and words of what became of it, in a table that is read on a phone
 LONGEST, MOST_WORDS = 60, 8
 
-HELD, FAILED, UNSEEN = "held", "did not hold", "not seen"
+HELD, FAILED = "held", "did not hold"
 PARTLY, OPEN, NOT_RUN, BEYOND = "partly", "open", "not run", "not asked by the paper"
 VERDICTS = {
     HELD: "measured, and so",
     FAILED: "measured, and not so",
-    UNSEEN: "measured, and no difference beyond the spread of seeds, or none with the sign that the paper has",
+    UNSEEN: "measured, and not there; half of the paper's effect would have been seen",
+    NO_POWER: "measured, and not seen; the paper's effect is not known, or is too small for so few seeds",
     PARTLY: "one part held, another did not, or no verdict on the method follows from it",
     OPEN: "runs are there, and what they compare differs in more than the claim, or their tuning was cut off; "
     "withdrawn where it had been stated",
@@ -52,6 +55,8 @@ class Claim:
 
     says: at most 60 characters. brief: what became of it in at most eight words. where: in the paper. found: in full,
     with figures. run: the letters of the runs it rests on. whole: the claim in the paper's words, where it is longer.
+    gaps: what the verdict rests on, in ``unit``. What is stated as "not seen" is "no power" unless they could see half
+    of the paper's effect.
     """
 
     says: str
@@ -61,8 +66,12 @@ class Claim:
     found: str
     run: str = ""
     whole: str = ""
+    gaps: Sequence[Row] = ()
+    unit: str = "nats"
 
     def __post_init__(self) -> None:
+        if self.verdict == UNSEEN and not powered(self.gaps):
+            object.__setattr__(self, "verdict", NO_POWER)
         if len(self.says) > LONGEST or len(self.brief.split()) > MOST_WORDS:
             raise ValueError(f"too long for a table: {self.says!r}, {self.brief!r}")
 
@@ -99,6 +108,16 @@ def quoted(page: str, text: str) -> str:
 def seeds(values: Sequence[float]) -> str:
     """ "three seeds" and the like, in figures."""
     return f"{len(values)} seed{'s' * (len(values) > 1)}"
+
+
+def _rows(method: str, *controls: str) -> list[Row]:
+    """Rows of the picture: a method less the controls whose names begin so."""
+    return [row for row in rows() if row.method == method and row.control.startswith(controls)]
+
+
+def _less(ours: Sequence[float], theirs: Sequence[float], effect: float | None, where: str) -> Row:
+    """One of a claim's gaps."""
+    return Row("", "", [a - b for a, b in zip(ours, theirs, strict=True)], effect=effect, where=where)
 
 
 def _on_gpu() -> Run:
@@ -183,6 +202,8 @@ def ccl() -> Paper:
             f"{longer('ccl') - longer('dense-64'):+.3f} at 5.1 million (one seed, the start not tuned again). Inside "
             f"the runs of 20.5 million it is level or behind: {halfway} at 4.1 million tokens (three seeds)",
             "D, E",
+            gaps=_rows("CCL", "dense of its width"),
+            unit="nats a token",
         ),
         Claim(
             "Better at equal parameters and FLOPs",
@@ -196,7 +217,7 @@ def ccl() -> Paper:
             "the dense runs being the same (three seeds). **At 3 million CCL is behind**: "
             f"{curves.gap_at('ccl', 3_000_000, 'ccl')} to the first (three seeds, the start as tuned at 0.3 million, "
             "the rate at 1 million), and at 5.1 million: "
-            f"{cut.against('ccl', 'ccl', 'tuning_gaps')} (bootstrap over text) to the first, "
+            f"{cut.against('ccl', 'ccl', 'tuning_gaps')} to the first, "
             f"{longer('ccl') - longer('dense-second-embedding'):+.3f} to the second (one seed, the start not tuned "
             "again); "
             "at the paper's 20.5 million its training loss is behind as far as its runs came "
@@ -272,6 +293,15 @@ def ccl() -> Paper:
             "The paper's order; static layers lack the second embedding too, so the step is not the gates' alone. "
             f"From a tuned initialisation static {gap(controlled['static'], controlled['ccl'])}",
             "A, D",
+            gaps=[
+                _less(
+                    controlled["static"],
+                    controlled["ccl"],
+                    per_token(math.log(151.39 / 59.19), _CONTROLLED),
+                    "Table 4, static",
+                )
+            ],
+            unit="nats a token",
         ),
         Claim(
             "Trains better at higher learning rates than dense",
@@ -289,6 +319,7 @@ def ccl() -> Paper:
             UNSEEN,
             f"Moving averages over the past less the current token alone: {gap(loss['ccl-ema'], loss['ccl'])}",
             "A, B",
+            gaps=[_less(loss["ccl-ema"], loss["ccl"], None, "")],
         ),
     ]
     summary = (
@@ -381,7 +412,7 @@ def transponder() -> Paper:
             "Perplexity 5.8 to 17.4 % lower at equal tokens",
             "No difference seen; too few seeds to tell",
             "Table 2",
-            OPEN,
+            UNSEEN,
             f"{ranged(loss['transponder'])} against {ranged(loss['dense'])} nats a byte, gap "
             f"{to('transponder')}; at width 128 "
             f"{gap(wider['transponder'], wider['dense'])} (one seed; the best rate of "
@@ -393,6 +424,8 @@ def transponder() -> Paper:
             f"({plain[0]:g}, {plain[1]:g}) Transponder's run was stopped at step {cut_off[plain]}",
             "A, C, G, I",
             whole="Perplexity 5.8 to 17.4 % below the plain model's at equal tokens",
+            gaps=_rows("Transponder", "plain model"),
+            unit="nats a byte",
         ),
         Claim(
             "Less than 1 % more parameters",
@@ -416,6 +449,8 @@ def transponder() -> Paper:
             ),
             "A",
             whole="Gates on projections beat gates on paths, and channel and scalar together are best",
+            gaps=[_less(loss["transponder"], loss["path_channel"], per_byte(22.50, 23.25), "Table 1, 60M")],
+            unit="nats a byte",
         ),
         Claim(
             "Ahead of DeepNet (DeepNorm)",
@@ -426,6 +461,8 @@ def transponder() -> Paper:
             "own, the others do "
             "not",
             "A",
+            gaps=[_less(loss["transponder"], loss["deepnorm"], per_byte(28.55, 30.18), "Table 2, C4, 60M")],
+            unit="nats a byte",
         ),
         Claim(
             "Ahead of LayerNorm Scaling and LAuReL",
@@ -435,6 +472,11 @@ def transponder() -> Paper:
             "Transponder less "
             + ", ".join(f"{e} {to('transponder', e)}" for e in ("layernorm_scaling", "laurel_lr", "laurel_pa")),
             "A",
+            gaps=[
+                _less(loss["transponder"], loss[entry], per_byte(28.55, theirs), "Table 2, C4, 60M")
+                for entry, theirs in (("layernorm_scaling", 29.77), ("laurel_lr", 30.05), ("laurel_pa", 29.50))
+            ],
+            unit="nats a byte",
         ),
         Claim(
             "Level with gates that cost 15 to 80 % more",
@@ -445,6 +487,11 @@ def transponder() -> Paper:
             f"{to('transponder', 'sdpa_gate_channel')}, on everything {to('transponder', 'all_gate')}",
             "A",
             whole="Level with or ahead of gates that cost 15 to 80 % more parameters",
+            gaps=[
+                _less(loss["transponder"], loss[entry], per_byte(28.55, theirs), "Table 2, C4, 60M")
+                for entry, theirs in (("sdpa_gate_head", 29.53), ("all_gate", 28.98))
+            ],
+            unit="nats a byte",
         ),
         Claim(
             "Where others diverge, it trains",
@@ -463,6 +510,8 @@ def transponder() -> Paper:
             "initialisation chosen for "
             "neither",
             "A",
+            gaps=[_less(loss["post_ln_transponder"], loss["post_ln"], per_byte(25.71, 26.95), "Table 3, 130M")],
+            unit="nats a byte",
         ),
         Claim(
             "What gates read matters; the learnt curvature helps",
@@ -473,6 +522,11 @@ def transponder() -> Paper:
             f"{_at_the_edge(_PARTS, 'without_context', 'fixed_alpha')} is the highest that was tried",
             "B",
             whole="What gates read is what matters; the learnt curvature helps",
+            gaps=[
+                _less(part[entry], part["transponder"], per_byte(theirs, 22.50), "Table 4, 60M")
+                for entry, theirs in (("without_context", 23.40), ("fixed_alpha", 23.56))
+            ],
+            unit="nats a byte",
         ),
         Claim(
             "Modulating everything is best",
@@ -482,6 +536,18 @@ def transponder() -> Paper:
             "Above Transponder: "
             f"{within('attention', 'mlp', 'only_first', 'only_last', 'only_qk', 'without_up_and_gate')}",
             "B",
+            gaps=[
+                _less(part[entry], part["transponder"], per_byte(theirs, 28.55), "Table 5, 60M")
+                for entry, theirs in {
+                    "attention": 29.04,
+                    "mlp": 29.43,
+                    "only_first": 29.91,
+                    "only_last": 29.88,
+                    "only_qk": 30.01,
+                    "without_up_and_gate": 29.12,
+                }.items()
+            ],
+            unit="nats a byte",
         ),
         Claim(
             "Rank 2 already gains, more rank a little more",
@@ -492,6 +558,8 @@ def transponder() -> Paper:
             f"{_at_the_edge(_PARTS, 'rank_2', 'rank_4', 'rank_16', 'rank_32')} is the highest that was tried",
             "B",
             whole="Rank 2 already gains, and more rank gains a little more",
+            gaps=[_less(part["rank_2"], part["transponder"], per_byte(28.91, 28.55), "Table 6, 60M")],
+            unit="nats a byte",
         ),
         Claim(
             "A fused kernel makes the overhead minimal",
@@ -666,7 +734,7 @@ def cgt() -> Paper:
     def place(kind: str) -> str:
         """Less the guided model whose y is computed, at the first four bytes of a second text."""
         found = mixed["minus_dynamic"][kind]["1 to 4"]
-        return f"{found['mean']:+.4f} [{found['low']:+.4f}, {found['high']:+.4f}]"
+        return f"{found['mean']:+.4f}"
 
     claims = [
         Claim(
@@ -703,6 +771,12 @@ def cgt() -> Paper:
             f"{right('baseline-equal', 'dynamic')}: at the ceiling",
             "A",
             whole="A context improves the dynamic model (77.7 to 79.0 %)",
+            gaps=[
+                _less(
+                    column("no-aux", "dynamic", "answers"), column("baseline", "dynamic", "answers"), 0.013, "Table 1"
+                )
+            ],
+            unit="of the answers",
         ),
         Claim(
             "Element-wise regularisation improves both forms",
@@ -712,6 +786,15 @@ def cgt() -> Paper:
             f"{right('aux+reg', 'dynamic')} dynamic, {right('aux+reg', 'specialized')} frozen, without it "
             f"{right('aux', 'dynamic')} and {right('aux', 'specialized')}",
             "A",
+            gaps=[
+                _less(
+                    column("aux+reg", "specialized", "answers"),
+                    column("aux", "specialized", "answers"),
+                    0.005,
+                    "Table 1",
+                )
+            ],
+            unit="of the answers",
         ),
         Claim(
             "Regularisation makes y vary less along a task",
@@ -779,11 +862,13 @@ def cgt() -> Paper:
             "Section 4.4, Figure 5",
             OPEN,
             f"On texts of five sources CGT has {mixed['loss']:.3f} nats a byte, a plain GPT-2 {equal['loss']:.3f}: gap "
-            f"{apart['mean']:+.3f} [{apart['low']:+.3f}, {apart['high']:+.3f}] (bootstrap, two seeds). But it has "
+            f"{apart['mean']:+.3f} (two seeds, of which the mean alone was kept). But it has "
             f"{equal['parameters'] / mixed['parameters'] - 1:.0%} more parameters and was trained on cross-entropy "
             "alone, CGT with the auxiliary loss, eta 0.5; without that loss none was trained",
             "F",
             whole="Text: a context lowers the loss on C4 by 0.23 (0.04 in a wider model)",
+            gaps=_rows("CGT", "GPT-2"),
+            unit="nats a byte",
         ),
         Claim(
             "Text: frozen is ahead at first, dynamic later",
@@ -793,7 +878,7 @@ def cgt() -> Paper:
             "Frozen less dynamic over the first 16 positions "
             f"{text['aux']['first_16']['specialized'] - text['aux']['first_16']['dynamic']:+.4f}, over all "
             f"{later['specialized'] - later['dynamic']:+.4f} nats (one seed). Texts of five sources: "
-            f"{place('specialized')} at the first four bytes (bootstrap, two seeds), and with the y of another source "
+            f"{place('specialized')} at the first four bytes (two seeds), and with the y of another source "
             f"{place('shuffled')}. Why is not settled",
             "D, F",
             whole="Text: the frozen model is ahead at first, the dynamic one later",
@@ -804,7 +889,7 @@ def cgt() -> Paper:
             "Section 4.4, Figure 14",
             UNSEEN,
             f"Less frozen {later['average'] - later['specialized']:+.4f} nats (one seed). Texts of five sources: less "
-            f"computed {place('average')} at the first four bytes (bootstrap, two seeds), as frozen",
+            f"computed {place('average')} at the first four bytes (two seeds), as frozen",
             "D, F",
         ),
         Claim(
@@ -930,6 +1015,8 @@ def rotor() -> Paper:
             f"{constants})",
             "A, B, E",
             whole="Near or better than block-Hadamard, with far fewer parameters",
+            gaps=_rows("Rotor fitted to SmolLM2", "block-Hadamard"),
+            unit="nats a token",
         ),
         Claim(
             "Far ahead of low rank 1",
@@ -940,6 +1027,8 @@ def rotor() -> Paper:
             f"stronger control. Double rotors less low rank 1, with biases that start at the mean (layer 12): "
             f"{biases('low rank 1')}; without: {against('low rank 1')}",
             "A, E",
+            gaps=_rows("Rotor fitted to SmolLM2", "low rank"),
+            unit="nats a token",
         ),
         Claim(
             "Ahead of low rank 4 with fewer parameters",
@@ -1120,8 +1209,7 @@ def hdpl() -> Paper:
             "tenth of the steps: after half of them, from a start of 0.02, the dense model is so much better at 1 "
             f"million that HDPL's lead is {cut.against('hdpl-warmup', 'hdpl', 'gaps')}** (three seeds; HDPL "
             f"was tried with it from a start that is not its own), and no more was tried. Longer it is "
-            f"open: {ended('hdpl')} at 5 million (one seed; "
-            "bootstrap over text), where a dense model of HDPL's "
+            f"open: {ended('hdpl')} at 5 million (one seed), where a dense model of HDPL's "
             f"parameters has {ended('dense-equal-parameters')} (three seeds); "
             f"twice dense's rate takes its run from {there['dense']:.3f} to "
             f"{there['dense-0.002']:.3f}, HDPL being at {there['hdpl']:.3f} (same seed): "
@@ -1130,6 +1218,8 @@ def hdpl() -> Paper:
             "C, E, F",
             whole="A lower validation loss than dense (4.2838 against 4.3206), with better sample efficiency "
             "throughout",
+            gaps=_rows("HDPL", "dense, longer"),
+            unit="nats a token",
         ),
         Claim(
             "The bounded divergence shapes and filters the latent",
@@ -1218,10 +1308,11 @@ and what held here may not hold there. They ran on two CPU cores where no H100 i
 
 """
 
-NOTES = """Square brackets are intervals of 95 %: over paired seeds (Student's t); where "bootstrap" stands, of a
-bootstrap over blocks of the held-out text and over seeds, which for a single seed says nothing of seeds; where speeds
-of whole models are meant, quartiles of rounds. ± is the standard deviation over seeds, "to" in round brackets their
-range. Figures of ours are read from `results/` by the command that makes these pages."""
+NOTES = """Square brackets are intervals of 95 %: Student's t over paired seeds, widened by the error of the held-out
+text where its blocks were kept; one seed has none. Where speeds of whole models are meant they are quartiles of rounds.
+± is the standard deviation over seeds, "to" in round brackets their range. "Not seen" takes a half-width below half of
+the paper's effect, in our unit: a token of its vocabulary is taken as 4.25 bytes. Figures of ours are read from
+`results/` by the command that makes these pages."""
 
 RUN = ["run", "command", "budget", "page"]
 
@@ -1257,7 +1348,8 @@ def in_readme() -> str:
     count = {verdict: verdicts.count(verdict) for verdict in VERDICTS}
     said = (
         f"**Of {len(verdicts)} claims in five papers, {count[HELD]} held at our sizes, {count[PARTLY]} in part, and "
-        f"{count[FAILED]} did not;** the rest show no difference yet, are open, or were not run."
+        f"{count[FAILED]} did not;** for {count[NO_POWER]} the runs were too few or too short to see what the paper "
+        "saw, and the rest are open or were not run."
     )
     return f"{forest.in_page('docs/pictures')}\n\n{said}"
 
@@ -1288,7 +1380,8 @@ def _found(claim: Claim) -> str:
     said = f"In the paper ({claim.where}): {says}." if claim.where else "The paper does not ask this."
     runs = f" Runs: {claim.run}." if claim.run else ""
     found = re.sub(r"(?<=\d)%", " %", claim.found).rstrip(".")
-    return _folded(f"{claim.says}: {claim.verdict}", f"{said}\n\n{found}.{runs}")
+    power = f" {told(claim.gaps, claim.unit)}." if claim.gaps else ""
+    return _folded(f"{claim.says}: {claim.verdict}", f"{said}\n\n{found}.{power}{runs}")
 
 
 def _folded(summary: str, text: str) -> str:

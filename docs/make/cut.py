@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from measured import commands, interval, less, mean, read, signed, table, with_interval
+from measured import commands, less, mean, read, signed, table, with_interval
 
 __all__ = ["PARTS", "against", "best", "cut_short", "evaluated", "on_the_way", "shared", "trained", "typed"]
 
@@ -20,22 +20,13 @@ _RECORDS = {
 }
 
 
-#: records whose intervals drew from two or three seeds, which is too narrow: they are taken by Student's t here
-_DRAWN_SEEDS = ("ccl", "hdpl", "transponder")
-#: head of a column; over one seed the interval says nothing of seeds
-_GAP = "gap [95 %: t over seeds, or bootstrap over text]"
+#: head of a column
+_GAP = "gap [95 %]"
 
 
 def against(folder: str, entry: str, part: str) -> str:
     """An entry's gap to the reference with its interval; part: ``tuning_gaps`` or ``gaps``."""
-    return _told(folder, read(_RECORDS[folder])[part][entry])
-
-
-def _told(folder: str, found: Mapping[str, Any]) -> str:
-    """A recorded gap, its interval by Student's t where the record drew from a few seeds."""
-    if folder in _DRAWN_SEEDS and (bounds := interval(found.get("values", ()))):
-        found = {"mean": found["mean"], "low": bounds[0], "high": bounds[1]}
-    return with_interval(found)
+    return with_interval(read(_RECORDS[folder])[part][entry])
 
 
 def _rows_of(found: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
@@ -99,13 +90,13 @@ def _gap_of(folder: str, name: str) -> str:
     if name == found["reference"]:
         return "reference"
     if name in found["gaps"]:
-        return _told(folder, found["gaps"][name])
+        return with_interval(found["gaps"][name])
     cut = found["training_gaps"].get(name, ())
     each = ", ".join(f"{one['mean']:+.3f} (steps {one['from']:,} to {one['to']:,})" for one in cut)
     return f"training loss {each}" if each else "–"
 
 
-def final(folder: str, gap_head: str = _GAP) -> str:
+def final(folder: str) -> str:
     """Final runs: those that ended, and how far the others came."""
     found = read(_RECORDS[folder])
     lines = []
@@ -124,7 +115,7 @@ def final(folder: str, gap_head: str = _GAP) -> str:
                 _gap_of(folder, name),
             ]
         )
-    return table(["entry", "rate, start", "runs", "validation loss", gap_head], lines)
+    return table(["entry", "rate, start", "runs", "validation loss", _GAP], lines)
 
 
 def counting(folder: str) -> str:
@@ -184,9 +175,9 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
 }
 PARTS["hdpl"] |= {
     "warmup_command": functools.partial(commands, _RECORDS["hdpl-warmup"]),
-    "warmup_final": functools.partial(final, "hdpl-warmup", "gap [95 %]"),
+    "warmup_final": functools.partial(final, "hdpl-warmup"),
 }
 PARTS["rotor"] = {
     "scratch_command": functools.partial(commands, _RECORDS["rotor"]),
-    "scratch_final": functools.partial(final, "rotor", "gap [95 %]"),
+    "scratch_final": functools.partial(final, "rotor"),
 }

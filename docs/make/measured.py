@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -71,13 +72,15 @@ def less(ours: Mapping[Any, float], theirs: Mapping[Any, float]) -> dict[Any, fl
 
 
 def with_interval(found: Mapping[str, Any], digits: int = 3) -> str:
-    """A recorded gap: -0.105 [-0.149, -0.062]; its mean alone where it has no interval."""
-    text = signed(found["mean"], digits)
-    return (
-        f"{text} [{signed(found['low'], digits)}, {signed(found['high'], digits)}]"
-        if found.get("low") is not None
-        else text
-    )
+    """A recorded gap: -0.105 [-0.149, -0.062]; its mean alone where it is of one seed, or seeds were not kept.
+
+    The interval is Student's t over the seeds, widened by the error of the held-out text.
+    """
+    text, half = signed(found["mean"], digits), half_width(found.get("values", ()))
+    if half is None:
+        return text
+    half = math.hypot(half, 1.96 * (found.get("standard_error") or 0))
+    return f"{text} [{signed(found['mean'] - half, digits)}, {signed(found['mean'] + half, digits)}]"
 
 
 def spread(values: Sequence[float], digits: int = 3, sign: str = "+") -> str:

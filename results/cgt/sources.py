@@ -212,7 +212,9 @@ def tables(report):
     """The report as two tables in markdown: whole texts (Figure 5), and second parts by place (Figures 6a, 13a, 14)."""
 
     def shown(found):
-        return "" if found is None else f"{found['mean']:+.4f} ({found['low']:+.4f} to {found['high']:+.4f})"
+        if found is None or found["low"] is None:  # one seed
+            return "" if found is None else f"{found['mean']:+.4f}"
+        return f"{found['mean']:+.4f} ({found['low']:+.4f} to {found['high']:+.4f})"
 
     lines = [
         "| model | parameters | seeds | loss, nats a byte | minus `gpt2-equal` | nearest neighbour of y (chance) |",

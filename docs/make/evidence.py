@@ -1,0 +1,200 @@
+"""Rules of evidence: gaps of methods to their controls, what of the paper's effect they could see, and the verdict.
+
+An interval is Student's t over paired seeds. "Not seen" takes a half-width below half of the paper's effect, in the
+same unit; else it is "no power". One seed has no interval and no verdict.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from measured import losses, mean, read, signed, table
+from relinear.system.student import half_width
+
+__all__ = ["AHEAD", "BEHIND", "NO_POWER", "ONE_SEED", "UNSEEN", "Row", "in_results", "powered", "rows", "told"]
+
+AHEAD, BEHIND, UNSEEN, NO_POWER, ONE_SEED = "ahead", "behind", "not seen", "no power", "one seed"
+#: of English text, to a token of Llama's vocabulary: the papers' nats a token are so many times ours a byte
+BYTES = 4.25
+#: tokens that the papers train on
+_OF_PAPER = {"HDPL": 1.31e9, "CCL": 20.5e6, "Transponder": 1.2e9, "CGT": 400_000 * 128 * 512}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A method less its control, below zero where the method is better.
+
+    Attributes:
+        gaps: of every seed, in nats.
+        tokens: that a run was trained on; 0 where it is a fit.
+        effect: the paper's, in the same unit; None where it prints none.
+        where: in the paper.
+        folder: of results/.
+        of: seeds that a gap is the mean of, where it alone was kept.
+        error: standard error of the evaluation, where losses by block were kept.
+    """
+
+    method: str
+    control: str
+    gaps: Sequence[float]
+    tokens: float = 0
+    effect: float | None = None
+    where: str = ""
+    folder: str = ""
+    of: int = 0
+    error: float = 0.0
+
+    @property
+    def seeds(self) -> int:
+        """How many."""
+        return self.of or len(self.gaps)
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """The interval of 95 %."""
+        middle = mean(self.gaps)
+        return None if self.half is None else (middle - self.half, middle + self.half)
+
+    @property
+    def half(self) -> float | None:
+        """Half of its width: Student's t over seeds, widened by the error of the evaluation."""
+        half = half_width(self.gaps)
+        return None if half is None else math.hypot(half, 1.96 * self.error)
+
+    @property
+    def verdict(self) -> str:
+        """What follows from the gaps."""
+        if self.bounds is None:
+            return ONE_SEED if self.seeds == 1 else NO_POWER
+        if self.bounds[1] < 0:
+            return AHEAD
+        if self.bounds[0] > 0:
+            return BEHIND
+        return UNSEEN if powered([self]) else NO_POWER
+
+    @property
+    def budget(self) -> str:
+        """1 M, and nothing for a fit."""
+        return f"{self.tokens / 1e6:g} M" if self.tokens else ""
+
+    @property
+    def share(self) -> str:
+        """Of the paper's tokens."""
+        whole = _OF_PAPER.get(self.method)
+        return f"{float(f'{100 * self.tokens / whole:.1g}'):g} %" if whole else ""
+
+
+def powered(found: Sequence[Row]) -> bool:
+    """Whether every row's half-width is below half of the paper's effect; not where there is none of either."""
+    return bool(found) and all(
+        row.half is not None and row.effect is not None and row.half < abs(row.effect) / 2 for row in found
+    )
+
+
+def told(found: Sequence[Row], unit: str) -> str:
+    """The paper's effect, the least of several, and the half-widths that were reached."""
+    effects = [abs(row.effect) for row in found if row.effect is not None]
+    halves = [row.half for row in found if row.half is not None]
+    where = ", ".join(dict.fromkeys(row.where for row in found if row.where))
+    effect = "The paper prints no effect in this unit"
+    if effects:
+        effect = f"The paper's effect{' at its least' * (len(effects) > 1)}: {min(effects):.2g} {unit} ({where})"
+    reached = " to ".join(dict.fromkeys(f"{pick(halves):.3f}" for pick in (min, max))) if halves else "none, one seed"
+    return f"{effect}. Half-width reached: {reached}"
+
+
+def per_byte(ours: float, theirs: float) -> float:
+    """The gap of two of the paper's perplexities in nats a byte."""
+    return math.log(ours / theirs) / BYTES
+
+
+def per_token(nats: float, record: str) -> float:
+    """The paper's nats a token in nats a token of a record's tokenizer, which says more or less at once."""
+    train = read(record)["data"]["splits"]["train"]
+    return nats / BYTES * train["bytes"] / train["tokens"]
+
+
+def kept(found: Mapping[str, Any], sign: int = 1) -> dict[str, Any]:
+    """What a row takes from a recorded gap."""
+    return {"gaps": [sign * one for one in found["values"]], "error": found.get("standard_error") or 0.0}
+
+
+@functools.cache
+def rows() -> tuple[Row, ...]:
+    """Every gap of a claim, from top to bottom of the picture."""
+    ccl = losses("ccl/claims-1M/results.json")
+    long = {name: runs["seed-0"] for name, runs in read("hdpl/claims-5M/runs.json")["runs"].items()}
+    scratch = read("rotor/scratch/runs.json")["gaps"]
+    fits = {one["projection"]: one for one in read("rotor/biased.json")["rows"] if one["method"] == "rotor, double"}
+    warmed = kept(read("hdpl/warmup/runs.json")["gaps"]["hdpl"])
+    late = kept(read("ccl/claims-20M/runs.json")["tuning_gaps"]["ccl"])
+    sources = read("cgt/sources/report.json")["aux"]["minus_gpt2_equal"]["mean"]
+
+    def at(folder: str, tokens: int, name: str) -> dict[str, Any]:
+        file = "results" if folder == "transponder" else "runs"
+        (budget,) = [b for b in read(f"{folder}/budgets/{file}.json")["budgets"] if b["tokens"] == tokens]
+        return kept(next(entry["gap"] for entry in budget["entries"] if entry["name"] == name)) | {"tokens": tokens}
+
+    def less(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+        return [a - b for a, b in zip(ours, theirs, strict=True)]
+
+    hdpl = {"effect": per_token(4.2838 - 4.3206, "hdpl/start/results.json"), "where": "Table 1", "folder": "hdpl"}
+    gates = {"effect": per_byte(28.55, 30.31), "where": "Table 2, C4, 60M", "folder": "transponder"}
+    wide = {"effect": per_token(math.log(55.83 / 238.30), "ccl/claims-1M/results.json"), "where": "Table 1"}
+    #: of q, k and v: LLaMA-2, WikiText-2
+    printed = {"block-Hadamard, 64 blocks": (2.636, 2.700, 2.779), "low rank 1": (2.688, 3.455, 4.956)}
+    ours = (2.629, 2.717, 2.818)
+    against_equal = [at("hdpl", 1_000_000, name)["gaps"] for name in ("hdpl", "dense-equal-parameters")]
+    rate = long["hdpl"]["validation_loss"] - long["dense-0.002"]["validation_loss"]
+    one_million = {"tokens": 1e6, "folder": "ccl"}
+    return (
+        Row("HDPL", "dense, usual warm-up", **at("hdpl", 1_000_000, "hdpl"), **hdpl),
+        Row("HDPL", "dense, longer warm-up", **warmed, tokens=1e6, **hdpl),
+        Row("HDPL", "dense of its size", less(*against_equal), 1e6, folder="hdpl"),
+        Row("HDPL", "dense, twice the rate", [rate], 5e6, **hdpl),
+        Row("CCL", "dense of its width", less(ccl["ccl"], ccl["dense-64"]), **one_million, **wide),
+        Row("CCL", "dense, second embedding", less(ccl["ccl"], ccl["dense-second-embedding"]), **one_million),
+        Row("CCL", "dense of its size", less(ccl["ccl"], ccl["dense-equal-parameters"]), **one_million),
+        Row("CCL", "dense of its size", **at("ccl", 3_000_000, "ccl"), folder="ccl"),
+        Row("CCL", "dense of its size", **late, tokens=5.1e6, folder="ccl"),
+        *(
+            Row("Transponder", "plain model", **at("transponder", tokens, "transponder-rank-2"), **gates)
+            for tokens in (300_000, 1_000_000)
+        ),
+        *(
+            Row("Rotor from scratch", name, **kept(scratch[entry], sign=-1), tokens=0.25e6, folder="rotor")
+            for name, entry in (("low rank", "low_rank"), ("block-Hadamard", "block_hadamard"), ("dense", "dense"))
+        ),
+        *(
+            Row(
+                "Rotor fitted to SmolLM2",
+                f"{control.partition(',')[0]} in {p}",
+                **kept(fits[f"{p}_proj"]["wikitext2"][control]),
+                effect=mine - theirs,
+                where="main table",
+                folder="rotor",
+            )
+            for control, of in printed.items()
+            for p, mine, theirs in zip("qkv", ours, of, strict=True)
+        ),
+        Row("CGT", "GPT-2, 8 % larger", [sources], 3.7e6, -0.23 / BYTES, "Figure 5", "cgt", of=2),
+    )
+
+
+def in_results() -> str:
+    """The table of results/README.md."""
+    lines = []
+    for row in rows():
+        found = signed(mean(row.gaps), 3)
+        if row.bounds is not None:
+            found += f" [{signed(row.bounds[0], 3)}, {signed(row.bounds[1], 3)}]"
+        effect = "–" if row.effect is None else signed(row.effect, 3)
+        seeds = f"{row.budget or 'a fit'}, {row.seeds} seed{'s' * (row.seeds > 1)}"
+        claim = f"[{row.method}]({row.folder}/README.md) less {row.control}"
+        half = "–" if row.half is None else f"{row.half:.3f}"
+        lines.append([claim, seeds, found, effect, half, f"**{row.verdict}**"])
+    return table(["gap", "tokens, seeds", "nats [95 %]", "paper's", "half-width", "verdict"], lines)
