@@ -27,12 +27,10 @@ import relinear.kernels.transponder
 from conftest import make_tiny_llama, mostly_slow
 from relinear import functional, kernels
 from relinear.functional import block_hadamard as functional_block_hadamard
-from relinear.functional import pivoted_low_rank as functional_pivoted
 from relinear.functional import quantized as functional_quantized
 from relinear.functional import rotor as functional_rotor
 from relinear.functional.block_hadamard import block_hadamard_sizes
 from relinear.kernels import block_hadamard as kernels_block_hadamard
-from relinear.kernels import pivoted_low_rank as kernels_pivoted
 from relinear.kernels import quantized as kernels_quantized
 from relinear.kernels import rotor as kernels_rotor
 from relinear.testing import ODD, SQUARE, WIDE, Case
@@ -117,15 +115,6 @@ def _block_hadamard_dense_arguments(dtype: torch.dtype) -> Iterator[tuple]:
         stages = [torch.randn(blocks, o // blocks, i // blocks, dtype=dtype) for i, o in widths]
         yield stages, in_features
         yield stages, in_features, False
-
-
-def _pivoted_arguments(dtype: torch.dtype) -> Iterator[tuple]:
-    """Few tokens and many, with a bias and without, full rank among them."""
-    for leading, inputs, outputs, rank in (((3, 5), 10, 14, 4), ((300,), 9, 6, 6), ((1,), 7, 12, 7)):
-        order = torch.randperm(inputs).int()
-        mix, up = torch.randn(rank, inputs - rank, dtype=dtype), torch.randn(outputs, rank, dtype=dtype)
-        bias = torch.randn(outputs, dtype=dtype) if rank == 4 else None
-        yield torch.randn(*leading, inputs, dtype=dtype), order, mix, up, bias
 
 
 def quantized_arguments(dtype: torch.dtype) -> Iterator[tuple]:
@@ -383,12 +372,6 @@ TWINS: list[Twin] = [
         reference=functional_block_hadamard.block_hadamard_dense,
         fast=kernels_block_hadamard.block_hadamard_dense,
         arguments=_block_hadamard_dense_arguments,
-    ),
-    Twin(
-        kind="pivoted_low_rank",
-        reference=functional_pivoted.pivoted_low_rank,
-        fast=kernels_pivoted.pivoted_low_rank,
-        arguments=_pivoted_arguments,
     ),
     Twin(
         kind="quantized",

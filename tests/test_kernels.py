@@ -52,7 +52,6 @@ def test_every_twin_is_in_the_table() -> None:
 def any_size(monkeypatch) -> None:
     """Small tensors take the forms of large ones."""
     monkeypatch.setattr(forms, "FEWEST_ENTRIES", 1)
-    monkeypatch.setattr(kernels.pivoted_low_rank, "FEWEST_PERMUTED", 1)
 
 
 @pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.kind)

@@ -8,8 +8,6 @@ and bivectors, as matrices, by K' -> exp(2 K) K' exp(-2 K).
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 from torch import Tensor
 
@@ -43,37 +41,28 @@ def bivector_from_matrix(matrix: Tensor) -> Tensor:
     return antisymmetric[..., rows, columns]
 
 
-@functools.cache
-def _odd_neighbours(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For every vector and every odd blade S: which even T = S ^ {i}, the sign of e_T e_i and that of e_i e_T."""
-    masks = blade_masks(n)
-    position = {mask: index for index, mask in enumerate(masks)}
-    odd = [mask for mask in masks if mask.bit_count() % 2]
-    even = [[mask ^ (1 << i) for mask in odd] for i in range(n)]
-    above = [[(mask >> i + 1).bit_count() % 2 for mask in row] for i, row in enumerate(even)]
-    below = [[(mask & (1 << i) - 1).bit_count() % 2 for mask in row] for i, row in enumerate(even)]
-    index = np.array([[position[mask] for mask in row] for row in even])
-    return index.reshape(-1), 1 - 2 * np.array(above), 1 - 2 * np.array(below)
+def _odd_neighbours(n: int) -> np.ndarray:
+    """For every vector and every odd blade S: the place of the even T = S ^ {i}, (n V/2,)."""
+    position = {mask: index for index, mask in enumerate(blade_masks(n))}
+    return np.array([position[mask ^ (1 << i)] for i in range(n) for mask in blade_masks(n) if mask.bit_count() % 2])
 
 
-def _neighbour_index(n: int) -> np.ndarray:
-    return _odd_neighbours(n)[0]
-
-
-def _signs_from_the_right(n: int) -> np.ndarray:
-    return _odd_neighbours(n)[1]
-
-
-def _signs_from_the_left(n: int) -> np.ndarray:
-    return _odd_neighbours(n)[2]
+def _neighbour_signs(n: int, from_left: int) -> np.ndarray:
+    """The sign of e_T e_i, or of e_i e_T, (n, V/2)."""
+    masks = np.array([blade_masks(n)[place] for place in _odd_neighbours(n)]).reshape(n, -1)
+    crossed = [
+        [(mask & (1 << i) - 1 if from_left else mask >> i + 1).bit_count() for mask in row]
+        for i, row in enumerate(masks.tolist())
+    ]
+    return 1 - 2 * (np.array(crossed) % 2)
 
 
 def _times_vectors(x: Tensor) -> tuple[Tensor, Tensor]:
     """The odd coordinates of x e_i and of e_i x for every vector, each (..., n, V/2), of the even part of x."""
     n = multivector_dimension(x)
-    gathered = take_last(x, device_table(_neighbour_index, n, x)).unflatten(-1, (n, -1))
-    right = device_table(_signs_from_the_right, n, x, x.dtype)
-    left = device_table(_signs_from_the_left, n, x, x.dtype)
+    gathered = take_last(x, device_table(_odd_neighbours, n, x)).unflatten(-1, (n, -1))
+    right = device_table(_neighbour_signs, (n, 0), x, x.dtype)
+    left = device_table(_neighbour_signs, (n, 1), x, x.dtype)
     return gathered * right, gathered * left
 
 

@@ -23,7 +23,7 @@ from relinear.clifford.blades import (
     compute_dtype,
 )
 
-__all__ = ["decompose", "first_order", "plane_basis", "spectral_basis"]
+__all__ = ["decompose", "first_order", "largest_part", "plane_basis", "power_step", "spectral_basis"]
 
 
 def plane_basis(columns: Tensor) -> Tensor:
@@ -167,10 +167,26 @@ def _decompose_complex(matrix: Tensor) -> Tensor:
     return eigenvalues.gather(-1, chosen)[..., None, None] * (projection - projection.mT)
 
 
-def _power_step(matrix: Tensor, vector: Tensor) -> Tensor:
-    """One step of Algorithm 2: v <- B _| (B _| v), normalised; it turns v towards the largest plane."""
-    vector = matrix @ (matrix @ vector)
-    return vector / vector.norm(dim=-2, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
+def power_step(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Return one step of Algorithm 2 of the paper: v <- B _| (B _| v), normalised; v itself where that is zero.
+
+    It turns v towards the largest plane.
+
+    Args:
+        matrix: (..., n, n), of the bivector B.
+        vector: (..., n).
+    """
+    step = (matrix @ (matrix @ vector.unsqueeze(-1))).squeeze(-1)
+    norm = torch.linalg.vector_norm(step, dim=-1, keepdim=True)
+    moves = norm > torch.finfo(norm.dtype).tiny
+    return torch.where(moves, step / torch.where(moves, norm, 1.0), vector)
+
+
+def largest_part(matrix: Tensor, vector: Tensor) -> Tensor:
+    """The simple part v ^ (v _| B) of B, as a matrix; the largest one where v lies in the largest plane."""
+    image = (matrix @ vector.unsqueeze(-1)).squeeze(-1)
+    outer = image.unsqueeze(-1) * vector.unsqueeze(-2)
+    return outer - outer.mT
 
 
 def _power_iteration(matrix: Tensor, iterations: int, tolerance: float) -> Tensor:
@@ -179,17 +195,14 @@ def _power_iteration(matrix: Tensor, iterations: int, tolerance: float) -> Tenso
     start = torch.cos(torch.arange(1, n + 1, device=matrix.device, dtype=matrix.dtype) ** 2)
     parts = []
     for _ in range(n // 2):
-        vector = (start / start.norm()).unsqueeze(-1).expand(*matrix.shape[:-1], 1)
+        vector = (start / start.norm()).expand(matrix.shape[:-1])
         with torch.no_grad():
             for _ in range(iterations):
-                before, vector = vector, _power_step(matrix, vector)
-                if torch.minimum((vector - before).norm(dim=-2), (vector + before).norm(dim=-2)).max() < tolerance:
+                before, vector = vector, power_step(matrix, vector)
+                if torch.minimum((vector - before).norm(dim=-1), (vector + before).norm(dim=-1)).max() < tolerance:
                     break
-        q = _power_step(matrix, vector)  # the one step that is differentiated
-        image = matrix @ q
-        part = image @ q.mT - q @ image.mT
-        parts.append(part)
-        matrix = matrix - part
+        parts.append(largest_part(matrix, power_step(matrix, vector)))  # the one step that is differentiated
+        matrix = matrix - parts[-1]
     return torch.stack(parts, dim=-3)
 
 

@@ -148,80 +148,64 @@ def _mean(beta: Tensor, x: Tensor) -> Tensor:
     return _mean_by_eigenvectors(beta, x)
 
 
-class _Exp(torch.autograd.Function):
-    """beta (..., P) -> rotor (..., V), whose derivative is taken among n x n matrices.
+def _represented(beta: Tensor, generators: Tensor) -> Tensor:
+    return matrix_exp((beta @ generators.flatten(1)).unflatten(-1, generators.shape[1:]))
 
-    d exp(B) = exp(B) Psi(dB), and Psi(X) is the mean of exp(-s B) X exp(s B) over s in (0, 1). The passes below are
-    made of differentiable operations, which is where all further derivatives come from.
+
+class _Exp(torch.autograd.Function):
+    """beta (..., P) -> rotor (..., V), or where matrices (P, K, K) of the basis bivectors are given that of the rotor.
+
+    The derivative is taken among n x n matrices: d exp(B) = exp(B) Psi(dB), and Psi(X) is the mean of
+    exp(-s B) X exp(s B) over s in (0, 1). The passes below are made of differentiable operations, which is where all
+    further derivatives come from.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(beta: Tensor) -> Tensor:
-        return _by_matrices(beta)
+    def forward(beta: Tensor, generators: Tensor | None) -> Tensor:
+        return _by_matrices(beta) if generators is None else _represented(beta, generators)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0], output)
-        ctx.save_for_forward(inputs[0], output)
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs, output)
+        ctx.save_for_forward(*inputs, output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        beta, rotor = (x.conj() for x in ctx.saved_tensors)
-        return _mean(beta, divided_bivector(rotor, grad))
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        beta, generators, rotor = ctx.saved_tensors
+        beta, rotor = beta.conj(), rotor.conj()
+        if generators is None:
+            divided = divided_bivector(rotor, grad)
+        else:
+            divided = (rotor.mT @ grad).flatten(-2) @ generators.conj().flatten(1).mT
+        return _mean(beta, divided), None
 
 
 class _ExpForward(_Exp):
     """``_Exp`` with a forward derivative, which compilers refuse to look at."""
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
-        beta, rotor = ctx.saved_tensors
-        return geometric_product(rotor, embed_bivector(_mean(-beta, tangent)))
-
-
-def _represented(beta: Tensor, generators: Tensor) -> Tensor:
-    return matrix_exp((beta @ generators.flatten(1)).unflatten(-1, generators.shape[1:]))
-
-
-class _RepresentedExp(torch.autograd.Function):
-    """beta (..., P) -> exp(sum of beta_p times generator p), of the matrices (P, K, K) of the basis bivectors."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(beta: Tensor, generators: Tensor) -> Tensor:
-        return _represented(beta, generators)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs, output)
-        ctx.save_for_forward(*inputs, output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        beta, generators, matrix = (x.conj() for x in ctx.saved_tensors)
-        divided = (matrix.mT @ grad).flatten(-2) @ generators.flatten(1).mT
-        return _mean(beta, divided), None
-
-
-class _RepresentedExpForward(_RepresentedExp):
-    @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        beta, generators, matrix = ctx.saved_tensors
-        turned = _mean(-beta, tangent) @ generators.flatten(1)
-        return matrix @ turned.unflatten(-1, generators.shape[1:])
+        beta, generators, rotor = ctx.saved_tensors
+        turned = _mean(-beta, tangent)
+        if generators is None:
+            return geometric_product(rotor, embed_bivector(turned))
+        return rotor @ (turned @ generators.flatten(1)).unflatten(-1, generators.shape[1:])
 
 
-def represented_exp(beta: Tensor, table: Callable[[int], np.ndarray]) -> Tensor:
-    """The matrices (..., K, K) of rotors, for the matrices (P, K, K) that ``table(n)`` has for basis bivectors."""
+def _differentiable(beta: Tensor, generators: Tensor | None) -> Tensor:
+    return (_Exp if torch.compiler.is_compiling() else _ExpForward).apply(beta, generators)
+
+
+def represented_exp(beta: Tensor, table: Callable[[int, int], np.ndarray], side: int) -> Tensor:
+    """The matrices (..., K, K) of rotors, of those (P, K, K) that ``table(n, side)`` has for basis bivectors."""
     n = bivector_dimension(beta)
-    generators = device_table(table, n, beta, beta.dtype)
+    generators = device_table(table, (n, side), beta, beta.dtype)
     entries = beta.shape[:-1].numel() * generators.shape[-1] ** 2
     if n < SMALLEST_BY_HAND or entries < FEWEST_ENTRIES or not _has_gradient(beta):
         return _represented(beta, generators)
-    return (_RepresentedExp if torch.compiler.is_compiling() else _RepresentedExpForward).apply(beta, generators)
+    return _differentiable(beta, generators)
 
 
 def _has_gradient(x: Tensor) -> bool:
@@ -251,5 +235,5 @@ def exp(beta: Tensor) -> Tensor:
     elif n < SMALLEST_BY_HAND or not _has_gradient(exact):
         rotor = _by_matrices(exact)
     else:
-        rotor = (_Exp if torch.compiler.is_compiling() else _ExpForward).apply(exact)
+        rotor = _differentiable(exact, None)
     return rotor.to(beta.dtype) if beta.dtype.is_floating_point or beta.is_complex() else rotor

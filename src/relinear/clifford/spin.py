@@ -55,6 +55,8 @@ __all__ = [
 # Fewer factors than these are sooner there by a matrix exponential than by way of closed forms.
 FEWEST_CLOSED = 64
 
+LEFT, RIGHT = 0, 1
+
 
 class SpinShape(NamedTuple):
     """Sizes of the spin representation: S blocks, K rows, F components of a number, K columns; S K F K = 2^n."""
@@ -208,22 +210,12 @@ def from_spin(x: Tensor) -> Tensor:
     return take_last(strings, device_table(_index, n, x)).to(x.dtype)
 
 
-def _unit_matrices(components: int) -> tuple[np.ndarray, np.ndarray]:
-    """Left and right multiplication by each unit: y[c'] = L[h, c', c] x[c] and y[c'] = x[c] R[h, c, c']."""
-    left, right = np.zeros((2, components, components, components))
-    for h in range(components):
-        for c in range(components):
-            left[h, h ^ c, c] = _UNIT_SIGNS[h, c]
-            right[h, c, c ^ h] = _UNIT_SIGNS[c, h]
-    return left, right
-
-
-def _left_units(components: int) -> np.ndarray:
-    return _unit_matrices(components)[0]
-
-
-def _right_units(components: int) -> np.ndarray:
-    return _unit_matrices(components)[1]
+def _unit_matrices(components: int, side: int) -> np.ndarray:
+    """Multiplication by each unit: from the left y[c'] = L[h, c', c] x[c], from the right y[c'] = x[c] R[h, c, c']."""
+    matrices = np.zeros((components, components, components))
+    for h, c in itertools.product(range(components), repeat=2):
+        matrices[(h, c, c ^ h) if side else (h, h ^ c, c)] = _UNIT_SIGNS[(c, h) if side else (h, c)]
+    return matrices
 
 
 def _element_matrix(a: Tensor) -> Tensor:
@@ -243,36 +235,37 @@ def left_multiplication(a: Tensor) -> Tensor:
         (..., S, K F, K F): one matrix for each block.
     """
     matrix = _element_matrix(a)
-    units = device_table(_left_units, matrix.shape[-2], a, matrix.dtype)
+    units = device_table(_unit_matrices, (matrix.shape[-2], LEFT), a, matrix.dtype)
     return torch.einsum("...rhl,hcd->...rcld", matrix, units).flatten(-4, -3).flatten(-2)
 
 
 def right_multiplication(b: Tensor) -> Tensor:
     """Return the matrices of x -> x b, as weights for ``F.linear`` on (S, K, F K): see ``left_multiplication``."""
     matrix = _element_matrix(b)
-    units = device_table(_right_units, matrix.shape[-2], b, matrix.dtype)
+    units = device_table(_unit_matrices, (matrix.shape[-2], RIGHT), b, matrix.dtype)
     return torch.einsum("...lhr,hdc->...crdl", matrix, units).flatten(-4, -3).flatten(-2)
 
 
 def _bivector_factors(n: int, side: int) -> np.ndarray:
     _, rows, components, _ = spin_shape(n)
-    units = _unit_matrices(components)[side]
+    units = _unit_matrices(components, side)
     columns = np.arange(rows)
     factors = []
     for element in _elements(n)[bivector_slice(n)]:
         matrix = np.zeros((rows, rows))
         matrix[columns ^ element.a, columns] = element.sign * string_signs(element.b, rows)
         unit = units[element.h]
-        factors.append(np.kron(matrix, unit) if side == 0 else np.kron(unit, matrix))
+        factors.append(np.kron(unit, matrix) if side else np.kron(matrix, unit))
     return np.array(factors).reshape(len(factors), rows * components, rows * components)
 
 
-def _left_bivectors(n: int) -> np.ndarray:
-    return _bivector_factors(n, 0)
-
-
-def _right_bivectors(n: int) -> np.ndarray:
-    return _bivector_factors(n, 1)
+def _factor(beta: Tensor, side: int) -> Tensor:
+    beta = beta.to(compute_dtype(beta.dtype))
+    if not _by_blades(beta):
+        # The right action of s~ = exp(-beta) on row vectors is exp(-R); R is antisymmetric, so its transpose is exp(R).
+        return represented_exp(beta, _bivector_factors, side)
+    multiplication, beta = (right_multiplication, -beta) if side else (left_multiplication, beta)
+    return multiplication(to_spin(exp(beta)))[..., 0, :, :]  # two blocks share it, for a rotor is even
 
 
 def left_factor(beta: Tensor) -> Tensor:
@@ -284,10 +277,7 @@ def left_factor(beta: Tensor) -> Tensor:
     Returns:
         (..., K F, K F) in at least single precision; orthogonal for real beta.
     """
-    beta = beta.to(compute_dtype(beta.dtype))
-    if _by_blades(beta):
-        return left_multiplication(to_spin(exp(beta)))[..., 0, :, :]  # two blocks share it, for a rotor is even
-    return represented_exp(beta, _left_bivectors)
+    return _factor(beta, LEFT)
 
 
 def right_factor(beta: Tensor) -> Tensor:
@@ -299,11 +289,7 @@ def right_factor(beta: Tensor) -> Tensor:
     Returns:
         (..., F K, F K) in at least single precision; orthogonal for real beta.
     """
-    beta = beta.to(compute_dtype(beta.dtype))
-    if _by_blades(beta):
-        return right_multiplication(to_spin(exp(-beta)))[..., 0, :, :]
-    # The right action of s~ = exp(-beta) on row vectors is exp(-R); R is antisymmetric, so its transpose is exp(R).
-    return represented_exp(beta, _right_bivectors)
+    return _factor(beta, RIGHT)
 
 
 def _by_blades(beta: Tensor) -> bool:

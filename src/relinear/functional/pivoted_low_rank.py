@@ -13,7 +13,7 @@ from torch import Tensor
 
 from relinear.clifford.blades import take_last
 
-__all__ = ["in_order", "pivoted_factors", "pivoted_low_rank"]
+__all__ = ["pivoted_factors", "pivoted_low_rank"]
 
 #: entries of a pivoted basis stay below this in magnitude, so that nothing is lost in rounding
 LARGEST_PIVOTED = 1.05
@@ -29,14 +29,9 @@ def pivoted_low_rank(x: Tensor, order: Tensor, mix: Tensor, up: Tensor, bias: Te
         up: (O, R).
         bias: (O,) or None.
     """
-    rank, x = up.shape[1], in_order(x, order)
+    rank, x = up.shape[1], take_last(x, order)
     z = x[..., :rank] + torch.nn.functional.linear(x[..., rank:], mix)
     return torch.nn.functional.linear(z, up, bias)
-
-
-def in_order(x: Tensor, order: Tensor) -> Tensor:
-    """x[..., order]."""
-    return take_last(x, order)
 
 
 def pivoted_factors(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from relinear import clifford
 from relinear.clifford.blades import device_table, take_last
+from relinear.clifford.decomposition import largest_part, power_step
 
 __all__ = [
     "ACTIVATIONS",
@@ -32,7 +33,6 @@ __all__ = [
     "from_windows",
     "mixed_branches",
     "nearest_kronecker",
-    "power_step",
     "product_of_simple_rotors",
     "rotor_layer",
     "rotor_network",
@@ -444,26 +444,6 @@ def _of_steps(
     return zip(places, slopes.split(counts), mix.split(counts), strict=True)
 
 
-def power_step(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Return one step of Algorithm 2 of the paper: v <- B _| (B _| v), normalised; v itself where that is zero.
-
-    Args:
-        matrix: (..., n, n), of the bivector B.
-        vector: (..., n).
-    """
-    step = (matrix @ (matrix @ vector.unsqueeze(-1))).squeeze(-1)
-    norm = torch.linalg.vector_norm(step, dim=-1, keepdim=True)
-    moves = norm > torch.finfo(norm.dtype).tiny
-    return torch.where(moves, step / torch.where(moves, norm, 1.0), vector)
-
-
-def _largest_part(matrix: Tensor, vector: Tensor) -> Tensor:
-    """The simple part v ^ (v _| B) of B, as a matrix; the largest one where v lies in the largest plane."""
-    image = (matrix @ vector.unsqueeze(-1)).squeeze(-1)
-    outer = image.unsqueeze(-1) * vector.unsqueeze(-2)
-    return outer - outer.mT
-
-
 @torch.no_grad()
 def turned_vectors(beta: Tensor, vectors: Tensor, iterations: int) -> Tensor:
     """Vectors turned towards the planes of bivectors, the largest first, from where they are (Algorithm 2).
@@ -481,7 +461,7 @@ def turned_vectors(beta: Tensor, vectors: Tensor, iterations: int) -> Tensor:
         for _ in range(iterations):
             vector = power_step(matrix, vector)
         found.append(vector)
-        matrix = matrix - _largest_part(matrix, vector)
+        matrix = matrix - largest_part(matrix, vector)
     return torch.stack(found) if found else vectors
 
 
@@ -495,7 +475,7 @@ def simple_parts(beta: Tensor, vectors: Tensor) -> Tensor:
     """
     matrix, parts = clifford.bivector_to_matrix(beta), []
     for vector in vectors:
-        part = _largest_part(matrix, power_step(matrix, vector))
+        part = largest_part(matrix, power_step(matrix, vector))
         parts.append(part)
         matrix = matrix - part
     return clifford.bivector_from_matrix(torch.stack([*parts, matrix]))

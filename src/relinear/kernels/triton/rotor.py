@@ -14,7 +14,7 @@ computes those of x and of the factors. A sum by itself is for inference.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -271,38 +271,7 @@ def _step_kernel(
     slopes,
     mix,
     y,
-    orders,
-    places,
-    order,
-    signs,
-    walsh,
-    tokens,
-    branches,
-    CURVE: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    PERMUTE: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """y of T tokens."""
-    first = tl.program_id(0).to(tl.int64) * TILE.T
-    given = _read(x, first, 0, 1, tokens, order, signs, walsh, TILE)
-    total = tl.zeros((TILE.T * TILE.V,), tl.float32)
-    for branch in range(0, branches):
-        h, _, _ = _branch(given, left, right, orders, places, signs, walsh, branch, NORMALIZE, PERMUTE, TILE)
-        value, _ = _activated(h, tl.load(slopes + branch).to(tl.float32), CURVE)
-        total += value * tl.load(mix + branch).to(tl.float32)
-    at = tl.arange(0, TILE.T * TILE.V)
-    tl.store(y + first * TILE.V + at, total.to(y.dtype.element_ty), mask=first + at // TILE.V < tokens)
-
-
-@triton.jit
-def _gradient_kernel(
     grad,
-    x,
-    left,
-    right,
-    slopes,
-    mix,
     to_branches,
     sums,
     orders,
@@ -317,50 +286,59 @@ def _gradient_kernel(
     PERMUTE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The gradient of the sandwiches (N, W, V) of T tokens, and what they add to those of slopes and mixture."""
+    """y of T tokens; or, where its gradient is given, that of the sandwiches (N, W, V), and what these tokens add to
+    those of slopes and mixture."""
     first = tl.program_id(0).to(tl.int64) * TILE.T
     at = tl.arange(0, TILE.T * TILE.V)
     token = first + at // TILE.V
     given = _read(x, first, 0, 1, tokens, order, signs, walsh, TILE)
-    upstream = tl.load(grad + first * TILE.V + at, mask=token < tokens, other=0.0).to(tl.float32)
+    total = tl.zeros((TILE.T * TILE.V,), tl.float32)
+    if grad is not None:
+        upstream = tl.load(grad + first * TILE.V + at, mask=token < tokens, other=0.0).to(tl.float32)
     for branch in range(0, branches):
         h, taken, scale = _branch(given, left, right, orders, places, signs, walsh, branch, NORMALIZE, PERMUTE, TILE)
         share = tl.load(mix + branch).to(tl.float32)
         value, derivative = _activated(h, tl.load(slopes + branch).to(tl.float32), CURVE)
-        of_sums = sums + (tl.program_id(0) * branches + branch) * 2
-        tl.store(of_sums, share * tl.sum(upstream * tl.minimum(h, 0.0), 0))
-        tl.store(of_sums + 1, tl.sum(upstream * value, 0))
-        slope = tl.reshape(upstream * derivative * share, (TILE.T, TILE.V))
-        if NORMALIZE:
-            rows = tl.reshape(h, (TILE.T, TILE.V))
-            mean, along = tl.sum(slope, 1) / TILE.V, tl.sum(slope * rows, 1) / TILE.V
-            slope = (slope - mean[:, None] - rows * along[:, None]) * scale[:, None]
-        target = to_branches + (token * branches + branch) * TILE.V + taken
-        tl.store(target, tl.reshape(slope, (TILE.T * TILE.V,)).to(to_branches.dtype.element_ty), mask=token < tokens)
+        total += value * share
+        if grad is not None:
+            of_sums = sums + (tl.program_id(0) * branches + branch) * 2
+            tl.store(of_sums, share * tl.sum(upstream * tl.minimum(h, 0.0), 0))
+            tl.store(of_sums + 1, tl.sum(upstream * value, 0))
+            slope = tl.reshape(upstream * derivative * share, (TILE.T, TILE.V))
+            if NORMALIZE:
+                rows = tl.reshape(h, (TILE.T, TILE.V))
+                mean, along = tl.sum(slope, 1) / TILE.V, tl.sum(slope * rows, 1) / TILE.V
+                slope = (slope - mean[:, None] - rows * along[:, None]) * scale[:, None]
+            slope = tl.reshape(slope, (TILE.T * TILE.V,)).to(to_branches.dtype.element_ty)
+            tl.store(to_branches + (token * branches + branch) * TILE.V + taken, slope, mask=token < tokens)
+    if grad is None:
+        tl.store(y + first * TILE.V + at, total.to(y.dtype.element_ty), mask=token < tokens)
 
 
-def _step_tile(x: Tensor, left: Tensor, right: Tensor, blade: bool) -> tuple[tuple, _Tile, dict[str, int]]:
-    """``_tile``, but for factors of 64 numbers in half precision, which take one token at a time: tiles of two gave
-    numbers that are none on an H100 (Triton 3.6)."""
-    given = x[:1] if left.shape[-1] == right.shape[-1] == 64 and x.element_size() == 2 else x
-    return _tile(given.unsqueeze(1), left, right, blade)
-
-
-def _launch(
-    kernel, x: Tensor, left: Tensor, right: Tensor, given: tuple, order: Tensor | None, settings: tuple
-) -> None:
-    """``kernel`` over tiles of tokens; ``given`` are its pointers up to the tables."""
-    blade, normalize, activation = settings
-    tables, tile, options = _step_tile(x, left, right, blade)
+def _step(
+    x: Tensor, left: Tensor, right: Tensor, slopes: Tensor, mix: Tensor, grad: Tensor | None, *settings: Any
+) -> Any:
+    """y (N, V) of x (N, V); where its gradient is given, those of the sandwiches (N, W, V), and of slopes and mix
+    (W, 2)."""
+    seed, step, blade, normalize, activation = settings
+    branches, window = left.shape[1], x.shape[1]
+    # factors of 64 numbers in half precision take one token at a time: tiles of two gave numbers that are none on an
+    # H100 (Triton 3.6)
+    alone = left.shape[-1] == right.shape[-1] == 64 and x.element_size() == 2
+    tables, tile, options = _tile((x[:1] if alone else x).unsqueeze(1), left, right, blade)
+    grid = (tiles.cdiv(x.shape[0], tile.T.value),)
+    if grad is None:
+        results: list[Any] = [tiles.empty(x, *x.shape), None, None, None]
+    else:
+        sums = tiles.empty(x, *grid, branches, 2, dtype=torch.float32)
+        results = [None, grad, tiles.empty(x, x.shape[0], branches, window), sums]
+    order = None if seed is None else reference.step_order(x, branches, seed, step)
     places = reference.string_places(x) if blade else None
     curve = activation if callable(reference.ACTIVATIONS[activation]) else "prelu"
     flags = {"CURVE": curve, "NORMALIZE": normalize, "PERMUTE": order is not None}
-    grid = (tiles.cdiv(x.shape[0], tile.T.value),)
-    kernel[grid](*given, order, places, *tables, x.shape[0], left.shape[1], **flags, TILE=tile, **options)
-
-
-def _order(x: Tensor, left: Tensor, seed: int | None, step: int) -> Tensor | None:
-    return None if seed is None else reference.step_order(x, left.shape[1], seed, step)
+    given = x, left, right, slopes, mix, *results, order, places, *tables, x.shape[0], branches
+    _step_kernel[grid](*given, **flags, TILE=tile, **options)
+    return results[0] if grad is None else (results[2], sums.sum(0))
 
 
 @torch.library.custom_op("relinear::rotor_step", mutates_args=())
@@ -377,10 +355,7 @@ def _forward(
     activation: str,
 ) -> Tensor:
     """y (N, V) of x (N, V)."""
-    y = tiles.empty(x, *x.shape)
-    given, settings = (x, left, right, slopes, mix, y), (blade, normalize, activation)
-    _launch(_step_kernel, x, left, right, given, _order(x, left, seed, step), settings)
-    return y
+    return _step(x, left, right, slopes, mix, None, seed, step, blade, normalize, activation)
 
 
 @_forward.register_fake
@@ -403,13 +378,7 @@ def _backward(
     activation: str,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the sandwiches (N, W, V), and those of slopes and mix (W, 2)."""
-    branches, order = left.shape[1], _order(x, left, seed, step)
-    to_branches = tiles.empty(x, x.shape[0], branches, x.shape[1])
-    _, tile, _ = _step_tile(x, left, right, blade)
-    sums = tiles.empty(x, tiles.cdiv(x.shape[0], tile.T.value), branches, 2, dtype=torch.float32)
-    given, settings = (grad, x, left, right, slopes, mix, to_branches, sums), (blade, normalize, activation)
-    _launch(_gradient_kernel, x, left, right, given, order, settings)
-    return to_branches, sums.sum(0)
+    return _step(x, left, right, slopes, mix, grad, seed, step, blade, normalize, activation)
 
 
 @_backward.register_fake
