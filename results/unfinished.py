@@ -59,8 +59,15 @@ def told(folder: Path) -> dict[str, Any]:
         "validation_loss": result.get("validation_loss"),
         "evaluations": [[row["step"], row["validation_loss"]] for row in rows if "validation_loss" in row],
         "parameters": result.get("parameters"),
+        "block_losses": blocks_of(folder),
         "device": ", ".join(run["machine"]["gpus"]) or run["machine"]["processor"],
     }
+
+
+def blocks_of(folder: Path) -> list[float] | None:
+    """A run's losses by block of the held-out text; None where it did not end."""
+    path = folder / BLOCK_LOSSES
+    return [round(float(loss), 5) for loss in np.load(path, allow_pickle=False)] if path.is_file() else None
 
 
 def check_joins(folder: Path, other: Path, *, same_entry: bool) -> None:

@@ -420,6 +420,9 @@ def test_gaps_are_paired_and_stated(judged, capsys):
         assert gaps[name]["values"] == pytest.approx([a - b for a, b in pairs], abs=1e-5)
         assert gaps[name]["low"] <= gaps[name]["mean"] <= gaps[name]["high"]
         assert gaps[name]["blocks"] == 20
+    for run in (run for entry in results["entries"] for run in entry["runs"]):
+        assert len(run["block_losses"]) == 20
+        assert sum(run["block_losses"]) / 20 == pytest.approx(run["validation_loss"], abs=1e-4)
     warned = any(note.startswith("Evaluation too small for the gaps discussed:") for note in results["notes"])
     assert warned == bool(too_small({name: found for name, found in gaps.items() if found}))
     assert main(["report", str(out)]) == 0

@@ -158,9 +158,9 @@ def count(options, train, blocks, vocabulary):
 
 
 def apart(own, reference):
-    """Mean and interval of own - reference, lists over seeds of arrays by block."""
+    """Mean, interval and values by seed of own - reference, lists over seeds of arrays by block."""
     found = gap(own, reference)
-    return {key: found[key] for key in ("mean", "low", "high")}
+    return {key: found[key] for key in ("mean", "low", "high", "values")}
 
 
 def figures(options):

@@ -36,7 +36,8 @@ def entry_result(
     """
     kept = ("seed", "validation_loss", "perplexity", "initial_perplexity", "steps", "tokens_per_second")
     short = [
-        {key: run[key] for key in (*kept, "peak_memory_bytes", "aux")} | {"curve": _curve(run["curve"])} for run in runs
+        {key: run[key] for key in (*kept, "peak_memory_bytes", "aux", "block_losses")} | {"curve": _curve(run["curve"])}
+        for run in runs
     ]
     mapping = planned.settings.mapping
     stated = [f"{pattern}: {_stated(config) if config else 'left dense'}" for pattern, config in mapping.items()]

@@ -241,7 +241,8 @@ class _Comparison:
             name, runs = planned.name, []
             for seed in self.recipe.seeds:
                 result = read_result(self._folder(name, seed))
-                runs.append({"seed": seed, **result.to_dict(), "curve": result.curve})
+                blocks = [round(float(loss), 5) for loss in self._losses(name, seed)]
+                runs.append({"seed": seed, **result.to_dict(), "curve": result.curve, "block_losses": blocks})
             tuning = choice.tuning and choice.tuning.to_dict()
             entry = entry_result(planned, choice.settings, tuning, runs, speed.get(name))
             entries.append(entry | {"dense": self.recipe.entries[name].dense, "gap": gaps.get(name)})
