@@ -8,8 +8,7 @@ import torch
 import relinear
 from conftest import REPOSITORY, make_tiny_llama
 from relinear.compress import atlas as module
-from relinear.compress.atlas import AtlasSettings, atlas, default_operators
-from relinear.compress.atlas_page import atlas_section, cheapest, write_atlas
+from relinear.compress.atlas import AtlasSettings, atlas, atlas_section, cheapest, default_operators, write_atlas
 from relinear.compress.calibrate import Calibration
 from relinear.core.operator import OperatorConfig
 from relinear.data.tokenizers import load_tokenizer, vocabulary_size

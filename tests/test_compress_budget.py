@@ -17,8 +17,9 @@ from relinear.compress.budget import Budget, budget_of
 from relinear.compress.calibrate import calibrate
 from relinear.compress.corrections import Correction, MeasuredPoint, choose_points, correct, corrections, measure_points
 from relinear.compress.plan import layer_candidates
-from relinear.compress.report_page import write_page
+from relinear.compress.report import write_page
 from relinear.compress.speed import SpeedConditions, SpeedTable, speed_table
+from relinear.compress.work import Work
 from relinear.core.operator import Operator, is_linear, linear_features
 from relinear.surgery.summary import module_flops
 from test_compress import in_layers, speeds, tiny, tokens
@@ -282,7 +283,9 @@ def test_points_are_the_loss_of_the_model_with_one_layer_replaced(tmp_path) -> N
     chosen = choose_points(candidates, 2)
     assert len(chosen) == 2 * 7
     before = dict(model.named_modules())
-    points = measure_points(model, blocks, calibration, chosen)
+    settings = CompressSettings(tokens=512, sequence_length=16, anchor_tokens=512)
+    work = Work(model, modules(model), settings, tmp_path, lambda *_: None)
+    points = measure_points(work, blocks, calibration, chosen)
     assert before == dict(model.named_modules())
 
     def loss() -> float:

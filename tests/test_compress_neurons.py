@@ -7,8 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from conftest import mostly_slow
-from relinear.compress import compress
+from relinear.compress import CompressSettings, compress
 from relinear.compress.neurons import Neurons, fewer_neurons
+from relinear.compress.work import Work
 from relinear.core.moments import Moments
 from relinear.core.operator import Operator
 from tiny_models import VOCABULARY, make_family
@@ -97,10 +98,10 @@ def test_the_result_is_a_stock_checkpoint(kind: str, fisher: bool, tmp_path) -> 
             assert torch.allclose(loaded(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-5)
 
 
-def test_the_widest_that_meets_the_budget_is_chosen() -> None:
+def test_the_widest_that_meets_the_budget_is_chosen(tmp_path) -> None:
     model = make_family("llama")
     modules = {n: m for n, m in model.model.layers.named_modules(prefix="model.layers") if type(m) is torch.nn.Linear}
-    neurons = Neurons(model, modules)
+    neurons = Neurons(Work(model, modules, CompressSettings(menu=("neurons",)), tmp_path, lambda *_: None))
     whole = sum(m.weight.numel() for m in modules.values())
     each = 2 * 3 * 32
     assert neurons.width == 64

@@ -12,7 +12,7 @@ from page_helpers import without_plotly
 from relinear.analysis.analyses import ANALYSES
 from relinear.analysis.page import analyses_section
 from relinear.compare.worker import InProcess
-from relinear.distill.page import distill_section
+from relinear.distill.report import distill_section
 from relinear.pages import page as pages
 from relinear.pages.blocks import (
     Cell,

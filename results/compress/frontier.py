@@ -33,10 +33,9 @@ from torch import Tensor, nn
 import relinear
 from relinear.compress import CompressSettings, compress
 from relinear.compress.beside import Reading, observe
-from relinear.compress.budget import stored_bytes
+from relinear.compress.budget import round_to_half_, stored_bytes
 from relinear.compress.calibrate import Calibration
 from relinear.compress.corpus import read_corpus, read_elsewhere
-from relinear.compress.half import round_to_half_
 from relinear.compress.layerwise import LayerByLayer
 from relinear.core.moments import Moments
 from relinear.core.operator import dense_weight, linear_features

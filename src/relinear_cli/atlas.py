@@ -47,8 +47,7 @@ def command(
 
     **Example:** `relinear atlas models/smollm2 --data stdlib --layers 0,15,29 --out runs/atlas`
     """
-    from relinear.compress.atlas import AtlasSettings, atlas
-    from relinear.compress.atlas_page import write_atlas
+    from relinear.compress.atlas import AtlasSettings, atlas, write_atlas
     from relinear.core.operator import OperatorConfig
     from relinear.data import DataSettings, iter_texts
     from relinear_cli.errors import resumable

@@ -69,10 +69,10 @@ def command(
     **Example:** `relinear compress models/smollm2 --keep 0.8 --data stdlib --out runs/compress`
     """
     from relinear.compress import CompressSettings, compress
-    from relinear.compress.checks import check_directory
     from relinear.compress.plan import read_layers
     from relinear.compress.run import proposal
     from relinear.compress.speed import SpeedTable
+    from relinear.compress.work import check_directory
     from relinear.core.config import check_choice
     from relinear.data import DataSettings, iter_texts
     from relinear.data.corpora import whole_or_held_out

@@ -56,7 +56,7 @@ def command(
     """
     from relinear.data import DataSettings, iter_texts
     from relinear.distill import DistillSettings, distill_
-    from relinear.distill.page import distill_section
+    from relinear.distill.report import distill_section
     from relinear.pages.blocks import read_values
     from relinear.pages.page import write_page
     from relinear_cli.errors import resumable

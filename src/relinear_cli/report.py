@@ -161,8 +161,8 @@ def _section(run: Path) -> Section:
     from relinear.compare.coordinate_page import coordinates_section
     from relinear.compare.report import RESULTS, results_section, scale_section
     from relinear.compare.scaling import SCALE
-    from relinear.compress.report_page import report_section
-    from relinear.distill.page import distill_section
+    from relinear.compress.report import report_section
+    from relinear.distill.report import distill_section
     from relinear.pages.blocks import picture_of, read_values
     from relinear.train.page import run_section
 

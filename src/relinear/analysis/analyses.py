@@ -17,7 +17,7 @@ from torch import Tensor
 
 from relinear.core import plugins
 from relinear.core.config import nearest
-from relinear.pages.blocks import Chart
+from relinear.pages.blocks import Cell, Chart, Row
 from relinear.system.files import write_json
 
 __all__ = [
@@ -29,7 +29,9 @@ __all__ = [
     "applying",
     "check_names",
     "known_analyses",
+    "layer_row",
     "short_name",
+    "value_cell",
 ]
 
 #: an analysis is the file of its name
@@ -71,6 +73,16 @@ def short_name(name: str) -> str:
     """Return a layer's name without the parts that all layers share."""
     parts = [p for p in name.split(".") if p not in ("model", "transformer", "layers", "h", "base_model")]
     return ".".join(parts)
+
+
+def layer_row(name: str, *cells: Cell | str) -> Row:
+    """Return a table's row on a layer, whose full name is seen where the short one is pointed at."""
+    return Row([Cell(short_name(name), title=name), *cells])
+
+
+def value_cell(value: float | None, form: str = ".3f") -> Cell:
+    """Return a number's cell, which sorts by its value; a dash for None."""
+    return Cell("–" if value is None else format(value, form), value)
 
 
 def check_names(names: Sequence[str]) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject, short_name
+from relinear.analysis.analyses import Result, Subject, layer_row, short_name, value_cell
 from relinear.analysis.recording import gated_operators, record_gates
-from relinear.pages.blocks import Block, Cell, Chart, Row, Table
+from relinear.pages.blocks import Block, Chart, Table
 from relinear.pages.figures import Axis, Heat, Panel
 
 __all__ = ["HOW_TO_READ", "applies", "blocks", "gate_statistics", "run"]
@@ -38,11 +38,12 @@ def gate_statistics(model: nn.Module, ids: Tensor) -> dict[str, dict[str, dict[s
         "active": share of gates between 0.1 and 0.9, "shut": below, "open": above,
         "variation": standard deviation of a gate over the tokens, averaged over gates (0 is a static scaling)}}}.
     """
-    sums: dict[tuple[str, str], dict[str, Any]] = defaultdict(dict)
+    sums: dict[tuple[str, str], dict[str, Any]] = defaultdict(lambda: defaultdict(float))
     for sequence in record_gates(model, ids):
         for name, parts in sequence.items():
             for part, gates in parts.items():
-                _add(sums[name, part], gates.double())
+                for key, value in _counted(gates.double()).items():
+                    sums[name, part][key] += value
     found: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
     for (name, part), s in sums.items():
         values, tokens = s["count"] * s["total"].numel(), s["count"]
@@ -59,10 +60,11 @@ def gate_statistics(model: nn.Module, ids: Tensor) -> dict[str, dict[str, dict[s
     return dict(found)
 
 
-def _add(sums: dict[str, Any], gates: Tensor) -> None:
+def _counted(gates: Tensor) -> dict[str, Any]:
+    """Sums over the tokens of gates (T, K)."""
     low, high = ACTIVE
     inside = gates.clamp(1e-12, 1 - 1e-12)
-    new = {
+    return {
         "count": gates.shape[0],
         "total": gates.sum(0),
         "squares": gates.square().sum(0),
@@ -71,8 +73,6 @@ def _add(sums: dict[str, Any], gates: Tensor) -> None:
         "shut": (gates < low).sum(),
         "histogram": torch.histc(gates, BINS, 0.0, 1.0),
     }
-    for key, value in new.items():
-        sums[key] = sums[key] + value if key in sums else value
 
 
 def applies(model: nn.Module) -> bool:
@@ -87,8 +87,7 @@ def run(subject: Subject) -> Result:
     for part in ("basis", "output"):
         rows = [parts[part] for parts in statistics.values() if part in parts]
         if rows:
-            keys = ("mean", "entropy", "active", "shut", "open", "variation")
-            mean = {key: sum(row[key] for row in rows) / len(rows) for key in keys}
+            mean = {key: sum(row[key] for row in rows) / len(rows) for key in _COLUMNS}
             lines.append(
                 f"{part} gates, mean over {len(rows)} layers: value {mean['mean']:.2f}, "
                 f"entropy {mean['entropy']:.2f} nats, {mean['active']:.0%} active, {mean['shut']:.0%} shut, "
@@ -111,7 +110,7 @@ _COLUMNS = {
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     """Return what a page shows of ``numbers``: histograms of all gates as maps, and a row a layer and kind of gate."""
     rows = [
-        Row([Cell(short_name(name), title=name), part, *(Cell(f"{values[key]:.3f}", values[key]) for key in _COLUMNS)])
+        layer_row(name, part, *(value_cell(values[key]) for key in _COLUMNS))
         for name, parts in numbers.items()
         for part, values in parts.items()
     ]

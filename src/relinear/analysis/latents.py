@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject, short_name
+from relinear.analysis.analyses import Result, Subject, layer_row, value_cell
 from relinear.core.latents import Latent, LatentOperator, observe
 from relinear.core.modes import evaluating
-from relinear.pages.blocks import Block, Cell, Chart, Row, Table
+from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
 
 __all__ = ["HOW_TO_READ", "applies", "blocks", "latent_statistics", "run"]
@@ -92,9 +92,8 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     """Return what a page shows of ``numbers``: a row a layer, and how its dimensions share the work."""
     rows, shown = [], []
     for number, (name, row) in enumerate(numbers.items()):
-        nats = Cell("–" if row["nats"] is None else f"{row['nats']:.3f}", row["nats"])
         active = Cell(f"{row['active']} of {row['size']}", row["active"])
-        rows.append(Row([Cell(short_name(name), title=name), active, nats, Cell(f"{row['sigma']:.3f}", row["sigma"])]))
+        rows.append(layer_row(name, active, value_cell(row["nats"]), value_cell(row["sigma"])))
         place: dict[str, Any] = {"x": range(1, row["size"] + 1), "y": [round(v, 5) for v in row["deviation"]]}
         look: dict[str, Any] = {"mode": "plain", "opacity": 0.7, "legend": False}
         text = f"{name}: {row['active']} of {row['size']} active"

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject, short_name
+from relinear.analysis.analyses import Result, Subject, layer_row, value_cell
 from relinear.core.anatomy import layer_index
 from relinear.core.modes import evaluating, watching
-from relinear.pages.blocks import Block, Cell, Chart, Picture, Row, Table
+from relinear.pages.blocks import Block, Cell, Chart, Picture, Table
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Heat, Panel, Series, numbered
 
 __all__ = [
@@ -86,20 +86,6 @@ class GateRecord:
     statistics: dict[str, dict[str, Any]]
     scalar: dict[str, Tensor]
     channel: dict[str, Tensor]
-
-    def modules(self) -> list[str]:
-        """Return the names of the modulated modules within a layer ("q_proj", ...), in the model's order."""
-        return list(dict.fromkeys(row["module"] for row in self.statistics.values()))
-
-    def table(self, gate: str, value: str) -> Tensor:
-        """(L, modules) of one statistic of the gates called ``gate``; NaN where a layer has no such gate."""
-        names = self.modules()
-        depth = 1 + max(row["layer"] for row in self.statistics.values())
-        table = torch.full((depth, len(names)), float("nan"))
-        for row in self.statistics.values():
-            if gate in row["gates"]:
-                table[row["layer"], names.index(row["module"])] = row["gates"][gate][value]
-        return table
 
 
 @torch.no_grad()
@@ -239,11 +225,9 @@ def _table(modules: Mapping[str, Any]) -> Table:
     rows = []
     for name, row in modules.items():
         for kind, gate in row["gates"].items():
-            alpha = row["alphas"].get(kind)
-            cells = [Cell(f"{gate[key]:.3f}", gate[key]) for key in ("mean", "least", "largest")]
-            cells.append(Cell(f"{100 * gate['varying']:.0f} %", gate["varying"]))
-            cells.append(Cell("–" if alpha is None else f"{alpha:.3f}", alpha))
-            rows.append(Row([Cell(short_name(name), title=name), kind, *cells]))
+            values = [value_cell(gate[key]) for key in ("mean", "least", "largest")]
+            varying = Cell(f"{100 * gate['varying']:.0f} %", gate["varying"])
+            rows.append(layer_row(name, kind, *values, varying, value_cell(row["alphas"].get(kind))))
     return Table(["module", "gate", "mean", "least", "largest", "variance with the token", "alpha"], rows, (0, 1))
 
 

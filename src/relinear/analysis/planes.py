@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject, short_name
+from relinear.analysis.analyses import Result, Subject, layer_row, short_name, value_cell
 from relinear.clifford import bivector_to_matrix
-from relinear.pages.blocks import Block, Cell, Chart, Row, Table
+from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, Axis, Panel, Series
 
 __all__ = ["HOW_TO_READ", "applies", "blocks", "plane_angles", "planes", "run"]
@@ -84,8 +84,8 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
         for side, rotors in sides.items():
             angles = [angle for rotor in rotors for angle in rotor]
             largest, mean = max(angles, default=0.0), math.fsum(angles) / max(len(angles), 1)
-            cells = [Cell(str(len(rotors)), len(rotors)), Cell(f"{largest:.1f}°", largest), Cell(f"{mean:.1f}°", mean)]
-            rows.append(Row([Cell(short_name(name), title=name), side, *cells]))
+            degrees = [Cell(f"{angle:.1f}°", angle) for angle in (largest, mean)]
+            rows.append(layer_row(name, side, value_cell(len(rotors), "d"), *degrees))
     for number, side in enumerate(SIDES):
         found = [(angle, name) for name in numbers for rotor in numbers[name].get(side, []) for angle in rotor]
         texts = [f"{name}, {side}: {angle:.2f}°" for angle, name in found]

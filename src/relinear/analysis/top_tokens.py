@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject, short_name
+from relinear.analysis.analyses import Result, Subject, layer_row, value_cell
 from relinear.analysis.recording import gated_operators, record_gates
-from relinear.pages.blocks import Block, Cell, Chart, Row, Table, Text
+from relinear.pages.blocks import Block, Chart, Table, Text
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
 
 __all__ = ["HOW_TO_READ", "applies", "blocks", "run", "top_tokens"]
@@ -106,7 +106,7 @@ def run(subject: Subject) -> Result:
     order = sorted(range(len(found[layer])), key=lambda k: found[layer][k]["purity"] - found[layer][k]["base_rate"])
     chosen = order[::-1][:SHOWN]
     every = [gate for gates in found.values() for gate in gates]
-    mean = {k: sum(g[k] for g in every) / len(every) for k in ("purity", "base_rate", "explained_by_token")}
+    mean = {key: sum(gate[key] for gate in every) / len(every) for key in _COLUMNS}
     lines = [
         f"{len(every)} basis gates: purity {mean['purity']:.2f} on average, where chance is {mean['base_rate']:.2f}; "
         f"{mean['explained_by_token']:.0%} of their variance is explained by the current token",
@@ -136,14 +136,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
         "for its tokens."
     )
     rows = [
-        Row(
-            [
-                Cell(short_name(name), title=name),
-                Cell(str(k), k),
-                "  ".join(gate["text"]),
-                *(Cell(f"{gate[v]:.3f}", gate[v]) for v in _COLUMNS),
-            ]
-        )
+        layer_row(name, value_cell(k, "d"), "  ".join(gate["text"]), *(value_cell(gate[value]) for value in _COLUMNS))
         for name, k, gate in gates[:LISTED]
     ]
     head = ["layer", "gate", "tokens", *_COLUMNS.values()]

@@ -221,10 +221,11 @@ def compared(original: Observation, compressed: Observation, unseen: bool, speed
         unseen: whether calibration has not seen the tokens of the corpus that both ran on.
         speed: of ``measure_speed``.
     """
-    samples = [
-        {"prompt": a.prompt, "original": _sample_dict(a), "compressed": _sample_dict(b)}
-        for a, b in zip(original.samples, compressed.samples, strict=True)
-    ]
+    samples = []
+    for sides in zip(original.samples, compressed.samples, strict=True):
+        before, after = (dataclasses.asdict(sample) for sample in sides)
+        samples.append({"prompt": before.pop("prompt"), "original": before, "compressed": after})
+        del after["prompt"]
     elsewhere = {name: reading.against(original.elsewhere[name]) for name, reading in compressed.elsewhere.items()}
     return compressed.reading.against(original.reading) | {
         "unseen": unseen,
@@ -236,10 +237,6 @@ def compared(original: Observation, compressed: Observation, unseen: bool, speed
         "samples": samples,
         "speed": dict(speed),
     }
-
-
-def _sample_dict(sample: Sample) -> dict[str, Any]:
-    return {"text": sample.text, "tokens": sample.tokens, "ended": sample.ended}
 
 
 # Speed

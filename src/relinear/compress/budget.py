@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,10 @@ from relinear.compress.speed import SpeedTable
 from relinear.core.operator import OperatorConfig, linear_features
 from relinear.surgery.summary import module_flops, module_parameters
 
-__all__ = ["Budget", "budget_of", "layer_bytes", "layer_parameters", "saved_bytes", "stored_bytes"]
+__all__ = ["Budget", "at_half_precision", "budget_of", "round_to_half_", "saved_bytes", "size_of", "stored_bytes"]
 
 
-class _Size(NamedTuple):
+class Size(NamedTuple):
     """What a layer takes: parameters, bytes as stored, FLOPs a token."""
 
     parameters: int
@@ -43,36 +44,22 @@ def stored_bytes(module: nn.Module) -> int:
     return sum(distinct.values())
 
 
-def _size_of(module: nn.Module) -> _Size:
-    return _Size(module_parameters(module), stored_bytes(module), module_flops(module))
-
-
-@functools.lru_cache(maxsize=100_000)
-def _built(config: OperatorConfig, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> _Size:
-    return _size_of(config.build(in_features, out_features, bias, device="meta", dtype=dtype))
-
-
-def _size(module: Any, config: OperatorConfig | None) -> _Size:
-    """Of what the linear layer ``module`` becomes; None leaves it. Raises ValueError where ``config`` does not fit."""
+def size_of(module: Any, config: OperatorConfig | None = None) -> Size:
+    """Return the size of what a linear layer becomes; None leaves it. Raises ValueError where it does not fit."""
     if config is None:
-        return _size_of(module)
+        return Size(module_parameters(module), stored_bytes(module), module_flops(module))
     bias = getattr(module, "bias", None) is not None
     return _built(config, *linear_features(module), bias, next(module.parameters()).dtype)
 
 
-def layer_parameters(module: nn.Module, config: OperatorConfig | None) -> int:
-    """Parameters of what ``module`` becomes; None leaves it. Raises ValueError where ``config`` does not fit it."""
-    return _size(module, config).parameters
-
-
-def layer_bytes(module: nn.Module, config: OperatorConfig | None) -> int:
-    """Return bytes of what ``module`` becomes, as ``stored_bytes`` counts."""
-    return _size(module, config).stored
+@functools.lru_cache(maxsize=100_000)
+def _built(config: OperatorConfig, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> Size:
+    return size_of(config.build(in_features, out_features, bias, device="meta", dtype=dtype))
 
 
 def saved_bytes(modules: Mapping[str, nn.Module], replaced: Mapping[str, OperatorConfig]) -> int:
     """Return by how many bytes layers, by name, become smaller where ``replaced`` puts operators in."""
-    return sum(layer_bytes(module, None) - layer_bytes(module, replaced.get(name)) for name, module in modules.items())
+    return sum(size_of(one).stored - size_of(one, replaced.get(name)).stored for name, one in modules.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,11 +110,13 @@ class Budget:
             )
 
 
-_UNITS: dict[str, tuple[str, Callable[[_Size], int]]] = {
-    "layers": ("parameters", lambda size: size.parameters),
-    "model": ("parameters", lambda size: size.parameters),
-    "bytes": ("bytes", lambda size: size.stored),
-    "flops": ("FLOPs a token", lambda size: size.flops),
+#: what is counted -> the unit, and where a size holds it
+_UNITS = {
+    "layers": ("parameters", "parameters"),
+    "model": ("parameters", "parameters"),
+    "bytes": ("bytes", "stored"),
+    "flops": ("FLOPs a token", "flops"),
+    "speed": ("seconds", ""),
 }
 
 
@@ -150,37 +139,27 @@ def budget_of(
     Raises:
         ValueError: if what lies outside of the layers already exceeds the budget.
     """
-    shares = use or {}
-    if settings.speed is not None:
-        assert table is not None, "a budget of time needs a table"
-
-        def seconds(name: str, config: OperatorConfig | None) -> float:
-            return table.seconds(linear_features(modules[name]), config) * shares.get(name, 1.0)
-
-        whole = sum(seconds(name, None) for name in modules)
-        what = f"speed={settings.speed} of {table.conditions}"
-        return Budget(what, "seconds", whole / settings.speed, whole, seconds)
-    if settings.bits is not None:
-
-        def stored(name: str, config: OperatorConfig | None) -> float:
-            return layer_bytes(modules[name], config)
-
-        whole = sum(stored(name, None) for name in modules)
-        weights = sum(math.prod(linear_features(module)) for module in modules.values())
-        limit = settings.bits / 8 * weights + whole - 2 * weights  # biases as they are
-        return Budget(f"bits={settings.bits}", "bytes", limit, whole, stored)
-    assert settings.keep is not None  # set where there is no other
-    unit, read = _UNITS[settings.budget_of]
-    by_token = settings.budget_of == "flops"
+    counted = "speed" if settings.speed else "bytes" if settings.bits else settings.budget_of
+    unit, number = _UNITS[counted]
+    shares = (use or {}) if counted in ("flops", "speed") else {}
 
     def cost(name: str, config: OperatorConfig | None) -> float:
-        return read(_size(modules[name], config)) * (shares.get(name, 1.0) if by_token else 1)
+        if table is not None and counted == "speed":
+            return table.seconds(linear_features(modules[name]), config) * shares.get(name, 1.0)
+        return getattr(size_of(modules[name], config), number) * shares.get(name, 1)
 
     layers = sum(cost(name, None) for name in modules)
-    what = f"keep={settings.keep} (budget_of={settings.budget_of})"
-    limit = settings.keep * layers
-    if settings.budget_of in ("model", "bytes"):
-        total = module_parameters(model) if settings.budget_of == "model" else stored_bytes(model)
+    if settings.speed is not None:
+        assert table is not None, "a budget of time needs a table"
+        return Budget(f"speed={settings.speed} of {table.conditions}", unit, layers / settings.speed, layers, cost)
+    if settings.bits is not None:
+        weights = sum(math.prod(linear_features(module)) for module in modules.values())
+        limit = settings.bits / 8 * weights + layers - 2 * weights  # biases as they are
+        return Budget(f"bits={settings.bits}", unit, limit, layers, cost)
+    assert settings.keep is not None  # set where there is no other
+    what, limit = f"keep={settings.keep} (budget_of={counted})", settings.keep * layers
+    if counted in ("model", "bytes"):
+        total = module_parameters(model) if counted == "model" else stored_bytes(model)
         others = total - layers
         limit = settings.keep * total - others
         if limit <= 0:
@@ -189,3 +168,30 @@ def budget_of(
                 "that may be replaced (embeddings, head, norms); keep more, or give budget_of=layers"
             )
     return Budget(what, unit, limit, layers, cost)
+
+
+# At half precision
+
+
+@contextlib.contextmanager
+def at_half_precision(model: Any) -> Iterator[None]:
+    """Within the block parameters in single precision are in bfloat16; afterwards they are wide again, but rounded.
+
+    In bfloat16, for it has the range of what was trained in it or in single precision.
+    """
+    wide = {p: p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() > 2}
+    stated = model.config.dtype
+    for parameter in wide:
+        parameter.data = parameter.data.bfloat16()
+    try:
+        yield
+    finally:
+        for parameter, dtype in wide.items():
+            parameter.data = parameter.data.to(dtype)
+        model.config.dtype = stated
+
+
+def round_to_half_(model: Any) -> None:
+    """Give parameters the values that they have once they are saved at half precision."""
+    with at_half_precision(model):
+        pass

@@ -11,24 +11,24 @@ was at, to the same bits.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from relinear.compress.checked import load_tensors, read_record, save_tensors, write_record
+from relinear.compress.checked import Streams, load_tensors, read_record, save_tensors, write_record
 from relinear.compress.layerwise import LayerByLayer
-from relinear.core.modes import frozen
+from relinear.core.modes import frozen, watching
 from relinear.core.moments import Moments
 from relinear.core.operator import OperatorConfig, linear_features
 from relinear.distill.record import fingerprint_of
 from relinear.system.allocator import release_freed_memory
-from relinear.system.files import atomic_directory
 from relinear.system.version import __version__
 
 __all__ = ["Calibration", "calibrate", "config_fingerprint", "fingerprint"]
@@ -97,15 +97,6 @@ class Calibration:
 
 def _file(index: int) -> str:
     return f"moments-{index:04d}.safetensors"
-
-
-def _batch(index: int) -> str:
-    return f"{index}.safetensors"
-
-
-def _remove(path: Path) -> None:
-    """A directory, or a file, which earlier versions had in its place."""
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def config_fingerprint(model: Any) -> str:
@@ -223,11 +214,12 @@ class _Calibrating:
         self.tokens = blocks.numel()
         self.fisher = fisher
         self.layers = LayerByLayer(model)
+        self.streams = Streams(folder, len(self.parts))
+        self.loss_record = folder / "loss.json"
 
     def run(self) -> None:
         last = max(self.targets)
-        for left in self._files(".hidden-*", ".gradient-*", ".moments-*"):
-            _remove(left)  # of a killed process, which could not: gigabytes, and nobody reads them
+        self._remove(".hidden-*", ".gradient-*", ".moments-*")  # of a killed process, which could not
         self.layers.check(self.parts[0][:1])
         for part in {part.shape: part for part in self.parts}.values():
             self.layers.embed(part)  # notes the arguments of the layers for this shape
@@ -245,32 +237,12 @@ class _Calibrating:
             self.folder / "calibration.json",
             {"tokens": self.tokens, "loss": loss, "layers": where, "counts": counts},
         )
-        for left in self._files("hidden-*", "gradient-*"):
-            _remove(left)
+        self._remove("hidden-*", "gradient-*")
 
-    def _files(self, *patterns: str) -> list[Path]:
-        return [path for pattern in patterns for path in self.folder.glob(pattern)]
-
-    @property
-    def _loss_record(self) -> Path:
-        return self.folder / "loss.json"
-
-    def _hidden(self, index: int) -> Path:
-        return self.folder / f"hidden-{index:04d}"
-
-    def _gradient(self, index: int) -> Path:
-        return self.folder / f"gradient-{index:04d}"
-
-    def _read(self, folder: Path) -> Iterator[Tensor]:
-        """What ``_write`` wrote, batch by batch."""
-        for index in range(len(self.parts)):
-            yield load_tensors(folder / _batch(index))[0]["states"]
-
-    def _write(self, folder: Path, batches: Iterable[Tensor]) -> None:
-        """The states of every batch, as they come, one in memory at a time; the folder is there when it is whole."""
-        with atomic_directory(folder) as temporary:
-            for index, states in enumerate(batches):
-                save_tensors(temporary / _batch(index), {"states": states})
+    def _remove(self, *patterns: str) -> None:
+        """Directories, or files, which earlier versions had in their place: gigabytes that nobody reads."""
+        for path in (path for pattern in patterns for path in self.folder.glob(pattern)):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     @torch.no_grad()
     def _forward(self, last: int) -> None:
@@ -278,49 +250,43 @@ class _Calibrating:
         if self._has_loss:
             return
         total = len(self.layers) if self.fisher else last + 1
-        start = self._last("hidden")
-        if start is None:
-            self._write(self._hidden(0), (self.layers.embed(part) for part in self.parts))
-        for index in range(start or 0, total):
+        there = self.streams.indices("hidden")
+        if not there:
+            self.streams.write("hidden", 0, (self.layers.embed(part) for part in self.parts))
+        for index in range(there[-1] if there else 0, total):
             sums = Sums()
             with watched({} if self.fisher else self.targets.get(index, {}), sums, gradients=False):
-                self._write(self._hidden(index + 1), self._after(index, sums))
+                self.streams.write("hidden", index + 1, self._after(index, sums))
             if not self.fisher:
-                shutil.rmtree(self._hidden(index))
+                self.streams.remove("hidden", index)
             release_freed_memory()
             self.on_layer("forward", index + 1, total)
 
     def _after(self, index: int, sums: Sums) -> Iterator[Tensor]:
         """The hidden states behind layer ``index``, batch by batch; with the last of them its moments are kept."""
-        for states in self._read(self._hidden(index)):
+        for states in self.streams.read("hidden", index):
             sums.new_pass()
             yield self.layers.layer(index, states)
         if not self.fisher:
             self._keep(index, sums)
 
-    def _last(self, kind: str) -> int | None:
-        """The highest (hidden) or lowest (gradient) index that is on disk: where the work stands."""
-        folders = (path for path in self.folder.glob(f"{kind}-*") if path.is_dir())
-        found = sorted(int(path.name.rpartition("-")[2]) for path in folders)
-        return (found[-1] if kind == "hidden" else found[0]) if found else None
-
     @property
     def _has_loss(self) -> bool:
-        return self._loss_record.is_file() and self._last("gradient") is not None
+        return self.loss_record.is_file() and bool(self.streams.indices("gradient"))
 
     def _loss(self) -> float:
         """The model's mean loss; the gradient of the summed loss for the last hidden states goes to disk."""
         if not self._has_loss:
             losses: list[float] = []
-            self._write(self._gradient(len(self.layers)), self._gradients_of_loss(losses))
+            self.streams.write("gradient", len(self.layers), self._gradients_of_loss(losses))
             count = sum(ids[:, 1:].numel() for ids in self.parts)
-            write_record(self._loss_record, {"loss": sum(losses) / count})
+            write_record(self.loss_record, {"loss": sum(losses) / count})
             release_freed_memory()
-        return read_record(self._loss_record)["loss"]
+        return read_record(self.loss_record)["loss"]
 
     def _gradients_of_loss(self, losses: list[float]) -> Iterator[Tensor]:
         """The gradients at the last hidden states, batch by batch; the summed losses of pieces go into ``losses``."""
-        for ids, states in zip(self.parts, self._read(self._hidden(len(self.layers))), strict=True):
+        for ids, states in zip(self.parts, self.streams.read("hidden", len(self.layers)), strict=True):
             grad = torch.zeros_like(states)
             with torch.enable_grad():
                 for at, piece, loss in self.layers.losses(states, ids):
@@ -330,12 +296,12 @@ class _Calibrating:
 
     def _backward(self) -> None:
         total = len(self.layers)
-        for index in reversed(range(self._last("gradient") or 0)):
+        for index in reversed(range(self.streams.indices("gradient")[0])):
             sums = Sums()
             with watched(self.targets.get(index, {}), sums, gradients=True):
-                self._write(self._gradient(index), self._before(index, sums))
-            shutil.rmtree(self._gradient(index + 1))
-            shutil.rmtree(self._hidden(index))
+                self.streams.write("gradient", index, self._before(index, sums))
+            self.streams.remove("gradient", index + 1)
+            self.streams.remove("hidden", index)
             release_freed_memory()
             self.on_layer("backward", total - index, total)
 
@@ -345,7 +311,7 @@ class _Calibrating:
         Before these gradients take their place on disk, that is: a killed calibration goes on behind them.
         """
         for states, gradient in zip(
-            self._read(self._hidden(index)), self._read(self._gradient(index + 1)), strict=True
+            self.streams.read("hidden", index), self.streams.read("gradient", index + 1), strict=True
         ):
             sums.new_pass()
             states.requires_grad_(True)
@@ -362,26 +328,17 @@ class _Calibrating:
         save_tensors(self.folder / _file(index), sums.means(), dict(sums.shared) | {"counts": json.dumps(counts)})
 
 
-class watched:
+@contextlib.contextmanager
+def watched(modules: Mapping[str, nn.Module], sums: Sums, *, gradients: bool) -> Iterator[None]:
     """Within the block, what passes through ``modules`` is added to ``sums``."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], sums: Sums, *, gradients: bool) -> None:
-        self.modules, self.sums, self.gradients = modules, sums, gradients
+    def seen(name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
+        sums.add_inputs(name, args[0])
+        if gradients and output.requires_grad:
+            output.register_hook(lambda grad: sums.add_outputs(name, grad))
 
-    def __enter__(self) -> None:
-        self.handles = [module.register_forward_hook(self._hook(name)) for name, module in self.modules.items()]
-
-    def __exit__(self, *exception: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-        # An input's graph holds the hooks of the outputs before it, and with them the sums: a circle that no collector
-        # of Python's sees.
-        self.sums.new_pass()
-
-    def _hook(self, name: str) -> Callable:
-        def seen(module: nn.Module, args: tuple, output: Tensor) -> None:
-            self.sums.add_inputs(name, args[0])
-            if self.gradients and output.requires_grad:
-                output.register_hook(lambda grad: self.sums.add_outputs(name, grad))
-
-        return seen
+    with watching(modules.items(), seen):
+        yield
+    # An input's graph holds the hooks of the outputs before it, and with them the sums: a circle that no collector of
+    # Python's sees.
+    sums.new_pass()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from relinear.system.files import atomic_path, read_json, write_json
+from relinear.system.files import atomic_directory, atomic_path, read_json, write_json
 from relinear.system.text import cut
 
-__all__ = ["load_tensors", "read_record", "save_tensors", "write_record"]
+__all__ = ["Streams", "load_tensors", "read_record", "save_tensors", "write_record"]
 
 _CHECKSUM = "checksum"
 
@@ -43,6 +45,25 @@ def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], about: Mapping
         save_file(kept, temporary, metadata=words | {_CHECKSUM: _digest(words, kept)})
 
 
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """Within the block, where ``path`` is read, whatever is wrong with it becomes one refusal."""
+    if not path.is_file():
+        raise _refusal(path, "is missing")
+    try:
+        yield
+    except (SafetensorError, ValueError, LookupError, RuntimeError, TypeError, AttributeError) as error:
+        raise _refusal(path, f"is damaged ({type(error).__name__}: {cut(str(error))})") from error
+
+
+def _checked(path: Path, about: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """``about`` without the checksum, to which both are held; files of earlier versions have none."""
+    stated = about.pop(_CHECKSUM, None)
+    if stated is not None and stated != _digest(about, tensors):
+        raise _refusal(path, "has changed since it was written (its checksum differs)")
+    return about
+
+
 def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return what ``save_tensors`` wrote. Files of earlier versions have no checksum and are read as they are.
 
@@ -50,17 +71,46 @@ def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         ValueError: which names the file, if it is missing, cut off or changed.
     """
     path = Path(path)
-    if not path.is_file():
-        raise _refusal(path, "is missing")
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors, words = {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
-    except (SafetensorError, ValueError, LookupError, RuntimeError, TypeError, AttributeError) as error:
-        raise _refusal(path, f"is damaged ({type(error).__name__}: {cut(str(error))})") from error
-    stated = words.pop(_CHECKSUM, None)
-    if stated is not None and stated != _digest(words, tensors):
-        raise _refusal(path, "has changed since it was written (its checksum differs)")
-    return tensors, words
+    with _whole(path), safe_open(path, framework="pt") as file:
+        tensors, words = {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+    return tensors, _checked(path, words, tensors)
+
+
+class Streams:
+    """Tensors between decoder layers, batch by batch, on disk: by their kind and the layer that they stand before.
+
+    Each is whole or not there, so that a killed process goes on from the last of them.
+
+    Args:
+        folder: where they are kept.
+        count: of batches.
+    """
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.folder, self.count = folder, count
+
+    def _place(self, kind: str, index: int) -> Path:
+        return self.folder / f"{kind}-{index:04d}"
+
+    def write(self, kind: str, index: int, batches: Iterable[Tensor]) -> None:
+        """Write the batches as they come, one in memory at a time."""
+        self.remove(kind, index)
+        with atomic_directory(self._place(kind, index)) as temporary:
+            for batch, states in enumerate(batches):
+                save_tensors(temporary / f"{batch}.safetensors", {"states": states})
+
+    def read(self, kind: str, index: int) -> Iterator[Tensor]:
+        """Yield the batches."""
+        for batch in range(self.count):
+            yield load_tensors(self._place(kind, index) / f"{batch}.safetensors")[0]["states"]
+
+    def remove(self, kind: str, index: int) -> None:
+        """Remove the batches, if they are there."""
+        shutil.rmtree(self._place(kind, index), ignore_errors=True)
+
+    def indices(self, kind: str) -> list[int]:
+        """Return before which layers there are batches of a kind."""
+        return sorted(int(path.name.rpartition("-")[2]) for path in self.folder.glob(f"{kind}-*") if path.is_dir())
 
 
 def write_record(path: str | Path, values: Mapping[str, Any]) -> None:
@@ -71,13 +121,6 @@ def write_record(path: str | Path, values: Mapping[str, Any]) -> None:
 def read_record(path: str | Path) -> dict[str, Any]:
     """Return what ``write_record`` wrote. Raises ValueError, which names the file, if it is missing or changed."""
     path = Path(path)
-    if not path.is_file():
-        raise _refusal(path, "is missing")
-    try:
+    with _whole(path):
         values = dict(read_json(path))
-    except (ValueError, TypeError) as error:
-        raise _refusal(path, f"is damaged ({cut(str(error))})") from error
-    stated = values.pop(_CHECKSUM, None)
-    if stated is not None and stated != _digest(values, {}):
-        raise _refusal(path, "has changed since it was written (its checksum differs)")
-    return values
+    return _checked(path, values, {})

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from relinear.compress.allocate import Candidate
 from relinear.compress.calibrate import Calibration
 from relinear.compress.in_order import fit_operator
 from relinear.compress.layerwise import LayerByLayer
-from relinear.core.anatomy import layer_finder
+from relinear.compress.plan import layer_type
+from relinear.compress.work import Work
 from relinear.core.operator import OperatorConfig, dense_weight
 from relinear.distill.fit import swapped
 
@@ -26,7 +27,6 @@ __all__ = [
     "choose_points",
     "correct",
     "corrections",
-    "layer_type",
     "measure_points",
 ]
 
@@ -35,11 +35,6 @@ LARGEST_FACTOR = 8.0
 POWERS = (0.5, 1.5)
 #: with fewer points than these what layers of one type differ in passes for a power
 POWER_POINTS = 6
-
-
-def layer_type(name: str) -> str:
-    """Return what layers of one type share: the last part of the name."""
-    return name.rpartition(".")[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,44 +86,35 @@ def choose_points(candidates: Mapping[str, Sequence[Candidate]], count: int) -> 
 
 @torch.no_grad()
 def measure_points(
-    model: Any,
-    blocks: Tensor,
-    calibration: Calibration,
-    chosen: Sequence[tuple[str, Candidate]],
-    on_point: Callable[[int, int], None] = lambda done, total: None,
+    work: Work, blocks: Tensor, calibration: Calibration, chosen: Sequence[tuple[str, Candidate]]
 ) -> list[MeasuredPoint]:
-    """Return the rise of the loss for each choice by itself, measured; ``model`` is left as it was.
+    """Return the rise of the loss for each choice by itself, measured; the model is left as it was.
 
     The original's hidden states are carried from layer to layer, so that each choice costs the layers behind it alone.
 
     Args:
-        model: the original, in eval mode.
+        work: of the original, in eval mode.
         blocks: token ids (N, T) that calibration has not seen.
         calibration: for the fits.
         chosen: layers and what each is to be, one at a time.
-        on_point: told how many are done, and how many there are.
     """
-    layers, index_of = LayerByLayer(model), layer_finder(model)
-    parts = blocks.to(next(model.parameters()).device).split(1)
+    layers, distinct, found = LayerByLayer(work.model), dict.fromkeys(chosen), dict[tuple[str, Candidate], float]()
+    parts = blocks.to(next(work.model.parameters()).device).split(1)
     hidden = [layers.embed(part) for part in parts]
-    by_layer: dict[int, list[tuple[str, Candidate]]] = {}
-    for name, candidate in chosen:
-        index = index_of(name)
-        assert index is not None, "candidates lie in decoder layers"
-        by_layer.setdefault(index, []).append((name, candidate))
-    losses: list[tuple[str, Candidate, float]] = []
-    for index in range(max(by_layer) + 1):
-        for name, candidate in by_layer.get(index, ()):
-            source, moments = model.get_submodule(name), calibration.moments(name)
+    last = max(index for index, names in work.by_layer.items() if any(name in names for name, _ in chosen))
+    for index in range(last + 1):
+        for name, candidate in distinct:
+            if name not in work.by_layer.get(index, ()):
+                continue
             assert candidate.config is not None, "points are operators"
-            operator = fit_operator(candidate.config, source, dense_weight(source).detach(), moments)
-            with swapped(model, {name: operator}):
-                losses.append((name, candidate, _loss(layers, index, hidden, parts)))
-            on_point(len(losses), len(chosen))
+            source = work.modules[name]
+            weight, moments = dense_weight(source).detach(), calibration.moments(name)
+            with swapped(work.model, {name: fit_operator(candidate.config, source, weight, moments)}):
+                found[name, candidate] = _loss(layers, index, hidden, parts)
+            work.on_progress("points", len(found), len(distinct))
         hidden = [layers.layer(index, states) for states in hidden]
-    start = _loss(layers, max(by_layer) + 1, hidden, parts)
-    found = {(name, c): loss - start for name, c, loss in losses}
-    return [MeasuredPoint(name, c.config, c.nats, found[name, c]) for name, c in chosen]  # type: ignore[arg-type]
+    start = _loss(layers, last + 1, hidden, parts)
+    return [MeasuredPoint(name, c.config, c.nats, found[name, c] - start) for name, c in chosen]  # type: ignore[arg-type]
 
 
 def _loss(layers: LayerByLayer, start: int, hidden: Sequence[Tensor], parts: Sequence[Tensor]) -> float:

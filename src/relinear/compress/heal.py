@@ -12,9 +12,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.util
+import itertools
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -152,34 +153,25 @@ def heal(
 @contextmanager
 def _in_float32(model: nn.Module, teacher: nn.Module) -> Iterator[None]:
     """Both models in float32 within the block; afterwards they have their dtypes and flags back."""
-    before = [(one, _kept_of(one)) for one in (model, teacher)]
-    for one in (model, teacher):
+    both = (model, teacher)
+    flags = [{name: p.requires_grad for name, p in one.named_parameters()} for one in both]
+    dtypes = [{name: t.dtype for name, t in _floats(one)} for one in both]
+    for one in both:
         if any(p.dtype != torch.float32 for p in one.parameters()):
             one.float()
     try:
         yield
     finally:
-        for one, kept in before:
-            _give_back(one, *kept)
-        for parameter in model.parameters():
-            parameter.grad = None
+        for one, flag, dtype in zip(both, flags, dtypes, strict=True):
+            for name, tensor in _floats(one):
+                tensor.data = tensor.data.to(dtype.get(name, tensor.dtype))
+            for name, parameter in one.named_parameters():
+                parameter.requires_grad_(flag[name])
+        model.zero_grad()
 
 
-def _kept_of(model: nn.Module) -> tuple[dict[str, tuple[torch.dtype, bool]], dict[str, torch.dtype]]:
-    """Dtypes and flags of the parameters, and dtypes of the buffers, by name."""
-    parameters = {name: (p.dtype, p.requires_grad) for name, p in model.named_parameters()}
-    return parameters, {name: buffer.dtype for name, buffer in model.named_buffers()}
-
-
-def _give_back(
-    model: nn.Module, parameters: Mapping[str, tuple[torch.dtype, bool]], buffers: Mapping[str, torch.dtype]
-) -> None:
-    for name, parameter in model.named_parameters():
-        dtype, flag = parameters[name]
-        parameter.data = parameter.data.to(dtype)
-        parameter.requires_grad_(flag)
-    for name, buffer in model.named_buffers():
-        buffer.data = buffer.data.to(buffers.get(name, buffer.dtype))
+def _floats(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return itertools.chain(model.named_parameters(), model.named_buffers())
 
 
 class _Judged(GuidedTraining):

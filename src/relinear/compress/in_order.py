@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import le
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from relinear.compress.calibrate import Calibration
-from relinear.compress.checked import load_tensors, save_tensors
+from relinear.compress.checked import Streams, load_tensors, save_tensors
 from relinear.compress.layerwise import LayerByLayer
+from relinear.compress.work import Work
 from relinear.core.modes import frozen
 from relinear.core.moments import Moments
 from relinear.core.operator import Operator, OperatorConfig, dense_bias, dense_weight, is_conv1d, linear_of
@@ -36,8 +36,8 @@ __all__ = ["fit_in_order", "fit_operator", "fit_without_order", "refine"]
 
 #: pull of the original weight on the corrected one, as a share of the inputs' mean square
 ANCHOR_RIDGE = 1e-2
-
-OnLayer = Callable[[str, int, int], None]
+#: of hidden states: what the original has between two layers, and what the compressed model has
+KINDS = ("wanted", "states")
 
 
 def fit_operator(config: OperatorConfig, source: nn.Module, weight: Tensor, moments: Moments) -> Operator:
@@ -47,71 +47,64 @@ def fit_operator(config: OperatorConfig, source: nn.Module, weight: Tensor, mome
 
 
 def fit_without_order(
-    calibration: Calibration,
-    replacements: Sequence[Replacement],
-    on_layer: OnLayer = lambda phase, done, total: None,
+    work: Work, calibration: Calibration, replacements: Mapping[str, Replacement]
 ) -> dict[str, Operator]:
     """Return every operator fitted to its own layer under the original model's moments."""
     fitted = {}
-    for done, replacement in enumerate(replacements, start=1):
+    for done, (name, replacement) in enumerate(replacements.items(), start=1):
         source = replacement.target.module
         weight = dense_weight(source).detach().double()
-        moments = calibration.moments(replacement.name)
-        fitted[replacement.name] = fit_operator(replacement.config, source, weight, moments)
-        on_layer("fit", done, len(replacements))
+        fitted[name] = fit_operator(replacement.config, source, weight, calibration.moments(name))
+        work.on_progress("fit", done, len(replacements))
     return fitted
 
 
 @torch.no_grad()
 def fit_in_order(
-    model: Any,
+    work: Work,
     blocks: Tensor,
     calibration: Calibration,
-    groups: Mapping[int, Sequence[Replacement]],
+    replacements: Mapping[str, Replacement],
+    kept: Mapping[int, Sequence[str]],
     folder: Path,
-    *,
-    batch: int,
-    kept: Mapping[int, Sequence[str]] = MappingProxyType({}),
-    refine_steps: int = 0,
-    refine_learning_rate: float = 1e-4,
-    seed: int = 0,
-    on_layer: OnLayer = lambda phase, done, total: None,
 ) -> None:
-    """Replace layers of ``model`` in place; killed, it goes on from the decoder layer it was at, to the same bits.
+    """Replace layers of the model in place; killed, it goes on from the decoder layer it was at, to the same bits.
 
     Args:
-        model: the original, in eval mode; becomes the compressed one.
+        work: whose model, in eval mode, becomes the compressed one.
         blocks: token ids (N, T).
         calibration: for the moments of output gradients.
-        groups: index of a decoder layer -> what is replaced in it.
-        folder: of the state.
-        batch: blocks a pass.
+        replacements: by name of the layer.
         kept: index of a decoder layer -> linear layers in it that stay dense, whose weights are to make up for what
             changed before them.
-        refine_steps, refine_learning_rate, seed: of the refinement of each decoder layer after it was fitted.
+        folder: of the state.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    layers = LayerByLayer(model)
-    parts = blocks.to(next(model.parameters()).device).split(batch)
-    last = max((*groups, *kept))
+    model, settings, layers = work.model, work.settings, LayerByLayer(work.model)
+    groups = {i: {n: replacements[n] for n in names if n in replacements} for i, names in work.by_layer.items()}
+    parts = blocks.to(next(model.parameters()).device).split(settings.batch_size)
+    last = max(index for index in groups if groups[index] or kept.get(index))
     embedded = [layers.embed(part) for part in parts]
-    start = _restore(model, groups, kept, folder)
-    wanted, states = (embedded, embedded) if start == 0 else _streams(folder, start)
+    streams = Streams(folder, len(parts))
+    start = min(max(streams.indices(kind), default=0) for kind in KINDS)
+    _restore(model, groups, kept, folder, start)
+    wanted, states = (list(streams.read(kind, start)) if start else embedded for kind in KINDS)
     for index in range(start, last + 1):
-        planned = {r.name: r for r in groups.get(index, ())}
+        planned = groups.get(index, {})
         names = [*planned, *kept.get(index, ())]
         original = copy.deepcopy(layers.layers[index]) if names else layers.layers[index]
         for group in _by_input(names, calibration):
             _fit_group(model, layers, index, original, group, planned, calibration, wanted, states)
         wanted = [layers.run(original, index, x) for x in wanted]
-        if refine_steps and planned:
+        if settings.refine_steps and planned:
             operators = [model.get_submodule(name) for name in planned]
-            course = Course(refine_steps, 1, refine_learning_rate, seed, most=refine_steps)
+            steps = settings.refine_steps
+            course = Course(steps, 1, settings.refine_learning_rate, settings.seed, most=steps)
             with frozen(layers.layers[index]):
                 refine(partial(layers.layer, index), operators, states, wanted, course)
         states = [layers.layer(index, x) for x in states]
-        _keep(model, names, folder, index, wanted, states)
-        on_layer("fit", index + 1, last + 1)
+        _keep(model, names, folder, index, streams, wanted, states)
+        work.on_progress("fit", index + 1, last + 1)
 
 
 def _by_input(names: Iterable[str], calibration: Calibration) -> Iterable[list[str]]:
@@ -214,31 +207,30 @@ def refine(
 # State on disk
 
 
-def _streams(folder: Path, index: int) -> tuple[list[Tensor], list[Tensor]]:
-    values, _ = load_tensors(folder / f"streams-{index:04d}.safetensors")
-    count = len(values) // 2
-    return tuple([values[f"{kind} {i}"] for i in range(count)] for kind in ("wanted", "states"))  # type: ignore
-
-
-def _keep(model, names, folder: Path, index: int, wanted: list[Tensor], states: list[Tensor]) -> None:
+def _keep(
+    model: nn.Module, names: Iterable[str], folder: Path, index: int, streams: Streams, *kept: Sequence[Tensor]
+) -> None:
     """What was fitted of the layer, then the hidden states behind it, which say that it is done."""
     weights = flat_states({name: model.get_submodule(name) for name in names})
     if weights:
         save_tensors(folder / f"layer-{index:04d}.safetensors", weights)
-    streams = {f"{kind} {i}": x for kind, all in (("wanted", wanted), ("states", states)) for i, x in enumerate(all)}
-    save_tensors(folder / f"streams-{index + 1:04d}.safetensors", streams)
-    (folder / f"streams-{index:04d}.safetensors").unlink(missing_ok=True)
+    for kind, batches in zip(KINDS, kept, strict=True):
+        streams.write(kind, index + 1, batches)
+    for kind in KINDS:
+        streams.remove(kind, index)
 
 
 def _restore(
-    model: nn.Module, groups: Mapping[int, Sequence[Replacement]], kept: Mapping[int, Sequence[str]], folder: Path
-) -> int:
-    """Put back the layers that are done; the index of the first that is not."""
-    found = [int(path.stem.rpartition("-")[2]) for path in folder.glob("streams-*.safetensors")]
-    start = max(found, default=0)
-    for index in sorted({*groups, *kept}):
-        if index < start:
+    model: nn.Module,
+    groups: Mapping[int, Mapping[str, Replacement]],
+    kept: Mapping[int, Sequence[str]],
+    folder: Path,
+    start: int,
+) -> None:
+    """Put back the layers that are done, those before ``start``."""
+    for index in sorted(groups):
+        planned, others = groups[index], kept.get(index, ())
+        if index < start and (planned or others):
             weights, _ = load_tensors(folder / f"layer-{index:04d}.safetensors")
-            place_(model, groups.get(index, ()), weights)
-            load_states_(model, kept.get(index, ()), weights)
-    return start
+            place_(model, planned.values(), weights)
+            load_states_(model, others, weights)

@@ -10,94 +10,39 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from relinear.compress.allocate import Candidate
-from relinear.compress.budget import Budget
+from relinear.compress.beside import read
+from relinear.compress.budget import Budget, round_to_half_, saved_bytes, size_of, stored_bytes
 from relinear.compress.calibrate import Calibration
+from relinear.compress.corpus import Corpus
 from relinear.compress.corrections import MeasuredPoint, choose_points, correct, corrections, measure_points
 from relinear.compress.in_order import fit_in_order, fit_without_order
 from relinear.compress.neurons import NEURONS, Neurons
 from relinear.compress.plan import CompressPlan, check_fittable, layer_candidates, make_plan
-from relinear.compress.settings import CompressSettings
-from relinear.compress.speed import Shape
+from relinear.compress.speed import Shape, SpeedTable, planned_speed
+from relinear.compress.work import Work
 from relinear.core.operator import OperatorConfig, linear_features
 from relinear.surgery.plan import plan
 from relinear.surgery.states import flat_states, place_
-from relinear.surgery.summary import module_parameters
 from relinear.system.files import read_json, write_json
 
-__all__ = ["OnProgress", "Operators", "Work", "menu_of"]
+__all__ = ["Operators", "menu_of"]
 
-#: told the phase ("speed", "forward", "backward", "candidates", "points", "frontier", "original", "fit", "heal",
-#: "evaluation"), how much of it is done, and how much there is
-OnProgress = Callable[[str, int, int], None]
-
+#: budgets that are predicted, from the smallest to the whole; predicted nats near which one is measured
+BUDGETS, MEASURED_NEAR = 32, (0.01, 0.03, 0.1, 0.2, 0.4)
 #: windows that single fits are tried on
 POINT_WINDOWS = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """What a compression works on.
-
-    modules: the layers that may be replaced, by name; by_layer: the same by decoder layer. folder: of what is kept.
-    """
-
-    model: Any
-    modules: Mapping[str, nn.Module]
-    by_layer: Mapping[int, Mapping[str, nn.Module]]
-    settings: CompressSettings
-    folder: Path
-    on_progress: OnProgress
-
-
-def menu_of(work: Work) -> NarrowerMlps | Operators:
+def menu_of(work: Work) -> Neurons | Operators:
     """Return the menu that the settings name. Raises ValueError if the model does not have what it works on."""
-    return NarrowerMlps(work) if work.settings.menu == (NEURONS,) else Operators(work)
-
-
-class NarrowerMlps:
-    """The one choice of a width for all MLPs, by the budget."""
-
-    timed = False
-
-    def __init__(self, work: Work) -> None:
-        self.work = work
-        self.neurons = Neurons(work.model, work.modules)
-        self.width = self.neurons.width
-        self.fitted: Mapping[str, Any] = {}
-
-    def sizes(self, shape: Shape) -> list[OperatorConfig]:
-        """Return nothing: no layer becomes an operator."""
-        return []
-
-    def check(self, budget: Budget) -> None:
-        """Find the width. Raises ValueError if none meets the budget."""
-        self.width = self.neurons.fitting_width(budget.limit)
-
-    def read_plan(self, path: str | Path) -> CompressPlan:
-        """Raise ValueError: the budget alone decides."""
-        raise ValueError("menu: neurons has one width for all layers, by the budget: it takes no plan")
-
-    def plan(
-        self, calibration: Calibration, budget: Budget, judging: Tensor
-    ) -> tuple[CompressPlan, list[MeasuredPoint]]:
-        """Return the plan of this width, fitted; no layer is tried by itself."""
-        work = self.work
-        self.fitted = self.neurons.fitted(calibration, self.width, partial(work.on_progress, "candidates"))
-        others = module_parameters(work.model) - sum(module_parameters(m) for m in work.modules.values())
-        costs = {name: 0.5 * error for name, (_, _, error) in self.fitted.items()} if work.settings.fisher else {}
-        return self.neurons.plan(self.width, others, costs), []
-
-    def carry_out_(self, whole: CompressPlan, calibration: Calibration, blocks: Tensor) -> None:
-        """Put the narrower MLPs in place."""
-        self.neurons.apply_(self.fitted)
+    return Neurons(work) if work.settings.menu == (NEURONS,) else Operators(work)
 
 
 class Operators:
@@ -148,7 +93,7 @@ class Operators:
         chosen = choose_points(candidates, work.settings.measured_points)
         points = self._points(chosen, calibration, judging[:POINT_WINDOWS]) if chosen else []
         self.candidates = correct(candidates, corrections(points))
-        return make_plan(work.model, work.modules, self.candidates, budget, weighed=work.settings.fisher), points
+        return make_plan(work, self.candidates, budget), points
 
     def _points(
         self, chosen: list[tuple[str, Candidate]], calibration: Calibration, judging: Tensor
@@ -161,41 +106,24 @@ class Operators:
             kept = read_json(path)
             if kept["mark"] == mark:
                 return [MeasuredPoint.from_dict(values) for values in kept["points"]]
-        told = partial(self.work.on_progress, "points")
-        points = measure_points(self.work.model, judging, calibration, chosen, told)
+        points = measure_points(self.work, judging, calibration, chosen)
         write_json(path, {"mark": mark, "points": [point.to_dict() for point in points]})
         return points
 
     def carry_out_(self, whole: CompressPlan, calibration: Calibration, blocks: Tensor) -> None:
         """Fit the planned operators and put them into the model."""
-        work, settings, mapping = self.work, self.work.settings, dict(whole.replaced)
-        replacements = plan(work.model, mapping).replacements
+        work, settings = self.work, self.work.settings
+        replacements = {r.name: r for r in plan(work.model, dict(whole.replaced)).replacements}
         if not settings.anchor:
-            fitted = fit_without_order(calibration, replacements, work.on_progress)
-            place_(work.model, replacements, flat_states(fitted))
+            fitted = fit_without_order(work, calibration, replacements)
+            place_(work.model, replacements.values(), flat_states(fitted))
             return
-        by_name = {replacement.name: replacement for replacement in replacements}
-        groups = {
-            index: found
-            for index, names in work.by_layer.items()
-            if (found := [by_name[name] for name in names if name in by_name])
-        }
         count = settings.anchor_tokens // settings.sequence_length
         refinement = {k: getattr(settings, k) for k in ("refine_steps", "refine_learning_rate", "seed")}
         kept = self._correctable(calibration, whole) if settings.correct_dense else {}
-        what = [{name: config.to_dict() for name, config in mapping.items()}, count, refinement, kept]
+        what = [{name: config.to_dict() for name, config in whole.replaced.items()}, count, refinement, kept]
         mark = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
-        fit_in_order(
-            work.model,
-            blocks[:count],
-            calibration,
-            groups,
-            work.folder / f"fit-{mark}",
-            batch=settings.batch_size,
-            kept=kept,
-            on_layer=work.on_progress,
-            **refinement,
-        )
+        fit_in_order(work, blocks[:count], calibration, replacements, kept, work.folder / f"fit-{mark}")
 
     def _correctable(self, calibration: Calibration, whole: CompressPlan) -> dict[int, list[str]]:
         """The layers that stay dense and may take other weights: theirs alone, with inputs that are known."""
@@ -209,4 +137,55 @@ class Operators:
                 and all(uses[id(p)] == 1 for p in module.parameters())
             ]
             for index, modules in self.work.by_layer.items()
+        }
+
+    def frontier(
+        self, budget: Budget, calibration: Calibration, corpus: Corpus, table: SpeedTable
+    ) -> list[dict[str, Any]]:
+        """Return a row for each budget, as JSON values: bytes, bits a weight, speed, nats; the model is left as it was.
+
+        Args:
+            budget: in whose unit plans are made.
+            calibration: for the fits. corpus: whose windows judge those budgets that are measured.
+            table: of speeds.
+        """
+        work, candidates = self.work, self.candidates
+        least = sum(min(c.cost for c in options) for options in candidates.values())
+        limits = [least * (budget.whole / least) ** (at / BUDGETS) for at in range(BUDGETS + 1)]
+        rows: dict[float, tuple[dict[str, Any], CompressPlan]] = {}
+        before = stored_bytes(work.model)
+        for limit in limits:
+            whole = make_plan(work, candidates, dataclasses.replace(budget, limit=limit))
+            row = self._row(whole, table, before)
+            rows.setdefault(row["bytes"], (row, whole))
+        lossy = [row for row, _ in rows.values() if row["predicted"] > 0]
+        near = {
+            min(lossy, key=lambda row: abs(row["predicted"] / nats - 1))["bytes"] for nats in MEASURED_NEAR if lossy
+        }
+        texts = {"": corpus.judging, **corpus.elsewhere}
+        original = {name: read(work.model, blocks) for name, blocks in texts.items()}
+        for done, at in enumerate(sorted(near, reverse=True), start=1):
+            row, whole = rows[at]
+            copied = work.on_a_copy()
+            Operators(copied).carry_out_(whole, calibration, corpus.blocks)
+            if work.settings.by_bytes:
+                round_to_half_(copied.model)
+            found = {name: read(copied.model, blocks).against(original[name]) for name, blocks in texts.items()}
+            row |= {"measured": found.pop(""), "elsewhere": found}
+            work.on_progress("frontier", done, len(near))
+        return [row for row, _ in rows.values()]
+
+    def _row(self, whole: CompressPlan, table: SpeedTable, before: int) -> dict[str, Any]:
+        """A budget's row; ``before``: bytes of the whole original."""
+        modules, replaced = self.work.modules, whole.replaced
+        left = before - saved_bytes(modules, replaced)
+        after = sum(size_of(module, replaced.get(name)).stored for name, module in modules.items())
+        weights = sum(inputs * outputs for inputs, outputs in map(linear_features, modules.values()))
+        return {
+            "bytes": left,
+            "share_of_bytes": left / before,
+            "bits": 8 * after / weights,
+            "share_of_parameters": whole.parameters / whole.parameters_before,
+            "speed": planned_speed(table, modules, replaced, {}).ratio,
+            "predicted": whole.nats,
         }

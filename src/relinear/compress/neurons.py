@@ -12,19 +12,23 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from relinear.compress.budget import Budget
 from relinear.compress.calibrate import Calibration
 from relinear.compress.plan import CompressPlan, LayerPlan
+from relinear.compress.work import Work
 from relinear.core.anatomy import attention_of, decoder_layers
 from relinear.core.modes import evaluating
 from relinear.core.moments import Moments
-from relinear.core.operator import dense_bias, dense_weight, is_conv1d, is_linear, linear_features
+from relinear.core.operator import OperatorConfig, dense_bias, dense_weight, is_conv1d, is_linear, linear_features
+from relinear.distill.fit import swapped
 from relinear.surgery.summary import module_parameters
 from relinear.surgery.swap import swap_module
 
@@ -44,27 +48,37 @@ _WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "ffn_hi
 
 @dataclasses.dataclass(frozen=True)
 class _Mlp:
-    """Linear layers of an MLP: those that make its neurons (one, two with a gate, or both fused), and the one after."""
+    """The MLP of a decoder layer: ``readers`` make its neurons (one, two with a gate, or both fused), ``writer`` reads
+    them, as (name, layer)."""
 
     layer: nn.Module
-    readers: dict[str, Any]
-    writer_name: str
-    writer: Any
+    readers: Sequence[tuple[str, Any]]
+    writer: tuple[str, Any]
 
     @property
     def width(self) -> int:
         """I, the number of neurons."""
-        return linear_features(self.writer)[0]
+        return linear_features(self.writer[1])[0]
 
-    def narrowed(self, kept: Tensor, weight: Tensor) -> dict[str, tuple[nn.Module, nn.Module]]:
-        """Name -> (layer, the one that takes its place) where neurons ``kept`` are left, read through ``weight``."""
+    def narrowed(self, kept: Tensor, weight: Tensor | None = None) -> dict[str, nn.Module]:
+        """Name -> the layer where neurons ``kept`` are left, read through ``weight`` or as they are."""
         found = {}
-        for name, reader in self.readers.items():
+        for name, reader in self.readers:
             parts = linear_features(reader)[1] // self.width
             rows = torch.cat([kept + part * self.width for part in range(parts)])
             bias = dense_bias(reader)
-            found[name] = reader, _like(reader, dense_weight(reader)[rows], None if bias is None else bias[rows])
-        return found | {self.writer_name: (self.writer, _like(self.writer, weight, dense_bias(self.writer)))}
+            found[name] = _like(reader, dense_weight(reader)[rows], None if bias is None else bias[rows])
+        name, writer = self.writer
+        read = dense_weight(writer)[:, kept] if weight is None else weight
+        return found | {name: _like(writer, read, dense_bias(writer))}
+
+    def sizes(self, width: int) -> dict[str, int]:
+        """Name -> parameters at a width: all but the bias behind the neurons grow with it."""
+        name, writer = self.writer
+        bias = dense_bias(writer)
+        fixed = 0 if bias is None else bias.numel()
+        found = {reader: module_parameters(layer) // self.width * width for reader, layer in self.readers}
+        return found | {name: fixed + (module_parameters(writer) - fixed) // self.width * width}
 
 
 def _like(layer: Any, weight: Tensor, bias: Tensor | None) -> nn.Module:
@@ -118,56 +132,49 @@ def fewer_neurons(weight: Tensor, moments: Moments, width: int) -> tuple[Tensor,
 
 
 class Neurons:
-    """The MLPs of a model, which can be made narrower; nothing has changed yet.
-
-    Args:
-        model: a stock Hugging Face decoder in evaluation mode.
-        modules: the linear layers that may be replaced, by name.
+    """The menu of one choice: a width for all MLPs, by the budget. Nothing has changed when it is made.
 
     Raises:
         ValueError: if the model's layers have no MLP of linear layers around neurons that act by themselves, some of
             these layers are left out, or no setting of its config says how wide they are.
     """
 
-    def __init__(self, model: Any, modules: Mapping[str, nn.Module]) -> None:
-        self.model, self.modules = model, dict(modules)
-        names = {id(module): name for name, module in model.named_modules()}
-        self.mlps = [_mlp(index, layer, names) for index, layer in enumerate(decoder_layers(model))]
+    timed = False
+
+    def __init__(self, work: Work) -> None:
+        self.work, self.model = work, work.model
+        names = {id(module): name for name, module in self.model.named_modules()}
+        self.mlps = [_mlp(index, layer, names) for index, layer in enumerate(decoder_layers(self.model))]
         widths = sorted({mlp.width for mlp in self.mlps})
         if len(widths) > 1:
             raise ValueError(f"neurons: the layers' MLPs have several widths ({widths}), a stock config one")
-        self.width = widths[0]
-        missing = [name for mlp in self.mlps for name in (*mlp.readers, mlp.writer_name) if name not in self.modules]
+        self.width = self.chosen = widths[0]
+        missing = [name for mlp in self.mlps for name, _ in (*mlp.readers, mlp.writer) if name not in work.modules]
         if missing:
             raise ValueError(f"neurons: every layer's MLP is narrowed, so {missing[0]} must be among the targets")
         self._check_neurons_act_alone()
         self.setting = self._setting()
-
-    def _narrowed(self, mlp: _Mlp, kept: Tensor) -> dict[str, tuple[nn.Module, nn.Module]]:
-        return mlp.narrowed(kept, dense_weight(mlp.writer)[:, kept])
+        self.fitted: dict[str, tuple[Tensor, Tensor, float]] = {}
 
     @torch.no_grad()
     def _check_neurons_act_alone(self) -> None:
         """Taking neurons away must be the same as silencing them."""
-        mlp = self.mlps[0]
-        kept = torch.arange(0, self.width, 2, device=mlp.writer.weight.device)
-        silent = torch.zeros(self.width, dtype=mlp.writer.weight.dtype, device=kept.device)
+        mlp, (_, writer) = self.mlps[0], self.mlps[0].writer
+        kept = torch.arange(0, self.width, 2, device=writer.weight.device)
+        silent = torch.zeros(self.width, dtype=writer.weight.dtype, device=kept.device)
         silent[kept] = 1.0
         ids = torch.arange(8, device=kept.device)[None]
         with evaluating(self.model):
-            handle = mlp.writer.register_forward_pre_hook(lambda module, args: (args[0] * silent,))
+            handle = writer.register_forward_pre_hook(lambda module, args: (args[0] * silent,))
             try:
                 wanted = self.model(input_ids=ids).logits
             finally:
                 handle.remove()
-            replaced = self._narrowed(mlp, kept)
             try:
-                self._swap(replaced)
-                got = self.model(input_ids=ids).logits
+                with swapped(self.model, mlp.narrowed(kept)):
+                    got = self.model(input_ids=ids).logits
             except RuntimeError as error:
                 raise ValueError(self._refusal(f"does not run with a narrower MLP ({error})")) from error
-            finally:
-                self._swap({name: (new, old) for name, (old, new) in replaced.items()})
         difference = float((wanted - got).abs().max())
         if not difference <= 1e-3 * max(1.0, float(wanted.abs().max())):
             raise ValueError(self._refusal("mixes its neurons before they are read, so none can go by itself"))
@@ -175,22 +182,12 @@ class Neurons:
     def _refusal(self, why: str) -> str:
         return f"neurons: {type(self.model).__name__} {why}; use another menu, such as low_rank"
 
-    def _swap(self, replaced: Mapping[str, tuple[nn.Module, nn.Module]]) -> None:
-        for name, (old, new) in replaced.items():
-            swap_module(self.model, [name], old, new)
-
-    def _shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        """The shapes that parameters should have, at a width."""
-        shapes = {name: tuple(value.shape) for name, value in self.model.named_parameters()}
-        kept = torch.arange(width)
-        for mlp in self.mlps:
-            for name, (_, new) in self._narrowed(mlp, kept).items():
-                shapes |= {f"{name}.{key}": tuple(value.shape) for key, value in new.named_parameters()}
-        return shapes
-
     def _setting(self) -> str:
         """The attribute of the config that holds the width, found by building the stock model on no device."""
-        wanted = self._shapes(STEP)
+        wanted = {name: tuple(value.shape) for name, value in self.model.named_parameters()}
+        for mlp in self.mlps:
+            for name, new in mlp.narrowed(torch.arange(STEP)).items():
+                wanted |= {f"{name}.{key}": tuple(value.shape) for key, value in new.named_parameters()}
         for name in _WIDTHS:
             config = copy.deepcopy(self.model.config)
             if not hasattr(config, name):
@@ -202,75 +199,61 @@ class Neurons:
                 return name
         raise ValueError(self._refusal(f"has no setting for the width of its MLPs (tried {', '.join(_WIDTHS)})"))
 
+    def sizes(self, shape: tuple[int, int]) -> list[OperatorConfig]:
+        """Return nothing: no layer becomes an operator."""
+        return []
+
+    def read_plan(self, path: str | Path) -> CompressPlan:
+        """Raise ValueError: the budget alone decides."""
+        raise ValueError("menu: neurons has one width for all layers, by the budget: it takes no plan")
+
+    def check(self, budget: Budget) -> None:
+        """Find the width. Raises ValueError if none meets the budget."""
+        self.chosen = self.fitting_width(budget.limit)
+
     def fitting_width(self, limit: float) -> int:
         """The largest width, a multiple of 8, at which the layers that may be replaced have ``limit`` parameters.
 
         Raises:
             ValueError: if the other layers alone exceed that.
         """
-        whole = sum(module_parameters(module) for module in self.modules.values())
-        each = sum(self._by_layer(self.width).values()) - sum(self._by_layer(self.width - 1).values())
-        width = self.width - -(-int(max(0, whole - limit)) // each)
-        width -= width % STEP
-        if width < STEP:
-            least = whole - (self.width - STEP) * each
-            raise ValueError(
-                f"the budget of {int(limit):,} parameters cannot be met by fewer neurons: with {STEP} of them in each "
-                f"layer {least:,} are left; keep more, or give another menu"
-            )
-        return width
+        others = sum(map(module_parameters, self.work.modules.values())) - self._parameters(self.width)
+        for width in range(self.width - self.width % STEP, 0, -STEP):
+            if others + self._parameters(width) <= limit:
+                return width
+        raise ValueError(
+            f"the budget of {int(limit):,} parameters cannot be met by fewer neurons: with {STEP} of them in each "
+            f"layer {others + self._parameters(STEP):,} are left; keep more, or give another menu"
+        )
 
-    def _by_layer(self, width: int) -> dict[str, int]:
-        """Parameters of the MLPs' layers at a width."""
-        found = {}
-        for mlp in self.mlps:
-            for name, module in {**mlp.readers, mlp.writer_name: mlp.writer}.items():
-                inputs, outputs = linear_features(module)
-                bias = dense_bias(module) is not None
-                if name == mlp.writer_name:
-                    found[name] = outputs * width + outputs * bias
-                else:
-                    found[name] = (inputs + bias) * outputs // mlp.width * width
-        return found
+    def _parameters(self, width: int) -> int:
+        return sum(size for mlp in self.mlps for size in mlp.sizes(width).values())
 
-    def plan(self, width: int, others: int, nats: Mapping[str, float]) -> CompressPlan:
-        """Return the plan that this width is.
-
-        Args:
-            width: of every layer.
-            others: parameters of the model outside of the layers that may be replaced.
-            nats: predicted cost by down projection, where it is known.
-        """
-        sizes = self._by_layer(width)
-        layers = {}
-        for name, module in self.modules.items():
-            before = module_parameters(module)
-            layers[name] = LayerPlan(None, sizes.get(name, before), before, nats.get(name, 0.0) if nats else None)
-        return CompressPlan(layers, others)
-
-    def fitted(
-        self, calibration: Calibration, width: int, on_layer: Callable[[int, int], None]
-    ) -> dict[str, tuple[Tensor, Tensor, float]]:
-        """By down projection: the neurons that are kept, the weight that reads them, and the error."""
-        found = {}
+    def plan(self, calibration: Calibration, budget: Budget, judging: Tensor) -> tuple[CompressPlan, list[Any]]:
+        """Return the plan of this width, fitted; no layer is tried by itself."""
+        sizes: dict[str, int] = {}
         for done, mlp in enumerate(self.mlps, start=1):
-            moments = calibration.moments(mlp.writer_name)
-            found[mlp.writer_name] = fewer_neurons(dense_weight(mlp.writer), moments, width)
-            on_layer(done, len(self.mlps))
-        return found
+            name, writer = mlp.writer
+            self.fitted[name] = fewer_neurons(dense_weight(writer), calibration.moments(name), self.chosen)
+            sizes |= mlp.sizes(self.chosen)
+            self.work.on_progress("candidates", done, len(self.mlps))
+        layers, weighed = {}, self.work.settings.fisher
+        for name, module in self.work.modules.items():
+            before, error = module_parameters(module), self.fitted[name][2] if name in self.fitted else 0.0
+            layers[name] = LayerPlan(None, sizes.get(name, before), before, 0.5 * error if weighed else None)
+        return CompressPlan.of(self.model, layers), []
 
     @torch.no_grad()
-    def apply_(self, fitted: Mapping[str, tuple[Tensor, Tensor, float]]) -> None:
+    def carry_out_(self, whole: CompressPlan, calibration: Calibration, blocks: Tensor) -> None:
         """Narrow every MLP, and the model's config."""
-        width = self.width
         for mlp in self.mlps:
-            kept, weight, _ = fitted[mlp.writer_name]
-            width = len(kept)
-            self._swap(mlp.narrowed(kept.to(mlp.writer.weight.device), weight))
+            kept, weight, _ = self.fitted[mlp.writer[0]]
+            for name, new in mlp.narrowed(kept.to(mlp.writer[1].weight.device), weight).items():
+                swap_module(self.model, [name], self.work.modules[name], new)
             for owner in mlp.layer.modules():
                 if vars(owner).get(self.setting) == self.width:
-                    setattr(owner, self.setting, width)
-        setattr(self.model.config, self.setting, width)
+                    setattr(owner, self.setting, self.chosen)
+        setattr(self.model.config, self.setting, self.chosen)
 
 
 def _mlp(index: int, layer: nn.Module, names: Mapping[int, str]) -> _Mlp:
@@ -293,4 +276,4 @@ def _mlp(index: int, layer: nn.Module, names: Mapping[int, str]) -> _Mlp:
             f"neurons: {where} has an MLP of another kind than one that is {width} wide, with a gate or without "
             f"((in, out) sizes {stated}); use another menu, such as low_rank"
         )
-    return _Mlp(layer, {name: found[name] for name in readers}, writer_name, writer)
+    return _Mlp(layer, [(name, found[name]) for name in readers], (writer_name, writer))

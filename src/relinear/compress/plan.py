@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from relinear.compress.allocate import Candidate, allocate, best_uniform
-from relinear.compress.budget import Budget, layer_parameters
+from relinear.compress.budget import Budget, size_of
 from relinear.compress.calibrate import Calibration
+from relinear.compress.work import Work
 from relinear.core.config import parse_setting, shown
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, is_linear, linear_features
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import write_json
-from relinear.system.text import cut
+from relinear.system.text import columns, cut
 
-__all__ = ["CompressPlan", "LayerPlan", "check_fittable", "layer_candidates", "make_plan"]
+__all__ = ["CompressPlan", "LayerPlan", "by_type", "check_fittable", "layer_candidates", "layer_type", "make_plan"]
 
 FORMAT = 1
 
@@ -63,6 +65,11 @@ class CompressPlan:
 
     layers: dict[str, LayerPlan]
     others: int
+
+    @classmethod
+    def of(cls, model: Any, layers: dict[str, LayerPlan]) -> CompressPlan:
+        """Return the plan for ``layers`` of ``model``."""
+        return cls(layers, module_parameters(model) - sum(layer.parameters_before for layer in layers.values()))
 
     @property
     def replaced(self) -> dict[str, OperatorConfig]:
@@ -109,55 +116,62 @@ class CompressPlan:
             module = modules.get(name)
             if module is None or not is_linear(module) or isinstance(module, Operator):
                 raise ValueError(f"{path}: the model has no linear layer {shown(name)}; the plan is for another model")
-            operator = _operator(layer.get("operator"), f"{path}: {name}")
-            size = _size(operator, module, f"{path}: {name}")
-            plans[name] = LayerPlan(
-                operator, size, module_parameters(module), _nats(layer, operator, size, f"{path}: {name}")
-            )
+            with _named(f"{path}: {name}"):
+                stated = layer.get("operator")
+                stated = parse_setting(stated) if isinstance(stated, str) else stated
+                operator = None if stated is None else OperatorConfig.from_dict(stated)
+                size = size_of(module, operator).parameters
+                plans[name] = LayerPlan(operator, size, module_parameters(module), _nats(layer, operator, size))
         _check_linear({name: p.operator for name, p in plans.items() if p.operator is not None}, modules, Path(path))
-        whole = module_parameters(model)
-        return cls(plans, whole - sum(p.parameters_before for p in plans.values()))
+        return cls.of(model, plans)
 
     def __str__(self) -> str:
-        by_type: dict[str, list[LayerPlan]] = {}
-        for name, layer in self.layers.items():
-            by_type.setdefault(name.rpartition(".")[2], []).append(layer)
-        header = ("layers", "count", "dense", "kept", "predicted nats")
-        rows: list[tuple[str, ...]] = [header]
-        for kind, layers in by_type.items():
-            rows.append((kind, *_figures(layers)))
-        rows.append(("all", *_figures(list(self.layers.values()))))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-        return "\n".join(
-            "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-            for row in rows
-        )
+        rows = [("layers", "count", "dense", "kept", "predicted nats")]
+        for row in by_type({name: layer.to_dict() for name, layer in self.layers.items()}):
+            nats = "" if row["nats"] is None else f"{row['nats']:.4f}"
+            kept = f"{row['after'] / row['before']:.3f}"
+            rows.append((row["name"], str(row["count"]), str(row["dense"]), kept, nats))
+        return columns(rows)
 
 
-def _figures(layers: list[LayerPlan]) -> tuple[str, ...]:
-    before = sum(layer.parameters_before for layer in layers)
-    kept = sum(layer.parameters for layer in layers) / before
-    nats = None if any(layer.nats is None for layer in layers) else sum(layer.nats for layer in layers)  # type: ignore[misc]
-    dense = sum(layer.operator is None for layer in layers)
-    return str(len(layers)), str(dense), f"{kept:.3f}", "" if nats is None else f"{nats:.4f}"
+def by_type(layers: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for every type of layer (as ``LayerPlan.to_dict`` has them), and one for all."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for name, layer in layers.items():
+        groups.setdefault(layer_type(name), []).append(layer)
+    groups["all"] = list(layers.values())
+    rows = []
+    for name, group in groups.items():
+        nats = [layer["nats"] for layer in group]
+        row = {"name": name, "count": len(group), "nats": None if None in nats else sum(nats)}
+        row["dense"] = sum(layer["operator"] is None for layer in group)
+        row["before"] = sum(layer["parameters_before"] for layer in group)
+        row["after"] = sum(layer["parameters"] for layer in group)
+        rows.append(row)
+    return rows
 
 
-def _operator(value: Any, where: str) -> OperatorConfig | None:
-    if value is None:
-        return None
+def layer_type(name: str) -> str:
+    """Return what layers of one type share: the last part of the name."""
+    return name.rpartition(".")[2]
+
+
+@contextlib.contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Say where a fault within the block lies."""
     try:
-        return OperatorConfig.from_dict(parse_setting(value) if isinstance(value, str) else value)
+        yield
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {error}") from error
 
 
-def _nats(layer: Mapping[str, Any], operator: OperatorConfig | None, size: int, where: str) -> float | None:
+def _nats(layer: Mapping[str, Any], operator: OperatorConfig | None, size: int) -> float | None:
     """What a layer of a file is predicted to cost; None where its size says that it was edited."""
     nats = layer.get("nats")
     if not isinstance(nats, int | float) or isinstance(nats, bool):
         return None
     if not -1e-6 <= nats < math.inf:  # sums of squares, but for rounding
-        raise ValueError(f"{where}: nats must be a predicted increase of the loss, so 0 or more, got {nats!r}")
+        raise ValueError(f"nats must be a predicted increase of the loss, so 0 or more, got {nats!r}")
     if operator is None:
         return 0.0
     return float(nats) if layer.get("parameters", size) == size else None
@@ -184,14 +198,6 @@ def check_fittable(operator: OperatorConfig, module: Any, where: str) -> None:
         operator.build(*linear_features(module), bias=False).to_dense()
     except NotLinearError as error:
         raise ValueError(f"{where}: {error}; only operators with a dense matrix can be fitted") from error
-
-
-def _size(operator: OperatorConfig | None, module: Any, where: str) -> int:
-    """Parameters of what ``module`` becomes."""
-    try:
-        return layer_parameters(module, operator)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
 
 
 def layer_candidates(
@@ -223,37 +229,24 @@ def _useful(candidates: Sequence[Candidate]) -> list[Candidate]:
     return found[::-1]
 
 
-def make_plan(
-    model: Any,
-    modules: Mapping[str, Any],
-    candidates: Mapping[str, list[Candidate]],
-    budget: Budget,
-    weighed: bool,
-) -> CompressPlan:
+def make_plan(work: Work, candidates: Mapping[str, list[Candidate]], budget: Budget) -> CompressPlan:
     """Return the best plan under the budget.
 
-    Args:
-        model: the original.
-        modules: the layers that may be replaced, by name.
-        candidates: of each of them.
-        budget: what they may cost together.
-        weighed: whether the candidates' nats compare across layers (moments of gradients were measured); where not,
-            every layer keeps the same share.
+    Where no moments of gradients were measured (``fisher``), nats do not compare across layers, and every layer keeps
+    the same share.
 
     Raises:
         ValueError: if the budget cannot be met.
     """
+    weighed = work.settings.fisher
     if weighed:
         chosen = allocate(candidates, budget.limit, budget.unit)
     else:
         chosen = best_uniform(candidates, budget.limit / budget.whole)
-    layers = {
-        name: LayerPlan(
-            c.config,
-            layer_parameters(modules[name], c.config),
-            module_parameters(modules[name]),
-            c.nats if weighed else None,
+    layers = {}
+    for name, choice in chosen.items():
+        module, nats = work.modules[name], choice.nats if weighed else None
+        layers[name] = LayerPlan(
+            choice.config, size_of(module, choice.config).parameters, module_parameters(module), nats
         )
-        for name, c in chosen.items()
-    }
-    return CompressPlan(layers, module_parameters(model) - sum(p.parameters_before for p in layers.values()))
+    return CompressPlan.of(work.model, layers)

@@ -13,33 +13,36 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from relinear.compress.beside import Observation, compared, like_before, measure_speed, observe
-from relinear.compress.budget import Budget, budget_of, saved_bytes, stored_bytes
-from relinear.compress.calibrate import Calibration, calibrate
-from relinear.compress.checks import check_directory, check_ids, check_model_fits
+from relinear.compress.budget import Budget, at_half_precision, budget_of, round_to_half_, saved_bytes, stored_bytes
+from relinear.compress.calibrate import Calibration
 from relinear.compress.corpus import Corpus, read_corpus, read_elsewhere
 from relinear.compress.corrections import MeasuredPoint
 from relinear.compress.export import export_plain
 from relinear.compress.export_gguf import check_gguf, check_gguf_operators, export_gguf
-from relinear.compress.frontier import frontier as frontier_of
-from relinear.compress.half import at_half_precision, round_to_half_
 from relinear.compress.heal import HealReport, check_heal, check_healable, heal, original_copy
-from relinear.compress.menu import OnProgress, Operators, Work, menu_of
+from relinear.compress.menu import Operators, menu_of
 from relinear.compress.plan import CompressPlan
-from relinear.compress.report import CompressReport
-from relinear.compress.report_page import write_page
+from relinear.compress.report import CompressReport, write_page
 from relinear.compress.settings import CompressSettings
 from relinear.compress.speed import PlannedSpeed, Shape, SpeedConditions, SpeedTable, planned_speed, speed_table
-from relinear.compress.targets import by_decoder_layer, check_tokens, linear_layers, model_name
+from relinear.compress.work import (
+    OnProgress,
+    Work,
+    check_directory,
+    check_ids,
+    check_model_fits,
+    linear_layers,
+    model_name,
+)
 from relinear.core.config import check_choice, check_type
 from relinear.core.modes import evaluating
-from relinear.core.operator import Operator, OperatorConfig, linear_features
+from relinear.core.operator import OperatorConfig, linear_features
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.coverage import coverage, out_of_reach
 from relinear.surgery.patterns import ALL_LINEAR
-from relinear.surgery.summary import module_parameters
 from relinear.system.files import write_json, writing
 from relinear.system.lock import only_process_in
 from relinear.system.machine import PeakMemory, command_line
@@ -53,10 +56,6 @@ MODEL, PLAIN, GGUF = "model", "plain", "model.gguf"
 LEAST_SECONDS = 1e-3
 #: what two measurements of one speed may differ by
 NOISE = 0.02
-
-
-def _silent(phase: str, done: int, total: int) -> None:
-    return None
 
 
 def compress(
@@ -75,7 +74,7 @@ def compress(
     out_dir: str | Path | None = None,
     export: Literal["plain", "gguf"] | None = None,
     evaluate_on: Mapping[str, Iterable[Any]] | None = None,
-    on_progress: OnProgress = _silent,
+    on_progress: OnProgress = lambda phase, done, total: None,
 ) -> CompressReport:
     """Make a pretrained decoder smaller, in place: measure, decide what every layer becomes, fit it, save.
 
@@ -122,14 +121,18 @@ def compress(
     check_type("speed_table", table, SpeedTable, type(None))
     if out_dir is not None:
         check_directory(Path(out_dir))
-    modules = _targets(model, targets, exclude)
+    if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
+        raise ValueError(
+            f"{type(model).__name__} is quantised; compress the model in floating point, then quantise the result"
+        )
+    modules = linear_layers(model, targets, exclude)
     check_model_fits(model, chosen.sequence_length)
     with (
         tempfile.TemporaryDirectory() if out_dir is None else only_process_in(out_dir) as folder,
         writing(folder),
         evaluating(model),
     ):
-        job = _Job(model, modules, chosen, Path(folder), on_progress, table)
+        job = _Job(Work(model, modules, chosen, Path(folder), on_progress), table)
         if frontier and (plan_file is not None or not isinstance(job.menu, Operators) or not chosen.fisher):
             raise ValueError(
                 "frontier weighs operators under many budgets: leave out plan_file, menu=neurons and fisher=False"
@@ -140,10 +143,8 @@ def compress(
             job.menu.check(job.budget({}))
         elsewhere = read_elsewhere(evaluate_on or {}, tokenizer, chosen)
         corpus = read_corpus(texts, elsewhere, tokenizer, chosen, plan_only)
-        for name, ids in {
-            "the corpus": torch.cat([corpus.blocks, corpus.further, corpus.judging]),
-            **elsewhere,
-        }.items():
+        own = torch.cat([corpus.blocks, corpus.further, corpus.judging])
+        for name, ids in {"the corpus": own, **elsewhere}.items():
             check_ids(ids, model, name)
         if corpus.repeats:
             warnings.warn(corpus.repeats, stacklevel=2)
@@ -190,57 +191,27 @@ class _Clock:
         self._last = now
 
 
-def _targets(model: Any, targets: str | Iterable[str], exclude: Any) -> dict[str, nn.Module]:
-    """The linear layers that may be replaced, by name."""
-    if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
-        raise ValueError(
-            f"{type(model).__name__} is quantised; compress the model in floating point, then quantise the result"
-        )
-    found = linear_layers(model, targets, exclude)
-    left = {name: module for name, module in found.items() if not isinstance(module, Operator)}
-    if not left:
-        raise ValueError(
-            f"all {len(found)} layers that targets= and exclude= name are operators already, as after a compression. "
-            "Give the original with a smaller budget, or fold it first (relinear.fold_)"
-        )
-    return left
-
-
 class _Job:
-    """One compression: what may be replaced, checked when made, and the steps."""
+    """One compression: its menu, what is known of speeds, and the steps."""
 
-    def __init__(
-        self,
-        model: Any,
-        modules: dict[str, nn.Module],
-        settings: CompressSettings,
-        folder: Path,
-        on_progress: OnProgress,
-        speed_table: SpeedTable | None,
-    ) -> None:
-        self.model, self.modules, self.settings, self.folder = model, modules, settings, folder
-        self.on_progress, self.speed_table = on_progress, speed_table
+    def __init__(self, work: Work, given_table: SpeedTable | None) -> None:
+        self.work, self.given_table = work, given_table
+        self.model, self.modules, self.settings, self.folder = work.model, work.modules, work.settings, work.folder
+        self.menu = menu_of(work)
         self.one_matrix_each = False
-        found = by_decoder_layer(model, modules)
-        for name in found.get(None, {}):
-            raise ValueError(f"{name} lies outside of the decoder layers, which is all that is compressed: exclude it")
-        check_tokens(settings, modules.values())
-        by_layer = {index: layers for index, layers in found.items() if index is not None}
-        self.work = Work(model, modules, by_layer, settings, folder, on_progress)
-        self.menu = menu_of(self.work)
 
     def run(
-        self, corpus: Corpus, tokenizer: Any, given_plan: CompressPlan | None, plan_only: bool, frontier: bool = False
+        self, corpus: Corpus, tokenizer: Any, given_plan: CompressPlan | None, plan_only: bool, frontier: bool
     ) -> CompressReport:
         """Calibrate, plan and, unless ``plan_only``, make; what is kept goes to the folder as it is made."""
         clock, memory = _Clock(), PeakMemory(next(self.model.parameters()).device)
         memory.start()
-        before, bytes_before = module_parameters(self.model), stored_bytes(self.model)
+        bytes_before = stored_bytes(self.model)
         left = tuple(entry.in_words() for entry in out_of_reach(coverage(self.model, {}, {})))
         if self._asks_for_speed:
             self._prepare_speed(given_plan, plan_only)
         clock.lap("speed")
-        calibration = self._calibrate(corpus.blocks)
+        calibration = self.work.calibrate(corpus.blocks)
         clock.lap("calibration")
         use = {name: calibration.counts[name] / calibration.tokens for name in self.modules}
         points, budget, budgets = list[MeasuredPoint](), None, list[dict[str, Any]]()
@@ -248,9 +219,7 @@ class _Job:
             budget = self.budget(use)
             whole, points = self.menu.plan(calibration, budget, corpus.judging)
             if frontier and isinstance(self.menu, Operators):
-                told = partial(self.on_progress, "frontier")
-                table = self._table({})
-                budgets = frontier_of(self.menu, self.menu.candidates, budget, calibration, corpus, table, told)
+                budgets = self.menu.frontier(budget, calibration, corpus, self._table({}))
                 write_json(self.folder / "frontier.json", {"budgets": budgets, "command": command_line()})
         else:
             whole = given_plan
@@ -260,11 +229,8 @@ class _Job:
             check_gguf_operators(whole.replaced, {name: linear_features(m) for name, m in self.modules.items()})
         speed = None
         if whole.replaced and self._asks_for_speed:
-            speed = self._speed(whole.replaced, use)
-            if not plan_only:
-                speed = self._fast_enough(
-                    speed, whole.replaced, use, f"the plan ({proposal(self.folder, 'plan.json')})"
-                )
+            which = f"the plan ({proposal(self.folder, 'plan.json')})"
+            speed = self._speed(whole.replaced, use) if plan_only else self._fast_enough(whole.replaced, use, which)
         healing, evaluation = None, None
         if not plan_only and whole.changed:
             healing, evaluation = self._make(corpus, calibration, whole, tokenizer, clock)
@@ -272,8 +238,6 @@ class _Job:
             proposal(self.folder, "plan.json").replace(self.folder / "plan.json")
         report = CompressReport(
             whole,
-            whole.parameters + whole.others,
-            before,
             calibration.tokens,
             calibration.loss,
             clock.seconds,
@@ -297,24 +261,8 @@ class _Job:
         write_page(place("report.html"), values)
         return report
 
-    def _calibrate(self, blocks: Tensor) -> Calibration:
-        return calibrate(
-            self.model,
-            blocks,
-            self.work.by_layer,
-            self.folder / "calibration",
-            batch=self.settings.batch_size,
-            fisher=self.settings.fisher,
-            on_layer=self.on_progress,
-        )
-
     def _make(
-        self,
-        corpus: Corpus,
-        calibration: Calibration,
-        whole: CompressPlan,
-        tokenizer: Any,
-        clock: _Clock,
+        self, corpus: Corpus, calibration: Calibration, whole: CompressPlan, tokenizer: Any, clock: _Clock
     ) -> tuple[HealReport | None, dict[str, Any] | None]:
         """Carry the plan out and heal; what the result is like beside the original, where that is asked for."""
         dense = [name for name in self.modules if name not in whole.replaced]
@@ -355,16 +303,11 @@ class _Job:
             if name in replaced:
                 configs[shape].append(replaced[name])
         conditions = SpeedConditions(settings.speed_for, settings.speed_batch, settings.sequence_length)
-        if self.speed_table is not None:
-            self.speed_table.check(configs, conditions)
-            return self.speed_table
-        return speed_table(
-            self.modules.values(),
-            configs,
-            conditions,
-            self.folder / "speed.json",
-            lambda done, total: self.on_progress("speed", done, total),
-        )
+        if self.given_table is not None:
+            self.given_table.check(configs, conditions)
+            return self.given_table
+        path, told = self.folder / "speed.json", self.work.told("speed")
+        return speed_table(self.modules.values(), configs, conditions, path, told)
 
     @property
     def _asks_for_speed(self) -> bool:
@@ -381,7 +324,7 @@ class _Job:
         if plan_only or not replaced:
             return
         if given_plan is not None:
-            self._fast_enough(speed, replaced, {}, "the plan that was given")
+            self._fast_enough(replaced, {}, "the plan that was given")
         elif self._slower(speed):
             warnings.warn(
                 f"a plan that keeps the same share of every layer would be slower than the original ({speed}), and a "
@@ -410,16 +353,16 @@ class _Job:
         return speed.ratio < 1 - NOISE and speed.before >= LEAST_SECONDS
 
     def _fast_enough(
-        self, speed: PlannedSpeed, replaced: Mapping[str, OperatorConfig], use: Mapping[str, float], which: str
+        self, replaced: Mapping[str, OperatorConfig], use: Mapping[str, float], which: str
     ) -> PlannedSpeed:
         """The plan's speed. Raises ValueError if it is slower than the original, measured a second time, too."""
-        path = self.folder / "speed.json"
-        if self._slower(speed) and self.speed_table is None:
+        path, speed = self.folder / "speed.json", self._speed(replaced, use)
+        if self._slower(speed) and self.given_table is None:
             path.unlink(missing_ok=True)  # it may have been measured under load
             speed = self._speed(replaced, use)
         if not self._slower(speed):
             return speed
-        by = "the table that was given" if self.speed_table is not None else f"{path}, measured twice on this machine"
+        by = "the table that was given" if self.given_table is not None else f"{path}, measured twice on this machine"
         raise ValueError(
             f"{which} would run slower than the original: {speed} ({by}). Give a budget of speed (speed=1.2), exclude "
             "small layers, or accept it with allow_slower"
@@ -430,30 +373,13 @@ class _Job:
         settings = self.settings
         if not settings.evaluate:
             return None
-        told = partial(self.on_progress, phase)
-        return observe(
-            self.model,
-            corpus.judging,
-            tokenizer,
-            settings.prompts,
-            settings.sample_tokens,
-            corpus.elsewhere,
-            settings.passages,
-            told,
-        )
+        asked = settings.prompts, settings.sample_tokens, corpus.elsewhere, settings.passages
+        return observe(self.model, corpus.judging, tokenizer, *asked, on_step=self.work.told(phase))
 
     def _heal(self, teacher: Any, blocks: Tensor, dense: list[str]) -> HealReport:
         """Train the compressed model on ``blocks``, but for some, spread evenly over them, that judge."""
         judge = torch.linspace(0, len(blocks) - 1, self.settings.held_out_blocks).round().long()
         kept = torch.ones(len(blocks), dtype=torch.bool)
         kept[judge] = False
-        return heal(
-            self.model,
-            teacher,
-            blocks[kept],
-            blocks[judge],
-            settings=self.settings,
-            dense=dense,
-            folder=self.folder,
-            on_progress=self.on_progress,
-        )
+        how: dict[str, Any] = {"settings": self.settings, "folder": self.folder, "on_progress": self.work.on_progress}
+        return heal(self.model, teacher, blocks[kept], blocks[judge], dense=dense, **how)

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from relinear.core.operator import OperatorConfig
 from relinear.core.settings import Seed, Settings
+from relinear.distill.settings import check_whole_blocks
 
 __all__ = ["CompressSettings"]
 
@@ -118,7 +119,12 @@ class CompressSettings(Settings):
         return given
 
     @model_validator(mode="after")
-    def _one_budget(self) -> CompressSettings:
+    def _consistent(self) -> CompressSettings:
+        for check in (self._check_budget, self._check_blocks, self._check_menu, self._check_healing):
+            check()
+        return self
+
+    def _check_budget(self) -> None:
         given = [name for name in BUDGETS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{given[0]} and {given[1]} are two budgets: give one of them")
@@ -128,59 +134,43 @@ class CompressSettings(Settings):
             )
         if self.speed is not None and not self.fisher:
             raise ValueError("speed takes fisher: without it every layer keeps the same share, whatever that saves")
-        return self
-
-    @model_validator(mode="after")
-    def _weighed(self) -> CompressSettings:
         if self.measured_points and not self.fisher:
             raise ValueError("measured_points correct what fisher predicts; leave fisher on or measure no points")
-        return self
 
-    @model_validator(mode="after")
-    def _whole_blocks(self) -> CompressSettings:
-        for name in ("tokens", "anchor_tokens"):
-            if getattr(self, name) < self.sequence_length:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} is less than one block of sequence_length={self.sequence_length}"
-                )
+    def _check_blocks(self) -> None:
+        check_whole_blocks(self, "tokens", "anchor_tokens")
+        if self.heal_tokens:
+            check_whole_blocks(self, "heal_held_out_tokens")
+
+    def _check_menu(self) -> None:
         if not self.menu:
             raise ValueError("menu is empty: name at least one operator, such as low_rank")
         for text in set(self.menu) - {"neurons"}:
             OperatorConfig.read(text)
-        if "neurons" in self.menu and len(self.menu) > 1:
+        if "neurons" not in self.menu:
+            return
+        if len(self.menu) > 1:
             raise ValueError("menu: neurons narrows all layers alike, so it stands alone; name no operator beside it")
-        if "neurons" in self.menu:
-            self._neurons_fit()
-        if self.menu == ("neurons",) and self.heal_tokens and self.heal == "operators":
-            raise ValueError("menu: neurons leaves no operators to heal; give heal=all, or heal=lora for adapters")
-        return self
-
-    def _neurons_fit(self) -> None:
         if self.keep is None or self.budget_of not in ("layers", "model"):
             given = f"budget_of={self.budget_of}" if self.keep else "bits" if self.bits else "speed"
             raise ValueError(f"menu: neurons meets budgets of parameters; give budget_of=layers or model, not {given}")
         if self.measured_points:
             raise ValueError("measured_points correct the choice among operators, and menu: neurons leaves none")
+        if self.heal_tokens and self.heal == "operators":
+            raise ValueError("menu: neurons leaves no operators to heal; give heal=all, or heal=lora for adapters")
 
-    @model_validator(mode="after")
-    def _healing_fits(self) -> CompressSettings:
+    def _check_healing(self) -> None:
         if not self.heal_tokens:
             if self.heal != "operators":
                 raise ValueError(f"heal={self.heal!r} says how, heal_tokens=0 that nothing is healed; give heal_tokens")
-            return self
+            return
         if self.heal_blocks < self.heal_batch:
             raise ValueError(
                 f"heal_tokens={self.heal_tokens} is less than one step of heal_batch={self.heal_batch} blocks of "
                 f"sequence_length={self.sequence_length}"
             )
-        if not self.held_out_blocks:
-            raise ValueError(
-                f"heal_held_out_tokens={self.heal_held_out_tokens} is less than one block of "
-                f"sequence_length={self.sequence_length}"
-            )
         if self.heal_batch > self.batch_size and self.heal_batch % self.batch_size:
             raise ValueError(f"heal_batch={self.heal_batch} must be a multiple of batch_size={self.batch_size}")
-        return self
 
     @property
     def by_bytes(self) -> bool:

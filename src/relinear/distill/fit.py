@@ -347,7 +347,7 @@ class Within:
 def held_out_perplexity(
     model: nn.Module, blocks: Tensor, batch: int, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> float | None:
-    """exp of the mean loss of every token (the first of each block aside) of blocks (N, T), by a model in eval mode.
+    """Return exp of the mean loss of every token but the first of each block (N, T), by a model in eval mode.
 
     None if the model returns no logits.
     """

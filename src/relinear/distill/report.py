@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["DistillProgress", "DistillReport", "LayerFit"]
+from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text, as_yaml, what_ran
+from relinear.pages.figures import PALETTE, Axis, Panel, Series
+from relinear.system.text import columns
+
+__all__ = ["DistillProgress", "DistillReport", "LayerFit", "distill_section"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,23 +82,60 @@ class DistillReport:
         for fit in self.layers:
             cosine = "" if fit.cosine is None else f"{fit.cosine:.4f}"
             operator = "retrained" if fit.retrained else fit.operator
-            figures = (
-                f"{fit.parameters:,}",
-                f"{fit.parameters_before:,}",
-                f"{fit.start_error:.4f}",
-                f"{fit.error:.4f}",
-            )
+            sizes = f"{fit.parameters:,}", f"{fit.parameters_before:,}"
+            errors = f"{fit.start_error:.4f}", f"{fit.error:.4f}"
             remark = "worse than an output of zeros" if fit.worse_than_zeros else ""
             pair = (fit.joint_start_error, fit.joint_error) if together else ()
             ends = ["" if value is None else f"{value:.4f}" for value in pair]
-            rows.append((fit.name, operator, *figures, cosine, *ends, remark))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = []
-        for row in rows:
-            left = [cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)]
-            right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
-            lines.append("  ".join((*left, *right)).rstrip())
+            rows.append((fit.name, operator, *sizes, *errors, cosine, *ends, remark))
+        table = columns(rows, left=2)
         if self.perplexity_before is not None and self.perplexity is not None:
             stated = f"{self.perplexity_before:,.2f} before, {self.perplexity:,.2f} after"
-            lines.append(f"perplexity on tokens that were not fitted on: {stated}")
-        return "\n".join(lines)
+            table += f"\nperplexity on tokens that were not fitted on: {stated}"
+        return table
+
+
+# The page
+
+
+def distill_section(report: Mapping[str, Any]) -> Section:
+    """Return what a page says of ``report``, the values of report.json."""
+    error = "KL (nats)" if report["loss"] == "kl" else "error"
+    layers = report["layers"]
+    blocks: list[Block] = []
+    before, after = report.get("perplexity_before"), report.get("perplexity")  # older reports have neither
+    if before is not None and after is not None:
+        blocks.append(Text(f"Perplexity on tokens that were not fitted on: {before:,.2f} before, {after:,.2f} after."))
+    what = "the divergence of the final logits" if report["loss"] == "kl" else "squared error over squared output"
+    blocks += [
+        Text("Layers", heading=True),
+        _table(layers, error),
+        Text(f"{error}: {what}, on validation tokens; the smaller, the nearer to the layer it replaced.", soft=True),
+        _chart(layers, error),
+        *what_ran(report),
+    ]
+    if report.get("settings"):
+        blocks.append(Listing("settings", as_yaml(report["settings"])))
+    return Section("Distillation", "distill", blocks)
+
+
+def _table(layers: list[Mapping[str, Any]], error: str) -> Table:
+    rows = []
+    for fit in layers:
+        operator = "retrained" if fit.get("retrained") else fit["operator"]
+        kept = Cell(f"{fit['parameters']:,}", fit["parameters"], f"{fit['parameters'] / fit['parameters_before']:.3g}×")
+        errors = [Cell(f"{fit[key]:.4f}", fit[key]) for key in ("start_error", "error")]
+        cosine = Cell("–" if fit["cosine"] is None else f"{fit['cosine']:.4f}", fit["cosine"])
+        rows.append(Row([fit["name"], operator, kept, f"{fit['parameters_before']:,}", *errors, cosine]))
+    return Table(["layer", "operator", "parameters", "before", f"start {error}", error, "cosine"], rows, (0, 1))
+
+
+def _chart(layers: list[Mapping[str, Any]], error: str) -> Chart:
+    shown = []
+    for number, (key, name) in enumerate((("start_error", "before fitting"), ("error", "after fitting"))):
+        values, places = [fit[key] for fit in layers], list(range(len(layers)))
+        texts = [f"{fit['name']}, {name}: {fit[key]:.4g}" for fit in layers]
+        look: dict[str, Any] = {"number": number, "mode": "points", "texts": texts}
+        shown.append(Series(name=name, colour=PALETTE[1 - number], x=places, y=values, **look))
+    panel = Panel(shown, Axis(title="layer, in the order of fitting"), Axis(title=error, from_zero=True))
+    return Chart("Every layer's error before and after fitting; point at a dot for its name.", panel)

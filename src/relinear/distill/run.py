@@ -51,10 +51,6 @@ __all__ = ["distill_"]
 OnProgress = Callable[[DistillProgress], None]
 
 
-def _silent(progress: DistillProgress) -> None:
-    return None
-
-
 def distill_(
     model: nn.Module,
     mapping: Mapping[str, OperatorConfig | str | None],
@@ -67,7 +63,7 @@ def distill_(
     settings: DistillSettings | Mapping[str, Any] | None = None,
     out_dir: str | Path | None = None,
     resume: bool = True,
-    on_progress: OnProgress = _silent,
+    on_progress: OnProgress = lambda progress: None,
 ) -> DistillReport:
     """Replace layers of a pretrained model by operators fitted to what the layers do on a corpus, in place.
 

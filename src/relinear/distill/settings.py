@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from relinear.core.settings import Seed, Settings
 
-__all__ = ["DistillSettings"]
+__all__ = ["DistillSettings", "check_whole_blocks"]
+
+
+def check_whole_blocks(settings: Any, *names: str) -> None:
+    """Raise ValueError unless each of these settings, a number of tokens, makes a block of ``sequence_length``."""
+    length = settings.sequence_length
+    for name in names:
+        if getattr(settings, name) < length:
+            raise ValueError(f"{name}={getattr(settings, name)} is less than one block of sequence_length={length}")
 
 
 class DistillSettings(Settings):
@@ -60,16 +68,8 @@ class DistillSettings(Settings):
     seed: Seed = 0
 
     @model_validator(mode="after")
-    def _whole_blocks(self) -> DistillSettings:
-        for name in ("tokens", "validation_tokens"):
-            if getattr(self, name) < self.sequence_length:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} is less than one block of sequence_length={self.sequence_length}"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _one_way_to_fit_together(self) -> DistillSettings:
+    def _consistent(self) -> DistillSettings:
+        check_whole_blocks(self, "tokens", "validation_tokens")
         if self.joint and self.loss == "kl":
             raise ValueError(
                 "joint=True is for the losses 'mse' and 'cosine': 'kl' fits a decoder layer together anyway"

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -62,18 +62,15 @@ def try_change(subject: Subject, text: str, change: Change, new: int = 30, seed:
     if not 0 <= new <= MOST_NEW_TOKENS:
         raise ValueError(f"between 0 and {MOST_NEW_TOKENS} tokens can be written, got {new}")
     subject.index.row(change.site, change.unit)
-    changes = [None, change, _alike(subject, change, seed)]
-    ids = subject.encode(text, new)
-    sides: list[dict[str, Any] | None] = []
+    ids, sides = subject.encode(text, new), dict[str, dict[str, Any]]()
     with subject.lock:
-        for one in changes:
-            if one is None and sides:
-                sides.append(None)
+        for side, one in (("before", None), ("after", change), ("control", _alike(subject, change, seed))):
+            if one is None and side == "control":
                 continue
             edits = {} if one is None else one.edits()
             shares = subject.shares_of(ids[None], edits)[0, -1]
             written = subject.continued(ids, new, edits) if new else ""
-            sides.append({"shares": shares, "text": written, "change": one})
+            sides[side] = {"shares": shares, "text": written, "change": one and one._asdict()}
     return _side_by_side(subject, sides) | {"code": code(subject, text, change, new)}
 
 
@@ -91,21 +88,16 @@ def _alike(subject: Subject, change: Change, seed: int) -> Change | None:
     return Change(*control, change.action, value)
 
 
-def _side_by_side(subject: Subject, sides: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+def _side_by_side(subject: Subject, sides: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The distributions over the tokens that are likely on one of the sides, and the texts."""
-    known = [side for side in sides if side is not None]
-    before = known[0]["shares"]
-    likely = torch.cat([side["shares"].topk(min(SHOWN, len(before))).indices for side in known]).unique()
+    before = sides["before"]["shares"]
+    likely = torch.cat([side["shares"].topk(min(SHOWN, len(before))).indices for side in sides.values()]).unique()
     likely = likely[before[likely].sort(descending=True).indices].tolist()
-    found: list[dict[str, Any] | None] = []
-    for side in sides:
-        if side is None:
-            found.append(None)
-            continue
+    found: dict[str, Any] = {"tokens": subject.tokens(likely), "control": None}
+    for name, side in sides.items():
         shares = side["shares"]
-        values = {"shares": shares[likely].tolist(), "text": side["text"], "divergence": divergence(before, shares)}
-        found.append(values | {"change": side["change"] and side["change"]._asdict()})
-    return {"tokens": subject.tokens(likely), "before": found[0], "after": found[1], "control": found[2]}
+        found[name] = {**side, "shares": shares[likely].tolist(), "divergence": divergence(before, shares)}
+    return found
 
 
 def code(subject: Subject, text: str, change: Change, new: int) -> str:

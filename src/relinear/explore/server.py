@@ -7,6 +7,7 @@ host (a name that is made to point here does not), come from this page where it 
 from __future__ import annotations
 
 import http
+import inspect
 import ipaddress
 import json
 import socket
@@ -32,72 +33,71 @@ _DISCARDED, _CHUNK = 1 << 23, 1 << 16
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-class _Asked:
-    """The values of a request, checked as they are taken out."""
-
-    def __init__(self, values: Mapping[str, Any], subjects: Sequence[Subject]) -> None:
-        self._values, self._subjects = values, subjects
-
-    def subject(self) -> Subject:
-        number = self.number("model", 0)
-        if not 0 <= number < len(self._subjects):
-            raise ValueError(f"model must be 0 to {len(self._subjects) - 1}, got {number}")
-        return self._subjects[number]
-
-    def text(self, name: str) -> str:
-        value = self._values.get(name)
-        if not isinstance(value, str):
-            raise ValueError(f"{name} must be a text, got {shown(value)}")
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"{name} holds half a character (a lone surrogate) and is no text") from None
-        return value
-
-    def number(self, name: str, default: int | None = None) -> int:
-        value = self._values.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | str) or not str(value).lstrip("-").isdecimal():
-            raise ValueError(f"{name} must be a whole number, got {shown(value)}")
-        if len(str(value)) > 15:
-            raise ValueError(f"{name} is too large")
-        return int(value)
-
-    def real(self, name: str) -> float:
-        value = self._values.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{name} must be a number, got {shown(value)}")
-        try:
-            return float(value)
-        except OverflowError:
-            raise ValueError(f"{name} is too large") from None
-
-    def unit(self) -> tuple[str, int]:
-        return self.text("site"), self.number("unit")
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a text, got {shown(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} holds half a character (a lone surrogate) and is no text") from None
+    return value
 
 
-def _unit(asked: _Asked) -> Any:
-    subject, (site, unit) = asked.subject(), asked.unit()
-    control = subject.control_of(site, unit, asked.number("seed", 0))
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str) or not str(value).lstrip("-").isdecimal():
+        raise ValueError(f"{name} must be a whole number, got {shown(value)}")
+    if len(str(value)) > 15:
+        raise ValueError(f"{name} is too large")
+    return int(value)
+
+
+def _real(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} must be a number, got {shown(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is too large") from None
+
+
+_READ: dict[str, Callable[[str, Any], Any]] = {"str": _text, "int": _whole, "float": _real}
+
+
+def _called(function: Callable[..., Any], values: Mapping[str, Any], subjects: Sequence[Subject]) -> Any:
+    """What a function of a subject gives for the values of a request, each of the type of its parameter."""
+    number = _whole("model", values.get("model", 0))
+    if not 0 <= number < len(subjects):
+        raise ValueError(f"model must be 0 to {len(subjects) - 1}, got {number}")
+    _, *parameters = inspect.signature(function).parameters.values()
+    given = {}
+    for one in parameters:
+        value = values.get(one.name, None if one.default is one.empty else one.default)
+        given[one.name] = _READ[one.annotation](one.name, value)
+    return function(subjects[number], **given)
+
+
+def _unit(subject: Subject, site: str, unit: int, seed: int = 0) -> Any:
+    control = subject.control_of(site, unit, seed)
     return {"unit": subject.unit(site, unit), "control": control and subject.unit(*control)}
 
 
-def _change(asked: _Asked) -> Any:
-    change = Change(*asked.unit(), asked.text("action"), asked.real("value"))
-    subject = asked.subject()
-    return try_change(subject, asked.text("text"), change, asked.number("new", 30), asked.number("seed", 0))
+def _change(
+    subject: Subject, text: str, site: str, unit: int, action: str, value: float, new: int = 30, seed: int = 0
+) -> Any:
+    return try_change(subject, text, Change(site, unit, action, value), new, seed)
 
 
 #: what may be asked for: with GET what the index knows, with POST what runs the model
-_ANSWERS: dict[tuple[str, str], Callable[[_Asked], Any]] = {
-    ("GET", "/api/units"): lambda asked: asked.subject().units(asked.text("site")),
+_ANSWERS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("GET", "/api/units"): Subject.units,
     ("GET", "/api/unit"): _unit,
-    ("GET", "/api/search"): lambda asked: asked.subject().search(asked.text("query")),
-    ("GET", "/api/text"): lambda asked: asked.subject().text(asked.number("row")),
-    ("POST", "/api/colour"): lambda asked: asked.subject().colour(asked.text("text"), *asked.unit()),
-    ("POST", "/api/next"): lambda asked: asked.subject().next_token(asked.text("text")),
+    ("GET", "/api/search"): Subject.search,
+    ("GET", "/api/text"): Subject.text,
+    ("POST", "/api/colour"): Subject.colour,
+    ("POST", "/api/next"): Subject.next_token,
     ("POST", "/api/change"): _change,
-    ("POST", "/api/effect"): lambda asked: effect(asked.subject(), *asked.unit(), asked.number("seed", 0)),
-    ("POST", "/api/prefix"): lambda asked: prefix_view(asked.subject(), asked.text("prefix"), asked.text("text")),
+    ("POST", "/api/effect"): effect,
+    ("POST", "/api/prefix"): prefix_view,
 }
 
 
@@ -152,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
             if answer is None:
                 raise _Refused(404, f"nothing is at {method} {parts.path}")
             values = self._body() if method == "POST" else dict(parse_qsl(parts.query, keep_blank_values=True))
-            self._send_json(200, answer(_Asked(values, self.server.subjects)))
+            self._send_json(200, _called(answer, values, self.server.subjects))
         except _Refused as refused:
             self._send_json(refused.status, {"error": str(refused)})
         except ValueError as error:

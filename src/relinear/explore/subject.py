@@ -24,6 +24,8 @@ __all__ = ["MOST_TOKENS", "SHOWN", "Subject"]
 
 #: tokens of a typed text
 MOST_TOKENS = 512
+#: units that a search finds
+MOST_FOUND = 50
 #: tokens of a distribution that are shown
 SHOWN = 10
 
@@ -136,7 +138,7 @@ class Subject:
         numbers = {name: float(tensors[name][row]) for name in ("low", "width", "mean", "std")}
         return found | numbers | {"counts": tensors["counts"][row].tolist()}
 
-    def search(self, query: str, most: int = 50) -> list[dict[str, Any]]:
+    def search(self, query: str) -> list[dict[str, Any]]:
         """Units whose marked tokens hold ``query`` in upper or lower case, those with most of them first."""
         wanted = query.strip().lower()
         if not wanted:
@@ -145,7 +147,7 @@ class Subject:
         known = marked[marked >= 0].unique()
         hits = [token for token in known.tolist() if wanted in self.token_text(token).lower()]
         counts = torch.isin(marked, torch.tensor(hits, dtype=torch.long)).sum(1)
-        best = counts.sort(descending=True, stable=True).indices[:most].tolist()
+        best = counts.sort(descending=True, stable=True).indices[:MOST_FOUND].tolist()
         found: list[dict[str, Any]] = []
         for row in best:
             if counts[row]:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["cut", "requirement"]
+__all__ = ["columns", "cut", "requirement"]
 
 
 def cut(text: str, most: int = 400) -> str:
     """``text`` without its middle where it is longer than ``most`` characters."""
     return text if len(text) <= most else f"{text[: most // 2]} [...] {text[-most // 2 :]}"
+
+
+def columns(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Return ``rows`` as lines, each column as wide as its widest cell; the first ``left`` of them flush left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = (
+        [cell.ljust(width) if at < left else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths))]
+        for row in rows
+    )
+    return "\n".join("  ".join(row).rstrip() for row in padded)
 
 
 #: start of the name that pydantic gives a fault, or a command line a type -> what a value must be

@@ -1,0 +1,150 @@
+"""What a compression works on: a model's layers that something may take the place of; what is refused beforehand."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relinear.compress.calibrate import Calibration, calibrate
+from relinear.compress.settings import CompressSettings
+from relinear.core.anatomy import layer_finder
+from relinear.core.operator import Operator, OperatorConfig, linear_features
+from relinear.core.vocabulary import most_positions
+from relinear.surgery.patterns import ALL_LINEAR
+from relinear.surgery.plan import plan
+from relinear.system.written import check_ours
+
+__all__ = ["OnProgress", "Work", "check_directory", "check_ids", "check_model_fits", "linear_layers", "model_name"]
+
+#: told the phase ("speed", "forward", "backward", "candidates", "points", "frontier", "original", "fit", "heal",
+#: "evaluation"), how much of it is done, and how much there is
+OnProgress = Callable[[str, int, int], None]
+
+#: what other work leaves in its directory, in which nothing is put beside it
+OTHERS = (
+    *("config.json", "run.json", "results.json", "scale.json", "distill.json", "sweep.json", "bench.json"),
+    *("models.json", "analyze.json", "coordinates.json"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a compression works on.
+
+    modules: the layers that may be replaced, by name. settings: of the compression. folder: of what is kept.
+
+    Raises:
+        ValueError: for a layer outside of the decoder layers, or fewer tokens than the widest layer has inputs.
+    """
+
+    model: Any
+    modules: Mapping[str, nn.Module]
+    settings: CompressSettings
+    folder: Path
+    on_progress: OnProgress
+    #: the layers by decoder layer
+    by_layer: dict[int, dict[str, nn.Module]] = dataclasses.field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        find = layer_finder(self.model)
+        for name, module in self.modules.items():
+            index = find(name)
+            if index is None:
+                raise ValueError(
+                    f"{name} lies outside of the decoder layers, which is all that is compressed: exclude it"
+                )
+            self.by_layer.setdefault(index, {})[name] = module
+        widest = max(linear_features(module)[0] for module in self.modules.values())
+        seen = self.settings.blocks * self.settings.sequence_length
+        if seen < widest:
+            raise ValueError(
+                f"tokens={self.settings.tokens}, in whole blocks of sequence_length={self.settings.sequence_length} "
+                f"{seen:,}, are fewer than the widest layer has inputs, {widest:,}; use more"
+            )
+
+    def told(self, phase: str) -> Callable[[int, int], None]:
+        """Return what is told how much of ``phase`` is done, and how much there is."""
+        return partial(self.on_progress, phase)
+
+    def on_a_copy(self) -> Work:
+        """Return the same work on a copy of the model."""
+        model = copy.deepcopy(self.model)
+        return dataclasses.replace(self, model=model, modules={n: model.get_submodule(n) for n in self.modules})
+
+    def calibrate(self, blocks: Tensor) -> Calibration:
+        """Return the moments of the layers over token ids (N, T); goes on from what the folder has of them."""
+        batch, fisher, where = self.settings.batch_size, self.settings.fisher, self.folder / "calibration"
+        how: dict[str, Any] = {"batch": batch, "fisher": fisher, "on_layer": self.on_progress}
+        return calibrate(self.model, blocks, self.by_layer, where, **how)
+
+
+def linear_layers(
+    model: Any, targets: str | Iterable[str] = ALL_LINEAR, exclude: str | Iterable[str] | None = None
+) -> dict[str, nn.Module]:
+    """Return the linear layers that patterns name and that are no operators yet; arguments as in ``replace_``.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    patterns = [targets] if isinstance(targets, str) else list(targets)
+    smallest = OperatorConfig.from_dict({"kind": "low_rank", "rank": 1})
+    found = plan(model, dict.fromkeys(patterns, smallest), exclude=exclude).replacements
+    left = {r.name: r.target.module for r in found if not isinstance(r.target.module, Operator)}
+    if not left:
+        raise ValueError(
+            f"all {len(found)} layers that targets= and exclude= name are operators already, as after a compression. "
+            "Give the original with a smaller budget, or fold it first (relinear.fold_)"
+        )
+    return left
+
+
+def model_name(model: Any) -> str:
+    """Return what a model is called: the last part of where it was loaded from, or its class."""
+    return Path(getattr(model, "name_or_path", "") or type(model).__name__).name
+
+
+def check_directory(folder: Path) -> None:
+    """Raise ValueError if ``folder`` is no directory, or one of other work."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; give a directory")
+    found = next((name for name in OTHERS if (folder / name).exists()), None)
+    if found is not None:
+        raise ValueError(f"{folder} holds other work ({found}): give a directory of its own")
+    check_ours(folder, "compress")
+
+
+@torch.no_grad()
+def check_model_fits(model: Any, sequence_length: int) -> None:
+    """Raise ValueError unless ``model`` is a decoder whose weights are all there, for sequences of this length."""
+    kind, config = type(model).__name__, getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{kind} has an encoder beside its decoder; decoders alone are compressed")
+    longest = most_positions(model)
+    if longest is not None and sequence_length > longest:
+        raise ValueError(
+            f"sequence_length={sequence_length} is more than the {longest} positions of {kind}; ask for at most as many"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"{kind}: {name} has no values (it is on the meta device, or off-loaded); load the model")
+        if not bool(torch.isfinite(parameter).all()):
+            raise ValueError(f"{kind}: {name} holds values that are not finite, so there is nothing to fit to")
+
+
+def check_ids(ids: Tensor, model: Any, what: str) -> None:
+    """Raise ValueError unless token ids (N, T) are ones that ``model`` embeds."""
+    entries = model.get_input_embeddings().weight.shape[0]
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"{what}: token ids must be integers, got {str(ids.dtype).removeprefix('torch.')}")
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < entries:
+        raise ValueError(
+            f"{what} has token ids from {int(ids.min())} to {int(ids.max())}, and {type(model).__name__} embeds "
+            f"0 to {entries - 1}: use the tokenizer of the model"
+        )
