@@ -4,29 +4,44 @@ The pages link to each other as files of the repository, so that they can be rea
 page and this folder the root; links are turned into those of the site, and lose their target where it is not on it.
 """
 
+import html
+import inspect
+import itertools
 import os
 import re
+import sys
 from pathlib import Path, PurePosixPath
 
 from latex2mathml.converter import convert
 from mkdocs.structure.files import File
 
 import relinear
+from relinear_cli.main import COMMANDS
+
+sys.path.insert(0, str(Path(__file__).parent / "make"))
+import commands
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?\)")
 SOURCE = re.compile(r'(src(?:set)?=")([^":]+)()"')
 PICTURES = (".png", ".svg")
+TAG = re.compile("<[^>]*>")
+#: a table of four and more columns that has more rows is folded
+MOST_ROWS = 14
 FORMULA = re.compile(r"^\$\$(.+?)\$\$", flags=re.S | re.M)
 
 
 def on_files(files, config):
     """Add README, CONTRIBUTING, CHANGELOG and what is in results/, and write the reference."""
     pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-    pages += [path for path in sorted((ROOT / "results").rglob("*")) if path.suffix in (".md", *PICTURES)]
+    found = sorted((ROOT / "results").rglob("*"))
+    pages += [
+        path for path in found if path.suffix in PICTURES or path.match("results/*.md") or path.match("results/*/*.md")
+    ]
     for path in pages:
         files.append(File.generated(config, place(path.relative_to(ROOT).as_posix()), abs_src_path=str(path)))
-    files.append(File.generated(config, "reference.md", content=reference()))
+    for name, text in (reference() | commands_and_settings() | gallery()).items():
+        files.append(File.generated(config, name, content=text))
     return files
 
 
@@ -54,6 +69,40 @@ def on_page_markdown(markdown, page, config, files):
     return gone.sub(lambda match: match[0] if is_on_site(match[2], page, files) else match[1], markdown)
 
 
+def on_page_content(content, page, config, files):
+    """Fit a page to a phone and to a reader: cells say their column (extra.css shows it), and records are folded.
+
+    Of the pages of results/ every section is folded but the first: they hold long tables and commands.
+    """
+    content = re.sub(r"<table>.*?</table>", labelled, content, flags=re.S)
+    if not page.file.src_uri.startswith("results/"):
+        return content
+    first, *sections = re.split(r"(?=<h2)", content)
+    for section in sections:
+        title, rest = section.split("</h2>", 1)
+        name = TAG.sub("", title).replace("&para;", "")
+        first += f"<details><summary>{name}</summary>{title}</h2>{rest}</details>"
+    opening = first.split("</p>")
+    if not sections and len(opening) > MOST_ROWS:
+        inside = "</p>".join(opening[3:])
+        first = "</p>".join(opening[:3]) + f"</p><details><summary>The whole record</summary>{inside}</details>"
+    return first
+
+
+def labelled(table):
+    """A table whose cells say their column, where it has too many to stand side by side on a phone."""
+    names = [html.escape(TAG.sub("", name)) for name in re.findall(r"<th[^>]*>(.*?)</th>", table[0], flags=re.S)]
+    if len(names) < 4:
+        return table[0]
+    named = itertools.cycle(names)
+    cells = re.sub("<td", lambda _: f'<td data-label="{next(named)}"', table[0])
+    shown = cells.replace("<table", f'<table data-columns="{len(names)}"', 1)
+    rows = cells.count("<tr") - 1
+    if rows <= MOST_ROWS:
+        return shown
+    return f"<details><summary>{rows} rows: {', '.join(names)}</summary>{shown}</details>"
+
+
 def is_on_site(target, page, files):
     """Whether a turned link leads to a file of the site."""
     path = os.path.normpath(str(PurePosixPath(page.file.src_uri).parent / target))
@@ -75,14 +124,40 @@ def home(path):
 
 
 def reference():
-    """The reference of all public names, by the room they live in."""
-    public = {name: getattr(relinear, name) for name in sorted(relinear.__all__)}
-    rooms: dict[str, list[str]] = {}
-    for name, value in public.items():
-        module = getattr(value, "__module__", None)  # what has none is a module, or the version
-        if module is not None:
-            rooms.setdefault(module.split(".")[1], []).append(f"::: {module}.{name}")
-    parts = ["# Reference", "Every public name of `relinear`, from its docstring."]
-    for room, found in sorted(rooms.items()):
-        parts += [f"## {room}", *found]
-    return "\n\n".join(parts) + "\n"
+    """Pages of the reference by their names: all public names, and each of them with its docstring."""
+    algebra = {f"clifford.{name}": getattr(relinear.clifford, name) for name in relinear.clifford.__all__}
+    names = {name: getattr(relinear, name) for name in relinear.__all__ if name != "__version__"} | algebra
+    listed = [
+        "# Reference",
+        "",
+        "Every public name, on a page of its own.",
+        "",
+        "| name | what it is |",
+        "| --- | --- |",
+    ]
+    made = {}
+    for name, value in sorted(names.items(), key=lambda found: found[0].lower()):
+        whole = inspect.ismodule(value)
+        place = value.__name__ if whole else f"{value.__module__}.{value.__qualname__}"
+        options = "    options: {members: []}\n" if whole else ""
+        made[f"reference/{name}.md"] = f"# relinear.{name}\n\n::: {place}\n{options}"
+        said = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
+        said = re.sub(r"``(.+?)``", r"`\1`", said).replace("|", r"\|")
+        listed.append(f"| [`{name}`](reference/{name}.md) | {said} |")
+    return made | {"reference.md": "\n".join(listed) + "\n"}
+
+
+def commands_and_settings():
+    """A page for every command, and for the settings of those that have many, as docs/make reads them."""
+    names = list(commands.made())
+    made = {f"commands/{name}.md": commands.page(name) for name in COMMANDS}
+    made |= {f"settings/{name}.md": commands.settings_page(name) for name in names}
+    listed = "\n".join(f"- [{name}](settings/{name}.md)" for name in names)
+    said = "What `--set` and recipes take, by the command that reads it. Operators' settings stand on their own pages."
+    return made | {"settings.md": f"# Settings\n\n{said}\n\n{listed}\n"}
+
+
+def gallery():
+    """The page of all operators: what README says of them."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split("## The operators\n")[1].split("\n## ")[0]
+    return {"operators.md": "# The operators\n" + text.replace("](docs/", "](")}

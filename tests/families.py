@@ -262,6 +262,8 @@ def page(record: Mapping[str, Any]) -> str:
     lines = [
         "# Families of models",
         "",
+        "![One operator's code serves every family of models](pictures/guide-families.svg)",
+        "",
         "Written by",
         "",
         "<!-- not run (minutes): every operator in a model of every family -->",

@@ -4,7 +4,9 @@ A block that cannot (a network, a GPU, corpora, minutes) says so in a comment ri
 ``<!-- not run (network): why -->``, and is counted here, so that none is left out in silence. Sizes alone are cut.
 """
 
+import html
 import importlib
+import inspect
 import json
 import os
 import re
@@ -39,7 +41,8 @@ NOT_RUN: dict[str, Counter] = {
     "docs/evaluation.md": Counter(network=2),
     "docs/families.md": Counter(minutes=1),
     "docs/speed.md": Counter(minutes=1),
-    "docs/tutorial.md": Counter(network=3, gpu=1),
+    "docs/start/operator.md": Counter(network=1),
+    "docs/tutorial.md": Counter(network=2, gpu=1),
     "README.md": Counter(network=1),
 }
 
@@ -160,7 +163,11 @@ def run_shell(text: str, language: str) -> None:
 
 #: pages whose blocks take half a minute to minutes even when they are cut
 LONG = [
-    f"docs/{name}.md" for name in ("cli", "compare", "compress", "data", "distributed", "speed", "training", "tutorial")
+    f"docs/{name}.md"
+    for name in (
+        *("cli", "compare", "compress", "data", "distributed", "speed", "training", "transfer", "tutorial"),
+        *("start/compress", "start/operator"),
+    )
 ]
 
 
@@ -246,7 +253,12 @@ def test_the_site_is_built_without_a_warning(tmp_path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stdout + done.stderr
-    assert 'id="relinear.operators.HDPL"' in (tmp_path / "site" / "reference.html").read_text(encoding="utf-8")
+    for name in {*relinear.__all__} - {"__version__"}:
+        text = re.sub("<[^>]+>", "", (tmp_path / "site" / "reference" / f"{name}.html").read_text(encoding="utf-8"))
+        said = (inspect.getdoc(getattr(relinear, name)) or "").split("\n")[0].split("``")[0].strip()
+        assert said[:40] in html.unescape(text), name
+    for name in COMMANDS:
+        assert f"relinear {name}" in (tmp_path / "site" / "commands" / f"{name}.html").read_text(encoding="utf-8")
     page = (tmp_path / "site" / "operators" / "hdpl.html").read_text(encoding="utf-8")
     assert "</math>" in page
     assert "$$" not in page

@@ -22,6 +22,7 @@ import evidence
 import forest
 import frontier
 import gpu
+import guides
 import measured
 import pictures
 import speed
@@ -114,6 +115,9 @@ def pages() -> dict[Path, str]:
         named = DOCS / "pictures" / forest.file_name(paper)
         found |= {Path(f"{named}-{theme}.svg"): forest.picture(theme, paper) for theme in forest.THEMES}
     found |= {DOCS / "pictures" / f"{kind}.svg": pictures.thumbnail(kind) for kind in pictures.PICTURES}
+    found |= {DOCS / "pictures" / f"guide-{name}.svg": guides.picture(name) for name in guides.PICTURES}
+    large = (DOCS / "large_models.md").read_text(encoding="utf-8")
+    found[DOCS / "pictures" / "guide-large_models.svg"] = guides.large_models(large)
     found |= {DOCS / "pictures" / f"{frontier.PICTURE}-{t}.svg": frontier.picture(t) for t in forest.THEMES}
     page = DOCS / "compress.md"
     of_page = {"frontier": frontier.frontier_table, "picture": frontier.in_page}

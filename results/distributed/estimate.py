@@ -2,7 +2,7 @@
 
     python results/distributed/estimate.py
 
-writes the table of ``docs/distributed.md``. Models are built without weights (meta device); nothing is measured.
+writes the table of ``docs/large_models.md``. Models are built without weights (meta device); nothing is measured.
 """
 
 # Legend: P parameters, U parameters of one decoder layer, N GPUs
@@ -23,7 +23,7 @@ from relinear.core.aux import named_operators
 from relinear.core.operator import OperatorConfig
 from relinear.surgery.parallel import split_parameters, tensor_parallel_plan
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "distributed.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "large_models.md"
 #: of the models that are called so: width, width of the MLP, layers, heads, heads of keys and values
 MODELS = {"7B": (4096, 11008, 32, 32, 32), "70B": (8192, 28672, 80, 64, 8)}
 VOCABULARY, CONTEXT = 32_000, 256
