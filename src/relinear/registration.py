@@ -4,7 +4,6 @@
 """
 
 import relinear.models.cgt  # the configuration, to transformers' Auto classes
-import relinear.models.cgt.objective
 import relinear.models.heads
 import relinear.operators
 import relinear.residual

@@ -32,6 +32,7 @@ __all__ = [
     "check_at_least",
     "check_choice",
     "check_divides",
+    "check_fits",
     "check_type",
     "environment",
     "first_settings",
@@ -324,6 +325,15 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     choices = list(choices)
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {shown(value)}")
+
+
+def check_fits(name: str, value: int, in_features: int, out_features: int) -> None:
+    """Raise ValueError if ``value``, a rank or a number of blocks, exceeds the smaller side of a layer."""
+    most = min(in_features, out_features)
+    if value > most:
+        raise ValueError(
+            f"{name}={value} exceeds min(in_features={in_features}, out_features={out_features}); choose at most {most}"
+        )
 
 
 def check_divides(name: str, value: int, **sizes: int) -> None:

@@ -7,15 +7,16 @@ a state that lacks them). Parts that have theirs are marked, so that nothing dra
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from relinear.core.operator import Operator
+from relinear.core.operator import Operator, swap_hooks
 from relinear.core.wrapper import Wrapper
 
-__all__ = ["draw_", "mark_drawn_"]
+__all__ = ["draw_", "mark_drawn_", "swap_module"]
 
 _MARK = "_is_hf_initialized"  # transformers' own, of modules and of what was loaded
 
@@ -39,3 +40,12 @@ def draw_(module: Any) -> None:
         with torch.no_grad():
             for tensor, value in loaded:
                 tensor.copy_(value)
+
+
+def swap_module(model: nn.Module, names: Iterable[str], source: nn.Module, target: nn.Module) -> None:
+    """Put ``target`` where ``source`` stands at each of ``names``; hooks stay where they were registered."""
+    swap_hooks(source, target)
+    mark_drawn_(target)
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, target)

@@ -52,8 +52,8 @@ def latent_operators(model: nn.Module) -> dict[str, LatentOperator]:
 
 
 @contextlib.contextmanager
-def _tapped(places: Mapping[str, Site], edits=(), observers=()) -> Iterator[None]:
-    """Add edits and observers, by the name of their site, for the length of a block; nests."""
+def _tapped(places: Mapping[str, Site], edits=(), observers=(), gives=None) -> Iterator[Any]:
+    """Add edits and observers, by the name of their site, for the length of a block (as ``gives``); nests."""
     added = []
     for name, site in places.items():
         previous = site.tap()
@@ -65,7 +65,7 @@ def _tapped(places: Mapping[str, Site], edits=(), observers=()) -> Iterator[None
         added.append((site, previous))
         site.put(tap)
     try:
-        yield
+        yield gives
     finally:
         for site, previous in added:
             site.put(previous)
@@ -98,13 +98,8 @@ def latents(model: nn.Module) -> AbstractContextManager[Latents]:
     Raises:
         ValueError: at the call, if no operator of ``model`` has a latent.
     """
-    return _recorded_into(Latents(), _latent_sites(model))
-
-
-@contextlib.contextmanager
-def _recorded_into(record: Latents, places: Mapping[str, Site]) -> Iterator[Latents]:
-    with _tapped(places, observers={name: [_Recorder(record, name)] for name in places}):
-        yield record
+    record, places = Latents(), _latent_sites(model)
+    return _tapped(places, observers={name: [_Recorder(record, name)] for name in places}, gives=record)
 
 
 def observe(model: nn.Module, observer: Callable[[str, Latent], None]) -> AbstractContextManager[None]:

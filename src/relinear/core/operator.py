@@ -134,8 +134,9 @@ class OperatorConfig(Config):
 class Operator(TokenTerms, CachingModule):
     """A module with the contract of ``nn.Linear``: (..., in_features) -> (..., out_features), never a tuple.
 
-    Subclasses take ``(config, in_features, out_features, *, bias, device, dtype)``, create their parameters, call
-    ``reset_parameters`` last, and implement ``forward`` and ``flops_per_token``; the rest as far as it makes sense.
+    Subclasses create their parameters in ``create`` (or in an ``__init__`` of these arguments, which then creates the
+    bias and calls ``reset_parameters`` last, too), and implement ``reset_parameters``, ``forward`` and
+    ``flops_per_token``; the rest as far as it makes sense.
     Every ``forward`` is held to the contract here: an input that is no floating-point tensor (..., in_features) is a
     ValueError that names the layer, whatever the mathematics behind would make of it.
     """
@@ -158,11 +159,24 @@ class Operator(TokenTerms, CachingModule):
         if "forward" in cls.__dict__:
             cls.forward = _checked(cls.forward)
 
-    def __init__(self, config: OperatorConfig, in_features: int, out_features: int) -> None:
+    def __init__(
+        self, config: OperatorConfig, in_features: int, out_features: int, *, bias: bool = True, **kw: Any
+    ) -> None:
         super().__init__()
         self.config = config
         self.in_features = in_features
         self.out_features = out_features
+        if type(self).create is not Operator.create:
+            self.create(**kw)
+            self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
+            self.reset_parameters()
+
+    def create(self, **kw: Any) -> None:
+        """Register parameters and buffers, without values yet; ``bias`` (out_features,) comes after them.
+
+        Args:
+            **kw: ``device`` and ``dtype`` of parameters.
+        """
 
     def reset_parameters(self) -> None:
         """Initialise every parameter from torch's global generator (in place, safe on meta)."""

@@ -2,8 +2,14 @@
 
 from relinear.core.places import is_fetched, missing_directory
 from relinear.models.heads import HeadBias, ReadoutScale
-from relinear.models.names import model_folder, model_place
-from relinear.models.presets import draw_as_torch_, from_preset, preset_config, preset_names
+from relinear.models.presets import (
+    draw_as_torch_,
+    from_preset,
+    model_folder,
+    model_place,
+    preset_config,
+    preset_names,
+)
 
 __all__ = [
     "HeadBias",

@@ -1,21 +1,24 @@
-"""Named model sizes of the papers, built from stock Hugging Face configs: surgery needs no model of our own."""
+"""Named model sizes of the papers, built from stock Hugging Face configs, and what else a model's name may mean."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from os.path import isfile
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import nearest, shown
 from relinear.core.operator import is_linear, linear_features
+from relinear.core.places import saved_place
 from relinear.core.record import sync_record
 from relinear.models.heads import HeadBias
 from relinear.system.text import cut
 
-__all__ = ["draw_as_torch_", "from_preset", "preset_config", "preset_names"]
+__all__ = ["draw_as_torch_", "from_preset", "model_folder", "model_place", "preset_config", "preset_names"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,3 +175,25 @@ def draw_as_torch_(model: Any) -> None:
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and head.weight.shape == table.weight.shape:
         table.weight.copy_(head.weight)
+
+
+def model_place(name: str, *, presets: bool = True) -> Literal["preset", "directory", "hub"]:
+    """Return where the model ``name`` is to be had, as far as can be told without a network.
+
+    Args:
+        name: what a user wrote.
+        presets: whether a preset would do.
+
+    Raises:
+        ValueError, FileNotFoundError, NotADirectoryError: as ``core.places.saved_place``, if it can be none of these.
+    """
+    known = preset_names() if presets else []
+    return "preset" if isinstance(name, str) and name in known else saved_place(name, presets=known)
+
+
+def model_folder(name: str) -> str:
+    """The folder of the model in the directory of a run (of ``train`` or ``distill``); any other name as it is."""
+    path = Path(name).expanduser()
+    inside = path / "model"
+    # os.path: a name that is too long for a file is no error here
+    return str(inside) if not isfile(path / "config.json") and isfile(inside / "config.json") else name

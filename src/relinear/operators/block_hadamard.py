@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from relinear.core.config import MOST_LAYERS, Bounds, Count, register
+from relinear.core.config import MOST_LAYERS, Bounds, Count, check_fits, register
 from relinear.core.dense_cache import dense_form
 from relinear.core.operator import Operator, OperatorConfig
 from relinear.core.parameters import ListedParameters
@@ -37,16 +37,12 @@ class BlockHadamardLinear(Operator):
     config: BlockHadamard
     tensor_parallel: ClassVar = {"blocks": 0}
 
-    def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
-        super().__init__(config, in_features, out_features)
-        kw = {"device": device, "dtype": dtype}
-        k = config.blocks
-        sizes = block_hadamard_sizes(in_features, out_features, k, config.depth)
+    def create(self, **kw: Any) -> None:
+        k = self.config.blocks
+        sizes = block_hadamard_sizes(self.in_features, self.out_features, k, self.config.depth)
         self.blocks = ListedParameters(
             nn.Parameter(torch.empty(k, n_out // k, n_in // k, **kw)) for n_in, n_out in sizes
         )
-        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Blocks with variance 1 / fan-in: unit-variance inputs give unit-variance outputs; zero bias."""
@@ -106,11 +102,7 @@ class BlockHadamard(OperatorConfig):
     mix_input: bool = True
 
     def check_shape(self, in_features: int, out_features: int) -> None:
-        if self.blocks > min(in_features, out_features):
-            raise ValueError(
-                f"blocks={self.blocks} exceeds min(in_features={in_features}, out_features={out_features}); "
-                f"choose at most {min(in_features, out_features)}"
-            )
+        check_fits("blocks", self.blocks, in_features, out_features)
 
     def resized(self, in_features: int, out_features: int, scale: float) -> BlockHadamard:
         blocks = max(1, min(round(self.blocks / scale), in_features, out_features))

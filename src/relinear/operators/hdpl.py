@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -51,16 +51,12 @@ class HDPLLinear(LatentOperator):
     tensor_parallel: ClassVar = {"blocks": 0, "mu": 0, "logvar": 0, "decoder": 1}
     orthogonal_start = ("mu", "decoder")
 
-    def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
-        super().__init__(config, in_features, out_features)
-        kw = {"device": device, "dtype": dtype}
-        k = config.blocks
-        self.blocks = nn.Parameter(torch.empty(k, out_features // k, in_features // k, **kw))
-        self.mu = AffineParameters(config.rank, in_features, **kw)
-        self.logvar = AffineParameters(config.rank, in_features, **kw) if config.noise else None
-        self.decoder = AffineParameters(out_features, config.rank, bias=False, **kw)
-        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
-        self.reset_parameters()
+    def create(self, **kw: Any) -> None:
+        k, rank = self.config.blocks, self.config.rank
+        self.blocks = nn.Parameter(torch.empty(k, self.out_features // k, self.in_features // k, **kw))
+        self.mu = AffineParameters(rank, self.in_features, **kw)
+        self.logvar = AffineParameters(rank, self.in_features, **kw) if self.config.noise else None
+        self.decoder = AffineParameters(self.out_features, rank, bias=False, **kw)
 
     @property
     def latent_size(self) -> int:

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from relinear.core.config import Count, register
+from relinear.core.config import Count, check_fits, register
 from relinear.core.dense_cache import dense_form
 from relinear.core.moments import Moments
 from relinear.core.operator import Operator, OperatorConfig, dense_weight, linear_features
@@ -65,13 +65,9 @@ class LowRankLinear(RankLinear):
     fixed_fan_out = ("down",)
     tensor_parallel: ClassVar = {"down": 0, "up": 1}
 
-    def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
-        super().__init__(config, in_features, out_features)
-        kw = {"device": device, "dtype": dtype}
-        self.down = nn.Parameter(torch.empty(config.rank, in_features, **kw))
-        self.up = nn.Parameter(torch.empty(out_features, config.rank, **kw))
-        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
-        self.reset_parameters()
+    def create(self, **kw: Any) -> None:
+        self.down = nn.Parameter(torch.empty(self.config.rank, self.in_features, **kw))
+        self.up = nn.Parameter(torch.empty(self.out_features, self.config.rank, **kw))
 
     def reset_parameters(self) -> None:
         """Both factors with variance 1 / fan-in, so that unit-variance inputs give unit-variance outputs; zero bias."""
@@ -103,11 +99,7 @@ class RankConfig(OperatorConfig):
     rank: Count = 64
 
     def check_shape(self, in_features: int, out_features: int) -> None:
-        if self.rank > min(in_features, out_features):
-            raise ValueError(
-                f"rank={self.rank} exceeds min(in_features={in_features}, out_features={out_features}); "
-                f"choose a rank of at most {min(in_features, out_features)}"
-            )
+        check_fits("rank", self.rank, in_features, out_features)
 
     def resized(self, in_features: int, out_features: int, scale: float) -> Self:
         rank = max(1, min(round(self.rank * scale), in_features, out_features))

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from relinear.core.config import Count, register
+from relinear.core.config import Count, check_fits, register
 from relinear.core.dense_cache import dense_form
 from relinear.core.operator import Operator, OperatorConfig
 from relinear.functional.monarch import monarch, monarch_dense, monarch_factors
@@ -32,14 +32,11 @@ class MonarchLinear(Operator):
     config: Monarch
     tensor_parallel: ClassVar = {"right": 0, "left": 0}
 
-    def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
-        super().__init__(config, in_features, out_features)
-        kw = {"device": device, "dtype": dtype}
-        k, inner = config.blocks, config.blocks * config.rank_for(in_features, out_features)
-        self.right = nn.Parameter(torch.empty(k, inner, -(-in_features // k), **kw))
-        self.left = nn.Parameter(torch.empty(k, -(-out_features // k), inner, **kw))
-        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
-        self.reset_parameters()
+    def create(self, **kw: Any) -> None:
+        k, inputs, outputs = self.config.blocks, self.in_features, self.out_features
+        inner = k * self.config.rank_for(inputs, outputs)
+        self.right = nn.Parameter(torch.empty(k, inner, -(-inputs // k), **kw))
+        self.left = nn.Parameter(torch.empty(k, -(-outputs // k), inner, **kw))
 
     @property
     def fixed_fan_in(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -103,13 +100,8 @@ class Monarch(OperatorConfig):
         return self.rank or max(1, min(in_features, out_features) // self.blocks**2)
 
     def check_shape(self, in_features: int, out_features: int) -> None:
-        smaller = min(in_features, out_features)
-        if self.blocks > smaller:
-            raise ValueError(
-                f"blocks={self.blocks} exceeds min(in_features={in_features}, out_features={out_features}); "
-                f"choose at most {smaller}"
-            )
-        largest = -(-smaller // self.blocks)
+        check_fits("blocks", self.blocks, in_features, out_features)
+        largest = -(-min(in_features, out_features) // self.blocks)
         if self.rank_for(in_features, out_features) > largest:
             raise ValueError(
                 f"rank={self.rank} exceeds the size of a sub-block, {largest}, with blocks={self.blocks}, "

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,14 +40,11 @@ class PivotedLowRankLinear(RankLinear):
     tensor_parallel: ClassVar = {"mix": 0, "up": 1}
     order: Tensor
 
-    def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
-        super().__init__(config, in_features, out_features)
-        kw = {"device": device, "dtype": dtype}
-        self.register_buffer("order", torch.empty(in_features, dtype=torch.int32, device=device))
-        self.mix = nn.Parameter(torch.empty(config.rank, in_features - config.rank, **kw))
-        self.up = nn.Parameter(torch.empty(out_features, config.rank, **kw))
-        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
-        self.reset_parameters()
+    def create(self, **kw: Any) -> None:
+        rank, inputs = self.config.rank, self.in_features
+        self.register_buffer("order", torch.empty(inputs, dtype=torch.int32, device=kw.get("device")))
+        self.mix = nn.Parameter(torch.empty(rank, inputs - rank, **kw))
+        self.up = nn.Parameter(torch.empty(self.out_features, rank, **kw))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.clifford.blades import MAX_DIMENSION, device_table
-from relinear.core.config import MOST_LAYERS, Bounds, Count, NonNegative, check_choice, check_type, register
+from relinear.core.config import MOST_LAYERS, Bounds, Count, NonNegative, check_choice, register
 from relinear.core.dense_cache import dense_inference
 from relinear.core.inference import ParameterCache
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, ParamRole
@@ -110,11 +110,10 @@ class RotorLinear(Operator):
     exit: SandwichSum | None
     slope: nn.Parameter | None
 
-    def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
-        super().__init__(config, in_features, out_features)
+    def create(self, **kw: Any) -> None:
+        config, in_features, out_features = self.config, self.in_features, self.out_features
         window = window_size(in_features, out_features)
         self.inner = inner = config.inner_size(in_features, out_features)
-        kw = {"device": device, "dtype": dtype}
         if config.depth:
             self.entry = SandwichSum(config, in_features, inner, window_size(in_features, inner), 1, **kw)
             self.hidden = nn.ModuleList(_Branches(config, inner, k, **kw) for k in range(config.depth))
@@ -126,8 +125,6 @@ class RotorLinear(Operator):
             config.depth and config.activation == "prelu" and (config.activate_entry or config.slopes == "shared")
         )
         self.register_parameter("slope", nn.Parameter(torch.empty(1, **kw)) if has_slope else None)
-        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
-        self.reset_parameters()
 
     def _stages(self) -> list[SandwichSum | _Branches]:
         hidden = cast("list[_Branches]", list(self.hidden))
@@ -372,34 +369,22 @@ class Rotor(OperatorConfig):
         check_choice("activation", self.activation, ACTIVATIONS)
         if not self.init_std > 0:
             raise ValueError(f"init_std must be positive, got {self.init_std!r}: equal rotors would stay equal")
-        self._check_inner()
-        self._check_depth()
-        if self.power_iterations is not None and self.terms != "rotor":
-            raise ValueError(f"power_iterations decompose the bivectors of rotors; terms={self.terms!r} has none")
-
-    def _check_inner(self) -> None:
-        if isinstance(self.inner, str):
-            check_choice("inner", self.inner, ("both", "input"))
-            return
-        check_type("inner", self.inner, int)
-        if self.inner not in {1 << n for n in range(1, MAX_DIMENSION + 1)}:
+        sizes = {1 << n for n in range(1, MAX_DIMENSION + 1)}
+        if self.inner not in ("both", "input") and (type(self.inner) is not int or self.inner not in sizes):
             raise ValueError(
                 f"inner must be 'both', 'input' or a power of two from 2 to {1 << MAX_DIMENSION}, got {self.inner!r}"
             )
-
-    def _check_depth(self) -> None:
-        for name in ("activate_entry", "residual"):
-            if getattr(self, name) and not self.depth:
-                raise ValueError(f"{name}=True is about a network's layers and needs a depth of 1 or more, got depth=0")
-        if self.inner != "both" and not self.depth:
-            raise ValueError(
-                f"inner={self.inner!r} is the width of a network and needs a depth of 1 or more, got depth=0"
-            )
+        for name, unused in (("activate_entry", False), ("residual", False), ("inner", "both")):
+            value = getattr(self, name)
+            if value != unused and not self.depth:
+                raise ValueError(f"{name}={value!r} is about a network, which needs a depth of 1 or more, got depth=0")
         if self.permute_terms and self.depth:
             raise ValueError(
                 f"permute_terms=True is about the plain sum, depth=0, got depth={self.depth}; the branches of a "
                 "network are permuted by permute=True"
             )
+        if self.power_iterations is not None and self.terms != "rotor":
+            raise ValueError(f"power_iterations decompose the bivectors of rotors; terms={self.terms!r} has none")
 
     @classmethod
     def authors(cls, **changes: Any) -> Rotor:

@@ -27,6 +27,7 @@ from relinear.core.anatomy import named_in
 from relinear.core.attachment import AttachmentConfig, attachments
 from relinear.core.aux import named_operators
 from relinear.core.config import UnknownKindError, nearest, shown
+from relinear.core.drawn import swap_module
 from relinear.core.operator import OperatorConfig, check_model, is_linear
 from relinear.core.places import saved_place
 from relinear.core.record import FORMAT_VERSION, METHOD, config_record, sync_record
@@ -34,7 +35,6 @@ from relinear.core.vocabulary import token_tables
 from relinear.surgery.card import is_own_card
 from relinear.surgery.saved_config import as_in_memory_
 from relinear.surgery.select import OWN_PREFIX
-from relinear.surgery.swap import swap_module
 from relinear.system.files import atomic_directory, read_json, writing
 from relinear.system.text import cut
 

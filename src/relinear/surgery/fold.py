@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.aux import named_operators
+from relinear.core.drawn import swap_module
 from relinear.core.modes import evaluating
 from relinear.core.operator import NotLinearError, Operator, check_model, dense_in_float32
 from relinear.core.record import sync_record
-from relinear.surgery.swap import swap_module
 
 __all__ = ["FoldReport", "fold_"]
 

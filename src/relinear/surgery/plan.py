@@ -15,6 +15,7 @@ from relinear.core.anatomy import unwrapped
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import check_choice, shown
 from relinear.core.context import check_conditioned
+from relinear.core.drawn import swap_module
 from relinear.core.operator import Init, Operator, OperatorConfig, check_model, linear_features
 from relinear.core.readers import reader_of_weight
 from relinear.core.record import METHOD, sync_record
@@ -23,7 +24,6 @@ from relinear.surgery.coverage import warn_of_gaps
 from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.select import Target, is_tied, select_targets
 from relinear.surgery.summary import Summary, module_flops, module_parameters, summary
-from relinear.surgery.swap import swap_module
 
 __all__ = ["Plan", "Replacement", "attach_", "plan", "replace_"]
 

@@ -15,7 +15,7 @@ from relinear.core.aux import IGNORED_LABEL, aux_losses
 from relinear.core.config import check_at_least, check_type, register, shown
 from relinear.core.modes import evaluating
 from relinear.core.objective import Objective, ObjectiveConfig, kl_terms
-from relinear.models.names import model_folder, model_place
+from relinear.models.presets import model_folder, model_place
 from relinear.surgery.checkpoint import from_pretrained
 
 __all__ = ["Distill", "against", "divergence"]

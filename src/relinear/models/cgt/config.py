@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from transformers import AutoConfig, GPT2Config
@@ -11,10 +11,7 @@ from transformers import AutoConfig, GPT2Config
 from relinear.core.config import UnknownSettingError, check_at_least, check_choice, check_type, nearest, shown
 from relinear.core.record import without_loader
 
-__all__ = ["CGTConfig", "when_made"]
-
-#: called with every configuration that is made: what a model of it needs (``relinear.models.cgt`` loads the classes)
-when_made: list[Callable[[], object]] = []
+__all__ = ["CGTConfig"]
 
 #: keywords that any configuration of transformers takes beside its fields, or has written in earlier versions
 _OF_TRANSFORMERS = frozenset(
@@ -139,8 +136,6 @@ class CGTConfig(GPT2Config):
         if self.add_cross_attention:
             raise ValueError("a CGT has no cross-attention; leave add_cross_attention at False")
         super().__post_init__(**kwargs)
-        for work in when_made:
-            work()
 
 
 AutoConfig.register(CGTConfig.model_type, CGTConfig)

@@ -5,19 +5,16 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from relinear.core.aux import named_operators
 from relinear.core.operator import NotLinearError, dense_in_float32
-
-if TYPE_CHECKING:
-    from transformers import GPT2LMHeadModel
-
-    from relinear.models.cgt.layers import Modulator
-    from relinear.models.cgt.model import CGTForCausalLM
+from relinear.models.cgt.layers import Modulator
+from relinear.models.cgt.model import CGTForCausalLM
 
 __all__ = ["specialize"]
 
@@ -48,10 +45,6 @@ def specialize(
         ValueError: if the model is no CGT language model, the prefix is empty or a batch, both or neither of the two
             sources are given, no position is left, or an operator in the x stream is no plain matrix.
     """
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    from relinear.models.cgt.model import CGTForCausalLM
-
     if not isinstance(model, CGTForCausalLM):
         raise ValueError(f"specialize takes a CGTForCausalLM, got {type(model).__name__}")
     config = model.config
