@@ -65,11 +65,8 @@ def aux_losses(model: nn.Module) -> dict[str, Tensor]:
         ValueError: if ``model`` is no model.
     """
     check_model(model, "aux_losses")
-    return {
-        f"{name}/{key}": value
-        for name, operator in named_operators(model)
-        for key, value in operator.aux_losses().items()
-    }
+    found = ((name, operator.aux_losses()) for name, operator in named_operators(model))
+    return {f"{name}/{key}": value for name, values in found for key, value in values.items()}
 
 
 def operator_metrics(model: nn.Module) -> dict[str, Tensor]:

@@ -34,6 +34,7 @@ __all__ = [
     "is_linear",
     "linear_features",
     "linear_of",
+    "plain_linear",
     "swap_hooks",
 ]
 
@@ -370,6 +371,39 @@ def dense_in_float32(operator: Operator) -> tuple[Tensor, Tensor | None]:
     wide = operator if dtype in (torch.float32, torch.float64) else deepcopy(operator).float()
     weight, bias = wide.to_dense().to(dtype).contiguous(), wide.dense_bias()
     return weight, None if bias is None else bias.to(dtype)
+
+
+@torch.no_grad()
+def plain_linear(operator: Operator) -> nn.Module:
+    """Return the nn.Linear (Conv1D in GPT-2) of a context-free operator, multiplied out in float32 at least.
+
+    Raises:
+        NotLinearError: if the operator is no matrix, or one a token, or has an offset that its layer cannot hold.
+    """
+    if operator.config.conditioned:
+        raise NotLinearError(f"{operator.config.kind} depends on the context of each token")
+    reference = next(operator.parameters())
+    trainable = reference.requires_grad
+    dtype = reference.dtype
+    weight, bias = dense_in_float32(operator)
+    if weight.ndim != 2:
+        raise NotLinearError(f"{operator.config.kind} has one matrix per token")
+    if bias is not None and operator.bias is None:
+        raise NotLinearError(f"{operator.config.kind} has an offset that the bias-free layer it replaced cannot hold")
+    linear: Any
+    if operator.replaces_conv1d:
+        from transformers.pytorch_utils import Conv1D
+
+        linear = Conv1D(operator.out_features, operator.in_features).to(reference.device, dtype)
+        linear.weight.copy_(weight.T)
+    else:
+        linear = nn.Linear(
+            operator.in_features, operator.out_features, bias is not None, device=reference.device, dtype=dtype
+        )
+        linear.weight.copy_(weight)
+    if linear.bias is not None:
+        linear.bias.zero_() if bias is None else linear.bias.copy_(bias)
+    return linear.train(operator.training).requires_grad_(trainable)
 
 
 def dense_bias(module: Any) -> Tensor | None:

@@ -126,15 +126,24 @@ class CCLLinear(Gated, Operator):
 
     def _through_taps(self, x: Tensor, features: Tensor, shares: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """The gates (..., R) and (..., O) of the tokens of x, as the taps give them back; None for what is off."""
-        inner = outer = None
-        if self.basis_gate is not None:
-            inner = gate(features, *_affine(self.basis_gate)) if shares is None else shares
-            inner = self._tapped("basis_gate", inner.expand(*x.shape[:-1], -1))
-            inner = inner.repeat_interleave(self.config.rank // self.config.basis_gates, -1)
+        inner, outer = (
+            value if value is None else self._tapped(name, value.expand(*x.shape[:-1], -1))
+            for name, value in zip(("basis_gate", "output_gate"), self._gates(features, shares), strict=True)
+        )
+        return None if inner is None else self._of_features(inner), outer
+
+    def _gates(self, features: Tensor, shares: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The gates of the basis (..., R), or the shares of templates (..., E), and of the outputs (..., O)."""
+        inner, outer = shares, None
+        if inner is None and self.basis_gate is not None:
+            inner = gate(features, *self.basis_gate())
         if self.output_gate is not None:
-            outer = gate(features, *_affine(self.output_gate))
-            outer = self._tapped("output_gate", outer.expand(*x.shape[:-1], -1))
+            outer = gate(features, *self.output_gate())
         return inner, outer
+
+    def _of_features(self, gates: Tensor) -> Tensor:
+        """Gates of the basis as one for every feature (..., R)."""
+        return gates.repeat_interleave(self.config.rank // self.config.basis_gates, -1)
 
     def _shares(self, probabilities: Tensor) -> Tensor:
         """What a token takes of every template, (..., E): its probability, or zero where it is not selected."""
@@ -168,15 +177,12 @@ class CCLLinear(Gated, Operator):
         if context is None:
             context = current_context(None, self.config.context_dim, "ccl")
         features = self._features(context)
-        gates = {}
+        shares = None
         if self.config.composition != "gates":
             shares = self._shares(template_shares(features, *_affine(self.basis_gate)))
-            gates["basis"] = shares.repeat_interleave(self.config.rank // self.config.templates, -1)
-        elif self.basis_gate is not None:
-            gates["basis"] = gate(features, *_affine(self.basis_gate))
-        if self.output_gate is not None:
-            gates["output"] = gate(features, *_affine(self.output_gate))
-        return gates
+        inner, outer = self._gates(features, shares)
+        gates = {"basis": None if inner is None else self._of_features(inner), "output": outer}
+        return {name: value for name, value in gates.items() if value is not None}
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """(mix (O, R), basis (R, I)): W_eff is diag(g_out) mix diag(g_basis) basis."""

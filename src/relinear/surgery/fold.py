@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from relinear.core.aux import named_operators
 from relinear.core.drawn import swap_module
 from relinear.core.modes import evaluating
-from relinear.core.operator import NotLinearError, Operator, check_model, dense_in_float32
+from relinear.core.operator import NotLinearError, check_model, plain_linear
 from relinear.core.record import sync_record
 
 __all__ = ["FoldReport", "fold_"]
@@ -58,7 +58,7 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
     left: dict[str, str] = {}
     for name, operator in found.items():
         try:
-            plain[name] = _to_linear(operator)
+            plain[name] = plain_linear(operator)
         except NotLinearError as error:
             left[name] = str(error)
     before = _logits(model, inputs)
@@ -73,33 +73,6 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
     if verbose:
         print(report)
     return report
-
-
-def _to_linear(operator: Operator) -> nn.Module:
-    if operator.config.conditioned:
-        raise NotLinearError(f"{operator.config.kind} depends on the context of each token")
-    reference = next(operator.parameters())
-    trainable = reference.requires_grad
-    dtype = reference.dtype
-    weight, bias = dense_in_float32(operator)
-    if weight.ndim != 2:
-        raise NotLinearError(f"{operator.config.kind} has one matrix per token")
-    if bias is not None and operator.bias is None:
-        raise NotLinearError(f"{operator.config.kind} has an offset that the bias-free layer it replaced cannot hold")
-    linear: Any
-    if operator.replaces_conv1d:
-        from transformers.pytorch_utils import Conv1D
-
-        linear = Conv1D(operator.out_features, operator.in_features).to(reference.device, dtype)
-        linear.weight.copy_(weight.T)
-    else:
-        linear = nn.Linear(
-            operator.in_features, operator.out_features, bias is not None, device=reference.device, dtype=dtype
-        )
-        linear.weight.copy_(weight)
-    if linear.bias is not None:
-        linear.bias.zero_() if bias is None else linear.bias.copy_(bias)
-    return linear.train(operator.training).requires_grad_(trainable)
 
 
 def _logits(model: Any, inputs: Tensor | dict[str, Tensor] | None) -> Tensor | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from relinear.core.aux import named_operators
-from relinear.core.operator import NotLinearError, dense_in_float32
+from relinear.core.operator import NotLinearError, plain_linear
 from relinear.models.cgt.layers import Modulator
 from relinear.models.cgt.model import CGTForCausalLM
 
@@ -95,15 +95,11 @@ def _stock_state(model: CGTForCausalLM) -> dict[str, Tensor]:
         if not _is_stock(name):
             continue
         try:
-            if operator.config.conditioned:
-                raise NotLinearError(f"{operator.config.kind} depends on the context of each token")
-            weight, bias = dense_in_float32(operator)
+            plain = plain_linear(operator)
         except NotLinearError as error:
             raise ValueError(f"{name} cannot become a layer of a stock GPT-2: {error}") from error
         state = {key: value for key, value in state.items() if not key.startswith(f"{name}.")}
-        state[f"{name}.weight"] = weight.T.contiguous() if operator.replaces_conv1d else weight
-        if bias is not None:
-            state[f"{name}.bias"] = bias
+        state |= {f"{name}.{key}": value for key, value in plain.state_dict().items()}
     return state
 
 
