@@ -108,15 +108,6 @@ def block_hadamard_arguments(dtype: torch.dtype) -> Iterator[tuple]:
         yield torch.randn(rows, in_features, dtype=dtype), stages, out_features, bias, False
 
 
-def _block_hadamard_dense_arguments(dtype: torch.dtype) -> Iterator[tuple]:
-    """Padded inputs and two stages, with the transform before them and without, and a matrix that is too large."""
-    for in_features, out_features, blocks, depth in ((16, 16, 4, 1), (96, 40, 4, 1), (20, 24, 3, 2), (1500, 4, 2, 1)):
-        widths = block_hadamard_sizes(in_features, out_features, blocks, depth)
-        stages = [torch.randn(blocks, o // blocks, i // blocks, dtype=dtype) for i, o in widths]
-        yield stages, in_features
-        yield stages, in_features, False
-
-
 def quantized_arguments(dtype: torch.dtype) -> Iterator[tuple]:
     """All bits, sizes that kernels take and that they do not, with zero points and a bias and without."""
     for bits, inputs, group, rows in (
@@ -366,12 +357,6 @@ TWINS: list[Twin] = [
         reference=functional_block_hadamard.block_hadamard,
         fast=kernels_block_hadamard.block_hadamard,
         arguments=block_hadamard_arguments,
-    ),
-    Twin(
-        kind="block_hadamard-dense",
-        reference=functional_block_hadamard.block_hadamard_dense,
-        fast=kernels_block_hadamard.block_hadamard_dense,
-        arguments=_block_hadamard_dense_arguments,
     ),
     Twin(
         kind="quantized",

@@ -2,14 +2,11 @@
 
     python results/speed/dense_or_structured.py > results/speed/dense_or_structured.txt
 
-Prints the time of each structured form relative to dense nn.Linear (median of interleaved rounds; above 1 is slower);
-of training steps, behind it, that through a dense matrix which is composed in every step.
+Prints the time of each structured form relative to dense nn.Linear (median of interleaved rounds; above 1 is slower).
 """
 
 import functools
-import math
 import sys
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -28,9 +25,8 @@ CONFIGS = {
 
 
 SIZES = 64, 128, 256, 512, 1024, 2048
-#: what has no layer made dense, and what has every layer composed: all sizes, from no tokens on
+#: what has no layer made dense
 NEVER = Dense("never", {})
-ALWAYS = Dense("always", {}, dict.fromkeys((torch.float32, torch.bfloat16), ((0, math.inf),)))
 
 
 def inference(dtype: torch.dtype, tokens: int, size: int) -> str:
@@ -52,46 +48,16 @@ def bounded(module: nn.Module, bounds: Dense) -> None:
         sys.modules[type(module).__module__]._DENSE = bounds
 
 
-def stepping(module: nn.Module, x: torch.Tensor, bounds: Dense) -> Callable[[], None]:
-    """A training step of a layer, by these bounds of what is composed."""
-    upstream = torch.randn(len(x), module.out_features).to(x.dtype)
-    leaves = [x, *module.parameters()]
-
-    def step() -> None:
-        bounded(module, bounds)
-        module(x).backward(upstream)
-        for leaf in leaves:
-            leaf.grad = None
-
-    return step
-
-
-def training(dtype: torch.dtype, tokens: int, size: int) -> str:
-    """Ratios of the structured forms and, after a stroke, of the composed ones, of a training step."""
-    x = torch.randn(tokens, size).to(dtype).requires_grad_()
-    calls = {"dense": stepping(nn.Linear(size, size, bias=False).to(dtype), x, NEVER)}
-    for kind, make in CONFIGS.items():
-        module = make(size).build(size, size, bias=False).to(dtype).train()
-        calls[kind] = stepping(module, x, NEVER)
-        calls[f"{kind}, composed"] = stepping(module, x, ALWAYS)
-    timings = interleave(calls, "dense", rounds=25, min_seconds=0.01)
-    return "  ".join(
-        f"{kind} {timings[kind].ratio:5.2f} / {timings[f'{kind}, composed'].ratio:5.2f}" for kind in CONFIGS
-    )
-
-
 def main() -> None:
     """Print one line a dtype, number of tokens and size."""
     relinear.tune_allocator()
     machine = describe_machine()
     print(f"# {machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, allocator tuned")
-    for measure, counts in ((inference, (1, 1024)), (training, (32, 128, 512, 2048, 4096))):
-        print(f"# {measure.__name__}")
-        for dtype in (torch.float32, torch.bfloat16):
-            for tokens in counts:
-                for size in SIZES if measure is inference else SIZES[:-1]:
-                    ratios = measure(dtype, tokens, size)
-                    print(f"{str(dtype).removeprefix('torch.'):9} {tokens:5} tokens  {size:5}  {ratios}", flush=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        for tokens in (1, 1024):
+            for size in SIZES:
+                ratios = inference(dtype, tokens, size)
+                print(f"{str(dtype).removeprefix('torch.'):9} {tokens:5} tokens  {size:5}  {ratios}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
 """A dense matrix in place of a structured product, where that is the faster form of a linear operator.
 
 A structured product has fewer FLOPs than a dense one and more operations. Below a certain size the operations cost
-more than the FLOPs saved: in inference with weights that stay (``relinear.for_inference_``) the matrix is cached, in
-training it is composed in every step, and gradients go on through the composition.
+more than the FLOPs saved: in inference with weights that stay (``relinear.for_inference_``) the matrix is cached.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,20 +15,10 @@ from torch.nn.functional import linear
 from relinear.core.inference import ParameterCache
 from relinear.core.operator import Operator, dense_in_float32
 
-__all__ = ["dense_form", "dense_inference"]
+__all__ = ["dense_inference"]
 
 #: from this many entries of a bfloat16 matrix on torch's matrix-vector product beats its matrix product of one row
 VECTOR_ENTRIES = 512 * 512
-
-
-class Bounds(Protocol):
-    """Which sizes of an operator are faster through its dense matrix."""
-
-    def in_inference(self, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
-        """Return whether a matrix that is kept is faster for about so many tokens."""
-
-    def in_training(self, in_features: int, out_features: int, x: Tensor) -> bool:
-        """Return whether a matrix composed in the step of x is faster, and possible."""
 
 
 def dense_inference(
@@ -53,23 +41,6 @@ def dense_inference(
     key = x.numel().bit_length(), x.dtype
     run = cache.get(key, lambda: _form(operator, cache, x, prefers))
     return None if run is None else run(x)
-
-
-def dense_form(operator: Operator, x: Tensor, bounds: Bounds) -> Tensor | None:
-    """``dense_inference``, or in training ``operator(x)`` through the dense matrix of its parameters as they are; None
-    where the structured form is to be used.
-
-    Args:
-        operator: one with a context-free ``to_dense``.
-        x: (..., in_features).
-        bounds: of the operator's kind.
-    """
-    y = dense_inference(operator, x, bounds.in_inference)
-    if y is not None or not operator.training:
-        return y
-    if not bounds.in_training(operator.in_features, operator.out_features, x):
-        return None
-    return linear(x, operator.to_dense(), operator.bias)
 
 
 def _form(operator: Operator, cache: ParameterCache, x: Tensor, prefers) -> Callable[[Tensor], Tensor] | None:

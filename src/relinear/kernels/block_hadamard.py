@@ -15,15 +15,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from relinear.functional import block_hadamard as reference
-from relinear.functional.block_diagonal import block_diagonal, block_diagonal_to_dense, zero_padded
+from relinear.functional.block_diagonal import block_diagonal, zero_padded
 from relinear.functional.block_hadamard import hadamard as butterflies
 from relinear.kernels.forms import is_traced, is_transformed
 
-__all__ = ["block_hadamard", "block_hadamard_dense", "hadamard", "hadamard_flops"]
-
-#: sizes of a transform whose matrix is kept
-LARGEST_MATRIX = 1024
+__all__ = ["block_hadamard", "hadamard", "hadamard_flops"]
 
 LARGEST_FACTOR = 64  # beyond it the product costs more than another pass over memory
 
@@ -84,26 +80,3 @@ def block_hadamard(
         y = block_diagonal(hadamard(y) if index or mix_input else y, stage)
     y = y[..., :out_features]
     return y if bias is None else y + bias.to(y.dtype)  # autocast gives products half precision
-
-
-def block_hadamard_dense(blocks: Sequence[Tensor], in_features: int, mix_input: bool = True) -> Tensor:
-    """``functional.block_hadamard.block_hadamard_dense`` of small layers without zeros: a batched product a stage.
-
-    So it is in the backward pass too, which training through this matrix takes (``core.dense_cache.dense_form``).
-    """
-    count, _, width = blocks[0].shape
-    size = count * width
-    if size > LARGEST_MATRIX:
-        return reference.block_hadamard_dense(blocks, in_features, mix_input)
-    if mix_input:
-        dense = _stage(blocks[0], _matrix(size, blocks[0])[:, :in_features])
-    else:
-        dense = block_diagonal_to_dense(blocks[0])[:, :in_features]
-    for stage in blocks[1:]:
-        dense = _stage(stage, hadamard(dense.mT).mT)
-    return dense
-
-
-def _stage(blocks: Tensor, x: Tensor) -> Tensor:
-    """diag(blocks) x (N_out, I) of x (N_in, I)."""
-    return torch.bmm(blocks, x.reshape(blocks.shape[0], blocks.shape[2], -1)).flatten(0, 1)

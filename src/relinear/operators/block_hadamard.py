@@ -12,14 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import MOST_LAYERS, Bounds, Count, check_fits, register
-from relinear.core.dense_cache import dense_form
+from relinear.core.dense_cache import dense_inference
 from relinear.core.operator import Operator, OperatorConfig
 from relinear.core.parameters import ListedParameters
-from relinear.functional.block_hadamard import (
-    block_hadamard_fit,
-    block_hadamard_sizes,
-)
-from relinear.kernels.block_hadamard import block_hadamard, block_hadamard_dense, hadamard_flops
+from relinear.functional.block_hadamard import block_hadamard_dense, block_hadamard_fit, block_hadamard_sizes
+from relinear.kernels.block_hadamard import block_hadamard, hadamard_flops
 from relinear.kernels.cpu.dense import Dense
 
 __all__ = ["BlockHadamard", "BlockHadamardLinear"]
@@ -27,7 +24,6 @@ __all__ = ["BlockHadamard", "BlockHadamardLinear"]
 _DENSE = Dense(
     "block_hadamard",
     kept={torch.float32: ((8, 1024), (math.inf, 256)), torch.bfloat16: ((128, 2048), (math.inf, 1024))},
-    composed={torch.float32: ((0, 128),), torch.bfloat16: ((0, 256),)},
 )
 
 
@@ -54,7 +50,7 @@ class BlockHadamardLinear(Operator):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        dense = dense_form(self, x, _DENSE)
+        dense = dense_inference(self, x, _DENSE.in_inference)
         if dense is not None:
             return dense
         return block_hadamard(x, self.blocks(), self.out_features, self.bias, self.config.mix_input)

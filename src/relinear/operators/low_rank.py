@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import Count, check_fits, register
-from relinear.core.dense_cache import dense_form
+from relinear.core.dense_cache import dense_inference
 from relinear.core.moments import Moments
 from relinear.core.operator import Operator, OperatorConfig, dense_weight, linear_features
 from relinear.functional.low_rank import low_rank, low_rank_factors, weighted_spectrum
@@ -77,7 +77,7 @@ class LowRankLinear(RankLinear):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        dense = dense_form(self, x, _DENSE)
+        dense = dense_inference(self, x, _DENSE.in_inference)
         return low_rank(x, self.down, self.up, self.bias) if dense is None else dense
 
     def dense_chain(self) -> tuple[Tensor, ...]:

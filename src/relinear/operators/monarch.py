@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import Count, check_fits, register
-from relinear.core.dense_cache import dense_form
+from relinear.core.dense_cache import dense_inference
 from relinear.core.operator import Operator, OperatorConfig
 from relinear.functional.monarch import monarch, monarch_dense, monarch_factors
 from relinear.kernels.cpu.dense import Dense
@@ -22,7 +22,6 @@ __all__ = ["Monarch", "MonarchLinear"]
 _DENSE = Dense(
     "monarch",
     kept={torch.float32: ((8, 1024), (math.inf, 256)), torch.bfloat16: ((math.inf, 1024),)},
-    composed={torch.float32: ((4096, 256), (0, 128)), torch.bfloat16: ((2048, 512), (0, 256))},
 )
 
 
@@ -56,7 +55,7 @@ class MonarchLinear(Operator):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        dense = dense_form(self, x, _DENSE)
+        dense = dense_inference(self, x, _DENSE.in_inference)
         return monarch(x, self.right, self.left, self.out_features, self.bias) if dense is None else dense
 
     def to_dense(self) -> Tensor:

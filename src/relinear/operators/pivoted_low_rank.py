@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import register
-from relinear.core.dense_cache import dense_form
+from relinear.core.dense_cache import dense_inference
 from relinear.core.operator import OperatorConfig, ParamRole
 from relinear.functional.pivoted_low_rank import pivoted_factors, pivoted_low_rank
 from relinear.kernels.cpu.dense import Dense
@@ -24,7 +24,6 @@ __all__ = ["PivotedLowRank", "PivotedLowRankLinear"]
 _DENSE = Dense(
     "pivoted_low_rank",
     kept={torch.float32: ((8, 256),), torch.bfloat16: ((8, 576), (math.inf, 256))},
-    composed={torch.float32: ((2048, 0), (0, 64)), torch.bfloat16: ((0, 128),)},
 )
 
 
@@ -61,7 +60,7 @@ class PivotedLowRankLinear(RankLinear):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        dense = dense_form(self, x, _DENSE)
+        dense = dense_inference(self, x, _DENSE.in_inference)
         return pivoted_low_rank(x, self.order, self.mix, self.up, self.bias) if dense is None else dense
 
     def dense_chain(self) -> tuple[Tensor, ...]:

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
-from relinear.kernels.forms import Call, tell
+from relinear.kernels.forms import tell
 
 __all__ = ["Dense", "dense_cost", "factored_cost", "prefers_dense"]
 
@@ -25,34 +24,15 @@ class Dense:
     Args:
         kind: of the operator, as the log tells it.
         kept: in inference, with a matrix that is kept: sizes for up to so many tokens, fewest first.
-        composed: in training, with a matrix that is composed in every step: from so many tokens on, most first.
     """
 
     kind: str
     kept: Sizes
-    composed: Sizes = dataclasses.field(default_factory=dict)
 
     def in_inference(self, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
         """Return whether the kept matrix is the faster form."""
         largest = next((size for most, size in self.kept.get(dtype, ()) if tokens <= most), 0)
         return _told(in_features * out_features <= largest**2, self.kind, in_features, out_features, dtype, tokens)
-
-    def in_training(self, in_features: int, out_features: int, x: Tensor) -> bool:
-        """Return whether the step of x is faster through a matrix composed for it.
-
-        One product then takes the place of several, in both directions, and gradients go on through the composition,
-        which costs as much for many tokens as for few. Never where operations are seen or replaced by others.
-        """
-        if not self.composed:
-            return False
-        call = Call(x)
-        sizes = self.composed.get(call.dtype, ())
-        if not (sizes and call.grad and call.plain) or call.transformed:
-            return False
-        tokens = call.size // in_features
-        largest = next((size for fewest, size in sizes if tokens >= fewest), 0)
-        dense = in_features * out_features <= largest**2
-        return _told(dense, self.kind, in_features, out_features, call.dtype, tokens, "training")
 
 
 def prefers_dense(
@@ -63,12 +43,10 @@ def prefers_dense(
     return _told(dense, kind, in_features, out_features, dtype, tokens)
 
 
-def _told(
-    dense: bool, kind: str, in_features: int, out_features: int, dtype: torch.dtype, tokens: int, phase="inference"
-) -> bool:
+def _told(dense: bool, kind: str, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
     form, other = ("dense matrix", "structured") if dense else ("structured", "dense matrix")
     given = f"{in_features} -> {out_features}, some {tokens} tokens, {str(dtype).removeprefix('torch.')}"
-    tell(f"{kind} in {phase}", form, given, {other: "slower by what was measured"})
+    tell(f"{kind} in inference", form, given, {other: "slower by what was measured"})
     return dense
 
 
