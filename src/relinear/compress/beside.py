@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -250,20 +251,19 @@ def like_before(model: nn.Module, originals: Mapping[str, nn.Module]) -> nn.Modu
     """
     shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     device = next(model.parameters()).device
-    made: dict[tuple, list[nn.Module]] = {}
-    used: dict[tuple, int] = {}
+    made, used = dict[tuple, list[nn.Module]](), Counter[tuple]()
     kinds = {_kind(layer) for layer in originals.values()}
     for name, layer in originals.items():
         now, kind = model.get_submodule(name), _kind(layer)
         if type(now) is type(layer) and linear_features(now) == linear_features(layer):
             continue
-        pool, place = made.setdefault(kind, []), used.get(kind, 0)
+        pool = made.setdefault(kind, [])
         weights = sum(p.numel() * p.element_size() for p in layer.parameters())
         most = max(1, STAND_IN_BYTES // len(kinds) // weights)
-        if place == len(pool) < most:
+        if len(pool) < most:
             pool.append(_random(layer, device))
-        shared[id(now)] = pool[place % len(pool)]
-        used[kind] = place + 1 if place + 1 < most else 0
+        shared[id(now)] = pool[used[kind] % len(pool)]
+        used[kind] += 1
     return copy.deepcopy(model, shared)
 
 
@@ -306,7 +306,10 @@ def measure_speed(original: Any, compressed: Any, batch: int) -> dict[str, Any]:
     found: dict[str, Any] = {"batch": batch, "prefill_tokens": tokens, "decoded_tokens": decoded}
     for what, make, count in (("prefill", prefill, tokens), ("decode", decode, decoded)):
         timings = _timed({name: make(one) for name, one in contenders.items()})
-        found[what] = _speeds(timings, batch * count)
+        before, after = timings["original"], timings["compressed"]
+        ratios = {name: getattr(before, name) for name in ("ratio", "ratio_low", "ratio_high")}
+        found[what] = ratios | {"original_tokens_per_second": batch * count / before.seconds}
+        found[what]["compressed_tokens_per_second"] = batch * count / after.seconds
     return found
 
 
@@ -317,14 +320,3 @@ def _timed(calls: Mapping[str, Callable[[], object]]) -> dict[str, Timing]:
         call()
     rounds = max(3, min(15, int(SPEED_SECONDS / (time.perf_counter() - start)) - 2))
     return interleave(calls, "compressed", rounds=rounds, min_seconds=0.0, warmup=1)
-
-
-def _speeds(timings: Mapping[str, Timing], tokens: int) -> dict[str, float]:
-    original = timings["original"]
-    return {
-        "original_tokens_per_second": tokens / original.seconds,
-        "compressed_tokens_per_second": tokens / timings["compressed"].seconds,
-        "ratio": original.ratio,
-        "ratio_low": original.ratio_low,
-        "ratio_high": original.ratio_high,
-    }

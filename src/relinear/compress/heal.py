@@ -21,18 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from relinear.compress.calibrate import config_fingerprint, fingerprint
+from relinear.compress.checked import load_tensors, save_tensors
 from relinear.compress.settings import CompressSettings
 from relinear.core.aux import named_operators
 from relinear.core.modes import evaluating
 from relinear.core.objective import GuidedTraining
 from relinear.core.operator import is_conv1d
 from relinear.surgery.states import own_parameters_
-from relinear.system.files import atomic_path, read_json, write_json
+from relinear.system.files import read_json, write_json
 from relinear.train.distill import against
 from relinear.train.fit import fit
 from relinear.train.settings import FitSettings
@@ -295,19 +294,16 @@ class _Healing:
     def _best_so_far(self) -> tuple[int, float]:
         if not self.best.is_file():
             return -1, float("inf")
-        with safe_open(self.best, framework="pt") as tensors:
-            about = tensors.metadata()
+        _, about = load_tensors(self.best)
         return int(about["step"]), float(about["loss"])
 
     def _keep_if_best(self, step: int, loss: float) -> None:
         if loss < self._best_so_far()[1]:
-            values = {name: p.detach().contiguous() for name, p in self._trained().items()}
-            with atomic_path(self.best) as path:
-                save_file(values, path, metadata={"step": str(step), "loss": repr(loss)})
+            save_tensors(self.best, self._trained(), {"step": str(step), "loss": repr(loss)})
 
     @torch.no_grad()
     def _take_best(self) -> None:
-        values = load_file(self.best)
+        values, _ = load_tensors(self.best)
         for name, parameter in self._trained().items():
             parameter.copy_(values[name])
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from relinear.core.anatomy import decoder_layers
+from relinear.distill.record import first_call
 
 __all__ = ["LayerByLayer"]
 
@@ -148,18 +149,10 @@ class LayerByLayer:
 
     def _note_output(self, ids: Tensor) -> None:
         """See once whether layers return tuples."""
-        if self._calls:
-            return
-
-        def note(module: nn.Module, args: tuple, output: Any) -> None:
-            self._returns_tuple = isinstance(output, tuple)
-
-        handle = self.layers[0].register_forward_hook(note)
-        try:
+        if not self._calls:
             with torch.no_grad():
-                self._run(ids[:1, :2])
-        finally:
-            handle.remove()
+                seen = first_call(self.layers[0], lambda: self._run(ids[:1, :2]))
+            self._returns_tuple = seen is not None and isinstance(seen[1], tuple)
 
 
 def _without_hidden(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple, dict[str, Any]]:

@@ -22,7 +22,7 @@ from relinear.compress.budget import Budget, round_to_half_, saved_bytes, size_o
 from relinear.compress.calibrate import Calibration
 from relinear.compress.corpus import Corpus
 from relinear.compress.corrections import MeasuredPoint, choose_points, correct, corrections, measure_points
-from relinear.compress.in_order import fit_in_order, fit_without_order
+from relinear.compress.in_order import InOrder, fit_without_order
 from relinear.compress.neurons import NEURONS, Neurons
 from relinear.compress.plan import CompressPlan, check_fittable, layer_candidates, make_plan
 from relinear.compress.speed import Shape, SpeedTable, planned_speed
@@ -123,7 +123,7 @@ class Operators:
         kept = self._correctable(calibration, whole) if settings.correct_dense else {}
         what = [{name: config.to_dict() for name, config in whole.replaced.items()}, count, refinement, kept]
         mark = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
-        fit_in_order(work, blocks[:count], calibration, replacements, kept, work.folder / f"fit-{mark}")
+        InOrder(work, calibration, replacements, kept, work.folder / f"fit-{mark}").run(blocks[:count])
 
     def _correctable(self, calibration: Calibration, whole: CompressPlan) -> dict[int, list[str]]:
         """The layers that stay dense and may take other weights: theirs alone, with inputs that are known."""

@@ -1,4 +1,4 @@
-"""What a compression did, as a value that can be printed and written."""
+"""What a compression did, as a value that can be printed and written, and the page on it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ DEGENERATE = 1.3
 class CompressReport:
     """What a compression did; printing it shows the plan by type of layer and the sizes.
 
-    plan: what every layer became. calibration_loss: of the original
-    on the calibration's tokens, nats a token. seconds: by phase, of this call. budget: what was allowed; None for a
-    plan that was given. speed: of the layers by the table, None where it was not measured. points: predictions held
-    against measurements. evaluation: the compressed model beside the original (loss, agreement, samples, speed), None
-    where it was not measured. peak_memory_bytes: of this call. settings: all of them. healing: None where there was
-    none. left: what no target could name, such as experts that are held as one tensor, in words. corpus: the texts.
+    plan: what every layer became. calibration_loss: of the original on the calibration's tokens, nats a token. seconds:
+    by phase, of this call. budget: what was allowed; None for a plan that was given. speed: of the layers by the table,
+    None where it was not measured. points: predictions held against measurements. evaluation: the compressed model
+    beside the original (loss, agreement, samples, speed), None where it was not measured. peak_memory_bytes: of this
+    call. settings: all of them. healing: None where there was none. left: what no target could name, such as experts
+    that are held as one tensor, in words. corpus: the texts.
     bytes, bytes_before: of the whole model, floats at no more than half precision; None where nothing counts them.
     budgets: rows of the frontier. model: its name.
     """

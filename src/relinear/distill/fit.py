@@ -13,9 +13,6 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from operator import le
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,21 +37,37 @@ __all__ = [
     "to_outputs",
 ]
 
-Error = TypeVar("Error")
+
+@dataclasses.dataclass(frozen=True)
+class FitError:
+    """How far outputs are from the wanted ones.
+
+    relative: sum of squared errors over sum of squares, or the divergence of logits. cosine: mean cosine of a token's
+    output with the wanted; None where nothing has one.
+    """
+
+    relative: float
+    cosine: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Goal(Generic[Error]):
+class Goal:
     """What modules are trained for together.
 
     samples: how many there are to train on. loss: of some of them, by their indices. error: of the modules as they are,
-    in evaluation mode. no_worse: whether the error after (first) is no worse than the one before; not a number is.
+    in evaluation mode. by_cosine: by which of its numbers a result is judged.
     """
 
     samples: int
     loss: Callable[[Tensor], Tensor]
-    error: Callable[[], Error]
-    no_worse: Callable[[Error, Error], bool]
+    error: Callable[[], FitError]
+    by_cosine: bool = False
+
+    def no_worse(self, after: FitError, before: FitError) -> bool:
+        """Return whether a result is no worse than the start; what is not a number is worse."""
+        if self.by_cosine and after.cosine is not None and before.cosine is not None:
+            return after.cosine >= before.cosine
+        return after.relative <= before.relative
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,10 +93,10 @@ class Course:
 
 def improve(
     modules: Sequence[nn.Module],
-    goal: Goal[Error],
+    goal: Goal,
     course: Course,
     on_progress: Callable[[int, int, float], None] = lambda step, steps, loss: None,
-) -> tuple[Error, Error]:
+) -> tuple[FitError, FitError]:
     """Train ``modules`` together in place: Adam, a cosine from the full rate to 0, auxiliary losses of operators added.
 
     Args:
@@ -135,14 +148,6 @@ def _parameter_groups(module: nn.Module, learning_rate: float) -> list[dict]:
 # Outputs, by how far they are from the wanted ones
 
 
-@dataclasses.dataclass(frozen=True)
-class FitError:
-    """relative: sum of squared errors over sum of squares; cosine: mean cosine of a token's output with the wanted."""
-
-    relative: float
-    cosine: float
-
-
 def _error(pairs: Iterator[tuple[Tensor, Tensor]]) -> FitError:
     """The error of outputs (N, O) beside those that were wanted, part by part, in double precision."""
     wrong = total = cosine = 0.0
@@ -153,10 +158,6 @@ def _error(pairs: Iterator[tuple[Tensor, Tensor]]) -> FitError:
         cosine += float(torch.nn.functional.cosine_similarity(got, wanted, dim=-1).sum())
         rows += len(got)
     return FitError(wrong / max(total, 1e-30), cosine / rows)
-
-
-def _better(kind: str, after: FitError, before: FitError) -> bool:
-    return after.cosine >= before.cosine if kind == "cosine" else after.relative <= before.relative
 
 
 def _loss(kind: str, got: Tensor, wanted: Tensor, mean_square: float) -> Tensor:
@@ -222,7 +223,7 @@ def start_bias_(module: Operator, pairs: Pairs, rows: slice, *, fitted: bool) ->
     module.bias.copy_(module.bias + mean if fitted else mean)
 
 
-def to_outputs(module: nn.Module, pairs: Pairs, train_rows: int, loss: str) -> Goal[FitError]:
+def to_outputs(module: nn.Module, pairs: Pairs, train_rows: int, loss: str) -> Goal:
     """Return the goal of ``module``, in the precision to train in, to give the outputs of ``pairs``.
 
     Args:
@@ -236,7 +237,7 @@ def to_outputs(module: nn.Module, pairs: Pairs, train_rows: int, loss: str) -> G
         got = pairs.run(module, rows)
         return _loss(loss, got, pairs.outputs(rows).to(got), mean_square)
 
-    return Goal(train_rows, value, lambda: measure(module, pairs, held_out), partial(_better, loss))
+    return Goal(train_rows, value, lambda: measure(module, pairs, held_out), loss == "cosine")
 
 
 # Several operators, within the model
@@ -286,7 +287,7 @@ class Within:
     train_blocks: int
     batch: int
 
-    def improve(self, goal: Goal[Error], course: Course, on_progress: Callable[..., None]) -> tuple[Error, Error]:
+    def improve(self, goal: Goal, course: Course, on_progress: Callable[..., None]) -> tuple[FitError, FitError]:
         """Train the operators by ``improve``."""
         unique = list({id(operator): operator for operator in self.operators.values()}.values())
         with frozen(self.model):
@@ -299,7 +300,7 @@ class Within:
         for start in range(self.train_blocks, len(self.blocks), self.batch):
             yield self._ids(slice(start, start + self.batch))
 
-    def to_logits(self) -> Goal[float]:
+    def to_logits(self) -> Goal:
         """Return the goal of the model's logits, by KL(model || model with operators) in nats a token."""
 
         def divergence(ids: Tensor) -> Tensor:
@@ -309,13 +310,13 @@ class Within:
                 return kl_terms(self.model(input_ids=ids).logits, wanted).sum(-1).mean()
 
         @torch.no_grad()
-        def error() -> float:
+        def error() -> FitError:
             judging = len(self.blocks) - self.train_blocks
-            return sum(float(divergence(ids)) * len(ids) for ids in self._held_out()) / judging
+            return FitError(sum(float(divergence(ids)) * len(ids) for ids in self._held_out()) / judging)
 
-        return Goal(self.train_blocks, lambda rows: divergence(self._ids(rows)), error, le)
+        return Goal(self.train_blocks, lambda rows: divergence(self._ids(rows)), error)
 
-    def to_output(self, holder: str, loss: str) -> Goal[FitError]:
+    def to_output(self, holder: str, loss: str) -> Goal:
         """Return the goal of what the module ``holder``, which holds the operators, gives; by "mse" or "cosine"."""
         cast = {id(operator): _InItsOwnDtype(operator).eval() for operator in self.operators.values()}
         placed = {name: cast[id(operator)] for name, operator in self.operators.items()}
@@ -340,7 +341,7 @@ class Within:
             ids = self._ids(rows)
             return _loss(loss, given(ids, placed), wanted(ids), mean_square)
 
-        return Goal(self.train_blocks, value, error, partial(_better, loss))
+        return Goal(self.train_blocks, value, error, loss == "cosine")
 
 
 @torch.no_grad()

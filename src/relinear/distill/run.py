@@ -24,6 +24,7 @@ from relinear.core.operator import Operator, OperatorConfig, is_linear
 from relinear.core.vocabulary import check_tokenizer_fits
 from relinear.distill.fit import (
     Course,
+    FitError,
     Pairs,
     Within,
     held_out_perplexity,
@@ -41,6 +42,7 @@ from relinear.surgery.layer_bias import LayerBias
 from relinear.surgery.patterns import matches
 from relinear.surgery.plan import Plan, Replacement, attach_, plan
 from relinear.surgery.states import flat_states, load_states_, place_
+from relinear.surgery.summary import module_parameters
 from relinear.system.files import atomic_path, fingerprint, read_json, write_json
 from relinear.system.lock import only_process_in
 from relinear.system.machine import command_line, describe_machine
@@ -152,10 +154,6 @@ def _warn_of_bad_fits(report: DistillReport) -> None:
         )
 
 
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def _as_written(whole: Plan, state: Mapping[str, Any]) -> list[list]:
     """How the operators of ``whole`` may stand in a state on disk; none where it says others."""
     configs = [(r.name, r.config) for r in whole.replacements]
@@ -265,7 +263,7 @@ class _Run:
                     f"{path} is missing or not what was written; restore it from a copy, or give resume=False "
                     "(--start-over) to discard the distillation"
                 )
-            self.remember(self._copies(group))
+            self.originals.update(self._copies(group))
             weights = safetensors.torch.load_file(path)
             place_(self.model, group, weights)
             load_states_(self.model, self._retrained(group), weights)
@@ -325,32 +323,15 @@ class _Run:
             self.model, self.blocks, modules, batch=self.settings.record_batch, folder=folder, on_progress=told, **kw
         )
 
-    def _fresh(self, replacement: Replacement, number: int, source: nn.Module) -> tuple[Operator, bool]:
-        """A new operator, the same whenever it is asked for, and whether it was fitted to the weight."""
-        config, settings = replacement.config, self.settings
-        key = hashlib.sha256(f"{settings.seed} {number} {replacement.name}".encode()).digest()
-        init: Any = "from_weight" if settings.init == "auto" and config.fits_weight else "fresh"
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int.from_bytes(key[:4], "little"))
-            if init == "from_weight":
-                try:
-                    return config.convert(source, init), True
-                except ValueError:  # only some shapes of some operators have a closed form
-                    torch.manual_seed(int.from_bytes(key[:4], "little"))
-            return config.convert(source, "fresh"), False
-
     def layer(self, number: int, group: list[Replacement]) -> list[LayerFit]:
         """Fit and replace the targets of one decoder layer."""
-        retrained = self._retrained(group)
-        wanted = {name: copy.deepcopy(module) for name, module in retrained.items()}
-        copies = self._copies(group)
-        before = {}
-        if wanted:
+        retrained, copies, before = self._retrained(group), self._copies(group), {}
+        if retrained:
             with swapped(self.model, self.originals), self._record(retrained, outputs=retrained) as recording:
-                before = {name: recording.inputs(name).clone() for name in wanted}
-        fits = self._fit_logits(number, group) if self.settings.loss == "kl" else self._fit_outputs(number, group)
-        fits += [self._retrain(name, before.pop(name)) for name in wanted]
-        self.remember(copies)
+                before = {name: recording.inputs(name).clone() for name in retrained}
+        fits = self._fit(number, group)
+        fits += [self._retrain(name, before.pop(name)) for name in retrained]
+        self.originals.update(copies)
         return fits
 
     def _copies(self, group: list[Replacement]) -> dict[str, nn.Module]:
@@ -360,10 +341,6 @@ class _Run:
         changed = {id(module): copy.deepcopy(module) for module in self._changed(group).values()}
         named = self.model.named_modules(remove_duplicate=False)
         return {name: changed[id(module)] for name, module in named if id(module) in changed}
-
-    def remember(self, copies: Mapping[str, nn.Module]) -> None:
-        """Copies of what has been changed since: parts of the original model."""
-        self.originals.update(copies)
 
     @contextlib.contextmanager
     def _pairs(self, group: list[Replacement]) -> Iterator[dict[str, Pairs]]:
@@ -395,52 +372,58 @@ class _Run:
         return Pairs(inputs, outputs, contexts)
 
     def _started(self, replacement: Replacement, number: int, source: nn.Module, pairs: Pairs | None) -> Operator:
-        """A new operator, with its bias at the mean where that is asked for."""
-        operator, fitted = self._fresh(replacement, number, source)
-        if pairs is not None and self.settings.bias:
+        """A new operator, the same whenever it is asked for, with its bias at the mean where that is asked for."""
+        config, settings = replacement.config, self.settings
+        key = hashlib.sha256(f"{settings.seed} {number} {replacement.name}".encode()).digest()
+        operator = None
+        with torch.random.fork_rng(devices=[]):
+            if settings.init == "auto" and config.fits_weight:
+                torch.manual_seed(int.from_bytes(key[:4], "little"))
+                with contextlib.suppress(ValueError):  # only some shapes of some operators have a closed form
+                    operator = config.convert(source, "from_weight")
+            fitted = operator is not None
+            if operator is None:
+                torch.manual_seed(int.from_bytes(key[:4], "little"))
+                operator = config.convert(source, "fresh")
+        if pairs is not None and settings.bias:
             start_bias_(operator, pairs, slice(0, self.train_tokens), fitted=fitted)
         return operator
 
-    def _fit_outputs(self, number: int, group: list[Replacement]) -> list[LayerFit]:
-        settings, operators, starts, ends, joint = self.settings, {}, {}, {}, dict[str, float]()
-        with self._pairs(group) as pairs:
+    def _fit(self, number: int, group: list[Replacement]) -> list[LayerFit]:
+        """Fit the targets of a decoder layer, each to its outputs or all together to the logits, and replace them."""
+        by_logits, operators = self.settings.loss == "kl", dict[str, Operator]()
+        nothing: contextlib.AbstractContextManager[dict[str, Pairs]] = contextlib.nullcontext({})
+        with nothing if by_logits and not self.settings.bias else self._pairs(group) as pairs:
             for r in group:
-                operators[r.name] = self._started(r, number, copy.deepcopy(r.target.module).float(), pairs[r.name])
-                goal = to_outputs(operators[r.name], pairs[r.name], self.train_tokens, settings.loss)
-                course = self._by_rows(settings.learning_rate)
-                starts[r.name], ends[r.name] = improve([operators[r.name]], goal, course, self._told("fit", r.name))
-            if settings.joint:  # then on what the nearest module that holds them all gives
-                holder, within = _common_parent(group), self._within(group, operators)
-                before, after = within.improve(
-                    within.to_output(holder, settings.loss), self._by_blocks, self._told("fit", holder)
-                )
+                source = copy.deepcopy(r.target.module)
+                source = source if by_logits else source.float()
+                operators[r.name] = self._started(r, number, source, pairs.get(r.name))
+            everywhere = {name: operators[r.name] for r in group for name in (r.name, *r.target.aliases)}
+            course, joint = self._by_blocks, dict[str, Any]()
+            within = Within(self.model, everywhere, self.originals, self.blocks, self.train_blocks, course.batch)
+            if not by_logits:
+                errors = {name: self._fit_outputs(operators[name], pairs[name], name) for name in operators}
+            if self.settings.joint:  # then on what the nearest module that holds them all gives
+                holder = _common_parent(group)
+                goal = within.to_output(holder, self.settings.loss)
+                before, after = within.improve(goal, course, self._told("fit", holder))
                 joint = {"joint_start_error": before.relative, "joint_error": after.relative}
                 held_out = slice(self.train_tokens, self.blocks.numel())
-                ends = {name: measure(operators[name], pairs[name], held_out) for name in operators}
-        fits = [
-            self._described(r, operators[r.name], starts[r.name].relative, ends[r.name].relative, ends[r.name].cosine)
-            for r in group
-        ]
-        place_(self.model, group, flat_states(operators))
-        return [dataclasses.replace(fit, **joint) for fit in fits]
-
-    def _fit_logits(self, number: int, group: list[Replacement]) -> list[LayerFit]:
-        nothing: contextlib.AbstractContextManager[dict[str, Pairs]] = contextlib.nullcontext({})
-        with self._pairs(group) if self.settings.bias else nothing as pairs:
-            operators = {
-                r.name: self._started(r, number, copy.deepcopy(r.target.module), pairs.get(r.name)) for r in group
-            }
-        within, told = self._within(group, operators), self._told("fit", group[0].name.rpartition(".")[0])
-        start, end = within.improve(within.to_logits(), self._by_blocks, told)
-        fits = [self._described(r, operators[r.name], start, end, None) for r in group]
+                errors = {n: (errors[n][0], measure(operators[n], pairs[n], held_out)) for n in operators}
+        if by_logits:
+            told = self._told("fit", group[0].name.rpartition(".")[0])
+            errors = dict.fromkeys(operators, within.improve(within.to_logits(), course, told))
+        fits = []
+        for r in group:
+            sizes = module_parameters(operators[r.name]), module_parameters(r.target.module)
+            start, end = errors[r.name]
+            fits.append(LayerFit(r.name, str(r.config), *sizes, start.relative, end.relative, end.cosine, **joint))
         place_(self.model, group, flat_states(operators))
         return fits
 
-    def _within(self, group: list[Replacement], operators: Mapping[str, Operator]) -> Within:
-        everywhere = {name: operators[r.name] for r in group for name in (r.name, *r.target.aliases)}
-        return Within(
-            self.model, everywhere, self.originals, self.blocks, self.train_blocks, batch=self._by_blocks.batch
-        )
+    def _fit_outputs(self, operator: Operator, pairs: Pairs, name: str) -> tuple[FitError, FitError]:
+        goal = to_outputs(operator, pairs, self.train_tokens, self.settings.loss)
+        return improve([operator], goal, self._by_rows(self.settings.learning_rate), self._told("fit", name))
 
     def _by_rows(self, learning_rate: float) -> Course:
         """How one module is trained, on recorded tokens."""
@@ -454,11 +437,6 @@ class _Run:
         batch = max(1, min(settings.record_batch, settings.batch_size // settings.sequence_length))
         return Course(settings.epochs, batch, settings.learning_rate, settings.seed)
 
-    @staticmethod
-    def _described(replacement: Replacement, operator: Operator, start: float, end: float, cosine: float | None):
-        before = _size(replacement.target.module)
-        return LayerFit(replacement.name, str(replacement.config), _size(operator), before, start, end, cosine)
-
     def _retrain(self, name: str, wanted: Tensor) -> LayerFit:
         """Train one linear layer, behind the replacements, to give what it gave before them."""
         module = self.model.get_submodule(name)
@@ -469,5 +447,5 @@ class _Run:
             course = self._by_rows(self.settings.retrain_learning_rate)
             start, end = improve([trained], goal, course, self._told("retrain", name))
         module.load_state_dict(trained.state_dict())
-        kind, size, errors = type(module).__name__, _size(module), (start.relative, end.relative, end.cosine)
-        return LayerFit(name, kind, size, size, *errors, retrained=True)
+        kind, size = type(module).__name__, module_parameters(module)
+        return LayerFit(name, kind, size, size, start.relative, end.relative, end.cosine, retrained=True)
