@@ -60,9 +60,7 @@ def on_page_markdown(markdown, page, config, files):
         found = turned(match)
         return match[0] if found is None else f"]({found})"
 
-    markdown = FORMULA.sub(
-        lambda found: f"<div style='overflow-x: auto'>{convert(found[1], display='block')}</div>", markdown
-    )
+    markdown = FORMULA.sub(lambda found: formula(found[1]), markdown)
     markdown = LINK.sub(whole, markdown)
     markdown = SOURCE.sub(lambda match: f'{match[1]}{turned(match) or match[2]}"', markdown)
     gone = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#:]+)(?:#[^)\s]*)?\)")
@@ -87,6 +85,12 @@ def on_page_content(content, page, config, files):
         inside = "</p>".join(opening[3:])
         first = "</p>".join(opening[:3]) + f"</p><details><summary>The whole record</summary>{inside}</details>"
     return first
+
+
+def formula(text):
+    """A formula as MathML; what stands apart in it goes on a line of its own, for a phone's sake."""
+    lines = [convert(part, display="block") for part in re.split(r",?\\q+uad", text)]
+    return f"<div style='overflow-x: auto'>{''.join(lines)}</div>"
 
 
 def labelled(table):

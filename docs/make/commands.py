@@ -72,10 +72,11 @@ def page(name: str) -> str:
 def settings_page(name: str) -> str:
     """Return a page of the settings NAME, as ``--set`` and recipes take them; those of a run once, with training."""
     fields = {key: field for key, field in made()[name].items() if not key.startswith("train.")}
-    rows = ["| setting | default | what it is |", "| --- | --- | --- |"]
+    rows = ["| setting | what it is |", "| --- | --- |"]
     for key, field in fields.items():
         choices = " One of " + ", ".join(f"`{choice}`" for choice in field["choices"]) + "." if field["choices"] else ""
-        cells = [f"`{key}`", "" if field["default"] is None else f"`{field['default']}`", field["help"] + choices]
+        default = "" if field["default"] in (None, "") else f" Default: `{field['default']}`."
+        cells = [f"`{key}`", field["help"] + choices + default]
         rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     said = "Given as `--set NAME=VALUE`, in a recipe, or to the settings' class in Python."
     run = " Those of every run, `train.NAME`, are [those of training](train.md)." if name == "compare" else ""
@@ -91,7 +92,7 @@ def _examples(command: Callable) -> str:
 def _options(command: Callable) -> str:
     """A table of the options, "" where there are none."""
     rows = [_row(*found) for found in _parameters(command)]
-    return "\n".join(["| option | what it is | default |", "| --- | --- | --- |", *rows]) if rows else ""
+    return "\n".join(["| option | what it is |", "| --- | --- |", *rows]) if rows else ""
 
 
 def _prose(command: Callable) -> str:
@@ -111,11 +112,11 @@ def _parameters(command: Callable) -> list[tuple[str, Any, Any, Any]]:
 
 def _row(name: str, kind: Any, info: ArgumentInfo | OptionInfo, default: Any) -> str:
     """A line of the table of options."""
-    required = default is inspect.Parameter.empty
+    shown = f"`{info.show_default}`" if isinstance(info.show_default, str) else _value(default)
+    said = "Required." if default is inspect.Parameter.empty else f"Default: {shown}." if shown else ""
     cells = [
         _written(name, kind, info),
-        " ".join((info.help or "").split()),
-        "required" if required else f"`{info.show_default}`" if isinstance(info.show_default, str) else _value(default),
+        " ".join(filter(None, [*(info.help or "").split(), said])),
     ]
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 

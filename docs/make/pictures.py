@@ -8,6 +8,11 @@ from collections.abc import Sequence
 
 BLUE, ORANGE, GREEN, PINK, GREY = "#0072B2", "#D55E00", "#009E73", "#B5468B", "#8a8a92"
 INK, SOFT, PAPER, LIGHT = "#1d1d1f", "#5f5f66", "#ffffff", "#ececf0"
+#: on dark pages
+_DARK = (
+    f"<style>@media(prefers-color-scheme:dark){{text{{fill:#e6edf3}}[fill='{PAPER}']{{fill:#21262d}}"
+    f"[fill='{LIGHT}']{{fill:#3d444d}}}}</style>"
+)
 GAP, MARGIN, MIDDLE, HEIGHT = 9, 18, 84, 178
 
 
@@ -199,7 +204,7 @@ def picture(kind: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width}" height="{HEIGHT}" '
         f'viewBox="0 0 {width} {HEIGHT}" font-family="system-ui, sans-serif" text-anchor="middle">'
     )
-    ground = f'<rect width="{width}" height="{HEIGHT}" rx="8" fill="{PAPER}"/>'
+    ground = _DARK + f'<rect width="{width}" height="{HEIGHT}" rx="8" fill="{PAPER}"/>'
     return "\n".join([head, f"<title>{html.escape(title)}</title>", ground, *parts, "</svg>"]) + "\n"
 
 
