@@ -6,7 +6,7 @@ import torch
 
 from cases import CASES, model_with
 from relinear.core.operator import OperatorConfig
-from relinear.kernels import forms
+from relinear.kernels import native
 from relinear.testing import Case, OperatorConformance
 from relinear.testing.conformance import assert_close, assert_same_gradients, build, call, gradients, inputs
 
@@ -14,7 +14,7 @@ from relinear.testing.conformance import assert_close, assert_same_gradients, bu
 @pytest.fixture(autouse=True)
 def _any_size(monkeypatch) -> None:
     """Small tensors take the forms of large ones."""
-    monkeypatch.setattr(forms, "FEWEST_ENTRIES", 1)
+    monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
 
 
 class TestOperators(OperatorConformance):

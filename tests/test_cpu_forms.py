@@ -3,7 +3,7 @@
 import torch
 
 from cases import ccl_results
-from relinear.kernels import forms
+from relinear.kernels import native
 from relinear.kernels.cpu.portions import row_portions
 
 
@@ -25,7 +25,7 @@ def test_large_portions_are_of_whole_multiples_of_rows():
 
 def test_ccl_in_bfloat16(monkeypatch):
     """Outputs and gradients of the path that only large layers take, against the reference in double precision."""
-    monkeypatch.setattr(forms, "FEWEST_ENTRIES", 1)
+    monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
     results = ccl_results((torch.float64, torch.bfloat16), 24, 40)
     for exact, mine in zip(*results, strict=True):
         assert (mine.double() - exact).norm() < 5e-2 * exact.norm() + 1e-6

@@ -13,7 +13,7 @@ from cases import ccl_results
 from relinear.functional import hdpl as functional_hdpl
 from relinear.functional import rounding
 from relinear.functional import transponder as reference
-from relinear.kernels import ccl, forms, hdpl, native, quantized, transponder
+from relinear.kernels import ccl, hdpl, native, quantized, transponder
 from relinear.kernels.cpu import products
 from relinear.kernels.forms import Call
 from relinear.kernels.native import build
@@ -27,7 +27,6 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 def any_size(monkeypatch):
     monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
     monkeypatch.setattr(hdpl, "FEWEST_NATIVE_TOKENS", 1)
-    monkeypatch.setattr(forms, "FEWEST_ENTRIES", 1)
     if native.refuses(Call(torch.zeros(1))):
         pytest.skip("no C++ compiler, or RELINEAR_COMPILE_KERNELS=0")
 

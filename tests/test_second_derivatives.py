@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from cases import CASES, TWINS, Case, Twin, every_case, leaves_of
 from conftest import mostly_slow
 from relinear.clifford import blades
-from relinear.kernels import autograd, forms, hdpl, native
+from relinear.kernels import autograd, hdpl, native
 from relinear.testing.conformance import assert_close, build, call, given, inputs
 
 every_twin = pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.kind)
@@ -33,7 +33,6 @@ def _any_size(monkeypatch):
     monkeypatch.setattr(native, "FEWEST_NETWORK_ENTRIES", 1)
     monkeypatch.setattr(hdpl, "FEWEST_NATIVE_TOKENS", 1)
     monkeypatch.setattr(hdpl, "is_narrow", lambda: True)
-    monkeypatch.setattr(forms, "FEWEST_ENTRIES", 1)
 
 
 def tensors_of(results) -> list[Tensor]:

@@ -14,7 +14,7 @@ from relinear.compare.recipe import apply_overrides, read_recipe
 from relinear.compare.settings import CompareSettings
 from relinear.core.operator import NotLinearError
 from relinear.functional import transponder as reference
-from relinear.kernels import forms
+from relinear.kernels import native
 from relinear.train import FitSettings, fit
 from relinear.train.optim import build_optimizer
 
@@ -25,7 +25,7 @@ IDS = torch.randint(0, 96, (2, 17), generator=torch.Generator().manual_seed(3))
 @pytest.fixture(autouse=True)
 def _any_size(monkeypatch):
     """Small tensors take the forms of large ones."""
-    monkeypatch.setattr(forms, "FEWEST_ENTRIES", 1)
+    monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
 
 
 def tensors(rank=R, dtype=torch.float64, tokens=(3, 5)):

@@ -14,7 +14,7 @@ from torch import Tensor
 from relinear.kernels import native
 from relinear.kernels.autograd import as_given, differentiable_as, lowered, save, was_changed, watched
 from relinear.kernels.cpu.portions import BACKWARD_PORTION, row_portions
-from relinear.kernels.forms import Call, Form, dispatch, is_plain, refuses_small, shape_of, tell
+from relinear.kernels.forms import Call, Form, dispatch, is_plain, shape_of, tell
 
 __all__ = ["ccl", "few_rows"]
 
@@ -107,7 +107,7 @@ def few_rows(
 def _refuses_gates(call: Call) -> str:
     if call.x.shape[:-1] != call.given[3].shape[:-1]:
         return "a context that several sequences share"
-    return refuses_small(call, call.rows * call.given[1].shape[0]) or native.refuses(call, fewest=1)
+    return native.refuses(call, size=call.rows * call.given[1].shape[0])
 
 
 def _gated(h, mix, bias, features, weight, gate_bias) -> Tensor:

@@ -29,8 +29,6 @@ __all__ = [
     "is_plain",
     "is_traced",
     "is_transformed",
-    "refuses_opaque",
-    "refuses_small",
     "shape_of",
     "tell",
 ]
@@ -39,9 +37,6 @@ Twin = TypeVar("Twin", bound=Callable[..., Any])
 
 FORMS = logging.getLogger("relinear.forms")
 _told: set[tuple] = set()
-
-#: numbers from which a backward pass of our own saves more than its calls from Python take
-FEWEST_ENTRIES = 1 << 16
 
 #: classes of tensors that are nothing but numbers
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -219,14 +214,3 @@ def is_traced(x: Tensor) -> bool:
 def is_plain(x: Tensor) -> bool:
     """Return whether x is a tensor on a CPU, outside of tracing, fake tensors and dispatch modes."""
     return x.device.type == "cpu" and not is_traced(x)
-
-
-def refuses_opaque(call: Call) -> str:
-    """Refuse whatever torch cannot see every operation of, where it has to; the reference runs there."""
-    return call.opaque
-
-
-def refuses_small(call: Call, size: int | None = None) -> str:
-    """Refuse the same, and so few numbers (of x by default) that the reference, which is fewer calls, is faster."""
-    few = not call.compiled and (call.size if size is None else size) < FEWEST_ENTRIES
-    return "too few numbers" if few else call.opaque

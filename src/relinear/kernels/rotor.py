@@ -15,7 +15,7 @@ from torch import Tensor
 from relinear.functional import rotor as reference
 from relinear.kernels import native, triton
 from relinear.kernels.autograd import differentiable_as, save
-from relinear.kernels.forms import Call, Form, dispatch, refuses_opaque
+from relinear.kernels.forms import Call, Form, dispatch
 
 __all__ = [
     "PreparedNetwork",
@@ -176,9 +176,9 @@ def _refuses_network(call: Call) -> str:
 def _refuses_sizes(call: Call, sizes: Sequence[int]) -> str:
     if any(size % 8 for size in sizes):
         return "factors of sizes not divisible by 8"
-    reason = refuses_opaque(call) or native.refuses(call, native.FEWEST_NETWORK_ENTRIES)
+    reason = native.refuses(call, native.FEWEST_NETWORK_ENTRIES)
     if reason and not call.grad:
-        reason = refuses_opaque(call) or native.refuses(call, fewest=1, may_build=False)
+        reason = native.refuses(call, fewest=1, may_build=False)
     return reason
 
 

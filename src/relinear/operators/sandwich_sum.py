@@ -249,7 +249,7 @@ class SandwichSum(CachingModule):
         )
         if not (small and one and self.config.basis == "spinor"):
             return lambda x: self.apply_factors(x, left, right)
-        # for a few tokens the bookkeeping of windows and portions would take longer than the two products
+        # for a few tokens the bookkeeping of windows would take longer than the two products
         a, b = left[0, 0, 0, 0], right[0, 0, 0, 0]
         rows, columns = a.shape[0], b.shape[0]
         middle = self.shape.columns if self.config.terms != "kronecker" else columns

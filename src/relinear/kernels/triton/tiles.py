@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +23,6 @@ __all__ = [
     "pad",
     "precision",
     "rows",
-    "trying",
     "warps",
 ]
 
@@ -81,27 +78,10 @@ def launch(kernel: Any, sizes: tuple[int, ...], dtype: torch.dtype, *given: Any,
     """
     (tokens, columns), tile_rows = sizes[:2], rows(sizes[0])
     chosen: dict[str, Any] = {"ROWS": tile_rows, "COLUMNS": COLUMNS, "STEP": STEP, "PRECISION": precision(dtype)}
-    chosen |= {"num_warps": warps(tile_rows), "num_stages": depth(dtype)} | _tried | fixed
+    chosen |= {"num_warps": warps(tile_rows), "num_stages": depth(dtype)} | fixed
     grid = cdiv(tokens, chosen["ROWS"]), cdiv(columns, chosen["COLUMNS"]), *sizes[2:]
     tile = Tile(*(tl.constexpr(chosen.pop(name)) for name in Tile._fields))
     kernel[grid](*given, TILE=tile, **chosen)
-
-
-#: sizes that stand in for those above while they are timed
-_tried: dict[str, int] = {}
-
-
-@contextlib.contextmanager
-def trying(tile_rows: int, columns: int, step: int, tile_warps: int, stages: int) -> Iterator[None]:
-    """Within the block products take these tiles, but for the sizes that a kernel fixes for itself."""
-    names = "ROWS", "COLUMNS", "STEP", "num_warps", "num_stages"
-    before = dict(_tried)
-    _tried.update(zip(names, (tile_rows, columns, step, tile_warps, stages), strict=True))
-    try:
-        yield
-    finally:
-        _tried.clear()
-        _tried.update(before)
 
 
 def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
