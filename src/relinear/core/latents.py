@@ -52,8 +52,13 @@ def latent_operators(model: nn.Module) -> dict[str, LatentOperator]:
 
 
 @contextlib.contextmanager
-def _tapped(places: Mapping[str, Site], edits=(), observers=(), gives=None) -> Iterator[Any]:
+def _tapped(places: Mapping[str, Site], edits=(), observers=(), gives=None, edited: Any = None) -> Iterator[Any]:
     """Add edits and observers, by the name of their site, for the length of a block (as ``gives``); nests."""
+    if edited is not None and edited.training and getattr(edited, "is_gradient_checkpointing", False):
+        raise ValueError(
+            "cannot intervene in training under gradient checkpointing: a backward after the block would recompute "
+            "without the edits; call model.gradient_checkpointing_disable(), or model.eval()"
+        )
     added = []
     for name, site in places.items():
         previous = site.tap()
@@ -274,18 +279,7 @@ def intervene(model: nn.Module, edits: Mapping[str, Edit | Sequence[Edit]]) -> A
     check_model(model, "intervene")
     places = sites(model, outputs=True)
     chosen = _chosen_edits(model, places, edits)
-    return _edited(model, {name: places[name] for name in chosen}, chosen)
-
-
-@contextlib.contextmanager
-def _edited(model: nn.Module, places: Mapping[str, Site], edits: Mapping[str, Sequence[Edit]]) -> Iterator[None]:
-    if model.training and getattr(model, "is_gradient_checkpointing", False):
-        raise ValueError(
-            "cannot intervene in training under gradient checkpointing: a backward after the block would recompute "
-            "without the edits; call model.gradient_checkpointing_disable(), or model.eval()"
-        )
-    with _tapped(places, edits=edits):
-        yield
+    return _tapped({name: places[name] for name in chosen}, edits=chosen, edited=model)
 
 
 def _chosen_edits(

@@ -155,13 +155,9 @@ class SharedContext(ContextOwner):
 
     def reset_parameters(self) -> None:
         """Unit-variance features and an MLP that keeps the variance: the context starts at unit variance."""
-        if self.embedding is not None:
-            self.embedding.reset_parameters()
-        if self.projection is not None:
-            self.projection.reset_parameters()
-        if self.memory is not None:
-            self.memory.reset_parameters()
-        self.norm.reset_parameters()
+        for part in (self.embedding, self.projection, self.memory, self.norm):
+            if part is not None:
+                part.reset_parameters()
         for layer, gain in ((self.hidden, 1.0), (self.output, GELU_GAIN)):
             nn.init.normal_(layer.weight, std=gain / math.sqrt(layer.in_features))
             nn.init.zeros_(layer.bias)
