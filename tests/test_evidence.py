@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from conftest import REPOSITORY
 from relinear.compare import gaps
+from relinear.compare.figures import budgets
 from relinear.compare.preregistration import Plan, planned
 from relinear.system.student import half_width, seeds_needed, student
 
@@ -117,3 +118,14 @@ def test_the_committed_plans_are_plans(name):
     )
     assert done.returncode == 0, done.stderr
     assert f"--plan results/plans/{name}.yaml" in done.stdout or "python results/cgt/sources.py" in done.stdout
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_a_gap_of_one_seed_is_drawn_hollow_and_without_a_band(seeds):
+    found = gaps.gap(losses(seeds, 30, 1), losses(seeds, 30, 2))
+    entries = [{"name": "dense", "gap": None}, {"name": "hdpl", "gap": found}]
+    rows = [{"tokens": tokens, "entries": entries} for tokens in (1_000, 2_000)]
+    (panel,) = budgets(entries, {"hdpl": "#000000"}, rows, "dense")
+    (line,) = panel.shown
+    assert line.hollow == (seeds == 1)
+    assert (line.low is None) == (seeds == 1)

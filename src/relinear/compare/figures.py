@@ -6,6 +6,7 @@ to show.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -161,7 +162,7 @@ def _chosen_trials(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def budgets(
     entries: Sequence[Entry], palette: Colours, found: Sequence[Mapping[str, Any]] | None, reference: str | None
 ) -> list[Panel]:
-    """Return the gap to the reference against the budget, with 95 % intervals; the reference is the line at 0."""
+    """Return the gap to the reference by budget, with 95 % intervals, hollow without; the reference is at 0."""
     if not found or len(found) < 2:
         return []
     shown: list[Series] = []
@@ -171,7 +172,8 @@ def budgets(
         whole = all(gap["low"] is not None for gap in rows)
         low, high = ([gap[end] for gap in rows] if whole else None for end in ("low", "high"))
         means = [gap["mean"] for gap in rows]
-        shown.append(_line(name, palette, number, x, means, low, high, label=f"{name}  {means[-1]:+.3f}"))
+        line = _line(name, palette, number, x, means, low, high, label=f"{name}  {means[-1]:+.3f}")
+        shown.append(line if whole else dataclasses.replace(line, hollow=True))
     bottom = Axis(title="training tokens, each with a whole schedule", log=True, ticks={v: _short(v) for v in x})
     return [Panel(shown, bottom, Axis(title=f"validation loss less {reference}'s"), [Guide(y=0)])]
 

@@ -243,7 +243,7 @@ def _point(width: int, results: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _drawn(recipe: CompareSettings, out_dir: Path, name: str, points: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """Bootstrapped losses (K, R): seeds and blocks are drawn alike for all entries and sizes."""
+    """Replicated losses (K, R), as ``replicates``: the same draws of seeds and blocks for all entries and sizes."""
     rows = []
     for point in points:
         runs = out_dir / SIZES / str(point["width"]) / "runs" / name
