@@ -82,10 +82,15 @@ def check_joins(folder: Path, other: Path, *, same_entry: bool) -> None:
         sys.exit(f"{folder} cannot stand beside {other}: {'; '.join(unlike)}")
 
 
+def tokens_of(place: Path) -> int:
+    """The budget of a comparison."""
+    return read_json(place / "run.json")["recipe"]["tokens"] or int(place.name)
+
+
 def check_budget(found: dict[str, Any], place: Path) -> None:
     """Exit unless a later comparison's largest budget is the record's."""
-    if int(place.name) != found["tokens"]:
-        sys.exit(f"{place} is of {int(place.name):,} tokens, the record of {found['tokens']:,}")
+    if tokens_of(place) != found["tokens"]:
+        sys.exit(f"{place} is of {tokens_of(place):,} tokens, the record of {found['tokens']:,}")
 
 
 def held_against(folders: list[Path], references: list[Path]) -> dict[str, Any]:
@@ -122,8 +127,9 @@ def counted(recipe: dict[str, Any], tokens: int) -> dict[str, Any]:
 
 
 def places_of(out_dir: Path) -> list[Path]:
-    """The comparisons of its budgets, smallest first."""
-    return sorted((out_dir / "budgets").iterdir(), key=lambda place: int(place.name))
+    """The comparisons of its budgets, smallest first; itself where it has one."""
+    several = out_dir / "budgets"
+    return sorted(several.iterdir(), key=lambda place: int(place.name)) if several.is_dir() else [out_dir]
 
 
 def place_of(out_dir: Path) -> Path:
@@ -136,7 +142,7 @@ def main(out_dir: Path, reference: str, later: list[Path]) -> dict[str, Any]:
     place = place_of(out_dir)
     started = read_json(out_dir / "run.json")
     found: dict[str, Any] = {key: started[key] for key in ("recipe", "command", "machine")} | {"reference": reference}
-    found["tokens"] = int(place.name)
+    found["tokens"] = tokens_of(place)
     found["budgets"] = [
         budget_row(int(at.name), f"budgets/{at.name}", read_json(at / "results.json"))
         for at in places_of(out_dir)[:-1]

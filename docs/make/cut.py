@@ -17,6 +17,7 @@ _RECORDS = {
     "transponder": "transponder/claims-20M/runs.json",
     "hdpl-warmup": "hdpl/warmup/runs.json",
     "rotor": "rotor/scratch/runs.json",
+    "rotor-control": "rotor/control/runs.json",
 }
 
 
@@ -180,4 +181,7 @@ PARTS["hdpl"] |= {
 PARTS["rotor"] = {
     "scratch_command": functools.partial(commands, _RECORDS["rotor"]),
     "scratch_final": functools.partial(final, "rotor"),
+    "control_command": functools.partial(commands, _RECORDS["rotor-control"]),
+    "control_tuned": functools.partial(tuned, "rotor-control"),
+    "control_final": functools.partial(final, "rotor-control"),
 }
