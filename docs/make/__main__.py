@@ -120,10 +120,10 @@ def pages() -> dict[Path, str]:
     found[DOCS / "pictures" / "guide-large_models.svg"] = guides.large_models(large)
     found |= {DOCS / "pictures" / f"{frontier.PICTURE}-{t}.svg": frontier.picture(t) for t in forest.THEMES}
     page = DOCS / "compress.md"
-    of_page = {"frontier": frontier.frontier_table, "picture": frontier.in_page}
+    of_page = {"frontier": frontier.frontier_table, "picture": frontier.in_page, **frontier.ROUNDED}
     found[page] = filled(page.read_text(encoding="utf-8"), of_page, "compression")
     made_of = (
-        {"compress": {"frontier": frontier.frontier_table}, "speed": speed.PARTS, "gpu": gpu.PARTS},
+        {"compress": {"frontier": frontier.frontier_table, **frontier.ROUNDED}, "speed": speed.PARTS, "gpu": gpu.PARTS},
         *(cut.PARTS, curves.PARTS, biased.PARTS),
     )
     for folder in sorted({folder for made in made_of for folder in made}):

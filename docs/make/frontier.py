@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import svg
-from measured import read, table
+from measured import gap, read, table
 
-__all__ = ["PICTURE", "frontier_table", "in_page", "picture"]
+__all__ = ["PICTURE", "ROUNDED", "frontier_table", "in_page", "picture"]
 
 RECORD, PICTURE = "compress/frontier.jsonl", "compress-frontier"
+ROUNDING, ALLOCATION = "compress/rounding.jsonl", "compress/allocation.json"
 #: method -> what it is called
 NAMES = {
     "nearest": "{} bits, to nearest",
+    "gptq-order": "{} bits, GPTQ in order",
     "gptq": "{} bits, GPTQ",
     "uniform": "{} bits in all layers",
     "bits": "`compress --bits {}`",
@@ -20,6 +22,9 @@ NAMES = {
     "in-order": "the same, `anchor=true`: {}",
     "keep": "`compress --keep {}`",
 }
+#: of the record on rounding: the models, and which rows are held against which
+MODELS = {"smollm2-rotated": "turned", "smollm2": "as it is"}
+RIVALS = (("bits:4.25", "gptq:4@96"), ("uniform:4@96", "gptq:4@96"), ("bits:3.5", "gptq:3@48"))
 #: what the picture shows
 MOST = 1.0  # nats; what loses more is in the table alone
 SHOWN = ("nearest", "gptq", "uniform", "bits", "keep")
@@ -31,9 +36,14 @@ def rows() -> list[dict[str, Any]]:
     return [row for row in read(RECORD) if row["row"] != "original" and row["seed"] == 0]
 
 
+def _called(name: str) -> str:
+    method, _, number = name.partition(":")
+    bits, _, group = number.partition("@")
+    return NAMES[method].format(bits) + (f", groups of {group}" if group else "")
+
+
 def _name(row: dict[str, Any]) -> str:
-    method, _, number = row["row"].partition(":")
-    return NAMES[method].format(number)
+    return _called(row["row"])
 
 
 def frontier_table() -> str:
@@ -50,6 +60,61 @@ def frontier_table() -> str:
         over = [f"{row['against'][text]['nats']:+.3f} ± {row['against'][text]['interval']:.3f}" for text in texts]
         lines.append([_name(row), f"{row['bits']:.2f}", *over, f"{row['repeated']:.0%}"])
     return table(["", "bits a weight", *texts, "repeated 4-grams"], lines)
+
+
+def _rounding() -> dict[tuple[str, str], dict[str, Any]]:
+    """The rows of the record on rounding, by model and method."""
+    return {(row["model"], row["row"]): row for row in read(ROUNDING) if row["seed"] == 0}
+
+
+def rounding_table() -> str:
+    """Each method on both models: nats above the original, beside bits of equal bytes."""
+    found = _rounding()
+    texts = list(next(iter(found.values()))["loss"])
+    columns = [(model, text) for model in MODELS for text in texts if (model, "original") in found]
+    lines = [["original", "16.00", *(f"{found[model, 'original']['loss'][text]:.3f} nats" for model, text in columns)]]
+    methods = {name: row["bits"] for (_, name), row in found.items() if name != "original"}
+    for name in sorted(methods, key=lambda name: (-round(methods[name], 1), _mean_rise(found, name))):
+        over = [found.get((model, name), {}).get("against", {}).get(text) for model, text in columns]
+        cells = ["" if at is None else f"{at['nats']:+.3f} ± {at['interval']:.3f}" for at in over]
+        lines.append([_called(name), f"{methods[name]:.2f}", *cells])
+    return table(["", "bits a weight", *(f"{MODELS[model]}, {text}" for model, text in columns)], lines)
+
+
+def _mean_rise(found: dict[tuple[str, str], dict[str, Any]], name: str) -> float:
+    rises = [at["nats"] for (_, row), values in found.items() if row == name for at in values["against"].values()]
+    return sum(rises) / len(rises)
+
+
+def rivals() -> str:
+    """What ``compress`` loses as a share of GPTQ's loss at equal bytes, and the difference, paired over windows."""
+    found, lines = _rounding(), []
+    for ours, theirs in RIVALS:
+        for model in MODELS:
+            if (model, ours) not in found or (model, theirs) not in found:
+                continue
+            a, b = found[model, ours], found[model, theirs]
+            cells = []
+            for text in a["against"]:
+                share = a["against"][text]["nats"] / b["against"][text]["nats"]
+                cells.append(f"{share:.2f} ({gap(a['losses'][text], b['losses'][text])})")
+            lines.append([_called(ours), _called(theirs), MODELS[model], *cells])
+    if not lines:
+        return "GPTQ itself at equal bytes is not measured yet."
+    return table(["", "beside", "model", *next(iter(found.values()))["loss"]], lines)
+
+
+def allocation_table() -> str:
+    """Predicted nats of one number of bits for all layers and of bits by layer, and how far the latter could go."""
+    lines = []
+    for model, name in MODELS.items():
+        if model in (found := read(ALLOCATION)):
+            all_alike, by_layer = found[model]["uniform"]["4.375"], found[model]["by_layer"]["4.375"]
+            bounds = [found[model]["bound_of_layers"], found[model]["bound_of_layers_and_rows"]]
+            lines.append(
+                [name, f"{all_alike:.3f}", f"{by_layer:.3f}", f"{by_layer / all_alike:.2f}", *map(str, bounds)]
+            )
+    return table(["model", "4.38 bits in all", "by layer", "share", "least by layer", "least by row"], lines)
 
 
 def picture(theme: str) -> str:
@@ -91,3 +156,6 @@ def _described() -> str:
 def in_page(folder: str = "pictures") -> str:
     """The picture in a page, in light and in dark."""
     return svg.themed(f"{folder}/{PICTURE}", _described())
+
+
+ROUNDED = {"rounding": rounding_table, "rivals": rivals, "allocation": allocation_table}

@@ -54,6 +54,7 @@ def texts(path: str) -> list[str]:
     return [part for text in found for part in re.split(r"(?m)^(?= = [^=].* = $)", text) if part.strip()]
 
 
+@torch.no_grad()
 def rounded(source: nn.Module, config: relinear.Quantized, moments: Moments | None, own: bool) -> nn.Module:
     """A layer of ``config``: to nearest, by GPTQ under the moments of inputs alone, or as relinear rounds."""
     operator = config.convert(source)
