@@ -1,4 +1,5 @@
-"""Runs the faults: ``python -m faults.run --out results/faults.json`` from tests/. ``--sample 3`` takes some of them.
+"""Runs the faults: ``python -m faults.run --out results/faults.json`` from tests/. ``--sample 3`` takes some of them,
+``--kinds`` one of each kind of call on each file (numbers in names count as one).
 
 A command runs on tiny models in a child process in which the n-th call on a file below its folder fails: all from
 there on (a full disk, which takes half of what was being written), or that one (a failing disk, reads too). It must end
@@ -132,8 +133,8 @@ def _in_child(work: Any, *arguments: Any) -> tuple[int, str]:
 
 def _attempt(
     folder: Path, arguments: list[str], number: int = 0, kind: int = 0
-) -> tuple[int, str, dict[int, int], list[str]]:
-    """Exit code, stderr, calls on files by kind of fault, and those that failed: from ``number`` on, none at 0."""
+) -> tuple[int, str, dict[int, list[str]], list[str]]:
+    """Exit code, stderr, calls that failed; at 0, where none is to, those on files that each kind of fault can meet."""
     noted = folder.with_name(f"{folder.name}.noted")
 
     def work() -> int:
@@ -144,23 +145,24 @@ def _attempt(
         relinear.compare.worker.Worker = lambda log: relinear.compare.worker.InProcess()
         os.chdir(folder)
         shim = ctypes.CDLL(None)
-        shim.faults_failed.restype = ctypes.c_char_p
+        shim.faults_failed.restype = shim.faults_noted.restype = ctypes.c_char_p
         full = kind == errno.ENOSPC
         before = set(sys.modules)
         shim.faults_arm(os.fsencode(folder), ctypes.c_long(number), kind, int(full), int(not full))
         code = main(arguments)
-        calls, failed = [shim.faults_calls(0), shim.faults_calls(1)], shim.faults_failed().decode()
+        calls, failed = shim.faults_noted().decode().splitlines(), shim.faults_failed().decode()
         shim.faults_arm(b"", ctypes.c_long(0), 0, 0, 0)
         noted.write_text(json.dumps([calls, failed.splitlines(), sorted(set(sys.modules) - before)]))
         return code
 
     code, told = _in_child(work)
-    calls, failed, imported = json.loads(noted.read_text()) if noted.exists() else ([0, 0], [], [])
+    calls, failed, imported = json.loads(noted.read_text()) if noted.exists() else ([], [], [])
     noted.unlink(missing_ok=True)
     for name in imported if not number else ():  # once, for every later fork
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    return code, told, dict(zip((errno.ENOSPC, errno.EIO), calls, strict=True)), failed
+    writes = [call for call in calls if call.startswith("0")]
+    return code, told, {errno.ENOSPC: writes, errno.EIO: calls}, failed
 
 
 def _named(told: str, failed: list[str], folder: Path) -> bool:
@@ -170,6 +172,11 @@ def _named(told: str, failed: list[str], folder: Path) -> bool:
         parts = Path(call.partition(" ")[2]).relative_to(folder).parts
         names |= {re.sub(r"^\.(.+?)\.[^.]{8}$", r"\1", part) for part in parts[-3:] if part != "checkpoints"}
     return any(name in told for name in names or {folder.name})
+
+
+def _kind(call: str) -> str:
+    """Of a call on a file, whichever entry, run, step, layer or temporary name it is of."""
+    return re.sub(r"(?<=\.)[a-z0-9_]{8}(?=/|$)|\.tmp\w{6}|[^/]+(?=/seed)|\w+_proj|[0-9a-f]{8,}|\d+", "#", call)
 
 
 def _wrong(folder: Path, arguments: list[str], number: int, kind: int, peace: dict[str, Any]) -> str:
@@ -192,9 +199,13 @@ def _wrong(folder: Path, arguments: list[str], number: int, kind: int, peace: di
 
 
 def run(
-    sample: int | None = None, seed: int = 0, names: list[str] | None = None, minutes: float = 1e9
+    sample: int | None = None,
+    seed: int = 0,
+    names: list[str] | None = None,
+    minutes: float = 1e9,
+    kinds: bool = False,
 ) -> dict[str, Any]:
-    """Faults at ``sample`` calls of every command (at all where None); counts by command, and what went wrong."""
+    """Faults at ``sample`` calls of every command, at one of each kind, or at all; counts, and what went wrong."""
     import torch
 
     import relinear.compare.run
@@ -232,12 +243,18 @@ def run(
             shutil.rmtree(whole)
             counts[name] = {}
             for kind in (errno.ENOSPC, errno.EIO):
-                counts[name][f"{errno.errorcode[kind]} calls"] = calls[kind]
                 rng = random.Random(f"{seed} {name} {kind}")
-                numbers = range(1, calls[kind] + 1)
-                chosen = sorted(rng.sample(numbers, min(sample, len(numbers)))) if sample is not None else numbers
+                alike: dict[str, list[int]] = {}
+                for number, call in enumerate(calls[kind], 1):
+                    alike.setdefault(_kind(call) if kinds else str(number), []).append(number)
+                chosen = [rng.choice(numbers) for numbers in alike.values()]
+                if sample is not None:
+                    chosen = rng.sample(chosen, min(sample, len(chosen)))
+                counts[name][f"{errno.errorcode[kind]} calls"] = len(calls[kind])
+                if kinds:
+                    counts[name][f"{errno.errorcode[kind]} kinds of call"] = len(alike)
                 tried = collections.Counter[str]()
-                for number in chosen:
+                for number in sorted(chosen):
                     if time.monotonic() - begun > 60 * minutes:
                         break
                     folder = home / "attempt"
@@ -262,6 +279,7 @@ def run(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sample", type=int, help="calls of every command; all by default")
+    parser.add_argument("--kinds", action="store_true", help="one of each kind of call on each file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--command", action="append", help="of the commands; all by default")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin nothing after so many")
@@ -274,7 +292,7 @@ def main() -> None:
             again = [sys.executable, "-m", "faults.run", *sys.argv[1:]]
             sys.exit(subprocess.run(again, env=os.environ | {"LD_PRELOAD": str(shim)}, check=False).returncode)
     out = given.out and given.out.resolve()
-    found = run(given.sample, given.seed, given.command, given.minutes)
+    found = run(given.sample, given.seed, given.command, given.minutes, given.kinds)
     text = json.dumps(found, indent=1)
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)

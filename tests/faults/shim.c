@@ -16,21 +16,25 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-static char folder[PATH_MAX], failed[1 << 16];
+static char folder[PATH_MAX], failed[1 << 16], noted[1 << 22];
+static size_t noted_length;
 static long seen, writes, fatal;
 static int error_number, lasting, reads_too;
 
 void faults_arm(const char *below, long number, int error, int stays, int reads) {
     strncpy(folder, below, PATH_MAX - 1);
     seen = writes = 0, fatal = number, error_number = error, lasting = stays, reads_too = reads, failed[0] = 0;
+    noted[0] = 0, noted_length = 0;
 }
-long faults_calls(int reads) { return reads ? seen : writes; }
 const char *faults_failed(void) { return failed; }
+const char *faults_noted(void) { return noted; }  /* all, where none is to fail: "1 read PATH" */
 
 /* 1 where the call is the one to fail, or one after it on a disk that stays full. */
 static int fails_at(const char *call, const char *path, int reads) {
     if (!folder[0] || strncmp(path, folder, strlen(folder))) return 0;
     seen++, writes += !reads;
+    if (!fatal && noted_length < sizeof noted - 2 * PATH_MAX)
+        noted_length += snprintf(noted + noted_length, 2 * PATH_MAX, "%d %s %s\n", reads, call, path);
     long number = reads_too ? seen : writes;
     if (!fatal || (reads && !reads_too) || number < fatal || (number > fatal && !lasting)) return 0;
     size_t told = strlen(failed);
