@@ -10,7 +10,6 @@ peace.
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import ctypes
 import errno
@@ -204,8 +203,13 @@ def run(
     names: list[str] | None = None,
     minutes: float = 1e9,
     kinds: bool = False,
+    out: Path | None = None,
 ) -> dict[str, Any]:
-    """Faults at ``sample`` calls of every command, at one of each kind, or at all; counts, and what went wrong."""
+    """Faults at ``sample`` calls of every command, at one of each kind, or at all; counts, and what went wrong.
+
+    In an order drawn over all commands. With ``out`` what was tried is kept beside it
+    until all is, and the next run goes on.
+    """
     import torch
 
     import relinear.compare.run
@@ -215,13 +219,16 @@ def run(
     from kills.works import come_to
 
     torch.set_num_threads(1)
+    record = out and out.with_suffix(".tried")
+    tried: dict[str, str] = json.loads(record.read_text()) if record and record.exists() else {}
     counts: dict[str, dict[str, int]] = {}
-    failures: list[str] = []
+    peace: dict[str, Any] = {}
+    work: list[tuple[str, int, int]] = []
     begun = time.monotonic()
     memory = Path("/dev/shm")  # where synchronising takes no time
     with tempfile.TemporaryDirectory(prefix="faults-", dir=memory if memory.is_dir() else None) as home_name:
         home = Path(home_name)
-        given = home / "given"
+        given, folder = home / "given", home / "attempt"
         given.mkdir()
         os.environ["RELINEAR_CACHE"] = str(home / "cache")
         os.chdir(given)
@@ -232,15 +239,11 @@ def run(
         assert code == 0, told[-3000:]
         shutil.rmtree(given / "cache")
         for name in names or list(commands):
-            whole = home / "peace"
-            shutil.copytree(given, whole)
-            code, told, calls, _ = _attempt(whole, commands[name])
-            if code:
-                failures.append(f"{name}, in peace: exit code {code}: {told[-1500:]}")
-                shutil.rmtree(whole)
-                continue
-            peace = come_to(whole)
-            shutil.rmtree(whole)
+            shutil.copytree(given, folder)
+            code, told, calls, _ = _attempt(folder, commands[name])
+            assert code == 0, f"{name}, in peace: exit code {code}: {told[-1500:]}"
+            peace[name] = come_to(folder)
+            shutil.rmtree(folder)
             counts[name] = {}
             for kind in (errno.ENOSPC, errno.EIO):
                 rng = random.Random(f"{seed} {name} {kind}")
@@ -250,29 +253,32 @@ def run(
                 chosen = [rng.choice(numbers) for numbers in alike.values()]
                 if sample is not None:
                     chosen = rng.sample(chosen, min(sample, len(chosen)))
-                counts[name][f"{errno.errorcode[kind]} calls"] = len(calls[kind])
+                counts[name] |= {f"{errno.errorcode[kind]} calls": len(calls[kind]), errno.errorcode[kind]: 0}
                 if kinds:
                     counts[name][f"{errno.errorcode[kind]} kinds of call"] = len(alike)
-                tried = collections.Counter[str]()
-                for number in sorted(chosen):
-                    if time.monotonic() - begun > 60 * minutes:
-                        break
-                    folder = home / "attempt"
-                    shutil.copytree(given, folder)
-                    wrong = _wrong(folder, commands[name], number, kind, peace)
-                    shutil.rmtree(folder)
-                    tried["tried"] += 1
-                    if wrong:
-                        failures.append(f"{name}, {errno.errorcode[kind]} at call {number}: {wrong}")
-                counts[name][errno.errorcode[kind]] = tried["tried"]
+                work += [(name, kind, number) for number in chosen]
+        random.Random(seed).shuffle(work)
+        for name, kind, number in work:
+            what = f"{name}, {errno.errorcode[kind]} at call {number}"
+            if what not in tried:
+                if time.monotonic() - begun > 60 * minutes:
+                    continue
+                shutil.copytree(given, folder)
+                tried[what] = _wrong(folder, commands[name], number, kind, peace[name])
+                shutil.rmtree(folder)
+                if record:
+                    record.write_text(json.dumps(tried))
+            counts[name][errno.errorcode[kind]] += 1
         os.chdir("/")
+    if record and len(tried) == len(work):
+        record.unlink()
     return {
         "seed": seed,
         "sample": sample,
-        "faults": sum(count.get("ENOSPC", 0) + count.get("EIO", 0) for count in counts.values()),
+        "faults": sum(count["ENOSPC"] + count["EIO"] for count in counts.values()),
         "seconds": round(time.monotonic() - begun, 1),
         "by_command": counts,
-        "failures": failures,
+        "failures": [f"{what}: {wrong}" for what, wrong in tried.items() if wrong],
     }
 
 
@@ -292,10 +298,11 @@ def main() -> None:
             again = [sys.executable, "-m", "faults.run", *sys.argv[1:]]
             sys.exit(subprocess.run(again, env=os.environ | {"LD_PRELOAD": str(shim)}, check=False).returncode)
     out = given.out and given.out.resolve()
-    found = run(given.sample, given.seed, given.command, given.minutes, given.kinds)
-    text = json.dumps(found, indent=1)
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
+    found = run(given.sample, given.seed, given.command, given.minutes, given.kinds, out)
+    text = json.dumps(found, indent=1)
+    if out:
         out.write_text(text + "\n")
     print(text)
     sys.exit(1 if found["failures"] else 0)
