@@ -14,6 +14,15 @@ from measured import table
 __all__ = ["PARTS", "peak", "share"]
 
 _KERNELS = ("transponder", "hdpl", "ccl", "cgt", "rotor", "rotor_step")
+#: kernel -> the phases in which it still runs
+_KEPT = {
+    "transponder": ("forward", "step"),
+    "hdpl": ("forward", "step"),
+    "ccl": (),
+    "cgt": ("forward",),
+    "rotor": ("forward",),
+    "rotor_step": ("forward", "step"),
+}
 #: model -> the one that it is held against
 _MODELS = {"hdpl-67m-hdpl": "hdpl-67m", "llama-60m-transponder": "llama-60m"}
 #: tokens that stand for what is bound by launches, and for what is not
@@ -126,8 +135,8 @@ def kept() -> str:
             ratios = [row["kernel_ratio"] / row["torch_ratio"] for row in found]
             won = [ratio for ratio in ratios if ratio < 0.9]
             line += [f"{len(won)} of {len(found)}", f"{statistics.median(won):.2f}" if won else ""]
-        rows.append(line)
-    heads = ["kernel", "forward: rows", "median there", "step: rows", "median there"]
+        rows.append([*line, " and ".join(_KEPT[kind]) or "nothing"])
+    heads = ["kernel", "forward: rows", "median there", "step: rows", "median there", "stays for"]
     return table(heads, rows)
 
 
