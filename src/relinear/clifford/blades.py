@@ -30,6 +30,7 @@ __all__ = [
     "multivector_dimension",
     "take_bivector",
     "take_last",
+    "unit",
     "values_are_at_hand",
 ]
 
@@ -47,6 +48,11 @@ def blade_masks(n: int) -> tuple[int, ...]:
 def grades(n: int) -> np.ndarray:
     """Grade of each blade, (V,)."""
     return np.array([mask.bit_count() for mask in blade_masks(n)])
+
+
+def unit(size: int) -> np.ndarray:
+    """Coordinates (size,) of the scalar 1."""
+    return np.eye(1, size)[0]
 
 
 def multivector_dimension(x: Tensor) -> int:

@@ -25,6 +25,7 @@ from relinear.clifford.blades import (
     embed_bivector,
     grades,
     multivector_dimension,
+    unit,
     values_are_at_hand,
 )
 from relinear.clifford.decomposition import first_order, plane_basis, spectral_basis
@@ -132,10 +133,6 @@ def _is_even(n: int) -> np.ndarray:
     return 1 - grades(n) % 2
 
 
-def _one(n: int) -> np.ndarray:
-    return np.eye(1, 2**n)[0]
-
-
 def log(rotor: Tensor) -> Tensor:
     """Return the bivector of a rotor: exp(log(r)) = r.
 
@@ -172,6 +169,6 @@ def log(rotor: Tensor) -> Tensor:
             raise ValueError("-1 has no logarithm in Cl(1), which has no bivectors")
         return rotor[..., :0]
     # eigensolvers refuse a whole batch for one entry that is not a number
-    one = device_table(_one, n, rotor, exact.dtype)
+    one = device_table(unit, 2**n, rotor, exact.dtype)
     matrix, _, _ = _Log.apply(torch.where(valid.unsqueeze(-1), even, one))
     return bivector_from_matrix(torch.where(valid[..., None, None], matrix, math.nan)).to(rotor.dtype)

@@ -31,6 +31,7 @@ from relinear.clifford.blades import (
     embed_bivector,
     grades,
     take_bivector,
+    unit,
     values_are_at_hand,
 )
 from relinear.clifford.decomposition import decompose
@@ -68,10 +69,6 @@ def right_contraction_table(p: int, q: int, r: int) -> np.ndarray:
 def inner_table(p: int, q: int, r: int) -> np.ndarray:
     """Return what is of grade abs(s - t), where neither is a scalar."""
     return _of_grades((p, q, r), lambda s, result, t: (result == abs(s - t)) & (s > 0) & (t > 0))
-
-
-def _one(n: int) -> np.ndarray:
-    return np.eye(1, 2**n)[0]
 
 
 def _is_of_grade(n: int, grade: int) -> np.ndarray:
@@ -182,22 +179,21 @@ class Algebra:
         """Return a scalar, or a batch of them (...,)."""
         value = torch.as_tensor(value)
         value = value.to(compute_dtype(value.dtype)) if not value.dtype.is_floating_point else value
-        return Multivector(value.unsqueeze(-1) * device_table(_one, self.n, value, value.dtype), self)
+        return Multivector(value.unsqueeze(-1) * device_table(unit, 2**self.n, value, value.dtype), self)
+
+    def _of_coordinates(self, kind: str, coordinates: Tensor | Sequence[Any], first: int, count: int) -> Multivector:
+        coordinates = torch.as_tensor(coordinates)
+        if coordinates.shape[-1:] != (count,):
+            raise ValueError(f"a {kind} of {self} has {count} coordinates; got shape {tuple(coordinates.shape)}")
+        return Multivector(torch.nn.functional.pad(coordinates, (first, 2**self.n - first - count)), self)
 
     def vector(self, coordinates: Tensor | Sequence[Any]) -> Multivector:
         """Return a vector of its coordinates (..., n)."""
-        coordinates = torch.as_tensor(coordinates)
-        if coordinates.shape[-1:] != (self.n,):
-            raise ValueError(f"a vector of {self} has {self.n} coordinates; got shape {tuple(coordinates.shape)}")
-        return Multivector(torch.nn.functional.pad(coordinates, (1, 2**self.n - 1 - self.n)), self)
+        return self._of_coordinates("vector", coordinates, 1, self.n)
 
     def bivector(self, coordinates: Tensor | Sequence[Any]) -> Multivector:
         """Return a bivector of its coordinates (..., P)."""
-        coordinates = torch.as_tensor(coordinates)
-        count = self.n * (self.n - 1) // 2
-        if coordinates.shape[-1:] != (count,):
-            raise ValueError(f"a bivector of {self} has {count} coordinates; got shape {tuple(coordinates.shape)}")
-        return Multivector(embed_bivector(coordinates), self)
+        return self._of_coordinates("bivector", coordinates, 1 + self.n, self.n * (self.n - 1) // 2)
 
 
 class Blades(Mapping[str, "Multivector"]):
@@ -358,7 +354,7 @@ class Multivector:
             return other
         if not _is_scalar(other):
             return None
-        one = device_table(_one, self.algebra.n, self.values, self.values.dtype)
+        one = device_table(unit, 2**self.algebra.n, self.values, self.values.dtype)
         return self._made((other.unsqueeze(-1) if isinstance(other, Tensor) else other) * one)
 
     def __add__(self, other: Any) -> Multivector:
@@ -509,7 +505,7 @@ class Multivector:
         """
         exact = self.values.to(compute_dtype(self.values.dtype))
         matrix = left_matrix(exact, self.algebra.signature)
-        one = device_table(_one, self.algebra.n, exact, exact.dtype).expand(exact.shape)
+        one = device_table(unit, 2**self.algebra.n, exact, exact.dtype).expand(exact.shape)
         found = torch.linalg.solve_ex(matrix, one.unsqueeze(-1)).result.squeeze(-1)
         if values_are_at_hand(found):
             condition = matrix.detach().flatten(-2).norm(dim=-1) * found.detach().norm(dim=-1)

@@ -19,6 +19,7 @@ from relinear.clifford.blades import (
     device_table,
     grades,
     multivector_dimension,
+    unit,
     values_are_at_hand,
 )
 from relinear.clifford.matrices import matrix_exp
@@ -93,17 +94,13 @@ def _principal_log(matrix: Tensor) -> Tensor:
     return torch.where(near, _log_near_one(matrix), 2**ROOTS * _log_near_one(root))[..., 0]
 
 
-def _one(count: int) -> np.ndarray:
-    return np.eye(1, count)[0]
-
-
 def _rotor_error(x: Tensor, signature: tuple[int, int, int]) -> Tensor:
     """How far x (..., V) is from even, and x ~x from 1, relative to its size: (...,)."""
     scale = x.abs().amax(-1).clamp_min(1.0)
     n = multivector_dimension(x)
     odd = (x * device_table(_is_odd, n, x, x.dtype)).abs().amax(-1)
     table = device_table(geometric_table, signature, x, x.dtype)
-    off = table_product(x, reverse(x), table) - device_table(_one, 2**n, x, x.dtype)
+    off = table_product(x, reverse(x), table) - device_table(unit, 2**n, x, x.dtype)
     return torch.maximum(odd / scale, off.abs().amax(-1) / scale.square())
 
 
@@ -123,7 +120,7 @@ def regular_log(rotor: Tensor, signature: tuple[int, int, int]) -> Tensor:
     error = _rotor_error(exact.detach(), signature)
     valid = error < tolerance
     even = exact[..., device_table(_even_blades, n, exact)]
-    one = device_table(_one, even.shape[-1], exact, exact.dtype)
+    one = device_table(unit, even.shape[-1], exact, exact.dtype)
     even = torch.where(valid.unsqueeze(-1), even, one)
     table = device_table(_even_table, signature, exact, exact.dtype)
     found = _principal_log(_matrix(even, table))

@@ -82,34 +82,21 @@ def window_count(size: int, window: int) -> int:
     return -(-size // window)
 
 
-def _spread_coordinates(size: int, window: int) -> np.ndarray:
-    """The coordinate at every place of windows that start at i size / count and wrap round: (count V,)."""
-    count = window_count(size, window)
-    starts = [i * size // count for i in range(count)]
-    return np.concatenate([np.arange(start, start + window) % size for start in starts])
-
-
-def _spread_places(size: int, window: int) -> np.ndarray:
-    """The first and the last place of every coordinate among those of ``_spread_coordinates``: (2 size,)."""
-    coordinates = _spread_coordinates(size, window)
-    places = [np.flatnonzero(coordinates == coordinate) for coordinate in range(size)]
-    assert all(1 <= len(found) <= 2 for found in places)
-    return np.array([[found[0] for found in places], [found[-1] for found in places]]).ravel()
-
-
 def window_coordinates(size: int, window: int, spread: bool) -> np.ndarray:
     """Return the coordinate at every place of the windows of ``to_windows``, "spread" or "wrapped": (count V,)."""
-    if spread:
-        return _spread_coordinates(size, window)
-    return np.arange(window_count(size, window) * window) % size
+    count = window_count(size, window)
+    if not spread:
+        return np.arange(count * window) % size
+    starts = [i * size // count for i in range(count)]  # and they wrap round
+    return np.concatenate([np.arange(start, start + window) % size for start in starts])
 
 
 def coordinate_places(size: int, window: int, spread: bool) -> np.ndarray:
     """Return the two places, or one twice, whose mean ``from_windows`` takes for every coordinate: (2 size,)."""
-    if spread:
-        return _spread_places(size, window)
-    first, last = np.arange(size), np.arange(size, 2 * size)
-    return np.concatenate([first, np.where(last < window_count(size, window) * window, last, first)])
+    coordinates = window_coordinates(size, window, spread)
+    places = [np.flatnonzero(coordinates == coordinate) for coordinate in range(size)]
+    assert all(1 <= len(found) <= 2 for found in places)
+    return np.array([[found[0] for found in places], [found[-1] for found in places]]).ravel()
 
 
 def window_tables(in_features: int, out_features: int, form: NetworkForm, like: Tensor) -> list[Tensor | None]:
@@ -149,7 +136,7 @@ def to_windows(x: Tensor, window: int, layout: str = "wrapped") -> Tensor:
     """
     missing = -x.shape[-1] % window
     if missing and layout == "spread":
-        x = take_last(x, device_table(_spread_coordinates, (x.shape[-1], window), x))
+        x = take_last(x, device_table(window_coordinates, (x.shape[-1], window, 1), x))
     elif missing:
         x = torch.cat((x, x[..., :missing]), dim=-1)
     return x.unflatten(-1, (-1, window))
@@ -163,7 +150,7 @@ def from_windows(y: Tensor, size: int, layout: str = "wrapped") -> Tensor:
     if not wrapped:
         return y
     if layout == "spread":
-        first, last = take_last(y, device_table(_spread_places, (size, window), y)).chunk(2, dim=-1)
+        first, last = take_last(y, device_table(coordinate_places, (size, window, 1), y)).chunk(2, dim=-1)
         return (first + last) / 2
     return torch.cat(((y[..., :wrapped] + y[..., size:]) / 2, y[..., wrapped:size]), dim=-1)
 
