@@ -91,6 +91,19 @@ def test_integers_stay_integers(bits: int, symmetric: bool, kind: str, tmp_path)
     assert_same(path, model, atol=1e-5 if symmetric else 3e-2)
 
 
+def test_a_plan_of_integers_becomes_blocks_mixed_by_layer(tmp_path) -> None:
+    model = llama(hidden_size=64, intermediate_size=96)
+    settings = {"tokens": 512, "sequence_length": 16, "menu": ["quantized:symmetric=true"], "bits": 5.0}
+    ids = [torch.randint(0, 320, (1024,), generator=torch.Generator().manual_seed(0))]
+    compress(model, ids, settings=settings, tokenizer=tokenizer_of(), out_dir=tmp_path, export="gguf")
+    bits = {op.config.bits for op in model.modules() if isinstance(op, relinear.Operator)}
+    held = {{4: "Q4_0", 5: "Q5_0", 6: "Q8_0", 8: "Q8_0"}[max(4, size)] for size in bits}
+    stored = gguf.GGUFReader(tmp_path / "model.gguf").tensors
+    assert len(held) > 1
+    assert {tensor.tensor_type.name for tensor in stored} == held | {"BF16", "F32"}
+    assert_same(tmp_path / "model.gguf", model)
+
+
 def test_integers_that_no_block_holds_are_refused_by_name(tmp_path) -> None:
     for config, match in (
         (relinear.Quantized(bits=8), "of more than 5 bits with zero points; give the menu quantized:symmetric=true"),

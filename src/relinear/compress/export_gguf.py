@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
 from collections import Counter
@@ -14,8 +13,7 @@ from torch import Tensor
 
 from relinear.core.attachment import attachments
 from relinear.core.aux import named_operators
-from relinear.core.operator import OperatorConfig
-from relinear.surgery.fold import fold_
+from relinear.core.operator import OperatorConfig, plain_linear
 from relinear.system.files import atomic_path
 
 __all__ = ["check_gguf", "check_gguf_operators", "export_gguf"]
@@ -112,20 +110,17 @@ def export_gguf(model: Any, path: str | Path, *, tokenizer: Any) -> Path:
     operators = dict(named_operators(model))
     sizes = {name: (operator.in_features, operator.out_features) for name, operator in operators.items()}
     check_gguf_operators({name: operator.config for name, operator in operators.items()}, sizes)
-    if operators:
-        model = copy.deepcopy(model)
-        fold_(model, verbose=False)
-        if list(named_operators(model)):
-            raise ValueError(
-                f"{next(named_operators(model))[0]} has no matrix of its own; save the model with relinear"
-            )
+    inside = tuple(f"{name}." for name in operators)
+    values = {name: value for name, value in model.named_parameters() if not name.startswith(inside)}
+    for name, operator in operators.items():
+        values |= {f"{name}.{part}": value for part, value in plain_linear(operator).named_parameters()}
     from gguf import GGUFWriter
 
     with atomic_path(path) as temporary:
         writer = GGUFWriter(temporary, _ARCHITECTURE)
         _write_config(writer, model.config)
         _write_tokenizer(writer, tokenizer, model.config.vocab_size)
-        _write_tensors(writer, model, operators)
+        _write_tensors(writer, model.config, values, operators)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -178,15 +173,15 @@ def _write_tokenizer(writer: Any, tokenizer: Any, entries: int) -> None:
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def _write_tensors(writer: Any, model: Any, operators: dict[str, Any]) -> None:
-    """Every parameter of ``model``, folded; those of ``operators`` that know GGUF's blocks as blocks."""
+def _write_tensors(writer: Any, config: Any, values: dict[str, Tensor], operators: dict[str, Any]) -> None:
+    """Every parameter of the folded model by name; those of ``operators`` that know GGUF's blocks as blocks."""
     from gguf import GGML_QUANT_VERSION, MODEL_ARCH, GGMLQuantizationType, LlamaFileType, get_tensor_name_map
     from gguf.quants import quantize
 
-    names = get_tensor_name_map(MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
     kinds = {torch.float16: GGMLQuantizationType.F16, torch.bfloat16: GGMLQuantizationType.BF16}
     types = Counter[Any]()
-    for name, value in model.named_parameters():  # a tied head is the embedding, and not written again
+    for name, value in values.items():  # a tied head is the embedding, and not written again
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
             raise ValueError(f"{name} has no place in a GGUF file of a Llama; export the model as plain")
@@ -194,9 +189,9 @@ def _write_tensors(writer: Any, model: Any, operators: dict[str, Any]) -> None:
         operator = operators.get(name.removesuffix(".weight"))
         if hasattr(operator, "gguf_rows"):
             kind = GGMLQuantizationType[operator.gguf_type()]
-            data = _interleaved(name, operator.gguf_rows().cpu(), model.config).contiguous().numpy()
+            data = _interleaved(name, operator.gguf_rows().cpu(), config).contiguous().numpy()
         else:
-            rows = _interleaved(name, value.detach().float().cpu(), model.config).contiguous().numpy()
+            rows = _interleaved(name, value.detach().float().cpu(), config).contiguous().numpy()
             data = quantize(rows, kind)
         if value.ndim > 1:
             types[kind] += value.numel()
