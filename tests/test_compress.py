@@ -353,7 +353,7 @@ def test_refinement_that_does_harm_is_undone() -> None:
     layer, x = torch.nn.Linear(8, 8), [torch.randn(2, 4, 8) for _ in range(3)]
     wanted = [layer(b).detach() + 0.01 for b in x]
     kept = copy.deepcopy(layer.state_dict())
-    before, after = refine(layer, [layer], x, wanted, Course(epochs=3, batch=1, learning_rate=100.0, seed=0, most=3))
+    before, after = refine(layer, [layer], x, wanted, Course(epochs=1, batch=1, learning_rate=100.0, seed=0, draws=3))
     assert before == after
     assert all(torch.equal(kept[k], v) for k, v in layer.state_dict().items())
 

@@ -127,8 +127,7 @@ class InOrder:
         self.wanted = [self.layers.run(original, index, x) for x in self.wanted]
         planned = [self.model.get_submodule(name) for name in names if name in self.planned]
         if settings.refine_steps and planned:
-            steps = settings.refine_steps
-            course = Course(steps, 1, settings.refine_learning_rate, settings.seed, most=steps)
+            course = Course(1, 1, settings.refine_learning_rate, settings.seed, draws=settings.refine_steps)
             with frozen(layer):
                 refine(partial(self.layers.layer, index), planned, self.states, self.wanted, course)
         self.states = [self.layers.layer(index, x) for x in self.states]

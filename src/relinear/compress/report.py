@@ -176,8 +176,6 @@ def _evaluation_lines(found: Mapping[str, Any], predicted: float | None) -> list
 
 
 TEMPLATE = "compress/report.html"
-#: pixels of a cell of the plan's picture, and of its labels
-CELL, LABELS = 26, 110
 
 
 def write_page(path: str | Path, report: Mapping[str, Any]) -> Path:
@@ -257,7 +255,7 @@ def _depth(name: str) -> tuple[int, str]:
 
 
 def _picture(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Cells of the plan's picture: a row for every place in a decoder layer, a column for every decoder layer."""
+    """The plan's picture: a row for every place in a decoder layer, a column for every decoder layer, and the cells."""
     places = list(dict.fromkeys(_depth(name)[1] for name in layers))
     cells = []
     for name, layer in layers.items():
@@ -265,26 +263,11 @@ def _picture(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         kept = layer["parameters"] / layer["parameters_before"]
         operator = None if layer["operator"] is None else OperatorConfig.from_dict(layer["operator"])
         nats = "" if layer["nats"] is None else f", predicted {layer['nats']:+.4f} nats"
-        cells.append(
-            {
-                "x": LABELS + depth * CELL,
-                "y": places.index(place) * CELL,
-                "fill": "#e9e9ee" if operator is None else _shade(kept),
-                "dark": operator is not None and kept < 0.5,
-                "text": "" if operator is None else f"{100 * kept:.0f}",
-                "title": f"{name}: {'stays dense' if operator is None else operator}, {kept:.0%} kept{nats}",
-            }
-        )
-    depths = [_depth(name)[0] for name in layers]
-    columns = max(depths, default=0) + 1
-    return {
-        "cells": cells,
-        "rows": [{"y": i * CELL, "text": layer_type(place) or place, "title": place} for i, place in enumerate(places)],
-        "columns": [{"x": LABELS + i * CELL, "text": str(i)} for i in range(columns) if i % 5 == 0],
-        "cell": CELL,
-        "width": LABELS + columns * CELL,
-        "height": (len(places) + 1) * CELL,
-    }
+        title = f"{name}: {'stays dense' if operator is None else operator}, {kept:.0%} kept{nats}"
+        fill = None if operator is None else _shade(kept)
+        cells.append({"column": depth, "row": places.index(place), "title": title, "kept": kept, "fill": fill})
+    columns = 1 + max((_depth(name)[0] for name in layers), default=0)
+    return {"cells": cells, "places": {place: layer_type(place) or place for place in places}, "columns": columns}
 
 
 def _shade(kept: float) -> str:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -132,7 +133,7 @@ def compress(
         writing(folder),
         evaluating(model),
     ):
-        job = _Job(Work(model, modules, chosen, Path(folder), on_progress), table)
+        job = _Job(Work(model, modules, chosen, Path(folder), on_progress), table, export)
         if frontier and (plan_file is not None or not isinstance(job.menu, Operators) or not chosen.fisher):
             raise ValueError(
                 "frontier weighs operators under many budgets: leave out plan_file, menu=neurons and fisher=False"
@@ -148,7 +149,6 @@ def compress(
             check_ids(ids, model, name)
         if corpus.repeats:
             warnings.warn(corpus.repeats, stacklevel=2)
-        job.one_matrix_each = export == "gguf"
         report = job.run(corpus, tokenizer, given_plan, plan_only, frontier)
         if out_dir is not None and not plan_only:
             with at_half_precision(model) if chosen.by_bytes else nullcontext():
@@ -162,7 +162,10 @@ def proposal(folder: Path, name: str) -> Path:
 
 
 def _save(model: Any, folder: Path, tokenizer: Any, export: str | None) -> None:
-    _remove_exports(folder)  # first: none is ever beside a model that it does not hold
+    # first what an earlier call exported: none is ever beside a model that it does not hold
+    (folder / GGUF).unlink(missing_ok=True)
+    for part in parts_of(folder / PLAIN, "saved"):  # its config first: half of it would load as nothing
+        part.unlink()
     save_pretrained(model, folder / MODEL, tokenizer=tokenizer)
     if export == "plain":
         export_plain(model, folder / PLAIN, tokenizer=tokenizer)
@@ -170,49 +173,33 @@ def _save(model: Any, folder: Path, tokenizer: Any, export: str | None) -> None:
         export_gguf(model, folder / GGUF, tokenizer=tokenizer)
 
 
-def _remove_exports(folder: Path) -> None:
-    """What an earlier call exported here: another model's."""
-    (folder / GGUF).unlink(missing_ok=True)
-    for part in parts_of(folder / PLAIN, "saved"):  # its config first: half of it would load as nothing
-        part.unlink()
-
-
-class _Clock:
-    """Seconds by phase."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.monotonic()
-
-    def lap(self, phase: str) -> None:
-        """The time since the last lap belongs to ``phase``."""
-        now = time.monotonic()
-        self.seconds[phase] = now - self._last
-        self._last = now
-
-
 class _Job:
     """One compression: its menu, what is known of speeds, and the steps."""
 
-    def __init__(self, work: Work, given_table: SpeedTable | None) -> None:
-        self.work, self.given_table = work, given_table
+    def __init__(self, work: Work, given_table: SpeedTable | None, export: str | None) -> None:
+        self.work, self.given_table, self.export = work, given_table, export
         self.model, self.modules, self.settings, self.folder = work.model, work.modules, work.settings, work.folder
         self.menu = menu_of(work)
-        self.one_matrix_each = False
+        #: when each phase ended
+        self.ends: dict[str, float] = {}
+
+    def _lap(self, phase: str) -> None:
+        self.ends[phase] = time.monotonic()
 
     def run(
         self, corpus: Corpus, tokenizer: Any, given_plan: CompressPlan | None, plan_only: bool, frontier: bool
     ) -> CompressReport:
         """Calibrate, plan and, unless ``plan_only``, make; what is kept goes to the folder as it is made."""
-        clock, memory = _Clock(), PeakMemory(next(self.model.parameters()).device)
+        memory = PeakMemory(next(self.model.parameters()).device)
         memory.start()
+        self._lap("")
         bytes_before = stored_bytes(self.model)
         left = tuple(entry.in_words() for entry in out_of_reach(coverage(self.model, {}, {})))
         if self._asks_for_speed:
             self._prepare_speed(given_plan, plan_only)
-        clock.lap("speed")
+        self._lap("speed")
         calibration = self.work.calibrate(corpus.blocks)
-        clock.lap("calibration")
+        self._lap("calibration")
         use = {name: calibration.counts[name] / calibration.tokens for name in self.modules}
         points, budget, budgets = list[MeasuredPoint](), None, list[dict[str, Any]]()
         if given_plan is None:
@@ -224,8 +211,8 @@ class _Job:
         else:
             whole = given_plan
         whole.save(proposal(self.folder, "plan.json"))
-        clock.lap("plan")
-        if self.one_matrix_each:
+        self._lap("plan")
+        if self.export == "gguf":
             check_gguf_operators(whole.replaced, {name: linear_features(m) for name, m in self.modules.items()})
         speed = None
         if whole.replaced and self._asks_for_speed:
@@ -233,14 +220,14 @@ class _Job:
             speed = self._speed(whole.replaced, use) if plan_only else self._fast_enough(whole.replaced, use, which)
         healing, evaluation = None, None
         if not plan_only and whole.changed:
-            healing, evaluation = self._make(corpus, calibration, whole, tokenizer, clock)
+            healing, evaluation = self._make(corpus, calibration, whole, tokenizer)
         if not plan_only:  # only now: killed in the hours before, a model that is there keeps the plan it was made by
             proposal(self.folder, "plan.json").replace(self.folder / "plan.json")
         report = CompressReport(
             whole,
             calibration.tokens,
             calibration.loss,
-            clock.seconds,
+            {phase: end - start for (_, start), (phase, end) in pairwise(self.ends.items())},
             corpus=corpus,
             model=model_name(self.model),
             healing=healing,
@@ -262,7 +249,7 @@ class _Job:
         return report
 
     def _make(
-        self, corpus: Corpus, calibration: Calibration, whole: CompressPlan, tokenizer: Any, clock: _Clock
+        self, corpus: Corpus, calibration: Calibration, whole: CompressPlan, tokenizer: Any
     ) -> tuple[HealReport | None, dict[str, Any] | None]:
         """Carry the plan out and heal; what the result is like beside the original, where that is asked for."""
         dense = [name for name in self.modules if name not in whole.replaced]
@@ -270,21 +257,21 @@ class _Job:
             check_healable(self.settings, len(whole.replaced), len(dense))
         original = self._observe("original", corpus, tokenizer)
         layers = {name: copy.deepcopy(module).to("meta") for name, module in self.modules.items()}
-        clock.lap("original")
+        self._lap("original")
         teacher = original_copy(self.model) if self.settings.heal_tokens else None
         self.menu.carry_out_(whole, calibration, corpus.blocks)
-        clock.lap("fit")
+        self._lap("fit")
         healing = None
         if teacher is not None:
             healing = self._heal(teacher, corpus.further, dense)
-            clock.lap("heal")
+            self._lap("heal")
         if self.settings.by_bytes:
             round_to_half_(self.model)  # what is judged is what is saved
         compressed = self._observe("evaluation", corpus, tokenizer)
         if original is None or compressed is None:
             return healing, None
         speed = measure_speed(like_before(self.model, layers), self.model, self.settings.speed_batch)
-        clock.lap("evaluation")
+        self._lap("evaluation")
         return healing, compared(original, compressed, corpus.unseen, speed)
 
     def budget(self, use: Mapping[str, float]) -> Budget:

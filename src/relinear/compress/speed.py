@@ -76,10 +76,6 @@ class SpeedTable:
         flops, times = zip(*alike, strict=True)
         return float(np.interp(_flops(config, shape), flops, times))
 
-    def covers(self, wanted: Mapping[Shape, Iterable[OperatorConfig | None]]) -> bool:
-        """Return whether everything ``wanted`` was measured."""
-        return all(config in self.rows.get(shape, {}) for shape, configs in wanted.items() for config in configs)
-
     def check(self, wanted: Mapping[Shape, Iterable[OperatorConfig | None]], conditions: SpeedConditions) -> None:
         """Raise ValueError if the table is of other conditions, or says nothing on some of what is ``wanted``."""
         if self.conditions != conditions:
@@ -159,7 +155,7 @@ def speed_table(
     machine = describe_machine() | {"device": str(like.device), "dtype": str(like.dtype).removeprefix("torch.")}
     wanted = {shape: [None, *_sampled(configs.get(shape, ()), shape)] for shape in groups}
     kept = _read(Path(path), machine, conditions)
-    if kept is not None and kept.covers(wanted):
+    if kept is not None and all(config in kept.rows.get(shape, {}) for shape in wanted for config in wanted[shape]):
         return kept
     on_measure(0, 1)
     table = SpeedTable(conditions, _measure(groups, wanted, conditions))

@@ -74,7 +74,7 @@ class Goal:
 class Course:
     """How modules are trained: passes over the samples, samples a step, Adam's peak learning rate, seed of the order.
 
-    told_every: steps between two reports of progress. most: steps after which it ends at the latest.
+    told_every: steps between two reports of progress. draws: steps of samples drawn at random, in place of passes.
     """
 
     epochs: int
@@ -82,13 +82,15 @@ class Course:
     learning_rate: float
     seed: int
     told_every: int = 1
-    most: int | None = None
+    draws: int = 0
 
     def steps(self, samples: int) -> Sequence[Tensor]:
         """Return the samples of each step, in a new order each pass; what does not fill a step is left out."""
         generator, batch = torch.Generator().manual_seed(self.seed), min(self.batch, samples)
+        if self.draws:
+            return [torch.randint(samples, (batch,), generator=generator) for _ in range(self.draws)]
         passes = [torch.randperm(samples, generator=generator).split(batch) for _ in range(self.epochs)]
-        return [rows for one in passes for rows in one if len(rows) == batch][: self.most]
+        return [rows for one in passes for rows in one if len(rows) == batch]
 
 
 def improve(

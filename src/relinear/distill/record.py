@@ -45,7 +45,11 @@ def documents(data: Iterable[Any], tokenizer: Any) -> Iterator[str | list[int]]:
     if as_document(first) is not None:
         if tokenizer is None:
             raise ValueError("text needs the model's tokenizer: give tokenizer=, or token ids in place of text")
-        yield from map(_text, chained)
+        for item in chained:
+            document = as_document(item)
+            if document is None:
+                raise ValueError(f"data began with text or messages, and goes on with {shown(item)}; give one kind")
+            yield document
         return
     for item in chained:
         ids = item.get("input_ids") if isinstance(item, Mapping) else item
@@ -64,13 +68,6 @@ def _encoded(items: Iterator[str | list[int]], tokenizer: Any) -> Iterator[list[
             yield from (array.tolist() for array in encode_documents(tokenizer, chained))  # type: ignore[arg-type]
         else:
             yield from chained  # type: ignore[misc]
-
-
-def _text(item: Any) -> str:
-    document = as_document(item)
-    if document is None:
-        raise ValueError(f"data began with text or messages, and goes on with {shown(item)}; give one kind")
-    return document
 
 
 def token_blocks(

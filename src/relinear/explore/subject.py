@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -91,17 +92,12 @@ class Subject:
 
     def overview(self) -> dict[str, Any]:
         """Return what the model offers."""
-        sites = [
-            {"name": one.name, "kind": one.kind, "layer": one.layer, "size": one.size, "start": one.start}
-            for one in self.index.sites.values()
-        ]
         texts, length = self.index.ids.shape
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
         return {
             "path": self.path,
             "class": type(self.model).__name__,
-            "parameters": parameters,
-            "sites": sites,
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "sites": [dataclasses.asdict(one) for one in self.index.sites.values()],
             "texts": texts,
             "length": length,
             "prefixes": self.reads_prefixes(),

@@ -202,10 +202,8 @@ class _Running:
             below, above = least < self.low, most > self.low + self.span
             if not (below | above).any():
                 break
-            pairs, nothing = (
-                self.counts.unflatten(1, (-1, 2)).sum(-1),
-                self.counts.new_zeros(len(self.counts), BINS // 2),
-            )
+            pairs = self.counts.unflatten(1, (-1, 2)).sum(-1)
+            nothing = torch.zeros_like(pairs)
             down, up = torch.cat([nothing, pairs], 1), torch.cat([pairs, nothing], 1)
             self.counts = torch.where(below[:, None], down, torch.where(above[:, None], up, self.counts))
             self.low = torch.where(below, self.low - self.span, self.low)
