@@ -96,8 +96,8 @@ def test_what_cannot_be_fitted_or_counted_is_left_out_or_refused(made, tmp_path)
         atlas(model, tokens(model), settings=AtlasSettings(operators=("rotor",), **SMALL), out_dir=tmp_path)
     with pytest.raises(ValueError, match=r"no decoder layer .* is among layers=\(99,\)"):
         atlas(model, tokens(model), settings=AtlasSettings(layers=(99,), **SMALL), out_dir=tmp_path)
-    with pytest.raises(ValueError, match="shares must lie between 0 and 1"):
-        AtlasSettings(shares=(2.0,))
+    with pytest.raises(ValueError, match=r"shares\.0 must be below 1, got 2"):
+        AtlasSettings.load({"shares": (2.0,)})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -112,8 +112,10 @@ def test_the_command_makes_the_page(tmp_path, monkeypatch, capsys) -> None:
         0,
     )
     assert "report.html" in capsys.readouterr().out
+    assert main(["report", "runs/atlas", "--out", "again.html"]) == 0
+    assert "At half the parameters" in (tmp_path / "again.html").read_text(encoding="utf-8")
     assert main([*words, "--shares", "half", "--out", "other"]) == 2
-    assert "--shares takes numbers" in capsys.readouterr().err
+    assert "--shares 'half': write them as 0.25,0.5" in capsys.readouterr().err
     assert main([*words, "-o", "low_rnk", "--out", "other"]) == 2
     assert "did you mean 'low_rank'" in capsys.readouterr().err
 

@@ -14,6 +14,7 @@ from conftest import REPOSITORY
 from relinear.compare.plan import plan_comparison
 from relinear.compare.recipe import BUNDLED, apply_overrides, find_recipe, parse_overrides, read_recipe, read_yaml
 from relinear.compare.settings import CompareSettings
+from relinear_cli import progress
 from relinear_cli.main import COMMANDS, main
 from relinear_cli.options import named_entries, parse_layers, parse_operators
 
@@ -208,3 +209,22 @@ def test_bench_of_whole_models_refuses(arguments, said, capfd, tmp_path):
     assert main(["bench", *arguments, "--out", str(tmp_path / "out")]) == 2
     assert said in capfd.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_progress_on_a_plain_terminal_says_how_far_and_how_long(monkeypatch, capsys):
+    clock = iter([0.0, *(30.0 * number for number in range(20))])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    with progress.watch_trials(4) as on_progress:
+        for step in (0, 100, 200):
+            on_progress(1, {"learning_rate": 0.001}, {"step": step, "steps": 200})
+    first, middle, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("trial 2 of 4, learning_rate=0.001 0/200")
+    assert middle.endswith("about 2 min left")  # one of four took 30 s
+    assert "200/200" in last
+    with progress.watch_reports("timing layers") as report:
+        report("1/3  256x256")
+        report("3/3  512x512")
+    assert capsys.readouterr().err.splitlines() == [
+        "timing layers 0/3  256x256",
+        "timing layers 2/3  512x512  15 s left",
+    ]

@@ -23,6 +23,7 @@ from typer.models import ArgumentInfo, OptionInfo
 from relinear.bench.run import BenchSettings
 from relinear.compare.settings import CompareSettings
 from relinear.compress import CompressSettings
+from relinear.compress.atlas import AtlasSettings
 from relinear.core.settings import Settings
 from relinear.distill import DistillSettings
 from relinear.train import TrainSettings
@@ -161,6 +162,7 @@ def made() -> dict[str, Any]:
         "compress": CompressSettings,
         "distill": DistillSettings,
         "bench": BenchSettings,
+        "atlas": AtlasSettings,
     }
     return {name: dict(_fields(settings)) for name, settings in classes.items()}
 
@@ -187,7 +189,7 @@ def _kind(annotation: Any) -> tuple[str, list[str]]:
     if origin in (typing.Union, types.UnionType, Annotated):
         return _kind(next(one for one in inner if one is not type(None)))
     if origin is tuple:
-        return ("integers" if _kind(inner[0])[0] == "int" else "texts"), []
+        return {"int": "integers", "float": "numbers"}.get(_kind(inner[0])[0], "texts"), []
     names = {bool: "bool", int: "int", float: "float"}
     return names.get(annotation, "text"), []  # settings of operators and objectives are texts, too
 

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from relinear_cli.fields import from_settings
 from relinear_cli.options import (
     PretrainedModel,
     Split,
     TextColumn,
     Tokenizer,
+    corpus_of,
     load_model,
     load_model_tokenizer,
     parse_layers,
     prepare_process,
-    set_if_given,
 )
 
 __all__ = ["command"]
 
 
+@from_settings("atlas", "shares", "steps", "tokens")
 def command(
+    given: dict[str, Any],
     model: PretrainedModel,
     data: Annotated[str, typer.Option(help="Corpus to measure on: `stdlib`, a file or folder, or a Hub name.")],
     out: Annotated[Path, typer.Option(help="Directory of the result.")] = Path("runs/atlas"),
@@ -31,9 +34,6 @@ def command(
         typer.Option("--operator", "-o", metavar="KIND:KEY=VALUE", help="May be repeated; by default all that fit."),
     ] = None,
     layers: Annotated[str | None, typer.Option(help="Decoder layers, such as 0,4-11; by default all.")] = None,
-    shares: Annotated[str | None, typer.Option(help="Of a layer's parameters, such as 0.25,0.5.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Of the descent of fits that are no closed form.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens to measure on.")] = None,
     text_column: TextColumn = None,
     tokenizer: Tokenizer = None,
     split: Split = "train",
@@ -49,22 +49,15 @@ def command(
     """
     from relinear.compress.atlas import AtlasSettings, atlas, write_atlas
     from relinear.core.operator import OperatorConfig
-    from relinear.data import DataSettings, iter_texts
+    from relinear.data import iter_texts
     from relinear_cli.errors import resumable
     from relinear_cli.progress import watch_compression
 
-    given = {
-        "operators": operators or None,
-        "layers": parse_layers(layers),
-        "shares": None if shares is None else [_number(part) for part in shares.split(",")],
-        "steps": steps,
-        "tokens": tokens,
-    }
-    settings = AtlasSettings(**set_if_given(given))
+    named = {"operators": operators, "layers": parse_layers(layers)}
+    settings = AtlasSettings.load(given | {key: value for key, value in named.items() if value}, "settings")
     for text in operators or ():
         OperatorConfig.read(text)
-    column = {"text_column": text_column} if text_column else {}
-    corpus = DataSettings.load({"data": data} | column, "data")
+    corpus = corpus_of(data, text_column)
     prepare_process(threads, models=[model], texts=[corpus])
     reader = load_model_tokenizer(model, tokenizer)
     loaded = load_model(model)
@@ -73,10 +66,3 @@ def command(
         record = atlas(loaded, texts, tokenizer=reader, settings=settings, out_dir=out, on_progress=on_progress)
     for path in write_atlas(record, out):
         print(f"written: {path.resolve()}")
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"--shares takes numbers with commas, such as 0.25,0.5; got {text.strip()!r}") from None

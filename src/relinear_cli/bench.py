@@ -90,10 +90,11 @@ def _layers(settings: BenchSettings, out: Path) -> dict[str, Any]:
     from relinear.bench.run import run_bench, table
     from relinear.pages.blocks import picture_of
     from relinear.pages.page import write_page
+    from relinear_cli.progress import watch_reports
 
-    console = Console(stderr=True)
-    with console.status("measuring the machine") as status:
-        result = run_bench(settings, out, report=status.update)
+    with watch_reports("timing layers") as report:
+        report("measuring the machine")
+        result = run_bench(settings, out, report=report)
     header, *lines = table(result["rows"])
     shown = Table(*header, box=None, header_style="bold")
     for line in lines:
@@ -112,7 +113,7 @@ def _layers(settings: BenchSettings, out: Path) -> dict[str, Any]:
     )
     if "forward" in settings.passes:
         print(f"forward: {_inference(settings.for_inference)}")
-    print(f"machine: {roofs}; allocator: {result['allocator'] or 'untouched'}")
+    print(f"machine: {roofs}")
     page = write_page(out / "report.html", [layers_section(result, picture_of(out / "bench"))])
     print(f"written: {out / 'bench.json'}, {out / 'bench.png'}, {page}")
     return result
@@ -131,26 +132,26 @@ def _report_slower(recorded: dict[str, Any], result: dict[str, Any]) -> None:
 
 
 def _whole_models(settings: ModelBenchSettings, operators: list[str], out: Path) -> None:
-    from rich.console import Console
-
     from relinear.bench.models import run_model_bench
     from relinear.bench.page import models_section
     from relinear.pages.blocks import Table
     from relinear.pages.page import write_page
     from relinear.system.allocator import tune_allocator
     from relinear_cli.options import operator_mapping
+    from relinear_cli.progress import watch_reports
     from relinear_cli.table import print_table
 
     if not operators:
         raise ValueError("--model needs at least one --operator to compare with the stock model")
     variants = {text: operator_mapping([text]) for text in operators}
-    with Console(stderr=True).status("preparing") as status:
-        result = run_model_bench(settings, variants, out, allocator=tune_allocator(), report=status.update)
+    with watch_reports(f"timing {settings.preset}") as report:
+        report("building models")
+        result = run_model_bench(settings, variants, out, allocator=tune_allocator(), report=report)
     section = models_section(result)
     print_table(next(block for block in section.blocks if isinstance(block, Table)))
     if set(settings.passes) - {"step"}:
         print(f"prefill and decode: {_inference(settings.for_inference)}")
-    print(f"speed is relative to the stock model, above 1 is faster; allocator: {result['allocator'] or 'untouched'}")
+    print("speed is relative to the stock model, above 1 is faster")
     print(f"written: {out / 'models.json'}, {write_page(out / 'report.html', [section])}")
 
 

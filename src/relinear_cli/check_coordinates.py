@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from relinear_cli.options import Attach, PresetFields, Replace, parse_integers, parse_operators, prepare_process
+from relinear_cli.options import Attach, PresetFields, Replace, parse_numbers, parse_operators, prepare_process
 
 __all__ = ["command"]
 
@@ -47,8 +47,8 @@ def command(
     from relinear.train.settings import TrainSettings
 
     check_ours(out, "coordinates")
-    sizes = parse_integers("--widths", widths) or []
-    drawn = parse_integers("--seeds", seeds) or []
+    sizes = parse_numbers("--widths", widths) or []
+    drawn = parse_numbers("--seeds", seeds) or []
     settings = TrainSettings.load(
         {
             "model": model,

@@ -14,6 +14,7 @@ from relinear_cli.options import (
     Split,
     TextColumn,
     Tokenizer,
+    corpus_of,
     load_model,
     load_model_tokenizer,
     prepare_process,
@@ -74,17 +75,16 @@ def command(
     from relinear.compress.speed import SpeedTable
     from relinear.compress.work import check_directory
     from relinear.core.config import check_choice
-    from relinear.data import DataSettings, iter_texts
+    from relinear.data import iter_texts
     from relinear.data.corpora import whole_or_held_out
     from relinear_cli.errors import resumable
     from relinear_cli.progress import watch_compression
 
     settings = CompressSettings.load(given, "settings")
-    column = {"text_column": text_column} if text_column else {}
     if repeated := sorted({name for name in data if data.count(name) > 1}):
         raise ValueError(f"--data {repeated[0]} is given twice; of every corpus as many tokens are taken")
-    corpora = {name: DataSettings.load({"data": name} | column, "data") for name in data}
-    others = {name: DataSettings.load({"data": name} | column, "data") for name in evaluate_on or []}
+    corpora = {name: corpus_of(name, text_column) for name in data}
+    others = {name: corpus_of(name, text_column) for name in evaluate_on or []}
     judged_on = {name: whole_or_held_out(text) for name, text in others.items()}
     if seen := [name for name in judged_on if name in corpora and judged_on[name] in ("all", split)]:
         raise ValueError(

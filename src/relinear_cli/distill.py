@@ -14,6 +14,7 @@ from relinear_cli.options import (
     Split,
     TextColumn,
     Tokenizer,
+    corpus_of,
     load_model,
     load_model_tokenizer,
     operator_mapping,
@@ -54,7 +55,7 @@ def command(
 
     **Example:** `relinear distill models/smollm2 -r q_proj=rotor --layers 12 --data books --out runs/rotor`
     """
-    from relinear.data import DataSettings, iter_texts
+    from relinear.data import iter_texts
     from relinear.distill import DistillSettings, distill_
     from relinear.distill.report import distill_section
     from relinear.pages.blocks import read_values
@@ -64,7 +65,7 @@ def command(
 
     settings = DistillSettings.load(given, "settings")
     mapping = operator_mapping(replace)
-    text = DataSettings.load({"data": data} | ({"text_column": text_column} if text_column else {}), "data")
+    text = corpus_of(data, text_column)
     prepare_process(threads, models=[model], texts=[text])
     reader = load_model_tokenizer(model, tokenizer)
     loaded = load_model(model)

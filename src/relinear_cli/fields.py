@@ -20,8 +20,16 @@ import typer
 __all__ = ["check_keys", "fields_of", "from_settings"]
 
 FILE = Path(__file__).with_name("fields.json")
-#: type of a field -> that of its option: lists are given several times, integers as 0,1,2
-_TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "text": str, "texts": list[str], "integers": str}
+#: type of a field -> that of its option: lists are given several times, numbers as 0,1,2
+_TYPES: dict[str, Any] = {
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "text": str,
+    "texts": list[str],
+    "integers": str,
+    "numbers": str,
+}
 
 
 def from_settings(settings: str, *fields: str, **named: str) -> Callable[[Callable], Callable]:
@@ -54,11 +62,12 @@ def from_settings(settings: str, *fields: str, **named: str) -> Callable[[Callab
             overrides = values.pop("overrides") or []
             check_keys(settings, overrides)
             from relinear.compare.recipe import parse_overrides
-            from relinear_cli.options import parse_integers
+            from relinear_cli.options import parse_numbers
 
             for option, field in options.items():
-                if fields_of(settings)[field]["type"] == "integers":
-                    said[field] = parse_integers(f"--{option}", said[field])
+                kind = {"integers": int, "numbers": float}.get(fields_of(settings)[field]["type"])
+                if kind is not None:
+                    said[field] = parse_numbers(f"--{option}", said[field], kind)
             given = {field: value for field, value in said.items() if value is not None and value != []}
             command(**values, given=given | parse_overrides(overrides))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,16 +25,16 @@ __all__ = [
     "TextColumn",
     "Tokenizer",
     "TrainingRecipe",
+    "corpus_of",
     "find_model",
     "load_model",
     "load_model_tokenizer",
     "named_entries",
     "operator_mapping",
-    "parse_integers",
     "parse_layers",
+    "parse_numbers",
     "parse_operators",
     "prepare_process",
-    "set_if_given",
 ]
 
 _MOST_LAYERS = 100_000
@@ -209,21 +209,21 @@ def find_model(name: str, *, presets: bool = True) -> str:
     return place
 
 
-def set_if_given(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that the user gave: those that are not None."""
-    return {key: value for key, value in values.items() if value is not None}
+def corpus_of(data: str, text_column: str | None) -> DataSettings:
+    """Return the settings of a corpus that the user named."""
+    from relinear.data import DataSettings
+
+    return DataSettings.load({"data": data} | ({"text_column": text_column} if text_column else {}), "data")
 
 
-def parse_integers(option: str, text: str | None) -> list[int] | None:
-    """``"0,1,2"``, given as ``option``, as a list; None for none. Raises ValueError if a part is no integer."""
+def parse_numbers(option: str, text: str | None, kind: Callable[[str], Any] = int) -> list[Any] | None:
+    """``"0,1,2"``, given as ``option``, as a list; None for none. Raises ValueError if a part is no such number."""
     from relinear.core.config import shown
 
-    if text is None:
-        return None
     try:
-        return [int(part) for part in text.split(",")]
+        return None if text is None else [kind(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"{option} {shown(text)}: write them as 0,1,2") from None
+        raise ValueError(f"{option} {shown(text)}: write them as {'0,1,2' if kind is int else '0.25,0.5'}") from None
 
 
 def named_entries(settings: list[str]) -> dict[str, str]:

@@ -12,6 +12,7 @@ __all__ = [
     "watch_comparison",
     "watch_compression",
     "watch_distillation",
+    "watch_reports",
     "watch_steps",
     "watch_training",
     "watch_trials",
@@ -22,20 +23,29 @@ _QUIET = 20.0
 
 
 class _Lines:
-    """Progress for logs: a line when something new starts, and every so often."""
+    """Progress for logs and plain terminals: a line when something new starts, and every so often."""
 
     def __init__(self) -> None:
-        self._last = ("", 0.0)
+        self._began = {"": time.monotonic()}  # by title; "" is the whole
+        self._told = ("", 0.0)
         self._shown = ("", 0)
 
-    def show(self, title: str, done: int, total: int, detail: str) -> None:
+    def show(self, title: str, done: int, total: int, detail: str, run: int = 0, runs: int = 0) -> None:
         now, title = time.monotonic(), title.partition(" (")[0]
-        if title != self._last[0] or (total and done == total) or now - self._last[1] > _QUIET:
-            if (title, done) == self._shown:
-                return
-            self._last, self._shown = (title, now), (title, done)
-            counted = f" {done:,}/{total:,}" if total else f" {done:,}" if done else ""
-            print(f"{title}{counted}{'  ' + detail if detail else ''}", file=sys.stderr, flush=True)
+        began = self._began.setdefault(title, now)
+        if (title, done) == self._shown or (title == self._told[0] and done != total and now - self._told[1] <= _QUIET):
+            return
+        self._told, self._shown = (title, now), (title, done)
+        counted = f" {done:,}/{total:,}" if total else f" {done:,}" if done else ""
+        of_all = f"run {min(run + 1, runs)} of {runs}" if runs > 1 and not title.startswith("trial ") else ""
+        left = _left(now - self._began[""], run, runs) if runs > 1 else _left(now - began, done, total)
+        print("  ".join(filter(None, [title + counted, of_all, detail, left])), file=sys.stderr, flush=True)
+
+
+def _left(seconds: float, done: int, total: int) -> str:
+    """How long the rest takes at the pace so far; "" where that is not known, or a moment."""
+    rest = seconds / done * (total - done) if 0 < done < total else 0.0
+    return "" if rest < 5 else f"{rest:.0f} s left" if rest < 90 else f"about {rest / 60:.0f} min left"
 
 
 class _Bars:
@@ -47,17 +57,15 @@ class _Bars:
         self._all: Any = None
         self._title = ""
 
-    def show(self, title: str, done: int, total: int, detail: str) -> None:
+    def show(self, title: str, done: int, total: int, detail: str, run: int = 0, runs: int = 0) -> None:
         if title.partition(" (")[0] != self._title:
             self._title = title.partition(" (")[0]
             self._progress.reset(self._current, total=total or None)
         self._progress.update(self._current, description=title, completed=done, total=total or None, detail=detail)
-
-    def show_all(self, done: int, total: int) -> None:
-        if total > 1 and self._all is None:
-            self._all = self._progress.add_task("all runs", total=total, detail="")
+        if runs > 1 and self._all is None:
+            self._all = self._progress.add_task("all runs", total=runs, detail="")
         if self._all is not None:
-            self._progress.update(self._all, completed=done, total=total)
+            self._progress.update(self._all, completed=run, total=runs or None)
 
 
 @contextlib.contextmanager
@@ -66,13 +74,22 @@ def _view() -> Iterator[Any]:
         yield _Lines()
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=28),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
         TextColumn("{task.fields[detail]}"),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -90,9 +107,7 @@ def watch_comparison() -> Iterator[Callable[[Any], None]]:
     with _view() as view:
 
         def on_event(event: Any) -> None:
-            if isinstance(view, _Bars):
-                view.show_all(event.run, event.runs)
-            view.show(event.what, event.done, event.total, _detail(event.detail))
+            view.show(event.what, event.done, event.total, _detail(event.detail), event.run, event.runs)
 
         yield on_event
 
@@ -160,12 +175,9 @@ def watch_trials(trials: int) -> Iterator[Callable[[int, Mapping[str, Any], Mapp
     with _view() as view:
 
         def on_progress(number: int, values: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
-            if isinstance(view, _Bars):
-                view.show_all(number, trials)
             stated = ", ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
-            view.show(
-                f"trial {number + 1} of {trials}, {stated}", progress["step"], progress["steps"], _detail(progress)
-            )
+            title = f"trial {number + 1} of {trials}, {stated}"
+            view.show(title, progress["step"], progress["steps"], _detail(progress), number, trials)
 
         yield on_progress
 
@@ -175,3 +187,19 @@ def watch_steps(title: str) -> Iterator[Callable[[int, int], None]]:
     """A callback ``(done, total)`` for work of one kind."""
     with _view() as view:
         yield lambda done, total: view.show(title, done, total, "")
+
+
+@contextlib.contextmanager
+def watch_reports(title: str) -> Iterator[Callable[[str], None]]:
+    """A callback for the ``report`` of benchmarks: texts, those of cases with ``3/20  `` before them."""
+    with _view() as view:
+
+        def report(text: str) -> None:
+            number, _, case = text.partition("  ")
+            done, slash, total = number.partition("/")
+            if slash and done.isdigit() and total.isdigit():
+                view.show(title, int(done) - 1, int(total), case)
+            else:
+                view.show(text, 0, 0, "")
+
+        yield report

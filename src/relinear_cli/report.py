@@ -19,7 +19,7 @@ def command(
         list[Path],
         typer.Argument(
             metavar="RUN...",
-            help="Directories of compare, scale, train, compress, distill, bench, analyze or check-coordinates.",
+            help="Directories of compare, scale, train, compress, atlas, distill, bench, analyze or check-coordinates.",
         ),
     ],
     out: Annotated[
@@ -161,6 +161,8 @@ def _section(run: Path) -> Section:
     from relinear.compare.coordinate_page import coordinates_section
     from relinear.compare.report import RESULTS, results_section, scale_section
     from relinear.compare.scaling import SCALE
+    from relinear.compress.atlas import RECORD as ATLAS
+    from relinear.compress.atlas import atlas_section
     from relinear.compress.report import report_section
     from relinear.distill.report import distill_section
     from relinear.pages.blocks import picture_of, read_values
@@ -173,6 +175,8 @@ def _section(run: Path) -> Section:
     if (run / "report.json").is_file():
         values = read_values(run / "report.json")
         return distill_section(values) if isinstance(values["layers"], list) else report_section(values)
+    if (run / ATLAS).is_file():
+        return atlas_section(read_values(run / ATLAS))
     if (run / "bench.json").is_file():
         return layers_section(read_values(run / "bench.json"), picture_of(run / "bench"))
     if (run / COORDINATES).is_file():
@@ -185,5 +189,5 @@ def _section(run: Path) -> Section:
         return analyses_section(run)
     raise FileNotFoundError(
         f"{run} holds nothing to report: no {RESULTS} (no comparison has finished there), nor what train, scale, "
-        "compress, distill, bench, analyze or check-coordinates leave; give the directory that was their --out"
+        "compress, atlas, distill, bench, analyze or check-coordinates leave; give the directory that was their --out"
     )

@@ -152,7 +152,7 @@ def arguments(rng: random.Random, folder: Path) -> None:
     reader, text = rng.choice(
         [
             (options.parse_layers, "0,4-11"),
-            (lambda text: options.parse_integers("--seeds", text), "0,1,2"),
+            (lambda text: options.parse_numbers("--seeds", text), "0,1,2"),
             (parse_parameter, "learning_rate=1e-4..1e-2:log"),
             (parse_parameter, "operators.q_proj.rank=8,16,32"),
             (lambda text: options.named_entries([text, "dense"]), "low_rank:rank=4"),

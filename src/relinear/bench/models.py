@@ -255,11 +255,11 @@ def run_model_bench(
         for phase in settings.passes
         for batch in ((settings.batch_size,) if phase == "step" else settings.inference_batches)
     ]
+    every = itertools.product(settings.dtypes, settings.modes, cases)
+    todo = [case for case in every if case[1] != "compiled" or case[2][0] != "prefill"]
     with on_threads(settings.threads):
-        for dtype, mode, (phase, batch) in itertools.product(settings.dtypes, settings.modes, cases):
-            if phase == "prefill" and mode == "compiled":
-                continue
-            report(f"{settings.preset}, {dtype}, {mode}, {phase} of {batch}")
+        for number, (dtype, mode, (phase, batch)) in enumerate(todo, 1):
+            report(f"{number}/{len(todo)}  {dtype}, {mode}, {phase} of {batch}")
             measured = bench_models(
                 settings.preset,
                 variants,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, PositiveInt
 from torch import nn
 
 from relinear.compress.budget import size_of
@@ -22,6 +22,7 @@ from relinear.core.config import shown
 from relinear.core.modes import evaluating
 from relinear.core.moments import Moments
 from relinear.core.operator import NotLinearError, OperatorConfig, dense_weight, linear_features
+from relinear.core.settings import Settings
 from relinear.pages.blocks import Block, Cell, Chart, Row, Section, Table, Text, what_ran
 from relinear.pages.drawn import save_panels
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
@@ -35,8 +36,7 @@ __all__ = ["RECORD", "AtlasSettings", "atlas", "atlas_section", "cheapest", "def
 RECORD = "atlas.json"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AtlasSettings:
+class AtlasSettings(Settings):
     """What an atlas looks at.
 
     Args:
@@ -44,21 +44,16 @@ class AtlasSettings:
         layers: decoder layers; None for all.
         shares: of a layer's parameters, at which operators are tried whose sizes are fitted one by one.
         steps: of the descent of such a fit, at most.
-        tokens, sequence_length: of the corpus that the layers are measured on.
+        tokens: of the corpus that the layers are measured on.
+        sequence_length: tokens a block of the corpus.
     """
 
-    operators: Sequence[str] | None = None
-    layers: Sequence[int] | None = None
-    shares: Sequence[float] = (0.125, 0.25, 0.5, 0.75)
-    steps: int = 5
-    tokens: int = 8192
-    sequence_length: int = 512
-
-    def __post_init__(self) -> None:
-        if not self.shares or not all(0 < share < 1 for share in self.shares):
-            raise ValueError(f"shares must lie between 0 and 1, got {shown(self.shares)}")
-        if self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps}")
+    operators: tuple[str, ...] | None = None
+    layers: tuple[int, ...] | None = None
+    shares: Annotated[tuple[Annotated[float, Field(gt=0, lt=1)], ...], Field(min_length=1)] = (0.125, 0.25, 0.5, 0.75)
+    steps: PositiveInt = 5
+    tokens: PositiveInt = 8192
+    sequence_length: PositiveInt = 512
 
 
 def default_operators() -> list[OperatorConfig]:
@@ -151,7 +146,7 @@ def atlas(
 
 def _begin(folder: Path, model: Any, menu: Sequence[OperatorConfig], settings: AtlasSettings) -> dict[str, Any]:
     """The record to go on with: what is there of this very atlas, or an empty one."""
-    values = {"operators": [config.to_dict() for config in menu], "settings": dataclasses.asdict(settings)}
+    values = {"operators": [config.to_dict() for config in menu], "settings": settings.model_dump(mode="json")}
     about = json.loads(json.dumps(values))  # as it is read again
     path = folder / RECORD
     if path.is_file():
