@@ -118,22 +118,18 @@ def _gated(h, mix, bias, features, weight, gate_bias) -> Tensor:
         return run(*tensors).view(*h.shape[:-1], mix.shape[0])
 
 
-def _in_order(
-    h: Tensor, mix: Tensor, bias: Tensor | None, features: Tensor, weight: Tensor, gate_bias: Tensor
-) -> Tensor:
-    return F.linear(h, mix, bias) * F.linear(features, weight, gate_bias).sigmoid()
-
-
-@dispatch(Form("gates in C++", _refuses_gates, _gated))
-def _gated_linear(
+def _gated_product(
     h: Tensor, mix: Tensor, bias: Tensor | None, features: Tensor, weight: Tensor, gate_bias: Tensor
 ) -> Tensor:
     """(mix h + bias) * sigmoid(weight features + gate_bias)."""
-    return _in_order(h, mix, bias, features, weight, gate_bias)
+    return F.linear(h, mix, bias) * F.linear(features, weight, gate_bias).sigmoid()
+
+
+_gated_linear = dispatch(Form("gates in C++", _refuses_gates, _gated))(_gated_product)
 
 
 def _forward(h, mix, bias, features, weight, gate_bias) -> Tensor:
-    """``_gated_linear`` of matrices, without a graph, few enough tokens at a time to stay in cache."""
+    """``_gated_product`` of matrices, without a graph, few enough tokens at a time to stay in cache."""
     y = h.new_empty(h.shape[0], mix.shape[0])
     gate_bias, bias = gate_bias.contiguous(), None if bias is None else bias.contiguous()
     depth = h.shape[1] + features.shape[1]
@@ -155,7 +151,7 @@ class _GatedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @differentiable_as(_in_order)
+    @differentiable_as(_gated_product)
     def backward(ctx, grad):
         *given, y = ctx.saved_tensors
         h, mix, bias, features, weight, gate_bias = given

@@ -57,7 +57,7 @@ def _refuses_products(call: Call) -> str:
         return "too few tokens"
     if call.dtype != torch.float32:
         return "not in float32"
-    return native.refuses(call) or ("" if is_narrow() else "a library that uses the whole processor")
+    return native.refuses(call) if is_narrow() else "a library that uses the whole processor"
 
 
 def _in_cpp(x: Tensor, *others: Tensor | None) -> HDPLOutput:
