@@ -209,8 +209,8 @@ def draw(found: dict[str, Any], stem: str) -> None:
     """The gaps by budget of the entries that have one at each, as STEM.png and STEM.svg."""
     rows = found["budgets"]
     whole = set.intersection(*({entry["name"] for entry in row["entries"] if entry["gap"]} for row in rows))
-    entries = [{**entry, "dense": False} for entry in rows[0]["entries"] if entry["name"] in whole]
-    save_panels(budgets(entries, colours(entries), rows, found["reference"]), stem)
+    entries = [entry for entry in rows[0]["entries"] if entry["name"] in whole]
+    save_panels(budgets(entries, colours([entry["name"] for entry in entries]), rows, found["reference"]), stem)
 
 
 def added(found: dict[str, Any], later: list[Path]) -> dict[str, Any]:

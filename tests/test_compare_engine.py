@@ -16,8 +16,9 @@ import relinear
 from page_helpers import without_plotly
 from relinear.compare.gaps import gap, interval, replicates, too_small
 from relinear.compare.match import matched, measure_size
+from relinear.compare.plan import plan_comparison
 from relinear.compare.results import gap_notes
-from relinear.compare.run import compare, plan_comparison
+from relinear.compare.run import compare
 from relinear.compare.scaling import at_size, crossing, fit_power_law, scale
 from relinear.compare.series import at_budget
 from relinear.compare.settings import CompareSettings, Tune

@@ -18,7 +18,6 @@ from relinear.pages.blocks import (
     Cell,
     Chart,
     Listing,
-    Picture,
     Row,
     Section,
     Table,
@@ -41,7 +40,7 @@ def hostile_section() -> Section:
     shown = [Series(name=name, colour="#0072B2", number=n, x=[0, 1, 2], y=[n, 1, 2]) for n, name in enumerate(names)]
     shown += [Series(name=n, colour="#D55E00", x=[1], y=[0], texts=[n], mode="points", label=n) for n in names]
     chart = Chart(names[0], Panel(shown, Axis(title=names[0]), Axis(title=names[1])), PIXEL)
-    blocks = [*map(Text, names), Table(["entry", names[0]], rows), chart, Picture(names[1], PIXEL)]
+    blocks = [*map(Text, names), Table(["entry", names[0]], rows), chart, Chart(names[1], image=PIXEL)]
     blocks += [Listing(name, name) for name in names]
     return Section(names[0], names[1], blocks, dict.fromkeys(names, "#0072B2"), names[2])
 
@@ -89,7 +88,7 @@ def test_figures_are_live_once_or_still_pictures(monkeypatch) -> None:
 
 def test_pictures_beyond_the_limit_are_left_out_and_named() -> None:
     large = "data:image/png;base64," + "A" * 6_000_000
-    page = pages.render([Section("a", "b", [Picture("first", large), Picture("second", large)])])
+    page = pages.render([Section("a", "b", [Chart("first", image=large), Chart("second", image=large)])])
     assert len(page.encode()) < pages.LIMIT
     assert "Left out, for the page would be too large: second" in page
 
@@ -98,7 +97,7 @@ def test_live_figures_have_room_before_pictures_do() -> None:
     pytest.importorskip("plotly", reason="live figures need plotly")
     large = "data:image/png;base64," + "A" * 4_000_000
     figure = Panel([Series(name="entry", colour="#0072B2", x=range(1000), y=[0.123456789] * 1000)])
-    charts = [Chart("first", figure, large), Chart("second", figure, large), Picture("third", large)]
+    charts = [Chart("first", figure, large), Chart("second", figure, large), Chart("third", image=large)]
     page = pages.render([Section("a", "b", charts)])
     assert len(page.encode()) < pages.LIMIT
     assert page.count("data-figure=") == 2
@@ -222,11 +221,11 @@ def test_channel_gates_are_a_map_or_a_surface_and_still_without_plotly(tmp_path,
     (trace,) = chart.figure["data"]
     assert (trace["cmin"], trace["cmax"]) == (trace["zmin"], trace["zmax"])
     assert chart.image == picture_of(folder / "modulators_channel")
-    assert not [b for b in section.blocks if isinstance(b, Picture)]
+    assert not [b for b in section.blocks if isinstance(b, Chart) and b.panel is None]
     numbers = json.loads((folder / "modulators.json").read_text())
     del numbers["channel"]  # a directory of an older version
     (folder / "modulators.json").write_text(json.dumps(numbers))
-    shown = [b.image for b in analyses_section(folder).blocks if isinstance(b, Picture)]
+    shown = [b.image for b in analyses_section(folder).blocks if isinstance(b, Chart) and b.panel is None]
     assert shown == [picture_of(folder / stem) for stem in ("modulators_channel", "modulators_surface")]
 
 

@@ -78,8 +78,8 @@ def test_tune_allocator_is_idempotent():
         ({"schedule": "linear"}, "schedule must be one of 'onecycle', 'cosine', 'noam' or 'constant'"),
         ({"operators": {"q_proj": "low_rnk:rank=3"}}, "unknown operator kind 'low_rnk'; did you mean 'low_rank'"),
         ({"operators": {"q_proj": {"kind": "low_rank", "rnk": 3}}}, "unknown setting 'rnk'; did you mean 'rank'"),
-        ({"operators": "low_rank"}, "expected a mapping"),
-        ({"attachments": "context"}, "expected a list"),
+        ({"operators": "low_rank"}, "operators must be a mapping, got 'low_rank'"),
+        ({"attachments": "context"}, "attachments must be a list, got 'context'"),
         ({"data": {"data": "stdlib", "tokeniser": "bytes"}}, "tokeniser"),
     ],
 )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from relinear.analysis.analyses import Result, Subject, layer_row, value_cell
 from relinear.core.anatomy import layer_index
 from relinear.core.modes import evaluating, watching
-from relinear.pages.blocks import Block, Cell, Chart, Picture, Table
+from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Heat, Panel, Series, numbered
 
 __all__ = [
@@ -216,8 +216,8 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     found: list[Block] = [*_scalars(numbers), *_variances(numbers["modules"])]
     found += [_channels(numbers, name) for name in numbers.get("channel", {})]
     if not numbers.get("channel"):  # a directory of an older version has pictures alone
-        found.append(Picture(f"Channel gates: {_CHANNELS}", stem="modulators_channel"))
-        found.append(Picture(f"Channel gates: {_SURFACES}", stem="modulators_surface"))
+        found.append(Chart(f"Channel gates: {_CHANNELS}", stem="modulators_channel"))
+        found.append(Chart(f"Channel gates: {_SURFACES}", stem="modulators_surface"))
     return [*found, *_alphas(numbers["modules"]), _table(numbers["modules"])]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from relinear.analysis.analyses import analysis, known_analyses
-from relinear.pages.blocks import Block, Chart, Listing, Picture, Section, Text, picture_of, read_values, what_ran
+from relinear.pages.blocks import Block, Chart, Listing, Section, Text, picture_of, read_values, what_ran
 
 __all__ = ["RECORD", "analyses_blocks", "analyses_section"]
 
@@ -66,9 +66,9 @@ def _with_pictures(blocks: Sequence[Block], folder: Path) -> list[Block]:
     found: list[Block] = []
     seen: set[str] = set()
     for block in blocks:
-        if isinstance(block, Chart | Picture) and block.stem not in seen:
+        if isinstance(block, Chart) and block.stem not in seen:
             seen.add(block.stem)
             block = dataclasses.replace(block, image=picture_of(folder / block.stem))
-        if not isinstance(block, Picture) or block.image is not None:
+        if not isinstance(block, Chart) or block.panel is not None or block.image is not None:
             found.append(block)
     return found

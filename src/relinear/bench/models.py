@@ -7,14 +7,14 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator
 from torch import nn
 
-from relinear.bench.operators import MODES
-from relinear.bench.run import DTYPES, check_names
+from relinear.bench.run import DTYPES, Dtype, Mode, one_of
+from relinear.compare.speed import training_step
 from relinear.core.config import nearest, shown
 from relinear.core.inference import for_inference_
 from relinear.core.operator import OperatorConfig
@@ -23,7 +23,7 @@ from relinear.models import from_preset, preset_names
 from relinear.surgery.plan import replace_
 from relinear.system.files import write_json
 from relinear.system.machine import command_line, describe_machine, on_threads
-from relinear.system.timing import Timing, interleave
+from relinear.system.timing import interleave
 from relinear.system.written import check_ours
 from relinear.train.fit import compiled as through_compiler
 
@@ -52,29 +52,6 @@ class ModelMeasurement:
     speedup_low: float
     speedup_high: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the measurement as JSON values."""
-        return dataclasses.asdict(self)
-
-
-def _training_step(
-    model: Any, ids: torch.Tensor, autocast: torch.dtype | None, learning_rate: float
-) -> Callable[[], object]:
-    """Forward, backward and an AdamW step, as a training loop does them."""
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
-    kind = ids.device.type
-
-    def step() -> object:
-        with torch.autocast(kind, autocast, enabled=autocast is not None):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss
-
-    return step
-
 
 def _inference(model: Any, ids: torch.Tensor, phase: str, new_tokens: int, compiled: bool) -> Callable[[], object]:
     from transformers import CompileConfig
@@ -84,16 +61,9 @@ def _inference(model: Any, ids: torch.Tensor, phase: str, new_tokens: int, compi
     if compiled:
         limits |= {"cache_implementation": "static", "compile_config": CompileConfig(fullgraph=True)}
         limits["compile_config"]._compile_all_devices = True
-
-    @torch.no_grad()
-    def prefill() -> object:
-        return model(input_ids=ids, use_cache=True)
-
-    @torch.no_grad()
-    def decode() -> object:
-        return model.generate(ids[:, :PROMPT], **limits)
-
-    return prefill if phase == "prefill" else decode
+    if phase == "prefill":
+        return torch.no_grad()(lambda: model(input_ids=ids, use_cache=True))
+    return torch.no_grad()(lambda: model.generate(ids[:, :PROMPT], **limits))
 
 
 def bench_models(
@@ -150,7 +120,8 @@ def bench_models(
             parameters[name] = sum(p.numel() for p in model.parameters())
             if phase == "step":
                 stack.enter_context(through_compiler(model, compiled))
-                calls[name] = _training_step(model, ids, None if dtype == torch.float32 else dtype, learning_rate)
+                optimizer = torch.optim.AdamW(model.train().parameters(), lr=learning_rate, fused=True)
+                calls[name] = training_step(model, ids, optimizer, None if dtype == torch.float32 else dtype)
             else:
                 for_inference_(model.to(dtype).eval(), for_inference)
                 calls[name] = _inference(model, ids, phase, new_tokens, compiled)
@@ -167,19 +138,13 @@ def bench_models(
             compiled=compiled,
             for_inference=phase != "step" and for_inference,
             parameters=parameters[name],
-            **_speed(timings[name], tokens),
+            tokens_per_second=tokens / timing.seconds,
+            speedup=1 / timing.ratio,
+            speedup_low=1 / timing.ratio_high,
+            speedup_high=1 / timing.ratio_low,
         )
-        for name in calls
+        for name, timing in timings.items()
     ]
-
-
-def _speed(timing: Timing, tokens: int) -> dict[str, float]:
-    return {
-        "tokens_per_second": tokens / timing.seconds,
-        "speedup": 1 / timing.ratio,
-        "speedup_low": 1 / timing.ratio_high,
-        "speedup_high": 1 / timing.ratio_low,
-    }
 
 
 class ModelBenchSettings(Settings):
@@ -195,9 +160,9 @@ class ModelBenchSettings(Settings):
     """
 
     preset: str
-    passes: tuple[str, ...] = MODEL_PASSES
-    modes: tuple[str, ...] = ("eager",)
-    dtypes: tuple[str, ...] = ("fp32",)
+    passes: tuple[Annotated[str, one_of("pass", MODEL_PASSES)], ...] = MODEL_PASSES
+    modes: tuple[Mode, ...] = ("eager",)
+    dtypes: tuple[Dtype, ...] = ("fp32",)
     sequence_length: int = Field(default=512, ge=2)
     batch_size: PositiveInt = 1
     inference_batches: tuple[PositiveInt, ...] = Field(default=(1, 8), min_length=1)
@@ -211,13 +176,6 @@ class ModelBenchSettings(Settings):
         if preset not in preset_names():
             raise ValueError(f"unknown preset {shown(preset)}; {nearest(preset, preset_names())}")
         return preset
-
-    @model_validator(mode="after")
-    def _known_names(self) -> ModelBenchSettings:
-        check_names("pass", self.passes, MODEL_PASSES)
-        check_names("mode", self.modes, MODES)
-        check_names("dtype", self.dtypes, DTYPES)
-        return self
 
 
 def run_model_bench(
@@ -272,7 +230,7 @@ def run_model_bench(
                 for_inference=settings.for_inference,
                 rounds=settings.rounds,
             )
-            rows += [m.to_dict() for m in measured]
+            rows += map(dataclasses.asdict, measured)
     result = {
         "settings": settings.model_dump(mode="json"),
         "command": command_line(),

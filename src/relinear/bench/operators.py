@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -95,17 +96,6 @@ def cases(
     ]
 
 
-def _build(
-    case: Case, operators: Sequence[tuple[str, OperatorConfig]], peers: Iterable[str]
-) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
-    i, o = case.in_features, case.out_features
-    yield DENSE, lambda: nn.Linear(i, o, bias=False)
-    for name, config in operators:
-        yield name, lambda config=config: config.build(i, o, bias=False)  # type: ignore[misc]
-    for name in peers:
-        yield name, lambda name=name: PEERS[name][1](i, o)  # type: ignore[misc]
-
-
 def _context_values(modules: Iterable[nn.Module], tokens: int) -> Tensor | None:
     """A random context of the width that conditioned contenders ask for; None where there are none."""
     configs: list[Any] = [m.config for m in modules if isinstance(m, Operator) and m.config.conditioned]
@@ -115,11 +105,9 @@ def _context_values(modules: Iterable[nn.Module], tokens: int) -> Tensor | None:
 
 
 def _given(values: Tensor | None, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    if values is None:
-        return contextlib.nullcontext()
     from relinear.core.context import context
 
-    return context(values.to(dtype))
+    return contextlib.nullcontext() if values is None else context(values.to(dtype))
 
 
 @torch.no_grad()
@@ -144,11 +132,7 @@ def _call(module: nn.Module, case: Case) -> Callable[[], object]:
     if case.phase == "forward":
         for_inference_(module.eval(), case.for_inference)
 
-        def forward() -> object:
-            with torch.no_grad():
-                return run(x)
-
-        return forward
+        return torch.no_grad()(lambda: run(x))
     module.train()
     x.requires_grad_(True)
     upstream = torch.randn(case.tokens, case.out_features).to(case.dtype)
@@ -187,10 +171,13 @@ def bench_case(
     modules: dict[str, nn.Module] = {}
     errors: dict[str, float] = {}
     failed: list[Measurement] = []
-    for name, build in _build(case, operators, peers):
+    builders: dict[str, Callable[[int, int], nn.Module]] = {DENSE: functools.partial(nn.Linear, bias=False)}
+    builders |= {name: functools.partial(config.build, bias=False) for name, config in operators}
+    builders |= {name: PEERS[name][1] for name in peers}
+    for name, build in builders.items():
         torch.manual_seed(0)
         try:
-            module = build().to(case.dtype)
+            module = build(case.in_features, case.out_features).to(case.dtype)
             errors[name] = _relative_error(module, case)
             if not errors[name] <= TOLERANCES[case.dtype]:
                 raise ValueError(f"relative error {errors[name]:.2g} exceeds {TOLERANCES[case.dtype]:.2g}")

@@ -18,7 +18,7 @@ def layers_section(values: Mapping[str, Any], image: str | None = None) -> Secti
     """Return what a page says of bench.json; ``image`` is its plot, a data URI."""
     rows = [row for row in values["rows"] if row["contender"] != DENSE]
     names = list(dict.fromkeys(row["contender"] for row in rows))
-    palette = colours([{"name": name} for name in names])
+    palette = colours(names)
     blocks: list[Block] = [
         Text("Times relative to a dense nn.Linear of the same shape, in the same rounds: below 1 is faster."),
         Text("Results", heading=True),
@@ -69,27 +69,31 @@ def _panel(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str], title:
     for name in palette:
         for row in (row for row in rows if row["contender"] == name):
             case = f"{row['in_features']} → {row['out_features']}, {row['dtype']}, {row['mode']}, {phase_of(row)}"
-            look: dict[str, Any] = {"mode": "points", "size": 9, "hollow": phase_of(row) != "forward", "legend": False}
-            texts = [f"{name}: {row['ratio']:.3f} ({case})"]
-            shown.append(Series(name=name, colour=palette[name], x=[row["ratio"]], y=[name], texts=texts, **look))
+            shown.append(_dot(name, palette, row["ratio"], name, case, 9, phase_of(row) != "forward"))
     bottom = Axis(title="time / dense", log=True, ticks={tick: f"{tick:g}" for tick in (0.05, 0.2, 1, 5)})
     return Panel(shown, bottom, Axis(rows=True), [Guide(x=1)], title)
+
+
+def _dot(
+    name: str, palette: Mapping[str, str], x: float, y: str, case: str, size: float = 7, hollow: bool = False
+) -> Series:
+    look: dict[str, Any] = {"mode": "points", "size": size, "hollow": hollow, "legend": False}
+    return Series(name=name, colour=palette[name], x=[x], y=[y], texts=[f"{name}: {x:.3f} ({case})"], **look)
 
 
 def draw_layers(rows: Sequence[Mapping[str, Any]], stem: str | Path) -> None:
     """Draw the rows of bench.json as STEM.png and .svg: one panel a shape and dtype, at the most tokens."""
     most = max(row["tokens"] for row in rows)
     shown = [row for row in rows if row["tokens"] == most and row["contender"] != DENSE and row.get("ratio")]
-    palette = colours([{"name": name} for name in dict.fromkeys(row["contender"] for row in shown)])
-    cases = {(row["dtype"], -row["in_features"] * row["out_features"], row["in_features"]) for row in shown}
-    panels = []
-    for dtype, size, wide in sorted(cases):
-        found = [
-            r
-            for r in shown
-            if (r["dtype"], -r["in_features"] * r["out_features"], r["in_features"]) == (dtype, size, wide)
-        ]
-        panels.append(_panel(found, palette, f"{wide} → {-size // wide}, {dtype}"))
+    palette = colours(list(dict.fromkeys(row["contender"] for row in shown)))
+    cases: dict[tuple[str, int, int], list[Mapping[str, Any]]] = {}
+    for row in shown:
+        case = row["dtype"], -row["in_features"] * row["out_features"], row["in_features"]
+        cases.setdefault(case, []).append(row)
+    panels = [
+        _panel(found, palette, f"{wide} → {-size // wide}, {dtype}")
+        for (dtype, size, wide), found in sorted(cases.items(), key=lambda case: case[0])
+    ]
     if panels:
         title = f"time relative to dense nn.Linear, {most:,} tokens (filled: forward, open: with backward)"
         save_panels(panels, stem, title)
@@ -98,7 +102,7 @@ def draw_layers(rows: Sequence[Mapping[str, Any]], stem: str | Path) -> None:
 def models_section(values: Mapping[str, Any]) -> Section:
     """Return what a page says of models.json."""
     names = list(dict.fromkeys(row["variant"] for row in values["rows"]))
-    palette = colours([{"name": name, "dense": name == DENSE} for name in names])
+    palette = colours(names, DENSE)
     head = ["variant", "dtype", "mode", "pass", "batch", "parameters", "tokens / s", "speed / dense", "quartiles"]
     rows, shown = [], []
     for row in values["rows"]:
@@ -114,14 +118,10 @@ def models_section(values: Mapping[str, Any]) -> Section:
             f"{row['speedup_low']:.2f} to {row['speedup_high']:.2f}",
         ]
         rows.append(Row(cells, row["variant"], palette[row["variant"]]))
-        name, text = row["variant"], f"{row['variant']}: {row['speedup']:.3f} ({case})"
-        look: dict[str, Any] = {"mode": "points", "texts": [text], "legend": False}
-        shown.append(Series(name=name, colour=palette[name], x=[row["speedup"]], y=[case], **look))
+        shown.append(_dot(row["variant"], palette, row["speedup"], case, case))
     panel = Panel(shown, Axis(title="speed / stock"), Axis(rows=True))
     height = 140 + 34 * len({series.y[0] for series in shown})
-    preset = (
-        values["settings"]["preset"] if "settings" in values else values["rows"][0]["preset"]
-    )  # older ones have none
+    preset = values["rows"][0]["preset"]
     blocks: list[Block] = [
         Text(f"Whole models of the preset {preset}: above 1 is faster than the stock model."),
         Text("Results", heading=True),

@@ -10,10 +10,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import AfterValidator, Field, PositiveInt
 
 from relinear.bench.check import key_of, of_runs
 from relinear.bench.operators import DENSE, MODES, PASSES, bench_case, cases, phase_of
@@ -29,7 +29,7 @@ from relinear.system.files import write_json
 from relinear.system.machine import command_line, describe_machine
 from relinear.system.written import check_ours
 
-__all__ = ["DEFAULT_OPERATORS", "DTYPES", "BenchSettings", "check_names", "run_bench", "table"]
+__all__ = ["DEFAULT_OPERATORS", "DTYPES", "BenchSettings", "Dtype", "Mode", "one_of", "run_bench", "table"]
 
 #: every operator at the setting that its figures are quoted for; rotors as a plain sum and as they come
 DEFAULT_OPERATORS = (
@@ -48,11 +48,35 @@ DEFAULT_OPERATORS = (
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def check_names(what: str, values: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ValueError for a value that is not known."""
-    for value in values:
+def one_of(what: str, known: Iterable[str]) -> AfterValidator:
+    """Have a text be one of these names."""
+
+    def check(value: str) -> str:
         if value not in known:
             raise ValueError(f"unknown {what} {value!r}; choose from {', '.join(known)}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _shape(text: str) -> tuple[int, int]:
+    parts = text.replace("->", "x").split("x")
+    if len(parts) != 2 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise ValueError(f"shape {text!r}: write it as IN->OUT, such as 512->2048")
+    return int(parts[0]), int(parts[1])
+
+
+def _operator(text: str) -> OperatorConfig:
+    return OperatorConfig.from_dict(parse_setting(text))
+
+
+def _read_by(read: Callable[[str], Any]) -> AfterValidator:
+    """Have a text be one that can be read, and stay as it is."""
+    return AfterValidator(lambda text: [text, read(text)][0])
+
+
+Dtype = Annotated[str, one_of("dtype", DTYPES)]
+Mode = Annotated[str, one_of("mode", MODES)]
 
 
 class BenchSettings(Settings):
@@ -73,12 +97,12 @@ class BenchSettings(Settings):
         threads: of torch; all cores by default.
     """
 
-    operators: tuple[str, ...] = DEFAULT_OPERATORS
-    shapes: tuple[str, ...] = ("2048->2048", "512->2048", "512->1376")
+    operators: tuple[Annotated[str, _read_by(_operator)], ...] = DEFAULT_OPERATORS
+    shapes: tuple[Annotated[str, _read_by(_shape)], ...] = ("2048->2048", "512->2048", "512->1376")
     tokens: tuple[PositiveInt, ...] = (1, 64, 4096)
-    dtypes: tuple[str, ...] = ("fp32", "bf16")
-    modes: tuple[str, ...] = MODES
-    passes: tuple[str, ...] = PASSES
+    dtypes: tuple[Dtype, ...] = ("fp32", "bf16")
+    modes: tuple[Mode, ...] = MODES
+    passes: tuple[Annotated[str, one_of("pass", PASSES)], ...] = PASSES
     for_inference: bool = True
     peers: bool = True
     untuned: bool = True
@@ -86,27 +110,9 @@ class BenchSettings(Settings):
     repeats: int = Field(default=1, ge=1)
     threads: int | None = Field(default=None, ge=1)
 
-    def parsed_shapes(self) -> list[tuple[int, int]]:
-        """Return the shapes as pairs. Raises ValueError if one has not the form."""
-        pairs = []
-        for shape in self.shapes:
-            parts = shape.replace("->", "x").split("x")
-            if len(parts) != 2 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
-                raise ValueError(f"shape {shape!r}: write it as IN->OUT, such as 512->2048")
-            pairs.append((int(parts[0]), int(parts[1])))
-        return pairs
-
     def parsed_operators(self) -> list[tuple[str, OperatorConfig]]:
-        """Return the operators as (name, config). Raises ValueError for what is unknown."""
-        return [(text, OperatorConfig.from_dict(parse_setting(text))) for text in self.operators]
-
-    def check(self) -> None:
-        """Raise ValueError if a part does not parse, before anything runs."""
-        self.parsed_shapes()
-        self.parsed_operators()
-        check_names("dtype", self.dtypes, DTYPES)
-        check_names("mode", self.modes, MODES)
-        check_names("pass", self.passes, PASSES)
+        """Return the operators as (name, config)."""
+        return [(text, _operator(text)) for text in self.operators]
 
 
 def _measure(settings: BenchSettings, report: Callable[[str], None]) -> dict[str, Any]:
@@ -122,7 +128,7 @@ def _measure(settings: BenchSettings, report: Callable[[str], None]) -> dict[str
     roofs = {dtype: measure_roofline(dtype) for dtype in dtypes}
     operators = settings.parsed_operators()
     rows: list[dict[str, Any]] = []
-    every = settings.parsed_shapes(), settings.tokens, dtypes, settings.modes, settings.passes
+    every = map(_shape, settings.shapes), settings.tokens, dtypes, settings.modes, settings.passes
     todo = cases(*every, settings.for_inference)
     for number, case in enumerate(todo, 1):
         report(f"{number}/{len(todo)}  {case}")
@@ -167,10 +173,9 @@ def run_bench(
         ``ratio_maximum``) and ``ratio_untuned`` (the same without the allocator's thresholds raised).
 
     Raises:
-        ValueError: for an unknown operator, shape, dtype, mode or pass; nothing has run then.
+        ValueError: if ``out_dir`` holds something else; nothing has run then.
         OSError: if ``out_dir`` cannot be written to.
     """
-    settings.check()
     out_dir = Path(out_dir)
     check_ours(out_dir, "bench")
     out_dir.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from relinear.compare.settings import CompareSettings
 from relinear.evaluate import KneserNey
-from relinear.system.files import atomic_path, read_json, write_json
+from relinear.system.files import atomic_path
 from relinear.train.trainer import SteadySampler
 
 __all__ = ["NGRAM", "count_ngrams"]
@@ -21,7 +21,7 @@ _MOST_TOKENS = 100_000_000
 
 
 def count_ngrams(recipe: CompareSettings, data: Any, out_dir: Path) -> dict[str, Any]:
-    """Return loss of a Kneser-Ney model on the blocks that a run of the recipe is evaluated on; kept in ``out_dir``.
+    """Return loss of a Kneser-Ney model on the blocks that a run of the recipe is evaluated on.
 
     It counts the blocks that the first seed's run trains on, each block once however often the run passes over it, and
     sees no more context than a model does: nothing from before a block.
@@ -29,14 +29,11 @@ def count_ngrams(recipe: CompareSettings, data: Any, out_dir: Path) -> dict[str,
     Args:
         recipe: gives the budget, the seed and the order.
         data: what ``prepare_data`` returned.
-        out_dir: of the comparison; an ``ngram.json`` there is read instead.
+        out_dir: of the comparison, which gets the losses by block.
 
     Returns:
         order, tokens (counted), validation_loss, perplexity.
     """
-    path = out_dir / NGRAM
-    if path.is_file():
-        return read_json(path)
     train, validation = data.train, data.validation
     length = train.sequence_length
     wanted = min(recipe.steps * recipe.train.batch_size * recipe.train.accumulation, len(train))
@@ -51,6 +48,4 @@ def count_ngrams(recipe: CompareSettings, data: Any, out_dir: Path) -> dict[str,
     with atomic_path(out_dir / LOSSES) as temporary, temporary.open("wb") as file:
         np.save(file, losses.astype(np.float32), allow_pickle=False)
     loss = float(losses.mean())
-    found = {"order": order, "tokens": int(blocks.size), "validation_loss": loss, "perplexity": math.exp(loss)}
-    write_json(path, found)
-    return found
+    return {"order": order, "tokens": int(blocks.size), "validation_loss": loss, "perplexity": math.exp(loss)}

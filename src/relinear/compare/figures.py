@@ -183,7 +183,7 @@ def scaling(entries: Sequence[Entry], axes: Mapping[str, str]) -> list[Panel]:
 
     ``axes``: what it is against -> its title.
     """
-    palette = colours([{"name": entry["name"]} for entry in entries])
+    palette = colours([entry["name"] for entry in entries])
     panels = []
     for axis, title in axes.items():
         if not entries or not all(entry[axis] for entry in entries):

@@ -207,7 +207,7 @@ def _day(moment: str) -> str:
 
 def _palette(results: Mapping[str, Any]) -> dict[str, str]:
     """A colour an entry."""
-    return colours([entry | {"dense": entry["name"] == _dense(results)} for entry in results["entries"]])
+    return colours([entry["name"] for entry in results["entries"]], _dense(results))
 
 
 def _dense(results: Mapping[str, Any]) -> str | None:
@@ -295,7 +295,7 @@ def scale_section(directory: str | Path) -> Section:
 
     results = read_scale(directory)
     entries = results["entries"]
-    palette = colours([{"name": entry["name"]} for entry in entries])
+    palette = colours([entry["name"] for entry in entries])
     text = "Loss against {}: a point a size, and every entry's power law."
     live = _charts(Path(directory) / "plots" / "scale", figures.scaling(entries, AXES), text)
     table: list[Block] = [Text("Results", heading=True), scale_table(results), Text("loss = a x^-b", soft=True)]
@@ -310,7 +310,7 @@ def scale_table(results: Mapping[str, Any]) -> Table:
     from relinear.compare.scaling import AXES
 
     entries = results["entries"]
-    palette = colours([{"name": entry["name"]} for entry in entries])
+    palette = colours([entry["name"] for entry in entries])
     rows = []
     for entry in entries:
         losses = [point["validation_loss"]["mean"] for point in entry["points"]]

@@ -19,7 +19,7 @@ from relinear.compare.plan import Event, OnEvent, Planned, plan_comparison
 from relinear.compare.results import comparison_result, entry_result
 from relinear.compare.series import BUDGETS, at_budget, chosen_by, over_budgets
 from relinear.compare.settings import CompareSettings, Tune, lasting
-from relinear.compare.sharing import Piece, Work, all_of, alone_at, carry_out, side_by_side, summed_up
+from relinear.compare.sharing import Piece, Work, all_of, alone_at, carry_out, kept, side_by_side
 from relinear.compare.tune import Trials, beside, grid_search
 from relinear.compare.worker import InProcess, Worker, at_work
 from relinear.data import prepare_data
@@ -30,20 +30,9 @@ from relinear.train.run import read_ended, read_result
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
 
-__all__ = [
-    "RESULTS",
-    "Event",
-    "Planned",
-    "Way",
-    "carried_out",
-    "circumstances",
-    "compare",
-    "comparison",
-    "held",
-    "plan_comparison",
-]
+__all__ = ["Way", "carried_out", "circumstances", "compare", "comparison", "held"]
 
-#: folder of the short runs and their studies
+#: folder of the short runs
 TUNING = "tuning"
 #: in an entry's folder there: the rates at which final runs diverged
 DIVERGED = "diverged.json"
@@ -131,7 +120,7 @@ def comparison(recipe: CompareSettings, out_dir: Path, way: Way) -> Work[dict[st
         for index, tokens in enumerate(recipe.budgets):
             at_one = at_budget(recipe, index, chosen_by(found))
             found.append((yield from comparison(at_one, out_dir / BUDGETS / str(tokens), way)))
-        return (yield from summed_up(path, lambda: over_budgets(recipe, found) | circumstances(started)))
+        return (yield from kept(path, lambda: over_budgets(recipe, found) | circumstances(started)))
 
 
 @contextlib.contextmanager
@@ -228,15 +217,17 @@ class _Comparison:
     def work(self) -> Work[dict[str, Any]]:
         """Tune and train all entries, then what is done one after the other once all runs have ended."""
         chosen = yield from side_by_side([self._entry(planned) for planned in self.planned])
+        counted, speed = None, {}
         if self.recipe.ngram_order is not None:
-            yield from all_of([Piece("ngram", (self.out_dir / NGRAM).is_file, self._count)])
+            counted = yield from kept(self.out_dir / NGRAM, self._count)
         if self.recipe.speed.seconds:
-            yield from all_of([Piece("speed", (self.out_dir / SPEED).is_file, lambda: self._speed(chosen))])
-        return (yield from summed_up(self.out_dir / RESULTS, lambda: self._results(chosen)))
+            speed = yield from kept(self.out_dir / SPEED, lambda: self._speed(chosen))
+        return (yield from kept(self.out_dir / RESULTS, lambda: self._results(chosen, counted, speed)))
 
-    def _results(self, chosen: list[_Choice]) -> dict[str, Any]:
-        counted, speed, gaps = self._count(), self._speed(chosen), self._gaps()
-        entries = []
+    def _results(
+        self, chosen: list[_Choice], counted: dict[str, Any] | None, speed: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        gaps, entries = self._gaps(), []
         for planned, choice in zip(self.planned, chosen, strict=True):
             name, runs = planned.name, []
             for seed in self.recipe.seeds:
@@ -259,9 +250,7 @@ class _Comparison:
         ended = len(self.trained) + sum(len(trials.known) for trials in self.searches)
         self.way.on_event(Event(stage, what, done, total, ended, max(self.runs, ended), detail or {}))
 
-    def _count(self) -> dict[str, Any] | None:
-        if self.recipe.ngram_order is None:
-            return None
+    def _count(self) -> dict[str, Any]:
         self._tell("ngram", f"counting {self.recipe.ngram_order}-grams")
         return count_ngrams(self.recipe, self.data, self.out_dir)
 
@@ -438,11 +427,6 @@ class _Comparison:
             raise
 
     def _speed(self, chosen: list[_Choice]) -> dict[str, Any]:
-        path, speed = self.out_dir / SPEED, self.recipe.speed
-        if speed.seconds == 0:
-            return {}
-        if path.is_file():
-            return read_json(path)
         what = "measuring speed, all models in turn"
 
         def tell(progress: Mapping[str, Any]) -> None:
@@ -462,9 +446,6 @@ class _Comparison:
             "settings": settings,
             "reference": reference,
             "vocab_size": self.data.vocab_size,
-            "seconds": speed.seconds,
-            "rounds": speed.rounds,
+            **self.recipe.speed.model_dump(),
         }
-        measured = self.way.worker.run("speed", arguments, tell)
-        write_json(path, measured)
-        return measured
+        return self.way.worker.run("speed", arguments, tell)

@@ -21,7 +21,7 @@ from relinear.compare.match import at_width, measure_size, scaled_operators
 from relinear.compare.plan import Event, OnEvent
 from relinear.compare.run import Way, carried_out, circumstances, comparison, held
 from relinear.compare.settings import CompareSettings
-from relinear.compare.sharing import Work, summed_up
+from relinear.compare.sharing import Work, kept
 from relinear.data import prepare_data
 from relinear.models import preset_config, preset_names
 from relinear.system.files import read_json
@@ -87,7 +87,7 @@ def _scaled_up(recipe: CompareSettings, out_dir: Path, way: Way) -> Work[dict[st
             head = {"format": FORMAT, "name": recipe.name, "description": recipe.description}
             return head | _summary(recipe, out_dir, found) | circumstances(started)
 
-        return (yield from summed_up(out_dir / SCALE, sum_up))
+        return (yield from kept(out_dir / SCALE, sum_up))
 
 
 def read_scale(directory: str | Path) -> dict[str, Any]:
@@ -196,16 +196,17 @@ def _controls(recipe: CompareSettings, reference: str, width: int, vocab_size: i
 
 # Fits
 
+#: log a and b of power laws, (R,) each
+Fit = tuple[np.ndarray, np.ndarray]
 
-def fit_power_law(x: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+
+def fit_power_law(x: np.ndarray, losses: np.ndarray) -> Fit:
     """(log a, b) of ``loss = a * x ** -b`` by least squares of the logarithms: x (K,), losses (K, R) -> (R,), (R,)."""
     slope, start = np.polyfit(np.log(x), np.log(losses), 1)
     return start, -slope
 
 
-def crossing(
-    own: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray], low: float, high: float
-) -> np.ndarray:
+def crossing(own: Fit, other: Fit, low: float, high: float) -> np.ndarray:
     """Return where two power laws meet between ``low`` and ``high`` (R,); NaN where they do not."""
     with np.errstate(divide="ignore", invalid="ignore"):
         meeting = (own[0] - other[0]) / (own[1] - other[1])
@@ -268,53 +269,48 @@ def _axis(
     processors = {point["processor"] for other in places for point in points[other]} - {None}  # None: not noted
     if axis == "seconds" and len(processors) > 1:
         return None  # shared among unlike machines: times of one width are not those of another
-    fits = {other: fit_power_law(np.asarray(place, float), drawn[other]) for other, place in places.items()}
-    middles = {other: _middle(points[other], places[other]) for other in places}
-    own: dict[str, Any] = {"log_a": float(middles[name][0][0]), "b": float(middles[name][1][0])}
-    own |= {f"{key}_interval": interval(values) for key, values in zip(("log_a", "b"), fits[name], strict=True)}
+    fits: dict[str, tuple[Fit, Fit]] = {}  # of the means, of the replicates
+    for other, place in places.items():
+        means = np.asarray([[point["validation_loss"]["mean"]] for point in points[other]])
+        x = np.asarray(place, float)
+        fits[other] = fit_power_law(x, means), fit_power_law(x, drawn[other])
+    (log_a, b), replicated = fits[name]
+    own: dict[str, Any] = {"log_a": float(log_a[0]), "b": float(b[0])}
+    own |= {f"{key}_interval": interval(values) for key, values in zip(("log_a", "b"), replicated, strict=True)}
     crossings: dict[str, dict[str, Any] | None] = {}
     for other in sorted(dense - {name}) if name not in dense else []:
         low, high = max(map(min, (places[name], places[other]))), min(map(max, (places[name], places[other])))
-        if low < high:
-            crossings[other] = _crossing(middles[name], middles[other], fits[name], fits[other], low, high)
-        else:
-            crossings[other] = None
+        crossings[other] = _crossing(fits[name], fits[other], low, high) if low < high else None
     return {"fit": own, "crossings": crossings}
 
 
-def _middle(points: Sequence[Mapping[str, Any]], places: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    means = np.asarray([[point["validation_loss"]["mean"]] for point in points])
-    return fit_power_law(np.asarray(places, float), means)
-
-
-def _crossing(own: Any, other: Any, own_drawn: Any, other_drawn: Any, low: float, high: float) -> dict[str, Any]:
+def _crossing(own: tuple[Fit, Fit], other: tuple[Fit, Fit], low: float, high: float) -> dict[str, Any]:
     """Where (and whether) two fits meet in the range that both have points in, and their gaps at its ends."""
-    meeting = float(crossing(own, other, low, high)[0])
-    replicated = crossing(own_drawn, other_drawn, low, high)
+    middle, replicated = (crossing(*fits, low, high) for fits in zip(own, other, strict=True))
     inside = replicated[np.isfinite(replicated)]
     gaps = {}
     for end, place in (("low", low), ("high", high)):
-        middle, drawn = (_at(a, place) - _at(b, place) for a, b in ((own, other), (own_drawn, other_drawn)))
-        gaps[end] = {"at": place, "gap": float(middle[0]), "interval": interval(drawn)}
+        gap, drawn = (_at(a, place) - _at(b, place) for a, b in zip(own, other, strict=True))
+        gaps[end] = {"at": place, "gap": float(gap[0]), "interval": interval(drawn)}
     return {
-        "at": meeting if math.isfinite(meeting) else None,
+        "at": float(middle[0]) if math.isfinite(middle[0]) else None,
         "interval": interval(inside) if len(inside) > 1 else None,
         "share": len(inside) / len(replicated),
         "ends": gaps,
     }
 
 
-def _at(fit: tuple[np.ndarray, np.ndarray], place: float) -> np.ndarray:
+def _at(fit: Fit, place: float) -> np.ndarray:
     return np.exp(fit[0] - fit[1] * math.log(place))
 
 
 def _verdicts(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = []
-    for entry in entries:
-        for axis, unit in AXES.items():
-            for other, found in ((entry[axis] or {}).get("crossings") or {}).items():
-                lines.append(f"{entry['name']} and {other}, by {unit}: {_verdict(found)}")
-    return lines
+    return [
+        f"{entry['name']} and {other}, by {unit}: {_verdict(found)}"
+        for entry in entries
+        for axis, unit in AXES.items()
+        for other, found in ((entry[axis] or {}).get("crossings") or {}).items()
+    ]
 
 
 def _verdict(found: Mapping[str, Any] | None) -> str:

@@ -44,10 +44,30 @@ def _or_default(default: Any) -> BeforeValidator:
     return BeforeValidator(lambda value: {True: default, False: None}[value] if isinstance(value, bool) else value)
 
 
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 _ASCENDING = AfterValidator(lambda values: tuple(sorted(values)))
 _Grid = Annotated[tuple[PositiveFloat, ...], Field(min_length=2), Different, _ASCENDING]
 _Shares = Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], ...], Field(min_length=2), Different, _ASCENDING]
 _Tokens = Annotated[PositiveInt, BeforeValidator(_tokens)]
+
+
+def _operator(value: Any) -> Any:
+    if isinstance(value, str):
+        return None if value.strip() in (DENSE, "none") else parse_setting(value)
+    return value
+
+
+def _entry(value: Any) -> Any:
+    """An entry, or in its place what its operator is."""
+    if value is None or isinstance(value, str):
+        return {"operator": value}
+    return {"operator": dict(value)} if isinstance(value, Mapping) and "kind" in value else value
+
+
+_Operator = Annotated[dict[str, Any] | None, BeforeValidator(_operator)]
 
 
 class Entry(Settings):
@@ -69,37 +89,14 @@ class Entry(Settings):
             warm-up and evaluations kept.
     """
 
-    operator: dict[str, Any] | None = None
+    operator: _Operator = None
     target: Patterns | None = None
-    operators: dict[str, dict[str, Any] | None] = Field(default_factory=dict)
+    operators: dict[str, _Operator] = Field(default_factory=dict)
     attachments: tuple[dict[str, Any], ...] = ()
     learning_rate: PositiveFloat | None = None
     duration: PositiveFloat = 1.0
     resize: Literal["operator", "width", "fixed"] | None = None
     set: dict[str, Any] = Field(default_factory=dict)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short_form(cls, value: Any) -> Any:
-        if value is None or isinstance(value, str):
-            return {"operator": value}
-        if isinstance(value, Mapping) and "kind" in value:
-            return {"operator": dict(value)}
-        return value
-
-    @field_validator("operator", mode="before")
-    @classmethod
-    def _operator_text(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return None if value.strip() in (DENSE, "none") else parse_setting(value)
-        return value
-
-    @field_validator("operators", mode="before")
-    @classmethod
-    def _operators_text(cls, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {k: cls._operator_text(v) for k, v in value.items()}
-        return value
 
     @field_validator("set")
     @classmethod
@@ -135,11 +132,6 @@ class Match(Settings):
     by: Literal["width", "parameters", "flops"] = "width"
     to: str | PositiveInt | None = None
     tolerance: PositiveFloat = 0.02
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short_form(cls, value: Any) -> Any:
-        return {"by": value} if isinstance(value, str) else value
 
 
 class Tune(Settings):
@@ -195,10 +187,9 @@ class Sizes(Settings):
     widths: Annotated[tuple[PositiveInt, ...], Field(min_length=4), Different, _ASCENDING]
     tokens_per_parameter: PositiveFloat | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _short_form(cls, value: Any) -> Any:
-        return value if isinstance(value, Mapping | Sizes) else {"widths": value}
+
+def _widths(value: Any) -> Any:
+    return value if value is None or isinstance(value, Mapping | Sizes) else {"widths": value}
 
 
 class _SharedTrainSettings(TrainSettings):
@@ -232,14 +223,14 @@ class CompareSettings(Settings):
 
     name: str = "comparison"
     description: str = ""
-    entries: dict[str, Entry]
+    entries: dict[str, Annotated[Entry, BeforeValidator(_entry)]]
     target: Patterns = ("all-linear",)
     train: _SharedTrainSettings = _SharedTrainSettings()
     tokens: _Tokens | None = None
     budgets: Annotated[tuple[_Tokens, ...], Field(min_length=1), Different, _ASCENDING] | None = None
-    sizes: Sizes | None = None
-    match: Match = Match()
-    seeds: Annotated[tuple[Seed, ...], Field(min_length=1), Different] = (0,)
+    sizes: Annotated[Sizes | None, BeforeValidator(_widths)] = None
+    match: Annotated[Match, BeforeValidator(lambda v: {"by": v} if isinstance(v, str) else v)] = Match()
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=1), Different, BeforeValidator(_listed)] = (0,)
     tune: Annotated[Tune | None, _or_default({})] = None
     speed: Speed = Speed()
     reference: str | None = None
@@ -271,11 +262,6 @@ class CompareSettings(Settings):
                     raise ValueError(f"entry name {name!r}: use letters, digits and _ . + = - (it becomes a folder)")
             return value
         raise ValueError("expected a mapping of name -> operator setting with at least one entry")
-
-    @field_validator("seeds", mode="before")
-    @classmethod
-    def _one_seed(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _consistent(self) -> CompareSettings:

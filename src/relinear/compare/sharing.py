@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 from relinear.system.files import read_json, write_json
 from relinear.system.lock import InUseError, only_process_in
 
-__all__ = ["Piece", "Work", "all_of", "alone_at", "carry_out", "share_out", "side_by_side", "summed_up"]
+__all__ = ["Piece", "Work", "all_of", "alone_at", "carry_out", "kept", "share_out", "side_by_side"]
 
 #: folder of the locks
 CLAIMS = "claims"
@@ -78,9 +78,9 @@ def _failing(name: str, error: ValueError) -> Work[Any]:
         yield [Piece(name, lambda: False, tell)]
 
 
-def summed_up(path: Path, sum_up: Callable[[], dict[str, Any]]) -> Work[dict[str, Any]]:
-    """Return what ``path`` holds, written by one process unless it is there."""
-    yield from all_of([Piece("results", path.is_file, lambda: write_json(path, sum_up()))])
+def kept(path: Path, make: Callable[[], dict[str, Any]]) -> Work[dict[str, Any]]:
+    """Return what ``path`` holds, made and written by one process unless it is there."""
+    yield from all_of([Piece(path.stem, path.is_file, lambda: write_json(path, make()))])
     return read_json(path)
 
 

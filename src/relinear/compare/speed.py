@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from relinear.core.inference import for_inference_
 from relinear.system.machine import describe_machine, on_threads
@@ -18,7 +19,31 @@ from relinear.train.run import build_model
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import training_device, training_dtype
 
-__all__ = ["measure_speed"]
+__all__ = ["measure_speed", "training_step"]
+
+
+def training_step(
+    model: Any, ids: Tensor, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, replayed: bool = False
+) -> Callable[[], None]:
+    """Return a call that makes a step as training does: forward, backward, and the optimiser's.
+
+    Args:
+        model: in training mode. ids: (B, T), its labels, too.
+        optimizer: of its parameters.
+        dtype: of autocast; None computes in what the weights have.
+        replayed: whether steps are CUDA graphs.
+    """
+
+    def step() -> None:
+        if replayed:
+            torch.compiler.cudagraph_mark_step_begin()
+        with torch.autocast(ids.device.type, dtype=dtype, enabled=dtype is not None):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 class _Subject:
@@ -33,28 +58,23 @@ class _Subject:
             checkpointing(self.model, True)
         self.compile = settings.compile
         self.model.config.use_cache = False
-        self.optimizer = build_optimizer(self.model, settings)
-        self.dtype = training_dtype(settings, self.device)
-        self.autocast = self.dtype != torch.float32 and settings.dtype != "pure_bfloat16"
+        dtype = training_dtype(settings, self.device)
+        self.autocast = None if settings.dtype == "pure_bfloat16" or dtype == torch.float32 else dtype
         shape = (settings.batch_size, settings.data.sequence_length)
         self.ids = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(self.device)
+        optimizer, replayed = build_optimizer(self.model, settings), settings.compile == "reduce-overhead"
+        self.step = training_step(self.model, self.ids, optimizer, self.autocast, replayed)
         self.seconds: dict[str, list[float]] = {"train": [], "inference": []}
 
     def train(self) -> None:
         self.model.train()
-        if self.compile == "reduce-overhead":
-            torch.compiler.cudagraph_mark_step_begin()
-        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.autocast):
-            loss = self.model(input_ids=self.ids, labels=self.ids).loss
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.step()
 
     @torch.no_grad()
     def inference(self) -> None:
         if self.model.training:
             for_inference_(self.model)
-        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.autocast):
+        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             self.model(input_ids=self.ids)
 
     def time(self, what: str) -> float:

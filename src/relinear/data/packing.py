@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,12 +44,10 @@ class PackedDataset(Dataset):
         tokens = len(self.tokens)
         self.blocks = (tokens if max_tokens is None else min(tokens, max_tokens)) // sequence_length
 
-    @property
+    @functools.cached_property
     def tokens(self) -> np.ndarray:
         """Every token of the split, memory-mapped and read-only."""
-        if "_tokens" not in self.__dict__:
-            self.__dict__["_tokens"] = np.load(self.path, mmap_mode="r", allow_pickle=False)
-        return self.__dict__["_tokens"]
+        return np.load(self.path, mmap_mode="r", allow_pickle=False)
 
     @property
     def checksum(self) -> int:
@@ -57,7 +56,7 @@ class PackedDataset(Dataset):
 
     def __getstate__(self) -> dict[str, Any]:
         # A memory map would be pickled as all that it maps.
-        return {key: value for key, value in self.__dict__.items() if key != "_tokens"}
+        return {key: value for key, value in self.__dict__.items() if key != "tokens"}
 
     def __len__(self) -> int:
         return self.blocks
@@ -87,11 +86,9 @@ class PackedData:
     description: dict[str, Any]
 
 
-def _silent(what: str, characters: int) -> None:
-    return None
-
-
-def prepare_data(settings: DataSettings | Mapping[str, Any], *, on_progress: Progress = _silent) -> PackedData:
+def prepare_data(
+    settings: DataSettings | Mapping[str, Any], *, on_progress: Progress = lambda what, characters: None
+) -> PackedData:
     """Tokenise and pack the training and validation splits, or open what an earlier call left in the cache.
 
     Documents are joined by the tokenizer's end-of-text token. The cache is keyed by the corpus (paths, sizes and times
@@ -128,10 +125,10 @@ def prepare_data(settings: DataSettings | Mapping[str, Any], *, on_progress: Pro
     def build(folder: Path) -> dict[str, Any]:
         counts = {}
         for split in ("train", "validation"):
-            count = _Count(f"tokenising {split}", on_progress)
-            arrays = encode_documents(tokenizer, count(corpus.documents(split)))
-            tokens = write_tokens(folder / f"{split}.npy", arrays, dtype)
-            counts[split] = count.totals() | {"tokens": tokens}
+            totals: dict[str, int] = {}
+            documents = _counted(corpus.documents(split), f"tokenising {split}", on_progress, totals)
+            tokens = write_tokens(folder / f"{split}.npy", encode_documents(tokenizer, documents), dtype)
+            counts[split] = totals | {"tokens": tokens}
         return counts
 
     key = {"corpus": corpus.key, "tokenizer": tokenizer_key}
@@ -155,27 +152,20 @@ def prepare_data(settings: DataSettings | Mapping[str, Any], *, on_progress: Pro
     )
 
 
-class _Count:
-    """Counts what passes through, and reports it."""
-
-    def __init__(self, what: str, on_progress: Progress) -> None:
-        self.what, self.on_progress = what, on_progress
-        self.documents = self.characters = self.bytes = 0
-
-    def __call__(self, documents: Iterable[str]) -> Iterator[str]:
-        reported = 0
-        for text in documents:
-            yield text
-            self.documents += 1
-            self.characters += len(text)
-            self.bytes += len(text.encode())
-            if self.characters - reported >= 1_000_000:
-                reported = self.characters
-                self.on_progress(self.what, reported)
-        self.on_progress(self.what, self.characters)
-
-    def totals(self) -> dict[str, int]:
-        return {"documents": self.documents, "characters": self.characters, "bytes": self.bytes}
+def _counted(
+    documents: Iterable[str], what: str, on_progress: Progress, totals: dict[str, int] | None = None
+) -> Iterator[str]:
+    """Yield the documents, and tell how many characters they come to so far; ``totals`` in the end counts them all."""
+    count, characters, size, reported = 0, 0, 0, 0
+    for text in documents:
+        yield text
+        count, characters, size = count + 1, characters + len(text), size + len(text.encode())
+        if characters - reported >= 1_000_000:
+            reported = characters
+            on_progress(what, reported)
+    on_progress(what, characters)
+    if totals is not None:
+        totals |= {"documents": count, "characters": characters, "bytes": size}
 
 
 def _tokenizer(name: str, corpus: Corpus, root: Path, on_progress: Progress) -> tuple[Any, Any]:
@@ -190,8 +180,8 @@ def _tokenizer(name: str, corpus: Corpus, root: Path, on_progress: Progress) -> 
 
     def build(folder: Path) -> dict[str, Any]:
         total = sum(len(text) for text in corpus.documents("train"))
-        count = _Count("training the tokenizer", on_progress)
-        train_bpe(count(corpus.documents("train")), size, total).save_pretrained(folder)
+        documents = _counted(corpus.documents("train"), "training the tokenizer", on_progress)
+        train_bpe(documents, size, total).save_pretrained(folder)
         return {}
 
     key = {"corpus": corpus.key, "bpe": size}

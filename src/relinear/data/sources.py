@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import sys
@@ -109,37 +110,39 @@ def files_source(files: Sequence[Path], text_column: str | None) -> Source:
 
 
 def _read_text(path: Path, text_column: str | None) -> Iterator[str]:
-    try:
-        with writing(path):
-            text = path.read_text(encoding="utf-8-sig")
-        yield text
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from error
+    with _as_utf8(path), writing(path):
+        text = path.read_text(encoding="utf-8-sig")
+    yield text
 
 
 def _read_jsonl(path: Path, text_column: str | None) -> Iterator[str]:
     column = None
-    with path.open(encoding="utf-8-sig") as file:
-        try:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                row = parse_json(line, f"{path}, line {number}")
-                if not isinstance(row, dict):
-                    raise ValueError(f"{path}, line {number}: expected an object, got {type(row).__name__}")
-                if column is None:
-                    strings = [key for key, value in row.items() if isinstance(value, str)]
-                    chats = [key for key, value in row.items() if is_conversation(value)]
-                    column = choose_column(str(path), text_column, list(row), strings, chats)
-                if column not in row:
-                    raise ValueError(f"{path}, line {number}: no column {shown(column)}; it has {cut(', '.join(row))}")
-                text = as_document(row[column] or "")
-                if text is None:
-                    found = type(row[column]).__name__
-                    raise ValueError(f"{path}, line {number}: {shown(column)} is {found}, expected text or messages")
-                yield text
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from error
+    with path.open(encoding="utf-8-sig") as file, _as_utf8(path):
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            row = parse_json(line, f"{path}, line {number}")
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number}: expected an object, got {type(row).__name__}")
+            if column is None:
+                strings = [key for key, value in row.items() if isinstance(value, str)]
+                chats = [key for key, value in row.items() if is_conversation(value)]
+                column = choose_column(str(path), text_column, list(row), strings, chats)
+            if column not in row:
+                raise ValueError(f"{path}, line {number}: no column {shown(column)}; it has {cut(', '.join(row))}")
+            text = as_document(row[column] or "")
+            if text is None:
+                found = type(row[column]).__name__
+                raise ValueError(f"{path}, line {number}: {shown(column)} is {found}, expected text or messages")
+            yield text
+
+
+@contextlib.contextmanager
+def _as_utf8(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from error
 
 
 def _read_parquet(path: Path, text_column: str | None) -> Iterator[str]:

@@ -14,7 +14,7 @@ from relinear.pages.live import live
 from relinear.system.files import read_json
 
 __all__ = [
-    "Block", "Cell", "Chart", "Facts", "Listing", "Part", "Picture", "Row", "Section", "Table", "Text", "as_yaml",
+    "Block", "Cell", "Chart", "Facts", "Listing", "Part", "Row", "Section", "Table", "Text", "as_yaml",
     "in_words", "picture_of", "read_values", "what_ran",
 ]  # fmt: skip
 
@@ -69,7 +69,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """A figure: ``panel`` for Plotly, ``image`` the same without it (a data URI), or both.
+    """A figure: ``panel`` for Plotly, ``image`` the same without it (a data URI), or both; with neither, none.
 
     Live figures that follow each other and are ``beside`` share a line where there is room for three. Those of one
     ``stem`` are panels of one picture, the file of that name, which stands at the first of them.
@@ -87,16 +87,6 @@ class Chart:
     def figure(self) -> Mapping[str, Any] | None:
         """What Plotly draws (``data``, ``layout``)."""
         return None if self.panel is None else live(self.panel)
-
-
-@dataclasses.dataclass(frozen=True)
-class Picture:
-    """A picture (a data URI) with its caption, or that of the file ``stem``; None is one without room or file."""
-
-    description: str
-    image: str | None = None
-    stem: str = ""
-    kind: str = "picture"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +116,7 @@ class Part:
     kind: str = "part"
 
 
-Block = Text | Table | Chart | Picture | Facts | Listing | Part
+Block = Text | Table | Chart | Facts | Listing | Part
 
 
 @dataclasses.dataclass(frozen=True)

@@ -97,11 +97,11 @@ class Panel:
     legend: bool = True
 
 
-def colours(entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return a colour by entry name: the dense reference is near black, the others take the palette in order."""
-    others = [entry["name"] for entry in entries if not entry.get("dense")]
-    chosen = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(others)}
-    return {entry["name"]: chosen.get(entry["name"], REFERENCE) for entry in entries}
+def colours(names: Sequence[str], reference: str | None = None) -> dict[str, str]:
+    """Return a colour by entry name: the reference, if any, is near black, the others take the palette in order."""
+    others = [name for name in names if name != reference]
+    chosen = {name: PALETTE[place % len(PALETTE)] for place, name in enumerate(others)}
+    return {name: chosen.get(name, REFERENCE) for name in names}
 
 
 def numbered(words: Sequence[str]) -> list[str]:

@@ -9,9 +9,9 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
-from relinear.pages.blocks import Block, Chart, Part, Picture, Section, Text, as_yaml
+from relinear.pages.blocks import Block, Chart, Part, Section, Text, as_yaml
 from relinear.system.files import write_text
 from relinear.system.written import check_page
 
@@ -91,37 +91,30 @@ def _perplexity(loss: float) -> str:
 def _fitted(sections: Sequence[Section], room: int, live: bool) -> list[Section]:
     """The sections with what there is room for: live figures first, then pictures, which are the same for no script."""
     lists = [list(section.blocks) for section in sections]
-    for keep in (_keep_figure, _keep_image):
+    for part, size_of in (("panel", _bytes_of_figure if live else lambda chart: 0), ("image", _bytes_of_image)):
         for blocks in lists:
             for place, block in enumerate(blocks):
-                if isinstance(block, Chart | Picture):
-                    blocks[place], taken = keep(block, room, live)
-                    room -= taken
+                if isinstance(block, Chart) and (size := size_of(block)) <= room:
+                    room -= size
+                elif isinstance(block, Chart):
+                    blocks[place] = dataclasses.replace(block, **{part: None})  # type: ignore[arg-type]
     for section, blocks in zip(sections, lists, strict=True):
         for place, (before, block) in enumerate(zip(section.blocks, blocks, strict=True)):
-            if _shown(before, live) and not _shown(block, live):
+            if isinstance(before, Chart) and _shown(before, live) and not _shown(block, live):
                 blocks[place] = Text(f"Left out, for the page would be too large: {before.description}", soft=True)
     return [dataclasses.replace(section, blocks=blocks) for section, blocks in zip(sections, lists, strict=True)]
 
 
-def _keep_figure(block: Chart | Picture, room: int, live: bool) -> tuple[Chart | Picture, int]:
-    """The block, without its figure if that has no room, and the bytes that it takes."""
+def _bytes_of_figure(chart: Chart) -> int:
     from markupsafe import escape
 
-    if not live or not isinstance(block, Chart) or block.panel is None:
-        return block, 0
-    size = len(escape(json.dumps(block.figure)))
-    return (block, size) if size <= room else (dataclasses.replace(block, panel=None), 0)
+    return 0 if chart.panel is None else len(escape(json.dumps(chart.figure)))
 
 
-def _keep_image(block: Chart | Picture, room: int, live: bool) -> tuple[Chart | Picture, int]:
-    """The block, without its picture if that has no room, and the bytes that it takes."""
-    size = len(block.image or "")
-    return (block, size) if size <= room else (dataclasses.replace(block, image=None), 0)
+def _bytes_of_image(chart: Chart) -> int:
+    return len(chart.image or "")
 
 
-def _shown(block: Block, live: bool) -> TypeGuard[Chart | Picture]:
-    """Whether a block is a figure or a picture that the page shows."""
-    if isinstance(block, Chart) and live and block.panel is not None:
-        return True
-    return isinstance(block, Chart | Picture) and block.image is not None
+def _shown(block: Block, live: bool) -> bool:
+    """Whether a block is a figure that the page shows."""
+    return isinstance(block, Chart) and (block.image is not None or (live and block.panel is not None))

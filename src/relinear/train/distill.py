@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.aux import IGNORED_LABEL, aux_losses
-from relinear.core.config import check_at_least, check_type, register, shown
+from relinear.core.config import NonNegative, register, shown
 from relinear.core.modes import evaluating
 from relinear.core.objective import Objective, ObjectiveConfig, kl_terms
 from relinear.models.presets import model_folder, model_place
@@ -38,15 +38,13 @@ class Distill(ObjectiveConfig):
     kind: ClassVar[str] = "distill"
 
     teacher: str
-    temperature: float = 1.0
-    cross_entropy: float = 0.0
+    temperature: NonNegative = 1.0
+    cross_entropy: NonNegative = 0.0
 
     def __post_init__(self) -> None:
-        check_type("teacher", self.teacher, str)
-        check_at_least("temperature", self.temperature, 0, integer=False)
+        super().__post_init__()
         if self.temperature == 0:
             raise ValueError("temperature must be above 0, got 0")
-        check_at_least("cross_entropy", self.cross_entropy, 0, integer=False)
         if not self.cross_entropy < 1:
             raise ValueError(
                 f"cross_entropy must be below 1, got {self.cross_entropy!r}: at 1 nothing is learnt from the teacher"
@@ -67,7 +65,7 @@ class Distill(ObjectiveConfig):
 
 
 def against(
-    teacher: Any, model: nn.Module, temperature: float = 1.0, cross_entropy: float = 0.0, name: str = ""
+    teacher: Any, model: Any, temperature: float = 1.0, cross_entropy: float = 0.0, name: str = ""
 ) -> Objective:
     """The objective of ``Distill`` for a teacher that is in memory; its parameters may be ones that ``model`` shares.
 
@@ -80,17 +78,14 @@ def against(
     Raises:
         ValueError: if teacher and model have different vocabularies.
     """
-    sizes = [_outputs(one) for one in (teacher, model)]
+    sizes = [int(one.config.get_text_config().vocab_size) for one in (teacher, model)]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"the teacher{name} has {sizes[0]} tokens, the model {sizes[1]}: a distribution over "
             "tokens is learnt only by a model of the same ones; use the teacher's tokenizer, or another teacher"
         )
+
     return _AgainstTeacher(teacher, temperature, cross_entropy)
-
-
-def _outputs(model: Any) -> int:
-    return int(model.config.get_text_config().vocab_size)
 
 
 class _AgainstTeacher:

@@ -51,10 +51,8 @@ class LatentMoments(TrainerCallback):
     def _see(self, name: str, latent: Latent) -> None:
         mu, sigma = (t.detach().flatten(0, -2).double() for t in (latent.mu, latent.sigma))
         new = (torch.tensor(len(mu), dtype=torch.float64), mu.sum(0), mu.square().sum(0), sigma.square().sum(0))
-        old = self._sums.get(name)
-        self._sums[name] = {
-            key: value.cpu() if old is None else old[key] + value.cpu() for key, value in zip(_SUMS, new, strict=True)
-        }
+        old = self._sums.get(name, dict.fromkeys(_SUMS, 0.0))
+        self._sums[name] = {key: old[key] + value.cpu() for key, value in zip(_SUMS, new, strict=True)}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         saved = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / FILE

@@ -234,18 +234,50 @@ def train(
     settings = TrainSettings.load(settings)
     out_dir = Path(out_dir)
     check_ours(out_dir, "train")
-    done = read_ended(settings, out_dir) if resume else None
-    if done is not None:
-        return done
+    if resume and (ended := read_ended(settings, out_dir)) is not None:
+        return ended
     open_corpus(settings.data)
     if settings.minimised is not None:
         settings.minimised.check()
     _check_model(settings)
     data = prepare_data(settings.data)
     model = build_model(settings, data.vocab_size)
-    with only_process_in(out_dir) if is_first_rank() else contextlib.nullcontext():
-        done = read_ended(settings, out_dir) if resume else None  # another process may have been here since
-        return done or _carry_out(model, data, settings, out_dir, resume, callbacks, on_progress)
+    first = is_first_rank()
+    with only_process_in(out_dir) if first else contextlib.nullcontext():
+        if resume and (ended := read_ended(settings, out_dir)) is not None:  # by another process since
+            return ended
+        objective = None if settings.minimised is None else settings.minimised.prepare(model)
+        if not resume and first:
+            _clear(out_dir)
+        out_dir.mkdir(parents=True, exist_ok=True)
+        table = summary(model)
+        record: dict[str, Any] = {
+            "status": "running",
+            "settings": settings.model_dump(mode="json"),
+            "ranks": _ranks(),
+            "command": command_line(),
+            "machine": describe_machine(),
+            "model": {"parameters": table.parameters, "flops_per_token": table.flops_per_token},
+            "data": data.description,
+        }
+
+        def note(**changes: Any) -> None:
+            if first:
+                write_json(out_dir / "run.json", record | changes)
+
+        note()
+        given: dict[str, Any] = {"objective": objective, "resume": resume, "callbacks": callbacks}
+        try:
+            result = fit(model, data, settings, out_dir=out_dir, on_progress=on_progress, **given)
+        except ValueError as error:
+            note(status="failed", error=str(error), diverged=isinstance(error, NonFiniteLossError))
+            raise
+        if first and settings.save_model:
+            checkpoint_room.save_pretrained(model, out_dir / "model", tokenizer=data.tokenizer)
+        note(status="done", result=result.to_dict())
+        if first and not settings.keep_checkpoint:
+            remove_checkpoints(out_dir / "checkpoints")
+        return result
 
 
 def read_ended(settings: TrainSettings, out_dir: Path) -> TrainResult | None:
@@ -255,59 +287,6 @@ def read_ended(settings: TrainSettings, out_dir: Path) -> TrainResult | None:
         return None
     _check_same(out_dir, record, settings.model_dump(mode="json"))
     return read_result(out_dir)
-
-
-def _carry_out(
-    model: Any,
-    data: Any,
-    settings: TrainSettings,
-    out_dir: Path,
-    resume: bool,
-    callbacks: Iterable[TrainerCallback],
-    on_progress: Callable[[Progress], None] | None,
-) -> TrainResult:
-    """Train, and write down what is going on and what came of it."""
-    first = is_first_rank()
-    objective = None if settings.minimised is None else settings.minimised.prepare(model)
-    if not resume and first:
-        _clear(out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    table = summary(model)
-    record = {
-        "status": "running",
-        "settings": settings.model_dump(mode="json"),
-        "ranks": _ranks(),
-        "command": command_line(),
-        "machine": describe_machine(),
-        "model": {"parameters": table.parameters, "flops_per_token": table.flops_per_token},
-        "data": data.description,
-    }
-    path = out_dir / "run.json"
-    if first:
-        write_json(path, record)
-    try:
-        result = fit(
-            model,
-            data,
-            settings,
-            objective=objective,
-            out_dir=out_dir,
-            resume=resume,
-            callbacks=callbacks,
-            on_progress=on_progress,
-        )
-    except ValueError as error:
-        if first:
-            diverged = isinstance(error, NonFiniteLossError)
-            write_json(path, record | {"status": "failed", "error": str(error), "diverged": diverged})
-        raise
-    if first:
-        if settings.save_model:
-            checkpoint_room.save_pretrained(model, out_dir / "model", tokenizer=data.tokenizer)
-        write_json(path, record | {"status": "done", "result": result.to_dict()})
-        if not settings.keep_checkpoint:
-            remove_checkpoints(out_dir / "checkpoints")
-    return result
 
 
 def _clear(out_dir: Path) -> None:

@@ -272,18 +272,11 @@ class RelinearTrainer(Trainer):
         if terms:
             kwargs = {**inputs, "num_items_in_batch": num_items_in_batch}
             weighted = num_items_in_batch is not None
-            share = share_of_batch(kwargs, self._plain_model) if weighted else 1 / self.current_micro_steps
-            share = share * (self.args.world_size if weighted else 1)
+            passes = getattr(self, "current_gradient_accumulation_steps", 1)
+            share = share_of_batch(kwargs, self._plain_model) * self.args.world_size if weighted else 1 / passes
             for name, value in terms.items():
-                self._note(f"aux/{name.rpartition('/')[2]}", value.detach() * share)
-
-    @property
-    def current_micro_steps(self) -> int:
-        """Forward passes of the optimiser step under way."""
-        return getattr(self, "current_gradient_accumulation_steps", 1)
-
-    def _note(self, name: str, value: Tensor) -> None:
-        self._terms[name] = self._terms[name] + value if name in self._terms else value
+                key, part = f"aux/{name.rpartition('/')[2]}", value.detach() * share
+                self._terms[key] = self._terms[key] + part if key in self._terms else part
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Return one forward and backward pass; on a CPU, where looking costs nothing, the loss is checked at once."""
@@ -303,23 +296,15 @@ class RelinearTrainer(Trainer):
         if not math.isfinite(value):
             raise self._diverged(f"the {what} is {value}")
 
-    def _check_no_explosion(self, loss: float) -> None:
-        """Far beyond the first loss there is no way back: better to stop at the last good checkpoint."""
-        self._first_loss = loss if self._first_loss is None else self._first_loss
-        if loss > _DIVERGED * max(self._first_loss, 1.0):
-            raise self._diverged(f"the training loss has grown from {self._first_loss:.4g} to {loss:.4g}")
-
     def _diverged(self, what: str) -> NonFiniteLossError:
         kept = last_checkpoint(self.home)
+        rate = self.settings.learning_rate if self.lr_scheduler is None else self._get_learning_rate()
         state = "no checkpoint was written before" if kept is None else f"the last good checkpoint is {kept}"
         return NonFiniteLossError(
             f"{what} at step {self.state.global_step + 1} of {self.settings.steps}, with a "
-            f"learning rate of {self._rate():.3g}; try a lower learning_rate, more warmup_steps, a max_grad_norm "
+            f"learning rate of {rate:.3g}; try a lower learning_rate, more warmup_steps, a max_grad_norm "
             f"above 0, or dtype='float32'; {state}"
         )
-
-    def _rate(self) -> float:
-        return self.settings.learning_rate if self.lr_scheduler is None else self._get_learning_rate()
 
     # Logs and evaluation
 
@@ -327,7 +312,9 @@ class RelinearTrainer(Trainer):
         """Adds the terms of the loss and the operators' own measurements to what Trainer logs while training."""
         if "loss" in logs:
             self._check_finite(logs["loss"], "training loss")
-            self._check_no_explosion(logs["loss"])
+            self._first_loss = logs["loss"] if self._first_loss is None else self._first_loss
+            if logs["loss"] > _DIVERGED * max(self._first_loss, 1.0):
+                raise self._diverged(f"the training loss has grown from {self._first_loss:.4g} to {logs['loss']:.4g}")
             logs.update(self._drain_terms(logs["loss"]))
         super().log(logs, start_time)
 
@@ -416,10 +403,10 @@ class RelinearTrainer(Trainer):
         try:
             if self.args.should_save:
                 shutil.rmtree(partial, ignore_errors=True)
-            self._barrier()
+            self.accelerator.wait_for_everyone()
             with writing(home / name):
                 super()._save_checkpoint(model, trial)
-                self._barrier()
+                self.accelerator.wait_for_everyone()
                 if self.args.should_save:
                     write_manifest(partial / name, world_size=self.args.world_size)
                     sync_files(partial / name)
@@ -431,7 +418,7 @@ class RelinearTrainer(Trainer):
                 shutil.rmtree(partial, ignore_errors=True)
         if self.args.should_save:
             rotate_checkpoints(output_dir=str(home), save_total_limit=1)
-        self._barrier()
+        self.accelerator.wait_for_everyone()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with _damage(resume_from_checkpoint):
@@ -458,9 +445,6 @@ class RelinearTrainer(Trainer):
             raise ValueError(f"the checkpoint does not fit the model: missing {missing}, unknown {unknown}")
         if absent and hasattr(self._plain_model, "tie_weights"):
             self._plain_model.tie_weights()
-
-    def _barrier(self) -> None:
-        self.accelerator.wait_for_everyone()
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """The model alone: Trainer would pickle its arguments beside it."""
