@@ -40,6 +40,18 @@ def test_positions_may_go_on_from_the_prefix(model):
         assert (stock(ids).logits - wanted).abs().max() < 1e-5
 
 
+def test_what_is_attached_is_folded_or_refused(model):
+    prefix, ids = torch.randint(0, 50, (9,)), torch.randint(0, 50, (2, 20))
+    relinear.attach_(model, relinear.models.ReadoutScale(factor=0.25))
+    y = model.context(prefix[None])[:, -1].expand(2, -1)
+    with torch.no_grad():
+        wanted = model(ids, frozen_context=y).logits
+        assert (relinear.specialize(model, prefix)(ids).logits - wanted).abs().max() < 1e-5
+    relinear.attach_(model, relinear.models.HeadBias())
+    with pytest.raises(ValueError, match="head_bias attached, which a stock GPT-2 cannot express"):
+        relinear.specialize(model, prefix)
+
+
 def test_shares_no_storage_and_leaves_the_model_alone(model):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     stock = relinear.specialize(model, torch.randint(0, 50, (5,)))

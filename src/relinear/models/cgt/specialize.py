@@ -5,16 +5,19 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from relinear.core.attachment import attachments
 from relinear.core.aux import named_operators
 from relinear.core.operator import NotLinearError, plain_linear
 from relinear.models.cgt.layers import Modulator
 from relinear.models.cgt.model import CGTForCausalLM
+from relinear.models.heads import ReadoutScale
 
 __all__ = ["specialize"]
 
@@ -43,7 +46,8 @@ def specialize(
 
     Raises:
         ValueError: if the model is no CGT language model, the prefix is empty or a batch, both or neither of the two
-            sources are given, no position is left, or an operator in the x stream is no plain matrix.
+            sources are given, no position is left, an operator in the x stream is no plain matrix, or something is
+            attached that a stock GPT-2 does not have. (A ``ReadoutScale`` goes into a head that is not tied.)
     """
     if not isinstance(model, CGTForCausalLM):
         raise ValueError(f"specialize takes a CGTForCausalLM, got {type(model).__name__}")
@@ -55,10 +59,13 @@ def specialize(
     kept = set(GPT2Config().to_dict()) - {"model_type", "architectures", "transformers_version"}
     settings = {key: value for key, value in config.to_dict().items() if key in kept}
     settings |= {"n_positions": config.n_positions - first_position, "dtype": model.dtype}
+    factor = _readout_factor(model)
+    settings["tie_word_embeddings"] = config.tie_word_embeddings and factor == 1
     stock: Any = GPT2LMHeadModel(GPT2Config(**settings))
     stock.to(device=model.device, dtype=model.dtype)
 
     state = _stock_state(model)
+    state["lm_head.weight"] = factor * state["lm_head.weight"]
     state["transformer.wpe.weight"] = state["transformer.wpe.weight"][first_position:]
     blocks: Any = model.transformer.h
     for index, block in enumerate(blocks):
@@ -68,6 +75,13 @@ def specialize(
     stock.load_state_dict(state, strict=True)
     stock.generation_config = copy.deepcopy(model.generation_config)
     return stock.eval()
+
+
+def _readout_factor(model: CGTForCausalLM) -> float:
+    others = [attached for attached in attachments(model) if not isinstance(attached, ReadoutScale)]
+    if others:
+        raise ValueError(f"the model has {others[0].kind} attached, which a stock GPT-2 cannot express")
+    return math.prod(attached.factor for attached in attachments(model) if isinstance(attached, ReadoutScale))
 
 
 def _context(model: CGTForCausalLM, prefix_ids: Tensor | None, context: Tensor | None) -> Tensor:
