@@ -10,14 +10,13 @@ the context of a forward that is over.
 
 from __future__ import annotations
 
-import inspect
 import threading
 from typing import Any
 
 from torch import Tensor, nn
 
 from relinear.core.anatomy import decoder, decoder_layers, takes_keywords, unwrapped
-from relinear.core.handover import check_hands_over, finish, hand_over, start, strong, weak
+from relinear.core.handover import check_hands_over, hand_over, strong, weak
 from relinear.core.operator import Operator
 from relinear.core.readers import flattener_of_tokens
 
@@ -212,28 +211,17 @@ class ContextOwner(nn.Module):
 
     def install(self, base: nn.Module) -> None:
         """Register this module on ``base`` and hook it up; ``check_carries_context`` must have passed."""
-        parameters = inspect.signature(base.forward).parameters.values()
-        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
-        self._argument_names = tuple(p.name for p in parameters if p.kind in named)
         base.add_module(OWNER_NAME, self)
-        base.register_forward_pre_hook(self._before_model, with_kwargs=True)
-        base.register_forward_hook(_after_model)
-        hand_over(base, _KEY, _enter_block)
+        hand_over(base, _KEY, self._context, _enter_block)
 
-    def _before_model(self, base: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def _context(self, base: Any, inputs: dict[str, Any]) -> Tensor:
         if getattr(base, "_is_replica", False):
             raise ValueError(
                 "nn.DataParallel copies modules without their hooks' owners; use DistributedDataParallel (torchrun)"
             )
-        inputs = dict(zip(self._argument_names, args)) | kwargs
         # looked up by name, so that PEFT may put a wrapper in its place
-        return (), start(_KEY, getattr(base, OWNER_NAME).contexts(base, inputs), inputs)
+        return getattr(base, OWNER_NAME).contexts(base, inputs)
 
 
-def _enter_block(index: int, value: Tensor) -> None:
-    _carrier.block = weak(value)
-
-
-def _after_model(module: nn.Module, args: tuple, output: Any) -> None:
-    finish(_KEY)
-    _carrier.block = None
+def _enter_block(index: int, value: Tensor | None) -> None:
+    _carrier.block = None if value is None else weak(value)

@@ -10,6 +10,7 @@ which a recomputation skips: there gradient checkpointing is refused.
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from relinear.core.anatomy import attention_of, decoder_layers, takes_keywords
+from relinear.core.anatomy import attention_of, decoder, decoder_layers, takes_keywords
 
-__all__ = ["check_hands_over", "finish", "hand_over", "start", "strong", "weak"]
+__all__ = ["check_hands_over", "hand_over", "strong", "weak"]
 
 
 class _Running(threading.local):
@@ -28,17 +29,6 @@ class _Running(threading.local):
 
 
 _running = _Running()
-
-
-def start(key: str, value: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of a forward that hands on ``value``, which they alone keep alive."""
-    setattr(_running, key, weak(value))
-    return kwargs | {key: value}
-
-
-def finish(key: str) -> None:
-    """Forget the value: the forward is over."""
-    setattr(_running, key, None)
 
 
 def weak(value: Any) -> Any:
@@ -57,15 +47,46 @@ def check_hands_over(model: nn.Module) -> None:
         attention_of(index, layer)
 
 
-def hand_over(model: nn.Module, key: str, deliver: Callable[[int, Any], None]) -> None:
-    """Hook the layers of ``model`` up: ``deliver(index, value)`` runs as layer ``index`` and its attention start.
+def hand_over(
+    model: nn.Module, key: str, make: Callable[[Any, dict[str, Any]], Any], deliver: Callable[[int, Any], None]
+) -> None:
+    """Hook a decoder and its layers up.
 
-    ``deliver`` must be a module-level function or a bound method that ``deepcopy`` carries over.
+    Args:
+        model: whose decoder and layers are hooked.
+        key: name of the keyword argument that carries the value.
+        make: ``make(decoder, inputs)`` gives the value of a forward, whose arguments by name it may change.
+        deliver: ``deliver(index, value)`` runs as layer ``index`` and its attention start, ``deliver(-1, None)`` at the
+            end. Both must be module-level functions or bound methods that ``deepcopy`` carries over.
     """
+    runner = decoder(model)
+    forward = _Forward(key, runner, make, deliver)
+    runner.register_forward_pre_hook(forward.start, with_kwargs=True)
+    runner.register_forward_hook(forward.finish)
     for index, layer in enumerate(decoder_layers(model)):
         entry = _Entry(key, index, layer, deliver)
         layer.register_forward_pre_hook(entry.enter_layer, with_kwargs=True)
         attention_of(index, layer).register_forward_pre_hook(entry.enter_attention, with_kwargs=True)
+
+
+class _Forward:
+    """The hooks of the decoder."""
+
+    def __init__(self, key: str, runner: nn.Module, make: Callable[..., Any], deliver: Callable[..., None]) -> None:
+        self.key, self.make, self.deliver = key, make, deliver
+        parameters = inspect.signature(runner.forward).parameters.values()
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+        self.names = tuple(p.name for p in parameters if p.kind in named)
+
+    def start(self, runner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        inputs = dict(zip(self.names, args)) | kwargs
+        value = self.make(runner, inputs)
+        setattr(_running, self.key, weak(value))  # the arguments alone keep it alive
+        return (), inputs | {self.key: value}
+
+    def finish(self, runner: nn.Module, args: tuple, output: Any) -> None:
+        setattr(_running, self.key, None)
+        self.deliver(-1, None)
 
 
 class _Entry:

@@ -16,10 +16,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from relinear.core.anatomy import SubBlock, decoder, sub_blocks
+from relinear.core.anatomy import SubBlock, sub_blocks
 from relinear.core.attachment import Junction, add_part, kw_like, met
 from relinear.core.config import Count, register
-from relinear.core.handover import check_hands_over, finish, hand_over, start
+from relinear.core.handover import check_hands_over, hand_over
 from relinear.residual.junction import SITE, ResidualConfig, connect
 
 __all__ = ["LaurelLR", "LaurelPA", "LaurelRW"]
@@ -198,14 +198,8 @@ class _Streams:
         self.by_index: dict[int, Tensor] = {}
 
 
-def share_streams(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of the decoder: give this forward a place for its streams."""
-    return args, start(_STREAMS, _Streams(), kwargs)
-
-
-def drop_streams(model: nn.Module, args: tuple, output: Any) -> None:
-    """Forward hook of the decoder: the forward is over."""
-    finish(_STREAMS)
+def _new_streams(runner: Any, inputs: dict[str, Any]) -> _Streams:
+    return _Streams()
 
 
 class _Received:
@@ -267,10 +261,7 @@ class LaurelPA(ResidualConfig):
 
     def attach(self, model: nn.Module) -> None:
         received = _Received()
-        runner = decoder(model)
-        runner.register_forward_pre_hook(share_streams, with_kwargs=True)
-        runner.register_forward_hook(drop_streams)
-        hand_over(model, _STREAMS, received.receive)
+        hand_over(model, _STREAMS, _new_streams, received.receive)
         for index, block in enumerate(sub_blocks(model)):
             streams = min(self.previous, index + 1)
             site = LaurelPreviousSite(_width(block), self.rank, streams, kw_like(block.module))
