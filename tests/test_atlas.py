@@ -96,7 +96,7 @@ def test_what_cannot_be_fitted_or_counted_is_left_out_or_refused(made, tmp_path)
         atlas(model, tokens(model), settings=AtlasSettings(operators=("rotor",), **SMALL), out_dir=tmp_path)
     with pytest.raises(ValueError, match=r"no decoder layer .* is among layers=\(99,\)"):
         atlas(model, tokens(model), settings=AtlasSettings(layers=(99,), **SMALL), out_dir=tmp_path)
-    with pytest.raises(ValueError, match=r"shares\.0 must be below 1, got 2"):
+    with pytest.raises(ValueError, match=r"shares\.0 must be below 1\.0, got 2\.0"):
         AtlasSettings.load({"shares": (2.0,)})
     assert list(tmp_path.iterdir()) == []
 

@@ -1,6 +1,7 @@
 """What ``import relinear`` and ``relinear --help`` give, to people and to type checkers, and how little they import."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -148,3 +149,13 @@ REGISTERED = "\nfrom transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING 
 def test_reloading_the_package() -> None:
     code = "import relinear, importlib\nimportlib.reload(relinear)\nimportlib.reload(relinear)\nrelinear.LowRank"
     assert run(code + REGISTERED + "\nimportlib.reload(relinear).LowRank") == "True\n"
+
+
+def test_the_version_is_one_and_the_changelog_speaks_of_it() -> None:
+    repository = Path(__file__).parents[1]
+    text = (repository / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"\n## {relinear.__version__} (" in text
+    assert f"\nversion: {relinear.__version__}\n" in (repository / "CITATION.cff").read_text(encoding="utf-8")
+    assert max(map(len, text.splitlines())) <= 120
+    assert len(re.sub(r"(?m)^(-|#+) ", "", text).split()) <= 900
+    assert set(re.findall(r"(?m)^### (.*)", text)) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
