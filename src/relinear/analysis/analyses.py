@@ -31,7 +31,6 @@ __all__ = [
     "known_analyses",
     "layer_row",
     "short_name",
-    "value_cell",
 ]
 
 #: an analysis is the file of its name
@@ -78,11 +77,6 @@ def short_name(name: str) -> str:
 def layer_row(name: str, *cells: Cell | str) -> Row:
     """Return a table's row on a layer, whose full name is seen where the short one is pointed at."""
     return Row([Cell(short_name(name), title=name), *cells])
-
-
-def value_cell(value: float | None, form: str = ".3f") -> Cell:
-    """Return a number's cell, which sorts by its value; a dash for None."""
-    return Cell("–" if value is None else format(value, form), value)
 
 
 def check_names(names: Sequence[str]) -> None:

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject, layer_row, value_cell
+from relinear.analysis.analyses import Result, Subject, layer_row
 from relinear.analysis.recording import record_gates
 from relinear.core.aux import named_operators
 from relinear.core.operator import NotLinearError
-from relinear.pages.blocks import Block, Chart, Table
+from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Panel, Series
 
 __all__ = [
@@ -201,7 +201,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     """Return what a page shows of ``numbers``: every layer's singular values in the three spaces, and a row a layer."""
     palette = dict(zip(numbers, (PALETTE[0], REFERENCE, *PALETTE[1:])))
     rows = [
-        layer_row(layer, name, *(value_cell(values["effective_rank"][space], ".1f") for space in SPACES))
+        layer_row(layer, name, *(Cell.of(values["effective_rank"][space], ".1f") for space in SPACES))
         for name, layers in numbers.items()
         for layer, values in layers.items()
     ]

@@ -74,7 +74,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     """Return what a page shows of ``numbers``: how alike the inputs are, and the context of each as a map."""
     similarity = numbers["similarity"]
     names = [f"input {index + 1}" for index in range(len(similarity))]
-    rows = [Row([name, *(Cell(f"{v:.2f}", v) for v in row)]) for name, row in zip(names, similarity, strict=True)]
+    rows = [Row([name, *(Cell.of(v, ".2f") for v in row)]) for name, row in zip(names, similarity, strict=True)]
     found: list[Block] = [
         Table(["cosine of mean contexts", *names], rows),
         Text(

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject, layer_row, short_name, value_cell
+from relinear.analysis.analyses import Result, Subject, layer_row, short_name
 from relinear.analysis.recording import gated_operators, record_gates
-from relinear.pages.blocks import Block, Chart, Table
+from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import Axis, Heat, Panel
 
 __all__ = ["HOW_TO_READ", "applies", "blocks", "gate_statistics", "run"]
@@ -110,7 +110,7 @@ _COLUMNS = {
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     """Return what a page shows of ``numbers``: histograms of all gates as maps, and a row a layer and kind of gate."""
     rows = [
-        layer_row(name, part, *(value_cell(values[key]) for key in _COLUMNS))
+        layer_row(name, part, *(Cell.of(values[key]) for key in _COLUMNS))
         for name, parts in numbers.items()
         for part, values in parts.items()
     ]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject, layer_row, value_cell
+from relinear.analysis.analyses import Result, Subject, layer_row
 from relinear.core.latents import Latent, LatentOperator, observe
 from relinear.core.modes import evaluating
 from relinear.pages.blocks import Block, Cell, Chart, Table
@@ -93,7 +93,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     rows, shown = [], []
     for number, (name, row) in enumerate(numbers.items()):
         active = Cell(f"{row['active']} of {row['size']}", row["active"])
-        rows.append(layer_row(name, active, value_cell(row["nats"]), value_cell(row["sigma"])))
+        rows.append(layer_row(name, active, Cell.of(row["nats"]), Cell.of(row["sigma"])))
         place: dict[str, Any] = {"x": range(1, row["size"] + 1), "y": [round(v, 5) for v in row["deviation"]]}
         look: dict[str, Any] = {"mode": "plain", "opacity": 0.7, "legend": False}
         text = f"{name}: {row['active']} of {row['size']} active"

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject, layer_row, value_cell
+from relinear.analysis.analyses import Result, Subject, layer_row
 from relinear.core.anatomy import layer_index
 from relinear.core.modes import evaluating, watching
 from relinear.pages.blocks import Block, Cell, Chart, Table
@@ -225,9 +225,9 @@ def _table(modules: Mapping[str, Any]) -> Table:
     rows = []
     for name, row in modules.items():
         for kind, gate in row["gates"].items():
-            values = [value_cell(gate[key]) for key in ("mean", "least", "largest")]
+            values = [Cell.of(gate[key]) for key in ("mean", "least", "largest")]
             varying = Cell(f"{100 * gate['varying']:.0f} %", gate["varying"])
-            rows.append(layer_row(name, kind, *values, varying, value_cell(row["alphas"].get(kind))))
+            rows.append(layer_row(name, kind, *values, varying, Cell.of(row["alphas"].get(kind))))
     return Table(["module", "gate", "mean", "least", "largest", "variance with the token", "alpha"], rows, (0, 1))
 
 

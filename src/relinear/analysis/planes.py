@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject, layer_row, short_name, value_cell
+from relinear.analysis.analyses import Result, Subject, layer_row, short_name
 from relinear.clifford import bivector_to_matrix
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, Axis, Panel, Series
@@ -85,7 +85,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
             angles = [angle for rotor in rotors for angle in rotor]
             largest, mean = max(angles, default=0.0), math.fsum(angles) / max(len(angles), 1)
             degrees = [Cell(f"{angle:.1f}°", angle) for angle in (largest, mean)]
-            rows.append(layer_row(name, side, value_cell(len(rotors), "d"), *degrees))
+            rows.append(layer_row(name, side, Cell.of(len(rotors), "d"), *degrees))
     for number, side in enumerate(SIDES):
         found = [(angle, name) for name in numbers for rotor in numbers[name].get(side, []) for angle in rotor]
         texts = [f"{name}, {side}: {angle:.2f}°" for angle, name in found]

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject, layer_row, value_cell
+from relinear.analysis.analyses import Result, Subject, layer_row
 from relinear.analysis.recording import gated_operators, record_gates
-from relinear.pages.blocks import Block, Chart, Table, Text
+from relinear.pages.blocks import Block, Cell, Chart, Table, Text
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
 
 __all__ = ["HOW_TO_READ", "applies", "blocks", "run", "top_tokens"]
@@ -136,7 +136,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
         "for its tokens."
     )
     rows = [
-        layer_row(name, value_cell(k, "d"), "  ".join(gate["text"]), *(value_cell(gate[value]) for value in _COLUMNS))
+        layer_row(name, Cell.of(k, "d"), "  ".join(gate["text"]), *(Cell.of(gate[value]) for value in _COLUMNS))
         for name, k, gate in gates[:LISTED]
     ]
     head = ["layer", "gate", "tokens", *_COLUMNS.values()]

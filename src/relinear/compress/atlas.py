@@ -345,15 +345,9 @@ def _table(record: Mapping[str, Any], best: Mapping[str, tuple[str, float]]) -> 
         costs = [_at_half(layer["operators"][kind], layer) for layer in record["layers"].values()]
         known = [cost for cost in costs if cost is not None]
         types = Counter(record["layers"][name]["type"] for name, (first, _) in best.items() if first == kind)
-        total = Cell(f"{sum(known):.4g}", sum(known)) if known else Cell("–")
+        total = Cell.of(sum(known) if known else None, ".4g")
         where = ", ".join(f"{name} {count}" for name, count in types.items())
-        cells: list[Cell | str] = [
-            kind,
-            Cell(str(wins[kind]), wins[kind]),
-            total,
-            Cell(str(len(known)), len(known)),
-            where,
-        ]
+        cells: list[Cell | str] = [kind, Cell.of(wins[kind], "d"), total, Cell.of(len(known), "d"), where]
         rows.append(Row(cells, kind, colour))
     rows.sort(key=lambda row: (-(row.shown[1].value or 0), row.shown[2].value or math.inf))
     return Table(["operator", "layers it is cheapest in", "nats in all", "layers it fits", "where"], rows, words=(0, 4))

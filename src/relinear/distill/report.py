@@ -124,9 +124,8 @@ def _table(layers: list[Mapping[str, Any]], error: str) -> Table:
     for fit in layers:
         operator = "retrained" if fit.get("retrained") else fit["operator"]
         kept = Cell(f"{fit['parameters']:,}", fit["parameters"], f"{fit['parameters'] / fit['parameters_before']:.3g}×")
-        errors = [Cell(f"{fit[key]:.4f}", fit[key]) for key in ("start_error", "error")]
-        cosine = Cell("–" if fit["cosine"] is None else f"{fit['cosine']:.4f}", fit["cosine"])
-        rows.append(Row([fit["name"], operator, kept, f"{fit['parameters_before']:,}", *errors, cosine]))
+        errors = [Cell.of(fit[key], ".4f") for key in ("start_error", "error", "cosine")]
+        rows.append(Row([fit["name"], operator, kept, f"{fit['parameters_before']:,}", *errors]))
     return Table(["layer", "operator", "parameters", "before", f"start {error}", error, "cosine"], rows, (0, 1))
 
 

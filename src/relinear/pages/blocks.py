@@ -41,6 +41,11 @@ class Cell:
     small: str = ""
     title: str = ""
 
+    @classmethod
+    def of(cls, value: float | None, form: str = ".3f") -> Cell:
+        """Return the cell of a number, which sorts by its value; a dash for None."""
+        return cls("–" if value is None else format(value, form), value)
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
