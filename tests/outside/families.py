@@ -41,6 +41,10 @@ class Family:
             relinear.attach_(model, attachment)
         if self.layers:
             relinear.replace_(model, self.layers)
+        with torch.no_grad():  # as after training: ReZero starts as the identity, where nothing in a layer counts
+            for parameter in model.parameters():
+                if parameter.numel() == 1 and not parameter.is_meta and not parameter.any():
+                    parameter.fill_(0.5)
 
 
 def _all(operator: OperatorConfig, *attachments: AttachmentConfig, **settings: Any) -> Family:
