@@ -240,6 +240,10 @@ def test_variational_form_draws_in_training_only(ids):
         model.train()
         assert not torch.allclose(model(ids).logits, model(ids).logits)
         assert model(ids).context_log_variance.shape == (2, 11, 12)
+        model.transformer.context_log_variance.bias.fill_(2.0)
+        found = model(ids)
+        drawn = (found.context_sample - found.context) * torch.exp(-0.5 * found.context_log_variance)
+    assert drawn.square().mean().item() == pytest.approx(1, abs=0.35)  # of 264 draws: four standard deviations
 
 
 def test_compiles_without_graph_breaks(ids):

@@ -210,6 +210,10 @@ def test_task_vectors_are_transplanted(task, token, tiny_gpt2):
         assert len(results) == 2
         assert all(0 <= result.answers <= result.symbols <= 1 for result in results)
         assert torch.equal(tiny_gpt2(ids).logits, before)
+        vector = torch.randn(4, tiny_gpt2.config.n_embd)
+        after = measures._transplanted(tiny_gpt2, tiny_gpt2.transformer.h[-1], ids, vector, 3)
+        torch.testing.assert_close(after[:, 3], tiny_gpt2.lm_head(tiny_gpt2.transformer.ln_f(vector)))
+        torch.testing.assert_close(after[:, :3], before[:, :3])
     with pytest.raises(ValueError, match="token"):
         measures.task_vector_accuracy(tiny_gpt2, task, "*", 8)
 
@@ -248,7 +252,9 @@ def test_clustering_scores():
     assert good["silhouette"] > 0.9
     assert good["neighbours"] == 1.0
     assert good["chance"] == pytest.approx(9 / 29)
-    assert contexts.clustering_scores(close, labels[::-1] * 0 + np.arange(30) % 3)["silhouette"] < 0.1
+    mixed = contexts.clustering_scores(close, np.arange(30) % 3)
+    assert mixed["silhouette"] < 0.1
+    assert mixed["neighbours"] < 0.7  # a text is no neighbour of itself
     assert contexts.embed_2d(close).shape == (30, 2)
 
 

@@ -39,6 +39,12 @@ def test_names_and_shapes_of_the_parameters() -> None:
     }
 
 
+def test_flops_are_those_of_the_section_on_cost() -> None:
+    # two for a multiply-add: blocks I O / K, both encoders 2 R I, decoder R O
+    module = relinear.HDPL(rank=5, blocks=4).build(8, 12)
+    assert module.flops_per_token() == 2 * (8 * 12 // 4 + 2 * 5 * 8 + 5 * 12)
+
+
 def test_forward_is_the_authors_form() -> None:
     # Algorithm 1 with the authors' grouped convolution, written with torch's own modules.
     module = relinear.HDPL(rank=5, blocks=4).build(8, 12, bias=False, dtype=torch.float64)

@@ -1,5 +1,6 @@
 """Synthetic tasks: the paper's text format, determinism, and mixtures."""
 
+import math
 import re
 
 import numpy as np
@@ -29,6 +30,10 @@ def test_arithmetic_cuts_as_the_papers_example_does():
     task = ArithmeticTask()
     assert task.example(12, 23, 35) == "012*023=+00035"
     assert task.example(12, 23, int(0.5 * 12 - 1.5 * 23)) == "012*023=-00028"
+    printed = [int(answer) for answer in re.findall(r"=([+-]\d+)", task.text(0))]
+    exact = [a * x + b * y for (a, b), pairs in zip(task.coefficients(0), task.numbers(0)) for x, y in pairs]
+    assert printed == [math.trunc(value) for value in exact]
+    assert any(value < 0 and value % 1 for value in exact)  # where the floor would be another
 
 
 def test_arithmetic_masks():
