@@ -594,7 +594,7 @@ MUTANTS = (
         f"{_F}/ccl.py",
         "left = mix if g_basis is None else mix * g_basis[..., None, :]",
         "left = mix",
-        "test_analyses::test_spectra_equal_those_of_the_materialised_operators",
+        "test_conformance::test_forward_equals_its_dense_matrix",
     ),
     Mutant(
         "Section 4.2: selection",

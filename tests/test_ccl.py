@@ -9,6 +9,7 @@ import relinear
 from conftest import make_tiny_gpt2
 from relinear.compare.recipe import read_recipe
 from relinear.compare.settings import CompareSettings
+from relinear.functional.ccl import ccl as functional_ccl
 
 VOCABULARY = 50_257
 
@@ -126,6 +127,11 @@ def test_each_arm_of_table_4_is_the_equations(entry, basis_gate, output_gate, ga
     expected = (y + bias) * opened if gate_bias else y * opened + bias
     with relinear.context(context):
         torch.testing.assert_close(layer(x), torch.tensor(expected))
+    features = nn.functional.gelu(context @ layer.trunk[0].weight.T + layer.trunk[0].bias) if layer.trunk else None
+    gates = [getattr(part, name, None) for part in (layer.basis_gate, layer.output_gate) for name in ("weight", "bias")]
+    norm = layer.norm.weight, layer.norm.bias
+    reference = functional_ccl(x, features, layer.basis, layer.mix, layer.bias, *norm, *gates, gate_bias)
+    torch.testing.assert_close(reference, torch.tensor(expected))
 
 
 @pytest.mark.parametrize("norm", [True, False])
