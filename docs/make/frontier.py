@@ -10,7 +10,7 @@ from measured import gap, read, table
 __all__ = ["PICTURE", "ROUNDED", "frontier_table", "in_page", "picture"]
 
 RECORD, PICTURE = "compress/frontier.jsonl", "compress-frontier"
-ROUNDING, ALLOCATION = "compress/rounding.jsonl", "compress/allocation.json"
+ROUNDING, ALLOCATION, LLAMA_CPP = "compress/rounding.jsonl", "compress/allocation.json", "compress/llama_cpp.jsonl"
 #: method -> what it is called
 NAMES = {
     "nearest": "{} bits, to nearest",
@@ -158,4 +158,16 @@ def in_page(folder: str = "pictures") -> str:
     return svg.themed(f"{folder}/{PICTURE}", _described())
 
 
-ROUNDED = {"rounding": rounding_table, "rivals": rivals, "allocation": allocation_table}
+def by_llama_cpp() -> str:
+    """How many of ten prompts llama.cpp continues as transformers does, token by token."""
+    lines = []
+    for row in read(LLAMA_CPP):
+        weights = ", ".join(f"{kind} {count}" for kind, count in sorted(row["types"].items()))
+        same = sum(prompt["same"] for prompt in row["rows"])
+        tokens = sum(prompt["tokens"] for prompt in row["rows"])
+        inputs = "eight bits" if row.get("inputs_rounded") else "as they are"
+        lines.append([weights, inputs, f"{row['prompts_alike']} of {len(row['rows'])}", f"{same} of {tokens}"])
+    return table(["matrices in the file", "inputs in transformers", "prompts alike", "tokens before they part"], lines)
+
+
+ROUNDED = {"rounding": rounding_table, "rivals": rivals, "allocation": allocation_table, "llama": by_llama_cpp}
