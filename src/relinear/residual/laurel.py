@@ -208,9 +208,10 @@ class _Received:
     def __init__(self) -> None:
         self.by_layer: dict[int, _Streams] = {}
 
-    def receive(self, layer: int, streams: _Streams) -> None:
-        """Keep the streams of a forward for a layer that starts."""
-        self.by_layer[layer] = streams
+    def receive(self, layer: int, streams: _Streams | None) -> None:
+        """Keep the streams of a forward for a layer that starts; None, where it is over, leaves nothing behind."""
+        if streams is not None:
+            self.by_layer[layer] = streams
 
     def __getstate__(self) -> dict[str, Any]:
         # Streams have a graph, and belong to a forward that a copy has never seen.
