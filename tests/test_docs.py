@@ -1,5 +1,6 @@
 """The examples of the docs run, tables and CONTRIBUTING are whole, and its operator passes the suite from outside."""
 
+import importlib
 import os
 import re
 import runpy
@@ -51,6 +52,20 @@ def test_the_readme_is_short() -> None:
     assert len(pictures) >= 13
     for one in pictures:
         assert (ROOT / "".join(one)).stat().st_size < 300_000
+
+
+#: pages that list everything need no picture
+LISTS = {"CHANGELOG", "cli", "command_line"}
+
+
+def test_pages_are_short_and_show_something(monkeypatch) -> None:
+    """No cell of more than 25 words outside of folds, a picture on every page that is no list, 43,500 words."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "make"))
+    lengths = importlib.import_module("lengths")
+    found = {path: lengths.measured(path.read_text(encoding="utf-8")) for path in lengths.pages()}
+    assert {path.name: cell for path, (_, cell, _) in found.items() if cell > 25} == {}
+    assert [path.name for path, (_, _, pictures) in found.items() if not pictures and path.stem not in LISTS] == []
+    assert sum(words for words, *_ in found.values()) <= 43_500
 
 
 def test_contributing_says_where_things_go() -> None:

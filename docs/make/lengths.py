@@ -1,13 +1,16 @@
 """``python docs/make/lengths.py``: how long every page is: words, words of the longest cell, pictures, and height.
 
-``--site DIR`` names the site that ``make docs`` built, whose pages are then measured as a phone and a desktop show them
-(with playwright, the extra ``browser``). Code and what is folded do not count as words.
+``--before REVISION`` sets the same of an earlier revision beside it. ``--site DIR`` names the site that ``make docs``
+built: every page of it is then measured as a phone and a desktop show it (with playwright, the extra ``browser``), and
+the exit code is 1 if one is longer than 8,000 pixels on a phone or cut. Code and what is folded do not count as words.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +18,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 #: widths in pixels
 PHONE, DESKTOP = 390, 1280
+#: pixels of a page on a phone
+LONGEST = 8_000
+#: what is wider than its place, but for what is folded
+_CUT = """() => [...document.querySelectorAll("article :is(table, pre > code, img, svg, math)")].filter((e) => {
+  const wide = e.getBoundingClientRect(), wrap = e.closest(".md-typeset__scrollwrap")
+  if (!wide.width || e.closest("details:not([open])")) return false
+  return wide.right > innerWidth + 1 || (e.tagName == "CODE" && e.scrollWidth > e.clientWidth + 1)
+    || (wrap && wrap.scrollWidth > wrap.clientWidth + 1)
+}).map((e) => e.tagName.toLowerCase())"""
 
 
 def pages() -> list[Path]:
@@ -31,38 +43,68 @@ def measured(text: str) -> tuple[int, int, int]:
     return len(text.split()), longest, pictures
 
 
-def heights(site: Path, names: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield the heights of pages in pixels on a phone and on a desktop; with "cut" where they are wider than it."""
+def heights(site: Path) -> Iterator[tuple[str, int, int, str]]:
+    """Yield every page of a site with its heights in pixels on a phone and on a desktop, and what is cut on it."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as play:
-        browser = play.chromium.launch(args=["--no-sandbox"])
+        found = shutil.which("chromium") or shutil.which("google-chrome")
+        browser = play.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
         shown = {width: browser.new_page(viewport={"width": width, "height": 900}) for width in (PHONE, DESKTOP)}
-        for name in names:
-            found = []
+        for path in sorted(site.rglob("*.html")):
+            tall, cut = [], []
             for width, page in shown.items():
-                page.goto((site / name).resolve().as_uri())
-                height, wide = page.evaluate("[document.body.scrollHeight, document.documentElement.scrollWidth]")
-                found.append(f"{height:,}{' cut' * (wide > width)}")
-            yield found[0], found[1]
+                page.goto(path.resolve().as_uri())
+                tall.append(page.evaluate("document.body.scrollHeight"))
+                cut += [f"{what} at {width}" for what in page.evaluate(_CUT)]
+            yield path.relative_to(site).as_posix(), *tall, "; ".join(cut)
+
+
+def earlier(revision: str) -> dict[str, str]:
+    """Return page -> text of every page of an earlier revision."""
+    git = ["git", "-C", str(ROOT)]
+    listed = subprocess.run(
+        [*git, "ls-tree", "-r", "--name-only", revision], capture_output=True, text=True, check=True
+    )
+    names = [
+        name
+        for name in listed.stdout.splitlines()
+        if re.fullmatch(r"(docs/.*|README|CONTRIBUTING|CHANGELOG)\.md", name)
+    ]
+    return {
+        name: subprocess.run([*git, "show", f"{revision}:{name}"], capture_output=True, text=True, check=True).stdout
+        for name in names
+    }
 
 
 def main(arguments: list[str]) -> int:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--before", metavar="REVISION")
     parser.add_argument("--site", type=Path)
-    site = parser.parse_args(arguments).site
-    names = [path.relative_to(ROOT).as_posix() for path in pages()]
-    places = ["index.html" if n == "README.md" else n.removeprefix("docs/").replace(".md", ".html") for n in names]
-    tall = list(heights(site, places)) if site else [("", "")] * len(names)
-    print(f"{'page':36} {'words':>6} {'cell':>5} {'pictures':>8} {PHONE:>9} {DESKTOP:>9}")
-    totals = [0, 0, 0]
-    for name, path, (phone, desktop) in zip(names, pages(), tall, strict=True):
-        words, cell, pictures = measured(path.read_text(encoding="utf-8"))
-        totals = [totals[0] + words, max(totals[1], cell), totals[2] + pictures]
-        print(f"{name:36} {words:6,} {cell:5} {pictures:8} {phone:>9} {desktop:>9}")
-    print(f"{'all':36} {totals[0]:6,} {totals[1]:5} {totals[2]:8}")
-    return 0
+    options = parser.parse_args(arguments)
+    columns = [{path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in pages()}]
+    if options.before:
+        columns.insert(0, earlier(options.before))
+    print("| page |" + " words | longest cell | pictures |" * len(columns))
+    print("| --- |" + " ---: | ---: | ---: |" * len(columns))
+    totals = [[0, 0, 0] for _ in columns]
+    for name in sorted({name for texts in columns for name in texts}):
+        cells = []
+        for texts, total in zip(columns, totals, strict=True):
+            numbers = measured(texts[name]) if name in texts else None
+            cells += ["", "", ""] if numbers is None else [f"{number:,}" for number in numbers]
+            if numbers is not None:
+                total[:] = [total[0] + numbers[0], max(total[1], numbers[1]), total[2] + numbers[2]]
+        print(f"| {name} | {' | '.join(cells)} |")
+    print(f"| all | {' | '.join(f'{number:,}' for total in totals for number in total)} |")
+    if options.site is None:
+        return 0
+    print(f"\n| page of the site | {PHONE} px | {DESKTOP} px | cut |\n| --- | ---: | ---: | --- |")
+    rows = list(heights(options.site))
+    for name, phone, desktop, cut in sorted(rows, key=lambda row: -row[1]):
+        print(f"| {name} | {phone:,} | {desktop:,} | {cut} |")
+    return int(any(phone > LONGEST or cut for _, phone, _, cut in rows))
 
 
 if __name__ == "__main__":
