@@ -56,7 +56,7 @@ def named_operators(model: nn.Module) -> Iterator[tuple[str, Operator]]:
 
 
 def aux_losses(model: nn.Module) -> dict[str, Tensor]:
-    """Auxiliary losses of the last training forward, as ``{"layer.name/loss": scalar}``, already weighted.
+    """Return the auxiliary losses of the last training forward, as ``{"layer.name/loss": scalar}``, already weighted.
 
     Their sum is what was added to ``outputs.loss`` (before the scaling for gradient accumulation). Empty in eval. An
     operator that one forward calls several times (a module at two places) has the term of its last call.

@@ -104,7 +104,7 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
 
 
 def register(cls: C) -> C:
-    """Class decorator that makes a config loadable by its ``kind`` within its ``family``.
+    """Make a config loadable by its ``kind`` within its ``family``.
 
     Raises:
         ValueError: if ``cls`` is no class of settings with both, or another class has this kind.

@@ -330,7 +330,7 @@ Recorded = nn.Module | Mapping[str, Latent] | Mapping[str, Moments]
 
 
 def moment_alignment(a: Recorded, b: Recorded, *, names: Mapping[str, str] | None = None) -> Tensor:
-    """How far the latents of two models lie apart: squared Wasserstein-2 distance of their moments, a scalar loss.
+    """Return the squared Wasserstein-2 distance of the moments of two models' latents: a scalar loss.
 
     Each latent's aggregated posterior over all tokens of the last forward is taken as a diagonal Gaussian; the distance
     is |m_a - m_b|^2 + |s_a - s_b|^2, averaged over latent dimensions and operators. Differentiable in both models (run

@@ -411,7 +411,7 @@ _PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 
 
 def save_pretrained(model: Any, directory: str | Path, *, tokenizer: Any = None, **kwargs: Any) -> Path:
-    """``model.save_pretrained`` and the tokenizer's, written beside ``directory`` and renamed: all of it or nothing.
+    """Save a model and its tokenizer, written beside ``directory`` and renamed: all of it or nothing.
 
     What relinear wrote there before is replaced once the new is complete; files of others stay.
 

@@ -29,7 +29,7 @@ def placement_names() -> tuple[str, ...]:
 
 
 def placement(name: str, operator: OperatorConfig) -> dict[str, Any]:
-    """Arguments of ``replace_`` that put ``operator`` where a row of Table 5 says.
+    """Return arguments of ``replace_`` that put ``operator`` where a row of Table 5 says.
 
     ``relinear.replace_(model, **relinear.placement("attention", relinear.Transponder()))``
 
