@@ -73,7 +73,8 @@ FAMILIES: dict[str, Family] = {
     "laurel_rw": Family(attachments=(relinear.LaurelRW(),)),
     "laurel_lr": Family(attachments=(relinear.LaurelLR(rank=8),)),
     "laurel_pa": Family(attachments=(relinear.LaurelPA(),)),
-    "rezero": Family(attachments=(relinear.ReZero(),)),
+    # starts where adapters change nothing, as no other family does: a quick run sees that, too
+    "rezero": Family(attachments=(relinear.ReZero(),), quick=True),
     "layer_norm_scaling": Family(attachments=(relinear.LayerNormScaling(),)),
     "post_ln": Family(attachments=(relinear.PostLN(),)),
     "deep_norm": Family(attachments=(relinear.DeepNorm(),)),
