@@ -213,8 +213,13 @@ def test_a_long_evaluation_says_how_far_it_is(monkeypatch):
 @pytest.fixture
 def address(monkeypatch):
     monkeypatch.setattr(explore_server, "live_page", lambda overviews: "<html></html>")
+
+    def echo(subject, text: "str", value: "float"):
+        return [text, value]
+
     server = explore_server.make_server([], "127.0.0.1", 0)
-    monkeypatch.setitem(explore_server._ANSWERS, ("POST", "/api/echo"), lambda a: [a.text("text"), a.real("value")])
+    server.subjects = [None]  # whom `echo` does not ask
+    monkeypatch.setitem(explore_server._ANSWERS, ("POST", "/api/echo"), echo)
     with server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server.server_address

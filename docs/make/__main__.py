@@ -21,7 +21,7 @@ import cut
 import evidence
 import forest
 import frontier
-import gpu
+import gpu_tables as gpu
 import guides
 import measured
 import pictures

@@ -13,7 +13,7 @@ import biased
 import curves
 import cut
 import forest
-import gpu
+import gpu_tables as gpu
 from evidence import NO_POWER, UNSEEN, Row, per_byte, per_token, powered, rows, told
 from measured import (
     RESULTS,

@@ -41,10 +41,14 @@ class Family:
             relinear.attach_(model, attachment)
         if self.layers:
             relinear.replace_(model, self.layers)
-        with torch.no_grad():  # as after training: ReZero starts as the identity, where nothing in a layer counts
-            for parameter in model.parameters():
-                if parameter.numel() == 1 and not parameter.is_meta and not parameter.any():
-                    parameter.fill_(0.5)
+
+    @torch.no_grad()
+    def put_in_as_trained(self, model: Any) -> None:
+        """Put them in, with scalars that have left zero: where ReZero starts, nothing in a layer counts."""
+        self.put_in(model)
+        for parameter in model.parameters():
+            if parameter.numel() == 1 and not parameter.is_meta and not parameter.any():
+                parameter.fill_(0.5)
 
 
 def _all(operator: OperatorConfig, *attachments: AttachmentConfig, **settings: Any) -> Family:
@@ -128,7 +132,7 @@ def with_operators(stock: type, family: Family) -> type:
             del config.quantization_config  # the record of a model that had this config before
         super(cls, self).__init__(config, *args, **kwargs)
         if not _loading:
-            family.put_in(self)
+            family.put_in_as_trained(self)
 
     def load(cls: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         nothing = not (args or kwargs.get("pretrained_model_name_or_path"))

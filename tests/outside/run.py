@@ -87,7 +87,7 @@ def make_checkpoints(folder: Path, families: Iterable[str]) -> None:
         config_class, settings, classes = MODELS[FAMILIES[name].model]
         torch.manual_seed(0)
         model = classes[1](config_class(**settings))
-        FAMILIES[name].put_in(model)
+        FAMILIES[name].put_in_as_trained(model)
         model.save_pretrained(folder / name)
 
 
