@@ -95,7 +95,7 @@ def test_not_seen_takes_a_half_width_below_half_of_the_papers_effect(monkeypatch
     assert claims.Claim(**stated, gaps=[evidence.Row("a", "b", (-0.01, 0.01, 0.0), effect=0.1)]).verdict == "not seen"
     every = [claim for make in claims.PAPERS for claim in make().claims]
     assert all(evidence.powered(claim.gaps) for claim in every if claim.verdict == "not seen")
-    for name in ("forest", "claims", "evidence", "measured", "biased", "curves", "cut", "gpu"):
+    for name in ("forest", "claims", "evidence", "measured", "biased", "curves", "cut", "gpu_tables"):
         sys.modules.pop(name)
 
 
