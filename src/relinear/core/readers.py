@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import operator
 import textwrap
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -158,19 +159,35 @@ def _below_self(node: ast.expr, elements: Mapping[str, str] = MappingProxyType({
     return ".".join(reversed(parts)) or None
 
 
-#: what a test of settings alone is made of
-_OF_SETTINGS = (ast.BoolOp, ast.UnaryOp, ast.Compare, ast.Constant, ast.boolop, ast.unaryop, ast.cmpop, ast.Load)
-
-
 def _known_value(test: ast.expr, module: Any) -> bool | None:
     """Outcome of a test on settings of ``module``, such as ``self.pretraining_tp > 1``; None where it may vary."""
-    for node in ast.walk(test):
-        setting = _below_self(node) if isinstance(node, ast.Attribute) else None
-        is_self = isinstance(node, ast.Name) and node.id == "self"
-        if not (is_self or isinstance(node, _OF_SETTINGS) or (setting and setting != "training")):
-            return None
-    try:
-        value = eval(compile(ast.Expression(test), "<test>", "eval"), {"__builtins__": {}}, {"self": module})
-    except (AttributeError, TypeError):
-        return None
+    if isinstance(test, ast.BoolOp):
+        values = [_known_value(value, module) for value in test.values]
+        decisive = isinstance(test.op, ast.Or)
+        if decisive in values:
+            return decisive
+        return None if None in values else not decisive
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        value = _known_value(test.operand, module)
+        return None if value is None else not value
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        compare = _COMPARISONS.get(type(test.ops[0]))
+        left, right = _setting(test.left, module), _setting(test.comparators[0], module)
+        return compare(left, right) if compare and left is not None and right is not None else None
+    value = _setting(test, module)
     return value if isinstance(value, bool) else None
+
+
+_COMPARISONS = {ast.Gt: operator.gt, ast.Lt: operator.lt, ast.Eq: operator.eq, ast.NotEq: operator.ne}
+
+
+def _setting(node: ast.expr, module: Any) -> Any:
+    """A constant, or a number or boolean that ``module`` holds; None for everything else, and for its mode."""
+    if isinstance(node, ast.Constant):
+        value = node.value
+    else:
+        path = _below_self(node)
+        value = module
+        for part in path.split(".") if path and path != "training" else [""]:
+            value = getattr(value, part, None)
+    return value if isinstance(value, int | float) else None
