@@ -41,13 +41,16 @@ def test_tables_of_the_docs_are_whole() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    """At most 900 words, tables of six columns and cells of sixty characters, pictures that are there and small."""
+    """At most 900 words, 25 a sentence, six columns a table, sixty characters a cell; its pictures are there."""
     text = re.sub(r"```.*?```|<!--.*?-->", "", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S)
     rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
     prose = " ".join(line for line in text.splitlines() if not line.startswith("|"))
     assert len(prose.split()) + sum(len(cell.split()) for row in rows for cell in row) <= 900
     assert max(map(len, rows)) <= 6
     assert max(len(re.sub(r"\]\(.*?\)", "", cell).strip()) for row in rows for cell in row) <= 60
+    plain = re.sub(r"<[^>]+>|[*`]|\]\(.*?\)", "", "\n".join(line for line in text.splitlines() if line[:1] not in "|#"))
+    sentences = re.split(r"(?<=[.!?:])\s+(?=[A-Z`\[])|\n\s*\n|\n- ", plain)
+    assert [" ".join(said.split()) for said in sentences if len(said.split()) > 25] == []
     pictures = re.findall(r'src(?:set)?="(.+?)"|!\[[^\]]*\]\((.+?)\)', text)
     assert len(pictures) >= 13
     for one in pictures:

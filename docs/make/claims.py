@@ -1348,8 +1348,8 @@ def in_readme() -> str:
     count = {verdict: verdicts.count(verdict) for verdict in VERDICTS}
     said = (
         f"**Of {len(verdicts)} claims in five papers, {count[HELD]} held at our sizes, {count[PARTLY]} in part, and "
-        f"{count[FAILED]} did not;** for {count[NO_POWER]} the runs were too few or too short to see what the paper "
-        "saw, and the rest are open or were not run."
+        f"{count[FAILED]} did not.** For {count[NO_POWER]} the runs were too few or too short to see what the paper "
+        "saw. The rest are open or were not run."
     )
     return f"{forest.in_page('docs/pictures')}\n\n{said}"
 
