@@ -134,7 +134,7 @@ def reference():
     listed = [
         "# Reference",
         "",
-        "Every public name, on a page of its own.",
+        "Every public name, on a page of its own. Examples take `import relinear` and `import torch` as given.",
         "",
         "| name | what it is |",
         "| --- | --- |",

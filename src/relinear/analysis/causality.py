@@ -90,6 +90,11 @@ def check_causality(
     Raises:
         CausalityError: naming the first module, layer and position that leak.
         ValueError: if the inputs do not fit, or two equal calls differ (nothing can be said then).
+
+    Examples:
+        >>> report = relinear.check_causality(relinear.from_preset("tiny"), tokens=8)
+        >>> report.causal
+        True
     """
     check_model(model, "check_causality")
     vocabulary = _vocabulary(model)

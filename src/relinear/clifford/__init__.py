@@ -2,6 +2,11 @@
 
 Multivectors are (..., 2^n) blade coordinates in the order of the ``clifford`` package, bivectors (..., n(n-1)/2).
 ``Algebra`` and ``Multivector`` add operators and named blades to them, and signatures (p, q, r) of up to 6 dimensions.
+
+Examples:
+    >>> a, b = torch.randn(2, 8)  # of Cl(3): 1, e1, e2, e12, e3, e13, e23, e123
+    >>> relinear.clifford.geometric_product(a, b).shape
+    torch.Size([8])
 """
 
 from relinear.clifford.bivectors import bivector_from_matrix, bivector_to_matrix

@@ -107,6 +107,13 @@ def compress(
         ValueError: if the budget cannot be met, the corpus is too short or of another vocabulary, the model is
             quantised, has weights without finite values or cannot be run layer by layer, ``out_dir`` holds the work on
             another model, corpus or plan, or the plan would run slower than the original.
+
+    Examples:
+        >>> model, ids = relinear.from_preset("tiny", num_hidden_layers=1), torch.randint(258, (8, 128))
+        >>> settings = {"bits": 4.25, "tokens": 512, "sequence_length": 64, "evaluate": False}
+        >>> report = relinear.compress(model, ids, targets="up_proj", settings=settings)
+        >>> report.bytes < report.bytes_before
+        True
     """
     check_choice("export", export or "plain", ["plain", "gguf"])
     given = settings.model_dump() if isinstance(settings, CompressSettings) else dict(settings or {})

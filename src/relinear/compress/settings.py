@@ -69,6 +69,11 @@ class CompressSettings(Settings):
         passages: how many are continued to see whether the model repeats itself; 0 leaves that out.
         prompts: that samples continue.
         sample_tokens: new tokens of a sample at most.
+
+    Examples:
+        >>> settings = relinear.CompressSettings(bits=4.25, tokens=16384)
+        >>> settings.bits
+        4.25
     """
 
     keep: float | None = Field(default=None, gt=0, lt=1)

@@ -24,7 +24,12 @@ _ATTRIBUTE = "_relinear_attachments"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttachmentConfig(Config):
-    """Base of model-level settings; ``apply_`` is the public way to use one."""
+    """Base of model-level settings; ``apply_`` is the public way to use one.
+
+    Examples:
+        >>> relinear.AttachmentConfig.read("context_manager:dim=8")
+        ContextManager(dim=8, source='tokens', mixer='token', timescales=(2.0, 8.0, 32.0, 128.0))
+    """
 
     family: ClassVar[str] = "attachment"
 

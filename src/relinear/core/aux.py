@@ -63,6 +63,13 @@ def aux_losses(model: nn.Module) -> dict[str, Tensor]:
 
     Raises:
         ValueError: if ``model`` is no model.
+
+    Examples:
+        >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
+        >>> _ = relinear.replace_(model, {"q_proj": relinear.HDPL(rank=8)}, layers=0)
+        >>> _ = model.train()(ids, labels=ids)
+        >>> list(relinear.aux_losses(model))
+        ['model.layers.0.self_attn.q_proj/latent']
     """
     check_model(model, "aux_losses")
     found = ((name, operator.aux_losses()) for name, operator in named_operators(model))

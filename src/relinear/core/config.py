@@ -108,6 +108,13 @@ def register(cls: C) -> C:
 
     Raises:
         ValueError: if ``cls`` is no class of settings with both, or another class has this kind.
+
+    Examples:
+        >>> @relinear.register
+        ... class Mine(relinear.OperatorConfig):
+        ...     kind = "mine"
+        >>> relinear.OperatorConfig.read("mine")
+        Mine()
     """
     if not (isinstance(cls, type) and issubclass(cls, Config)):
         raise ValueError(f"register takes a class of settings (of an OperatorConfig, say), got {shown(cls)}")

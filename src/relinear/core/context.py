@@ -55,6 +55,12 @@ class context:
     Blocks nest; the innermost counts. Inside a model that has a context manager, the manager's context counts, except
     in a block that is opened within the forward pass. Recomputation by gradient checkpointing sees a block only if the
     block lies inside the checkpointed function.
+
+    Examples:
+        >>> layer = relinear.CCL(rank=8, context_dim=4).build(16, 32)
+        >>> with relinear.context(torch.randn(1, 6, 4)):
+        ...     layer(torch.randn(1, 6, 16)).shape
+        torch.Size([1, 6, 32])
     """
 
     def __init__(self, c: Tensor) -> None:

@@ -237,6 +237,13 @@ def for_inference_(model: Model, mode: bool = True) -> Model:
 
     Raises:
         ValueError: if ``model`` is no module.
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> _ = relinear.replace_(model, {"q_proj": relinear.Rotor(depth=0)})
+        >>> model = relinear.for_inference_(model)  # ends with model.train()
+        >>> model.training
+        False
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"for_inference_ expects a module, got {type(model).__name__}")

@@ -93,7 +93,7 @@ class Latents(dict[str, Latent]):
 
 
 def latents(model: nn.Module) -> AbstractContextManager[Latents]:
-    """Read latents: ``with relinear.latents(model) as z: model(ids)`` then ``z["...q_proj"].mu``.
+    """Read latents of the last forward within the block.
 
     Holds z, mu and sigma of the last forward of every operator that has a latent, with their graph, also after the
     block. Costs the variance encoder in eval, where it is not needed otherwise. Under non-reentrant gradient
@@ -102,6 +102,14 @@ def latents(model: nn.Module) -> AbstractContextManager[Latents]:
 
     Raises:
         ValueError: at the call, if no operator of ``model`` has a latent.
+
+    Examples:
+        >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
+        >>> _ = relinear.replace_(model, {"q_proj": relinear.HDPL(rank=4)})
+        >>> with relinear.latents(model) as z:
+        ...     _ = model(ids)
+        >>> z["model.layers.0.self_attn.q_proj"].mu.shape
+        torch.Size([1, 8, 4])
     """
     record, places = Latents(), _latent_sites(model)
     return _tapped(places, observers={name: [_Recorder(record, name)] for name in places}, gives=record)
@@ -180,7 +188,13 @@ class _OnDims(Edit):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Clamp(_OnDims):
-    """Keep z within bounds. minimum, maximum: numbers or (R,); dims: the latent dimensions it applies to, or all."""
+    """Keep z within bounds. minimum, maximum: numbers or (R,); dims: the latent dimensions it applies to, or all.
+
+    Examples:
+        >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
+        >>> with relinear.intervene(model, {"o_proj.output": relinear.Clamp(-0.1, 0.1)}):
+        ...     logits = model(ids).logits
+    """
 
     minimum: Values | None = None
     maximum: Values | None = None
@@ -199,7 +213,13 @@ class Clamp(_OnDims):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Add(_OnDims):
-    """z + scale * direction. direction: a number, (R,) or anything that broadcasts to z (..., R)."""
+    """z + scale * direction. direction: a number, (R,) or anything that broadcasts to z (..., R).
+
+    Examples:
+        >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
+        >>> with relinear.intervene(model, {"down_proj.output": relinear.Add(torch.randn(128), scale=4.0)}):
+        ...     logits = model(ids).logits
+    """
 
     direction: Values
     scale: float = 1.0
@@ -211,7 +231,14 @@ class Add(_OnDims):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replace(_OnDims):
-    """Set z, or some dimensions of it, to given values: a number, (R,) or anything that broadcasts to z (..., R)."""
+    """Set z, or some dimensions of it, to given values: a number, (R,) or anything that broadcasts to z (..., R).
+
+    Examples:
+        >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
+        >>> _ = relinear.replace_(model, {"up_proj": relinear.Transponder()})
+        >>> with relinear.intervene(model, {"modulator.scalar": relinear.Replace(1.0)}):
+        ...     logits = model(ids).logits
+    """
 
     value: Values
     dims: Sequence[int] | None = None
@@ -227,6 +254,12 @@ class Inject(Edit):
     Args:
         source: a tensor that broadcasts to z (..., R), or a function of the ``Latent`` (z, mu, sigma) that returns one;
             gradients flow into it.
+
+    Examples:
+        >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
+        >>> _ = relinear.replace_(model, {"q_proj": relinear.HDPL(rank=4)})
+        >>> with relinear.intervene(model, {"q_proj": relinear.Inject(lambda latent: latent.mu + 1)}):
+        ...     logits = model(ids).logits
     """
 
     source: Tensor | Callable[[Latent], Tensor]
@@ -258,9 +291,7 @@ def _fitting(value: Values, z: Tensor) -> Tensor:
 
 
 def intervene(model: nn.Module, edits: Mapping[str, Edit | Sequence[Edit]]) -> AbstractContextManager[None]:
-    """Change latents, gates and outputs in every forward within the block:
-
-        with relinear.intervene(model, {"q_proj": Clamp(-1, 1), "down_proj.modulator.scalar": Replace(1.0)}): ...
+    """Change latents, gates and outputs in every forward within the block.
 
     Args:
         model: any model, compiled or not.
@@ -275,6 +306,13 @@ def intervene(model: nn.Module, edits: Mapping[str, Edit | Sequence[Edit]]) -> A
         ValueError: at the call, on a name that is none of these (naming the nearest ones) and on values of
             a wrong shape; on entry, in training under gradient checkpointing, where a backward after the block would
             recompute the forward without the edits. Nothing has changed then.
+
+    Examples:
+        >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
+        >>> plain = model(ids).logits
+        >>> with relinear.intervene(model, {"layers.0.self_attn.o_proj.output": relinear.Replace(0.0)}):
+        ...     torch.equal(model(ids).logits, plain)
+        False
     """
     check_model(model, "intervene")
     places = sites(model, outputs=True)
@@ -343,6 +381,14 @@ def moment_alignment(a: Recorded, b: Recorded, *, names: Mapping[str, str] | Non
 
     Raises:
         ValueError: if no forward was recorded, the names do not match, or two latents differ in size.
+
+    Examples:
+        >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
+        >>> _ = relinear.replace_(model, {"q_proj": relinear.HDPL(rank=4)})
+        >>> with relinear.latents(model) as z:
+        ...     _ = model(ids)
+        >>> relinear.moment_alignment(z, z)
+        tensor(0., grad_fn=...)
     """
     first, second = _recorded(a), _recorded(b)
     if names is None:

@@ -24,7 +24,12 @@ def kl_terms(logits: Tensor, wanted: Tensor, temperature: float = 1.0) -> Tensor
 
 
 class ObjectiveConfig(Config):
-    """Base of objectives that are named in recipes and on the command line: ``relinear.register`` makes one known."""
+    """Base of objectives that are named in recipes and on the command line: ``relinear.register`` makes one known.
+
+    Examples:
+        >>> relinear.ObjectiveConfig.read("distill:teacher=runs/big,temperature=2.0")
+        Distill(teacher='runs/big', temperature=2.0, cross_entropy=0.0)
+    """
 
     family: ClassVar[str] = "objective"
 

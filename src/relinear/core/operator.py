@@ -42,12 +42,28 @@ Init = Literal["fresh", "from_weight"]
 
 
 class NotLinearError(ValueError):
-    """Raised by ``to_dense`` where an operator is no context-free linear map (HDPL's SiLU path, gates on x)."""
+    """Raised by ``to_dense`` where an operator is no context-free linear map (HDPL's SiLU path, gates on x).
+
+    Examples:
+        >>> try:
+        ...     relinear.HDPL(rank=4).build(16, 16).to_dense()
+        ... except relinear.NotLinearError:
+        ...     print("no matrix")
+        no matrix
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OperatorConfig(Config):
-    """Settings of an operator, independent of the layer's size: one config serves layers of many shapes."""
+    """Settings of an operator, independent of the layer's size: one config serves layers of many shapes.
+
+    Examples:
+        >>> config = relinear.OperatorConfig.read("low_rank:rank=8")
+        >>> config
+        LowRank(rank=8)
+        >>> config.build(64, 32).to_dense().shape
+        torch.Size([32, 64])
+    """
 
     family: ClassVar[str] = "operator"
     module_class: ClassVar[Callable[..., Operator]]
@@ -140,6 +156,13 @@ class Operator(TokenTerms, CachingModule):
     ``flops_per_token``; the rest as far as it makes sense.
     Every ``forward`` is held to the contract here: an input that is no floating-point tensor (..., in_features) is a
     ValueError that names the layer, whatever the mathematics behind would make of it.
+
+    Examples:
+        >>> layer = relinear.LowRank(rank=8).build(64, 32)
+        >>> isinstance(layer, relinear.Operator), layer.flops_per_token()
+        (True, 1536)
+        >>> layer(torch.randn(2, 5, 64)).shape
+        torch.Size([2, 5, 32])
     """
 
     bias: nn.Parameter | None

@@ -103,6 +103,13 @@ def prepare_data(
         ValueError: if these are no settings; if the corpus is absent, empty, has no training split or is too short for
             one block.
         OSError: if the cache cannot be written.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> _ = Path("text.txt").write_text("Once upon a time there was a layer. " * 50)
+        >>> data = relinear.prepare_data({"data": "text.txt", "tokenizer": "bytes", "sequence_length": 64})
+        >>> data.train[0]["input_ids"].shape
+        torch.Size([64])
     """
     if not isinstance(settings, DataSettings | Mapping):
         raise ValueError(

@@ -94,6 +94,13 @@ def distill_(
     Raises:
         ValueError: as ``replace_``; if the corpus is too short; if the tokenizer has ids that the model does not embed;
             if ``out_dir`` holds another distillation.
+
+    Examples:
+        >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (4, 256))
+        >>> settings = {"tokens": 512, "validation_tokens": 256}
+        >>> report = relinear.distill_(model, {"q_proj": relinear.Monarch()}, ids, layers=0, settings=settings)
+        >>> report.layers[0].error < report.layers[0].start_error
+        True
     """
     settings = DistillSettings.load(settings or {}, "distill settings")
     whole = plan(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)

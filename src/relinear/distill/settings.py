@@ -48,6 +48,11 @@ class DistillSettings(Settings):
         retrain_learning_rate: of these.
         on_disk: keep recorded activations in memory-mapped files rather than in memory.
         seed: of fresh parameters and the order of tokens.
+
+    Examples:
+        >>> settings = relinear.DistillSettings(tokens=4096, loss="cosine")
+        >>> settings.loss
+        'cosine'
     """
 
     tokens: int = Field(default=65536, ge=2)

@@ -73,6 +73,12 @@ def perplexity(
 
     Raises:
         ValueError: if there is nothing to predict, or an argument is missing or does not fit.
+
+    Examples:
+        >>> from relinear.data.tokenizers import byte_tokenizer
+        >>> found = relinear.perplexity(relinear.from_preset("tiny"), "Once upon a time", byte_tokenizer())
+        >>> 100 < found.perplexity < 1000  # of a model of 258 tokens that has learnt nothing
+        True
     """
     check_model(model, "perplexity")
     _check_positive(batch_size=batch_size, max_tokens=max_tokens)
@@ -126,6 +132,12 @@ def lambada(
 
     Raises:
         ValueError: if there are no texts, or one has fewer than two words.
+
+    Examples:
+        >>> from relinear.data.tokenizers import byte_tokenizer
+        >>> found = relinear.lambada(relinear.from_preset("tiny"), byte_tokenizer(), ["She read a good book"])
+        >>> found.examples
+        1
     """
     check_model(model, "lambada")
     _check_positive(batch_size=batch_size, max_examples=max_examples)
@@ -167,6 +179,12 @@ def lm_eval(
 
     Raises:
         ValueError: if lm-eval is not installed, a task is unknown, or its data cannot be had.
+
+    Examples:
+        >>> from transformers import AutoTokenizer
+        >>> model = relinear.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
+        >>> tokenizer = AutoTokenizer.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
+        >>> relinear.lm_eval(model, tokenizer, ["arc_easy", "piqa"], limit=100)["piqa"]["acc,none"]  # doctest: +SKIP
     """
     _check_positive(batch_size=batch_size)
     try:

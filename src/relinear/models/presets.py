@@ -89,7 +89,12 @@ _PRESETS = {
 
 
 def preset_names() -> tuple[str, ...]:
-    """Return every name that ``from_preset`` takes."""
+    """Return every name that ``from_preset`` takes.
+
+    Examples:
+        >>> relinear.preset_names()[:2]
+        ('tiny', 'gpt2-ccl-64')
+    """
     return tuple(_PRESETS)
 
 
@@ -142,6 +147,11 @@ def from_preset(name: str, **overrides: Any) -> Any:
 
     Raises:
         ValueError: if the preset or a field is unknown (names the nearest), or transformers refuses the values.
+
+    Examples:
+        >>> model = relinear.from_preset("tiny", num_hidden_layers=2)
+        >>> model(torch.randint(258, (1, 8))).logits.shape
+        torch.Size([1, 8, 258])
     """
     from transformers import AutoModelForCausalLM
 

@@ -88,6 +88,11 @@ class BlockHadamard(OperatorConfig):
         mix_input: whether a transform stands in front of the first product, too. False has transforms between products
             alone, as the code of the rotor paper's authors does: at depth 1 there is none, and the layer is a
             block-diagonal matrix.
+
+    Examples:
+        >>> layer = relinear.BlockHadamard(blocks=4).build(64, 32)
+        >>> layer(torch.randn(2, 64)).shape
+        torch.Size([2, 32])
     """
 
     kind: ClassVar[str] = "block_hadamard"

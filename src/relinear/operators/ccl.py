@@ -289,6 +289,13 @@ class CCL(OperatorConfig):
     Both gates off is the paper's "Static Linear": a low-rank layer that needs no context. With one hidden layer of the
     context's width in every gate network and the manager's default MLP, replacing the MLPs of the paper's Base-64 gives
     10.29 M parameters, the paper's CCL-64.
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> relinear.attach_(model, relinear.ContextManager(dim=16))
+        >>> _ = relinear.replace_(model, {"up_proj": relinear.CCL(rank=8, context_dim=16)})
+        >>> model(torch.randint(258, (1, 8))).logits.shape
+        torch.Size([1, 8, 258])
     """
 
     kind: ClassVar[str] = "ccl"

@@ -313,6 +313,13 @@ class ContextManager(AttachmentConfig):
 
     With a memory: padding (attention_mask 0) does not enter the state; of documents packed into one row each starts
     afresh if ``position_ids`` start from 0 with each, as packing collators give them; assisted decoding is refused.
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> relinear.attach_(model, relinear.ContextManager(dim=16, mixer="ema"))
+        >>> _ = relinear.replace_(model, {"up_proj": relinear.CCL(rank=8, context_dim=16)})
+        >>> relinear.check_causality(model, tokens=8).causal
+        True
     """
 
     kind: ClassVar[str] = "context_manager"

@@ -214,6 +214,13 @@ class HDPL(OperatorConfig):
         init: how the parameters start. "blocks": identity or orthogonal block by block, as the text suggests.
             "authors": as the authors' code draws them, where only block 0 is an identity, orthogonality is that of the
             whole convolution, and the encoders' biases are uniform. ``HDPLLinear.reset_parameters`` says both exactly.
+
+    Examples:
+        >>> layer = relinear.HDPL(rank=8, blocks=4).build(64, 32)
+        >>> layer(torch.randn(2, 64)).shape
+        torch.Size([2, 32])
+        >>> sorted(layer.train() and layer.aux_losses())
+        ['latent']
     """
 
     kind: ClassVar[str] = "hdpl"

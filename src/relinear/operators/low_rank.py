@@ -126,6 +126,12 @@ class LowRank(RankConfig):
 
     Args:
         rank: R, the width of the bottleneck; at most min(in_features, out_features).
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> report = relinear.replace_(model, {"q_proj": relinear.LowRank(rank=8)})
+        >>> model.get_submodule("model.layers.0.self_attn.q_proj").config
+        LowRank(rank=8)
     """
 
     kind: ClassVar[str] = "low_rank"

@@ -86,6 +86,11 @@ class Monarch(OperatorConfig):
         blocks: K, the blocks of each factor, at most min(in_features, out_features).
         rank: R, the rank at which a block of one factor meets a block of the other. None takes the authors' inner
             width min(I, O), that is R = min(I, O) / K^2, at least 1. The paper's matrices of size K^2 have R = 1.
+
+    Examples:
+        >>> layer = relinear.Monarch(blocks=4).build(64, 32)
+        >>> layer(torch.randn(2, 64)).shape
+        torch.Size([2, 32])
     """
 
     kind: ClassVar[str] = "monarch"

@@ -71,6 +71,12 @@ class OutputGate(WrapperConfig):
 
     Args:
         base: operator inside; None keeps the layer that is there.
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> report = relinear.replace_(model, {"o_proj": relinear.OutputGate()})
+        >>> report.parameters - report.parameters_before
+        65536
     """
 
     kind: ClassVar[str] = "output_gate"

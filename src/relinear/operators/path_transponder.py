@@ -41,6 +41,12 @@ class PathTransponder(ModulatorSettings, AttachmentConfig):
             or "normed", what the sub-block itself reads, as the projection-level modulators do. Models saved before
             there was a choice have the latter.
         rank, channel, scalar, contextual, learnable_alpha, init, phi, shared, biases: see ``ModulatorSettings``.
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> relinear.attach_(model, relinear.PathTransponder(mlp=False))
+        >>> relinear.train_only_(model, "relinear_modulator")
+        8232
     """
 
     kind: ClassVar[str] = "path_transponder"

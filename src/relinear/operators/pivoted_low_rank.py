@@ -100,6 +100,11 @@ class PivotedLowRank(RankConfig):
 
     Args:
         rank: R, the width of the bottleneck; at most min(in_features, out_features).
+
+    Examples:
+        >>> layer = relinear.PivotedLowRank(rank=8).build(64, 32)
+        >>> layer(torch.randn(2, 64)).shape
+        torch.Size([2, 32])
     """
 
     kind: ClassVar[str] = "pivoted_low_rank"

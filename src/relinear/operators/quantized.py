@@ -149,6 +149,12 @@ class Quantized(OperatorConfig):
         group: inputs that share a scale; the last group of a row may be shorter.
         symmetric: whether the middle of the integers stands for zero; if not, every group has a zero point of its own,
             a byte.
+
+    Examples:
+        >>> layer = torch.nn.Linear(64, 32)
+        >>> rounded = relinear.Quantized(bits=4).build(64, 32).from_linear(layer)
+        >>> bool((rounded.to_dense() - layer.weight).abs().max() < 0.02)
+        True
     """
 
     kind: ClassVar[str] = "quantized"

@@ -328,6 +328,11 @@ class Rotor(OperatorConfig):
             paper, with so many iterations a plane in every forward pass (the authors: at most 20), from where those of
             the last training step ended, of which one more is differentiated. Its gradient is biased
             (see ``clifford.decompose``); it is there for reproduction.
+
+    Examples:
+        >>> layer = relinear.Rotor(depth=0).build(64, 64)
+        >>> layer(torch.randn(2, 64)).shape
+        torch.Size([2, 64])
     """
 
     kind: ClassVar[str] = "rotor"

@@ -369,6 +369,13 @@ class Transponder(ModulatorSettings, WrapperConfig):
     Args:
         rank, channel, scalar, contextual, learnable_alpha, init, phi, shared, biases: see ``ModulatorSettings``.
         base: operator inside, ``Transponder(base=HDPL(...))``; None keeps the layer that is there.
+
+    Examples:
+        >>> model, ids = relinear.from_preset("tiny").eval(), torch.randint(258, (1, 8))
+        >>> before = model(ids).logits
+        >>> _ = relinear.replace_(model, {"all-linear": relinear.Transponder(init="identity")})
+        >>> torch.equal(model(ids).logits, before)
+        True
     """
 
     kind: ClassVar[str] = "transponder"

@@ -73,6 +73,12 @@ class SDPAGate(AttachmentConfig):
 
     Args:
         per: "head" (one gate a head and token) or "channel" (one a channel of each head, the paper's elementwise form).
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> relinear.residual_(model, relinear.SDPAGate(per="channel"))
+        >>> model(torch.randint(258, (1, 8))).logits.shape
+        torch.Size([1, 8, 258])
     """
 
     kind: ClassVar[str] = "sdpa_gate"

@@ -125,6 +125,12 @@ class LaurelRW(ResidualConfig):
 
     Args:
         normalize: "softmax" (alpha + beta = 2) or "sigmoid" (each in (0, 2)).
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> relinear.residual_(model, relinear.LaurelRW())
+        >>> model(torch.randint(258, (1, 8))).logits.shape
+        torch.Size([1, 8, 258])
     """
 
     kind: ClassVar[str] = "laurel_rw"
@@ -144,6 +150,12 @@ class LaurelLR(ResidualConfig):
         rank: R; the paper finds 32 to 64 to work well for language models.
         weights: also learn alpha and beta, x_{i+1} = alpha f(x_i) + beta (B A x_i + x_i) (RW+LR, Eq. 5).
         normalize: as in ``LaurelRW``, where ``weights`` is set.
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> relinear.residual_(model, relinear.LaurelLR(rank=8))
+        >>> model(torch.randint(258, (1, 8))).logits.shape
+        torch.Size([1, 8, 258])
     """
 
     kind: ClassVar[str] = "laurel_lr"
@@ -247,6 +259,12 @@ class LaurelPA(ResidualConfig):
     Args:
         previous: K, streams a connection sees, its own x_i among them; the paper takes 3.
         rank: R of h_i = B_i A_i; None for h_i = identity.
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> relinear.residual_(model, relinear.LaurelPA(rank=8))
+        >>> model(torch.randint(258, (1, 8))).logits.shape
+        torch.Size([1, 8, 258])
     """
 
     kind: ClassVar[str] = "laurel_pa"

@@ -45,6 +45,12 @@ class PostLN(ResidualConfig):
 
     Args:
         final_norm: keep the norm before the output head as well.
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> relinear.residual_(model, relinear.PostLN())
+        >>> model(torch.randint(258, (1, 8))).logits.shape
+        torch.Size([1, 8, 258])
     """
 
     kind: ClassVar[str] = "post_ln"
@@ -80,6 +86,12 @@ class DeepNorm(PostLN):
         final_norm: keep the norm before the output head as well.
         initialize: draw the projections anew when the method is applied; False leaves the weights as they are. Loading
             a checkpoint never draws.
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> relinear.residual_(model, relinear.DeepNorm())
+        >>> model(torch.randint(258, (1, 8))).logits.shape
+        torch.Size([1, 8, 258])
     """
 
     kind: ClassVar[str] = "deepnorm"

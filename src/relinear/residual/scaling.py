@@ -45,6 +45,12 @@ class ReZero(ResidualConfig):
     Args:
         shared: one alpha a layer (the paper); False gives each sub-block its own.
         keep_norms: keep the norm before each sub-block, x + alpha F(norm(x)), instead of removing it (the paper).
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> relinear.residual_(model, relinear.ReZero())
+        >>> float(model.get_parameter("model.layers.0.relinear_residual.alpha"))
+        0.0
     """
 
     kind: ClassVar[str] = "rezero"
@@ -74,6 +80,12 @@ class LayerNormScaling(ResidualConfig):
 
     Nothing is learnt. The paper trains from scratch with it; a pretrained model's outputs change, as every layer but
     the first now reads a smaller input.
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> relinear.residual_(model, relinear.LayerNormScaling())
+        >>> model(torch.randint(258, (1, 8))).logits.shape
+        torch.Size([1, 8, 258])
     """
 
     kind: ClassVar[str] = "layernorm_scaling"

@@ -73,6 +73,12 @@ class SecondEmbedding(AttachmentConfig):
     Args:
         dim: C, width of the embedding; the model's own by default, and then there is no W.
         std: standard deviation that e_t starts from; that of the model's own start (``initializer_range``) by default.
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> relinear.attach_(model, relinear.SecondEmbedding(dim=16))
+        >>> model(torch.randint(258, (1, 8))).logits.shape
+        torch.Size([1, 8, 258])
     """
 
     kind: ClassVar[str] = "second_embedding"

@@ -18,7 +18,12 @@ __all__ = ["residual_", "residual_methods"]
 
 
 def residual_methods() -> dict[str, type[AttachmentConfig]]:
-    """Return every residual method and attention gate by kind."""
+    """Return every residual method and attention gate by kind.
+
+    Examples:
+        >>> relinear.residual_methods()["rezero"]()
+        ReZero(shared=True, keep_norms=False)
+    """
     known: dict[str, Any] = AttachmentConfig.kinds()
     return {kind: cls for kind, cls in known.items() if issubclass(cls, ResidualConfig | SDPAGate)}
 
@@ -26,8 +31,7 @@ def residual_methods() -> dict[str, type[AttachmentConfig]]:
 def residual_(model: nn.Module, method: str | AttachmentConfig) -> None:
     """Put a residual method into the decoder layers of a stock model, in place; checkpoints restore it.
 
-    ``relinear.residual_(model, "rezero")`` or ``relinear.residual_(model, relinear.LaurelLR(rank=16))``. It goes with
-    operators put in before or after it.
+    It goes with operators put in before or after it.
 
     Args:
         model: a Hugging Face decoder with Llama's, Mistral's, Qwen2's, Qwen3's or GPT-2's layers.
@@ -37,6 +41,12 @@ def residual_(model: nn.Module, method: str | AttachmentConfig) -> None:
     Raises:
         ValueError: for an unknown kind, a model with other layers, or one that already has a residual method. Nothing
             has changed then.
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> relinear.residual_(model, "laurel_lr:rank=16")  # as relinear.LaurelLR(rank=16)
+        >>> model(torch.randint(258, (1, 8))).logits.shape
+        torch.Size([1, 8, 258])
     """
     check_model(model, "residual_")
     if isinstance(method, str):

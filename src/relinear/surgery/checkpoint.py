@@ -315,6 +315,13 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
             ``directory`` is neither a directory nor can be a name of the Hub.
         FileNotFoundError: if ``directory`` is a path where nothing is, or that holds no ``config.json``.
         NotADirectoryError: if it is a file.
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> _ = relinear.replace_(model, {"q_proj": relinear.LowRank(rank=8)})
+        >>> _ = relinear.save_pretrained(model, "out")
+        >>> relinear.from_pretrained("out").model.layers[0].self_attn.q_proj.config
+        LowRank(rank=8)
     """
     from transformers import AutoModelForCausalLM
 
@@ -425,6 +432,12 @@ def save_pretrained(model: Any, directory: str | Path, *, tokenizer: Any = None,
     Raises:
         ValueError: if ``model`` is no Hugging Face model, or ``directory`` names none, or holds files of others
             that would be replaced. Nothing is written then.
+
+    Examples:
+        >>> from relinear.data.tokenizers import byte_tokenizer
+        >>> folder = relinear.save_pretrained(relinear.from_preset("tiny"), "out", tokenizer=byte_tokenizer())
+        >>> (folder / "model.safetensors").is_file()
+        True
     """
     _check_saving(model, directory)
     with atomic_directory(directory) as temporary:

@@ -47,6 +47,13 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
 
     Raises:
         ValueError: if the model is itself an operator, or holds no operator. Nothing has changed then.
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> _ = relinear.replace_(model, {"q_proj": relinear.LowRank(rank=8)})
+        >>> _ = relinear.fold_(model, verbose=False)
+        >>> type(model.model.layers[0].self_attn.q_proj).__name__
+        'Linear'
     """
     check_model(model, "fold_")
     found = dict(named_operators(model))

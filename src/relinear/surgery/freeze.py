@@ -16,8 +16,7 @@ __all__ = ["train_only_"]
 def train_only_(model: nn.Module, patterns: str | Iterable[str]) -> int:
     """Freeze every parameter of ``model`` but those of the modules that ``patterns`` name.
 
-    ``train_only_(model, "modulator")`` after ``replace_(model, {"all-linear": Transponder(init="identity")})`` is a
-    parameter-efficient fine-tune that trains the modulators alone.
+    With gates that start as the identity, as below, it makes a parameter-efficient fine-tune.
 
     Args:
         model: any module.
@@ -29,6 +28,12 @@ def train_only_(model: nn.Module, patterns: str | Iterable[str]) -> int:
 
     Raises:
         ValueError: if there is no pattern, or one names nothing that has parameters; nothing has changed then.
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> _ = relinear.replace_(model, {"all-linear": relinear.Transponder(init="identity")})
+        >>> relinear.train_only_(model, "modulator")
+        94488
     """
     check_model(model, "train_only_")
     if not isinstance(patterns, Iterable):

@@ -30,6 +30,12 @@ def lora_on_operators_(config: Any) -> Any:
     Raises:
         ValueError: if ``config`` is no ``LoraConfig``.
         ImportError: without PEFT (the extra ``peft``).
+
+    Examples:
+        >>> from peft import LoraConfig
+        >>> config = relinear.lora_on_operators_(LoraConfig(r=4, target_modules=["q_proj"]))
+        >>> config.r
+        4
     """
     try:
         from peft import LoraConfig

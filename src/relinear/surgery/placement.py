@@ -24,14 +24,17 @@ _PLACEMENTS: dict[str, tuple[str, int | None]] = {
 
 
 def placement_names() -> tuple[str, ...]:
-    """Return every name that ``placement`` takes."""
+    """Return every name that ``placement`` takes.
+
+    Examples:
+        >>> relinear.placement_names()[:3]
+        ('all', 'attention', 'mlp')
+    """
     return tuple(_PLACEMENTS)
 
 
 def placement(name: str, operator: OperatorConfig) -> dict[str, Any]:
     """Return arguments of ``replace_`` that put ``operator`` where a row of Table 5 says.
-
-    ``relinear.replace_(model, **relinear.placement("attention", relinear.Transponder()))``
 
     Args:
         name: "all" (every projection of the decoder), "attention" (q, k, v, o), "mlp" (gate, up, down), "first" and
@@ -41,6 +44,12 @@ def placement(name: str, operator: OperatorConfig) -> dict[str, Any]:
 
     Raises:
         ValueError: for an unknown name.
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> report = relinear.replace_(model, **relinear.placement("attention", relinear.Transponder()))
+        >>> report.parameters - report.parameters_before
+        32928
     """
     if name not in _PLACEMENTS:
         raise ValueError(f"unknown placement {name!r}; {nearest(str(name), _PLACEMENTS)}")

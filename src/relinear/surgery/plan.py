@@ -122,6 +122,12 @@ def plan(
     Raises:
         ValueError: a pattern without a match (with the nearest names), a size that the operator cannot take, a tied
             weight, a root that is itself a linear layer, a quantized model, an operator that cannot be fitted.
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> plan = relinear.plan(model, {".*mlp.*": "monarch:blocks=8"}, layers=[0, 1], exclude="down_proj")
+        >>> len(plan.replacements)
+        4
     """
     check_model(model, "surgery (plan, replace_)")
     check_choice("init", init, ("fresh", "from_weight"))
@@ -192,6 +198,13 @@ def replace_(
 
     Raises:
         ValueError: as ``plan``; the model is then unchanged.
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> mapping = {"q_proj": relinear.HDPL(rank=8), ".*mlp.*": relinear.Monarch(blocks=8)}
+        >>> report = relinear.replace_(model, mapping, layers=[0, 1])
+        >>> report.parameters < report.parameters_before
+        True
     """
     return plan(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn, init=init).apply_()
 
@@ -203,6 +216,12 @@ def attach_(model: nn.Module, attachment: AttachmentConfig | str) -> None:
 
     Raises:
         ValueError: if ``model`` cannot take it; the model is then unchanged.
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> relinear.attach_(model, "context_manager:dim=16")
+        >>> sum(p.numel() for n, p in model.named_parameters() if "relinear_context" in n)
+        4704
     """
     check_model(model, "attach_")
     if not isinstance(attachment, AttachmentConfig | str):

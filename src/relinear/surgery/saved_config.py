@@ -44,6 +44,11 @@ class SavedConfig(PreTrainedConfig):
     """Reads a ``config.json`` that ``write_config`` wrote; what it returns is the stock config (``LlamaConfig``, ...).
 
     ``AutoConfig`` calls it, by the model type once relinear is imported, else through the loader beside the checkpoint.
+
+    Examples:
+        >>> _ = relinear.save_pretrained(relinear.from_preset("tiny"), "out")
+        >>> type(relinear.SavedConfig.from_pretrained("out")).__name__
+        'LlamaConfig'
     """
 
     model_type = METHOD

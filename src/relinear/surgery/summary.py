@@ -125,6 +125,12 @@ def summary(
         before: (parameters, FLOPs a token) of layers by name, for the "was" columns; a dense layer of the same shape
             where a name is missing, and nothing where an attached part has no shape.
         left: why linear layers stayed as they are, by name, for the lines below the table.
+
+    Examples:
+        >>> model = relinear.from_preset("tiny")
+        >>> _ = relinear.replace_(model, {"all-linear": relinear.LowRank(rank=8)})
+        >>> print(relinear.summary(model))
+        layer    operator ...
     """
     check_model(model, "summary")
     rows: list[Row] = []

@@ -24,6 +24,10 @@ def tune_allocator() -> dict[str, int]:
     Returns:
         The thresholds now in force in bytes, by name (for the record of a run); empty where the C library is not
         glibc or refused.
+
+    Examples:
+        >>> isinstance(relinear.tune_allocator(), dict)  # at the start of a program
+        True
     """
     libc = _glibc()
     if libc is None:

@@ -208,6 +208,13 @@ def fit(
         NonFiniteLossError: (a ValueError) if the loss becomes NaN or infinite, or grows a hundredfold; it names the
             last good checkpoint.
         Terminated: (a KeyboardInterrupt) after a SIGTERM, with ``out_dir``, once the step under way is saved.
+
+    Examples:
+        >>> from relinear.train import FitSettings
+        >>> ids = torch.randint(258, (8, 32))
+        >>> samples = [{"input_ids": row, "labels": row} for row in ids]
+        >>> relinear.fit(relinear.from_preset("tiny"), samples, FitSettings(steps=2, batch_size=4)).steps
+        2
     """
     from relinear.train.callbacks import RunLog, StopOnTerminate
     from relinear.train.trainer import RelinearTrainer

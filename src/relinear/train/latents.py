@@ -34,6 +34,11 @@ class LatentMoments(TrainerCallback):
     Args:
         every: look at one step in so many (its forwards compute nothing extra; a compiled model has a second graph).
         decay: discount of what was seen before, for each such step; 1 weighs the whole run equally.
+
+    Examples:
+        >>> moments = relinear.LatentMoments(every=1)  # relinear.fit(model, data, callbacks=[moments], out_dir="run")
+        >>> moments.moments()
+        {}
     """
 
     def __init__(self, every: int = 10, decay: float = 0.99) -> None:
@@ -96,6 +101,14 @@ def read_moments(path: str | Path) -> dict[str, Moments]:
 
     Raises:
         ValueError: if the file is no such file. FileNotFoundError if there is none.
+
+    Examples:
+        >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (8, 32))
+        >>> _ = relinear.replace_(model, {"q_proj": relinear.HDPL(rank=4)}, layers=0)
+        >>> rows, moments = [{"input_ids": row, "labels": row} for row in ids], relinear.LatentMoments(every=1)
+        >>> _ = relinear.fit(model, rows, relinear.train.FitSettings(steps=2), out_dir="run", callbacks=[moments])
+        >>> list(relinear.read_moments("run"))
+        ['model.layers.0.self_attn.q_proj']
     """
     path = Path(path)
     return {name: _moments(sums) for name, sums in _read_sums(path / FILE if path.is_dir() else path).items()}

@@ -61,6 +61,12 @@ class CGTConfig(GPT2Config):
     Raises:
         ValueError: for an unknown keyword (names the nearest), if a size is not positive, does not divide, or the layer
             lies outside the model.
+
+    Examples:
+        >>> sizes = {"n_embd": 32, "n_head": 2, "context_size": 8, "context_heads": 2}
+        >>> config = relinear.CGTConfig(n_layer=2, context_layer=1, **sizes)
+        >>> config.rank, config.templates
+        (4, 16)
     """
 
     model_type = "relinear_cgt"

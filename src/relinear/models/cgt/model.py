@@ -310,7 +310,14 @@ class _CGTWithHead(CGTPreTrainedModel):
 
 
 class CGTForCausalLM(_CGTWithHead, GenerationMixin):
-    """A CGT with a language-model head on the x stream, tied to its token embedding as in GPT-2."""
+    """A CGT with a language-model head on the x stream, tied to its token embedding as in GPT-2.
+
+    Examples:
+        >>> sizes = {"n_embd": 32, "n_head": 2, "context_size": 8, "context_heads": 2}
+        >>> config = relinear.CGTConfig(vocab_size=64, n_layer=2, context_layer=1, **sizes)
+        >>> relinear.CGTForCausalLM(config)(torch.randint(64, (1, 8))).logits.shape
+        torch.Size([1, 8, 64])
+    """
 
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012
 
@@ -380,6 +387,12 @@ class CGTForRegression(_CGTWithHead):
     learnt (one for both streams). It starts at the scale of the position embeddings, as GPT-2's token embedding does:
     were it larger, as padded vectors are, positions, which tell which x belongs to which y, would hardly be seen. The
     read-out, of which the paper says nothing, is learnt in both.
+
+    Examples:
+        >>> sizes = {"n_embd": 32, "n_head": 2, "context_size": 8, "context_heads": 2}
+        >>> config = relinear.CGTConfig(n_layer=2, context_layer=1, input_features=3, output_features=1, **sizes)
+        >>> relinear.CGTForRegression(config)(torch.randn(1, 8, 3)).logits.shape
+        torch.Size([1, 8, 1])
     """
 
     def __init__(self, config: CGTConfig):

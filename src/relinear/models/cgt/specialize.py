@@ -48,6 +48,12 @@ def specialize(
         ValueError: if the model is no CGT language model, the prefix is empty or a batch, both or neither of the two
             sources are given, no position is left, an operator in the x stream is no plain matrix, or something is
             attached that a stock GPT-2 does not have. (A ``ReadoutScale`` goes into a head that is not tied.)
+
+    Examples:
+        >>> sizes = {"n_embd": 32, "n_head": 2, "context_size": 8, "context_heads": 2}
+        >>> model = relinear.CGTForCausalLM(relinear.CGTConfig(vocab_size=64, n_layer=2, context_layer=1, **sizes))
+        >>> type(relinear.specialize(model, torch.randint(64, (5,)))).__name__
+        'GPT2LMHeadModel'
     """
     if not isinstance(model, CGTForCausalLM):
         raise ValueError(f"specialize takes a CGTForCausalLM, got {type(model).__name__}")
