@@ -34,8 +34,8 @@ def twins_on_disk() -> list[tuple]:
         if not (path.parents[1] / "functional" / path.name).is_file() or path.stem == "__init__":
             continue
         fast, slow = (importlib.import_module(f"relinear.{room}.{path.stem}") for room in ("kernels", "functional"))
-        own = [f for _, f in inspect.getmembers(fast, inspect.isfunction) if f.__module__ == fast.__name__]
-        found += [(getattr(slow, f.__name__), f) for f in own if hasattr(slow, f.__name__)]
+        pairs = [(getattr(slow, name, f), f) for name, f in inspect.getmembers(fast, inspect.isfunction)]
+        found += [(reference, f) for reference, f in pairs if reference is not f]  # the same where both import it
     return found
 
 

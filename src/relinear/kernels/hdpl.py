@@ -69,25 +69,12 @@ def _in_cpp(x: Tensor, *others: Tensor | None) -> HDPLOutput:
     return HDPLOutput(y, z, *posterior) if posterior else HDPLOutput(y, z, z, None)
 
 
-@dispatch(
+hdpl = dispatch(
     Form("Triton", _refuses_triton, _triton),
     Form("C++ for a few rows", _refuses_few_rows, _few_rows),
     Form("products in C++", _refuses_products, _in_cpp),
     otherwise="reference",
-)
-def hdpl(
-    x: Tensor,
-    blocks: Tensor,
-    mu_weight: Tensor,
-    mu_bias: Tensor,
-    logvar_weight: Tensor | None,
-    logvar_bias: Tensor | None,
-    decoder: Tensor,
-    bias: Tensor | None = None,
-    noise: Tensor | None = None,
-) -> HDPLOutput:
-    """``functional.hdpl.hdpl`` (same arguments and result)."""
-    return reference.hdpl(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise)
+)(reference.hdpl)
 
 
 def few_rows(

@@ -49,16 +49,11 @@ def _unpacked(x, packed, scales, zeros, bits, group, bias) -> Tensor:
     return torch.nn.functional.linear(x, weight, bias)
 
 
-@dispatch(
+quantized = dispatch(
     Form("C++ for a few rows", _refuses_rows, _few_rows),
     Form("unpacked in C++", _refuses, _unpacked),
     otherwise="reference",
-)
-def quantized(
-    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int, bias: Tensor | None = None
-) -> Tensor:
-    """As ``functional.quantized.quantized``."""
-    return reference.quantized(x, packed, scales, zeros, bits, group, bias)
+)(reference.quantized)
 
 
 def code_changer(weight: Tensor) -> Callable[..., None]:

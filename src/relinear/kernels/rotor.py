@@ -46,10 +46,7 @@ def _triton(*given: Any) -> Tensor:
     return fused.sandwich_windows(*given)
 
 
-@dispatch(Form("Triton", _refuses_triton, _triton))
-def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spinor") -> Tensor:
-    """``functional.rotor.sandwich_windows`` (same arguments and result)."""
-    return reference.sandwich_windows(x, left, right, basis)
+sandwich_windows = dispatch(Form("Triton", _refuses_triton, _triton))(reference.sandwich_windows)
 
 
 def _refuses_step(call: Call) -> str:
@@ -70,23 +67,7 @@ def takes_step(x: Tensor, left: Tensor, right: Tensor, slopes: Tensor, mix: Tens
     return not _refuses_step(Call(x, left, right, slopes, mix))
 
 
-@dispatch(Form("Triton", _refuses_step, _step_in_triton))
-def rotor_step(
-    x: Tensor,
-    left: Tensor,
-    right: Tensor,
-    slopes: Tensor,
-    mix: Tensor,
-    seed: int | None,
-    step: int = 0,
-    basis: str = "spinor",
-    normalize: bool = True,
-    activation: str = "prelu",
-) -> Tensor:
-    """``functional.rotor.rotor_step`` (same arguments and result)."""
-    branches = sandwich_windows(x.unsqueeze(1), left, right, basis)
-    order = None if seed is None else reference.step_order(x, left.shape[1], seed, step)
-    return reference.mixed_branches(branches, order, slopes, mix, normalize, activation)
+rotor_step = dispatch(Form("Triton", _refuses_step, _step_in_triton))(reference.rotor_step)
 
 
 def _ready(values: Tensor) -> Tensor:
@@ -193,16 +174,4 @@ def _in_tiles(x, left, right, orders, slopes, mix, bias, form) -> Tensor:
     return PreparedNetwork(x.shape[1], left, right, orders, slopes, mix, form)(x, bias)
 
 
-@dispatch(Form("tiles of tokens in C++", _refuses_network, _in_tiles))
-def rotor_network(
-    x: Tensor,
-    left: Sequence[Tensor],
-    right: Sequence[Tensor],
-    orders: Tensor | None,
-    slopes: Tensor,
-    mix: Tensor,
-    bias: Tensor | None,
-    form: reference.NetworkForm,
-) -> Tensor:
-    """``functional.rotor.rotor_network`` (same arguments and result)."""
-    return reference.rotor_network(x, left, right, orders, slopes, mix, bias, form)
+rotor_network = dispatch(Form("tiles of tokens in C++", _refuses_network, _in_tiles))(reference.rotor_network)

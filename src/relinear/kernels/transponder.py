@@ -131,23 +131,11 @@ def _in_cpp(x, weight, bias, down, channel, scalar, channel_alpha, scalar_alpha)
         return native.kernels().modulated_linear(x, weight, bias, down, *ups)
 
 
-@dispatch(
+modulated_linear = dispatch(
     Form("Triton", _refuses_triton, _triton),
     Form("gates in C++", _refuses_cpp, _in_cpp),
     otherwise="reference",
-)
-def modulated_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    down: Tensor,
-    channel: Tensor | None,
-    scalar: Tensor | None,
-    channel_alpha: Alpha = 1.0,
-    scalar_alpha: Alpha = 1.0,
-) -> Tensor:
-    """``functional.transponder.modulated_linear``: on a GPU one kernel, the gates in the product's epilogue."""
-    return reference.modulated_linear(x, weight, bias, down, channel, scalar, channel_alpha, scalar_alpha)
+)(reference.modulated_linear)
 
 
 def few_rows(

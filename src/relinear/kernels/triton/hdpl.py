@@ -283,17 +283,7 @@ class _HDPL(torch.autograd.Function):
         )
 
 
-def hdpl(
-    x: Tensor,
-    blocks: Tensor,
-    mu_weight: Tensor,
-    mu_bias: Tensor,
-    logvar_weight: Tensor | None,
-    logvar_bias: Tensor | None,
-    decoder: Tensor,
-    bias: Tensor | None = None,
-    noise: Tensor | None = None,
-) -> HDPLOutput:
+def hdpl(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias=None, noise=None) -> HDPLOutput:
     """``functional.hdpl.hdpl`` (same arguments and result)."""
     leading = x.shape[:-1]
     weights = lowered(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias)

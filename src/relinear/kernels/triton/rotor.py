@@ -432,18 +432,7 @@ def _differentiate(ctx, grad):
 _forward.register_autograd(_differentiate, setup_context=_setup)
 
 
-def rotor_step(
-    x: Tensor,
-    left: Tensor,
-    right: Tensor,
-    slopes: Tensor,
-    mix: Tensor,
-    seed: int | None,
-    step: int = 0,
-    basis: str = "spinor",
-    normalize: bool = True,
-    activation: str = "prelu",
-) -> Tensor:
+def rotor_step(x, left, right, slopes, mix, seed, step=0, basis="spinor", normalize=True, activation="prelu") -> Tensor:
     """``functional.rotor.rotor_step`` (same arguments and result)."""
     x, left, right, slopes, mix = (t.contiguous() for t in lowered(x, left, right, slopes.expand(len(mix)), mix))
     return _forward(x, left, right, slopes, mix, seed, step, basis == "blade", normalize, activation)

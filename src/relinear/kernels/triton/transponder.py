@@ -290,16 +290,7 @@ def _differentiate(ctx, grad, _z, _u):
 _forward.register_autograd(_differentiate, setup_context=_setup)
 
 
-def modulated_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    down: Tensor,
-    channel: Tensor | None,
-    scalar: Tensor | None,
-    channel_alpha: Tensor | float = 1.0,
-    scalar_alpha: Tensor | float = 1.0,
-) -> Tensor:
+def modulated_linear(x, weight, bias, down, channel, scalar, channel_alpha=1.0, scalar_alpha=1.0) -> Tensor:
     """``functional.transponder.modulated_linear`` (same arguments and result)."""
     x, weight, bias, down = lowered(x, weight, bias, down)
     ups = [
