@@ -8,10 +8,12 @@ and are judged on the same windows, spread over each text. Integers have a zero 
 many as a row says ("@48"); scales and zero points are counted.
 
     nearest     every layer rounded to nearest, on grids that are clipped to the least squared error
+    minmax, hqq, awq    to nearest as others do it, in rivals.py
     gptq        GPTQ: every layer rounded under the second moment of its inputs in the original, all to the same bits
     gptq-order  the same from the first decoder layer to the last, on the inputs that the rounded model has
     uniform     our rounding, under the moments of inputs and output gradients, all layers to the same bits
     bits        bits (or ranks) chosen for each layer by 0.5 tr(G D A D^T) under one price: ``compress --bits``
+    bits-order  the same bits, of integers alone, rounded as gptq-order rounds
     integers    the same from bits alone, without ranks
     in-order    as bits, fitted from the first layer to the last on what the compressed model feeds them
     keep        ``compress --keep``: pivoted low rank
@@ -25,9 +27,11 @@ import argparse
 import json
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from rivals import GRIDS, clipped, scale_inputs_
 from torch import Tensor, nn
 
 import relinear
@@ -41,7 +45,8 @@ from relinear.core.moments import Moments
 from relinear.core.operator import dense_weight, linear_features
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import load_tokenizer
-from relinear.functional.rounding import gptq
+from relinear.evaluate import lambada
+from relinear.functional.rounding import Grid, gptq, nearest
 from relinear.surgery.summary import module_parameters
 from relinear.system.machine import describe_machine
 
@@ -67,6 +72,13 @@ def rounded(source: nn.Module, config: relinear.Quantized, moments: Moments | No
     return operator._take_(source, grid, gptq(weight, grid, config.group, moments.inputs))
 
 
+@torch.no_grad()
+def on_grid(source: nn.Module, config: relinear.Quantized, grid: Grid) -> nn.Module:
+    """A layer of ``config``, to nearest on ``grid``."""
+    weight = dense_weight(source).detach()
+    return config.convert(source)._take_(source, grid, nearest(weight, grid, config.group))
+
+
 def put_(model: nn.Module, name: str, layer: nn.Module) -> None:
     """Replace a layer by its name."""
     parent, _, child = name.rpartition(".")
@@ -81,13 +93,13 @@ def round_(model: nn.Module, calibration: Calibration, config: relinear.Quantize
 
 
 @torch.no_grad()
-def round_in_order_(model: nn.Module, names: list[str], config: relinear.Quantized, blocks: Tensor) -> None:
+def round_in_order_(model: nn.Module, configs: Mapping[str, relinear.Quantized], blocks: Tensor) -> None:
     """GPTQ decoder layer by decoder layer, under what the model feeds each whose earlier layers are rounded."""
     layers = LayerByLayer(model)
     states = [layers.embed(ids) for ids in blocks.split(4)]
     for index, layer in enumerate(layers.layers):
         inside = {id(module) for module in layer.modules()}
-        own = {name: module for name in names if id(module := model.get_submodule(name)) in inside}
+        own = {name: module for name in configs if id(module := model.get_submodule(name)) in inside}
         seen = dict.fromkeys(own, 0.0)
 
         def watch(name: str, module: nn.Module, seen=seen):
@@ -103,7 +115,7 @@ def round_in_order_(model: nn.Module, names: list[str], config: relinear.Quantiz
         for handle in handles:
             handle.remove()
         for name, module in own.items():
-            put_(model, name, rounded(module, config, Moments(seen[name] / blocks.numel()), False))
+            put_(model, name, rounded(module, configs[name], Moments(seen[name] / blocks.numel()), False))
         states = [layers.layer(index, state) for state in states]
 
 
@@ -126,6 +138,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=30)
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--passages", type=int, default=50, help="continued greedily to see repetition")
+    parser.add_argument("--lambada", type=Path, help="file of passages, of which 500 are judged by their last words")
     parser.add_argument("--state", type=Path, default=Path("runs/compress-frontier"))
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
@@ -137,12 +150,17 @@ def main() -> None:
     state = given.state / Path(given.model).name / f"seed-{given.seed}"
     base = {"tokens": given.tokens, "seed": given.seed, "evaluate": False}
 
-    def seen(model: nn.Module) -> tuple[dict[str, Reading], float | None]:
+    def seen(model: nn.Module) -> tuple[dict[str, Reading], dict[str, float | None]]:
         first, *others = windows
         found = observe(
             model, windows[first], tokenizer, elsewhere={n: windows[n] for n in others}, passages=given.passages
         )
-        return {first: found.reading, **found.elsewhere}, found.repeated
+        words = (
+            {}
+            if given.lambada is None
+            else {"lambada": lambada(model, tokenizer, given.lambada, max_examples=500).accuracy}
+        )
+        return {first: found.reading, **found.elsewhere}, {"repeated": found.repeated, **words}
 
     def write(values: dict) -> None:
         given.out.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +176,7 @@ def main() -> None:
     calibration = Calibration(state / "calibration")
     blocks = read_corpus(corpora, {}, tokenizer, CompressSettings(**base), plan_only=True).blocks
     names = calibration.names
-    original, repeated = seen(model)
+    original, written_text = seen(model)
     written = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
     about = {"model": Path(given.model).name, "seed": given.seed}
     done = {row["row"] for row in written if about.items() <= row.items()}
@@ -166,20 +184,32 @@ def main() -> None:
     if "original" not in done:
         losses = {name: reading.loss for name, reading in original.items()}
         first = {"row": "original", **about, **sizes(model, names), "parameters": module_parameters(model)}
-        first |= {"loss": losses, "repeated": repeated}
+        first |= {"loss": losses, **written_text}
         write(first | {"calibrated_on": list(corpora), "machine": describe_machine()})
     for row in given.rows:
         if row in done:
             continue
         method, _, number = row.partition(":")
         start, model, predicted = time.monotonic(), fresh(), None
-        if method in ("nearest", "gptq", "gptq-order", "uniform"):
+        if method in ("nearest", "gptq", "gptq-order", "uniform", "awq", *GRIDS):
             bits, _, group = number.partition("@")
             config = relinear.Quantized(bits=int(bits), group=int(group or 64))
             if method == "gptq-order":
-                round_in_order_(model, names, config, blocks)
+                round_in_order_(model, dict.fromkeys(names, config), blocks)
+            elif method == "awq" or method in GRIDS:
+                weights = scale_inputs_(model, calibration, config, blocks) if method == "awq" else {}
+                for name, layer in [(name, model.get_submodule(name)) for name in names]:
+                    weight = dense_weight(layer).detach()
+                    grid = clipped(weight, config, weights[name]) if weights else GRIDS[method](weight, config)
+                    put_(model, name, on_grid(layer, config, grid))
             else:
                 round_(model, calibration, config, method)
+            round_to_half_(model)
+        elif method == "bits-order":
+            settings = base | {"bits": float(number), "menu": ("quantized",)}
+            plan = compress(model, corpora, tokenizer=tokenizer, settings=settings, plan_only=True, out_dir=state).plan
+            predicted = plan.nats
+            round_in_order_(model, plan.replaced, blocks)
             round_to_half_(model)
         else:
             budget = {"keep": float(number), "allow_slower": True} if method == "keep" else {"bits": float(number)}
@@ -190,7 +220,7 @@ def main() -> None:
         found, again = seen(model)
         values = {"row": row, **about, **sizes(model, names), "seconds": round(seconds, 1), "predicted": predicted}
         values |= {"losses": {name: [round(x, 4) for x in found[name].losses.tolist()] for name in windows}}
-        write(values | {"repeated": again, "against": {name: found[name].against(original[name]) for name in windows}})
+        write(values | again | {"against": {name: found[name].against(original[name]) for name in windows}})
 
 
 if __name__ == "__main__":
