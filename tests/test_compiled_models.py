@@ -18,7 +18,7 @@ from conftest import make_tiny_gpt2, make_tiny_llama, mostly_slow
 from relinear.bench import models as bench_file
 from relinear.bench.models import bench_models
 from relinear.compare import speed as speed_file
-from relinear.core.aux import operator_metrics
+from relinear.core.aux import named_operators, operator_metrics
 from relinear.models import heads  # noqa: F401  registers its kind
 from relinear.models.cgt.objective import CGTObjective
 from relinear.surgery.layer_bias import LayerBias
@@ -130,6 +130,8 @@ def check_steps(name, how, checkpointed, tolerance, lowered=False, **options):
     with how(model, **options) as run:
         got = steps(model, run, graphs.count, lowered)
     graphs.check()
+    if how is whole:  # a second one where the hook of the whole model has losses or metrics to average
+        assert graphs.found[0] == 1 + any(operator.has_noted() for _, operator in named_operators(model))
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -141,6 +143,10 @@ def test_training_steps_are_the_same_graphs(name):
 @pytest.mark.parametrize("name", mostly_slow(list(MODELS), "transponder"))
 def test_training_steps_under_autocast(name):
     check_steps(name, layers, False, 5e-2, lowered=True, backend="aot_eager")
+
+
+def test_a_whole_model_without_losses_is_one_graph():
+    check_steps("transponder", whole, False, 1e-4, backend="aot_eager")
 
 
 @pytest.mark.slow

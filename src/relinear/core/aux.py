@@ -72,8 +72,7 @@ def aux_losses(model: nn.Module) -> dict[str, Tensor]:
         ['model.layers.0.self_attn.q_proj/latent']
     """
     check_model(model, "aux_losses")
-    found = ((name, operator.aux_losses()) for name, operator in named_operators(model))
-    return {f"{name}/{key}": value for name, values in found for key, value in values.items()}
+    return {f"{name}/{key}": value for name, op in named_operators(model) for key, value in op.aux_losses().items()}
 
 
 def operator_metrics(model: nn.Module) -> dict[str, Tensor]:
@@ -164,11 +163,12 @@ def _named(model: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_aux_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    if not model.training:
+    # torch.compile makes a graph of its own of what hooks of the outermost module compute
+    if not model.training or not (noting := [op for _, op in named_operators(model) if op.has_noted()]):
         return None
     inputs = _named(model, args, kwargs)
     counted = counted_tokens(inputs, model)
-    for _, operator in named_operators(model):
+    for operator in noting:
         operator.count_tokens(counted)
     loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
     terms = aux_losses(model)
@@ -177,7 +177,8 @@ def _add_aux_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any], outpu
     if not terms or not isinstance(loss, Tensor) or loss.ndim:
         return None
     total = torch.stack([term.to(loss.device, loss.dtype) for term in terms.values()]).sum()
-    if loss.requires_grad and not total.requires_grad and _learns(model):
+    learns = (p.requires_grad for op in noting if op.aux_losses() for p in op.parameters())
+    if loss.requires_grad and not total.requires_grad and any(learns):
         raise ValueError(
             "the auxiliary losses carry no gradient: reentrant gradient checkpointing cuts them off; use "
             'model.gradient_checkpointing_enable({"use_reentrant": False})'
@@ -187,7 +188,3 @@ def _add_aux_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any], outpu
         return (loss, *output[1:])
     output["loss"] = loss
     return output
-
-
-def _learns(model: nn.Module) -> bool:
-    return any(p.requires_grad for _, op in named_operators(model) if op.aux_losses() for p in op.parameters())

@@ -45,6 +45,10 @@ class TokenTerms(nn.Module):
         """What notes the terms of this module."""
         return [self]
 
+    def has_noted(self) -> bool:
+        """Return whether the last forward noted a loss or a metric."""
+        return any(part._aux_losses or part._metrics for part in self._noting())
+
     def forget_losses(self) -> None:
         """Drop the losses of an earlier forward, with their graph."""
         for part in self._noting():
