@@ -168,26 +168,17 @@ def test_every_file_is_in_the_wheel() -> None:
     assert {path.parent for path in files if path.suffix == ".py"} <= {p.parent for p in SOURCE.rglob("__init__.py")}
 
 
-def names_of(path: Path) -> set[str] | None:
-    """The ``__all__`` of a file; None where there is none that can be read off."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            try:
-                return set(ast.literal_eval(node.value))
-            except ValueError:
-                return None
-    return None
-
-
-def test_what_another_file_imports_is_in_all() -> None:
-    paths = {module_name(path): path for path in SOURCE.rglob("*.py")}
-    public = {name: names_of(path) for name, path in paths.items()}
+def test_a_name_is_public_by_having_no_underscore() -> None:
+    """Said once: other files import none that has one, and lists of names are of what gathers those of other files."""
+    paths = {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")}
     past = [
         f"{name} imports {alias.name} of {node.module}"
-        for name, path in paths.items()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and public.get(str(node.module)) is not None
+        for name, tree in paths.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("relinear")
         for alias in node.names
-        if alias.name not in (public[str(node.module)] or ()) and f"{node.module}.{alias.name}" not in paths
+        if alias.name.startswith("_") and alias.name != "__version__"
     ]
     assert past == []
+    lists = [n for n, tree in paths.items() for node in tree.body if ast.unparse(node).startswith("__all__ = ")]
+    assert set(lists) <= {module_name(path) for path in SOURCE.rglob("__init__.py")}

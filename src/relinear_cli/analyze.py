@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from relinear.analysis.analyses import Result
     from relinear.analysis.tokens import HeldOutText
 
-__all__ = ["analyze_saved", "command"]
-
 
 def command(
     model: Annotated[str, typer.Argument(help="Directory of a saved model.", metavar="MODEL")],

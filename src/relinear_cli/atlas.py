@@ -20,8 +20,6 @@ from relinear_cli.options import (
     prepare_process,
 )
 
-__all__ = ["command"]
-
 
 @from_settings("atlas", "shares", "steps", "tokens")
 def command(

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from relinear.bench.models import ModelBenchSettings
     from relinear.bench.run import BenchSettings
 
-__all__ = ["command"]
-
 
 @from_settings("bench", "tokens", "for_inference", "peers", "untuned", "rounds", "repeats", "threads")
 def command(

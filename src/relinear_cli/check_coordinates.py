@@ -9,8 +9,6 @@ import typer
 
 from relinear_cli.options import Attach, PresetFields, Replace, parse_numbers, parse_operators, prepare_process
 
-__all__ = ["command"]
-
 
 def command(
     model: Annotated[str, typer.Argument(help="A preset.", metavar="MODEL")],

@@ -22,8 +22,6 @@ from relinear_cli.options import (
     prepare_process,
 )
 
-__all__ = ["command"]
-
 
 @from_settings(
     "distill",

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import typer
 
-__all__ = ["command"]
-
 #: state of a part: as it should be, something that may be wanted and is not there, something that fails
 GOOD, LACKS, FAILS = "ok", "-", "FAILS"
 

@@ -9,8 +9,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 
-__all__ = ["USER_ERROR", "exit_code", "is_user_error", "one_message", "resumable"]
-
 #: shows the traceback of a user error too
 TRACEBACK_VARIABLE = "RELINEAR_TRACEBACK"
 USER_ERROR = 2

@@ -16,8 +16,6 @@ from relinear_cli.options import (
     prepare_process,
 )
 
-__all__ = ["command"]
-
 
 def command(
     directory: Annotated[

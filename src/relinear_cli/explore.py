@@ -9,8 +9,6 @@ import typer
 
 from relinear_cli.options import TextColumn, Tokenizer, load_model, load_model_tokenizer, prepare_process
 
-__all__ = ["command"]
-
 
 def command(
     model: Annotated[str, typer.Argument(help="Directory of a saved model.", metavar="DIR")],

@@ -17,8 +17,6 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["check_keys", "fields_of", "from_settings"]
-
 FILE = Path(__file__).with_name("fields.json")
 #: type of a field -> that of its option: lists are given several times, numbers as 0,1,2
 _TYPES: dict[str, Any] = {

@@ -8,8 +8,6 @@ import typer
 
 from relinear_cli.options import PresetFields, ReplaceLayers, load_model, operator_mapping, parse_layers
 
-__all__ = ["command"]
-
 
 def command(
     model: Annotated[str, typer.Argument(help="A preset, or the directory of a saved model.", metavar="MODEL")],

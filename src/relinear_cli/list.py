@@ -7,8 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["command"]
-
 _LONGEST = 100
 _WHAT = ("operators", "residual", "attachments", "objectives", "analyses", "recipes", "presets")
 

@@ -20,8 +20,6 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from relinear_cli.errors import USER_ERROR, exit_code
 from relinear_cli.rehearsal import refusal
 
-__all__ = ["COMMANDS", "app", "command_of", "main", "run"]
-
 #: Commands in the order of ``relinear --help``; NAME is the function ``command`` of relinear_cli/NAME.py, which has
 #: an underscore where the command has a hyphen.
 COMMANDS = (

@@ -12,8 +12,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["command"]
-
 _TEMPLATES = Path(__file__).with_name("template")
 #: file of the package -> the template it is made from
 _FILES = {

@@ -13,30 +13,6 @@ from relinear_cli.rehearsal import rehearsing
 if TYPE_CHECKING:
     from relinear.data import DataSettings
 
-__all__ = [
-    "Attach",
-    "Exclude",
-    "PresetFields",
-    "PretrainedModel",
-    "Replace",
-    "ReplaceLayers",
-    "ShareWork",
-    "Split",
-    "TextColumn",
-    "Tokenizer",
-    "TrainingRecipe",
-    "corpus_of",
-    "find_model",
-    "load_model",
-    "load_model_tokenizer",
-    "named_entries",
-    "operator_mapping",
-    "parse_layers",
-    "parse_numbers",
-    "parse_operators",
-    "prepare_process",
-]
-
 _MOST_LAYERS = 100_000
 
 Replace = Annotated[

@@ -8,16 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-__all__ = [
-    "watch_comparison",
-    "watch_compression",
-    "watch_distillation",
-    "watch_reports",
-    "watch_steps",
-    "watch_training",
-    "watch_trials",
-]
-
 #: seconds between two lines where there is no terminal
 _QUIET = 20.0
 

@@ -19,8 +19,6 @@ from typing import Any
 
 from relinear_cli.errors import TRACEBACK_VARIABLE, is_user_error, one_message
 
-__all__ = ["refusal", "rehearsing"]
-
 #: what takes long to import, and the module of ours that changes functions of transformers
 _PLACEHOLDERS = ("torch", "transformers", "peft", "safetensors", "scipy", "accelerate", "triton", "tokenizers")
 _PATCHES = "relinear.surgery.wrapped"

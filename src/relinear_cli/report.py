@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from relinear.data import DataSettings
     from relinear.pages.blocks import Section
 
-__all__ = ["analyze_models", "command", "section_of", "trained_in", "write_report_of"]
-
 
 def command(
     runs: Annotated[

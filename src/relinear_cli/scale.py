@@ -10,8 +10,6 @@ import typer
 from relinear_cli.fields import from_settings
 from relinear_cli.options import ShareWork, prepare_process
 
-__all__ = ["command"]
-
 
 @from_settings("compare", "train.data.data", sizes="sizes.widths")
 def command(

@@ -9,8 +9,6 @@ import typer
 
 from relinear_cli.options import Tokenizer, load_model_tokenizer
 
-__all__ = ["command"]
-
 
 def command(
     model: Annotated[Path, typer.Argument(help="Directory of a saved CGTForCausalLM.", metavar="DIR")],

@@ -10,8 +10,6 @@ import typer
 from relinear_cli.fields import from_settings
 from relinear_cli.options import Replace, ShareWork, TrainingRecipe, parse_operators, prepare_process
 
-__all__ = ["command"]
-
 
 @from_settings("train", "data.data", "steps")
 def command(

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from relinear.pages.blocks import Table
 
-__all__ = ["print_results", "print_scale", "print_table"]
-
 
 def print_results(results: Mapping[str, Any]) -> None:
     """Print results.json as a table with its notes on stdout."""

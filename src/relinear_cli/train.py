@@ -18,8 +18,6 @@ from relinear_cli.options import (
     prepare_process,
 )
 
-__all__ = ["command"]
-
 
 @from_settings(
     "train",

@@ -20,19 +20,6 @@ from relinear.core.config import nearest
 from relinear.pages.blocks import Cell, Chart, Row
 from relinear.system.files import write_json
 
-__all__ = [
-    "ANALYSES",
-    "Result",
-    "Subject",
-    "analysis",
-    "analyze",
-    "applying",
-    "check_names",
-    "known_analyses",
-    "layer_row",
-    "short_name",
-]
-
 #: an analysis is the file of its name
 ANALYSES = ("effective_rank", "gates", "top_tokens", "fingerprints", "modulators", "latents", "planes")
 

@@ -15,8 +15,6 @@ from relinear.core.modes import evaluating, watching
 from relinear.core.operator import check_model
 from relinear.core.vocabulary import most_positions
 
-__all__ = ["CausalityError", "CausalityReport", "check_causality"]
-
 
 @dataclasses.dataclass(frozen=True)
 class CausalityReport:

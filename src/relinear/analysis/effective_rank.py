@@ -29,19 +29,6 @@ from relinear.core.operator import NotLinearError
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Panel, Series
 
-__all__ = [
-    "HOW_TO_READ",
-    "applies",
-    "blocks",
-    "effective_rank",
-    "effective_ranks",
-    "is_ranked",
-    "operator_gram",
-    "realised_spectra",
-    "run",
-    "singular_values",
-]
-
 #: how to read its figures, for the page
 HOW_TO_READ = (
     "The effective rank is the number of directions that operators use to a like degree: 1 is one matrix for "

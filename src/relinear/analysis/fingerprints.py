@@ -17,8 +17,6 @@ from relinear.core.context import context_owner
 from relinear.pages.blocks import Block, Cell, Chart, Row, Table, Text
 from relinear.pages.figures import Heat, Panel, numbered
 
-__all__ = ["HOW_TO_READ", "applies", "blocks", "context_fingerprints", "run"]
-
 #: how to read its figures, for the page
 HOW_TO_READ = (
     "Each panel is the context of one input, token by token: inputs whose patterns agree are told apart by "

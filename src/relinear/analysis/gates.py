@@ -16,8 +16,6 @@ from relinear.analysis.recording import gated_operators, record_gates
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import Axis, Heat, Panel
 
-__all__ = ["HOW_TO_READ", "applies", "blocks", "gate_statistics", "run"]
-
 #: how to read its figures, for the page
 HOW_TO_READ = (
     "A gate near 0 shuts a direction and near 1 opens it: a histogram with two heaps is a switch, one heap in "

@@ -18,8 +18,6 @@ from relinear.core.modes import evaluating
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
 
-__all__ = ["HOW_TO_READ", "applies", "blocks", "latent_statistics", "run"]
-
 #: how to read its figures, for the page
 HOW_TO_READ = (
     "A latent dimension whose mean hardly moves from token to token says nothing of the token: few active "

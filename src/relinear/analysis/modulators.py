@@ -23,17 +23,6 @@ from relinear.core.modes import evaluating, watching
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Heat, Panel, Series, numbered
 
-__all__ = [
-    "HOW_TO_READ",
-    "GateRecord",
-    "applies",
-    "blocks",
-    "modulators",
-    "record_modulators",
-    "run",
-    "variance_split",
-]
-
 #: how to read its figures, for the page
 HOW_TO_READ = (
     "A gate of 1 leaves its module as it is, below 1 damps and above 1 amplifies it; look for what changes "

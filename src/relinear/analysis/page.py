@@ -9,8 +9,6 @@ from pathlib import Path
 from relinear.analysis.analyses import analysis, known_analyses
 from relinear.pages.blocks import Block, Chart, Listing, Section, Text, picture_of, read_values, what_ran
 
-__all__ = ["RECORD", "analyses_blocks", "analyses_section"]
-
 #: what ``relinear analyze`` was asked, and where it ran
 RECORD = "analyze.json"
 # where ``relinear analyze --out`` is pointed to for a run, or for the models of a comparison

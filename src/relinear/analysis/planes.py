@@ -16,8 +16,6 @@ from relinear.clifford import bivector_to_matrix
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, Axis, Panel, Series
 
-__all__ = ["HOW_TO_READ", "applies", "blocks", "plane_angles", "planes", "run"]
-
 #: how to read its figures, for the page
 HOW_TO_READ = (
     "A rotor turns vectors in at most n / 2 planes, each by an angle of its own, which is all there is to it up "

@@ -14,8 +14,6 @@ from relinear.core.anatomy import decoder
 from relinear.core.context import context_owner
 from relinear.core.modes import evaluating, watching
 
-__all__ = ["gated_operators", "record_contexts", "record_gates"]
-
 
 def gated_operators(model: nn.Module) -> dict[str, Any]:
     """Return operators of ``model`` that have gates which read the context, by name."""

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from relinear.data import DataSettings, iter_texts
 
-__all__ = ["HeldOutText", "tokens_of"]
-
 DOCUMENTS = 8  # so that several are seen
 
 

@@ -17,8 +17,6 @@ from relinear.analysis.recording import gated_operators, record_gates
 from relinear.pages.blocks import Block, Cell, Chart, Table, Text
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
 
-__all__ = ["HOW_TO_READ", "applies", "blocks", "run", "top_tokens"]
-
 #: how to read its figures, for the page
 HOW_TO_READ = (
     "Each row is a gate with the tokens that open it most; purity far above the base rate says that the gate "

@@ -10,8 +10,6 @@ from typing import Any
 from relinear.bench.operators import DENSE, phase_of
 from relinear.system.files import read_json
 
-__all__ = ["key_of", "of_runs", "read_record", "slower", "spread_of"]
-
 
 def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what a row of ``bench.json`` is about: the contender and the case."""

@@ -27,8 +27,6 @@ from relinear.system.timing import interleave
 from relinear.system.written import check_ours
 from relinear.train.fit import compiled as through_compiler
 
-__all__ = ["MODEL_PASSES", "ModelBenchSettings", "ModelMeasurement", "bench_models", "run_model_bench"]
-
 MODEL_PASSES = ("step", "prefill", "decode")
 #: tokens of the prompt that decoding goes on from: few, so that next to no prefill is timed with it
 PROMPT = 8

@@ -21,8 +21,6 @@ from relinear.core.inference import for_inference_
 from relinear.core.operator import Operator, OperatorConfig
 from relinear.system.timing import Timing, interleave, peak_memory
 
-__all__ = ["DENSE", "MODES", "PASSES", "TOLERANCES", "Case", "Measurement", "bench_case", "cases", "phase_of"]
-
 DENSE = "dense"
 PASSES = ("forward", "step")
 MODES = ("eager", "compiled")

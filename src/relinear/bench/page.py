@@ -11,8 +11,6 @@ from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Tab
 from relinear.pages.drawn import save_panels
 from relinear.pages.figures import Axis, Guide, Panel, Series, colours
 
-__all__ = ["draw_layers", "layers_section", "models_section"]
-
 
 def layers_section(values: Mapping[str, Any], image: str | None = None) -> Section:
     """Return what a page says of bench.json; ``image`` is its plot, a data URI."""

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from relinear.core.operator import OperatorConfig
 
-__all__ = ["PEERS", "Conv1dHDPL", "DenseSandwich", "TwoProducts"]
-
 Builder = Callable[[int, int], nn.Module]
 
 

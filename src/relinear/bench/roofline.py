@@ -8,8 +8,6 @@ import torch
 
 from relinear.system.timing import interleave
 
-__all__ = ["Roofline", "measure_roofline"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:

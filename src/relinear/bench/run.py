@@ -29,8 +29,6 @@ from relinear.system.files import write_json
 from relinear.system.machine import command_line, describe_machine
 from relinear.system.written import check_ours
 
-__all__ = ["DEFAULT_OPERATORS", "DTYPES", "BenchSettings", "Dtype", "Mode", "one_of", "run_bench", "table"]
-
 #: every operator at the setting that its figures are quoted for; rotors as a plain sum and as they come
 DEFAULT_OPERATORS = (
     "low_rank:rank=64",

@@ -19,8 +19,6 @@ from relinear.clifford.blades import (
     take_last,
 )
 
-__all__ = ["bivector_from_matrix", "bivector_to_matrix", "divided_bivector", "turned_vectors"]
-
 
 def _pairs(n: int) -> np.ndarray:
     return np.array([[i, j] for i in range(n) for j in range(i + 1, n)], dtype=np.int64).reshape(-1, 2).T

@@ -18,22 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = [
-    "MAX_DIMENSION",
-    "bivector_dimension",
-    "bivector_slice",
-    "blade_masks",
-    "compute_dtype",
-    "device_table",
-    "embed_bivector",
-    "grades",
-    "multivector_dimension",
-    "take_bivector",
-    "take_last",
-    "unit",
-    "values_are_at_hand",
-]
-
 MAX_DIMENSION = 12
 
 

@@ -23,8 +23,6 @@ from relinear.clifford.blades import (
     compute_dtype,
 )
 
-__all__ = ["decompose", "first_order", "largest_part", "plane_basis", "power_step", "spectral_basis"]
-
 
 def plane_basis(columns: Tensor) -> Tensor:
     """An orthonormal basis (..., n, n) of planes, of pairs of columns (..., n, n) that span them as far as they can.

@@ -30,8 +30,6 @@ from relinear.clifford.blades import (
 from relinear.clifford.matrices import blade_matrices, from_matrix, matrix_exp
 from relinear.clifford.products import geometric_product
 
-__all__ = ["exp", "represented_exp"]
-
 SERIES_TERMS = 16
 # Below these sizes the gradient of torch's matrix exponential takes less time than the one written here.
 SMALLEST_BY_HAND = 6

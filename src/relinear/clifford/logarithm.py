@@ -32,8 +32,6 @@ from relinear.clifford.decomposition import first_order, plane_basis, spectral_b
 from relinear.clifford.exponential import exp
 from relinear.clifford.products import geometric_product
 
-__all__ = ["log"]
-
 WIDEST = 0.7  # cosines within +-0.7 are where the two kinds of planes may be told apart
 
 

@@ -24,8 +24,6 @@ from relinear.clifford.blades import (
 )
 from relinear.clifford.strings import string_signs, strings_from_matrix, strings_to_matrix
 
-__all__ = ["blade_matrices", "from_matrix", "matrix_exp", "to_matrix"]
-
 
 @functools.cache
 def _strings(n: int) -> tuple[np.ndarray, np.ndarray]:

@@ -40,8 +40,6 @@ from relinear.clifford.logarithm import log
 from relinear.clifford.products import geometric_product, geometric_table, reverse, table_product
 from relinear.clifford.regular import left_matrix, regular_exp, regular_log
 
-__all__ = ["Algebra", "Blades", "Multivector"]
-
 LARGEST_ALGEBRA = 6
 
 

@@ -19,8 +19,6 @@ from torch import Tensor
 from relinear.clifford.blades import blade_masks, compute_dtype, device_table, grades, multivector_dimension
 from relinear.clifford.matrices import from_matrix, to_matrix
 
-__all__ = ["geometric_product", "geometric_table", "reverse", "sandwich", "table_product"]
-
 LARGEST_TABLE = 4
 
 

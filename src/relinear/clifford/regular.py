@@ -25,8 +25,6 @@ from relinear.clifford.blades import (
 from relinear.clifford.matrices import matrix_exp
 from relinear.clifford.products import geometric_table, reverse, table_product
 
-__all__ = ["left_matrix", "regular_exp", "regular_log"]
-
 ROOTS = 6
 ITERATIONS = 12  # of a root: converges quadratically, from any rotor but those near -1 within ten
 SERIES_TERMS = 12

@@ -38,20 +38,6 @@ from relinear.clifford.blades import (
 from relinear.clifford.exponential import exp, represented_exp
 from relinear.clifford.strings import hadamard, string_signs, strings_from_matrix, strings_to_matrix
 
-__all__ = [
-    "SpinShape",
-    "from_spin",
-    "left_factor",
-    "left_multiplication",
-    "right_factor",
-    "right_multiplication",
-    "spin_shape",
-    "string_places",
-    "string_tables",
-    "to_spin",
-]
-
-
 # Fewer factors than these are sooner there by a matrix exponential than by way of closed forms.
 FEWEST_CLOSED = 64
 

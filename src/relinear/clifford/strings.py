@@ -13,8 +13,6 @@ from torch import Tensor
 
 from relinear.clifford.blades import device_table, take_last
 
-__all__ = ["hadamard", "string_signs", "strings_from_matrix", "strings_to_matrix"]
-
 
 def string_signs(b: int, columns: int) -> np.ndarray:
     """(-1)^(b.l) for every column l: the entries of Z^b."""

@@ -12,8 +12,6 @@ from relinear.pages.blocks import Block, Cell, Chart, Row, Section, Table, Text,
 from relinear.pages.drawn import save_panels
 from relinear.pages.figures import PALETTE, Axis, Panel, Series
 
-__all__ = ["FILE", "coordinates_section", "coordinates_text", "write_plot"]
-
 FILE = "coordinates.json"
 _STEM = "coordinates"
 #: colours of the first and the last step

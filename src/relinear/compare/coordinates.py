@@ -25,8 +25,6 @@ from relinear.train.optim import build_optimizer
 from relinear.train.run import build_model
 from relinear.train.settings import TrainSettings
 
-__all__ = ["FLAT", "KINDS", "PARAMETRIZATIONS", "at_heads", "check_coordinates", "is_flat"]
-
 PARAMETRIZATIONS = ("standard", "mup")
 #: what is measured, in the order of a forward pass
 KINDS = ("residual stream", "attention output", "MLP output", "logits")

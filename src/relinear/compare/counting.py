@@ -13,8 +13,6 @@ from relinear.evaluate import KneserNey
 from relinear.system.files import atomic_path
 from relinear.train.trainer import SteadySampler
 
-__all__ = ["NGRAM", "count_ngrams"]
-
 NGRAM, LOSSES = "ngram.json", "ngram_block_losses.npy"
 # Beyond this the counts outgrow the memory of the machines that budgets of this size are trained on.
 _MOST_TOKENS = 100_000_000

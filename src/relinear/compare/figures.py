@@ -13,8 +13,6 @@ from typing import Any
 
 from relinear.pages.figures import GUIDE, REFERENCE, Axis, Guide, Panel, Series, colours
 
-__all__ = ["budgets", "curves", "gaps", "mean_curve", "pareto", "pareto_front", "scaling", "speeds", "tuning"]
-
 Entry = Mapping[str, Any]
 Colours = Mapping[str, str]
 LOSS = "validation loss (nats per token)"

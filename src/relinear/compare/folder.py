@@ -19,8 +19,6 @@ from relinear.system.written import check_ours
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import training_device, training_dtype
 
-__all__ = ["BLOCK_LOSSES", "FORMAT", "RESULTS", "RUN", "SPEED", "check_same", "now", "precision", "record_start"]
-
 RUN, RESULTS, SPEED = "run.json", "results.json", "speed.json"
 BLOCK_LOSSES = "block_losses.npy"
 FORMAT = 1

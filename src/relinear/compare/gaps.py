@@ -13,8 +13,6 @@ import numpy as np
 
 from relinear.system.student import half_width
 
-__all__ = ["REPLICATES", "gap", "interval", "replicates", "too_small"]
-
 REPLICATES = 8000
 #: neighbouring blocks are of one document: they are drawn together, in so many groups at most
 _GROUPS = 256

@@ -19,8 +19,6 @@ from relinear.surgery.summary import summary
 from relinear.train.run import build_model
 from relinear.train.settings import TrainSettings
 
-__all__ = ["Size", "at_width", "matched", "measure_size", "scaled_operators", "skeleton"]
-
 # A size may grow or shrink by this factor in the search.
 _LARGEST_FACTOR = 4096.0
 _WIDTH_FACTOR = 8

@@ -10,8 +10,6 @@ from relinear.compare.match import Size, matched, measure_size
 from relinear.compare.settings import CompareSettings
 from relinear.train.settings import TrainSettings
 
-__all__ = ["Event", "OnEvent", "Planned", "match_target", "plan_comparison"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Event:

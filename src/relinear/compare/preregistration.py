@@ -12,8 +12,6 @@ from relinear.compare.settings import CompareSettings
 from relinear.core.settings import Seed, Settings
 from relinear.system.student import seeds_needed
 
-__all__ = ["Plan", "Study", "planned", "read_plan"]
-
 _Said = Field(min_length=1)
 
 

@@ -14,8 +14,6 @@ from relinear.core.config import nearest, shown
 from relinear.system.files import writing
 from relinear.system.text import cut
 
-__all__ = ["BUNDLED", "apply_overrides", "find_recipe", "parse_overrides", "read_recipe", "read_value", "read_yaml"]
-
 #: the recipes that come with relinear
 BUNDLED = Path(__file__).parent / "recipes"
 

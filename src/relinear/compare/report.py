@@ -19,22 +19,6 @@ from relinear.pages.figures import Panel, colours
 from relinear.pages.page import write_page
 from relinear.system.files import read_json
 
-__all__ = [
-    "RESULTS",
-    "budget_table",
-    "gap_text",
-    "gib",
-    "number",
-    "plus_minus",
-    "read_results",
-    "results_section",
-    "results_table",
-    "scale_section",
-    "scale_table",
-    "write_report",
-    "write_scale_plot",
-]
-
 RESULTS = "results.json"
 REPORT = "report.html"
 FORMAT = 1

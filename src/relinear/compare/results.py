@@ -13,8 +13,6 @@ from relinear.compare.settings import CompareSettings
 from relinear.core.config import Config
 from relinear.train.settings import TrainSettings
 
-__all__ = ["comparison_result", "entry_result", "gap_notes", "tuning_notes"]
-
 
 def _statistic(values: list[float]) -> dict[str, Any]:
     """Mean and sample standard deviation (None for a single value)."""

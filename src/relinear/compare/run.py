@@ -30,8 +30,6 @@ from relinear.train.run import read_ended, read_result
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
 
-__all__ = ["Way", "carried_out", "circumstances", "compare", "comparison", "held"]
-
 #: folder of the short runs
 TUNING = "tuning"
 #: in an entry's folder there: the rates at which final runs diverged

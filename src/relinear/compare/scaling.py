@@ -26,8 +26,6 @@ from relinear.data import prepare_data
 from relinear.models import preset_config, preset_names
 from relinear.system.files import read_json
 
-__all__ = ["AXES", "SCALE", "at_size", "crossing", "fit_power_law", "read_scale", "scale"]
-
 SCALE, SIZES = "scale.json", "sizes"
 NARROWER, SHALLOWER = "dense-narrower", "dense-shallower"
 FORMAT = 1

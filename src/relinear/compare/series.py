@@ -12,8 +12,6 @@ from typing import Any
 from relinear.compare.results import tuning_notes
 from relinear.compare.settings import CompareSettings, shortened
 
-__all__ = ["BUDGETS", "at_budget", "budget_row", "chosen_by", "over_budgets", "with_choices"]
-
 BUDGETS = "budgets"
 
 

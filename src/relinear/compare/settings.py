@@ -24,8 +24,6 @@ from relinear.core.config import nearest, parse_setting
 from relinear.core.settings import Different, Patterns, Seed, Settings
 from relinear.train.settings import TrainSettings
 
-__all__ = ["CompareSettings", "Entry", "Match", "Sizes", "Speed", "Tune", "lasting", "shortened"]
-
 DENSE = "dense"
 #: settings that say where something happens within a run, and move with its length
 _PLACES = ("warmup_steps", "eval_every")

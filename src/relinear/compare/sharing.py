@@ -16,8 +16,6 @@ from typing import Any, NoReturn, TypeVar
 from relinear.system.files import read_json, write_json
 from relinear.system.lock import InUseError, only_process_in
 
-__all__ = ["Piece", "Work", "all_of", "alone_at", "carry_out", "kept", "share_out", "side_by_side"]
-
 #: folder of the locks
 CLAIMS = "claims"
 #: seconds between looks at what others are doing

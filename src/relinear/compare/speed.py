@@ -19,8 +19,6 @@ from relinear.train.run import build_model
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import training_device, training_dtype
 
-__all__ = ["measure_speed", "training_step"]
-
 
 def training_step(
     model: Any, ids: Tensor, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, replayed: bool = False

@@ -25,8 +25,6 @@ from relinear.system.written import check_ours
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
 
-__all__ = ["SWEEP", "Parameter", "parse_parameter", "sweep"]
-
 SWEEP = "sweep.json"
 _RANGE = re.compile(r"(?P<low>[^,]+)\.\.(?P<high>[^,:]+)(?P<log>:log)?")
 

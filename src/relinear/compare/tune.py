@@ -13,8 +13,6 @@ from relinear.compare.settings import Tune
 from relinear.compare.sharing import Piece, Work, all_of
 from relinear.train.run import read_outcome
 
-__all__ = ["Found", "Point", "Trials", "beside", "grid_search"]
-
 #: a learning rate, and an initialisation where that is tuned
 Point = tuple[float, float | None]
 #: the losses of values along one coordinate

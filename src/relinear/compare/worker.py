@@ -23,8 +23,6 @@ from typing import Any
 from relinear.core.config import environment
 from relinear.system.signals import Terminated
 
-__all__ = ["JOBS", "InProcess", "Worker", "at_work"]
-
 Progress = Callable[[dict[str, Any]], None]
 _QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
 # torch then looks for GPUs without CUDA, which would not work in a fork of a process that has begun to use it

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from relinear.core.operator import OperatorConfig
 
-__all__ = ["Candidate", "allocate", "amount", "best_uniform"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:

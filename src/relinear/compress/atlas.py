@@ -31,8 +31,6 @@ from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
 from relinear.system.machine import command_line, describe_machine
 
-__all__ = ["RECORD", "AtlasSettings", "atlas", "atlas_section", "cheapest", "default_operators", "write_atlas"]
-
 RECORD = "atlas.json"
 
 

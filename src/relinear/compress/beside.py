@@ -26,8 +26,6 @@ from relinear.core.vocabulary import most_positions
 from relinear.system.student import half_width
 from relinear.system.timing import Timing, interleave
 
-__all__ = ["Observation", "Reading", "Sample", "compared", "like_before", "measure_speed", "observe", "read"]
-
 #: bytes of random stand-ins: more than processors cache, less than a large model
 STAND_IN_BYTES = 256 * 2**20
 #: seconds that the rounds of one measurement of speed may take, about

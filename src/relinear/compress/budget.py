@@ -18,8 +18,6 @@ from relinear.compress.speed import SpeedTable
 from relinear.core.operator import OperatorConfig, linear_features
 from relinear.surgery.summary import module_flops, module_parameters
 
-__all__ = ["Budget", "at_half_precision", "budget_of", "round_to_half_", "saved_bytes", "size_of", "stored_bytes"]
-
 
 class Size(NamedTuple):
     """What a layer takes: parameters, bytes as stored, FLOPs a token."""

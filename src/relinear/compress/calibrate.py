@@ -31,8 +31,6 @@ from relinear.distill.record import fingerprint_of
 from relinear.system.allocator import release_freed_memory
 from relinear.system.version import __version__
 
-__all__ = ["Calibration", "calibrate", "config_fingerprint", "fingerprint"]
-
 #: of a config, what changes nothing that a model computes
 _PASSING = ("transformers_version", "architectures", "dtype", "use_cache")
 

@@ -18,8 +18,6 @@ from torch import Tensor
 from relinear.system.files import atomic_directory, atomic_path, read_json, write_json
 from relinear.system.text import cut
 
-__all__ = ["Streams", "load_tensors", "read_record", "save_tensors", "write_record"]
-
 _CHECKSUM = "checksum"
 
 

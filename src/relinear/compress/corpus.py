@@ -23,8 +23,6 @@ from relinear.data.chat import Closed, Conversation
 from relinear.data.tokenizers import encode_documents
 from relinear.distill.record import documents
 
-__all__ = ["Corpus", "Excerpt", "read_corpus", "read_elsewhere"]
-
 #: documents that are looked at for each block of calibration, as far as there are; and at most so many characters
 DOCUMENTS, LOOKED_AT = 4, 2**26
 #: characters of a document's sections for each token of a block: more than one block in most texts

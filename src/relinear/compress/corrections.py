@@ -21,15 +21,6 @@ from relinear.compress.work import Work
 from relinear.core.operator import OperatorConfig, dense_weight
 from relinear.distill.fit import swapped
 
-__all__ = [
-    "Correction",
-    "MeasuredPoint",
-    "choose_points",
-    "correct",
-    "corrections",
-    "measure_points",
-]
-
 #: corrections stay within this factor, and powers within these bounds: points are few
 LARGEST_FACTOR = 8.0
 POWERS = (0.5, 1.5)

@@ -17,8 +17,6 @@ from relinear.core.operator import NotLinearError, Operator, linear_of
 from relinear.surgery.fold import fold_
 from relinear.system.files import atomic_directory, read_json, write_json, write_text
 
-__all__ = ["export_plain"]
-
 MODELLING_FILE = "modeling_factorized"
 
 

@@ -16,8 +16,6 @@ from relinear.core.aux import named_operators
 from relinear.core.operator import OperatorConfig, plain_linear
 from relinear.system.files import atomic_path
 
-__all__ = ["check_gguf", "check_gguf_operators", "export_gguf"]
-
 #: class and model type of what GGUF's architecture "llama" stands for here
 _CLASS, _ARCHITECTURE = "LlamaForCausalLM", "llama"
 _DIGITS = {"type": "Digits", "individual_digits": True}

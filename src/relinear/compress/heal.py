@@ -36,8 +36,6 @@ from relinear.train.distill import against
 from relinear.train.fit import fit
 from relinear.train.settings import FitSettings
 
-__all__ = ["HealReport", "check_heal", "check_healable", "heal", "original_copy"]
-
 #: peak of the learning rate where the settings name none: a pretrained decoder's inputs have a few channels of enormous
 #: size, and at 1e-4 Adam's first steps undo it
 PLAIN_RATE, LORA_RATE = 3e-5, 1e-3

@@ -31,8 +31,6 @@ from relinear.distill.record import first_call
 from relinear.surgery.plan import Replacement
 from relinear.surgery.states import flat_states, load_states_, place_
 
-__all__ = ["InOrder", "fit_operator", "fit_without_order", "refine"]
-
 #: pull of the original weight on the corrected one, as a share of the inputs' mean square
 ANCHOR_RIDGE = 1e-2
 #: of hidden states: what the original has between two layers, and what the compressed model has

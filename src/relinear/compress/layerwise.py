@@ -21,8 +21,6 @@ from torch.nn import functional as F
 from relinear.core.anatomy import decoder_layers
 from relinear.distill.record import first_call
 
-__all__ = ["LayerByLayer"]
-
 _Call = tuple[tuple, dict[str, Any]]
 
 #: positions of a sequence whose logits are in memory at a time

@@ -32,8 +32,6 @@ from relinear.surgery.plan import plan
 from relinear.surgery.states import flat_states, place_
 from relinear.system.files import read_json, write_json
 
-__all__ = ["Operators", "menu_of"]
-
 #: budgets that are predicted, from the smallest to the whole; predicted nats near which one is measured
 BUDGETS, MEASURED_NEAR = 32, (0.01, 0.03, 0.1, 0.2, 0.4)
 #: windows that single fits are tried on

@@ -32,8 +32,6 @@ from relinear.core.operator import OperatorConfig, dense_bias, dense_weight, is_
 from relinear.distill.fit import swapped
 from relinear.surgery.summary import module_parameters
 
-__all__ = ["NEURONS", "Neurons", "fewer_neurons"]
-
 #: as it is written in a menu
 NEURONS = "neurons"
 #: widths are multiples of this

@@ -20,8 +20,6 @@ from relinear.surgery.summary import module_parameters
 from relinear.system.files import write_json
 from relinear.system.text import columns, cut
 
-__all__ = ["CompressPlan", "LayerPlan", "by_type", "check_fittable", "layer_candidates", "layer_type", "make_plan"]
-
 FORMAT = 1
 
 

@@ -21,8 +21,6 @@ from relinear.pages.drawn import data_uri
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Panel, Series
 from relinear.system.machine import describe_machine
 
-__all__ = ["CompressReport", "report_section", "write_page"]
-
 #: times the original's share of repeated 4-grams from which greedy text is said to degenerate
 DEGENERATE = 1.3
 

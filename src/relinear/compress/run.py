@@ -49,8 +49,6 @@ from relinear.system.lock import only_process_in
 from relinear.system.machine import PeakMemory, command_line
 from relinear.system.written import MARK, is_ours, parts_of
 
-__all__ = ["CompressReport", "compress", "proposal"]
-
 #: the model, and what is exported beside it, as they are called in the directory
 MODEL, PLAIN, GGUF = "model", "plain", "model.gguf"
 #: layers that take less than these seconds together are not refused for their speed: a call costs as much as its work

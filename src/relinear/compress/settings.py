@@ -11,8 +11,6 @@ from relinear.core.operator import OperatorConfig
 from relinear.core.settings import Seed, Settings
 from relinear.distill.settings import check_whole_blocks
 
-__all__ = ["CompressSettings"]
-
 #: of which one is given
 BUDGETS = ("keep", "bits", "speed")
 #: what layers may become where bytes are the budget

@@ -23,8 +23,6 @@ from relinear.system.machine import describe_machine
 from relinear.system.text import cut
 from relinear.system.timing import interleave
 
-__all__ = ["PlannedSpeed", "Shape", "SpeedConditions", "SpeedTable", "planned_speed", "speed_table"]
-
 #: (in_features, out_features) of a layer
 Shape = tuple[int, int]
 

@@ -21,8 +21,6 @@ from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.plan import plan
 from relinear.system.written import check_ours
 
-__all__ = ["OnProgress", "Work", "check_directory", "check_ids", "check_model_fits", "linear_layers", "model_name"]
-
 #: told the phase ("speed", "forward", "backward", "candidates", "points", "frontier", "original", "fit", "heal",
 #: "evaluation"), how much of it is done, and how much there is
 OnProgress = Callable[[str, int, int], None]

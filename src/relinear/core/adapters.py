@@ -6,13 +6,6 @@ import warnings
 
 from torch import nn
 
-__all__ = [
-    "BASE_LAYER",
-    "say_adapters_leave_out",
-    "stock_name",
-    "train_new_parameters",
-]
-
 BASE_LAYER = "base_layer"
 
 

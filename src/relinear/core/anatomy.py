@@ -13,21 +13,6 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-__all__ = [
-    "SubBlock",
-    "attention_of",
-    "decoder",
-    "decoder_layers",
-    "is_checkpointing",
-    "layer_finder",
-    "layer_index",
-    "named_in",
-    "paths",
-    "sub_blocks",
-    "takes_keywords",
-    "unwrapped",
-]
-
 _ATTENTIONS = ("self_attn", "attn", "attention", "self_attention")
 #: names of the norms of a decoder layer that read the stream for its attention and for its MLP
 _READERS = (("input_layernorm", "post_attention_layernorm"), ("ln_1", "ln_2"), ("ln_attn", "ln_mlp"))

@@ -16,8 +16,6 @@ from relinear.core.anatomy import unwrapped
 from relinear.core.config import Config
 from relinear.core.drawn import mark_drawn_
 
-__all__ = ["AttachmentConfig", "Junction", "add_part", "attachments", "kw_like", "met"]
-
 #: attribute of a model, and of its base model, which may be saved by itself: the list of settings, one for both
 _ATTRIBUTE = "_relinear_attachments"
 

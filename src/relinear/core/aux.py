@@ -19,16 +19,6 @@ from torch import Tensor, nn
 
 from relinear.core.operator import Operator, check_model
 
-__all__ = [
-    "IGNORED_LABEL",
-    "aux_losses",
-    "counted_tokens",
-    "install_aux_hooks",
-    "named_operators",
-    "operator_metrics",
-    "share_of_batch",
-]
-
 _NO_LOSS = (
     "the auxiliary losses of the operators are in no loss: this trainer computes the loss itself (compute_loss_func, "
     "label_smoothing_factor) and gives the model no labels. Add sum(relinear.aux_losses(model).values()) to that loss, "

@@ -21,28 +21,6 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 from relinear.core import plugins
 from relinear.system.text import cut
 
-__all__ = [
-    "MOST_LAYERS",
-    "Bounds",
-    "Config",
-    "Count",
-    "NonNegative",
-    "UnknownKindError",
-    "UnknownSettingError",
-    "check_at_least",
-    "check_choice",
-    "check_divides",
-    "check_fits",
-    "check_type",
-    "environment",
-    "first_settings",
-    "layer_indices",
-    "nearest",
-    "parse_setting",
-    "register",
-    "shown",
-]
-
 _REGISTRY: dict[str, dict[str, type[Config]]] = {}
 C = TypeVar("C", bound="type[Config]")
 

@@ -20,17 +20,6 @@ from relinear.core.handover import check_hands_over, hand_over, strong, weak
 from relinear.core.operator import Operator
 from relinear.core.readers import flattener_of_tokens
 
-__all__ = [
-    "ContextOwner",
-    "check_carries_context",
-    "check_conditioned",
-    "check_context_is_there",
-    "conditioned_operators",
-    "context",
-    "context_owner",
-    "current_context",
-]
-
 #: name of the owner's submodule in the base model
 OWNER_NAME = "relinear_context"
 _KEY = "relinear_context"

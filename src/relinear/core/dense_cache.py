@@ -15,8 +15,6 @@ from torch.nn.functional import linear
 from relinear.core.inference import ParameterCache
 from relinear.core.operator import Operator, dense_in_float32
 
-__all__ = ["dense_inference"]
-
 #: from this many entries of a bfloat16 matrix on torch's matrix-vector product beats its matrix product of one row
 VECTOR_ENTRIES = 512 * 512
 

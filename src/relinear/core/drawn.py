@@ -16,8 +16,6 @@ from torch import nn
 from relinear.core.operator import Operator, swap_hooks
 from relinear.core.wrapper import Wrapper
 
-__all__ = ["draw_", "mark_drawn_", "swap_module"]
-
 _MARK = "_is_hf_initialized"  # transformers' own, of modules and of what was loaded
 
 

@@ -21,8 +21,6 @@ from torch import nn
 
 from relinear.core.anatomy import attention_of, decoder, decoder_layers, takes_keywords
 
-__all__ = ["check_hands_over", "hand_over", "strong", "weak"]
-
 
 class _Running(threading.local):
     """By thread, the values of the forward that is running, an attribute for each key."""

@@ -16,15 +16,6 @@ from torch import Tensor, nn
 
 from relinear.core.parameters import forward_hooks
 
-__all__ = [
-    "CachingModule",
-    "ParameterCache",
-    "build_for_inference",
-    "caching_for_inference",
-    "for_inference_",
-    "prepared",
-]
-
 Model = TypeVar("Model", bound=nn.Module)
 Run = TypeVar("Run", bound=Callable[..., Tensor | None])
 

@@ -21,26 +21,6 @@ from relinear.core.config import nearest, shown
 from relinear.core.operator import check_model
 from relinear.core.sites import LATENT, OUTPUT, Latent, LatentOperator, LatentTap, Site, sites
 
-__all__ = [
-    "Add",
-    "Clamp",
-    "Edit",
-    "Inject",
-    "Latent",
-    "LatentOperator",
-    "LatentTap",
-    "Latents",
-    "Moments",
-    "Replace",
-    "intervene",
-    "latent_operators",
-    "latents",
-    "moment_alignment",
-    "moments",
-    "observe",
-    "observe_sites",
-]
-
 
 def latent_operators(model: nn.Module) -> dict[str, LatentOperator]:
     """Return every operator of ``model`` that has a latent, by name (each once, also where it is aliased).

@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["evaluating", "frozen", "same_modes", "watching"]
-
 
 @contextlib.contextmanager
 def same_modes(model: nn.Module) -> Iterator[None]:

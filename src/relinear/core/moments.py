@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Moments", "descend_"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Moments:

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from relinear.core.aux import share_of_batch
 from relinear.core.config import Config
 
-__all__ = ["GuidedTraining", "Objective", "ObjectiveConfig", "kl_terms"]
-
 #: (model, batch) -> (the loss, a mean over the batch's targets; its weighted terms by name; the model's output)
 Objective = Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor], Any]]
 

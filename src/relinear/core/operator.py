@@ -19,25 +19,6 @@ from relinear.core.moments import Moments, descend_
 from relinear.core.roles import ParamRole, StatedFans
 from relinear.core.token_terms import TokenTerms
 
-__all__ = [
-    "Init",
-    "NotLinearError",
-    "Operator",
-    "OperatorConfig",
-    "ParamRole",
-    "check_features",
-    "check_model",
-    "dense_bias",
-    "dense_in_float32",
-    "dense_weight",
-    "is_conv1d",
-    "is_linear",
-    "linear_features",
-    "linear_of",
-    "plain_linear",
-    "swap_hooks",
-]
-
 Init = Literal["fresh", "from_weight"]
 
 

@@ -15,16 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-__all__ = [
-    "AffineParameters",
-    "ListedParameters",
-    "add_parameters",
-    "are_affine",
-    "forward_hooks",
-    "is_bare",
-    "is_plain_linear",
-]
-
 
 def add_parameters(module: nn.Module, kw: dict[str, Any], /, **shapes: tuple[int, ...] | None) -> None:
     """Register a parameter of each shape by its name, its values still to be drawn; None where there is none."""

@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from relinear.core.config import nearest, shown
 
-__all__ = ["is_fetched", "missing_directory", "saved_place"]
-
 #: names of the Hub from before every model had an owner
 _WITHOUT_OWNER = frozenset(
     (

@@ -20,8 +20,6 @@ from collections.abc import Iterable, Iterator
 from importlib import metadata
 from typing import Any
 
-__all__ = ["GROUPS", "VARIABLE", "environment", "find", "import_named", "offered", "origin", "packages_of"]
-
 #: modules to import, with commas
 VARIABLE = "RELINEAR_IMPORT"
 #: family -> the group of its entry points

@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-__all__ = ["flattener_of_tokens", "reader_of_weight"]
-
 #: methods that run when a model is made, not when it computes
 _SETUP = ("__init__", "_init", "init", "reset", "_reset", "tie", "_tie", "load", "_load", "prune", "extra_repr")
 _ANY = "*"  # in a path: whichever element of a list of modules

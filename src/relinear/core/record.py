@@ -15,17 +15,6 @@ from relinear.core.aux import install_aux_hooks, named_operators
 from relinear.core.config import shown
 from relinear.core.plugins import packages_of
 
-__all__ = [
-    "FORMAT_VERSION",
-    "LOADER",
-    "METHOD",
-    "config_record",
-    "own_record",
-    "record",
-    "sync_record",
-    "without_loader",
-]
-
 METHOD = "relinear"  # the name of the quantizer that rebuilds a model
 LOADER = "configuration_relinear"  # the module beside a checkpoint by which programs without relinear load it
 FORMAT_VERSION = 1

@@ -6,8 +6,6 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
-__all__ = ["ParamRole", "StatedFans"]
-
 Start = Literal["fan_in", "constant", "orthogonal"]
 
 

@@ -19,8 +19,6 @@ from pydantic import (
 from relinear.core.config import nearest, shown
 from relinear.system.text import cut, requirement
 
-__all__ = ["Different", "Patterns", "Seed", "Settings", "readable"]
-
 #: of random numbers: NumPy takes 32 bits
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 

@@ -22,8 +22,6 @@ from relinear.core.operator import Operator, is_linear, linear_features
 if TYPE_CHECKING:
     from relinear.core.latents import Edit
 
-__all__ = ["LATENT", "OUTPUT", "Gated", "Latent", "LatentOperator", "LatentTap", "Observer", "Site", "point", "sites"]
-
 #: what the name of a layer's output ends with
 OUTPUT = "output"
 LATENT = "latent"

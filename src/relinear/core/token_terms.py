@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["TokenTerms"]
-
 
 class TokenTerms(nn.Module):
     """A module that notes auxiliary losses and metrics for every token (``core.aux`` says which tokens count)."""

@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["check_length_fits", "check_table_fits", "check_tokenizer_fits", "most_positions", "token_tables"]
-
 
 def token_tables(model: nn.Module) -> list[nn.Embedding]:
     """Return what parts of ``model`` embed its tokens with beside it: each part names its own as ``token_table``.

@@ -24,8 +24,6 @@ from relinear.core.operator import (
 )
 from relinear.core.token_terms import TokenTerms
 
-__all__ = ["Wrapper", "WrapperConfig"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WrapperConfig(OperatorConfig):

@@ -17,8 +17,6 @@ import numpy as np
 from relinear.system.files import read_json, write_json, writing
 from relinear.system.own import check_own, own_folder
 
-__all__ = ["cache_folder", "cached", "checksum", "digest", "write_tokens"]
-
 #: part of every key: raise it when the meaning of cached files changes
 FORMAT = 1
 _MANIFEST = "manifest.json"

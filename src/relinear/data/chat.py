@@ -6,8 +6,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["Closed", "Conversation", "as_document", "is_conversation", "spoken"]
-
 
 class Conversation(str):
     """A document that is a conversation; as a string it is its messages as JSON, so that it can be told from others."""

@@ -17,8 +17,6 @@ from relinear.data.hub import hub_sources
 from relinear.data.settings import DataSettings
 from relinear.data.sources import Source, local_sources, stdlib_source
 
-__all__ = ["SPLITS", "Corpus", "iter_texts", "open_corpus", "whole_or_held_out"]
-
 #: ``all`` is every document of a corpus that brings no splits of its own
 SPLITS = ("train", "validation", "test", "all")
 

@@ -14,8 +14,6 @@ from relinear.data.cache import cached
 from relinear.data.chat import as_document, is_conversation
 from relinear.data.sources import SPLIT_NAMES, Source, choose_column, files_source
 
-__all__ = ["hub_in_reach", "hub_sources"]
-
 _NOT_HAD = (
     "{name!r} is no local file or folder, and as a Hugging Face Hub data set it cannot be had: {reason}. "
     "Give an existing path, 'stdlib', or a Hub name (owner/name or owner/name:config) with the Hub in reach"

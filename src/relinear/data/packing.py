@@ -26,8 +26,6 @@ from relinear.data.tokenizers import (
     vocabulary_size,
 )
 
-__all__ = ["PackedData", "PackedDataset", "prepare_data"]
-
 #: told what is being done and how many characters of it are done
 Progress = Callable[[str, int], None]
 

@@ -9,8 +9,6 @@ from pydantic import Field, field_validator
 from relinear.core.settings import Settings
 from relinear.data.tokenizers import check_tokenizer_name
 
-__all__ = ["DataSettings"]
-
 
 class DataSettings(Settings):
     """Which text, cut and tokenised how. Unknown keys and values out of range are errors.

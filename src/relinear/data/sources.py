@@ -16,8 +16,6 @@ from relinear.data.chat import as_document, is_conversation
 from relinear.system.files import parse_json, writing
 from relinear.system.text import cut
 
-__all__ = ["SPLIT_NAMES", "Source", "choose_column", "files_source", "local_sources", "stdlib_source"]
-
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 #: what files and Hub splits are called, and what that is to us
 SPLIT_NAMES = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation"} | {

@@ -14,17 +14,6 @@ from relinear.data.chat import Closed, spoken
 from relinear.data.hub import hub_in_reach
 from relinear.system.text import cut
 
-__all__ = [
-    "byte_tokenizer",
-    "check_tokenizer_name",
-    "encode_documents",
-    "load_tokenizer",
-    "separator_id",
-    "train_bpe",
-    "trained_size",
-    "vocabulary_size",
-]
-
 END, PAD = "<|endoftext|>", "<|pad|>"
 _SMALLEST_BPE = 256 + 2
 #: a table of so many entries is set up before any text is seen

@@ -23,20 +23,6 @@ from relinear.core.objective import kl_terms
 from relinear.core.operator import Operator
 from relinear.distill.record import output_of
 
-__all__ = [
-    "Course",
-    "FitError",
-    "Goal",
-    "Pairs",
-    "Within",
-    "held_out_perplexity",
-    "improve",
-    "measure",
-    "start_bias_",
-    "swapped",
-    "to_outputs",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class FitError:

@@ -23,8 +23,6 @@ from relinear.core.modes import watching
 from relinear.data.chat import as_document
 from relinear.data.tokenizers import encode_documents
 
-__all__ = ["Recording", "documents", "fingerprint_of", "first_call", "output_of", "record", "token_blocks"]
-
 
 def documents(data: Iterable[Any], tokenizer: Any) -> Iterator[str | list[int]]:
     """Yield the documents of a corpus as text (a ``Conversation`` is one), or as token ids.

@@ -10,8 +10,6 @@ from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Tab
 from relinear.pages.figures import PALETTE, Axis, Panel, Series
 from relinear.system.text import columns
 
-__all__ = ["DistillProgress", "DistillReport", "LayerFit", "distill_section"]
-
 
 @dataclasses.dataclass(frozen=True)
 class DistillProgress:

@@ -48,8 +48,6 @@ from relinear.system.lock import only_process_in
 from relinear.system.machine import command_line, describe_machine
 from relinear.system.written import check_ours
 
-__all__ = ["distill_"]
-
 OnProgress = Callable[[DistillProgress], None]
 
 

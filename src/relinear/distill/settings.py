@@ -8,8 +8,6 @@ from pydantic import Field, model_validator
 
 from relinear.core.settings import Seed, Settings
 
-__all__ = ["DistillSettings", "check_whole_blocks"]
-
 
 def check_whole_blocks(settings: Any, *names: str) -> None:
     """Raise ValueError unless each of these settings, a number of tokens, makes a block of ``sequence_length``."""

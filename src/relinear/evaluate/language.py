@@ -23,8 +23,6 @@ from relinear.core.modes import evaluating
 from relinear.core.operator import check_model
 from relinear.core.vocabulary import check_tokenizer_fits, most_positions
 
-__all__ = ["Lambada", "Perplexity", "lambada", "lm_eval", "perplexity"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Perplexity:

@@ -8,8 +8,6 @@ import dataclasses
 
 import numpy as np
 
-__all__ = ["KneserNey"]
-
 # What is taken off counts of 1, 2 and more where too few n-grams are seen to estimate it.
 _DISCOUNTS = (0.5, 1.0, 1.5)
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from relinear.core.latents import Add, Clamp, Edit, Replace
 from relinear.explore.subject import SHOWN, Subject
 
-__all__ = ["ACTIONS", "MOST_NEW_TOKENS", "Change", "code", "divergence", "effect", "try_change"]
-
 #: tokens that are written after a text
 MOST_NEW_TOKENS = 100
 #: texts that a unit's effect is measured on

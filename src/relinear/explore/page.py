@@ -22,8 +22,6 @@ from relinear.pages.page import LIMIT, render
 from relinear.system.files import write_text
 from relinear.system.written import check_page
 
-__all__ = ["live_page", "policy_of", "static_page", "write_static_page"]
-
 _TEMPLATE = "explore/explore.html"
 _LIVE = (
     "A unit is one dimension of a site: a gate, a dimension of a latent, a channel of what a layer puts out. Look "

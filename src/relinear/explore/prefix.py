@@ -15,8 +15,6 @@ from relinear.explore.changes import divergence
 from relinear.explore.subject import SHOWN, Subject
 from relinear.explore.units import values_of
 
-__all__ = ["prefix_view"]
-
 _CONTEXT = "transformer.context"
 
 

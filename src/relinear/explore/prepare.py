@@ -17,8 +17,6 @@ from relinear.explore.units import choose_sites, index_units, read_index
 from relinear.system.own import check_own
 from relinear.system.written import check_ours
 
-__all__ = ["prepare_subject"]
-
 
 def prepare_subject(
     name: str,

@@ -24,8 +24,6 @@ from relinear.explore.page import live_page, policy_of
 from relinear.explore.prefix import prefix_view
 from relinear.explore.subject import Subject
 
-__all__ = ["LARGEST_BODY", "make_server"]
-
 #: bytes of a request
 LARGEST_BODY = 1 << 20
 #: bytes of a larger one that are read all the same, so many at a time

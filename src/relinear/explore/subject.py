@@ -21,8 +21,6 @@ from relinear.core.sites import Site
 from relinear.core.vocabulary import most_positions
 from relinear.explore.units import Index, values_of
 
-__all__ = ["MOST_TOKENS", "SHOWN", "Subject"]
-
 #: tokens of a typed text
 MOST_TOKENS = 512
 #: units that a search finds

@@ -26,8 +26,6 @@ from relinear.core.modes import evaluating
 from relinear.core.sites import OUTPUT, Latent, Site, sites
 from relinear.system.files import atomic_directory, read_json, write_json
 
-__all__ = ["BINS", "TOP", "Index", "SiteFacts", "choose_sites", "index_units", "read_index", "values_of"]
-
 TOP, BINS = 20, 40
 FORMAT = 1
 #: texts that run at once

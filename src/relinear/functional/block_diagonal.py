@@ -7,8 +7,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["block_diagonal", "block_diagonal_of", "block_diagonal_to_dense", "zero_padded"]
-
 
 def block_diagonal(x: Tensor, blocks: Tensor) -> Tensor:
     """y = diag(W_1, ..., W_K) x over contiguous groups of coordinates.

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from relinear.functional.block_diagonal import block_diagonal, block_diagonal_to_dense, zero_padded
 
-__all__ = ["block_hadamard", "block_hadamard_dense", "block_hadamard_fit", "block_hadamard_sizes", "hadamard"]
-
 
 def hadamard(x: Tensor) -> Tensor:
     """Return the orthonormal Walsh-Hadamard transform H_P (x) I_Q along the last dimension; symmetric, its own inverse.

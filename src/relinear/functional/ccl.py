@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["ccl", "ccl_dense", "ccl_gated", "ccl_templates", "gate", "largest_shares", "template_shares"]
-
 
 def gate(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """sigma(phi(c)) of Eq. 2 for one part of the gates, in float32 for half precision.

@@ -7,8 +7,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["generated_map", "mixing", "modulate", "moving_average"]
-
 
 def mixing(y: Tensor, weight: Tensor, bias: Tensor, kind: str) -> Tensor:
     """sigma(y) = h(S [y, 1]), the share of each template (CGT, Section 3.1).

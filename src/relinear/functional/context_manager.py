@@ -7,8 +7,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["linear_recurrence"]
-
 
 def linear_recurrence(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
     """s_t = decay_t * s_(t-1) + value_t, with s_(-1) = state, token by token.

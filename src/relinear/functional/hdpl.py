@@ -14,20 +14,6 @@ from torch.nn.functional import linear, silu, softplus
 from relinear.functional.block_diagonal import block_diagonal, block_diagonal_of, block_diagonal_to_dense
 from relinear.functional.low_rank import low_rank_factors
 
-__all__ = [
-    "HDPLOutput",
-    "bounded_kl",
-    "free_bits_kl",
-    "gaussian_kl",
-    "geometric_jsd",
-    "hdpl",
-    "hdpl_decode",
-    "hdpl_fit",
-    "hdpl_results",
-    "hdpl_sample",
-    "token_kl",
-]
-
 
 class HDPLOutput(NamedTuple):
     """What ``hdpl`` returns: y (..., O), z and mu (..., R), logvar (..., R) or None where nothing was sampled."""

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from relinear.functional.moments import moment_roots
 
-__all__ = ["WeightedSpectrum", "low_rank", "low_rank_factors", "weighted_spectrum"]
-
 
 def low_rank(x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = (x down^T) up^T + bias.

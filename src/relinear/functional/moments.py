@@ -7,8 +7,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["moment_roots"]
-
 
 def moment_roots(moment: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
     """(S, S^+) with S S = ``moment`` + ``ridge`` times its mean diagonal, and the inverse of S, both (K, K), float64.

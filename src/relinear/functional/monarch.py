@@ -9,8 +9,6 @@ from torch import Tensor
 
 from relinear.functional.block_diagonal import block_diagonal, zero_padded
 
-__all__ = ["monarch", "monarch_dense", "monarch_factors"]
-
 
 def monarch(x: Tensor, right: Tensor, left: Tensor, out_features: int, bias: Tensor | None = None) -> Tensor:
     """y = P L P^T R x + bias (Definition 3.1, for any sizes), P the permutation that swaps block and position.

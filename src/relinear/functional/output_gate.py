@@ -7,8 +7,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["gate_of", "output_gate"]
-
 
 def output_gate(z: Tensor, x: Tensor, gate: Tensor) -> Tensor:
     """z * sigmoid(W_g x), the gate of Qiu et al. (2025, Eq. 5) on any projection.

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from relinear.clifford.blades import take_last
 
-__all__ = ["pivoted_factors", "pivoted_low_rank"]
-
 #: entries of a pivoted basis stay below this in magnitude, so that nothing is lost in rounding
 LARGEST_PIVOTED = 1.05
 

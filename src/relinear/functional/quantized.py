@@ -7,8 +7,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "dequantized", "gguf_rows", "group_count", "pack", "packed_width", "quantized", "unpack"]
-
 #: codes of a row that are packed together; what is left of a row forms a shorter block
 BLOCK = 64
 #: bits of codes that are stored apart, highest first: 3 bits are 2 and 1, 5 are 4 and 1, 7 are 4, 2 and 1

@@ -23,37 +23,6 @@ from relinear import clifford
 from relinear.clifford.blades import device_table, take_last
 from relinear.clifford.decomposition import largest_part, power_step
 
-__all__ = [
-    "ACTIVATIONS",
-    "NetworkForm",
-    "basis_tables",
-    "branch_orders",
-    "branch_permutation",
-    "coordinate_places",
-    "from_windows",
-    "mixed_branches",
-    "nearest_kronecker",
-    "product_of_simple_rotors",
-    "rotor_layer",
-    "rotor_network",
-    "rotor_step",
-    "sandwich_sum",
-    "sandwich_windows",
-    "shared_coordinates",
-    "simple_parts",
-    "spin_tables",
-    "step_order",
-    "string_places",
-    "term_orders",
-    "through_network",
-    "to_windows",
-    "turned_vectors",
-    "window_coordinates",
-    "window_count",
-    "window_size",
-    "window_tables",
-]
-
 
 def _elu(x: Tensor) -> Tensor:
     # torch.nn.functional.elu under torch.compile is wrong about the strides of its gradient

@@ -10,8 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Grid", "change_codes", "descend", "gptq", "nearest", "nearest_grid", "steadied"]
-
 #: the ranges that are tried, as shares of that of a group's weights
 _CLIPS = 12
 #: columns between two products that carry errors on

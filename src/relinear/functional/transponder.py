@@ -10,8 +10,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["PHI", "modulate", "modulate_static", "modulated_linear", "modulator_gate"]
-
 Alpha = Tensor | float
 
 

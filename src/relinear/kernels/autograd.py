@@ -19,8 +19,6 @@ from torch import Tensor
 
 from relinear.kernels.forms import is_transformed
 
-__all__ = ["as_given", "differentiable_as", "lowered", "save", "was_changed", "watched"]
-
 
 def lowered(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     """The tensors as autocast would hand them to a matrix product (double precision stays); as they are without it."""

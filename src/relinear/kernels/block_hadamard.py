@@ -19,8 +19,6 @@ from relinear.functional.block_diagonal import block_diagonal, zero_padded
 from relinear.functional.block_hadamard import hadamard as butterflies
 from relinear.kernels.forms import is_traced, is_transformed
 
-__all__ = ["block_hadamard", "hadamard", "hadamard_flops"]
-
 LARGEST_FACTOR = 64  # beyond it the product costs more than another pass over memory
 
 

@@ -16,8 +16,6 @@ from relinear.kernels.autograd import as_given, differentiable_as, lowered, save
 from relinear.kernels.cpu.portions import BACKWARD_PORTION, row_portions
 from relinear.kernels.forms import Call, Form, dispatch, is_plain, shape_of, tell
 
-__all__ = ["ccl", "few_rows"]
-
 #: of the LayerNorm
 EPS = 1e-5
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from relinear.kernels import triton
 from relinear.kernels.forms import Call, Form, dispatch
 
-__all__ = ["modulate"]
-
 #: columns M R that the Triton kernel can hold in one tile
 MOST_COLUMNS_ON_CHIP = 128
 

@@ -8,9 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["linear_recurrence"]
-
-
 #: tokens up to which a model that is exported with a dynamic number of them is right (more are refused when it runs)
 LONGEST_EXPORTED = 1 << 17
 # torch 2.6 cannot tell an export from a compilation, which then takes the exported form too

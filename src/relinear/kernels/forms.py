@@ -21,18 +21,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = [
-    "PLAIN",
-    "Call",
-    "Form",
-    "dispatch",
-    "is_plain",
-    "is_traced",
-    "is_transformed",
-    "shape_of",
-    "tell",
-]
-
 Twin = TypeVar("Twin", bound=Callable[..., Any])
 
 FORMS = logging.getLogger("relinear.forms")

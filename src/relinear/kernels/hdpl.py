@@ -25,8 +25,6 @@ from relinear.kernels.cpu.products import (
 )
 from relinear.kernels.forms import Call, Form, dispatch, shape_of, tell
 
-__all__ = ["few_rows", "hdpl"]
-
 #: tokens from which one C++ kernel takes less time than torch's products: it copies weights
 FEWEST_NATIVE_TOKENS = 512
 

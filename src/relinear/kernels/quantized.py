@@ -14,8 +14,6 @@ from relinear.functional.rounding import change_codes
 from relinear.kernels import native
 from relinear.kernels.forms import PLAIN, Call, Form, dispatch
 
-__all__ = ["code_changer", "quantized"]
-
 #: rows up to which weights are made numbers in registers, each time that they are read
 MOST_ROWS = 8
 #: inputs of a group that the kernels take a multiple of

@@ -17,15 +17,6 @@ from relinear.kernels import native, triton
 from relinear.kernels.autograd import differentiable_as, save
 from relinear.kernels.forms import Call, Form, dispatch
 
-__all__ = [
-    "PreparedNetwork",
-    "rotor_network",
-    "rotor_step",
-    "sandwich_windows",
-    "takes_network",
-    "takes_step",
-]
-
 #: tokens that are worth gradients of their own, which are summed at the end
 TOKENS_OF_A_SHARE = 64
 

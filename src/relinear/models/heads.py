@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import NonNegative, register
 
-__all__ = ["SCALE", "HeadBias", "ReadoutScale"]
-
 #: attribute of the head that holds the factor
 SCALE = "relinear_readout_scale"
 

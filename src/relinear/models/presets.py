@@ -18,8 +18,6 @@ from relinear.core.record import sync_record
 from relinear.models.heads import HeadBias
 from relinear.system.text import cut
 
-__all__ = ["draw_as_torch_", "from_preset", "model_folder", "model_place", "preset_config", "preset_names"]
-
 
 @dataclasses.dataclass(frozen=True)
 class _Preset:

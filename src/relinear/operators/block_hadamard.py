@@ -19,8 +19,6 @@ from relinear.functional.block_hadamard import block_hadamard_dense, block_hadam
 from relinear.kernels.block_hadamard import block_hadamard, hadamard_flops
 from relinear.kernels.cpu.dense import Dense
 
-__all__ = ["BlockHadamard", "BlockHadamardLinear"]
-
 _DENSE = Dense(
     "block_hadamard",
     kept={torch.float32: ((8, 1024), (math.inf, 256)), torch.bfloat16: ((128, 2048), (math.inf, 1024))},

@@ -27,8 +27,6 @@ from relinear.kernels.native import refuses_rows
 from relinear.kernels.native.build import is_loaded_beside
 from relinear.operators.context_manager import GELU_GAIN
 
-__all__ = ["CCL", "CCLLinear"]
-
 _OPEN = 2.0  # gate logit that from_linear starts at: sigmoid 0.88, open and yet far from saturated
 
 

@@ -21,8 +21,6 @@ from relinear.core.operator import check_features
 from relinear.core.vocabulary import check_table_fits
 from relinear.kernels.context_manager import linear_recurrence
 
-__all__ = ["GELU_GAIN", "ContextManager", "ContextState", "SharedContext"]
-
 GELU_GAIN = 1.534  # 1 / sqrt(E[gelu(z)^2]) for a standard normal z: keeps the variance through a hidden layer
 
 

@@ -32,8 +32,6 @@ from relinear.kernels.hdpl import few_rows, hdpl
 from relinear.kernels.native import refuses_rows
 from relinear.kernels.native.build import is_loaded_beside
 
-__all__ = ["HDPL", "HDPLLinear"]
-
 #: log sigma^2 after ``from_linear``: noise of 2 % of a latent of unit variance
 _FITTED_LOGVAR = -8.0
 

@@ -18,8 +18,6 @@ from relinear.core.operator import Operator, OperatorConfig, dense_weight, linea
 from relinear.functional.low_rank import low_rank, low_rank_factors, weighted_spectrum
 from relinear.kernels.cpu.dense import Dense
 
-__all__ = ["LowRank", "LowRankLinear", "RankConfig", "RankLinear"]
-
 #: in training never: two products are few
 _DENSE = Dense("low_rank", {torch.float32: ((8, 256),), torch.bfloat16: ((8, 512), (math.inf, 256))})
 

@@ -17,8 +17,6 @@ from relinear.core.operator import Operator, OperatorConfig
 from relinear.functional.monarch import monarch, monarch_dense, monarch_factors
 from relinear.kernels.cpu.dense import Dense
 
-__all__ = ["Monarch", "MonarchLinear"]
-
 _DENSE = Dense(
     "monarch",
     kept={torch.float32: ((8, 1024), (math.inf, 256)), torch.bfloat16: ((math.inf, 1024),)},

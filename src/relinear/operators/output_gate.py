@@ -15,8 +15,6 @@ from relinear.core.sites import Gated
 from relinear.core.wrapper import Wrapper, WrapperConfig
 from relinear.functional.output_gate import gate_of, output_gate
 
-__all__ = ["OutputGate", "OutputGateLinear"]
-
 
 class _Gate(Gated, nn.Module):
     """W_g of one projection: ``weight`` (O, I). A module of its own, so that PEFT's ``modules_to_save`` can name it.

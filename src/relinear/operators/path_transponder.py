@@ -15,8 +15,6 @@ from relinear.core.attachment import AttachmentConfig, Junction, add_part, kw_li
 from relinear.core.config import layer_indices, register
 from relinear.operators.transponder import ModulatorSettings, build_modulator
 
-__all__ = ["PathTransponder"]
-
 _NAME = "relinear_modulator"
 
 

@@ -19,8 +19,6 @@ from relinear.functional.pivoted_low_rank import pivoted_factors, pivoted_low_ra
 from relinear.kernels.cpu.dense import Dense
 from relinear.operators.low_rank import RankConfig, RankLinear
 
-__all__ = ["PivotedLowRank", "PivotedLowRankLinear"]
-
 _DENSE = Dense(
     "pivoted_low_rank",
     kept={torch.float32: ((8, 256),), torch.bfloat16: ((8, 576), (math.inf, 256))},

@@ -20,8 +20,6 @@ from relinear.functional.rounding import Grid, descend, gptq, nearest, nearest_g
 from relinear.kernels.native.build import is_loaded_beside
 from relinear.kernels.quantized import code_changer, quantized
 
-__all__ = ["Quantized", "QuantizedLinear"]
-
 #: of the sizes that a layer could have
 BITS = (2, 3, 4, 5, 6, 8)
 #: shares by which moments of 8,192 tokens are drawn to their diagonals, chosen on moments of other tokens

@@ -33,9 +33,6 @@ from relinear.kernels.forms import is_plain
 from relinear.kernels.rotor import PreparedNetwork, rotor_network, rotor_step, takes_network, takes_step
 from relinear.operators.sandwich_sum import SandwichSum, exponentials, tiled
 
-__all__ = ["Rotor", "RotorLinear"]
-
-
 _SLOPE = 0.25  # of a fresh PReLU
 
 

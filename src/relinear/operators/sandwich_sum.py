@@ -32,8 +32,6 @@ from relinear.system.machine import fast_bfloat16
 if TYPE_CHECKING:
     from relinear.operators.rotor import Rotor
 
-__all__ = ["SandwichSum", "exponentials", "tiled"]
-
 _PARAMETERS = {"left", "right", "scale"}
 
 

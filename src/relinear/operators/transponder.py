@@ -24,8 +24,6 @@ from relinear.kernels.native import refuses_rows
 from relinear.kernels.native.build import is_loaded_beside
 from relinear.kernels.transponder import few_rows, modulated_linear
 
-__all__ = ["Modulator", "ModulatorSettings", "StaticModulator", "Transponder", "TransponderLinear", "build_modulator"]
-
 
 class _Alphas(nn.Module):
     """What both modulators share: curvatures alpha = exp(log_alpha), so that alpha > 0 holds throughout training."""

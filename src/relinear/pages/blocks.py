@@ -13,11 +13,6 @@ from relinear.pages.figures import Panel
 from relinear.pages.live import live
 from relinear.system.files import read_json
 
-__all__ = [
-    "Block", "Cell", "Chart", "Facts", "Listing", "Part", "Row", "Section", "Table", "Text", "as_yaml",
-    "in_words", "picture_of", "read_values", "what_ran",
-]  # fmt: skip
-
 #: a picture with more bytes than this goes in as pixels, where there are any
 _LARGEST_SVG = 400_000
 

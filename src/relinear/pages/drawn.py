@@ -13,8 +13,6 @@ from typing import Any
 from relinear.pages.figures import GUIDE, Axis, Guide, Heat, Panel, Series
 from relinear.system.files import atomic_path
 
-__all__ = ["data_uri", "drawn", "new_figure", "plain_text", "save_figure", "save_panels", "spread_labels"]
-
 _STYLE: Any = {
     "font.size": 10,
     "axes.titlesize": 11,

@@ -8,8 +8,6 @@ from typing import Any
 
 from relinear.pages.figures import GUIDE, Axis, Guide, Heat, Panel, Series
 
-__all__ = ["live"]
-
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon")
 _MODES = {"line": "lines+markers", "plain": "lines", "points": "markers", "steps": "lines"}
 #: from least to most, and from below to above a middle; both are told apart without colour vision

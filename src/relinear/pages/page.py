@@ -18,8 +18,6 @@ from relinear.system.written import check_page
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-__all__ = ["LIMIT", "WITHOUT_PLOTLY", "can_be_hovered", "render", "write_page"]
-
 TEMPLATE = "pages/base.html"
 #: bytes of a page; figures and pictures beyond are left out, and the page says so
 LIMIT = 10_000_000

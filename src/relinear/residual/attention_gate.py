@@ -17,8 +17,6 @@ from relinear.core.config import register
 from relinear.core.operator import check_features, is_linear, linear_features
 from relinear.core.sites import Gated
 
-__all__ = ["SDPAGate"]
-
 _GATE = "relinear_gate"
 _OUTPUT_PROJECTIONS = ("o_proj", "c_proj")
 

@@ -17,8 +17,6 @@ from relinear.core.anatomy import SubBlock, sub_blocks
 from relinear.core.attachment import AttachmentConfig, Junction, add_part, attachments
 from relinear.core.operator import swap_hooks
 
-__all__ = ["SITE", "ResidualConfig", "connect", "without_norm"]
-
 #: name of the submodule that holds what a residual method learns
 SITE = "relinear_residual"
 

@@ -22,8 +22,6 @@ from relinear.core.config import Count, register
 from relinear.core.handover import check_hands_over, hand_over
 from relinear.residual.junction import SITE, ResidualConfig, connect
 
-__all__ = ["LaurelLR", "LaurelPA", "LaurelRW"]
-
 _STREAMS = "relinear_streams"  # keyword argument by which the layers of one forward share their streams
 
 

@@ -17,8 +17,6 @@ from relinear.core.operator import Operator, is_conv1d
 from relinear.core.wrapper import Wrapper
 from relinear.residual.junction import ResidualConfig, without_norm
 
-__all__ = ["DeepNorm", "PostLN"]
-
 _FINAL_NORMS = ("norm", "ln_f", "final_layernorm")
 
 

@@ -16,8 +16,6 @@ from relinear.core.attachment import Junction, add_part, kw_like
 from relinear.core.config import register
 from relinear.residual.junction import SITE, ResidualConfig, connect, without_norm
 
-__all__ = ["LayerNormScaling", "ReZero"]
-
 
 class _Scale(nn.Module):
     """alpha (1,), zero at first: returns alpha y."""

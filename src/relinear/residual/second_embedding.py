@@ -15,8 +15,6 @@ from relinear.core.config import Count, NonNegative, register
 from relinear.core.context import ContextOwner, check_carries_context, conditioned_operators, current_context
 from relinear.core.vocabulary import check_table_fits
 
-__all__ = ["SecondEmbedding"]
-
 
 class _Table(ContextOwner):
     """``embedding`` (V, C), and ``projection`` (D, C) where C is not D."""

@@ -14,8 +14,6 @@ from relinear.core.record import sync_record
 from relinear.residual.attention_gate import SDPAGate
 from relinear.residual.junction import ResidualConfig
 
-__all__ = ["residual_", "residual_methods"]
-
 
 def residual_methods() -> dict[str, type[AttachmentConfig]]:
     """Return every residual method and attention gate by kind.

@@ -13,8 +13,6 @@ from relinear.core.attachment import attachments
 from relinear.core.aux import named_operators
 from relinear.system.files import write_text
 
-__all__ = ["foreign_card", "is_own_card", "remove_card", "settle_card", "write_card"]
-
 _MARK = "<!-- Written by relinear; a card without this line is never overwritten. -->"
 
 

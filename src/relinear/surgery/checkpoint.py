@@ -38,16 +38,6 @@ from relinear.surgery.select import OWN_PREFIX
 from relinear.system.files import atomic_directory, read_json, writing
 from relinear.system.text import cut
 
-__all__ = [
-    "RelinearConfig",
-    "RelinearQuantizer",
-    "check_files",
-    "from_pretrained",
-    "reading_config",
-    "rebuild_",
-    "save_pretrained",
-]
-
 _T = TypeVar("_T")
 _KEYS = {"quant_method", "format_version", "operators", "attachments"}
 

@@ -13,8 +13,6 @@ from relinear.core.operator import Operator, is_linear, linear_features
 from relinear.core.readers import reader_of_weight
 from relinear.surgery.select import OUTPUT_HEAD, OWN_PREFIX, READ_ELSEWHERE, heads, is_adapters_own
 
-__all__ = ["Coverage", "Left", "coverage", "dense_size", "out_of_reach", "warn_of_gaps"]
-
 _TIED = "tied to the embedding"
 _SUBCLASS = "a subclass of nn.Linear"
 _FUSED = "held as parameters, no nn.Linear"

@@ -14,8 +14,6 @@ from relinear.core.modes import evaluating
 from relinear.core.operator import NotLinearError, check_model, plain_linear
 from relinear.core.record import sync_record
 
-__all__ = ["FoldReport", "fold_"]
-
 
 @dataclasses.dataclass(frozen=True)
 class FoldReport:

@@ -10,8 +10,6 @@ from relinear.core.config import nearest, shown
 from relinear.core.operator import check_model
 from relinear.surgery.patterns import check_patterns, matches
 
-__all__ = ["train_only_"]
-
 
 def train_only_(model: nn.Module, patterns: str | Iterable[str]) -> int:
     """Freeze every parameter of ``model`` but those of the modules that ``patterns`` name.

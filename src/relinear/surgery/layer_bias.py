@@ -12,8 +12,6 @@ from relinear.core.anatomy import named_in
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import register, shown
 
-__all__ = ["LayerBias"]
-
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,6 @@ from typing import Any
 
 from relinear.core.operator import Operator
 
-__all__ = ["lora_on_operators_"]
-
 
 def lora_on_operators_(config: Any) -> Any:
     """Let ``target_modules`` of a PEFT ``LoraConfig`` name operators: y = operator(x) + scaling * B A dropout(x).

@@ -9,8 +9,6 @@ from peft import LoraConfig
 from peft.tuners import lora
 from torch import nn
 
-__all__ = ["OperatorLora"]
-
 #: settings of ``init_lora_weights`` that need no weight of the layer
 _INITS = (True, False, "gaussian")
 

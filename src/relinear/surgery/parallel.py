@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from relinear.core.aux import named_operators
 from relinear.core.token_terms import TokenTerms
 
-__all__ = ["OperatorParallel", "split_parameters", "tensor_parallel_plan"]
-
 
 def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """Return a style for every operator, as ``torch.distributed.tensor.parallel.parallelize_module`` takes them.

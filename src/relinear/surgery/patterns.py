@@ -11,8 +11,6 @@ import regex  # transformers has it; unlike re it can be told when to stop
 
 from relinear.core.config import shown
 
-__all__ = ["ALL_LINEAR", "check_patterns", "is_plain", "matches"]
-
 ALL_LINEAR = "all-linear"
 _PLAIN = re.compile(r"[\w.\-]+")
 _LONGEST = 1_000  # characters of a pattern

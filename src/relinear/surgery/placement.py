@@ -7,8 +7,6 @@ from typing import Any
 from relinear.core.config import nearest
 from relinear.core.operator import OperatorConfig
 
-__all__ = ["placement", "placement_names"]
-
 # Llama's names first, then GPT-2's, whose fused c_attn holds q, k and v.
 _ATTENTION = r".*\.(self_attn\.[qkvo]_proj|attn\.c_attn|attn\.c_proj)"
 _MLP = r".*\.mlp\.\w+"

@@ -25,8 +25,6 @@ from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.select import Target, is_tied, select_targets
 from relinear.surgery.summary import Summary, module_flops, module_parameters, summary
 
-__all__ = ["Plan", "Replacement", "attach_", "plan", "replace_"]
-
 #: times the parameters of the layer that it replaces, beyond which an operator is remarked upon
 _LARGER = 1.5
 #: text in place of None, as on the command line

@@ -21,8 +21,6 @@ from relinear.core.config import shown
 from relinear.core.record import LOADER, METHOD, config_record, without_loader
 from relinear.system.files import write_text
 
-__all__ = ["SavedConfig", "as_in_memory_", "needs_loader", "remove_loader", "write_config"]
-
 _LOADER_TEXT = '''"""Lets programs that do not import relinear load this checkpoint, with trust_remote_code=True.
 
 Some layers of this model are relinear's; they come from the installed package: `pip install relinear`. After

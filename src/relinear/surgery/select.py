@@ -17,19 +17,6 @@ from relinear.core.operator import Operator, is_linear
 from relinear.core.readers import reader_of_weight
 from relinear.surgery.patterns import ALL_LINEAR, check_patterns, is_plain, matches
 
-__all__ = [
-    "OUTPUT_HEAD",
-    "OWN_PREFIX",
-    "READ_ELSEWHERE",
-    "Selection",
-    "Target",
-    "heads",
-    "is_adapted",
-    "is_adapters_own",
-    "is_tied",
-    "select_targets",
-]
-
 OWN_PREFIX = "relinear_"  # submodules that an attachment adds
 OUTPUT_HEAD = "output head"
 READ_ELSEWHERE = "their weight is read from outside"

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from relinear.surgery.plan import Plan, Replacement
 
-__all__ = ["flat_states", "load_states_", "own_parameters_", "place_"]
-
 
 def flat_states(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """Return the states of modules (by their names in a model), each tensor under the name that it has in the model."""

@@ -11,8 +11,6 @@ from torch import nn
 from relinear.core.operator import Operator, check_model, is_linear, linear_features
 from relinear.surgery.coverage import Coverage, coverage, dense_size
 
-__all__ = ["Row", "Summary", "module_flops", "module_parameters", "summary"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Row:

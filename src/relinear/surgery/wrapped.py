@@ -31,8 +31,6 @@ from relinear.surgery.lora import lora_on_operators_
 from relinear.surgery.saved_config import as_in_memory_, needs_loader, remove_loader, write_config
 from relinear.surgery.select import is_adapted
 
-__all__ = ["install"]
-
 _MARK = "_relinear_original"
 
 

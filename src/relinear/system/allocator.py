@@ -6,8 +6,6 @@ import ctypes
 import functools
 import sys
 
-__all__ = ["release_freed_memory", "tune_allocator"]
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST = 2**31 - 1  # mallopt takes a C int
 

@@ -19,20 +19,6 @@ from typing import Any
 
 from relinear.system.written import MARK, check_ours, is_ours, is_saved, not_ours, parts_of
 
-__all__ = [
-    "atomic_directory",
-    "atomic_path",
-    "check_manifest",
-    "fingerprint",
-    "parse_json",
-    "read_json",
-    "sync_files",
-    "write_json",
-    "write_manifest",
-    "write_text",
-    "writing",
-]
-
 MANIFEST = "manifest.json"
 #: what libraries say whose own file writers fail, in place of an OSError
 _UNWRITTEN = (

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-__all__ = ["imported_on_first_use"]
-
 
 def imported_on_first_use(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of a package: each of ``names`` comes from the module of it that is stated, and stays.

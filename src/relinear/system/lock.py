@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["InUseError", "only_process_in"]
-
 LOCK = ".lock"
 #: seconds that a lock is waited for: what is left of a run that was just killed takes a moment to end
 _PATIENCE = 3.0

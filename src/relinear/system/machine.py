@@ -16,17 +16,6 @@ import torch
 
 from relinear.system.version import __version__
 
-__all__ = [
-    "PeakMemory",
-    "command_line",
-    "cpu_features",
-    "describe_machine",
-    "fast_bfloat16",
-    "has_narrow_products",
-    "is_first_rank",
-    "on_threads",
-]
-
 
 def is_first_rank() -> bool:
     """Return whether this is the process that writes and tells: the only one, or the first rank of several."""

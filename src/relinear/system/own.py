@@ -7,8 +7,6 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["check_own", "own_folder"]
-
 
 def check_own(path: str | Path) -> Path:
     """``path``, held to being this user's alone before anything is read from it; changes nothing.

@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["Terminated", "on_terminate", "raise_terminated"]
-
 
 class Terminated(KeyboardInterrupt):
     """The process was asked to end by SIGTERM. Whatever handles Ctrl-C handles it."""

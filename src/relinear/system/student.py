@@ -7,8 +7,6 @@ import math
 import statistics
 from collections.abc import Sequence
 
-__all__ = ["half_width", "seeds_needed", "student"]
-
 _LEVEL = 0.95
 
 

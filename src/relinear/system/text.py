@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["columns", "cut", "requirement"]
-
 
 def cut(text: str, most: int = 400) -> str:
     """``text`` without its middle where it is longer than ``most`` characters."""

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-__all__ = ["Timing", "interleave", "peak_memory"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Timing:

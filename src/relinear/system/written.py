@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["MARK", "check_ours", "check_page", "is_ours", "is_saved", "not_ours", "parts_of"]
-
 #: in every directory that is written as a whole
 MARK = ".relinear"
 _PAGE = "report.html"

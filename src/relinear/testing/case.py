@@ -6,8 +6,6 @@ import dataclasses
 
 from relinear.core.operator import OperatorConfig
 
-__all__ = ["NARROW", "ODD", "SQUARE", "WIDE", "Case"]
-
 #: shapes (in, out) that rows may take
 SQUARE, WIDE, NARROW, ODD = (16, 16), (16, 24), (24, 16), (15, 9)
 

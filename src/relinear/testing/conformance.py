@@ -22,17 +22,6 @@ from relinear.core.context import context as given_context
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig
 from relinear.testing.case import Case
 
-__all__ = [
-    "OperatorConformance",
-    "assert_close",
-    "assert_same_gradients",
-    "build",
-    "call",
-    "given",
-    "gradients",
-    "inputs",
-]
-
 LEADING = [(), (1,), (7,), (1, 1), (2, 3), (2, 1, 3)]
 
 

@@ -17,8 +17,6 @@ from transformers import TrainerCallback
 from relinear.core.config import shown
 from relinear.system.files import parse_json, write_text, writing
 
-__all__ = ["Progress", "RunLog", "StopOnTerminate", "read_metrics"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Progress:

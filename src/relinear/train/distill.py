@@ -18,8 +18,6 @@ from relinear.core.objective import Objective, ObjectiveConfig, kl_terms
 from relinear.models.presets import model_folder, model_place
 from relinear.surgery.checkpoint import from_pretrained
 
-__all__ = ["Distill", "against", "divergence"]
-
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)

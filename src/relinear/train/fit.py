@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 # transformers' Trainer takes seconds to import and is imported by the functions that need it: the room imports this
 # file at once, because a function of the same name as its file cannot be imported on first use.
 
-__all__ = ["TrainResult", "checkpointing", "compiled", "fit", "remove_checkpoints"]
-
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:

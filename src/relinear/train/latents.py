@@ -18,8 +18,6 @@ from relinear.core.latents import Latent, Moments, observe
 from relinear.system.files import read_json, write_json
 from relinear.system.text import cut
 
-__all__ = ["LatentMoments", "read_moments"]
-
 FILE = "latent_moments.json"
 _SUMS = ("tokens", "mu", "mu_squared", "variance")
 

@@ -13,16 +13,6 @@ from relinear.core.roles import ParamRole, StatedFans
 from relinear.models.heads import SCALE
 from relinear.train.settings import FitSettings
 
-__all__ = [
-    "build_optimizer",
-    "build_schedule",
-    "check_readout",
-    "output_head",
-    "parameter_groups",
-    "parameter_roles",
-    "width_ratio",
-]
-
 
 def parameter_roles(model: nn.Module) -> dict[str, ParamRole]:
     """Return the role of every trainable parameter, by its first name in ``model``.

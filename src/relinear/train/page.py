@@ -9,8 +9,6 @@ from relinear.pages.blocks import Block, Chart, Facts, Listing, Section, Text, a
 from relinear.pages.figures import PALETTE, Axis, Panel, Series
 from relinear.train.callbacks import read_metrics
 
-__all__ = ["run_section"]
-
 
 def run_section(directory: Path) -> Section:
     """Return what a page says of the run in ``directory``. Raises ValueError for damaged files."""

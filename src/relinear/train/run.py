@@ -33,8 +33,6 @@ from relinear.train.settings import TrainSettings
 from relinear.train.start import scale_added_, scale_stock_
 from relinear.train.trainer import NonFiniteLossError
 
-__all__ = ["build_model", "read_ended", "read_outcome", "read_result", "train"]
-
 #: settings that a continued run may change: they alter neither the weights nor the rows that are logged
 _FREE = ("threads", "save_every", "save_model", "keep_checkpoint", "report_to")
 

@@ -24,8 +24,6 @@ from relinear.core.operator import OperatorConfig
 from relinear.core.settings import Patterns, Seed, Settings
 from relinear.data import DataSettings
 
-__all__ = ["FitSettings", "TrainSettings"]
-
 Schedule = Literal["onecycle", "cosine", "noam", "constant"]
 
 

@@ -13,8 +13,6 @@ from relinear.models import ReadoutScale
 from relinear.surgery.plan import attach_
 from relinear.train.optim import output_head, parameter_roles
 
-__all__ = ["scale_added_", "scale_stock_"]
-
 
 @torch.no_grad()
 def scale_stock_(model: Any, ratio: float, start: Literal["config", "torch"] = "config") -> None:

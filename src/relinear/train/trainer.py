@@ -35,16 +35,6 @@ from relinear.system.machine import fast_bfloat16
 from relinear.train.optim import build_optimizer, build_schedule
 from relinear.train.settings import FitSettings
 
-__all__ = [
-    "NonFiniteLossError",
-    "RelinearTrainer",
-    "SteadySampler",
-    "check_checkpoint",
-    "last_checkpoint",
-    "training_device",
-    "training_dtype",
-]
-
 _RANK_SEEDS = 2_654_435_761  # far from one rank's seed to the next: seeds that users choose are close together
 #: parts that every checkpoint has, whatever wrote it (DeepSpeed keeps its own in one folder)
 _ALWAYS = (

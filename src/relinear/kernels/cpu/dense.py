@@ -9,8 +9,6 @@ import torch
 
 from relinear.kernels.forms import tell
 
-__all__ = ["Dense", "dense_cost", "factored_cost", "prefers_dense"]
-
 #: dtype -> (tokens, largest square layer, in features, that is faster dense) one after another
 Sizes = Mapping[torch.dtype, tuple[tuple[float, float], ...]]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["BACKWARD_PORTION", "PORTION_BYTES", "ROWS", "row_portions"]
-
 #: size of a portion on a CPU
 PORTION_BYTES = 1 << 21
 #: the same for outputs whose gradients are computed at a time: smaller ones make small products

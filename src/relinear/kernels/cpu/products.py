@@ -12,8 +12,6 @@ from torch import Tensor
 from relinear.kernels import native
 from relinear.system.machine import has_narrow_products
 
-__all__ = ["block_low_rank", "block_low_rank_gradient", "is_narrow", "product", "product_gradient"]
-
 #: entries of a gradient up to which its sums, which are added to some rows at a time, stay in the second cache
 LARGEST_GRADIENT = 1 << 19
 

@@ -15,17 +15,6 @@ from torch.autograd import forward_ad
 from relinear.kernels.forms import PLAIN, Call
 from relinear.kernels.native import build
 
-__all__ = [
-    "FEWEST_NATIVE_ENTRIES",
-    "FEWEST_NETWORK_ENTRIES",
-    "LARGEST_NATIVE_RANK",
-    "MOST_FEW_ROWS",
-    "kernels",
-    "refuses",
-    "refuses_few_rows",
-    "refuses_rows",
-]
-
 #: entries from which the kernels are used: below, an eager chain takes less time than a thread's start saves
 FEWEST_NATIVE_ENTRIES = 1 << 17
 #: the same for networks of rotors, of which torch's operations are many

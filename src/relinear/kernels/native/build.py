@@ -22,8 +22,6 @@ from relinear.system.files import fingerprint
 from relinear.system.machine import cpu_features
 from relinear.system.own import check_own, own_folder
 
-__all__ = ["has_compiler", "is_built", "is_loaded", "is_loaded_beside", "library_path"]
-
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 #: Apple's compiler has no OpenMP of its own, without which torch's headers run the kernels on one thread

@@ -19,8 +19,6 @@ from torch import Tensor
 from relinear.kernels.first_check import against_unseen
 from relinear.kernels.forms import Call
 
-__all__ = ["refuses", "triton_kernels"]
-
 #: where the kernels run
 DEVICE = "cuda"
 

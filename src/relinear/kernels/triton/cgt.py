@@ -19,8 +19,6 @@ from relinear.kernels.autograd import lowered
 from relinear.kernels.triton import tiles
 from relinear.kernels.triton.tiles import add_product
 
-__all__ = ["modulate"]
-
 
 @triton.jit
 def _across(values, RANK: tl.constexpr, PAD: tl.constexpr):

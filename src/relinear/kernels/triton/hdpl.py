@@ -15,8 +15,6 @@ from relinear.kernels.autograd import differentiable_as, lowered, save
 from relinear.kernels.triton import tiles
 from relinear.kernels.triton.tiles import add_product
 
-__all__ = ["hdpl"]
-
 
 @triton.jit
 def _encode_kernel(

@@ -25,8 +25,6 @@ from relinear.functional import rotor as reference
 from relinear.kernels.autograd import differentiable_as, lowered, save
 from relinear.kernels.triton import tiles
 
-__all__ = ["rotor_step", "sandwich_windows"]
-
 #: numbers in a tile, where the tokens are enough
 NUMBERS = 4096
 

@@ -18,18 +18,6 @@ from relinear.functional import rotor as reference_rotor
 from relinear.functional import transponder as reference_transponder
 from relinear.kernels.triton import cgt, hdpl, rotor, transponder
 
-__all__ = [
-    "SAMPLES",
-    "Sample",
-    "cgt_arguments",
-    "draw",
-    "hdpl_arguments",
-    "largest_error",
-    "rotor_arguments",
-    "rotor_step_arguments",
-    "transponder_arguments",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Sample:

@@ -11,21 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = [
-    "COLUMNS",
-    "STEP",
-    "Tile",
-    "add_product",
-    "cdiv",
-    "depth",
-    "empty",
-    "launch",
-    "pad",
-    "precision",
-    "rows",
-    "warps",
-]
-
 #: columns of an output tile, and numbers of the summed dimension that are loaded at a time
 COLUMNS, STEP = 128, 32
 

@@ -16,8 +16,6 @@ from relinear.functional import transponder as reference
 from relinear.kernels.autograd import differentiable_as, lowered, save
 from relinear.kernels.triton import tiles
 
-__all__ = ["modulated_linear"]
-
 #: parts that a sum over tokens is divided into, added up in a fixed order afterwards
 PARTS = 16
 

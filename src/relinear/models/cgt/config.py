@@ -11,8 +11,6 @@ from transformers import AutoConfig, GPT2Config
 from relinear.core.config import UnknownSettingError, check_at_least, check_choice, check_type, nearest, shown
 from relinear.core.record import without_loader
 
-__all__ = ["CGTConfig"]
-
 #: keywords that any configuration of transformers takes beside its fields, or has written in earlier versions
 _OF_TRANSFORMERS = frozenset(
     {

@@ -18,8 +18,6 @@ from relinear.functional.cgt import generated_map, mixing
 from relinear.kernels.cgt import modulate
 from relinear.models.cgt.config import CGTConfig
 
-__all__ = ["CGTBlock", "ContextStream", "Modulator"]
-
 
 class Modulator(nn.Module):
     """One generated operator T(x; y) = x + L(y) R(y)^T [x, 1] (CGT, Section 3.1), for x that is already normalised."""

@@ -17,19 +17,6 @@ from torch import Tensor
 
 from relinear.core.config import check_choice
 
-__all__ = [
-    "continuity",
-    "decorrelation",
-    "estimation_kernel",
-    "exponential_kernel",
-    "gaussian_process_kl",
-    "gaussian_process_matching",
-    "kernel_profile",
-    "moment_matching",
-    "profile",
-    "rbf_kernel",
-]
-
 
 def _directions(y: Tensor) -> Tensor:
     return torch.nn.functional.normalize(y, dim=-1)

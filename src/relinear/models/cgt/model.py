@@ -27,8 +27,6 @@ from relinear.functional.cgt import moving_average
 from relinear.models.cgt.config import CGTConfig
 from relinear.models.cgt.layers import CGTBlock, Modulator
 
-__all__ = ["CGTForCausalLM", "CGTForRegression", "CGTModel", "CGTOutput", "squared_error"]
-
 #: what transformers' own code hands to any model, and what its tokenizers make: without a meaning here
 _PASSED_ON = frozenset(
     {*TransformersKwargs.__annotations__, "cache_position", "shift_labels", "token_type_ids", "return_dict"}

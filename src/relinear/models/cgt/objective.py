@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from relinear.core.aux import IGNORED_LABEL
 from relinear.core.config import Bounds, Count, NonNegative, register
-from relinear.core.objective import GuidedTraining, ObjectiveConfig
+from relinear.core.objective import GuidedTraining as GuidedTraining
+from relinear.core.objective import ObjectiveConfig
 from relinear.models.cgt import losses
-
-__all__ = ["CGTObjective", "GuidedTraining", "auxiliary_loss", "draw_splits", "real_positions", "rest_of"]
 
 #: what marks a position that does not count, by the name of a batch's entry
 _PADDING = {"labels": IGNORED_LABEL, "target_mask": 0}

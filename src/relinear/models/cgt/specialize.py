@@ -19,8 +19,6 @@ from relinear.models.cgt.layers import Modulator
 from relinear.models.cgt.model import CGTForCausalLM
 from relinear.models.heads import ReadoutScale
 
-__all__ = ["specialize"]
-
 
 @torch.no_grad()
 def specialize(
