@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import ctypes
 import errno
+import hashlib
 import importlib
 import json
 import os
@@ -178,10 +179,22 @@ def _kind(call: str) -> str:
     return re.sub(r"(?<=\.)[a-z0-9_]{8}(?=/|$)|\.tmp\w{6}|[^/]+(?=/seed)|\w+_proj|[0-9a-f]{8,}|\d+", "#", call)
 
 
-def _wrong(folder: Path, arguments: list[str], number: int, kind: int, peace: dict[str, Any]) -> str:
-    """What is wrong with a command at a fault and after it; "" if nothing."""
-    from kills.works import come_to
+def _bits(folder: Path) -> str:
+    """A hash of the names and bytes of all files."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        content = path.read_bytes() if path.is_file() else b""
+        found.update(f"{path.relative_to(folder)} {len(content)}\0".encode() + content)
+    return found.hexdigest()
 
+
+def _wrong(
+    folder: Path, arguments: list[str], number: int, kind: int, peace: dict[str, Any], after: dict[str, str]
+) -> str:
+    """What is wrong with a command at a fault and after it; "" if nothing.
+
+    ``after`` has what the command came to from what earlier faults had left: many leave the same, or nothing.
+    """
     code, told, _, calls = _attempt(folder, arguments, number, kind)
     failed = calls[0] if calls else "none"
     errors = [line for line in told.splitlines() if line.startswith("error: ")]
@@ -189,12 +202,22 @@ def _wrong(folder: Path, arguments: list[str], number: int, kind: int, peace: di
         return f"exit code {code} at {failed}: {told[-1500:]}"
     if code == 2 and calls and not _named(errors[0], calls, folder):
         return f"unnamed, at {failed}: {errors[0]}"
+    left = _bits(folder)
+    if left not in after:
+        after[left] = _differs(folder, arguments, peace)
+    return after[left] and f"{after[left]}, after {failed}"
+
+
+def _differs(folder: Path, arguments: list[str], peace: dict[str, Any]) -> str:
+    """What is other than in peace where a command starts from a folder as it is; "" if nothing."""
+    from kills.works import come_to
+
     code, told, *_ = _attempt(folder, arguments)
     if code:
-        return f"then exit code {code}, after {failed}: {told[-1500:]}"
+        return f"then exit code {code}: {told[-1500:]}"
     found = come_to(folder)
     different = sorted(key for key in peace.keys() | found.keys() if peace.get(key) != found.get(key))
-    return f"then other results in {different}, after {failed}" if different else ""
+    return f"then other results in {different}" if different else ""
 
 
 def run(
@@ -224,6 +247,7 @@ def run(
     counts: dict[str, dict[str, int]] = {}
     peace: dict[str, Any] = {}
     work: list[tuple[str, int, int]] = []
+    after: dict[str, dict[str, str]] = {}  # by command
     begun = time.monotonic()
     memory = Path("/dev/shm")  # where synchronising takes no time
     with tempfile.TemporaryDirectory(prefix="faults-", dir=memory if memory.is_dir() else None) as home_name:
@@ -264,7 +288,8 @@ def run(
                 if time.monotonic() - begun > 60 * minutes:
                     continue
                 shutil.copytree(given, folder)
-                tried[what] = _wrong(folder, commands[name], number, kind, peace[name])
+                known = after.setdefault(name, {})
+                tried[what] = _wrong(folder, commands[name], number, kind, peace[name], known)
                 shutil.rmtree(folder)
                 if record:
                     record.write_text(json.dumps(tried))
