@@ -7,9 +7,9 @@ from typing import Any
 import svg
 from measured import gap, mean, read, table
 
-__all__ = ["PICTURE", "ROUNDED", "frontier_table", "in_page", "picture"]
+__all__ = ["EQUAL_BYTES", "PICTURE", "ROUNDED", "equal_bytes", "frontier_table", "in_page", "picture"]
 
-RECORD, PICTURE = "compress/frontier.jsonl", "compress-frontier"
+RECORD, PICTURE, EQUAL_BYTES = "compress/frontier.jsonl", "compress-frontier", "compress-equal-bytes"
 ROUNDING, ALLOCATION, LLAMA_CPP = "compress/rounding.jsonl", "compress/allocation.json", "compress/llama_cpp.jsonl"
 PREDICTIONS = "compress/predictions.jsonl"
 #: passages
@@ -42,6 +42,9 @@ RIVALS = (
 #: what the picture shows
 MOST = 1.0  # nats; what loses more is in the table alone
 SHOWN = ("nearest", "gptq", "uniform", "bits", "keep")
+OURS = ("uniform", "bits", "bits-order", "keep")
+#: of the picture of equal bytes: nats at its right edge, height of a row, where names end
+EDGE, ROW, LABELS = 0.5, 24, 190
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 540, 300, 56, 46, 30
 
 
@@ -199,7 +202,7 @@ def picture(theme: str) -> str:
         parts.append(svg.text(at(tick, 0)[0], HEIGHT - BOTTOM + 18, str(tick), soft))
     parts.append(svg.text((LEFT + WIDTH) / 2, HEIGHT - 8, "bits a weight, scales included", soft))
     for x, found, method, name in points:
-        colour = ours if method in ("uniform", "bits", "keep") else theirs
+        colour = ours if method in OURS else theirs
         (across, y), (_, up), (_, down) = (at(x, found["nats"] + sign * found["interval"]) for sign in (0, 1, -1))
         parts.append(svg.line(across, up, across, down, colour, 2.4))
         parts.append(svg.circle(across, y, colour, method == "nearest"))
@@ -218,6 +221,62 @@ def in_page(folder: str = "pictures") -> str:
     return svg.themed(f"{folder}/{PICTURE}", _described())
 
 
+def equal_bytes(theme: str) -> str:
+    """The SVG: loss of the turned model by method, at 4.25 and at 3.5 bits, on the first text."""
+    ink, soft, line, ours, theirs = svg.THEMES[theme]
+    groups = _at_equal_bytes()
+    text = next(iter(groups[0][1][0]["against"]))
+    height, right = TOP + sum(ROW * (len(found) + 1) for _, found in groups) + BOTTOM, WIDTH - 60
+    parts = [svg.text(LABELS, 16, f"nats a token above the original, {text}", soft, "start")]
+
+    def across(nats: float) -> float:
+        return LABELS + max(0.0, min(nats, EDGE)) / EDGE * (right - LABELS)
+
+    for tick in range(int(10 * EDGE) + 1):
+        x = across(tick / 10)
+        parts += [svg.line(x, TOP, x, height - BOTTOM, line, 1)]
+        parts += [svg.text(x, height - BOTTOM + 18, f"{tick / 10:.1f}", soft)]
+    y = TOP
+    for bits, found in groups:
+        y += ROW
+        parts.append(svg.text(8, y - 6, f"{bits} bits a weight", soft, "start", 600))
+        for row in found:
+            y += ROW
+            colour = ours if row["row"].partition(":")[0] in OURS else theirs
+            nats, half = (row["against"][text][key] for key in ("nats", "interval"))
+            name = _called(row["row"]).partition(", groups")[0].replace("`", "")
+            parts.append(svg.text(LABELS - 10, y - 6, name, ink, "end"))
+            if nats <= EDGE:
+                parts.append(svg.line(across(nats - half), y - 10, across(nats + half), y - 10, colour, 2.4))
+                parts.append(svg.circle(across(nats), y - 10, colour))
+            parts.append(svg.text(WIDTH - 8, y - 6, f"{nats:+.3f}", ink if nats <= EDGE else theirs, "end"))
+    return svg.whole(WIDTH, height, _equal_bytes_described(), parts)
+
+
+def _at_equal_bytes() -> list[tuple[str, list[dict[str, Any]]]]:
+    """Rows of the turned model by bits, the least loss first."""
+    found = [row for (model, name), row in _rounding().items() if model == next(iter(MODELS)) and name != "original"]
+    text = next(iter(found[0]["against"]))
+    groups = []
+    for bits in ("4.25", "3.50"):
+        rows = [row for row in found if f"{row['bits']:.2f}" == bits]
+        groups.append((bits, sorted(rows, key=lambda row: row["against"][text]["nats"])))
+    return groups
+
+
+def _equal_bytes_described() -> str:
+    told = []
+    for bits, found in _at_equal_bytes():
+        nats = [(_called(row["row"]).replace("`", ""), next(iter(row["against"].values()))["nats"]) for row in found]
+        told.append(f"at {bits} bits a weight " + ", ".join(f"{name} {value:+.3f}" for name, value in nats))
+    return f"Nats a token above the original, turned model: {'; '.join(told)}."
+
+
+def at_equal_bytes_in_page(folder: str = "pictures") -> str:
+    """The picture of equal bytes in a page."""
+    return svg.themed(f"{folder}/{EQUAL_BYTES}", _equal_bytes_described())
+
+
 def by_llama_cpp() -> str:
     """How many of ten prompts llama.cpp continues as transformers does, token by token."""
     lines = []
@@ -231,4 +290,4 @@ def by_llama_cpp() -> str:
 
 
 ROUNDED = {"rounding": rounding_table, "rivals": rivals, "draws": draws, "writing": writing, "predictions": predictions}
-ROUNDED |= {"allocation": allocation_table, "llama": by_llama_cpp}
+ROUNDED |= {"equal_bytes": at_equal_bytes_in_page, "allocation": allocation_table, "llama": by_llama_cpp}
