@@ -330,8 +330,8 @@ MUTANTS = (
     Mutant(
         "Eq. 6, Algorithm 1",
         f"{_F}/hdpl.py",
-        "return torch.addcmul(_upcast(mu), torch.exp(0.5 * _upcast(logvar)), noise).to(mu.dtype)",
-        "return torch.addcmul(_upcast(mu), torch.exp(_upcast(logvar)), noise).to(mu.dtype)",
+        "return torch.addcmul(mean, torch.exp(0.5 * logvar), noise).to(mu.dtype)",
+        "return torch.addcmul(mean, torch.exp(logvar), noise).to(mu.dtype)",
         "test_hdpl::test_forward_is_the_authors_form",
     ),
     Mutant(

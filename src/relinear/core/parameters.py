@@ -15,6 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+_ORDINARY = (nn.Parameter, Tensor)  # a plain tensor where torch.func puts values in place of parameters
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# those of all modules, which torch keeps in dictionaries of these names
+_GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{hooks}") for hooks in _HOOKS)
+
 
 def add_parameters(module: nn.Module, kw: dict[str, Any], /, **shapes: tuple[int, ...] | None) -> None:
     """Register a parameter of each shape by its name, its values still to be drawn; None where there is none."""
@@ -51,13 +56,18 @@ class AffineParameters(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    def __call__(self) -> Any:
+        """(weight, bias), where they are while the operator runs; spelt out, as every step calls several."""
+        own, parameters = self.__dict__, self._parameters
+        hooked = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or any(_GLOBAL_HOOKS)
+        # what shards, prunes or parametrises may keep a tensor elsewhere
+        if hooked or "forward" in own or own["_backward_pre_hooks"] or not parameters.keys() >= {"weight", "bias"}:
+            return super().__call__()
+        return parameters["weight"], parameters["bias"]
+
     def forward(self) -> tuple[Tensor, Tensor | None]:
-        """(weight, bias), where they are while the operator runs."""
-        own = self._parameters
-        try:
-            return own["weight"], own["bias"]  # type: ignore[return-value]  # attributes take twice as long as the call
-        except KeyError:  # what shards, prunes or parametrises may keep a tensor elsewhere
-            return self.weight, self.bias
+        """(weight, bias)."""
+        return self.weight, self.bias
 
     def extra_repr(self) -> str:
         return f"{', '.join(map(str, self.weight.shape))}, bias={self.bias is not None}"
@@ -79,12 +89,6 @@ def are_affine(parts: Iterable[nn.Module | None]) -> bool:
     What somebody has put in the place of one may compute others at every call.
     """
     return all(part is None or type(part) is AffineParameters for part in parts)
-
-
-_ORDINARY = (nn.Parameter, Tensor)  # a plain tensor where torch.func puts values in place of parameters
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# those of all modules, which torch keeps in dictionaries of these names
-_GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{hooks}") for hooks in _HOOKS)
 
 
 def is_bare(module: Any) -> bool:

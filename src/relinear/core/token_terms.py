@@ -28,7 +28,7 @@ class TokenTerms(nn.Module):
         The means are over the tokens that count: in a model those whose prediction counts in its loss (see
         ``core.aux.counted_tokens``), in a layer that runs by itself all of them.
         """
-        noted = (part._aux_losses for part in self._noting() if part.training)
+        noted = [part._aux_losses for part in self._noting() if part.training]
         return {name: _token_mean(value, None) for values in noted for name, value in values.items()}
 
     def metrics(self) -> dict[str, Tensor]:
@@ -63,7 +63,9 @@ class TokenTerms(nn.Module):
         """
         again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         if not (again and self._aux_losses):  # a whole model that is run again has forgotten its terms first
-            self._aux_losses, self._metrics = aux_losses, metrics
+            # past nn.Module's own, which looks for parameters
+            object.__setattr__(self, "_aux_losses", aux_losses)
+            object.__setattr__(self, "_metrics", metrics)
 
     def count_tokens(self, counted: Tensor | None) -> None:
         """Make what the last forward noted for every token into means over those that count.

@@ -18,7 +18,7 @@ def block_diagonal(x: Tensor, blocks: Tensor) -> Tensor:
     Returns:
         (..., O).
     """
-    grouped = x.unflatten(-1, (blocks.shape[0], blocks.shape[2]))
+    grouped = x.reshape(*x.shape[:-1], blocks.shape[0], blocks.shape[2])
     return torch.einsum("...ki,koi->...ko", grouped, blocks).flatten(-2)
 
 

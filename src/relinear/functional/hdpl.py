@@ -63,7 +63,8 @@ def hdpl_results(*given: Tensor | None) -> tuple[Tensor, ...]:
 
 def hdpl_sample(mu: Tensor, logvar: Tensor, noise: Tensor) -> Tensor:
     """z = mu + exp(logvar / 2) * noise (Eq. 6), in at least float32, returned in mu's dtype; all (..., R)."""
-    return torch.addcmul(_upcast(mu), torch.exp(0.5 * _upcast(logvar)), noise).to(mu.dtype)
+    mean, logvar = _upcast(mu, logvar)
+    return torch.addcmul(mean, torch.exp(0.5 * logvar), noise).to(mu.dtype)
 
 
 def hdpl_decode(x: Tensor, z: Tensor, blocks: Tensor, decoder: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -73,20 +74,15 @@ def hdpl_decode(x: Tensor, z: Tensor, blocks: Tensor, decoder: Tensor, bias: Ten
 
 def gaussian_kl(mu: Tensor, logvar: Tensor) -> Tensor:
     """KL(N(mu, sigma^2) || N(0, 1)) of each dimension, in nats (a summand of Eq. 8); (..., R), at least float32."""
-    mu, logvar = _upcast(mu), _upcast(logvar)
+    mu, logvar = _upcast(mu, logvar)
     return 0.5 * (mu.square() + torch.expm1(logvar) - logvar)
-
-
-def token_kl(mu: Tensor, logvar: Tensor) -> Tensor:
-    """Return the KL of each token in nats, summed over dimensions (Eq. 8): (..., R) to (...,), at least float32."""
-    return gaussian_kl(mu, logvar).sum(-1)
 
 
 def bounded_kl(kl: Tensor, bound: float = math.log(2)) -> tuple[Tensor, Tensor]:
     """Return the paper's regulariser (Eq. 9): the KL of a token, clamped at ln 2. Clamped tokens have no gradient.
 
     Args:
-        kl: (...,), of ``token_kl``.
+        kl: (...,), of each token (``gaussian_kl`` summed over dimensions).
         bound: in nats.
 
     Returns:
@@ -128,7 +124,7 @@ def geometric_jsd(mu: Tensor, logvar: Tensor) -> Tensor:
     Returns:
         (...,) in float32 or better.
     """
-    mu, logvar = _upcast(mu), _upcast(logvar)
+    mu, logvar = _upcast(mu, logvar)
     half = 0.5 * logvar
     # In forms that do not overflow before v does: log cosh a = |a| + log((1 + exp(-2 |a|)) / 2), and
     # cosh(l) / (1 + v) = (v + 1/v) / (2 (1 + v)).
@@ -165,5 +161,6 @@ def hdpl_fit(weight: Tensor, blocks: int, rank: int, sweeps: int = 16) -> tuple[
     return local, down, up @ (u * s)
 
 
-def _upcast(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def _upcast(mu: Tensor, logvar: Tensor) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(mu.dtype, torch.float32)
+    return mu.to(wide), logvar.to(wide)

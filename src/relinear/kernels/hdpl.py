@@ -75,18 +75,20 @@ hdpl = dispatch(
 )(reference.hdpl)
 
 
-def few_rows(
-    x: Tensor, blocks: Tensor, mu_weight: Tensor, mu_bias: Tensor, decoder: Tensor, bias: Tensor | None
-) -> Callable[[Tensor], Tensor] | None:
+def few_rows(x: Tensor, *parameters: Tensor | None) -> Callable[[Tensor], Tensor] | None:
     """y without noise as a function of a few rows like x, one call in C++; None where that is not to run.
 
     The parameters are asked about once, here: they must stay. Whoever calls asks ``native.refuses_rows`` every time.
+
+    Args:
+        x: (..., I).
+        parameters: blocks, mu_weight, mu_bias, decoder and bias of ``hdpl``.
     """
-    if native.refuses_few_rows(x, blocks, mu_weight, mu_bias, decoder, bias):
+    if native.refuses_few_rows(x, *parameters):
         return None
     layer = native.kernels().hdpl_layer.default
     tell("hdpl", "C++ for a few rows, prepared", shape_of(x), {})
-    return lambda x: layer(x, blocks, mu_weight, mu_bias, decoder, bias)[0]
+    return lambda x: layer(x, *parameters)[0]
 
 
 def _results(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise) -> tuple[Tensor, ...]:

@@ -136,21 +136,18 @@ modulated_linear = dispatch(
 )(reference.modulated_linear)
 
 
-def few_rows(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    down: Tensor,
-    channel: Tensor | None,
-    scalar: Tensor | None,
-) -> Callable[[Tensor], Tensor] | None:
+def few_rows(x: Tensor, *parameters: Tensor | None) -> Callable[[Tensor], Tensor] | None:
     """``modulated_linear`` as a function of a few rows like x, alphas folded into B; None where C++ is not to run.
 
     The parameters are asked about once, here: they must stay. Whoever calls asks ``native.refuses_rows`` every time.
+
+    Args:
+        x: (..., I).
+        parameters: weight, bias, down, channel and scalar of ``modulated_linear``.
     """
-    call = Call(x, weight, bias, down, channel, scalar)
+    call = Call(x, *parameters)
     if call.grad or call.autocast or _refuses_cpp(call):
         return None
     layer = native.kernels().modulated_linear.default
     tell("transponder", "C++ for a few rows, prepared", shape_of(x), {})
-    return lambda x: layer(x, weight, bias, down, channel, scalar)
+    return lambda x: layer(x, *parameters)

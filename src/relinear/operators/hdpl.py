@@ -26,7 +26,6 @@ from relinear.functional.hdpl import (
     hdpl_decode,
     hdpl_fit,
     hdpl_sample,
-    token_kl,
 )
 from relinear.kernels.hdpl import few_rows, hdpl
 from relinear.kernels.native import refuses_rows
@@ -99,26 +98,27 @@ class HDPLLinear(LatentOperator):
     def _few_rows(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         if not are_affine((self.mu, self.decoder)):
             return None
-        weight, offset = self.mu.forward()  # hooks are for the calls of a forward pass
-        assert offset is not None
-        return few_rows(x, self.blocks, weight, offset, self.decoder.forward()[0], self.bias)
+        # by their forward: hooks are for the calls of a forward pass
+        return few_rows(x, self.blocks, *self.mu.forward(), self.decoder.forward()[0], self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.parameter_cache is not None and self._taps is None and not refuses_rows(x):
             run = prepared(self, x, self._few_rows)
             if run is not None:
                 return run(x)
-        noise = None
-        if self.training and self.logvar is not None:
-            # One draw for all tokens and dimensions, in at least float32, where the generator is fastest.
-            dtype = torch.promote_types(x.dtype, torch.float32)
-            noise = torch.randn(*x.shape[:-1], self.config.rank, device=x.device, dtype=dtype)
-        to_mu, decoder = self.mu(), self.decoder()[0]
-        to_logvar = (None, None) if self.logvar is None else self.logvar()
-        tap = self._latent_tap
+        parts: Any = self._modules  # where they are: attributes of modules take a while
+        noise, to_mu, decoder = None, parts["mu"](), parts["decoder"]()[0]
+        to_logvar: Any = (None, None)
+        if parts.get("logvar") is not None:
+            to_logvar = parts["logvar"]()
+            if self.training:
+                # One draw for all tokens and dimensions, in at least float32, where the generator is fastest.
+                dtype = torch.promote_types(x.dtype, torch.float32)
+                noise = torch.randn(*x.shape[:-1], self.config.rank, device=x.device, dtype=dtype)
+        tap = None if self._taps is None else self._latent_tap
         if tap is None or not tap.edits:
-            weights = (to_mu[0], to_mu[1], to_logvar[0], to_logvar[1], decoder)
-            y, z, mu, logvar = hdpl(x, self.blocks, *weights, self.bias, noise)
+            given: Any = x, self.blocks, *to_mu, *to_logvar, decoder, self.bias, noise
+            y, z, mu, logvar = hdpl(*given)
             if tap is not None:
                 tap(Latent(z, mu, _log_variance(x, mu, *to_logvar) if logvar is None else logvar))
         else:
@@ -133,16 +133,14 @@ class HDPLLinear(LatentOperator):
 
     def _regularise(self, mu: Tensor, logvar: Tensor) -> None:
         config = self.config
-        if config.bound == "clamp":
-            divergence = token_kl(mu, logvar)
-            loss, clamped = bounded_kl(divergence)
-        elif config.bound == "free_bits":
-            kl = gaussian_kl(mu, logvar)
-            divergence = kl.sum(-1)
-            loss, clamped = free_bits_kl(kl, config.free_nats_per_dim)
-        else:
+        if config.bound == "geometric_jsd":
             divergence = loss = geometric_jsd(mu, logvar)
             clamped = torch.zeros_like(loss)
+        else:
+            kl = gaussian_kl(mu, logvar)
+            divergence = kl.sum(-1)
+            free = config.bound == "free_bits"
+            loss, clamped = free_bits_kl(kl, config.free_nats_per_dim) if free else bounded_kl(divergence)
         self.note(
             {"latent": config.beta * loss},
             {"clamped": clamped.to(loss.dtype).detach(), "divergence": divergence.detach()},
