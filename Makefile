@@ -29,7 +29,7 @@ test: $(STAMP) ## the fast tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2  # a process a core, a thread a process
 
 browser: $(STAMP) ## the tests of report pages in a browser: Chromium of the system, or one that is fetched
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[report,browser]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[browser]"
 	command -v chromium >/dev/null || command -v google-chrome >/dev/null || $(BIN)/python -m playwright install chromium
 	$(BIN)/python -m pytest tests/test_pages.py
 

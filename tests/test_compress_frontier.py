@@ -136,7 +136,7 @@ def test_the_frontier_is_predicted_and_measured_and_changes_nothing(tmp_path) ->
     assert found["nats"] == pytest.approx(row["measured"]["nats"], abs=1e-4)
     page = (tmp_path / "report.html").read_text()
     assert "The frontier" in page
-    assert page.count("data:image/svg+xml") == 2
+    assert page.count("data-figure=") == 2
     assert len(page) < 1_000_000
     assert f"{row['bits']:.2f} bits a weight" in str(report)
     with pytest.raises(ValueError, match="frontier weighs operators"):

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from page_helpers import without_plotly
 from relinear.analysis.analyses import ANALYSES
 from relinear.analysis.page import analyses_section
+from relinear.compare import figures
+from relinear.compare.report import results_table, verdict
 from relinear.compare.worker import InProcess
 from relinear.distill.report import distill_section
 from relinear.pages import page as pages
@@ -56,46 +57,40 @@ class Tags(HTMLParser):
 
 def tags_of(page: str) -> list[tuple[str, dict[str, str | None]]]:
     parser = Tags()
-    parser.feed(without_plotly(page))
+    parser.feed(page)
     return parser.tags
 
 
-@pytest.mark.parametrize("live", [True, False])
-def test_text_of_data_is_escaped_everywhere(live: bool, monkeypatch) -> None:
-    if live:
-        pytest.importorskip("plotly", reason="live figures need plotly")
-    monkeypatch.setattr(pages, "can_be_hovered", lambda: live)
+def test_text_of_data_is_escaped_everywhere() -> None:
     page = pages.render([hostile_section()])
     tags = tags_of(page)
     assert [a.get("id") for tag, a in tags if tag == "script"] == ["page"]
     assert not [a for _, a in tags for name in a if name.startswith("on")]
     assert all(str(a["src"]).startswith("data:") for _, a in tags if "src" in a)
     assert "{{ 7 * 7 }}" in page
-    assert (pages.WITHOUT_PLOTLY.partition("(")[0] in page) != live
 
 
-def test_figures_are_live_once_or_still_pictures(monkeypatch) -> None:
-    pytest.importorskip("plotly", reason="live figures need plotly")
+def test_a_page_draws_its_figures_itself_and_is_small() -> None:
     page = pages.render([hostile_section(), hostile_section()])
-    assert page.count('<script id="plotly">') == 1
-    assert len(page.encode()) < pages.LIMIT
-    monkeypatch.setattr(pages, "can_be_hovered", lambda: False)
-    still = pages.render([hostile_section()])
-    assert len(still) < 100_000
-    assert "data-figure=" not in still
-    assert still.count(f'src="{PIXEL}"') == 2
+    assert len(page) < 100_000
+    assert page.count("data-figure=") == 2
+    assert page.count(f'src="{PIXEL}"') == 4  # beside a figure for no script, and by itself
+    values = Panel([Series(name="a", colour="#000000", x=range(3), y=[1.0, float("nan"), 2.0])], Axis(ticks={0.5: "b"}))
+    said = json.loads(json.dumps(Chart("", values).figure))
+    assert said["shown"][0]["x"] == [0, 1, 2]
+    assert said["shown"][0]["y"] == [1.0, None, 2.0]
+    assert said["x"]["ticks"] == {"0.5": "b"}
 
 
 def test_pictures_beyond_the_limit_are_left_out_and_named() -> None:
-    large = "data:image/png;base64," + "A" * 6_000_000
+    large = "data:image/png;base64," + "A" * 600_000
     page = pages.render([Section("a", "b", [Chart("first", image=large), Chart("second", image=large)])])
     assert len(page.encode()) < pages.LIMIT
     assert "Left out, for the page would be too large: second" in page
 
 
 def test_live_figures_have_room_before_pictures_do() -> None:
-    pytest.importorskip("plotly", reason="live figures need plotly")
-    large = "data:image/png;base64," + "A" * 4_000_000
+    large = "data:image/png;base64," + "A" * 400_000
     figure = Panel([Series(name="entry", colour="#0072B2", x=range(1000), y=[0.123456789] * 1000)])
     charts = [Chart("first", figure, large), Chart("second", figure, large), Chart("third", image=large)]
     page = pages.render([Section("a", "b", charts)])
@@ -114,7 +109,7 @@ def test_an_old_comparison_with_analyses_and_a_run_on_one_page(tmp_path, monkeyp
     shutil.copytree(COMPARISON / "runs" / "dense" / "seed-0", "run")
     assert main(["report", "old", "run"]) == 0
     assert "report.html" in capsys.readouterr().out
-    page = without_plotly(Path("report.html").read_text())
+    page = Path("report.html").read_text()
     results = json.loads(Path("old/results.json").read_text())
     for text in (*(f'data-entry="{entry["name"]}"' for entry in results["entries"]), "Training run run"):
         assert text in page
@@ -123,13 +118,89 @@ def test_an_old_comparison_with_analyses_and_a_run_on_one_page(tmp_path, monkeyp
     assert sorted(path.stem for path in Path("old/plots").glob("*.png")) == ["curves", "pareto", "speeds"]
 
 
+def comparison(tmp_path: Path, losses: dict[str, list[float]], ngram: float | None = None) -> dict:
+    """A comparison of an older version with other losses by entry, one a seed."""
+    values = json.loads((COMPARISON / "results.json").read_text())
+    entry = values["entries"][0]
+    values["entries"] = []
+    for name, found in losses.items():
+        mean = sum(found) / len(found)
+        statistic = {"mean": mean, "spread": None, "values": found}
+        runs = [run | {"validation_loss": loss} for run, loss in zip(entry["runs"] * len(found), found, strict=False)]
+        values["entries"].append(entry | {"name": name, "validation_loss": statistic, "runs": runs})
+    values["ngram"] = ngram and {"order": 5, "validation_loss": ngram, "perplexity": 2.0}
+    return values | {"reference": None}
+
+
+def test_the_best_is_marked_where_its_interval_excludes_the_next(tmp_path) -> None:
+    alike = {"dense": [3.0, 3.1], "a": [2.0, 2.5], "b": [2.2, 2.4]}
+    assert [row.best for row in results_table(comparison(tmp_path, alike)).rows] == [False] * 3
+    apart = alike | {"a": [1.0, 1.1], "b": [2.0, 2.11]}
+    assert [row.best for row in results_table(comparison(tmp_path, apart)).rows] == [False, True, False]
+    single = {name: found[:1] for name, found in apart.items()}
+    table = results_table(comparison(tmp_path, single, 0.5))
+    assert [row.best for row in table.rows] == [False] * 4
+    assert list(table.head[:3]) == ["entry", "validation loss", "gap to dense"]
+    assert [row.shown[2].text for row in table.rows] == ["–", "-2.000", "-1.000", "-2.500"]
+
+
+def test_the_verdict_says_how_sure_it_is(tmp_path) -> None:
+    losses = {"dense": [3.0, 3.1], "a": [2.0, 2.11]}
+    assert verdict(comparison(tmp_path, losses)).startswith(
+        "a is ahead of dense by 0.995 nats a token; 95 % interval 0."
+    )
+    losses["a"] = [2.9, 3.15]
+    assert verdict(comparison(tmp_path, losses)).endswith(", so this may be chance.")
+    said = verdict(comparison(tmp_path, {"dense": [3.0], "a": [3.2]}, 1.0))
+    assert said.startswith("a is behind dense by 0.200 nats a token; one seed, so this may be chance.")
+    assert "5-grams is still ahead" in said
+
+
+def test_a_line_of_counting_never_squeezes_the_curves() -> None:
+    runs = [{"curve": [{"step": n, "tokens": n, "validation_loss": 3 - n / 10} for n in range(6)]}]
+    entry = {"name": "a", "runs": runs}
+    for counted, seen in ((2.4, 2.4), (0.5, None), (9.0, None)):
+        (panel,) = figures.curves([entry], {"a": "#000000"}, {"order": 5, "validation_loss": counted})
+        (guide,) = panel.guides
+        low, high = panel.y.bounds
+        assert low <= guide.y <= high
+        assert high - low < 1
+        assert guide.y == seen or ("below" if counted < 1 else "above") in guide.text
+
+
+def pages_of_records(folder: Path) -> list[Path]:
+    """The page of every kind of record that this repository keeps."""
+    made = []
+    for place in ("atlas", "speed/bench", "speed/hdpl-67m", "ccl/analysis", "scale", "parametrization/ccl"):
+        target = folder / place.replace("/", "-")
+        shutil.copytree(RESULTS / place, target)
+        made.append(target)
+    shutil.copytree(COMPARISON, folder / "comparison")
+    shutil.copytree(COMPARISON / "runs" / "dense" / "seed-0", folder / "run")
+    for target in [*made, folder / "comparison", folder / "run"]:
+        assert main(["report", str(target)]) == 0
+    return [target / "report.html" for target in [*made, folder / "comparison", folder / "run"]]
+
+
+def test_every_page_starts_with_its_verdict_and_a_figure_and_is_small(tmp_path) -> None:
+    for path in pages_of_records(tmp_path):
+        page = path.read_text()
+        assert len(page.encode()) < 1_000_000, path
+        section = page[page.index("<section>") :]
+        assert (
+            section.index('<p class="lead">')
+            < section.index("<figure")
+            < section.index("<table" if "<table" in section else "<dl")
+        )
+
+
 @pytest.mark.parametrize("name", ["bench", "bench-rotor", "hdpl-67m", "llama-60m", "low-rank"])
 def test_recorded_benchmarks_have_a_page(name: str, tmp_path) -> None:
     for kind in ("bench.json", "models.json"):
         if (RESULTS / "speed" / name / kind).is_file():
             shutil.copy(RESULTS / "speed" / name / kind, tmp_path)
     assert main(["report", str(tmp_path)]) == 0
-    page = without_plotly((tmp_path / "report.html").read_text())
+    page = (tmp_path / "report.html").read_text()
     assert "What was run" in page
     assert "2.13.0+cpu" in page
 
@@ -171,7 +242,7 @@ def analyses(folder: Path) -> Path:
 def test_every_analysis_has_its_page(tmp_path) -> None:
     folder = analyses(tmp_path / "look")
     assert main(["report", str(folder)]) == 0
-    page = without_plotly((folder / "report.html").read_text())
+    page = (folder / "report.html").read_text()
     for name in ANALYSES:
         assert f"Analysis: {name.replace('_', ' ')}" in page
     assert "<dt>command</dt><dd>relinear analyze MODEL</dd>" in page
@@ -193,7 +264,7 @@ def test_a_run_is_looked_into_before_its_page_is_written(tmp_path, monkeypatch, 
     assert main(["compare", *entries, *recipe.split(), *sets]) == 0
     assert main(["report", "run", "--analyze"]) == 0
     assert "runs/dense/seed-0: no analysis applies" in capsys.readouterr().out
-    page = without_plotly(Path("run/report.html").read_text())
+    page = Path("run/report.html").read_text()
     headings = re.findall("Analysis: (.*?)</h2>", page)
     assert headings == [
         "effective rank, runs/low_rank/seed-0/analysis",
@@ -210,22 +281,22 @@ def test_a_run_is_looked_into_before_its_page_is_written(tmp_path, monkeypatch, 
     assert "no trained model is saved in run" in capsys.readouterr().err
 
 
-def test_channel_gates_are_a_map_or_a_surface_and_still_without_plotly(tmp_path, monkeypatch) -> None:
+def test_channel_gates_are_a_map_and_a_picture_of_the_surface(tmp_path) -> None:
     folder = analyses(tmp_path / "look")
     for stem in ("modulators_channel", "modulators_surface"):
         (folder / f"{stem}.png").write_bytes(stem.encode())
-    section = analyses_section(folder)
-    (chart,) = [b for b in section.blocks if isinstance(b, Chart) and "updatemenus" in b.figure["layout"]]
-    (menu,) = chart.figure["layout"]["updatemenus"]
-    assert [button["args"][0]["type"] for button in menu["buttons"]] == ["heatmap", "surface"]
-    (trace,) = chart.figure["data"]
-    assert (trace["cmin"], trace["cmax"]) == (trace["zmin"], trace["zmax"])
-    assert chart.image == picture_of(folder / "modulators_channel")
-    assert not [b for b in section.blocks if isinstance(b, Chart) and b.panel is None]
+
+    def charts() -> list[Chart]:
+        return [b for b in analyses_section(folder).blocks if isinstance(b, Chart) and "Channel gates" in b.description]
+
+    drawn, surface = charts()
+    assert drawn.figure["shown"][0]["values"][1] == [0.9, 1.0]
+    assert drawn.image == picture_of(folder / "modulators_channel")
+    assert (surface.panel, surface.image) == (None, picture_of(folder / "modulators_surface"))
     numbers = json.loads((folder / "modulators.json").read_text())
     del numbers["channel"]  # a directory of an older version
     (folder / "modulators.json").write_text(json.dumps(numbers))
-    shown = [b.image for b in analyses_section(folder).blocks if isinstance(b, Chart) and b.panel is None]
+    shown = [b.image for b in charts() if b.panel is None]
     assert shown == [picture_of(folder / stem) for stem in ("modulators_channel", "modulators_surface")]
 
 
@@ -241,7 +312,6 @@ def test_names_break_where_their_parts_meet() -> None:
 @pytest.fixture(scope="module", params=["comparison", "hostile", "analyses"])
 def opened(request, browser, tmp_path_factory):
     """A page in the browser, its kind, and what went wrong on it or was asked for from elsewhere."""
-    pytest.importorskip("plotly", reason="live figures need plotly")
     folder = tmp_path_factory.mktemp("pages")
     if request.param == "comparison":
         shutil.copytree(COMPARISON, folder / "run")
@@ -259,20 +329,28 @@ def opened(request, browser, tmp_path_factory):
     view.on("dialog", lambda dialog: wrong.append(f"dialog {dialog.message}"))
     view.on("request", lambda r: None if re.match("file:|data:|blob:", r.url) else wrong.append(r.url))
     view.goto(path.as_uri())
-    view.wait_for_selector(".chart .main-svg")
+    view.wait_for_selector(".chart .series", state="attached")
     return view, request.param, wrong
 
 
 def test_a_page_loads_without_an_error_and_fetches_nothing(opened) -> None:
-    view, _, wrong = opened
+    view, kind, wrong = opened
     view.emulate_media(color_scheme="dark")
     view.set_viewport_size({"width": 390, "height": 800})
     view.wait_for_function("document.documentElement.scrollWidth <= 390")
     tallest = "() => Math.max(...[...document.querySelectorAll('tbody tr')].map((row) => row.offsetHeight))"
     assert view.evaluate(tallest) < 300  # no column is a letter wide
+    if kind == "comparison":  # entry, loss and gap are seen first
+        edges = (
+            view.locator("table.sortable")
+            .first.locator("th")
+            .evaluate_all("all => all.slice(0, 3).map((e) => [e.textContent, e.getBoundingClientRect().right])")
+        )
+        assert [name for name, _ in edges] == ["entry", "validation loss", "gap to dense"]
+        assert edges[-1][1] <= 390
     view.emulate_media(color_scheme="light", media="screen")
     view.set_viewport_size({"width": 1280, "height": 800})
-    assert view.locator(".chart .main-svg").count() >= view.locator(".chart").count()
+    view.wait_for_function("[...document.querySelectorAll('.chart')].every((c) => c.querySelector('.series'))")
     assert wrong == []
 
 
@@ -286,19 +364,17 @@ def test_a_printed_page_says_which_colour_is_whose(opened) -> None:
     assert (view.locator(".entries input:visible").count() > 0) == (kind != "analyses")
 
 
-def test_a_map_becomes_a_surface_and_a_map_again(opened) -> None:
-    view, kind, wrong = opened
-    if kind != "analyses":
-        pytest.skip("analyses alone have channel gates")
-    chart = view.locator(".chart:has(.updatemenu-button)")
-    kinds = (
-        "() => [...document.querySelectorAll('.chart')].filter((c) => c.layout.updatemenus).map((c) => c.data[0].type)"
-    )
-    assert view.evaluate(kinds) == ["heatmap"]
-    chart.locator(".updatemenu-button").nth(1).click()
-    assert view.evaluate(kinds) == ["surface"]
-    chart.locator(".updatemenu-button").nth(0).click()
-    assert view.evaluate(kinds) == ["heatmap"]
+def test_what_is_pointed_at_is_said(opened) -> None:
+    view, _, wrong = opened
+    chart = view.locator(".chart").first
+    chart.scroll_into_view_if_needed()
+    box = chart.locator(":scope > svg").bounding_box()
+    for share in range(5, 100, 2):
+        view.mouse.move(box["x"] + share / 100 * box["width"], box["y"] + share / 100 * box["height"])
+        if chart.locator(".said:visible").count():
+            break
+    assert chart.locator(".said:visible").inner_text().strip()
+    view.mouse.move(0, 0)
     assert wrong == []
 
 
@@ -327,7 +403,7 @@ def test_the_filter_changes_tables_and_figures(opened) -> None:
         pytest.skip("analyses have no entries to filter by")
     box = view.locator("fieldset.entries input").nth(1)
     rows = view.locator("tr[data-entry]:visible").count()
-    shown = "() => document.querySelector('.chart').data.filter(t => t.visible !== false).length"
+    shown = "() => document.querySelector('.chart').querySelectorAll('.series').length"
     before = view.evaluate(shown)
     box.uncheck()
     assert view.locator("tr[data-entry]:visible").count() < rows

@@ -74,7 +74,7 @@ def analyze_saved(
     from relinear.analysis.tokens import tokens_of
     from relinear.core.vocabulary import check_length_fits, check_tokenizer_fits, most_positions
     from relinear.system.files import write_json
-    from relinear.system.machine import command_line, describe_machine
+    from relinear.system.machine import circumstances
 
     loaded = load_model(model) if loaded is None else loaded
     second = None if control is None else load_model(control)
@@ -99,7 +99,7 @@ def analyze_saved(
 
     def begin(name: str) -> None:
         print(f"{name} ...")
-        write_json(out / RECORD, record | {"command": command_line(), "machine": describe_machine()})
+        write_json(out / RECORD, record | circumstances())
 
     return analyze(subject, out, names, begin)
 

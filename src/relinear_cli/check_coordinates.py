@@ -40,7 +40,7 @@ def command(
     from relinear.compare.recipe import parse_overrides
     from relinear.pages.page import write_page
     from relinear.system.files import write_json
-    from relinear.system.machine import command_line, describe_machine
+    from relinear.system.machine import circumstances
     from relinear.system.written import check_ours
     from relinear.train.settings import TrainSettings
 
@@ -67,7 +67,7 @@ def command(
         seeds=drawn,
         on_progress=lambda done, total: print(f"\r{done} of {total} models", end="\n" if done == total else ""),
     )
-    found |= {"command": command_line(), "machine": describe_machine()}
+    found |= circumstances()
     write_json(out / FILE, found)
     write_plot(found, out)
     print(coordinates_text(found))

@@ -39,7 +39,6 @@ def command(
     """
     from relinear.compare.report import RESULTS, read_results
     from relinear.compare.scaling import SCALE, read_scale
-    from relinear.pages.page import WITHOUT_PLOTLY, can_be_hovered
     from relinear.system.written import check_page
     from relinear_cli.table import print_results, print_scale
 
@@ -53,8 +52,6 @@ def command(
         elif (run / RESULTS).is_file():
             print_results(read_results(run))
     print(f"\nreport: {path.resolve()}")
-    if not can_be_hovered():
-        print(WITHOUT_PLOTLY)
 
 
 def trained_in(run: Path) -> list[Path]:

@@ -32,14 +32,14 @@ def command(
 
     values = apply_overrides(read_recipe(recipe), given)
 
-    from relinear.compare.report import write_scale_plot
+    from relinear.compare.report import scale_section
     from relinear.compare.scaling import scale
     from relinear.compare.settings import CompareSettings
+    from relinear.pages.page import write_page
 
     settings = CompareSettings.load(values, recipe)
     prepare_process()
     with resumable("start the same command again"), watch_comparison() as on_event:
         results = scale(settings, out, shared=share, on_event=on_event)
-    plot = write_scale_plot(out)
     print_scale(results)
-    print(f"\nplot: {plot.resolve()}")
+    print(f"\nreport: {write_page(out / 'report.html', [scale_section(out)]).resolve()}")

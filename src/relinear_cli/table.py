@@ -15,12 +15,11 @@ def print_results(results: Mapping[str, Any]) -> None:
     """Print results.json as a table with its notes on stdout."""
     from relinear.compare.report import budget_table, results_table
 
-    columns = 160 if results.get("reference") else 132
-    print_table(results_table(results), results["name"], columns=columns)
+    print_table(results_table(results), results["name"])
     by_budget = budget_table(results)
     if by_budget is not None:
-        print_table(by_budget, f"gap to {results['reference']} by budget", columns=columns)
-    _remark(results["budget"], results["match"]["text"], *results["notes"], columns=columns)
+        print_table(by_budget, f"gap to {results['reference']} by budget")
+    _remark(results["budget"], results["match"]["text"], *results["notes"])
 
 
 def print_scale(results: Mapping[str, Any]) -> None:
@@ -31,14 +30,8 @@ def print_scale(results: Mapping[str, Any]) -> None:
     _remark("loss = a x^-b", *results["verdicts"])
 
 
-def print_table(table: Table, title: str = "", *, columns: int = 132) -> None:
-    """Print a table of a page on stdout: names in full, what is best in bold.
-
-    Args:
-        table: what is printed.
-        title: above it.
-        columns: the width of what is no terminal.
-    """
+def print_table(table: Table, title: str = "") -> None:
+    """Print a table of a page on stdout: names in full, what is best in bold."""
     import rich.table
     from rich import box
 
@@ -50,18 +43,18 @@ def print_table(table: Table, title: str = "", *, columns: int = 132) -> None:
         shown.add_column(name, justify="left" if place in table.words else "right", no_wrap=short)
     for row in table.rows:
         shown.add_row(*(cell.text for cell in row.shown), style="bold" if row.best and len(table.rows) > 1 else None)
-    _console(columns).print(shown)
+    _console().print(shown)
 
 
-def _remark(*texts: str, columns: int = 132) -> None:
-    console = _console(columns)
+def _remark(*texts: str) -> None:
+    console = _console()
     for text in texts:
         console.print(text, style="dim")
 
 
-def _console(columns: int) -> Any:
+def _console() -> Any:
     """A pipe or a log has no width: rich would take 80 columns and fold the table."""
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", columns))
+    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 160))
     return Console(width=width, highlight=False)

@@ -206,7 +206,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     found += [_channels(numbers, name) for name in numbers.get("channel", {})]
     if not numbers.get("channel"):  # a directory of an older version has pictures alone
         found.append(Chart(f"Channel gates: {_CHANNELS}", stem="modulators_channel"))
-        found.append(Chart(f"Channel gates: {_SURFACES}", stem="modulators_surface"))
+    found.append(Chart(f"Channel gates: {_SURFACES}", stem="modulators_surface"))
     return [*found, *_alphas(numbers["modules"]), _table(numbers["modules"])]
 
 
@@ -267,15 +267,14 @@ def _variances(modules: Mapping[str, Any]) -> list[Chart]:
 
 
 def _channels(numbers: Mapping[str, Any], name: str) -> Chart:
-    """The channel gate of a layer as a map or a surface (Figure 3)."""
+    """The channel gate of a layer as a map."""
     row, found = numbers["modules"][name], numbers["channel"][name]
     spread = found["spread"]
     words = numbered(numbers["tokens"][: len(found["values"])])
     channels = [f"channel {channel}" for channel in found["channels"]]
     look: dict[str, Any] = {"what": "gate", "diverging": True, "surface": "modulators_surface"}
     heat = Heat(values=found["values"], x=channels, y=words, bounds=(1 - spread, 1 + spread), **look)
-    text = f"Channel gates of {row['module']} in layer {row['layer']}, {len(channels)} channels: {_CHANNELS} "
-    text += "As a surface it is the paper's Figure 3."
+    text = f"Channel gates of {row['module']} in layer {row['layer']}, {len(channels)} channels: {_CHANNELS}"
     panel = Panel([heat], title=f"{row['module']}, layer {row['layer']}")
     return Chart(text, panel, height=520, stem="modulators_channel")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from relinear.analysis.analyses import analysis, known_analyses
-from relinear.pages.blocks import Block, Chart, Listing, Section, Text, picture_of, read_values, what_ran
+from relinear.pages.blocks import Block, Chart, Listing, Section, Text, about, picture_of, read_values, what_ran
 
 #: what ``relinear analyze`` was asked, and where it ran
 RECORD = "analyze.json"
@@ -35,15 +35,18 @@ def analyses_blocks(directory: Path) -> list[Block]:
 
 def analyses_section(directory: Path) -> Section:
     """Return what a page says of a directory of analyses alone. Raises as ``analyses_blocks``."""
-    blocks, model = analyses_blocks(directory), directory.resolve().name
+    blocks, model, note = analyses_blocks(directory), directory.resolve().name, ""
     if (directory / RECORD).is_file():
         record = read_values(directory / RECORD)
         model = record["model"]
-        asked = {
-            key: str(value) for key, value in record.items() if key not in ("command", "machine") and value is not None
-        }
+        known = ("command", "machine", "date")
+        asked = {key: str(value) for key, value in record.items() if key not in known and value is not None}
         blocks += what_ran(record, asked)
-    return Section(f"Analyses of {model}", "analyze", blocks)
+        note = about(record, record.get("data"))
+    seen = [block.text.removeprefix("Analysis: ") for block in blocks if isinstance(block, Text) and block.heading]
+    said = f"What {len(seen)} analyses see in {model}: {', '.join(seen)}."
+    blocks.insert(0, Text(said, lead=True))
+    return Section(f"Analyses of {model}", "analyze", blocks, note=note)
 
 
 def _analysis(folder: Path, name: str, place: str) -> Sequence[Block]:

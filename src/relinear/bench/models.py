@@ -22,7 +22,7 @@ from relinear.core.settings import Settings
 from relinear.models import from_preset, preset_names
 from relinear.surgery.plan import replace_
 from relinear.system.files import write_json
-from relinear.system.machine import command_line, describe_machine, on_threads
+from relinear.system.machine import circumstances, on_threads
 from relinear.system.timing import interleave
 from relinear.system.written import check_ours
 from relinear.train.fit import compiled as through_compiler
@@ -231,8 +231,7 @@ def run_model_bench(
             rows += map(dataclasses.asdict, measured)
     result = {
         "settings": settings.model_dump(mode="json"),
-        "command": command_line(),
-        "machine": describe_machine(),
+        **circumstances(),
         "allocator": dict(allocator or {}),
         "rounds": settings.rounds,
         "rows": rows,

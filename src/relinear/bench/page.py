@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from relinear.bench.operators import DENSE, phase_of
-from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text, as_yaml, what_ran
+from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text, about, as_yaml, what_ran
 from relinear.pages.drawn import save_panels
 from relinear.pages.figures import Axis, Guide, Panel, Series, colours
 
@@ -17,14 +18,36 @@ def layers_section(values: Mapping[str, Any], image: str | None = None) -> Secti
     rows = [row for row in values["rows"] if row["contender"] != DENSE]
     names = list(dict.fromkeys(row["contender"] for row in rows))
     palette = colours(names)
+    figures = _by_tokens(rows, palette, image)
     blocks: list[Block] = [
-        Text("Times relative to a dense nn.Linear of the same shape, in the same rounds: below 1 is faster."),
-        Text("Results", heading=True),
+        Text(_verdict(rows), lead=True),
+        *figures[:1],
         _layers(rows, palette),
-        *_by_tokens(rows, palette, image),
+        Text(
+            "Times relative to a dense nn.Linear of the same shape, in the same rounds: below 1 is faster.", soft=True
+        ),
+        *figures[1:],
         *_end(values),
     ]
-    return Section("Layers against dense", "bench", blocks, palette)
+    return Section("Layers against dense", "bench", blocks, palette, about(values))
+
+
+def _verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Which layer is the fastest at the most tokens, in the median of its cases, and how many beat dense there."""
+    timed = [row for row in rows if row.get("ratio")]
+    if not timed:
+        return "Nothing was timed."
+    most = max(row["tokens"] for row in timed)
+    cases = {
+        r["contender"]: [s["ratio"] for s in timed if (s["contender"], s["tokens"]) == (r["contender"], most)]
+        for r in timed
+        if r["tokens"] == most
+    }
+    middle = {name: statistics.median(ratios) for name, ratios in cases.items()}
+    name = min(middle, key=lambda one: middle[one])
+    many, ratio = f"{most:,} token{'s' * (most > 1)}", middle[name]
+    said = f"At {many} {name} takes {ratio:.2f} of a dense layer's time, the median of {len(cases[name])} cases."
+    return f"{said} {sum(value < 1 for value in middle.values())} of {len(middle)} layers are faster than dense there."
 
 
 def _layers(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str]) -> Table:
@@ -120,14 +143,17 @@ def models_section(values: Mapping[str, Any]) -> Section:
     panel = Panel(shown, Axis(title="speed / stock"), Axis(rows=True))
     height = 140 + 34 * len({series.y[0] for series in shown})
     preset = values["rows"][0]["preset"]
+    speeds = {name: [r["speedup"] for r in values["rows"] if r["variant"] == name] for name in names if name != DENSE}
+    said = (
+        f"{name} runs at {statistics.median(found):.2f} of the stock model's speed" for name, found in speeds.items()
+    )
     blocks: list[Block] = [
-        Text(f"Whole models of the preset {preset}: above 1 is faster than the stock model."),
-        Text("Results", heading=True),
-        Table(head, rows, (0, 1, 2, 3)),
+        Text(f"{'; '.join(said) or 'Only the stock model was timed'}.", lead=True),
         Chart("Speed relative to the stock model, a dot a variant: right of 1 is faster.", panel, None, height),
+        Table(head, rows, (0, 1, 2, 3)),
         *_end(values),
     ]
-    return Section("Models against dense", "bench", blocks, palette)
+    return Section("Models against dense", "bench", blocks, palette, about(values, preset))
 
 
 def _end(values: Mapping[str, Any]) -> list[Block]:

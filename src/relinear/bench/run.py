@@ -26,7 +26,7 @@ from relinear.core.settings import Settings
 from relinear.kernels.native.build import has_compiler, is_loaded
 from relinear.system.allocator import tune_allocator
 from relinear.system.files import write_json
-from relinear.system.machine import command_line, describe_machine
+from relinear.system.machine import circumstances
 from relinear.system.written import check_ours
 
 #: every operator at the setting that its figures are quoted for; rotors as a plain sum and as they come
@@ -184,7 +184,7 @@ def run_bench(
         ratios = {key_of(row): row.get("ratio") for row in plain["rows"]}
         for row in tuned["rows"]:
             row["ratio_untuned"] = ratios.get(key_of(row))
-    result = {"settings": settings.model_dump(), "command": command_line(), "machine": describe_machine()} | tuned
+    result = {"settings": settings.model_dump()} | circumstances() | tuned
     write_json(out_dir / "bench.json", result)
     from relinear.bench.page import draw_layers
 

@@ -8,7 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from relinear.compare.coordinates import FLAT, KINDS, PARAMETRIZATIONS
-from relinear.pages.blocks import Block, Cell, Chart, Row, Section, Table, Text, picture_of, read_values, what_ran
+from relinear.pages.blocks import (
+    Block,
+    Cell,
+    Chart,
+    Row,
+    Section,
+    Table,
+    Text,
+    about,
+    picture_of,
+    read_values,
+    what_ran,
+)
 from relinear.pages.drawn import save_panels
 from relinear.pages.figures import PALETTE, Axis, Panel, Series
 
@@ -76,15 +88,16 @@ def coordinates_section(directory: Path) -> Section:
     for kind in KINDS:
         spreads = [found["parametrizations"][name][kind]["spread"] for name in PARAMETRIZATIONS]
         rows.append(Row([kind, *(Cell(_factor(spread), spread) for spread in spreads)]))
-    blocks: list[Block] = [Text(_HOW_TO_READ)]
-    blocks += [Text(f"{name}: {_verdict(found, name)}.") for name in PARAMETRIZATIONS]
-    blocks += [
-        Table(["activation", *(f"{name}: factor" for name in PARAMETRIZATIONS)], rows),
+    said = "; ".join(f"{name}: {_verdict(found, name)}" for name in PARAMETRIZATIONS)
+    blocks: list[Block] = [
+        Text(f"{said}.", lead=True),
         *(_figure(found, kind) for kind in KINDS),
+        Text(_HOW_TO_READ, soft=True),
+        Table(["activation", *(f"{name}: factor" for name in PARAMETRIZATIONS)], rows),
         Chart("All steps: a row a parametrisation, a line a step.", image=picture_of(directory / _STEM)),
         *what_ran(found, {"operators": str(found["operators"] or "none"), "base width": str(found["base_width"])}),
     ]
-    return Section(f"Coordinates of {found['model']}", "check-coordinates", blocks, _PAGE_COLOURS)
+    return Section(f"Coordinates of {found['model']}", "check-coordinates", blocks, _PAGE_COLOURS, about(found))
 
 
 def _figure(found: Mapping[str, Any], kind: str) -> Chart:

@@ -42,8 +42,13 @@ def curves(entries: Sequence[Entry], palette: Colours, ngram: Mapping[str, Any] 
     guides = []
     if ngram is not None:
         counted = ngram["validation_loss"]
-        low, high = min(low, counted), max(high, counted)
-        guides = [Guide(y=counted, text=f"{ngram['order']}-grams  {counted:.3f}")]
+        text, room = f"{ngram['order']}-grams  {counted:.3f}", 0.5 * (high - low)
+        if low - room <= counted <= high + room:
+            low, high = min(low, counted), max(high, counted)
+            guides = [Guide(y=counted, text=text)]
+        else:  # it would squeeze the curves: it is named at the edge that it lies beyond
+            edge, where = (0, "below ↓") if counted < low else (1, "above ↑")
+            guides = [Guide(y=_wider(low, high)[edge], text=f"{text} {where}")]
     last = max(series.x[-1] for series in shown)
     return [Panel(shown, _tokens("training tokens", last), Axis(title=LOSS, bounds=_wider(low, high)), guides)]
 

@@ -13,11 +13,25 @@ from typing_extensions import TypedDict  # pydantic asks for it before Python 3.
 from relinear.compare import figures
 from relinear.core.config import shown
 from relinear.core.settings import readable
-from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text, as_yaml, picture_of, what_ran
+from relinear.pages.blocks import (
+    Block,
+    Cell,
+    Chart,
+    Listing,
+    Row,
+    Section,
+    Table,
+    Text,
+    about,
+    as_yaml,
+    picture_of,
+    what_ran,
+)
 from relinear.pages.drawn import save_panels
 from relinear.pages.figures import Panel, colours
 from relinear.pages.page import write_page
 from relinear.system.files import read_json
+from relinear.system.student import half_width
 
 RESULTS = "results.json"
 REPORT = "report.html"
@@ -167,20 +181,59 @@ def results_section(directory: str | Path) -> Section:
         for stem, found in panels.items()
         for chart in _charts(directory / "plots" / stem, found, _FIGURES[stem], 340 if stem == "speeds" else 440)
     ]
-    matched = [Text(results["match"]["text"])] if results["match"]["by"] != "none" else []
-    blocks: list[Block] = [Text(results["description"])] if results["description"] else []
-    blocks += [Text(results["budget"]), *matched, Text("Results", heading=True), results_table(results)]
+    told = [results["description"], results["budget"], results["match"]["by"] != "none" and results["match"]["text"]]
+    blocks: list[Block] = [Text(verdict(results), lead=True), *charts[:1], results_table(results)]
+    blocks += [Text("What was compared", heading=True), *(Text(said) for said in told if said)]
     blocks.append(Text(" ".join(results["notes"]), soft=True))
+    blocks += [Text("What to try next", heading=True), Text(_next(results))]
     by_budget = budget_table(results)
     if by_budget is not None:
         blocks += [Text(f"Gap to {results['reference']} by budget", heading=True), by_budget]
-    blocks += charts
+    blocks += [Text("More figures", heading=True), *charts[1:]] if charts[1:] else []
     blocks += [Text("Entries", heading=True), _operators(results, palette), Text("Every setting", heading=True)]
     if results.get("recipe"):
         blocks.append(Listing("recipe, as given", as_yaml(results["recipe"])))
     blocks += [Listing(f"{entry['name']}, in full", as_yaml(entry["settings"])) for entry in entries]
     blocks += [Listing("data", as_yaml(results["data"])), *_ran(results)]
-    return Section(results["name"], "compare", blocks, palette, _day(results.get("finished") or ""))
+    trained = entries[0]["settings"]
+    corpus = (trained.get("data") or {}).get("data")
+    note = about({"date": _day(results.get("finished") or "")}, trained.get("model"), corpus)
+    return Section(f"Comparison {results['name']}", "compare", blocks, palette, note)
+
+
+def verdict(results: Mapping[str, Any]) -> str:
+    """Return what a comparison came to, in a sentence, with how sure it is; counting is named where it is ahead."""
+    entries = sorted(results["entries"], key=lambda entry: entry["validation_loss"]["mean"])
+    base = next((entry for entry in entries if entry["name"] == _dense(results)), None)
+    first, *others = entries[1:] + entries[:1] if entries[0] is base else entries
+    if not others:
+        return f"{first['name']} came to a validation loss of {_of_seeds(first['validation_loss'], 3).text}."
+    second = base or others[0]
+    gap, half = _paired(first, second)
+    said = f"{first['name']} is {'ahead of' if gap > 0 else 'behind'} {second['name']} by {abs(gap):.3f} nats a token"
+    sure = half is not None and abs(gap) > half
+    how = "one seed" if half is None else f"95 % interval {abs(gap) - half:.3f} to {abs(gap) + half:.3f}"
+    said += f"; {how}{'' if sure else ', so this may be chance'}."
+    counted = results.get("ngram")
+    if counted and counted["validation_loss"] < entries[0]["validation_loss"]["mean"]:
+        said += f" Counting {counted['order']}-grams is still ahead of them all: train longer."
+    return said
+
+
+def _paired(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[float, float | None]:
+    """By how much ``first`` has the lower loss, and half of the 95 % interval over seeds; None for one seed."""
+    pairs = zip(first["validation_loss"]["values"], second["validation_loss"]["values"], strict=False)
+    return second["validation_loss"]["mean"] - first["validation_loss"]["mean"], half_width([b - a for a, b in pairs])
+
+
+def _next(results: Mapping[str, Any]) -> str:
+    first, found = results["entries"][0], []
+    if len(first["runs"]) == 1:
+        found.append("Three seeds (--seeds 0,1,2): they tell a difference from chance.")
+    if not any(entry["tuning"] for entry in results["entries"]):
+        found.append("A learning rate of its own for every entry (--tune): one rate suits some better than others.")
+    steps = 10 * first["settings"].get("steps", 1000)
+    return " ".join([*found, f"Longer training (--steps {steps}): what leads early need not lead later."])
 
 
 def _day(moment: str) -> str:
@@ -221,32 +274,35 @@ def results_table(results: Mapping[str, Any]) -> Table:
     entries, reference = results["entries"], results.get("reference")  # older comparisons have none
     palette = _palette(results)
     base = next((entry for entry in entries if entry["name"] == _dense(results)), None)
-    lowest = min(entry["validation_loss"]["mean"] for entry in entries)
-    head = ["entry", "validation loss", *([f"gap to {reference}"] if reference else []), "perplexity", "at step 0"]
-    head += ["parameters", "FLOPs / token", "training speed", "inference speed", "peak memory", "learning rate"]
+    leader, *others = sorted(entries, key=lambda entry: entry["validation_loss"]["mean"])
+    lead, half = _paired(leader, others[0]) if others else (0.0, None)
+    to = reference or (base and others and base["name"])
+    head = ["entry", "validation loss", *([f"gap to {to}"] if to else []), "parameters", "training speed"]
+    head += ["inference speed", "perplexity", "at step 0", "FLOPs / token", "peak memory", "learning rate"]
     rows = []
     for entry in entries:
         cells: list[Cell | str] = [entry["name"], _of_seeds(entry["validation_loss"], 3)]
-        cells += [Cell(gap_text(entry["gap"]), entry["gap"] and entry["gap"]["mean"])] if reference else []
-        perplexity = _of_seeds(entry["perplexity"], 2)
-        ratio = _ratio(entry["perplexity"]["mean"], base and base["perplexity"]["mean"])
-        cells += [Cell(perplexity.text, perplexity.value, ratio), _of_seeds(entry["initial_perplexity"], 1, False)]
-        cells += [
+        if reference:
+            cells.append(Cell(gap_text(entry["gap"]), entry["gap"] and entry["gap"]["mean"]))
+        elif to and base:
+            cells.append(Cell.of(None if entry is base else -_paired(entry, base)[0], "+.3f"))
+        size, flops = (
             Cell(number(entry[key]), entry[key], _ratio(entry[key], base and base[key]))
             for key in ("parameters", "flops_per_token")
-        ]
+        )
         ratios = [entry["speed"] and entry["speed"][f"{what}_ratio"] for what in ("train", "inference")]
-        cells += [Cell(f"{ratio:.2f}×" if ratio else "–", ratio or None) for ratio in ratios]
-        cells += [Cell(gib(entry["peak_memory_bytes"]), entry["peak_memory_bytes"])]
+        cells += [size, *(Cell(f"{ratio:.2f}×" if ratio else "–", ratio or None) for ratio in ratios)]
+        cells += [_of_seeds(entry["perplexity"], 2), _of_seeds(entry["initial_perplexity"], 1, False)]
+        cells += [flops, Cell(gib(entry["peak_memory_bytes"]), entry["peak_memory_bytes"])]
         edge = " *" if entry["tuning"] and entry["tuning"]["edge"] else ""
         cells += [Cell(number(entry["learning_rate"]) + edge, entry["learning_rate"])]
-        best = entry["validation_loss"]["mean"] == lowest
+        best = entry is leader and half is not None and lead > half  # the interval to the next excludes zero
         rows.append(Row(cells, entry["name"], palette[entry["name"]], best))
     counted = results.get("ngram")
     if counted:
-        loss, perplexity = counted["validation_loss"], counted["perplexity"]
-        cells = [f"{counted['order']}-grams", Cell(f"{loss:.3f}", loss), *(["–"] if reference else [])]
-        cells += [Cell(f"{perplexity:.2f}", perplexity)]
+        loss = counted["validation_loss"]
+        gap = [Cell.of(loss - base["validation_loss"]["mean"] if base else None, "+.3f")] if to else []
+        cells = [f"{counted['order']}-grams", Cell.of(loss), *gap, "", "", "", Cell.of(counted["perplexity"], ".2f")]
         rows.append(Row([*cells, *[""] * (len(head) - len(cells))]))
     return Table(head, rows)
 
@@ -282,10 +338,18 @@ def scale_section(directory: str | Path) -> Section:
     palette = colours([entry["name"] for entry in entries])
     text = "Loss against {}: a point a size, and every entry's power law."
     live = _charts(Path(directory) / "plots" / "scale", figures.scaling(entries, AXES), text)
-    table: list[Block] = [Text("Results", heading=True), scale_table(results), Text("loss = a x^-b", soft=True)]
-    verdicts = [Text(verdict) for verdict in results["verdicts"]]
-    blocks: list[Block] = [*([Text(results["description"])] if results.get("description") else []), *table, *verdicts]
-    blocks += [*live, Listing("recipe, as given", as_yaml(results.get("recipe")))]
+    crossed = sum(": cross " in said for said in results["verdicts"])
+    blocks: list[Block] = [
+        Text(f"{crossed} of {len(results['verdicts'])} pairs of lines cross within the sizes tried.", lead=True),
+        *live,
+        scale_table(results),
+        *(
+            Text(said, soft=True)
+            for said in ("loss = a x^-b", results.get("description"), *results["verdicts"])
+            if said
+        ),
+        Listing("recipe, as given", as_yaml(results.get("recipe"))),
+    ]
     return Section(results["name"], "scale", [*blocks, *what_ran(results)], palette)
 
 
@@ -310,14 +374,6 @@ def _exponent(fit: Mapping[str, Any] | None) -> Cell:
         return Cell("–")
     low, high = fit["b_interval"]
     return Cell(f"{fit['b']:.3f} [{low:.3f}, {high:.3f}]", fit["b"])
-
-
-def write_scale_plot(directory: str | Path) -> Path:
-    """Draw plots/scale.png and .svg beside ``scale.json``; returns the picture. Raises as ``read_scale``."""
-    from relinear.compare.scaling import AXES, read_scale
-
-    panels = figures.scaling(read_scale(directory)["entries"], AXES)
-    return save_panels(panels, Path(directory) / "plots" / "scale")[0]
 
 
 def number(value: float | None, digits: int = 3) -> str:

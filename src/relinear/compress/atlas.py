@@ -15,21 +15,21 @@ from torch import nn
 from relinear.compress.budget import size_of
 from relinear.compress.corpus import read_corpus
 from relinear.compress.settings import CompressSettings
-from relinear.compress.work import Work, check_ids, check_model_fits, linear_layers, model_name
+from relinear.compress.work import Work, check_ids, check_model_fits, linear_layers
 from relinear.core import plugins
-from relinear.core.anatomy import layer_finder
+from relinear.core.anatomy import layer_finder, model_name
 from relinear.core.config import shown
 from relinear.core.modes import evaluating
 from relinear.core.moments import Moments
 from relinear.core.operator import NotLinearError, OperatorConfig, dense_weight, linear_features
 from relinear.core.settings import Settings
-from relinear.pages.blocks import Block, Cell, Chart, Row, Section, Table, Text, what_ran
+from relinear.pages.blocks import Block, Cell, Chart, Row, Section, Table, Text, about, what_ran
 from relinear.pages.drawn import save_panels
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
 from relinear.pages.page import write_page
 from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
-from relinear.system.machine import command_line, describe_machine
+from relinear.system.machine import circumstances
 
 RECORD = "atlas.json"
 
@@ -152,7 +152,7 @@ def _begin(folder: Path, model: Any, menu: Sequence[OperatorConfig], settings: A
         if {key: there[key] for key in about} != about:
             raise ValueError(f"{path} is an atlas with other operators or settings; give another directory")
         return there
-    return {"model": model_name(model), **about, "machine": describe_machine(), "command": command_line(), "layers": {}}
+    return {"model": model_name(model), **about, **circumstances(), "layers": {}}
 
 
 def _of_layer(
@@ -214,14 +214,17 @@ def atlas_section(record: Mapping[str, Any]) -> Section:
         raise ValueError("no layer of this atlas has an operator with fewer parameters; name others with --operator")
     first, count = Counter(kind for kind, _ in best.values()).most_common(1)[0]
     blocks: list[Block] = [
-        Text(f"At half the parameters {first} costs the least in {count} of {len(best)} layers of {record['model']}."),
+        Text(
+            f"At half the parameters {first} costs the least in {count} of {len(best)} layers of {record['model']}.",
+            lead=True,
+        ),
+        Chart("The cheapest operator at half a layer's parameters, by depth and type.", _map(record), stem="cheapest"),
         Text(
             "A cost is the predicted rise of the loss, in nats a token, if the best fit of an operator takes the place "
             "of one layer: 0.5 tr(G D A D^T), with D what the fit misses, A and G the second moments of the layer's "
             "inputs and of the gradients at its outputs.",
             soft=True,
         ),
-        Chart("The cheapest operator at half a layer's parameters, by depth and type.", _map(record), stem="cheapest"),
         Text("Cost against parameters, mean over depth", heading=True),
         *(
             Chart(
@@ -242,7 +245,8 @@ def atlas_section(record: Mapping[str, Any]) -> Section:
         ),
     ]
     shown = {"layers": str(len(layers)), "model": record["model"]}
-    return Section("Atlas", "atlas", [*blocks, *what_ran(record, shown)], entries=_colours(record))
+    note = about(record, record["model"])
+    return Section("Atlas", "atlas", [*blocks, *what_ran(record, shown)], _colours(record), note)
 
 
 def cheapest(record: Mapping[str, Any]) -> dict[str, tuple[str, float]]:

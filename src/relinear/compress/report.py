@@ -16,8 +16,7 @@ from relinear.compress.plan import CompressPlan, by_type, layer_type
 from relinear.compress.speed import PlannedSpeed
 from relinear.core.operator import OperatorConfig
 from relinear.pages import page as pages
-from relinear.pages.blocks import Chart, Part, Section, what_ran
-from relinear.pages.drawn import data_uri
+from relinear.pages.blocks import Chart, Part, Section, about, what_ran
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Panel, Series
 from relinear.system.machine import describe_machine
 
@@ -197,7 +196,8 @@ def report_section(report: Mapping[str, Any]) -> Section:
         }
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"this is no report of a compression ({error!r}); carry out the compression again") from None
-    return Section("Compression", "compress", [Part(TEMPLATE, values), *what_ran(report)])
+    note = about(report, report.get("model"))
+    return Section("Compression", "compress", [Part(TEMPLATE, values), *what_ran(report)], note=note)
 
 
 def _chart(points: Sequence[Mapping[str, Any]]) -> Chart:
@@ -214,8 +214,7 @@ def _chart(points: Sequence[Mapping[str, Any]]) -> Chart:
     return Chart(
         "Single layers tried by themselves: on the dashed line the prediction was right, above it too low. "
         "Layers that did not rise are in the table alone.",
-        None,
-        data_uri([panel]),
+        panel,
     )
 
 
@@ -241,7 +240,7 @@ def _frontier(rows: Sequence[Mapping[str, Any]]) -> list[Chart]:
             shown.append(Series(name=named, colour=PALETTE[at], x=x, y=y, low=low, high=high, mode="points", number=at))
         panel = Panel(shown, Axis(title=title), Axis(title="nats a token above the original", from_zero=True))
         text = f"Loss against {what}, from one calibration: predicted for many budgets, measured for some (95 %)."
-        charts.append(Chart(text, None, data_uri([panel])))  # a picture: the page is to be mailed
+        charts.append(Chart(text, panel))
     return charts
 
 

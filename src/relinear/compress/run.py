@@ -36,8 +36,8 @@ from relinear.compress.work import (
     check_ids,
     check_model_fits,
     linear_layers,
-    model_name,
 )
+from relinear.core.anatomy import model_name
 from relinear.core.config import check_choice, check_type
 from relinear.core.modes import evaluating
 from relinear.core.operator import OperatorConfig, linear_features

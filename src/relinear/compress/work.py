@@ -103,11 +103,6 @@ def linear_layers(
     return left
 
 
-def model_name(model: Any) -> str:
-    """Return what a model is called: the last part of where it was loaded from, or its class."""
-    return Path(getattr(model, "name_or_path", "") or type(model).__name__).name
-
-
 def check_directory(folder: Path) -> None:
     """Raise ValueError if ``folder`` is no directory, or one of other work."""
     if folder.exists() and not folder.is_dir():

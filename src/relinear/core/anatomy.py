@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -22,6 +23,11 @@ def unwrapped(model: Any) -> Any:
     """Return the Hugging Face model itself: what a PEFT model holds inside, any other model as it is."""
     inside = getattr(model, "get_base_model", None)
     return inside() if callable(inside) and hasattr(model, "peft_config") else model
+
+
+def model_name(model: Any) -> str:
+    """Return what a model is called: the last part of where it was loaded from, or its class."""
+    return Path(getattr(model, "name_or_path", "") or type(model).__name__).name
 
 
 def named_in(model: Any, name: str) -> nn.Module | None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text, as_yaml, what_ran
+from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text, about, as_yaml, what_ran
 from relinear.pages.figures import PALETTE, Axis, Panel, Series
 from relinear.system.text import columns
 
@@ -103,18 +103,20 @@ def distill_section(report: Mapping[str, Any]) -> Section:
     blocks: list[Block] = []
     before, after = report.get("perplexity_before"), report.get("perplexity")  # older reports have neither
     if before is not None and after is not None:
-        blocks.append(Text(f"Perplexity on tokens that were not fitted on: {before:,.2f} before, {after:,.2f} after."))
+        count = f"{len(layers)} layer{'s' * (len(layers) > 1)}"
+        said = f"With {count} replaced, perplexity went from {before:,.2f} to {after:,.2f}"
+        blocks.append(Text(f"{said} on tokens that were not fitted on.", lead=True))
     what = "the divergence of the final logits" if report["loss"] == "kl" else "squared error over squared output"
     blocks += [
+        _chart(layers, error),
         Text("Layers", heading=True),
         _table(layers, error),
         Text(f"{error}: {what}, on validation tokens; the smaller, the nearer to the layer it replaced.", soft=True),
-        _chart(layers, error),
         *what_ran(report),
     ]
     if report.get("settings"):
         blocks.append(Listing("settings", as_yaml(report["settings"])))
-    return Section("Distillation", "distill", blocks)
+    return Section("Distillation", "distill", blocks, note=about(report, report.get("model")))
 
 
 def _table(layers: list[Mapping[str, Any]], error: str) -> Table:

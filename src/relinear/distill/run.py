@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.adapters import stock_name
-from relinear.core.anatomy import layer_index
+from relinear.core.anatomy import layer_index, model_name
 from relinear.core.config import first_settings
 from relinear.core.modes import evaluating
 from relinear.core.operator import Operator, OperatorConfig, is_linear
@@ -45,7 +45,7 @@ from relinear.surgery.states import flat_states, load_states_, place_
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import atomic_path, fingerprint, read_json, write_json
 from relinear.system.lock import only_process_in
-from relinear.system.machine import command_line, describe_machine
+from relinear.system.machine import circumstances
 from relinear.system.written import check_ours
 
 OnProgress = Callable[[DistillProgress], None]
@@ -125,9 +125,8 @@ def distill_(
         report = _carried_out(run, groups, whole, resume)
         if run.folder is not None:
             save_pretrained(model, run.folder / "model", tokenizer=tokenizer)
-            circumstances = {"command": command_line(), "machine": describe_machine()}
-            settled = {"settings": settings.model_dump(mode="json")}
-            write_json(run.folder / "report.json", report.to_dict() | settled | circumstances)
+            settled = {"model": model_name(model), "settings": settings.model_dump(mode="json")}
+            write_json(run.folder / "report.json", report.to_dict() | settled | circumstances())
     return report
 
 

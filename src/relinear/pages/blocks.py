@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from relinear.pages.figures import Panel
-from relinear.pages.live import live
+from relinear.pages.figures import Panel, described
 from relinear.system.files import read_json
 
 #: a picture with more bytes than this goes in as pixels, where there are any
@@ -19,11 +18,12 @@ _LARGEST_SVG = 400_000
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A paragraph; ``heading`` puts a heading in its place, ``soft`` makes it a remark."""
+    """A paragraph; ``heading`` puts a heading in its place, ``soft`` makes it a remark, ``lead`` the page's verdict."""
 
     text: str
     heading: bool = False
     soft: bool = False
+    lead: bool = False
     kind: str = "text"
 
 
@@ -69,9 +69,9 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """A figure: ``panel`` for Plotly, ``image`` the same without it (a data URI), or both; with neither, none.
+    """A figure: ``panel``, which the page draws; ``image``, a data URI, the same without a script; with neither, none.
 
-    Live figures that follow each other and are ``beside`` share a line where there is room for three. Those of one
+    Figures that follow each other and are ``beside`` share a line where there is room for three. Those of one
     ``stem`` are panels of one picture, the file of that name, which stands at the first of them.
     """
 
@@ -85,8 +85,8 @@ class Chart:
 
     @functools.cached_property
     def figure(self) -> Mapping[str, Any] | None:
-        """What Plotly draws (``data``, ``layout``)."""
-        return None if self.panel is None else live(self.panel)
+        """The panel as JSON values."""
+        return None if self.panel is None else described(self.panel)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +170,11 @@ def what_ran(record: Mapping[str, Any], more: Mapping[str, str] | None = None) -
         for name, value in (record.get("machine") or {}).items()
     }
     return [Text("What was run", heading=True), Facts(facts)] if facts else []
+
+
+def about(record: Mapping[str, Any], *words: str | None) -> str:
+    """Return the line under a page's title: ``words`` and the date of ``record``, as far as they are known."""
+    return " · ".join(filter(None, [*words, record.get("date")]))
 
 
 def in_words(name: str, value: Any) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -77,16 +75,6 @@ def save_panels(panels: Sequence[Panel], stem: str | Path, title: str = "") -> l
     return save_figure(drawn(panels, title), stem)
 
 
-def data_uri(panels: Sequence[Panel]) -> str:
-    """Return ``panels`` as one SVG in a data URI, for pages beside which no file is left."""
-    import matplotlib
-
-    file = io.BytesIO()
-    with matplotlib.rc_context(_STYLE):
-        drawn(panels).savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
-    return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode('ascii')}"
-
-
 def _surface(panel: Panel) -> str:
     return next(heat.surface for heat in panel.shown if isinstance(heat, Heat))
 
@@ -94,7 +82,7 @@ def _surface(panel: Panel) -> str:
 def plain_text(text: str) -> str:
     """Return text that Matplotlib's font has and its markup does not read."""
     text = text.replace("\u2423", "_").replace("$", r"\$")
-    return "".join(letter if letter.isascii() or letter in "→±µ×°–" else "?" for letter in text)
+    return "".join(letter if letter.isascii() or letter in "→↑↓±µ×°–" else "?" for letter in text)
 
 
 def drawn(panels: Sequence[Panel], title: str = "", surface: bool = False) -> Any:

@@ -1,8 +1,9 @@
-"""What a figure shows, described once: ``live`` makes it a Plotly figure of a page, ``drawn`` a Matplotlib file."""
+"""What a figure shows, described once: figures.js draws it on a page, ``drawn`` into a file by Matplotlib."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -105,3 +106,14 @@ def colours(names: Sequence[str], reference: str | None = None) -> dict[str, str
 def numbered(words: Sequence[str]) -> list[str]:
     """Return words with their places in front, which tell equal ones apart along an axis."""
     return [f"{place} {word}" for place, word in enumerate(words)]
+
+
+def described(value: Any) -> Any:
+    """Return a panel, or what is in one, as JSON values: numbers that are not finite are none."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: described(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): described(one) for key, one in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [described(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

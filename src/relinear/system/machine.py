@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import os
 import platform
@@ -74,6 +75,12 @@ def command_line() -> str:
     """Return the command that this process was started by, as it is typed; of a worker that of whoever started it."""
     typed = sys.argv[1:] if sys.argv[:1] == ["-c"] else sys.argv  # behind -c stands what a worker is told
     return shlex.join([Path(typed[0]).name, *typed[1:]]) if typed else ""
+
+
+def circumstances() -> dict[str, Any]:
+    """Return what is recorded beside every result: the command, today's date (UTC) and the machine."""
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return {"command": command_line(), "date": date, "machine": describe_machine()}
 
 
 def describe_machine() -> dict[str, Any]:

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from relinear.pages.blocks import Block, Chart, Facts, Listing, Section, Text, as_yaml, in_words, read_values, what_ran
+from relinear.pages.blocks import (
+    Block,
+    Chart,
+    Facts,
+    Listing,
+    Section,
+    Text,
+    about,
+    as_yaml,
+    in_words,
+    read_values,
+    what_ran,
+)
 from relinear.pages.figures import PALETTE, Axis, Panel, Series
 from relinear.train.callbacks import read_metrics
 
@@ -22,20 +35,34 @@ def run_section(directory: Path) -> Section:
         if len(found) > 1:
             x, y = zip(*found, strict=True)
             curves.append(Series(name=name, colour=PALETTE[number], number=number, x=x, y=y))
-    blocks: list[Block] = [Text(f"The run is {record.get('status', 'unfinished')}.")]
-    if isinstance(record.get("result"), dict):
-        kept = dict(_fact(name, value) for name, value in record["result"].items() if _number(value))
-        blocks += [Text("Results", heading=True), Facts(kept)]
+    result = record["result"] if isinstance(record.get("result"), dict) else {}
+    blocks: list[Block] = [Text(_verdict(record, result, rows[-1]["tokens"] if rows else 0), lead=True)]
     if curves:
         panel = Panel(curves, Axis(title="training tokens"), Axis(title="loss (nats per token)"))
         blocks.append(Chart("Loss against training tokens.", panel))
+    if result:
+        kept = dict(_fact(name, value) for name, value in result.items() if _number(value))
+        blocks += [Text("Results", heading=True), Facts(kept)]
     facts = {
         "model": str(settings.get("model")),
         "steps": f"{settings.get('steps')}",
         "seed": f"{settings.get('seed')}",
     }
     blocks += [*what_ran(record, facts), Listing("settings", as_yaml(settings))]
-    return Section(f"Training run {directory.resolve().name}", "train", blocks)
+    corpus = (settings.get("data") or {}).get("data")
+    note = about(record, str(settings.get("model")), corpus)
+    return Section(f"Training run {directory.resolve().name}", "train", blocks, note=note)
+
+
+def _verdict(record: Mapping[str, Any], result: Mapping[str, Any], tokens: int) -> str:
+    if result.get("validation_loss") is None:
+        return f"The run is {record.get('status', 'unfinished')}, after {tokens:,} tokens."
+    before = result.get("initial_perplexity")
+    fell = f", from {before:,.1f} before the first step" if before else ""
+    return (
+        f"A validation loss of {result['validation_loss']:.3f} after {tokens:,} tokens: "
+        f"perplexity {result['perplexity']:,.2f}{fell}."
+    )
 
 
 def _fact(name: str, value: float) -> tuple[str, str]:

@@ -23,7 +23,7 @@ from relinear.surgery.plan import attach_, plan
 from relinear.surgery.summary import summary
 from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
-from relinear.system.machine import command_line, describe_machine, is_first_rank
+from relinear.system.machine import circumstances, is_first_rank
 from relinear.system.text import cut
 from relinear.system.written import check_ours, parts_of
 from relinear.train.callbacks import Progress, read_metrics
@@ -253,8 +253,7 @@ def train(
             "status": "running",
             "settings": settings.model_dump(mode="json"),
             "ranks": _ranks(),
-            "command": command_line(),
-            "machine": describe_machine(),
+            **circumstances(),
             "model": {"parameters": table.parameters, "flops_per_token": table.flops_per_token},
             "data": data.description,
         }
