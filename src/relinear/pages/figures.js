@@ -132,9 +132,9 @@ function drawn(place, off, shade, alone) {
     element("line", {x1: at, x2: at, y1: box.top, y2: box.bottom, class: "grid"}, svg);
     text(label, {x: Math.min(at, width - widthOf(label, size) / 2), y: box.bottom + 17, "text-anchor": "middle"});
   }
-  const clip = `clip${figures++}`, ground = element("clipPath", {id: clip}, svg);
-  element("rect", {x: box.left - 6, y: box.top - 6, width: box.right - box.left + 12, height: box.bottom - box.top + 12}, ground);
-  const plot = element("g", {"clip-path": `url(#${clip})`}, svg), spots = [];
+  // a picture in the picture: it cuts what lies outside
+  const frame = {x: box.left - 6, y: box.top - 6, width: box.right - box.left + 12, height: box.bottom - box.top + 12};
+  const plot = element("svg", {...frame, viewBox: `${frame.x} ${frame.y} ${frame.width} ${frame.height}`}, svg), spots = [];
   for (const guide of panel.guides) {
     const [low, high] = panel.x.bounds || [0, 1], across = guide.y !== null, down = guide.x !== null;
     const from = across ? [box.left, py(guide.y)] : down ? [px(guide.x), box.top] : [px(low), py(low)];
@@ -225,4 +225,3 @@ function mapped(place, svg, heat, panel, width, height, size) {
     return value === undefined ? null : {x: a, y: b, text: `${heat.y[r]}\n${heat.x[c]}: ${value === null ? "–" : value.toFixed(3)}`};
   });
 }
-let figures = 0;
