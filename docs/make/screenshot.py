@@ -1,4 +1,5 @@
-"""The demo's report as README shows it, docs/pictures/demo-light.png and -dark.png: its first table and figure.
+"""The demo's report as README shows it, docs/pictures/demo-light.png and -dark.png: its verdict and first figure,
+as wide as on a phone, so that it can be read on one.
 
     python docs/make/screenshot.py runs/demo/report.html
 
@@ -14,12 +15,11 @@ import tempfile
 from pathlib import Path
 
 PICTURES = Path(__file__).resolve().parents[1] / "pictures"
-WIDTH, HEIGHT, SCALE = 920, 918, 1.5
-#: what the picture leaves out: head, notes, tools, later figures, and the columns that this width has no room for
+WIDTH, HEIGHT, SCALE = 400, 640, 2
+#: what the picture leaves out: what stands between verdict and figure, and all that follows
 STYLE = """<style>
-h1, section > p, h2, .modebar-container, figcaption, figure ~ *, .wide ~ p { display: none !important }
-:is(th, td):is(:nth-child(4), :nth-child(6), :nth-child(n+9)) { display: none }
-body { padding: 0 14px !important } section { margin-top: 0 !important }
+p.soft, .entries, figcaption, figure ~ * { display: none !important }
+body { padding: 12px 14px 0 !important } figure { margin: 0 }
 </style></head>"""
 
 

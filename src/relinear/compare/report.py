@@ -198,7 +198,7 @@ def results_section(directory: str | Path) -> Section:
     trained = entries[0]["settings"]
     corpus = (trained.get("data") or {}).get("data")
     note = about({"date": _day(results.get("finished") or "")}, trained.get("model"), corpus)
-    return Section(f"Comparison {results['name']}", "compare", blocks, palette, note)
+    return Section(f"Comparison: {results['name']}", "compare", blocks, palette, note)
 
 
 def verdict(results: Mapping[str, Any]) -> str:
