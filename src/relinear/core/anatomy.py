@@ -43,6 +43,23 @@ def named_in(model: Any, name: str) -> nn.Module | None:
     return None
 
 
+def outermost(model: nn.Module, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
+    """The modules of ``model`` that are ``wanted``, by their first names, each once; none that lies within another."""
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        if wanted(module):
+            yield name, module
+            return
+        for key, child in module.named_children():
+            yield from walk(child, f"{name}.{key}" if name else key)
+
+    yield from walk(model, "")
+
+
 # The list of layers
 
 
@@ -64,22 +81,9 @@ def _flat(layers: nn.ModuleList) -> Iterator[nn.Module]:
 
 def _outermost_stacks(model: nn.Module) -> Iterator[_Stack]:
     """Every list of modules that lies in no other one, in the model's order."""
-    seen: set[int] = set()
-
-    def walk(module: nn.Module) -> Iterator[_Stack]:
-        for child in module.children():
-            if id(child) in seen:
-                continue
-            seen.add(id(child))
-            if not isinstance(child, nn.ModuleList):
-                yield from walk(child)
-            elif len(child):
-                yield _Stack(module, tuple(_flat(child)))
-
-    if isinstance(model, nn.ModuleList):
-        yield _Stack(model, tuple(_flat(model)))
-    else:
-        yield from walk(model)
+    for name, found in outermost(model, lambda module: isinstance(module, nn.ModuleList)):
+        if len(found):
+            yield _Stack(model.get_submodule(name.rpartition(".")[0]), tuple(_flat(found)))
 
 
 def _layer_count(model: Any) -> int | None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from relinear.core.anatomy import outermost
 from relinear.core.operator import Operator, check_model
 
 _NO_LOSS = (
@@ -30,19 +31,7 @@ IGNORED_LABEL = -100  # transformers' label of positions that do not count
 
 def named_operators(model: nn.Module) -> Iterator[tuple[str, Operator]]:
     """Outermost operators of ``model`` by name, each once; what an operator holds inside belongs to that operator."""
-    seen: set[int] = set()
-
-    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Operator]]:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        if isinstance(module, Operator):
-            yield prefix, module
-            return
-        for name, child in module.named_children():
-            yield from walk(child, f"{prefix}.{name}" if prefix else name)
-
-    yield from walk(model, "")
+    return outermost(model, lambda module: isinstance(module, Operator))
 
 
 def aux_losses(model: nn.Module) -> dict[str, Tensor]:

@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from relinear.core.anatomy import outermost
 from relinear.core.operator import Operator, check_model, is_linear, linear_features
 from relinear.surgery.coverage import Coverage, coverage, dense_size
+from relinear.system.text import columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +51,7 @@ class Summary:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        header = ("layer", "operator", "in -> out", "parameters", "was", "FLOPs/token", "was")
-        lines: list[tuple[str, ...]] = [header]
+        lines: list[tuple[str, ...]] = [("layer", "operator", "in -> out", "parameters", "was", "FLOPs/token", "was")]
         for names, row in _grouped(self.rows):
             shape = "" if row.in_features is None else f"{row.in_features} -> {row.out_features}"
             count = len(names)
@@ -59,12 +60,7 @@ class Summary:
             lines.append((name, row.operator, shape, *(f"{size * count:,}" for size in sizes)))
         totals = (self.parameters, self.parameters_before, self.flops_per_token, self.flops_before)
         lines.append(("whole model", "", "", *(f"{total:,}" for total in totals)))
-        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-        left = 3  # the first columns are words, the others numbers
-        text = [
-            "  ".join(f"{cell:<{w}}" if i < left else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(line, widths)))
-            for line in lines
-        ]
+        text = columns(lines, left=3).splitlines()  # the first columns are words, the others numbers
         rule = "-" * len(text[0])
         return "\n".join(
             [text[0], rule, *text[1:-1], rule, text[-1], str(self.coverage), *(f"note: {note}" for note in self.notes)]
@@ -102,9 +98,13 @@ def module_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
+def _states_flops(module: Any) -> bool:
+    return callable(getattr(module, "flops_per_token", None))
+
+
 def module_flops(module: Any) -> int:
     """Forward FLOPs a token of a linear layer, an operator, or an attached part that states them."""
-    if callable(getattr(module, "flops_per_token", None)):
+    if _states_flops(module):
         return int(module.flops_per_token())
     in_features, out_features = linear_features(module)
     return 2 * in_features * out_features
@@ -132,26 +132,14 @@ def summary(
     """
     check_model(model, "summary")
     rows: list[Row] = []
-    seen: set[int] = set()
-
-    def walk(module: Any, name: str) -> None:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
+    for name, module in outermost(model, lambda m: is_linear(m) or (m is not model and _states_flops(m))):
         shape = linear_features(module) if is_linear(module) else None
-        states_flops = module is not model and callable(getattr(module, "flops_per_token", None))
-        if shape is None and not states_flops:
-            for key, child in module.named_children():
-                walk(child, f"{name}.{key}" if name else key)
-            return
         operator = str(module.config) if isinstance(module, Operator) else type(module).__name__
         size = (module_parameters(module), module_flops(module))
         dense = (dense_size(module), 2 * shape[0] * shape[1]) if shape else (0, 0)
         was = (before or {}).get(name, dense if isinstance(module, Operator) or not shape else size)
         in_features, out_features = shape or (None, None)
         rows.append(Row(name, operator, in_features, out_features, *size, *was))
-
-    walk(model, "")
     parameters = module_parameters(model)
     flops = sum(row.flops_per_token for row in rows)
     return Summary(
