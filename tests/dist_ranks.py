@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor.experimental import implicit_replication
 from transformers import TrainerCallback
 
 import relinear
@@ -125,6 +126,12 @@ def sharded(folder, rank):
     model = shards(built("context")).train()
     data = Tokens()
     batch = {key: torch.stack([data[2 * i + rank][key] for i in range(4)]) for key in data[0]}
+    held = []  # in full while the gradients of the first layer are computed
+
+    def look(*_):
+        held.append({name for name, parameter in model.named_parameters() if not hasattr(parameter, "placements")})
+
+    model.model.layers[0].register_full_backward_hook(look)
     model(**batch).loss.backward()
     torch.optim.AdamW(model.parameters(), lr=1e-2).step()
     placements = sum(hasattr(parameter, "placements") for parameter in model.parameters())
@@ -150,15 +157,19 @@ def sharded(folder, rank):
     states.set_model_state_dict(again, source, options=options)
     back = states.get_model_state_dict(again, options=whole)
     if rank == 0:
-        torch.save({"logits": logits, "placements": placements, "back": back}, folder / "sharded.pt")
+        found = {"logits": logits, "placements": placements, "back": back, "held": held[0]}
+        torch.save(found, folder / "sharded.pt")
 
 
 def step_by_hand(model):
-    """Losses of two steps of AdamW, and the gradients of the first; noise is drawn alike on every rank."""
+    """Losses of two steps of AdamW, and the gradients of the first; noise is drawn alike on every rank.
+
+    The optimiser is the one that a GPU gets by default.
+    """
     data = Tokens()
     batch = {key: torch.stack([data[i][key] for i in range(4)]) for key in data[0]}
     # eps above what ranks round differently: Adam makes a whole step of a gradient that is next to nothing
-    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2, eps=1e-4)
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2, eps=1e-4, foreach=True)
     losses, gradients = [], {}
     for _ in range(2):
         torch.manual_seed(3)
@@ -166,7 +177,9 @@ def step_by_hand(model):
         loss.backward()
         losses.append(float(loss.detach()))
         gradients = gradients or {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        optimizer.step()
+        with implicit_replication():
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
         optimizer.zero_grad()
     return losses, gradients
 

@@ -118,6 +118,8 @@ def test_a_sharded_checkpoint_becomes_one_file_and_back(found):
     with torch.no_grad():
         torch.testing.assert_close(single(ids).logits, sharded["logits"], rtol=1e-5, atol=1e-6)
     assert sharded["placements"] > 0  # the weights were shards indeed
+    outside = {name for name, _ in single.named_parameters() if ".layers." not in name}
+    assert {name for name in sharded["held"] if ".layers." not in name} == outside  # as the table of large models says
     for name, value in single.state_dict().items():
         assert torch.equal(value, sharded["back"][name]), name
 

@@ -5,7 +5,7 @@
 writes the table of ``docs/large_models.md``. Models are built without weights (meta device); nothing is measured.
 """
 
-# Legend: P parameters, U parameters of one decoder layer, N GPUs
+# Legend: P parameters, N GPUs
 
 from __future__ import annotations
 
@@ -49,24 +49,28 @@ HALF, TOKENS = 2, 4096
 DDP_SENT, FSDP_SENT = 8, 8
 #: bytes a parameter of a layer that FSDP2 has whole: weights in bfloat16, for this layer and the next, and gradients
 WHOLE = 2 * 2 + 4
+#: likewise of what lies outside the decoder layers (embedding, head, last norm, context): FSDP2 gathers it once,
+#: as the forward pass starts, and lets go of it and of its gradients as the backward pass ends
+ROOT = 2 + 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Of a model: parameters, those of one decoder layer, forward FLOPs a token of its linear layers.
+    """Of a model: parameters, those of one decoder layer and of none, forward FLOPs a token of its linear layers.
 
     Under tensor parallelism: parameters that are split, and numbers a token that are summed over ranks in a step.
     """
 
     parameters: int
     layer: int
+    root: int
     flops: int
     split: int
     summed: int
 
     def sharded_bytes(self, ranks: int) -> float:
         """What a rank holds under FSDP2, but for activations."""
-        return STATES * self.parameters / ranks + WHOLE * self.layer
+        return STATES * self.parameters / ranks + WHOLE * self.layer + ROOT * self.root
 
     def sent_bytes(self, ranks: int) -> float:
         """What a rank sends in a step, under FSDP2 as under DDP."""
@@ -101,7 +105,7 @@ def _built(model: str, operator: OperatorConfig | None, layers: int) -> tuple[in
             relinear.replace_(built, {"all-linear": operator})
     found = relinear.summary(built)
     layer = sum(parameter.numel() for parameter in built.model.layers[0].parameters())
-    return found.parameters, layer, found.flops_per_token, *_split(built)
+    return found.parameters, layer, found.parameters - layers * layer, found.flops_per_token, *_split(built)
 
 
 def _split(model: LlamaForCausalLM) -> tuple[int, int]:
