@@ -27,10 +27,12 @@ import relinear.kernels.transponder
 from conftest import make_tiny_llama, mostly_slow
 from relinear import functional, kernels
 from relinear.functional import block_hadamard as functional_block_hadamard
+from relinear.functional import pivoted_low_rank as functional_pivoted
 from relinear.functional import quantized as functional_quantized
 from relinear.functional import rotor as functional_rotor
 from relinear.functional.block_hadamard import block_hadamard_sizes
 from relinear.kernels import block_hadamard as kernels_block_hadamard
+from relinear.kernels import pivoted_low_rank as kernels_pivoted
 from relinear.kernels import quantized as kernels_quantized
 from relinear.kernels import rotor as kernels_rotor
 from relinear.testing import ODD, SQUARE, WIDE, Case
@@ -106,6 +108,15 @@ def block_hadamard_arguments(dtype: torch.dtype) -> Iterator[tuple]:
         bias = torch.randn(out_features, dtype=dtype) if depth == 1 else None
         yield torch.randn(rows, in_features, dtype=dtype), stages, out_features, bias
         yield torch.randn(rows, in_features, dtype=dtype), stages, out_features, bias, False
+
+
+def _pivoted_arguments(dtype: torch.dtype) -> Iterator[tuple]:
+    """Few tokens and many, with a bias and without, full rank among them."""
+    for leading, inputs, outputs, rank in (((3, 5), 10, 14, 4), ((300,), 9, 6, 6), ((1,), 7, 12, 7)):
+        order = torch.randperm(inputs).int()
+        mix, up = torch.randn(rank, inputs - rank, dtype=dtype), torch.randn(outputs, rank, dtype=dtype)
+        bias = torch.randn(outputs, dtype=dtype) if rank == 4 else None
+        yield torch.randn(*leading, inputs, dtype=dtype), order, mix, up, bias
 
 
 def quantized_arguments(dtype: torch.dtype) -> Iterator[tuple]:
@@ -357,6 +368,12 @@ TWINS: list[Twin] = [
         reference=functional_block_hadamard.block_hadamard,
         fast=kernels_block_hadamard.block_hadamard,
         arguments=block_hadamard_arguments,
+    ),
+    Twin(
+        kind="pivoted_low_rank",
+        reference=functional_pivoted.pivoted_low_rank,
+        fast=kernels_pivoted.pivoted_low_rank,
+        arguments=_pivoted_arguments,
     ),
     Twin(
         kind="quantized",

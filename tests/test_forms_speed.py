@@ -25,6 +25,7 @@ LAYERS = {
     relinear.HDPL(rank=128, blocks=8): {"hdpl": functional.hdpl.hdpl},
     relinear.CCL(rank=64, context_dim=64): {"ccl": functional.ccl.ccl},
     relinear.Transponder(): {"modulated_linear": functional.transponder.modulated_linear},
+    relinear.PivotedLowRank(rank=64): {"pivoted_low_rank": functional.pivoted_low_rank.pivoted_low_rank},
     relinear.BlockHadamard(): {"block_hadamard": functional.block_hadamard.block_hadamard},
     relinear.Rotor(depth=0, width=1): {"sandwich_windows": functional.rotor.sandwich_windows},
     relinear.Rotor(): {},

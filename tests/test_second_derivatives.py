@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from cases import CASES, TWINS, Case, Twin, every_case, leaves_of
 from conftest import mostly_slow
 from relinear.clifford import blades
-from relinear.kernels import autograd, hdpl, native
+from relinear.kernels import autograd, hdpl, native, pivoted_low_rank
 from relinear.testing.conformance import assert_close, build, call, given, inputs
 
 every_twin = pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.kind)
@@ -29,6 +29,7 @@ every_dtype = pytest.mark.parametrize("dtype", TOLERANCES, ids=["double", "singl
 
 @pytest.fixture(autouse=True)
 def _any_size(monkeypatch):
+    monkeypatch.setattr(pivoted_low_rank, "FEWEST_PERMUTED", 1)
     monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
     monkeypatch.setattr(native, "FEWEST_NETWORK_ENTRIES", 1)
     monkeypatch.setattr(hdpl, "FEWEST_NATIVE_TOKENS", 1)

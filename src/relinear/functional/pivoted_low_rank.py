@@ -27,7 +27,17 @@ def pivoted_low_rank(x: Tensor, order: Tensor, mix: Tensor, up: Tensor, bias: Te
         up: (O, R).
         bias: (O,) or None.
     """
-    rank, x = up.shape[1], take_last(x, order)
+    return of_ordered(in_order(x, order), mix, up, bias)
+
+
+def in_order(x: Tensor, order: Tensor) -> Tensor:
+    """x[..., order]."""
+    return take_last(x, order)
+
+
+def of_ordered(x: Tensor, mix: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``pivoted_low_rank`` of inputs x (..., I) that are in order; the rest as there."""
+    rank = up.shape[1]
     z = x[..., :rank] + torch.nn.functional.linear(x[..., rank:], mix)
     return torch.nn.functional.linear(z, up, bias)
 

@@ -24,7 +24,6 @@ from relinear.functional.rotor import (
     window_count,
 )
 from relinear.kernels.cpu.dense import factored_cost, prefers_dense
-from relinear.kernels.cpu.portions import PORTION_BYTES
 from relinear.kernels.forms import is_transformed
 from relinear.kernels.rotor import sandwich_windows
 from relinear.system.machine import fast_bfloat16
@@ -241,13 +240,10 @@ class SandwichSum(CachingModule):
             weight = cache.get(("dense", dtype), lambda: self.dense().to(dtype).contiguous())
             return lambda x: torch.nn.functional.linear(x, weight)
         left, right = self._cached_factors(cache, dtype)
-        small = tokens * self.window * dtype.itemsize <= PORTION_BYTES // 2
-        one = (
-            math.prod(self.counts) == 1 and left.shape[3] == 1 and self.in_features == self.out_features == self.window
-        )
-        if not (small and one and self.config.basis == "spinor"):
+        alone = math.prod(self.counts) == left.shape[3] == 1 and self.in_features == self.out_features == self.window
+        if device.type != "cpu" or not alone or self.config.basis == "blade":
             return lambda x: self.apply_factors(x, left, right)
-        # for a few tokens the bookkeeping of windows would take longer than the two products
+        # a single sandwich is two products, without the windows' bookkeeping and their passes over memory
         a, b = left[0, 0, 0, 0], right[0, 0, 0, 0]
         rows, columns = a.shape[0], b.shape[0]
         middle = self.shape.columns if self.config.terms != "kronecker" else columns

@@ -1,0 +1,43 @@
+"""Twin of ``functional.pivoted_low_rank``: in training the gradient of the permutation is gathered.
+
+The reference's is a scattered sum, which on a CPU takes longer than all products.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from relinear.functional import pivoted_low_rank as reference
+from relinear.kernels.forms import Call, Form, dispatch
+
+#: numbers from which the scattered sum takes longer than the calls of ours
+FEWEST_PERMUTED = 1 << 11
+
+
+class _Permuted(torch.autograd.Function):
+    """x[..., order]; differentiable any number of times, as its gradient is of its own kind."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Tensor) -> Tensor:
+        ctx.order = order
+        return reference.in_order(x, order)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        return _Permuted.apply(grad, ctx.order.argsort()), None
+
+
+def _refuses(call: Call) -> str:
+    if not (call.grad and call.x.requires_grad):
+        return "no gradient for the inputs"
+    return call.opaque or ("too few numbers" if call.size < FEWEST_PERMUTED else "")
+
+
+def _gathered(x: Tensor, order: Tensor, *others: Tensor) -> Tensor:
+    return reference.of_ordered(_Permuted.apply(x, order), *others)
+
+
+pivoted_low_rank = dispatch(Form("gradient gathered", _refuses, _gathered), otherwise="reference")(
+    reference.pivoted_low_rank
+)
