@@ -14,6 +14,7 @@ from conftest import REPOSITORY
 from relinear.compare.plan import plan_comparison
 from relinear.compare.recipe import BUNDLED, apply_overrides, find_recipe, parse_overrides, read_recipe, read_yaml
 from relinear.compare.settings import CompareSettings
+from relinear.compare.worker import InProcess
 from relinear_cli import progress
 from relinear_cli.main import COMMANDS, main
 from relinear_cli.options import named_entries, parse_layers, parse_operators
@@ -228,3 +229,35 @@ def test_progress_on_a_plain_terminal_says_how_far_and_how_long(monkeypatch, cap
         "timing layers 0/3  256x256",
         "timing layers 2/3  512x512  15 s left",
     ]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_inspect_keeps_within_the_terminal(columns: int, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    name = r".*\.self_attn\.q_proj=hdpl:rank=16,blocks=8,beta=0.01,bound=free_bits,free_nats=0.25"
+    assert main(["inspect", "tiny", "--replace", name]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    text = " ".join(" ".join(lines).split())
+    for said in ("model.layers.{0..3}.self_attn.q_proj (x4)", "free_nats=0.25", "32,896", "left: 90.9%", "output head"):
+        assert said in text
+    monkeypatch.delenv("COLUMNS")  # a pipe has no width
+    assert main(["inspect", "tiny"]) == 0
+    assert re.search(r"q_proj \(x4\) +Linear +128 -> 128 +65,536", capsys.readouterr().out)
+
+
+def test_searches_beyond_their_grid_are_counted(tmp_path, monkeypatch, capsys) -> None:
+    """The last run is the last that was counted: no run of n where n grows with every run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("Once upon a time there were three words and a full stop. " * 300)
+    monkeypatch.setattr("relinear.compare.worker.Worker", lambda log: InProcess())
+    recipe = "-o dense --model tiny --data text.txt --steps 4 --seeds 0,1 --out run"
+    sizes = "{hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2}"
+    sets = ["--set", f"train.model_overrides={sizes}", "--set", "speed.seconds=0", "--set", "train.warmup_steps=0"]
+    sets += ["--set", "tune={learning_rates: [1e-5, 2e-5]}"]
+    assert main(["compare", *recipe.split(), *sets]) == 0
+    told = re.findall(r"^(.*?) 0/\d+ .*run (\d+) of (\d+)", capsys.readouterr().err, flags=re.M)
+    tuned = [runs for what, _, runs in told if what.startswith("tuning")]
+    finals = [(int(run), int(runs)) for what, run, runs in told if "seed" in what]
+    assert len(tuned) > 2  # the best lies at the edge
+    assert [runs - run for run, runs in finals] == [1, 0]

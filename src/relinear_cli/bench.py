@@ -106,12 +106,10 @@ def _layers(settings: BenchSettings, out: Path) -> dict[str, Any]:
         if row["error"]
     }
     print("\n".join(sorted(failed)))
-    roofs = ", ".join(
-        f"{r['dtype']} {r['gemm'] / 1e9:.0f} GFLOP/s, {r['copy'] / 1e9:.1f} GB/s" for r in result["roofline"]
-    )
     if "forward" in settings.passes:
         print(f"forward: {_inference(settings.for_inference)}")
-    print(f"machine: {roofs}")
+    roofs = (f"{r['dtype']} {r['gemm'] / 1e9:.0f} GFLOP/s, {r['copy'] / 1e9:.1f} GB/s" for r in result["roofline"])
+    print(f"machine: {', '.join(roofs)}")
     page = write_page(out / "report.html", [layers_section(result, picture_of(out / "bench"))])
     print(f"written: {out / 'bench.json'}, {out / 'bench.png'}, {page}")
     return result

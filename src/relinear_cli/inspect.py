@@ -29,6 +29,7 @@ def command(
     **Example:** `relinear inspect hdpl-67m --replace "q_proj=hdpl:rank=128,blocks=8"`
     """
     import json
+    import shutil
 
     import relinear
     from relinear.compare.recipe import parse_overrides
@@ -43,4 +44,5 @@ def command(
     if as_json:
         print(json.dumps(table.to_dict() | ({} if report is None else {"causality": report.to_dict()}), indent=2))
     else:
-        print(table if report is None else f"{table}\n{report}")
+        width = shutil.get_terminal_size((1_000_000, 0)).columns  # a pipe has none
+        print(table.within(width) if report is None else f"{table.within(width)}\n{report}")

@@ -63,26 +63,19 @@ def _view() -> Iterator[Any]:
     if not sys.stderr.isatty():
         yield _Lines()
         return
+    from rich import progress as bars
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=28),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[detail]}"),
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(bar_width=28),
+        bars.MofNCompleteColumn(),
+        bars.TimeElapsedColumn(),
+        bars.TextColumn("left"),
+        bars.TimeRemainingColumn(),
+        bars.TextColumn("{task.fields[detail]}"),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         yield _Bars(progress)
 
 

@@ -79,6 +79,7 @@ def bench_models(
     rounds: int = 7,
     learning_rate: float = 1e-4,
     overrides: Mapping[str, Any] | None = None,
+    on_round: Callable[[int], None] = lambda done: None,
 ) -> list[ModelMeasurement]:
     """Compare the stock model of a preset with variants of it, taking turns in this process.
 
@@ -98,6 +99,7 @@ def bench_models(
         rounds: how often each takes its turn.
         learning_rate: of the AdamW steps; small, so that the work stays the same.
         overrides: fields of the preset's config to change.
+        on_round: called between rounds with how many are done.
 
     Raises:
         ValueError: for an unknown preset or ``phase``, or a mapping that does not fit.
@@ -123,7 +125,7 @@ def bench_models(
             else:
                 for_inference_(model.to(dtype).eval(), for_inference)
                 calls[name] = _inference(model, ids, phase, new_tokens, compiled)
-        timings = interleave(calls, "dense", rounds=rounds, min_seconds=0.0, warmup=2)
+        timings = interleave(calls, "dense", rounds=rounds, min_seconds=0.0, warmup=2, on_round=on_round)
     tokens = batch_size * (new_tokens if phase == "decode" else sequence_length)
     return [
         ModelMeasurement(
@@ -193,7 +195,7 @@ def run_model_bench(
         variants: see ``bench_models``.
         out_dir: where to write.
         allocator: the allocator's settings, to be stated in the file.
-        report: called with a line of progress before every case.
+        report: called with a line of progress before every case and between its rounds.
 
     Returns:
         what the file holds: settings, machine, allocator, and a row a variant and case.
@@ -214,8 +216,12 @@ def run_model_bench(
     every = itertools.product(settings.dtypes, settings.modes, cases)
     todo = [case for case in every if case[1] != "compiled" or case[2][0] != "prefill"]
     with on_threads(settings.threads):
-        for number, (dtype, mode, (phase, batch)) in enumerate(todo, 1):
-            report(f"{number}/{len(todo)}  {dtype}, {mode}, {phase} of {batch}")
+        for number, (dtype, mode, (phase, batch)) in enumerate(todo):
+
+            def tell(done: int, case: str = f"{dtype}, {mode}, {phase} of {batch}", first: int = number) -> None:
+                report(f"{first * settings.rounds + done + 1}/{len(todo) * settings.rounds}  {case}")
+
+            tell(0)
             measured = bench_models(
                 settings.preset,
                 variants,
@@ -227,6 +233,7 @@ def run_model_bench(
                 prepare=_attach_contexts,
                 for_inference=settings.for_inference,
                 rounds=settings.rounds,
+                on_round=tell,
             )
             rows += map(dataclasses.asdict, measured)
     result = {

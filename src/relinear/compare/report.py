@@ -194,7 +194,9 @@ def results_section(directory: str | Path) -> Section:
     if results.get("recipe"):
         blocks.append(Listing("recipe, as given", as_yaml(results["recipe"])))
     blocks += [Listing(f"{entry['name']}, in full", as_yaml(entry["settings"])) for entry in entries]
-    blocks += [Listing("data", as_yaml(results["data"])), *_ran(results)]
+    seeds = ", ".join(str(run.get("seed")) for run in entries[0]["runs"])
+    ran = what_ran(results, {"recipe": results["name"], "budget": results["budget"], "seeds": seeds})
+    blocks += [Listing("data", as_yaml(results["data"])), *ran]
     trained = entries[0]["settings"]
     corpus = (trained.get("data") or {}).get("data")
     note = about({"date": _day(results.get("finished") or "")}, trained.get("model"), corpus)
@@ -262,11 +264,6 @@ def _charts(stem: Path, panels: Sequence[Panel], text: str, height: int = 440) -
         Chart(text.format(panel.x.title), panel, image if place == 0 else None, height, beside)
         for place, panel in enumerate(panels)
     ]
-
-
-def _ran(results: Mapping[str, Any]) -> list[Block]:
-    seeds = ", ".join(str(run.get("seed")) for run in results["entries"][0]["runs"])
-    return what_ran(results, {"recipe": results["name"], "budget": results["budget"], "seeds": seeds})
 
 
 def results_table(results: Mapping[str, Any]) -> Table:

@@ -207,8 +207,8 @@ class _Comparison:
         self.trained: set[tuple[Path, float]] = set()
         self.runs = len(planned) * len(recipe.seeds)
         if recipe.tune is not None:
-            trials = len(recipe.tune.learning_rates) + len(recipe.tune.initializer_range or ())
-            trials *= len(recipe.tune.warmup_ratio or (None,))
+            self.trials = len(recipe.tune.learning_rates) + len(recipe.tune.initializer_range or ())
+            trials = self.trials * len(recipe.tune.warmup_ratio or (None,))
             self.runs += sum(entry.learning_rate is None for entry in recipe.entries.values()) * trials
             self.runs += 3 * len(planned) * recipe.tune.check_full_length
 
@@ -245,8 +245,13 @@ class _Comparison:
     def _tell(
         self, stage: str, what: str, done: int = 0, total: int = 0, detail: Mapping[str, Any] | None = None
     ) -> None:
-        ended = len(self.trained) + sum(len(trials.known) for trials in self.searches)
-        self.way.on_event(Event(stage, what, done, total, ended, max(self.runs, ended), detail or {}))
+        # a search whose best lies at the edge of its grid goes on beyond it
+        tried = [
+            (len(each.known), 3 if each.prefix.startswith("full-length-") else self.trials) for each in self.searches
+        ]
+        ended = len(self.trained) + sum(count for count, _ in tried)
+        runs = max(ended, self.runs + sum(max(0, count - usual) for count, usual in tried))
+        self.way.on_event(Event(stage, what, done, total, ended, runs, detail or {}))
 
     def _count(self) -> dict[str, Any]:
         self._tell("ngram", f"counting {self.recipe.ngram_order}-grams")

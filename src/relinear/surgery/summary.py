@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,20 +52,26 @@ class Summary:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
+        return self.within(1_000_000)
+
+    def within(self, width: int) -> str:
+        """Return the table in lines of at most ``width`` characters: where it is wider, a few lines a layer."""
         lines: list[tuple[str, ...]] = [("layer", "operator", "in -> out", "parameters", "was", "FLOPs/token", "was")]
         for names, row in _grouped(self.rows):
             shape = "" if row.in_features is None else f"{row.in_features} -> {row.out_features}"
-            count = len(names)
-            name = names[0] if count == 1 else f"{_common(names)} (x{count})"
+            name = names[0] if len(names) == 1 else f"{_common(names)} (x{len(names)})"
             sizes = (row.parameters, row.parameters_before, row.flops_per_token, row.flops_before)
-            lines.append((name, row.operator, shape, *(f"{size * count:,}" for size in sizes)))
+            lines.append((name, row.operator, shape, *(f"{size * len(names):,}" for size in sizes)))
         totals = (self.parameters, self.parameters_before, self.flops_per_token, self.flops_before)
         lines.append(("whole model", "", "", *(f"{total:,}" for total in totals)))
-        text = columns(lines, left=3).splitlines()  # the first columns are words, the others numbers
-        rule = "-" * len(text[0])
-        return "\n".join(
-            [text[0], rule, *text[1:-1], rule, text[-1], str(self.coverage), *(f"note: {note}" for note in self.notes)]
-        )
+        table = columns(lines, left=3).splitlines()
+        rule = "-" * min(max(map(len, table)), width)
+        if max(map(len, table)) > width:
+            form = "{}\n  {}  {}\n  parameters {} (was {}), FLOPs/token {} (was {})"
+            table = ["", *(form.format(*line) for line in lines[1:])]
+        notes = map("note: {}".format, self.notes)
+        said = "\n".join([table[0], rule, *table[1:-1], rule, table[-1], str(self.coverage), *notes])
+        return "\n".join(textwrap.fill(line, width, subsequent_indent="    ") for line in said.splitlines() if line)
 
 
 def _grouped(rows: tuple[Row, ...]) -> list[tuple[list[str], Row]]:

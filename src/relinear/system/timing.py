@@ -44,6 +44,7 @@ def interleave(
     rounds: int = 15,
     min_seconds: float = 0.1,
     warmup: int = 2,
+    on_round: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Timing]:
     """Time every contender once a round, round after round, in the order given.
 
@@ -54,6 +55,7 @@ def interleave(
         min_seconds: a contender repeats within a round until about this much time has passed, so that short calls are
             not measured by one tick of the clock.
         warmup: untimed calls of each before the first round (compilation, caches, the allocator).
+        on_round: called between rounds with how many are done.
 
     Raises:
         ValueError: if ``baseline`` is not a contender.
@@ -69,7 +71,8 @@ def interleave(
     enabled = gc.isenabled()
     gc.disable()
     try:
-        for _ in range(rounds):
+        for done in range(rounds):
+            on_round(done)
             for name, call in contenders.items():
                 times[name].append(_time(call, repeats[name]))
     finally:

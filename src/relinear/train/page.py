@@ -41,7 +41,7 @@ def run_section(directory: Path) -> Section:
         panel = Panel(curves, Axis(title="training tokens"), Axis(title="loss (nats per token)"))
         blocks.append(Chart("Loss against training tokens.", panel))
     if result:
-        kept = dict(_fact(name, value) for name, value in result.items() if _number(value))
+        kept = dict(_fact(name, value) for name, value in result.items() if type(value) in (int, float))
         blocks += [Text("Results", heading=True), Facts(kept)]
     facts = {
         "model": str(settings.get("model")),
@@ -70,7 +70,3 @@ def _fact(name: str, value: float) -> tuple[str, str]:
     if name.endswith("_bytes"):
         return name.removesuffix("_bytes").replace("_", " "), in_words(name, value)
     return name.replace("_", " "), f"{value:,.6g}"
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
