@@ -26,7 +26,7 @@ from relinear.pages.blocks import (
     as_yaml,
     picture_of,
 )
-from relinear.pages.figures import Axis, Panel, Series
+from relinear.pages.figures import Axis, Panel, Series, described
 from relinear_cli.main import main
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -76,7 +76,7 @@ def test_a_page_draws_its_figures_itself_and_is_small() -> None:
     assert page.count("data-figure=") == 2
     assert page.count(f'src="{PIXEL}"') == 4  # beside a figure for no script, and by itself
     values = Panel([Series(name="a", colour="#000000", x=range(3), y=[1.0, float("nan"), 2.0])], Axis(ticks={0.5: "b"}))
-    said = json.loads(json.dumps(Chart("", values).figure))
+    said = json.loads(json.dumps(described(values)))
     assert said["shown"][0]["x"] == [0, 1, 2]
     assert said["shown"][0]["y"] == [1.0, None, 2.0]
     assert said["x"]["ticks"] == {"0.5": "b"}
@@ -290,7 +290,7 @@ def test_channel_gates_are_a_map_and_a_picture_of_the_surface(tmp_path) -> None:
         return [b for b in analyses_section(folder).blocks if isinstance(b, Chart) and "Channel gates" in b.description]
 
     drawn, surface = charts()
-    assert drawn.figure["shown"][0]["values"][1] == [0.9, 1.0]
+    assert described(drawn.panel)["shown"][0]["values"][1] == [0.9, 1.0]
     assert drawn.image == picture_of(folder / "modulators_channel")
     assert (surface.panel, surface.image) == (None, picture_of(folder / "modulators_surface"))
     numbers = json.loads((folder / "modulators.json").read_text())

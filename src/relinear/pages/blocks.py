@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from relinear.pages.figures import Panel, described
+from relinear.pages.figures import Panel
 from relinear.system.files import read_json
 
 #: a picture with more bytes than this goes in as pixels, where there are any
@@ -82,11 +81,6 @@ class Chart:
     beside: bool = False
     stem: str = ""
     kind: str = "chart"
-
-    @functools.cached_property
-    def figure(self) -> Mapping[str, Any] | None:
-        """The panel as JSON values."""
-        return None if self.panel is None else described(self.panel)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relinear.pages.blocks import Chart, Section, Text, as_yaml
+from relinear.pages.figures import described
 from relinear.system.files import write_text
 from relinear.system.written import check_page
 
@@ -41,7 +42,12 @@ def render(sections: Sequence[Section]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"as_yaml": as_yaml, "perplexity_of": _perplexity, "breakable": _breakable}
+    environment.filters |= {
+        "as_yaml": as_yaml,
+        "perplexity_of": _perplexity,
+        "breakable": _breakable,
+        "described": described,
+    }
     return environment.get_template(TEMPLATE).render(sections=_fitted(sections, LIMIT - _TEXTS))
 
 
@@ -81,4 +87,4 @@ def _shown(chart: Chart) -> bool:
 def _bytes(chart: Chart, part: str) -> int:
     from markupsafe import escape
 
-    return len(chart.image or "") if part == "image" else len(escape(json.dumps(chart.figure)))
+    return len(chart.image or "") if part == "image" else len(escape(json.dumps(described(chart.panel))))

@@ -43,11 +43,7 @@ def run_section(directory: Path) -> Section:
     if result:
         kept = dict(_fact(name, value) for name, value in result.items() if type(value) in (int, float))
         blocks += [Text("Results", heading=True), Facts(kept)]
-    facts = {
-        "model": str(settings.get("model")),
-        "steps": f"{settings.get('steps')}",
-        "seed": f"{settings.get('seed')}",
-    }
+    facts = {name: str(settings.get(name)) for name in ("model", "steps", "seed")}
     blocks += [*what_ran(record, facts), Listing("settings", as_yaml(settings))]
     corpus = (settings.get("data") or {}).get("data")
     note = about(record, str(settings.get("model")), corpus)
