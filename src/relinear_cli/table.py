@@ -47,14 +47,11 @@ def print_table(table: Table, title: str = "") -> None:
 
 
 def _remark(*texts: str) -> None:
-    console = _console()
-    for text in texts:
-        console.print(text, style="dim")
+    _console().print(*texts, sep="\n", style="dim")
 
 
 def _console() -> Any:
     """A pipe or a log has no width: rich would take 80 columns and fold the table."""
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 160))
-    return Console(width=width, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 160)), highlight=False)

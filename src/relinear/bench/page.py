@@ -45,9 +45,9 @@ def _verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     }
     middle = {name: statistics.median(ratios) for name, ratios in cases.items()}
     name = min(middle, key=lambda one: middle[one])
-    many, ratio = f"{most:,} token{'s' * (most > 1)}", middle[name]
-    said = f"At {many} {name} takes {ratio:.2f} of a dense layer's time, the median of {len(cases[name])} cases."
-    return f"{said} {sum(value < 1 for value in middle.values())} of {len(middle)} layers are faster than dense there."
+    faster = f"{sum(value < 1 for value in middle.values())} of {len(middle)} layers are faster than dense there."
+    said = f"{name} takes {middle[name]:.2f} of a dense layer's time, the median of {len(cases[name])} cases."
+    return f"At {most:,} token{'s' * (most > 1)} {said} {faster}"
 
 
 def _layers(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str]) -> Table:

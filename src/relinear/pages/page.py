@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -66,13 +67,12 @@ def _perplexity(loss: float) -> str:
 def _fitted(sections: Sequence[Section], room: int) -> list[Section]:
     """The sections with what there is room for: figures first, then pictures, which are the same for no script."""
     lists = [list(section.blocks) for section in sections]
-    for part in ("panel", "image"):
-        for blocks in lists:
-            for place, block in enumerate(blocks):
-                if isinstance(block, Chart) and (size := _bytes(block, part)) <= room:
-                    room -= size
-                elif isinstance(block, Chart):
-                    blocks[place] = dataclasses.replace(block, **{part: None})  # type: ignore[arg-type]
+    for part, blocks in itertools.product(("panel", "image"), lists):
+        for place, block in enumerate(blocks):
+            if isinstance(block, Chart) and (size := _bytes(block, part)) <= room:
+                room -= size
+            elif isinstance(block, Chart):
+                blocks[place] = dataclasses.replace(block, **{part: None})  # type: ignore[arg-type]
     for section, blocks in zip(sections, lists, strict=True):
         for place, (before, after) in enumerate(zip(section.blocks, blocks, strict=True)):
             if isinstance(before, Chart) and isinstance(after, Chart) and _shown(before) and not _shown(after):
