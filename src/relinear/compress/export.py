@@ -89,8 +89,7 @@ def _into_factors(model: nn.Module, name: str, operator: Operator) -> dict[str, 
     first, second = operator.dense_chain()
     pivots = _pivots(first)
     thin = linear_of(first) if pivots is None else _Pivoted(first, pivots)
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, nn.Sequential(thin, linear_of(second, operator.dense_bias())))
+    model.set_submodule(name, nn.Sequential(thin, linear_of(second, operator.dense_bias())))
     return {"rank": len(first), "pivoted": pivots is not None}
 
 

@@ -45,5 +45,4 @@ def swap_module(model: nn.Module, names: Iterable[str], source: nn.Module, targe
     swap_hooks(source, target)
     mark_drawn_(target)
     for name in names:
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, target)
+        model.set_submodule(name, target)

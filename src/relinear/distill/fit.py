@@ -244,8 +244,7 @@ def swapped(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None
 
 def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     for name, module in modules.items():
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, module)
+        model.set_submodule(name, module)
 
 
 class _InItsOwnDtype(nn.Module):
