@@ -41,6 +41,7 @@ from relinear.compress.budget import round_to_half_, stored_bytes
 from relinear.compress.calibrate import Calibration
 from relinear.compress.corpus import read_corpus, read_elsewhere
 from relinear.compress.layerwise import LayerByLayer
+from relinear.compress.work import Work, linear_layers
 from relinear.core.moments import Moments
 from relinear.core.operator import dense_weight, linear_features
 from relinear.data import DataSettings, iter_texts
@@ -171,16 +172,21 @@ def main() -> None:
     def fresh() -> nn.Module:
         return relinear.from_pretrained(given.model).eval()
 
-    model = fresh()
-    compress(model, corpora, tokenizer=tokenizer, settings=base | {"bits": 4.25}, plan_only=True, out_dir=state)
-    calibration = Calibration(state / "calibration")
-    blocks = read_corpus(corpora, {}, tokenizer, CompressSettings(**base), plan_only=True).blocks
+    model, settings = fresh(), CompressSettings(**base)
+    blocks = read_corpus(corpora, {}, tokenizer, settings, plan_only=True).blocks
+    state.mkdir(parents=True, exist_ok=True)
+    calibration = Work(model, linear_layers(model), settings, state, lambda *_: None).calibrate(blocks)
     names = calibration.names
-    original, written_text = seen(model)
     written = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
     about = {"model": Path(given.model).name, "seed": given.seed}
     done = {row["row"] for row in written if about.items() <= row.items()}
     about |= {"windows": given.windows, "window": given.window, "tokens": given.tokens}
+    kept = state / f"original-{'-'.join(windows)}-{given.windows}x{given.window}.pt"
+    if "original" in done and kept.is_file():
+        original = {name: Reading(*tensors) for name, tensors in torch.load(kept).items()}
+    else:
+        original, written_text = seen(model)
+        torch.save({name: (reading.losses, reading.likeliest) for name, reading in original.items()}, kept)
     if "original" not in done:
         losses = {name: reading.loss for name, reading in original.items()}
         first = {"row": "original", **about, **sizes(model, names), "parameters": module_parameters(model)}
