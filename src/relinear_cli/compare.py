@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -28,6 +28,10 @@ def command(
     out: Annotated[Path, typer.Option(help="Directory of the comparison.")] = Path("runs/compare"),
     tune: Annotated[bool, typer.Option("--tune", help="Give each entry its own learning rate.")] = False,
     share: ShareWork = False,
+    parallel: Annotated[
+        Literal["never", "auto"],
+        typer.Option(help="`auto` trains runs of one architecture at once where it is faster."),
+    ] = "never",
 ) -> None:
     """Train operators side by side on one corpus and budget; ends with a table and report.html.
 
@@ -60,7 +64,7 @@ def command(
     settings = CompareSettings.load(values, recipe or "settings") if plan is None else planned(plan)
     prepare_process()
     with resumable("start the same command again"), watch_comparison() as on_event:
-        results = compare(settings, out, shared=share, on_event=on_event)
+        results = compare(settings, out, shared=share, parallel=parallel, on_event=on_event)
     report = write_report(out)
     print_results(results)
     print(f"\nreport: {report.resolve()}")

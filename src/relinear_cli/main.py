@@ -55,7 +55,7 @@ _GROUPS = {
     "Budget": "keep budget_of speed speed_for batch steps tokens trials seeds widths base_width epochs max_tokens "
     "limit heal_tokens heal batch_size learning_rate tune parameters",
     "Output": "out export plan plan_only as_json report index static check",
-    "Speed": "threads on_disk share rounds repeats for_inference peers untuned",
+    "Speed": "threads on_disk share parallel rounds repeats for_inference peers untuned",
 }
 
 

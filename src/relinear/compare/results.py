@@ -34,7 +34,9 @@ def entry_result(
     """
     kept = ("seed", "validation_loss", "perplexity", "initial_perplexity", "steps", "tokens_per_second")
     short = [
-        {key: run[key] for key in (*kept, "peak_memory_bytes", "aux", "block_losses")} | {"curve": _curve(run["curve"])}
+        {key: run[key] for key in (*kept, "peak_memory_bytes", "aux", "block_losses")}
+        | {"curve": _curve(run["curve"])}
+        | ({"stacked": run["stacked"]["runs"]} if run.get("stacked") else {})
         for run in runs
     ]
     mapping = planned.settings.mapping
@@ -139,6 +141,9 @@ def _notes(recipe: CompareSettings, entries: list[dict[str, Any]]) -> list[str]:
             f"process after training (median of {speeds[0]['rounds']} rounds)."
         )
     notes.append("FLOPs are of the forward pass, without attention scores and norms; memory is of the process.")
+    together = [entry["name"] for entry in entries if any("stacked" in run for run in entry["runs"])]
+    if together:
+        notes.append(f"Seeds were trained at once, and memory is that of all of them, for {', '.join(together)}.")
     notes += tuning_notes(entries)
     tuned = recipe.tune is not None or all(entry.learning_rate is not None for entry in recipe.entries.values())
     if not tuned and len({entry["learning_rate"] for entry in entries}) == 1 and len(entries) > 1:

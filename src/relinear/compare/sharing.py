@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 from relinear.system.files import read_json, write_json
 from relinear.system.lock import InUseError, only_process_in
+from relinear.train.settings import TrainSettings
 
 #: folder of the locks
 CLAIMS = "claims"
@@ -27,13 +28,15 @@ class Piece:
     """A piece of work.
 
     name: of its lock, the same in every process. is_done: whether it needs no doing, asked by who holds it. do: does
-    it, and leaves on disk what makes ``is_done`` true. later: whether it is put off while others can be done.
+    it, and leaves on disk what makes ``is_done`` true. later: whether it is put off while others can be done. run: the
+    settings and the directory of the one training run that it is.
     """
 
     name: str
     is_done: Callable[[], bool]
     do: Callable[[], Any]
     later: bool = False
+    run: tuple[TrainSettings, Path] | None = None
 
 
 T = TypeVar("T")
@@ -89,8 +92,13 @@ def alone_at(out_dir: Path, what: str, shared: bool) -> contextlib.AbstractConte
     return only_process_in(out_dir / CLAIMS / what, patience=60, required=True)
 
 
-def carry_out(out_dir: Path, work: Work[T], shared: bool) -> T:
-    """Do work and return what it came to: alone, piece by piece and until one fails, or as ``share_out``."""
+def carry_out(
+    out_dir: Path, work: Work[T], shared: bool, ahead: Callable[[Sequence[Piece]], Any] = lambda waiting: None
+) -> T:
+    """Do work and return what it came to: alone, piece by piece and until one fails, or as ``share_out``.
+
+    ``ahead`` may do some of the pieces that are waiting before the first is done the usual way.
+    """
     results: list[T] = []
 
     def noted() -> Work[None]:
@@ -100,7 +108,9 @@ def carry_out(out_dir: Path, work: Work[T], shared: bool) -> T:
         if shared:
             share_out(out_dir, lambda: next(pieces, ()))
         while waiting := next(pieces, ()):
-            waiting[0].do()
+            ahead(waiting)
+            if not waiting[0].is_done():
+                waiting[0].do()
     return results[0]
 
 

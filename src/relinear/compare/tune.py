@@ -12,6 +12,7 @@ from typing import Any
 from relinear.compare.settings import Tune
 from relinear.compare.sharing import Piece, Work, all_of
 from relinear.train.run import read_outcome
+from relinear.train.settings import TrainSettings
 
 #: a learning rate, and an initialisation where that is tuned
 Point = tuple[float, float | None]
@@ -44,6 +45,7 @@ class Trials:
         run: (learning rate, initialisation or None, its folder) -> validation loss, infinite where training diverged.
         prefix: of the names of the folders.
         common: what rows tell of every trial beside its point.
+        settings: (learning rate, initialisation or None) -> those of the trial's run; None where it is no such run.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class Trials:
         run: Callable[[float, float | None, Path], float],
         prefix: str = "",
         common: Mapping[str, Any] | None = None,
+        settings: Callable[[float, float | None], TrainSettings] | None = None,
     ) -> None:
+        self.settings = settings
         self.folder, self.run, self.prefix, self.common = folder, run, prefix, dict(common or {})
         #: the losses of trials that have ended
         self.known: dict[Point, float] = {}
@@ -80,7 +84,8 @@ class Trials:
         def do() -> None:
             self.known[point] = self.run(*point, folder)
 
-        return Piece(f"tuning-{self.folder.name}-{folder.name}", is_done, do)
+        run = None if self.settings is None else (self.settings(*point), folder)
+        return Piece(f"tuning-{self.folder.name}-{folder.name}", is_done, do, run=run)
 
     def rows(self) -> list[dict[str, Any]]:
         """Every trial that has ended, whoever asked for it: its settings, and its loss (None where it diverged)."""

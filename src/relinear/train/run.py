@@ -248,15 +248,7 @@ def train(
         if not resume and first:
             _clear(out_dir)
         out_dir.mkdir(parents=True, exist_ok=True)
-        table = summary(model)
-        record: dict[str, Any] = {
-            "status": "running",
-            "settings": settings.model_dump(mode="json"),
-            "ranks": _ranks(),
-            **circumstances(),
-            "model": {"parameters": table.parameters, "flops_per_token": table.flops_per_token},
-            "data": data.description,
-        }
+        record = described(settings, model, data)
 
         def note(**changes: Any) -> None:
             if first:
@@ -275,6 +267,19 @@ def train(
         if first and not settings.keep_checkpoint:
             remove_checkpoints(out_dir / "checkpoints")
         return result
+
+
+def described(settings: TrainSettings, model: Any, data: Any) -> dict[str, Any]:
+    """Return what ``run.json`` says of a run that goes on: settings, machine, command, sizes of the model, data."""
+    table = summary(model)
+    return {
+        "status": "running",
+        "settings": settings.model_dump(mode="json"),
+        "ranks": _ranks(),
+        **circumstances(),
+        "model": {"parameters": table.parameters, "flops_per_token": table.flops_per_token},
+        "data": data.description,
+    }
 
 
 def read_ended(settings: TrainSettings, out_dir: Path) -> TrainResult | None:

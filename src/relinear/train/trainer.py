@@ -9,7 +9,7 @@ import math
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from pickle import UnpicklingError  # raised by torch.load(weights_only=True) for what it refuses
 from typing import Any
@@ -44,7 +44,7 @@ _ALWAYS = (
     ("rng_state*.pth",),
 )
 #: a training loss of so many times the first one (but at least of so many nats) is on no way down
-_DIVERGED = 100.0
+DIVERGED = 100.0
 #: seconds after which an evaluation says how far it is
 _QUIET = 2.0
 _PARTIAL = ".partial"  # checkpoints are written here and renamed when they are whole
@@ -303,7 +303,7 @@ class RelinearTrainer(Trainer):
         if "loss" in logs:
             self._check_finite(logs["loss"], "training loss")
             self._first_loss = logs["loss"] if self._first_loss is None else self._first_loss
-            if logs["loss"] > _DIVERGED * max(self._first_loss, 1.0):
+            if logs["loss"] > DIVERGED * max(self._first_loss, 1.0):
                 raise self._diverged(f"the training loss has grown from {self._first_loss:.4g} to {logs['loss']:.4g}")
             logs.update(self._drain_terms(logs["loss"]))
         super().log(logs, start_time)
@@ -350,13 +350,14 @@ class RelinearTrainer(Trainer):
                 count = 1 if labels is None else (labels[..., 1:] != IGNORED_LABEL).sum()
                 sums += torch.stack([loss.double() * count, torch.as_tensor(count, dtype=torch.float64)]).cpu()
                 if last and self._block_losses is not None:
-                    blocks.append(_block_losses(output, labels))
+                    blocks.append(block_losses(output, labels))
                 if sums[1] >= bound / self.args.world_size:
                     break
         total, count = self.accelerator.reduce(sums.to(self.args.device), "sum").tolist()
         value = total / max(count, 1)
         self._check_finite(value, "validation loss")
-        self._write_block_losses(blocks, value)
+        if self._block_losses is not None:  # before the loss is logged: a run with its last loss has these, too
+            write_block_losses(self._block_losses, blocks, value)
         metrics = {
             f"{metric_key_prefix}_loss": value,
             f"{metric_key_prefix}_perplexity": math.exp(min(value, 700.0)),
@@ -365,18 +366,6 @@ class RelinearTrainer(Trainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
-
-    def _write_block_losses(self, blocks: list[Tensor | None], loss: float) -> None:
-        """Before the loss is logged, so that a run which has logged its last one also has those of the blocks."""
-        found = [block for block in blocks if block is not None]
-        if self._block_losses is None or not found or len(found) < len(blocks):
-            return
-        losses = torch.cat(found)
-        # A model may have a loss of its own, of which this is no division.
-        if not math.isclose(float(losses.mean()), loss, rel_tol=1e-2):
-            return
-        with atomic_path(self._block_losses) as temporary, temporary.open("wb") as file:
-            np.save(file, losses.numpy().astype(np.float32), allow_pickle=False)
 
     # Checkpoints
 
@@ -442,7 +431,20 @@ class RelinearTrainer(Trainer):
             save_model(self.model, Path(output_dir or self.home))
 
 
-def _block_losses(output: Any, labels: Tensor | None) -> Tensor | None:
+def write_block_losses(path: Path, blocks: Sequence[Tensor | None], loss: float) -> None:
+    """Keep the losses of the validation blocks in ``path`` (npy), if ``loss`` is their mean."""
+    found = [block for block in blocks if block is not None]
+    if not found or len(found) < len(blocks):
+        return
+    losses = torch.cat(found)
+    # A model may have a loss of its own, of which this is no division.
+    if not math.isclose(float(losses.mean()), loss, rel_tol=1e-2):
+        return
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        np.save(file, losses.numpy().astype(np.float32), allow_pickle=False)
+
+
+def block_losses(output: Any, labels: Tensor | None) -> Tensor | None:
     """Mean loss (B,) of each row's next tokens; None where the model predicts none."""
     logits = output.get("logits") if isinstance(output, dict) else None
     if logits is None or labels is None or logits.dim() != 3 or logits.shape[:2] != labels.shape:
