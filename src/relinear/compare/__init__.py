@@ -13,13 +13,11 @@ if TYPE_CHECKING:
 
 # Imported on first use: a recipe is read, and its faults are told, before torch and transformers are there.
 _LAZY = {
-    "CompareSettings": "settings",
-    "Event": "plan",
-    "compare": "run",
-    "plan_comparison": "plan",
-    "read_results": "report",
-    "scale": "scaling",
-    "write_report": "report",
+    "plan": ("Event", "plan_comparison"),
+    "report": ("read_results", "write_report"),
+    "run": ("compare",),
+    "scaling": ("scale",),
+    "settings": ("CompareSettings",),
 }
 
 __all__ = ["CompareSettings", "Event", "compare", "plan_comparison", "read_results", "scale", "write_report"]

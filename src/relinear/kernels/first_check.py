@@ -13,6 +13,7 @@ import json
 import os
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +85,8 @@ def _verdict(kind: str, device: torch.device, dtype: torch.dtype) -> str:
 def _on_a_thread(kind: str, device: torch.device, dtype: torch.dtype) -> tuple[str, bool]:
     """``_check`` where nothing that the caller has set holds: grad modes, autocast, hooks of saved tensors (those of
     checkpointing count), dispatch modes and compilers are all a thread's own."""
-    found: list[tuple[str, bool]] = []
-    thread = threading.Thread(target=lambda: found.append(_check(kind, device, dtype)), daemon=True)
-    thread.start()
-    thread.join()
-    return found[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_check, kind, device, dtype).result()
 
 
 def _check(kind: str, device: torch.device, dtype: torch.dtype) -> tuple[str, bool]:

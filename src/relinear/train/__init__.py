@@ -13,15 +13,10 @@ if TYPE_CHECKING:
 
 # Imported on first use: transformers' Trainer takes seconds to import, and settings can be checked without it.
 _LAZY = {
-    "FitSettings": "settings",
-    "NonFiniteLossError": "trainer",
-    "Progress": "callbacks",
-    "RelinearTrainer": "trainer",
-    "TrainSettings": "settings",
-    "build_model": "run",
-    "read_metrics": "callbacks",
-    "read_result": "run",
-    "train": "run",
+    "callbacks": ("Progress", "read_metrics"),
+    "run": ("build_model", "read_result", "train"),
+    "settings": ("FitSettings", "TrainSettings"),
+    "trainer": ("NonFiniteLossError", "RelinearTrainer"),
 }
 
 __all__ = [
