@@ -65,6 +65,7 @@ CGT = "cgt"
 MODELS = (*PARTS, CGT)
 #: what is split over ranks: the rows of operators, and one operator in another
 PARTS["on_hdpl"] = ({"up_proj": relinear.Transponder(rank=2, base=relinear.HDPL(rank=4, blocks=4, beta=0.1))}, [])
+PLANNED = ("low_rank", "context", "on_hdpl")
 SPLIT = [part for part, (_, attached) in PARTS.items() if part == "context" or not attached]
 
 
@@ -210,6 +211,23 @@ def split(folder, rank):
         torch.save(found, folder / "split.pt")
 
 
+def planned(folder, rank):
+    """The same by transformers: a checkpoint is loaded split, and saved whole."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    found = {}
+    for part in PLANNED:
+        if rank == 0:
+            relinear.save_pretrained(built(part), folder / part)
+        torch.distributed.barrier()
+        model = AutoModelForCausalLM.from_pretrained(folder / part, distributed_config=DistributedConfig(tp_size=2))
+        model.save_pretrained(folder / f"{part}-again")
+        found[part] = steps_on_both(model)
+    if rank == 0:
+        torch.save(found, folder / "planned.pt")
+
+
 def fully(folder, rank):
     """FSDP2: every parameter of every part divided over the ranks, which have the same batch."""
     found = {part: steps_on_both(shards(built(part))) for part in PARTS}
@@ -242,7 +260,14 @@ def interrupted(folder, rank):
             (folder / "interrupted" / "before.json").write_text(json.dumps(4))
 
 
-TASKS = {"steps": steps, "split": split, "fully": fully, "sharded": sharded, "interrupted": interrupted}
+TASKS = {
+    "steps": steps,
+    "split": split,
+    "planned": planned,
+    "fully": fully,
+    "sharded": sharded,
+    "interrupted": interrupted,
+}
 
 if __name__ == "__main__":
     where, *names = sys.argv[1:]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import relinear
-from dist_ranks import MODELS, PARTS, SETTINGS, SPLIT, built, one_step, step_by_hand
+from dist_ranks import MODELS, PARTS, PLANNED, SETTINGS, SPLIT, built, one_step, step_by_hand
 from relinear.train import fit
 from train_helpers import DATA, Tokens
 
@@ -35,7 +35,7 @@ def launch(folder, *tasks, ranks=2):
 def found(tmp_path_factory):
     """What two ranks came to; one launch, as it takes seconds."""
     folder = tmp_path_factory.mktemp("ranks")
-    launch(folder, "steps", "split", "fully", "sharded", "interrupted")
+    launch(folder, "steps", "split", "planned", "fully", "sharded", "interrupted")
     return folder
 
 
@@ -109,6 +109,15 @@ def test_split_operators_have_the_losses_and_the_gradients_of_whole_ones(part, f
     else:
         assert there["operators"] == 2
         assert sum(sizes.values()) - there["held"] > 0.35 * inside
+
+
+@pytest.mark.parametrize("part", PLANNED)
+def test_checkpoints_that_transformers_splits_have_the_losses_and_the_gradients_of_whole_ones(part, found):
+    there, model = torch.load(found / "planned.pt", weights_only=True)[part], built(part)
+    for name, value in relinear.from_pretrained(found / f"{part}-again").state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+    check_steps(there, model)
+    assert there["held"] < sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_a_sharded_checkpoint_becomes_one_file_and_back(found):

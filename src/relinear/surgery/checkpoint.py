@@ -114,9 +114,12 @@ class RelinearQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         rebuild_(model, self.quantization_config)
-        files = kwargs.get("checkpoint_files")
-        if files:
+        if files := kwargs.get("checkpoint_files"):
             _check_own_weights(model, self, files)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            from relinear.surgery.parallel import plan_for_transformers_
+
+            plan_for_transformers_(model)
         return model
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
@@ -141,17 +144,7 @@ class RelinearQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         return True
 
-    @property
-    def is_trainable(self) -> bool:
-        return True
-
-    @property
-    def is_qat_trainable(self) -> bool:
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        return True
+    is_trainable = is_qat_trainable = is_compileable = True  # type: ignore[assignment]
 
 
 def _saved_as(model: Any) -> str:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from relinear.core.aux import named_operators
+from relinear.core.operator import Operator
 from relinear.core.token_terms import TokenTerms
 
 
@@ -27,6 +28,19 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     return {
         name: OperatorParallel() for name, operator in named_operators(model) if next(split_parameters(operator), None)
     }
+
+
+def plan_for_transformers_(model: Any) -> None:
+    """Have ``tp_plan`` of ``from_pretrained`` split the operators alone, as layers around them take and give all."""
+    from transformers.distributed import tensor_parallel as theirs
+
+    class Style(theirs.TensorParallelLayer):  # for every layer of a name, of which some may be no operators
+        def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+            return OperatorParallel()._apply(module, mesh) if isinstance(module, Operator) else module
+
+    theirs.ALL_PARALLEL_STYLES.register("relinear", Style())  # type: ignore[arg-type]
+    names = map(theirs.replace_layer_number_by_wildcard, tensor_parallel_plan(model))
+    model._tp_plan = dict.fromkeys(names, "relinear")
 
 
 def split_parameters(operator: nn.Module) -> Iterator[tuple[str, int]]:
@@ -52,10 +66,9 @@ class OperatorParallel(ParallelStyle):
             even = dim is not None and parameter.shape[dim] % ranks == 0
             placement = Shard(dim) if even and dim is not None else Replicate()
             owner, _, leaf = name.rpartition(".")
-            shards = nn.Parameter(
-                distribute_tensor(parameter.detach(), device_mesh, [placement]), parameter.requires_grad
-            )
-            module.get_submodule(owner).register_parameter(leaf, shards)
+            source = None if parameter.is_meta else 0
+            shards = distribute_tensor(parameter.detach(), device_mesh, [placement], src_data_rank=source)
+            module.get_submodule(owner).register_parameter(leaf, nn.Parameter(shards, parameter.requires_grad))
         module.forward = functools.partial(_run, module, module.forward, device_mesh)  # type: ignore[method-assign]
         return module
 
@@ -91,8 +104,6 @@ class _Replicated(TorchFunctionMode):
         return func(*given[0], **given[1])
 
     def _replicated(self, value: Tensor) -> Tensor:
-        return (
-            value
-            if isinstance(value, DTensor)
-            else DTensor.from_local(value, self.mesh, [Replicate()], run_check=False)
-        )
+        if isinstance(value, DTensor):
+            return value
+        return DTensor.from_local(value, self.mesh, [Replicate()], run_check=False)
