@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from relinear.compare.worker import InProcess
 from relinear_cli import progress
 from relinear_cli.main import COMMANDS, main
 from relinear_cli.options import named_entries, parse_layers, parse_operators
+from relinear_cli.progress import watch_comparison
 
 
 def test_help_of_every_command_shows_an_example(capfd):
@@ -261,3 +263,15 @@ def test_searches_beyond_their_grid_are_counted(tmp_path, monkeypatch, capsys) -
     finals = [(int(run), int(runs)) for what, run, runs in told if "seed" in what]
     assert len(tuned) > 2  # the best lies at the edge
     assert [runs - run for run, runs in finals] == [1, 0]
+
+
+def test_the_time_left_falls_while_a_run_goes_on(monkeypatch, capsys) -> None:
+    """The pace is that of ended runs and of the share of the one under way."""
+    now = [0.0]
+    monkeypatch.setattr("relinear_cli.progress.time.monotonic", lambda: now[0])
+    with watch_comparison() as on_event:
+        for run, done in ((0, 0), (0, 50), (1, 0), (1, 50), (2, 0)):
+            now[0] = 100.0 * (run + done / 100)
+            on_event(SimpleNamespace(what=f"entry {run}", done=done, total=100, run=run, runs=4, detail={}))
+    told = [line.rsplit("  ", 1)[-1] for line in capsys.readouterr().err.splitlines()]
+    assert told == ["run 1 of 4", "about 6 min left", "about 5 min left", "about 4 min left", "about 3 min left"]

@@ -61,7 +61,8 @@ def command(
             file.write_text(Template(text).substitute(words), encoding="utf-8")
         made.rename(folder)
     print(f"written: {folder}/relinear_{name}/operator.py and what belongs to it. Next:\n")
-    print(f'pip install -e {folder}\npytest {folder} -k "not inductor"\nrelinear list operators {name}')
+    print(f"pip install -e {folder}\npytest {folder} -k 'not inductor'")
+    print(f"relinear compare -o dense -o {name}:rank=8 -o low_rank:rank=8 --match parameters --data stdlib --steps 100")
 
 
 def _check_free(name: str) -> None:

@@ -28,11 +28,12 @@ class _Lines:
         self._told, self._shown = (title, now), (title, done)
         counted = f" {done:,}/{total:,}" if total else f" {done:,}" if done else ""
         of_all = f"run {min(run + 1, runs)} of {runs}" if runs > 1 and not title.startswith("trial ") else ""
-        left = _left(now - self._began[""], run, runs) if runs > 1 else _left(now - began, done, total)
+        part = done / max(total, 1)
+        left = _left(now - self._began[""], run + part, runs) if runs > 1 else _left(now - began, done, total)
         print("  ".join(filter(None, [title + counted, of_all, detail, left])), file=sys.stderr, flush=True)
 
 
-def _left(seconds: float, done: int, total: int) -> str:
+def _left(seconds: float, done: float, total: int) -> str:
     """How long the rest takes at the pace so far; "" where that is not known, or a moment."""
     rest = seconds / done * (total - done) if 0 < done < total else 0.0
     return "" if rest < 5 else f"{rest:.0f} s left" if rest < 90 else f"about {rest / 60:.0f} min left"
@@ -121,10 +122,8 @@ def watch_distillation() -> Iterator[Callable[[Any], None]]:
     """A callback for ``distill_(on_progress=...)``, likewise."""
     with _view() as view:
 
-        def on_progress(progress: Any) -> None:
-            view.show(
-                f"{progress.phase} {progress.name}", progress.done, progress.total, _detail({"loss": progress.loss})
-            )
+        def on_progress(now: Any) -> None:
+            view.show(f"{now.phase} {now.name}", now.done, now.total, _detail({"loss": now.loss}))
 
         yield on_progress
 
