@@ -106,7 +106,15 @@ def test_runs_of_claims_are_listed() -> None:
             letter for found in re.findall(r"Runs: ([A-Z, ]+)\.$", text, flags=re.M) for letter in found.split(", ")
         }
         assert named
-        assert named <= set(re.findall(r"^\| ([A-Z]) \| `", text, flags=re.M))
+        assert named <= set(re.findall(r"^\*\*([A-Z])\.\*\* .+\n`.+`$", text, flags=re.M))
+
+
+def test_no_cell_of_claims_is_longer_than_sixty_characters() -> None:
+    for page in (CLAIMS, *PAPERS):
+        lines = re.findall(r"^\|(.+)\|$", page.read_text(encoding="utf-8"), flags=re.M)
+        cells = [re.sub(r"\]\(.+?\)|[*\[]", "", cell.strip()) for line in lines for cell in line.split(" | ")]
+        assert max(map(len, cells)) <= 60
+        assert max(line.count(" | ") for line in lines) < 6
 
 
 @pytest.fixture

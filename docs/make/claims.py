@@ -39,11 +39,10 @@ PARTLY, OPEN, NOT_RUN, BEYOND = "partly", "open", "not run", "not asked by the p
 VERDICTS = {
     HELD: "measured, and so",
     FAILED: "measured, and not so",
-    UNSEEN: "measured, and not there; half of the paper's effect would have been seen",
-    NO_POWER: "measured, and not seen; the paper's effect is not known, or is too small for so few seeds",
-    PARTLY: "one part held, another did not, or no verdict on the method follows from it",
-    OPEN: "runs are there, and what they compare differs in more than the claim, or their tuning was cut off; "
-    "withdrawn where it had been stated",
+    UNSEEN: "not there; half of the paper's effect would have been seen",
+    NO_POWER: "not seen; effect unknown, or too small for these seeds",
+    PARTLY: "one part held, another did not, or no verdict follows",
+    OPEN: "arms differ in more than the claim, or tuning was cut off",
     NOT_RUN: "the parts are here and checked, the run is not",
     BEYOND: "measured although the paper does not claim it",
 }
@@ -1314,8 +1313,6 @@ text where its blocks were kept; one seed has none. Where speeds of whole models
 the paper's effect, in our unit: a token of its vocabulary is taken as 4.25 bytes. Figures of ours are read from
 `results/` by the command that makes these pages."""
 
-RUN = ["run", "command", "budget", "page"]
-
 
 def pages() -> dict[str, str]:
     """Return the page of all claims and one a paper, in Markdown, by their paths under docs/."""
@@ -1325,21 +1322,20 @@ def pages() -> dict[str, str]:
 
 def _overview(papers: Sequence[Paper]) -> str:
     verdicts = [claim.verdict for paper in papers for claim in paper.claims]
-    found = [[f"[{paper.title}](claims/{paper.name}.md)", paper.question, _counted(paper)] for paper in papers]
+    counted = [HELD, PARTLY, FAILED, NO_POWER]
+    found = []
+    for paper in papers:
+        count = [[claim.verdict for claim in paper.claims].count(verdict) for verdict in counted]
+        name = paper.title.partition(":")[0]
+        found.append([f"[{name}](claims/{paper.name}.md)", *map(str, [*count, len(paper.claims) - sum(count)])])
     legend = [[f"**{verdict}**", str(verdicts.count(verdict)), text] for verdict, text in VERDICTS.items()]
     parts = [
         HEAD + forest.in_page("pictures"),
-        table(["paper", "question", "claims"], found),
+        table(["paper", *counted, "others"], found),
         table(["verdict", "claims", "meaning"], legend),
         "How each equation and baseline was checked, and where it differs: [the papers, line by line](papers.md).",
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _counted(paper: Paper) -> str:
-    """How many claims of a paper came to what."""
-    verdicts = [claim.verdict for claim in paper.claims]
-    return ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in VERDICTS if verdict in verdicts)
 
 
 def in_readme() -> str:
@@ -1358,7 +1354,7 @@ def _page(paper: Paper) -> str:
     """A paper: question, answer, picture, a table of verdicts, and folded what each rests on."""
     rows = [[one.says, f"**{one.verdict}**", one.brief] for one in paper.claims]
     runs = [
-        [letter, f"`{run.command}`", run.budget, f"[{run.page}](../../results/{run.page}/README.md)"]
+        f"**{letter}.** {run.budget} ([{run.page}](../../results/{run.page}/README.md)):\\\n`{run.command}`"
         for letter, run in paper.runs.items()
     ]
     parts = [
@@ -1368,7 +1364,7 @@ def _page(paper: Paper) -> str:
         table(["the paper says", "verdict", "in short"], rows),
         "## What was found\n\nEach claim unfolds; letters name the runs at the end.",
         *map(_found, paper.claims),
-        _folded("The runs: commands, budgets, pages with machine and settings", table(RUN, runs)),
+        _folded("The runs: commands, budgets, pages with machine and settings", "\n\n".join(runs)),
         _folded("How to read the intervals", NOTES),
         "[All claims](../claims.md)",
     ]
