@@ -129,6 +129,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("calibration")
     parser.add_argument("text")
+    parser.add_argument("--types", nargs="+", default=(), help="of layers; by default all")
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--windows", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0, help="of the labels that are drawn")
@@ -139,7 +140,7 @@ def main() -> None:
     windows = CompressSettings(sequence_length=256, evaluation_tokens=given.windows * 256)
     ids = read_elsewhere({"": texts(given.text)}, load_tokenizer(given.model), windows)[""]
     config, missed, kept = relinear.Quantized(bits=given.bits), {}, defaultdict(float)
-    for name in calibration.names:
+    for name in [n for n in calibration.names if not given.types or layer_type(n) in given.types]:
         layer, moments = model.get_submodule(name), calibration.moments(name)
         missed[name] = rounded(layer, config, moments, False).to_dense().detach() - dense_weight(layer).detach()
         kept[layer_type(name)] += float(moments.error(missed[name])) / 2
