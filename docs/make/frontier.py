@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import svg
-from measured import gap, mean, read, table
+from measured import gap, read, table
 
 __all__ = ["EQUAL_BYTES", "PICTURE", "ROUNDED", "equal_bytes", "frontier_table", "in_page", "picture"]
 
 RECORD, PICTURE, EQUAL_BYTES = "compress/frontier.jsonl", "compress-frontier", "compress-equal-bytes"
 ROUNDING, ALLOCATION, LLAMA_CPP = "compress/rounding.jsonl", "compress/allocation.json", "compress/llama_cpp.jsonl"
-PREDICTIONS = "compress/predictions.jsonl"
-#: passages
-LAMBADA = 500
 #: method -> what it is called
 NAMES = {
     "nearest": "{} bits, to nearest",
@@ -119,52 +116,6 @@ def rivals() -> str:
     if not lines:
         return "GPTQ itself at equal bytes is not measured yet."
     return table(["", "beside", "model", *next(iter(found.values()))["loss"]], lines)
-
-
-def draws() -> str:
-    """Rows with several draws of calibration: mean rise of the loss, and the least and the largest."""
-    by_row: dict[str, dict[int, dict[str, Any]]] = {}
-    for row in read(ROUNDING):
-        if row["row"] != "original" and row["model"] == next(iter(MODELS)):
-            by_row.setdefault(row["row"], {})[row["seed"]] = row["against"]
-    several = {name: list(found.values()) for name, found in by_row.items() if len(found) > 1}
-    if not several:
-        return "One draw of calibration is measured yet."
-    lines = []
-    for name, found in sorted(several.items()):
-        nats = [[against[text]["nats"] for against in found] for text in found[0]]
-        cells = [f"{mean(each):+.3f} ({min(each):.3f} to {max(each):.3f})" for each in nats]
-        lines.append([_called(name), str(len(found)), *cells])
-    return table(["", "draws", *next(iter(several.values()))[0]], lines)
-
-
-def writing() -> str:
-    """What models write: last words of LAMBADA that are right, and 4-grams that greedy text repeats."""
-    found = [row for row in read(ROUNDING) if "lambada" in row]
-    if not found:
-        return "Not measured yet."
-    lines = []
-    for row in found:
-        right, count = row["lambada"], LAMBADA
-        half = 1.96 * (right * (1 - right) / count) ** 0.5
-        name = "original" if row["row"] == "original" else _called(row["row"])
-        lines.append([name, f"{row['bits']:.2f}", f"{right:.1%} ± {half:.1%}", f"{row['repeated']:.0%}"])
-    return table(["", "bits a weight", "LAMBADA, last words", "repeated 4-grams"], lines)
-
-
-def predictions() -> str:
-    """What four bits in all layers of one type cost: predicted with fewer and fewer assumptions, and measured."""
-    lines = []
-    for row in read(PREDICTIONS):
-        cells = [
-            row["calibration"],
-            *(row["given"][key] for key in ("product", "apart", "weighted", "tokens", "windows")),
-        ]
-        cells += [row["sampled"]["tokens"], row["sampled"]["windows"]]
-        measured = [f"{row['kl']:.4f} ± {row['kl_interval']:.4f}", f"{row['nats']:+.4f} ± {row['interval']:.4f}"]
-        lines.append([row["type"], *(f"{cell:.4f}" for cell in cells), *measured])
-    names = ["calibration", "product", "apart", "weighted", "tokens", "windows", "tokens, sampled", "windows, sampled"]
-    return table(["", *names, "KL", "nats"], lines)
 
 
 def allocation_table() -> str:
@@ -289,5 +240,10 @@ def by_llama_cpp() -> str:
     return table(["matrices in the file", "inputs in transformers", "prompts alike", "tokens before they part"], lines)
 
 
-ROUNDED = {"rounding": rounding_table, "rivals": rivals, "draws": draws, "writing": writing, "predictions": predictions}
-ROUNDED |= {"equal_bytes": at_equal_bytes_in_page, "allocation": allocation_table, "llama": by_llama_cpp}
+ROUNDED = {
+    "rounding": rounding_table,
+    "rivals": rivals,
+    "equal_bytes": at_equal_bytes_in_page,
+    "allocation": allocation_table,
+    "llama": by_llama_cpp,
+}
