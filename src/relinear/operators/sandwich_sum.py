@@ -16,6 +16,7 @@ from relinear import clifford
 from relinear.clifford.blades import device_table
 from relinear.core.inference import CachingModule, ParameterCache
 from relinear.functional.rotor import (
+    from_windows,
     product_of_simple_rotors,
     rotor_layer,
     simple_parts,
@@ -26,7 +27,7 @@ from relinear.functional.rotor import (
 from relinear.kernels.cpu.dense import factored_cost, prefers_dense
 from relinear.kernels.forms import is_transformed
 from relinear.kernels.rotor import sandwich_windows
-from relinear.system.machine import fast_bfloat16
+from relinear.system.machine import cpu_features
 
 if TYPE_CHECKING:
     from relinear.operators.rotor import Rotor
@@ -36,7 +37,7 @@ _PARAMETERS = {"left", "right", "scale"}
 
 def tiled(dtype: torch.dtype) -> bool:
     """Return whether the processor multiplies tiles of matrices of this type."""
-    return dtype in (torch.bfloat16, torch.float16) and fast_bfloat16()
+    return dtype in (torch.bfloat16, torch.float16) and "amx_bf16" in cpu_features()
 
 
 class SandwichSum(CachingModule):
@@ -240,17 +241,22 @@ class SandwichSum(CachingModule):
             weight = cache.get(("dense", dtype), lambda: self.dense().to(dtype).contiguous())
             return lambda x: torch.nn.functional.linear(x, weight)
         left, right = self._cached_factors(cache, dtype)
-        alone = math.prod(self.counts) == left.shape[3] == 1 and self.in_features == self.out_features == self.window
+        terms, _, inputs = self.counts
+        alone = terms == inputs == left.shape[3] == 1 and self.in_features == self.window
         if device.type != "cpu" or not alone or self.config.basis == "blade":
             return lambda x: self.apply_factors(x, left, right)
-        # a single sandwich is two products, without the windows' bookkeeping and their passes over memory
-        a, b = left[0, 0, 0, 0], right[0, 0, 0, 0]
-        rows, columns = a.shape[0], b.shape[0]
+        # a sandwich for each output window is two products, without the windows' bookkeeping and its passes over memory
+        pairs = [*zip(left[0, :, 0, 0], right[0, :, 0, 0], strict=True)]
+        rows, columns = left.shape[-1], right.shape[-1]
         middle = self.shape.columns if self.config.terms != "kronecker" else columns
 
         def direct(x: Tensor) -> Tensor:
-            half = torch.nn.functional.linear(x.reshape(-1, columns), b).view(-1, rows, middle)
-            return torch.matmul(a, half).view(x.shape)
+            given = x.reshape(-1, columns)
+            found = [a @ torch.nn.functional.linear(given, b).view(-1, rows, middle) for a, b in pairs]
+            if len(found) == 1:
+                return found[0].view(*x.shape[:-1], -1)
+            windows = torch.stack([y.view(-1, self.window) for y in found], 1)
+            return from_windows(windows, self.out_features, self.config.windows).view(*x.shape[:-1], -1)
 
         return direct
 
