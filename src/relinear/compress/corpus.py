@@ -76,12 +76,11 @@ class Corpus:
         if not self.unseen:
             found.append("the corpus has no more than calibration takes, so the result is judged on what it saw")
         elif shared := {e[:2] for e in self.judged} & {e[:2] for e in self.excerpts}:
-            found.append(f"{len(shared)} of the documents that judge also calibrate, by other parts")
-        if len(self.judged) < LEAST_WINDOWS or len({e[:2] for e in self.judged}) < LEAST_DOCUMENTS:
-            found.append(
-                f"judged on {len(self.judged)} windows of {len({e[:2] for e in self.judged})} documents; "
-                f"{LEAST_WINDOWS} of {LEAST_DOCUMENTS} are needed to rely on the intervals"
-            )
+            found.append(f"{len(shared)} documents both calibrate and judge, by different parts")
+        windows, documents = len(self.judged), len({e[:2] for e in self.judged})
+        if windows < LEAST_WINDOWS or documents < LEAST_DOCUMENTS:
+            least = f"{LEAST_WINDOWS} windows of {LEAST_DOCUMENTS} documents"
+            found.append(f"judged on {windows} windows of {documents} documents; intervals need {least}")
         return found
 
 

@@ -26,8 +26,9 @@ def unwrapped(model: Any) -> Any:
 
 
 def model_name(model: Any) -> str:
-    """Return what a model is called: the last part of where it was loaded from, or its class."""
-    return Path(getattr(model, "name_or_path", "") or type(model).__name__).name
+    """Return what a model is called: the last part of where it was loaded from (for RUN/model RUN), or its class."""
+    parts = Path(getattr(model, "name_or_path", "") or type(model).__name__).parts
+    return next((part for part in reversed(parts) if part != "model"), "model")
 
 
 def named_in(model: Any, name: str) -> nn.Module | None:
