@@ -54,7 +54,7 @@ def test_one_document_is_spread_over_and_judged_on_its_other_half() -> None:
     assert found.unseen
     assert max(starts) - min(starts) > 16 * 8 * 20
     assert max(starts) < min(e.start for e in found.judged)
-    assert "judged on 6 windows of 1 documents; 30 of 6 are needed" in " ".join(found.remarks)
+    assert "judged on 6 windows of 1 documents; intervals need 30 windows of 6 documents" in " ".join(found.remarks)
     elsewhere = read_elsewhere({"far": texts(9)}, byte_tokenizer(), SHORT)["far"]
     assert elsewhere.shape == (6, 16)
 
