@@ -779,7 +779,10 @@ def test_sizes_have_dense_controls_and_grow_together(scaled, capsys, monkeypatch
         flops = [point["flops"] for point in entry["points"]]
         assert flops == sorted(flops)
         assert [point["tokens"] for point in entry["points"]] == [256] * 4
-    assert len([line for line in results["verdicts"] if line.startswith("low_rank")]) == 6
+    verdicts = [line for line in results["verdicts"] if line.startswith("low_rank")]
+    assert len(verdicts) == 6
+    assert all("[" not in line and "one seed, no intervals" in line for line in verdicts)
+    assert all(entry["flops"]["fit"]["b_interval"] is None for entry in results["entries"])
     assert json.loads((out / "scale.json").read_text()) == json.loads(json.dumps(results))
     assert scale(recipe, out, isolate=False) == json.loads(json.dumps(results))
     assert main(["report", str(out)]) == 0

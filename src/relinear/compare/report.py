@@ -369,8 +369,8 @@ def scale_table(results: Mapping[str, Any]) -> Table:
 def _exponent(fit: Mapping[str, Any] | None) -> Cell:
     if fit is None:
         return Cell("–")
-    low, high = fit["b_interval"]
-    return Cell(f"{fit['b']:.3f} [{low:.3f}, {high:.3f}]", fit["b"])
+    within = "" if fit["b_interval"] is None else " [{:.3f}, {:.3f}]".format(*fit["b_interval"])
+    return Cell(f"{fit['b']:.3f}{within}", fit["b"])
 
 
 def number(value: float | None, digits: int = 3) -> str:

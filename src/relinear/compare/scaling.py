@@ -242,12 +242,15 @@ def _point(width: int, results: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _drawn(recipe: CompareSettings, out_dir: Path, name: str, points: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """Replicated losses (K, R), as ``replicates``: the same draws of seeds and blocks for all entries and sizes."""
+    """Replicated losses (K, R), as ``replicates``: the same draws of seeds and blocks for all entries and sizes.
+
+    Of one seed its mean alone (K, 1): the spread of its text is no interval.
+    """
     rows = []
     for point in points:
         runs = out_dir / SIZES / str(point["width"]) / "runs" / name
         losses = [np.load(runs / f"seed-{s}" / BLOCK_LOSSES, allow_pickle=False) for s in recipe.seeds]
-        rows.append(replicates(np.stack(losses).astype(float)))
+        rows.append(replicates(np.stack(losses).astype(float)) if losses[1:] else losses[0].mean(keepdims=True))
     # of two or three seeds replicates may lie as far out as below 0, where there is no logarithm; so far out one is all
     # that an interval knows of them
     return np.maximum(np.stack(rows), np.finfo(float).tiny)
@@ -274,12 +277,16 @@ def _axis(
         fits[other] = fit_power_law(x, means), fit_power_law(x, drawn[other])
     (log_a, b), replicated = fits[name]
     own: dict[str, Any] = {"log_a": float(log_a[0]), "b": float(b[0])}
-    own |= {f"{key}_interval": interval(values) for key, values in zip(("log_a", "b"), replicated, strict=True)}
+    own |= {f"{key}_interval": _interval(values) for key, values in zip(("log_a", "b"), replicated, strict=True)}
     crossings: dict[str, dict[str, Any] | None] = {}
     for other in sorted(dense - {name}) if name not in dense else []:
         low, high = max(map(min, (places[name], places[other]))), min(map(max, (places[name], places[other])))
         crossings[other] = _crossing(fits[name], fits[other], low, high) if low < high else None
     return {"fit": own, "crossings": crossings}
+
+
+def _interval(values: np.ndarray) -> tuple[float, float] | None:
+    return interval(values) if len(values) > 1 else None
 
 
 def _crossing(own: tuple[Fit, Fit], other: tuple[Fit, Fit], low: float, high: float) -> dict[str, Any]:
@@ -289,11 +296,11 @@ def _crossing(own: tuple[Fit, Fit], other: tuple[Fit, Fit], low: float, high: fl
     gaps = {}
     for end, place in (("low", low), ("high", high)):
         gap, drawn = (_at(a, place) - _at(b, place) for a, b in zip(own, other, strict=True))
-        gaps[end] = {"at": place, "gap": float(gap[0]), "interval": interval(drawn)}
+        gaps[end] = {"at": place, "gap": float(gap[0]), "interval": _interval(drawn)}
     return {
         "at": float(middle[0]) if math.isfinite(middle[0]) else None,
-        "interval": interval(inside) if len(inside) > 1 else None,
-        "share": len(inside) / len(replicated),
+        "interval": _interval(inside),
+        "share": len(inside) / len(replicated) if len(replicated) > 1 else None,
         "ends": gaps,
     }
 
@@ -315,15 +322,14 @@ def _verdict(found: Mapping[str, Any] | None) -> str:
     if found is None:
         return "no range that both have sizes in."
     low, high = found["ends"]["low"], found["ends"]["high"]
-    ends = "; ".join(
-        f"at {end['at']:.2g} {end['gap']:+.3f} [{end['interval'][0]:+.3f}, {end['interval'][1]:+.3f}]"
-        for end in (low, high)
-    )
+    ends = "; ".join(f"at {end['at']:.2g} {end['gap']:+.3f}{_within(end['interval'], '+.3f')}" for end in (low, high))
+    often = "one seed, no intervals" if found["share"] is None else f"a crossing in {found['share']:.0%} of replicates"
     if found["at"] is None:
         side = "ahead" if high["gap"] < 0 else "behind"
-        return (
-            f"do not cross in the range, {side} throughout ({ends}; a crossing in {found['share']:.0%} of replicates)."
-        )
-    within = "" if found["interval"] is None else f" [{found['interval'][0]:.2g}, {found['interval'][1]:.2g}]"
+        return f"do not cross in the range, {side} throughout ({ends}; {often})."
     after = "ahead beyond" if high["gap"] < 0 else "behind beyond"
-    return f"cross at {found['at']:.2g}{within}, {after} ({ends}; in {found['share']:.0%} of replicates)."
+    return f"cross at {found['at']:.2g}{_within(found['interval'], '.2g')}, {after} ({ends}; {often})."
+
+
+def _within(found: Sequence[float] | None, digits: str) -> str:
+    return "" if found is None else f" [{found[0]:{digits}}, {found[1]:{digits}}]"
