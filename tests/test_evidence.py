@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -129,3 +130,40 @@ def test_a_gap_of_one_seed_is_drawn_hollow_and_without_a_band(seeds):
     (line,) = panel.shown
     assert line.hollow == (seeds == 1)
     assert (line.low is None) == (seeds == 1)
+
+
+def departures(plan, found, key=""):
+    """Dotted names of the settings in which two mappings differ."""
+    if not isinstance(plan, dict) or not isinstance(found, dict):
+        return [] if plan == found else [key]
+    names = dict.fromkeys([*plan, *found])
+    return [each for n in names for each in departures(plan.get(n), found.get(n), f"{key}.{n}".strip("."))]
+
+
+def test_departures_are_named_at_their_place():
+    assert departures({"a": {"b": 1, "c": [2]}, "d": 3}, {"a": {"b": 1, "c": [4]}, "e": 5}) == ["a.c", "d", "e"]
+
+
+def test_records_differ_from_their_plan_as_their_page_says():
+    """A record of a plan names it in its command, and lies in the folder of the plan's name."""
+    results, seen = REPOSITORY / "results", []
+    read = (
+        "import json, sys; from relinear.compare.preregistration import planned; "
+        "print(json.dumps(planned(sys.argv[1]).model_dump(mode='json')))"
+    )
+    for plan in sorted((results / "plans").glob("*.yaml")):
+        folder = results / plan.stem
+        records = [json.loads(record.read_text(encoding="utf-8")) for record in sorted(folder.rglob("*.json"))]
+        by_plan = [one for one in records if isinstance(one, dict) and f"plans/{plan.name}" in one.get("command", "")]
+        recipes = [record["recipe"] for record in by_plan]
+        if recipes:  # in a process of its own, which may know other operators
+            module = re.search(r"--import (\w+)", plan.read_text(encoding="utf-8"))
+            own = {"RELINEAR_IMPORT": module[1], "PYTHONPATH": str(folder)} if module else {}
+            told = [sys.executable, "-c", read, str(plan)]
+            done = subprocess.run(told, env=os.environ | own, capture_output=True, text=True, check=True)
+            page = (folder / "README.md").read_text(encoding="utf-8")
+            for recipe in recipes:
+                found = departures(json.loads(done.stdout), recipe)
+                assert [name for name in found if f"`{name}`" not in page] == []
+            seen.append(plan.stem)
+    assert "rotor" in seen
