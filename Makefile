@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUN_DIR ?= runs
 GPU_VENV ?= .venv-gpu
+GPU_PYTHON ?= $(GPU_VENV)/bin/python
 ECOSYSTEM_VENV ?= .venv-ecosystem
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -81,7 +82,8 @@ gpu: $(STAMP) ## kernels against torch.compile, and models, on an NVIDIA GPU in 
 	OMP_NUM_THREADS=1 $(BIN)/python tools/gpu.py --rehearse --minutes 10 --out $(RUN_DIR)/gpu-rehearsal
 else
 gpu:
-	$(GPU_VENV)/bin/python tools/gpu.py --minutes 8.5
+	@command -v $(GPU_PYTHON) >/dev/null || { echo "make gpu-setup first, or set GPU_PYTHON to a Python that has relinear's packages"; exit 2; }
+	PYTHONPATH=src $(GPU_PYTHON) tools/gpu.py --minutes 8.5
 endif
 
 families: $(STAMP) ## every operator in tiny models of every family, anew: docs/families.md

@@ -1,6 +1,8 @@
 """``make gpu`` without a GPU: what it says then, and its rehearsal."""
 
+import dataclasses
 import json
+import os
 import subprocess
 import sys
 
@@ -61,6 +63,100 @@ def test_a_call_goes_on_where_the_one_before_ended(tmp_path, monkeypatch):
     gpu._run_part("rotor", tmp_path, 60.0, plan)
     assert calls == ["a", "b", "a", "b"]
     assert len(json.loads((tmp_path / "rotor.json").read_text())["rows"]) == 2
+
+
+def test_what_is_timed_first_is_compiled_first(tmp_path, monkeypatch):
+    calls = []
+    works = [lambda n=n: calls.append(n) or {} for n in range(5)]
+    rows = [({"width": n, "mode": "eager" if n == 1 else "compiled"}, work) for n, work in enumerate(works)]
+    monkeypatch.setattr(gpu, "_tasks", lambda part, plan: iter(rows))
+    for number in range(2):
+        gpu._prepare_part("rotor", tmp_path, number, 2, gpu.Plan.rehearsal())
+        calls.append("next")
+    assert calls == [0, 2, "next", 3, 4, "next"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_compiles_beforehand_runs(tmp_path):
+    """In the processes of a call, at the sizes of a rehearsal."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    gpu._prepare(tmp_path, [gpu.CHECK, "hdpl-67m-hdpl", "monarch"], 800, environment, rehearse=1)
+    assert gpu._state(gpu.CHECK, tmp_path) == "complete"
+    assert [path.name for path in tmp_path.iterdir()] == [f"{gpu.CHECK}.json"]
+
+
+class Clock:
+    """In place of ``time`` and of processes, which take all the time that they are given, or fail at once."""
+
+    def __init__(self, monkeypatch, codes=()):
+        self.now, self.codes, self.ran = 0.0, dict(codes), []
+        monkeypatch.setattr(gpu, "time", self)
+        monkeypatch.setattr(gpu.subprocess, "run", self.run)
+        monkeypatch.setattr(gpu, "_prepare", lambda *given: self.sleep(given[2]))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(gpu, "verdict", lambda out: [])
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        return seconds
+
+    def run(self, command, timeout, **given):
+        part = command[4]
+        self.ran.append((part, timeout))
+        code = self.codes.pop(part, None)
+        if code is None:
+            self.sleep(timeout)
+            raise subprocess.TimeoutExpired(command, timeout)
+        return subprocess.CompletedProcess(command, code)
+
+
+def test_a_call_ends_in_time_and_starts_no_part_that_cannot_come_to_a_row(tmp_path, monkeypatch):
+    clock = Clock(monkeypatch)
+    gpu.run_parts(tmp_path, minutes=8.5)
+    assert clock.now == pytest.approx(8.5 * 60)
+    goals = ["hdpl-67m-hdpl", "hdpl-67m", "llama-60m-transponder", "llama-60m"]
+    assert [part for part, _ in clock.ran[:5]] == [gpu.CHECK, *goals]
+    assert all(seconds >= gpu.LEAST[part] for part, seconds in clock.ran)
+    kernels = [part for part in gpu.OPERATORS if part.startswith(("hdpl", "transponder", "rotor", "cgt"))]
+    assert set(kernels) <= {part for part, _ in clock.ran}
+
+
+def test_behind_an_error_that_spoils_the_device_another_process_goes_on(tmp_path, monkeypatch):
+    def spoiled():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    works = tasks(spoiled, lambda: {"seconds": 1.0})
+    monkeypatch.setattr(gpu, "_tasks", works)
+    plan = gpu.Plan.rehearsal()
+    with pytest.raises(SystemExit) as ended:
+        gpu._run_part("rotor", tmp_path, 60.0, plan)
+    assert ended.value.code == gpu.SPOILED
+    assert gpu._state("rotor", tmp_path) == "cut off"
+    gpu._run_part("rotor", tmp_path, 60.0, plan)
+    assert gpu._state("rotor", tmp_path) == "complete"
+    rows = json.loads((tmp_path / "rotor.json").read_text())["rows"]
+    assert [row.get("seconds") for row in rows] == [None, 1.0]
+    clock = Clock(monkeypatch, {"monarch": gpu.SPOILED})
+    gpu.run_parts(tmp_path, parts=["monarch", "cgt"])
+    assert [part for part, _ in clock.ran] == ["monarch", "cgt", "monarch"]
+
+
+def test_one_compiler_that_fails_costs_no_other_ones_times(monkeypatch):
+    def fails(graph, example_inputs):
+        raise ValueError("no such instruction")
+
+    plan = dataclasses.replace(
+        gpu.Plan.rehearsal(), compilers=(("compiled", {"backend": fails}), ("graphs", {"backend": "eager"}))
+    )
+    found = gpu._timing("low_rank:rank=8", 3, 64, True, plan)
+    assert list(found["failed"]) == ["compiled"]
+    assert {"dense_seconds", "torch_seconds", "graphs_seconds"} <= found.keys()
+    assert "compiled_seconds" not in found
 
 
 def test_the_verdict_keeps_a_kernel_where_it_beats_the_compiled_form_by_a_tenth(tmp_path):

@@ -1,10 +1,10 @@
 """On a machine with an NVIDIA GPU: are the kernels right, do they beat what torch compiles, how fast are whole models.
 
-``python tools/gpu.py`` (``make gpu``) runs for nine minutes at most and prints a verdict. Started again it goes on
-where it was: rows that are there are not measured anew, as long as machine, versions and sources are the same. Most
-important rows come first in every part. What is going to be timed is compiled before, by many processes at once
-and no longer than a third of the time. ``--rehearse`` runs the same on a CPU, in Triton's interpreter, at sizes that
-say nothing.
+``python tools/gpu.py`` (``make gpu``) runs for nine minutes at most and prints a verdict. All rows take longer than
+that: the most important parts come first, and the most important rows in every part. Started again it goes on where it
+was: rows that are there are not measured anew, as long as machine, versions and sources are the same. What is going to
+be timed is compiled before, by many processes at once and no longer than a third of the time. ``--rehearse`` runs the
+same on a CPU, in Triton's interpreter, at sizes that say nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,17 @@ MODELS: dict[str, tuple[str, dict[str, str], int, int, float]] = {
     "llama-250m-transponder": ("llama-250m", {"all-linear": "transponder"}, 256, 64, 1e-3),
 }
 CHECK = "check"
-PARTS = (CHECK, *OPERATORS, *MODELS)
+#: what a compiled model's training speed is to be, relative to the plain model's
+GOALS = {("hdpl-67m-hdpl", "hdpl-67m"): 0.95, ("llama-60m-transponder", "llama-60m"): 0.92}
+_WITH_KERNEL = ("hdpl", "transponder", "rotor", "cgt")
+#: in the order of importance: are kernels right, the goals, which kernel stays, the rest
+PARTS = tuple(
+    dict.fromkeys(
+        [CHECK, *itertools.chain(*GOALS), *(p for p in OPERATORS if p.startswith(_WITH_KERNEL)), *OPERATORS, *MODELS]
+    )
+)
+#: the least seconds that a part is started with: imports, what is compiled anew, and a few rows
+LEAST = {part: 45.0 if part in MODELS else 20.0 for part in PARTS}
 #: what a rehearsal changes of a model
 TINY = {
     "hidden_size": 32,
@@ -61,8 +71,8 @@ TINY = {
 }
 #: a kernel stays, and a form is the faster one, where it takes a tenth less time
 MARGIN = 0.9
-#: what a compiled model's training speed is to be, relative to the plain model's
-GOALS = {("hdpl-67m-hdpl", "hdpl-67m"): 0.95, ("llama-60m-transponder", "llama-60m"): 0.92}
+#: how a process ends after an error that spoils the device for it: another one goes on behind that row
+SPOILED = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +111,8 @@ class Plan:
     def untimed(self) -> Plan:
         """The same once and without timing, which compiles all that this plan needs: beyond so many tokens a GPU that
         many processes share has no memory."""
-        return dataclasses.replace(self, rounds=1, seconds=0.0, tokens=tuple(n for n in self.tokens if n <= 4096))
+        few: dict[str, Any] = {"rounds": 1, "seconds": 0.0, "steps": 2, "decodings": 1}
+        return dataclasses.replace(self, **few, tokens=tuple(n for n in self.tokens if n <= 4096))
 
     @classmethod
     def rehearsal(cls) -> Plan:
@@ -137,8 +148,9 @@ class _Record:
         self.write()
 
     def has(self, row: dict[str, Any]) -> bool:
-        """Whether there is such a row without an error."""
-        return any(row.items() <= one.items() and "error" not in one for one in self.content["rows"])
+        """Whether there is such a row; one that found no memory, which others may have taken, is wanted again."""
+        found = (one for one in self.content["rows"] if row.items() <= one.items())
+        return any("OutOfMemory" not in one.get("error", "") for one in found)
 
     def add(self, row: dict[str, Any]) -> None:
         """Keep a row, in place of one that failed."""
@@ -162,12 +174,21 @@ def _measured(row: dict[str, Any], work: Callable[[], dict[str, Any]]) -> dict[s
     try:
         found = work()
     except Exception as error:  # whatever a driver or compiler raises: the other rows are still wanted
-        lines = str(error).strip().splitlines()
-        found = {"error": f"{type(error).__name__}: {lines[0][:300] if lines else ''}"}
+        found = {"error": _said_by(error)}
     gc.collect()
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and not _spoils(found.get("error", "")):
         torch.cuda.empty_cache()
     return row | {name: _finite(value) for name, value in found.items()}
+
+
+def _said_by(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
+
+
+def _spoils(error: str) -> bool:
+    """Whether nothing more can run on the device in this process."""
+    return "CUDA error" in error
 
 
 def _finite(value: Any) -> Any:
@@ -302,7 +323,17 @@ def _timing(setting: str, tokens: int, width: int, step: bool, plan: Plan) -> di
         else:
             del calls["triton"]
         del actual, expected
+        failed: dict[str, str] = {}
+        for name in calls.keys() - {"dense"}:
+            try:
+                calls[name]()
+            except Exception as error:  # of one compiler: the others' times are still wanted
+                if _spoils(failed_with := _said_by(error)):
+                    raise
+                failed[name] = failed_with
+        calls = {name: once for name, once in calls.items() if name not in failed}
         times = interleave(calls, "dense", rounds=plan.rounds, min_seconds=plan.seconds, warmup=plan.warmup)
+    found |= {"failed": failed} if failed else {}
     found["flops"] = layer.flops_per_token() if hasattr(layer, "flops_per_token") else 8 * 64 * width
     return found | {
         f"{name}_{part}": getattr(timing, part) for name, timing in times.items() for part in ("seconds", "ratio")
@@ -443,14 +474,18 @@ def _tasks(part: str, plan: Plan) -> Iterator[Task]:
 
 
 def _prepare_part(part: str, out: Path, number: int, count: int, plan: Plan) -> None:
-    """Every ``count``-th row that is lacking, done once for what it compiles; checks are recorded."""
+    """The ``number``-th of ``count`` shares of the rows that are lacking, each done once for what it compiles; checks
+    are recorded.
+    """
     path = out / f"{part}.json"
     if part == CHECK:
         _run_part(part, out, math.inf, plan)
         return
     record = _Record(path) if path.is_file() else None
-    lacking = [task for task in _tasks(part, plan.untimed()) if record is None or not record.has(task[0])]
-    for row, work in lacking[number::count]:
+    compiled = [task for task in _tasks(part, plan.untimed()) if task[0].get("mode") != "eager"]
+    lacking = [task for task in compiled if record is None or not record.has(task[0])]
+    share = math.ceil(len(lacking) / count)  # in one piece: what is timed first is compiled first
+    for row, work in lacking[number * share :][:share]:
         _measured(row, work)
 
 
@@ -464,7 +499,9 @@ def _run_part(part: str, out: Path, seconds: float, plan: Plan) -> None:
         if time.monotonic() > end:
             record.content["state"] = "out of time"
             break
-        record.add(_measured(row, work))
+        record.add(found := _measured(row, work))
+        if _spoils(found.get("error", "")):
+            sys.exit(SPOILED)
     else:
         record.content["state"] = "complete"
     record.write()
@@ -481,17 +518,20 @@ def _command(*given: Any) -> list[str]:
     return [sys.executable, __file__, "child", *map(str, given)]
 
 
-def _prepare(out: Path, parts: Sequence[str], seconds: float, environment: dict[str, str]) -> float:
+def _prepare(out: Path, parts: Sequence[str], seconds: float, environment: dict[str, str], rehearse: int = 0) -> float:
     """Checks and compilation in as many processes at once as there are processors; how long it took. What is not
-    compiled by then is compiled when it is timed, in a warm-up."""
+    compiled by then is compiled when it is timed, in a warm-up. The models of a goal take turns: memory is for so many.
+    """
     start, slices = time.monotonic(), 4
-    waiting = [(CHECK, 0)] * (CHECK in parts)
-    waiting += [(part, n) for n in range(slices) for part in parts if part in OPERATORS]
+    waiting = [(CHECK, 0, 1)] * (CHECK in parts)
+    pairs = [",".join(model for model in pair if model in parts) for pair in GOALS]
+    waiting += [(pair, 0, 1) for pair in pairs if pair]
+    waiting += [(part, n, slices) for n in range(slices) for part in parts if part in OPERATORS]
     running: list[subprocess.Popen] = []
     while (waiting or running) and time.monotonic() - start < seconds:
         while waiting and len(running) < (os.cpu_count() or 1):
-            part, number = waiting.pop(0)
-            command = _command("prepare", part, out, number, slices, 0)
+            part, number, count = waiting.pop(0)
+            command = _command("prepare", part, out, number, count, rehearse)
             running.append(subprocess.Popen(command, env=environment))
         time.sleep(0.2)
         running = [process for process in running if process.poll() is None]
@@ -510,6 +550,8 @@ def run_parts(
     report: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Run the parts that are not complete, each in a process of its own with an equal share of the time that is left.
+
+    A part is given ``LEAST`` at least: where that is too much for all, the last ones wait for the next call.
 
     A rehearsal, whose parts take less time than the start of a process, is one process.
 
@@ -537,16 +579,23 @@ def run_parts(
     todo = [part for part in parts if _state(part, out) != "complete"]
     prepared = 0.0 if rehearse else round(_prepare(out, todo, 20 * minutes, environment), 1)
     report(f"checks and compilation ended after {prepared} s")
+    ended |= {part: {"state": "complete", "seconds": prepared} for part in todo if _state(part, out) == "complete"}
+    todo = [part for part in todo if part not in ended]
     groups = [todo] * bool(todo) if rehearse else [[part] for part in todo]
     for number, group in enumerate(groups):
         start = time.monotonic()
-        share = (end - start) / (len(groups) - number)
+        left, least = end - start, 0.0 if rehearse else LEAST[group[0]]
+        if left < least:
+            continue
+        share = min(left, max(left / (len(groups) - number), least))
         # a part ends by itself, between two rows, before it is ended
         command = _command("time", ",".join(group), out, 0.8 * share, int(rehearse))
         failed = ""
         try:
             code = subprocess.run(command, env=environment, timeout=share, check=False).returncode
             failed = f"failed with exit code {code}" if code else ""
+            if code == SPOILED:
+                groups.append(group)
         except subprocess.TimeoutExpired:
             pass  # the state of a part that has not ended by itself is "cut off"
         seconds = round(time.monotonic() - start, 1)
@@ -571,6 +620,10 @@ def _rows(part: str, out: Path, what: str = "", failed: bool = False) -> list[di
     return [row for row in found if what in ("", row["what"]) and ("error" in row) == failed]
 
 
+def _fastest(row: dict[str, Any], *names: str) -> float:
+    return min(row.get(f"{name}_seconds", math.inf) for name in names)
+
+
 def _kernel_lines(out: Path) -> Iterator[str]:
     """Where each kernel, eager or in a CUDA graph, takes a tenth less time than the best that torch compiles."""
     for part, setting in OPERATORS.items():
@@ -584,8 +637,7 @@ def _kernel_lines(out: Path) -> Iterator[str]:
             won = [
                 f"{row['tokens']} x {row['width']}"
                 for row in timed
-                if min(row["triton_seconds"], row["triton_graphs_seconds"])
-                < MARGIN * min(row["compiled_seconds"], row["graphs_seconds"], row["torch_seconds"])
+                if _fastest(row, "triton", "triton_graphs") < MARGIN * _fastest(row, "compiled", "graphs", "torch")
             ]
             said = f"stays for {', '.join(won)}" if won else "goes"
             kernels = ", ".join(timed[0]["kernels"])
@@ -600,7 +652,7 @@ def _layer_lines(out: Path) -> Iterator[str]:
         f"{row['operator']} {row['tokens']} x {row['width']} {row['phase']}"
         for row in large
         if min(value for name, value in row.items() if name.endswith("_seconds") and not name.startswith("dense"))
-        >= min(row["dense_seconds"], row["dense_graphs_seconds"])
+        >= _fastest(row, "dense", "dense_graphs")
     ]
     said = "not run" if not large else f"missed by {', '.join(slow)}" if slow else f"met by {len(large)} rows"
     yield f"faster than dense with half of its FLOPs: {said}"
@@ -646,7 +698,8 @@ def _child() -> None:
     what, parts, out, *numbers, rehearse = sys.argv[2:]
     plan = Plan.rehearsal() if rehearse == "1" else Plan()
     if what == "prepare":
-        _prepare_part(parts, Path(out), int(numbers[0]), int(numbers[1]), plan)
+        for part in parts.split(","):
+            _prepare_part(part, Path(out), int(numbers[0]), int(numbers[1]), plan)
         return
     started = psutil.Process().create_time()  # imports are part of the time
     for part in parts.split(","):
