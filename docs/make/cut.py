@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from measured import commands, less, mean, read, signed, table, with_interval
+from measured import commands, gap, less, mean, read, signed, table, with_interval
 
 __all__ = ["PARTS", "against", "best", "cut_short", "evaluated", "on_the_way", "shared", "trained", "typed"]
 
@@ -163,6 +163,43 @@ def halfway(folder: str) -> str:
     return table(["entry", *(f"step {step:,}" for step in steps)], lines)
 
 
+#: a question of results/plans/rotor.yaml -> the two arms whose difference answers it
+_WHOSE = (
+    ("all of the lead", "rotor", "low_rank"),
+    ("the fixed network, low rank", "low_rank-network", "low_rank"),
+    ("the input added, low rank", "low_rank-identity", "low_rank"),
+    ("rotors beside low rank with the network", "rotor", "low_rank-network"),
+    ("rotors started as random maps", "rotor-random", "rotor"),
+    ("rotors with the input added", "rotor-identity", "rotor"),
+    ("the fixed network, block-Hadamard", "block_hadamard-network", "block_hadamard"),
+    ("the input added, block-Hadamard", "block_hadamard-identity", "block_hadamard"),
+    ("rotors beside block-Hadamard with the network", "rotor", "block_hadamard-network"),
+    ("the fixed network, dense", "dense-network", "dense"),
+    ("the input added, dense", "dense-identity", "dense"),
+    ("rotors beside dense", "rotor", "dense"),
+    ("rotors beside dense with the network", "rotor", "dense-network"),
+    ("rotors beside dense with its input added", "rotor", "dense-identity"),
+)
+
+
+def controls() -> dict[str, list[float]]:
+    """Entry -> final losses, of those in the rotors' plan whose seeds all ended."""
+    runs = read(_RECORDS["rotor-control"])["runs"]
+    found = {name: [run["validation_loss"] for run in seeds.values()] for name, seeds in runs.items()}
+    return {name: losses for name, losses in found.items() if len(losses) == 3 and None not in losses}
+
+
+def whose() -> str:
+    """What the plan of rotors asks, as differences over paired seeds."""
+    found = controls()
+    lines = [
+        [what, f"`{ours}`", f"`{theirs}`", gap(found[ours], found[theirs])]
+        for what, ours, theirs in _WHOSE
+        if {ours, theirs} <= found.keys()
+    ]
+    return table(["what", "arm", "less", "nats a byte [95 %]"], lines)
+
+
 #: folder -> part -> what makes it
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     folder: {
@@ -184,4 +221,5 @@ PARTS["rotor"] = {
     "control_command": functools.partial(commands, _RECORDS["rotor-control"]),
     "control_tuned": functools.partial(tuned, "rotor-control"),
     "control_final": functools.partial(final, "rotor-control"),
+    "control_whose": whose,
 }

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import cut
 from measured import losses, mean, read, signed, table
 from relinear.system.student import half_width
 
@@ -128,7 +129,7 @@ def rows() -> tuple[Row, ...]:
     """Every gap of a claim, from top to bottom of the picture."""
     ccl = losses("ccl/claims-1M/results.json")
     long = {name: runs["seed-0"] for name, runs in read("hdpl/claims-5M/runs.json")["runs"].items()}
-    scratch = read("rotor/scratch/runs.json")["gaps"]
+    scratch, whose = read("rotor/scratch/runs.json")["gaps"], cut.controls()
     fits = {one["projection"]: one for one in read("rotor/biased.json")["rows"] if one["method"] == "rotor, double"}
     warmed = kept(read("hdpl/warmup/runs.json")["gaps"]["hdpl"])
     late = kept(read("ccl/claims-20M/runs.json")["tuning_gaps"]["ccl"])
@@ -168,6 +169,14 @@ def rows() -> tuple[Row, ...]:
         *(
             Row("Rotor from scratch", name, **kept(scratch[entry], sign=-1), tokens=0.25e6, folder="rotor")
             for name, entry in (("low rank", "low_rank"), ("block-Hadamard", "block_hadamard"), ("dense", "dense"))
+        ),
+        *(
+            Row("Rotor from scratch", name, less(whose["rotor"], whose[entry]), 0.25e6, folder="rotor")
+            for name, entry in (
+                ("low rank, fixed network", "low_rank-network"),
+                ("block-Hadamard, fixed network", "block_hadamard-network"),
+                ("dense, fixed network", "dense-network"),
+            )
         ),
         *(
             Row(
