@@ -17,8 +17,8 @@ class _Lines:
 
     def __init__(self) -> None:
         self._began = {"": time.monotonic()}  # by title; "" is the whole
-        self._told = ("", 0.0)
-        self._shown = ("", 0)
+        self._first: float | None = None  # runs that were done before
+        self._told, self._shown = ("", 0.0), ("", 0)
 
     def show(self, title: str, done: int, total: int, detail: str, run: int = 0, runs: int = 0) -> None:
         now, title = time.monotonic(), title.partition(" (")[0]
@@ -28,12 +28,13 @@ class _Lines:
         self._told, self._shown = (title, now), (title, done)
         counted = f" {done:,}/{total:,}" if total else f" {done:,}" if done else ""
         of_all = f"run {min(run + 1, runs)} of {runs}" if runs > 1 and not title.startswith("trial ") else ""
-        part = done / max(total, 1)
-        left = _left(now - self._began[""], run + part, runs) if runs > 1 else _left(now - began, done, total)
+        at = run + done / max(total, 1)
+        first = self._first = at if self._first is None else self._first
+        left = _left(now - self._began[""], at - first, runs - first) if runs > 1 else _left(now - began, done, total)
         print("  ".join(filter(None, [title + counted, of_all, detail, left])), file=sys.stderr, flush=True)
 
 
-def _left(seconds: float, done: float, total: int) -> str:
+def _left(seconds: float, done: float, total: float) -> str:
     """How long the rest takes at the pace so far; "" where that is not known, or a moment."""
     rest = seconds / done * (total - done) if 0 < done < total else 0.0
     return "" if rest < 5 else f"{rest:.0f} s left" if rest < 90 else f"about {rest / 60:.0f} min left"

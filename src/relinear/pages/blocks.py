@@ -168,7 +168,7 @@ def what_ran(record: Mapping[str, Any], more: Mapping[str, str] | None = None) -
 
 def about(record: Mapping[str, Any], *words: str | None) -> str:
     """Return the line under a page's title: ``words`` and the date of ``record``, as far as they are known."""
-    return " · ".join(filter(None, [*words, record.get("date")]))
+    return " · ".join(map(str, filter(None, [*words, record.get("date")])))
 
 
 def in_words(name: str, value: Any) -> str:
