@@ -161,7 +161,8 @@ def test_training_steps_are_the_same_graphs_in_every_combination(name, how, chec
 @pytest.mark.parametrize("how", [layers, whole])
 @pytest.mark.parametrize("name", ["hdpl", "ccl", "transponder-gpt2", "rotor", "laurel_pa", "cgt"])
 def test_inductor_takes_the_same_steps(name, how):
-    check_steps(name, how, True, 1e-3)
+    with torch._inductor.config.patch(fallback_random=True):  # else it draws numbers of its own, as for dropout
+        check_steps(name, how, True, 1e-3)
 
 
 @pytest.mark.parametrize("name", mostly_slow(list(MODELS), "ccl"))
