@@ -118,6 +118,22 @@ def rivals() -> str:
     return table(["", "beside", "model", *next(iter(found.values()))["loss"]], lines)
 
 
+def predictions_table() -> str:
+    """What all layers of a type are predicted to lose at four bits, by labels, and what they lose."""
+    heads = ["type", "at the text's labels", "at drawn labels", "drawn, tokens whole", "KL measured [nats a token]"]
+    rows = [
+        [
+            f"`{row['type']}`",
+            f"{row['given']['product']:.4f}",
+            f"{row['sampled']['product']:.4f}",
+            f"{row['sampled']['tokens']:.4f}",
+            f"{row['kl']:.4f} ± {row['kl_interval']:.4f}",
+        ]
+        for row in read("compress/predictions.jsonl")
+    ]
+    return table(heads, rows)
+
+
 def allocation_table() -> str:
     """Predicted nats of one number of bits for all layers and of bits by layer, and how far the latter could go."""
     lines = []
@@ -245,5 +261,6 @@ ROUNDED = {
     "rivals": rivals,
     "equal_bytes": at_equal_bytes_in_page,
     "allocation": allocation_table,
+    "predictions": predictions_table,
     "llama": by_llama_cpp,
 }
