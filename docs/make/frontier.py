@@ -118,6 +118,19 @@ def rivals() -> str:
     return table(["", "beside", "model", *next(iter(found.values()))["loss"]], lines)
 
 
+def drawn_table() -> str:
+    """Budgets under moments at labels that the model draws, less the same at the text's labels."""
+    usual = {row["row"]: row for row in read(ROUNDING)}
+    rows = []
+    for row in read("compress/drawn_labels.jsonl"):
+        before = usual[row["row"]]
+        lost = [f"+{row['against'][text]['nats']:.3f}" for text in ("wikitext2", "books")]
+        less = [gap(row["losses"][text], before["losses"][text]) for text in ("wikitext2", "books")]
+        predicted = f"{row['predicted']:.3f}, {before['predicted']:.3f}"
+        rows.append([_name(row), predicted, *(f"{a} ({b})" for a, b in zip(lost, less, strict=True))])
+    return table(["", "predicted: drawn, text's", "wikitext2 (less the text's)", "books (less the text's)"], rows)
+
+
 def predictions_table() -> str:
     """What all layers of a type are predicted to lose at four bits, by labels, and what they lose."""
     heads = ["type", "at the text's labels", "at drawn labels", "drawn, tokens whole", "KL measured [nats a token]"]
@@ -262,5 +275,6 @@ ROUNDED = {
     "equal_bytes": at_equal_bytes_in_page,
     "allocation": allocation_table,
     "predictions": predictions_table,
+    "drawn_labels": drawn_table,
     "llama": by_llama_cpp,
 }
