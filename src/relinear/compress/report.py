@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from relinear.core.operator import OperatorConfig
 from relinear.pages import page as pages
 from relinear.pages.blocks import Chart, Part, Section, about, what_ran
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Panel, Series
-from relinear.system.machine import describe_machine
+from relinear.system.machine import circumstances
 
 #: times the original's share of repeated 4-grams from which greedy text is said to degenerate
 DEGENERATE = 1.3
@@ -116,12 +115,11 @@ class CompressReport:
             **{name: getattr(self, name) for name in copied},
             **{name: None if part is None else part.to_dict() for name, part in parts.items()},
             "calibration": {"tokens": self.calibration_tokens, "loss": self.calibration_loss} | corpus,
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "predicted_nats": self.plan.nats,
             "measured_nats": None if self.evaluation is None else self.evaluation["nats"],
             "points": [point.to_dict() for point in self.points],
             "layers": {name: layer.to_dict() for name, layer in self.plan.layers.items()},
-            "machine": describe_machine(),
+            **circumstances(),
         }
 
     def __str__(self) -> str:

@@ -253,7 +253,7 @@ class _Job:
             settings=self.settings.model_dump(mode="json"),
             left=left,
         )
-        values = report.to_dict() | {"command": command_line()}
+        values = report.to_dict()
         place = partial(proposal, self.folder) if plan_only else self.folder.joinpath
         write_json(place("report.json"), values)
         write_page(place("report.html"), values)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from torch.func import functional_call, stack_module_state
@@ -219,6 +218,8 @@ class _Stack:
 
     def _check_size(self, runs: int) -> None:
         """Refuse models whose steps take too long to be measured, or that do not fit into memory together."""
+        import psutil
+
         self.memory.start()
         before = self.memory.read()
         self._timed(self._one)
