@@ -252,54 +252,55 @@ def page(record: Mapping[str, Any]) -> str:
     """The page of the docs for a record of `run`, in Markdown."""
     operators, families = record["operators"], record["families"]
     notes: dict[str, int] = {}
+    whole = [family for family, cells in families.items() if _is_whole(cells)]
     rows = [
-        f"| {_title(family, cells)} | {_layers(cells)} | {' | '.join(_cell(c, notes) for c in cells.values())} |"
+        f"| {_title(family, cells)} | {_layers(cells, notes)} | {' | '.join(_cell(c, notes) for c in cells.values())} |"
         for family, cells in families.items()
+        if family not in whole
     ]
     states = [cell["status"] for cells in families.values() for cell in cells.values()]
     counts = ", ".join(f"{states.count(state)} {state}" for state in (OK, REFUSED, FAILED))
-    differences = [c["logits_difference"] for cells in families.values() for c in cells.values() if c["status"] == OK]
     lines = [
         "# Families of models",
         "",
         "![One operator's code serves every family of models](pictures/guide-families.svg)",
         "",
-        "Written by",
+        f"Six operators ({', '.join(operators)}) in a tiny model of each family, in the place of every linear",
+        f"layer: {counts}.",
         "",
-        "<!-- not run (minutes): every operator in a model of every family -->",
-        "```sh",
-        record["command"],
-        "```",
+        f"**All six work in all linear layers of:** {', '.join(_title(family, families[family]) for family in whole)}.",
         "",
-        f"(`make families`) on {record['date']} with torch {record['torch']} and transformers "
-        f"{record['transformers']}; everything",
-        "that was seen is in `results/families.json`.",
-        "",
-        "Every cell is a tiny model of the family with random weights (width 32, two layers), all of whose linear",
-        "layers the operator takes the place of, and the whole way: `replace_`, forward, backward with finite",
-        f"gradients in all new parameters and one AdamW step, {_NEW_TOKENS} greedy tokens (the same with a cache and",
-        "without), `save_pretrained`, `from_pretrained` of the Auto class in another process that imports relinear and",
-        "loads the checkpoint, and there the same tokens and the same logits, within",
-        f"{record['tolerance']:.0e} of the largest (the largest difference seen: {max(differences, default=0.0):.0e}).",
-        "",
-        "- **ok**: all of it was run and held, but for what the note of a number says.",
-        "- **refused**: `attach_` or `replace_` declines, before anything runs; the number leads to what it says.",
-        "- **FAILED**: the command then ends with status 1.",
-        "",
-        f"{len(families)} families, {len(states)} pairs: {counts}.",
+        "The others, with the number of layers replaced; numbers in brackets are notes below:",
         "",
         f"| family | replaced | {' | '.join(operators)} |",
         f"| --- | --- | {' | '.join('---' for _ in operators)} |",
         *rows,
         "",
-        '*Replaced* counts the layers that `"all-linear"` reached, and says what it left beside the output head.',
-        "",
-        f"Settings: {', '.join(f'`{text}`' for text in operators.values())}. The context comes from "
-        f"`ContextManager(dim={_CONTEXT})`.",
+        "- **ok**: the model trained one step and generated four tokens, with a cache and without. It was saved, and",
+        f"  loaded in another process, where it gave the same tokens, and the same logits within {record['tolerance']:.0e}.",
+        "- **refused**: `attach_` or `replace_` declines before anything runs.",
+        "- **FAILED**: the command below ends with status 1.",
     ]
     if notes:
         lines += ["", "## Notes", "", *(f"{n}. {text}" for text, n in notes.items())]
+    lines += [
+        "",
+        "## Again",
+        "",
+        f"`make families` runs this. The page is of {record['date']}, torch {record['torch']} and transformers "
+        f"{record['transformers']}; settings are in `results/families.json`.",
+        "",
+        "<!-- not run (minutes): every operator in a model of every family -->",
+        "```sh",
+        record["command"],
+        "```",
+    ]
     return "\n".join(lines) + "\n"
+
+
+def _is_whole(cells: Mapping[str, Any]) -> bool:
+    """Whether every operator took the place of every linear layer but the head, without a note."""
+    return all(cell["status"] == OK and "note" not in cell for cell in cells.values()) and not _left(cells)
 
 
 def _title(family: str, cells: Mapping[str, Any]) -> str:
@@ -308,12 +309,18 @@ def _title(family: str, cells: Mapping[str, Any]) -> str:
     return f"{re.sub('(For|LMHead).*', '', name)} (`{family}`)"
 
 
-def _layers(cells: Mapping[str, Any]) -> str:
+def _left(cells: Mapping[str, Any]) -> list[str]:
+    """The layers that stayed as they were, beside the output head, and why."""
+    seen = next((cell["left"] for cell in cells.values() if "left" in cell), {})
+    return [f"{n} left as they are: {reason}" for reason, n in seen.items() if reason not in _HEADS]
+
+
+def _layers(cells: Mapping[str, Any], notes: dict[str, int]) -> str:
     seen = next((cell for cell in cells.values() if "layers" in cell), None)
     if seen is None:
         return "none"
-    left = [f"{n} left: {reason}" for reason, n in seen["left"].items() if reason not in _HEADS]
-    return "; ".join([str(seen["layers"]), *left])
+    numbers = [notes.setdefault(reason, len(notes) + 1) for reason in _left(cells)]
+    return f"{seen['layers']} ({', '.join(map(str, numbers))})" if numbers else str(seen["layers"])
 
 
 #: reasons that concern the output head, which "all-linear" always leaves

@@ -66,12 +66,9 @@ def measured_of(kind: str) -> str:
     if kind in _LOSSES:
         names, reference, entries = _LOSSES[kind]
         folder = names[0].split("/")[0]
-        parts.append("Trained from scratch, nats a token, each entry at its own tuned learning rate:")
+        parts.append("Trained from scratch at tuned learning rates, nats a token:")
         parts.append(measured.losses_table(names, entries, reference))
-        files = " and ".join(f"`results/{name}`" for name in names)
-        parts.append(
-            f"From {files}; budget, command and what it does not show in [{folder}](../../results/{folder}/README.md)."
-        )
+        parts.append(f"Budget, command and what it does not show: [{folder}](../../results/{folder}/README.md).")
     if kind in _FITS:
         parts.append(measured.fits_table(_FITS[kind]))
     if kind == "pivoted_low_rank":

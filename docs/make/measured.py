@@ -132,10 +132,6 @@ def losses_table(names: Sequence[str], entries: Sequence[str], reference: str) -
 # Speed of layers
 
 
-#: least and most of several runs, or of a single one the quartiles of its rounds
-_BOUNDS = (("minimum", "low"), ("maximum", "high"))
-
-
 def timed(kind: str) -> tuple[str, list[dict[str, Any]]]:
     """The record that times the operator as it comes, or else at some setting, and its eager rows there."""
     for exact in (True, False):
@@ -148,16 +144,15 @@ def timed(kind: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def speed_table(kind: str) -> str:
-    """Time of the layer relative to dense, with quartiles, by shape and dtype; then how often it is faster."""
-    name, rows = timed(kind)
+    """Time of the layer relative to dense by shape and dtype, and how often it is faster; results/speed has ranges."""
+    rows = timed(kind)[1]
     if not rows:
         return "Not timed."
     columns = [("forward", 1), ("forward", 4096), ("step", 1), ("step", 4096)]
     cells: dict[tuple[str, str], dict[tuple[str, int], str]] = {}
     for row in rows:
         case = cells.setdefault((f"{row['in_features']} → {row['out_features']}", row["dtype"]), {})
-        low, high = (row.get(f"ratio_{run}", row[f"ratio_{quartile}"]) for run, quartile in _BOUNDS)
-        case[row["phase"], row["tokens"]] = f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
+        case[row["phase"], row["tokens"]] = f"{row['ratio']:.2f}"
     lines = [[shape, dtype, *(found.get(column, "") for column in columns)] for (shape, dtype), found in cells.items()]
     head = [
         "shape",
@@ -165,26 +160,15 @@ def speed_table(kind: str) -> str:
         *(f"{what}, {tokens:,} {'token' if tokens == 1 else 'tokens'}" for what, tokens in columns),
     ]
     faster = sum(row["ratio"] < 1 for row in rows)
-    best, worst = (pick(rows, key=lambda row: row["ratio"]) for pick in (min, max))
-    settings = read(name)["settings"]
-    runs, rounds = settings.get("repeats", 1), f"{settings['rounds']} interleaved rounds"
-    how = f"{rounds} and quartiles" if runs == 1 else f"{runs} runs of {rounds}, the least and the most of a run"
     return "\n\n".join(
         [
-            f"Time relative to a dense layer of the same shape (`{rows[0]['contender']}`, eager; median of "
-            f"{how}; step: forward and backward). "
-            f"{machine(read(name))}",
+            f"Time relative to a dense layer of the same shape (`{rows[0]['contender']}`, eager). A step is forward "
+            "and backward.",
             table(head, lines),
-            f"Faster than dense in {faster} of {len(rows)} cases timed; best {_case(best)}, worst {_case(worst)}. "
-            f"From `results/{name}`; commands in [speed](../../results/speed/README.md).",
+            f"Faster than dense in {faster} of {len(rows)} cases. Ranges over runs, machine and command: "
+            "[speed](../../results/speed/README.md).",
         ]
     )
-
-
-def _case(row: Mapping[str, Any]) -> str:
-    tokens = f"{row['tokens']:,} token{'s' * (row['tokens'] > 1)}"
-    place = f"{row['in_features']} → {row['out_features']}, {row['dtype']}, {row['phase']}, {tokens}"
-    return f"{row['ratio']:.2f} ({place})"
 
 
 def machine(values: Mapping[str, Any]) -> str:
@@ -237,19 +221,13 @@ def fits_table(methods: Sequence[str]) -> str:
                 loss = spread(over_original(found, "wikitext2"))
                 cells.append(f"{error:.3f}; {loss} ({found[0]['parameters']:,})")
             rows.append(cells)
-    first = read("rotor/smollm2.jsonl")[0]
     return "\n\n".join(
         [
-            "One projection of SmolLM2-135M-Instruct replaced: relative squared error of the fit on held-out "
-            "tokens; nats "
-            "a token that WikiText-2 gets worse by, mean and standard deviation over three seeds (parameters). "
-            "The constant "
-            "is the mean output alone, without any matrix: what a method gains beyond it is what it is worth. No "
-            "method had "
-            "a bias.",
+            "One projection of SmolLM2-135M-Instruct replaced. A cell holds the relative squared error on held-out "
+            "tokens, the nats a token that WikiText-2 loses (mean ± standard deviation, three seeds) and the parameters. "
+            "The constant is the mean output alone, without any matrix.",
             table(["projection", "constant", *(_METHODS.get(method, method) for method in methods)], rows),
-            f"Fitted on {first['tokens']:,} tokens, evaluated on {first['eval_tokens']:,}. From "
-            "`results/rotor/smollm2.jsonl` and `constant.jsonl`; commands in [rotor](../../results/rotor/README.md).",
+            "Records and commands: [rotor](../../results/rotor/README.md).",
         ]
     )
 
@@ -278,11 +256,10 @@ def compression_table() -> str:
                 lines.append([f"{text} (original {loss:.3f})", name, *map(_over, found)])
     return "\n\n".join(
         [
-            "SmolLM2-135M-Instruct with its linear layers' parameters cut to a share, allocated over the layers, "
-            "without any training; nats a token above the original [95 %, paired over windows]. Calibrated on "
-            f"{dense['tokens']:,} tokens.",
+            "SmolLM2-135M-Instruct with a share of its linear layers' parameters kept, without training. Nats a token "
+            "above the original [95 %, paired over windows].",
             table(["text", "layers", *(f"{keep:g} kept" for keep in kept)], lines),
-            "From `results/compress/methods.jsonl`; command in [compress](../../results/compress/README.md).",
+            "Record and command: [compress](../../results/compress/README.md).",
         ]
     )
 
