@@ -277,7 +277,8 @@ def page(record: Mapping[str, Any]) -> str:
         *rows,
         "",
         "- **ok**: the model trained one step and generated four tokens, with a cache and without. It was saved, and",
-        f"  loaded in another process, where it gave the same tokens, and the same logits within {record['tolerance']:.0e}.",
+        "  loaded in another process, where it gave the same tokens, and the same logits within",
+        f"  {record['tolerance']:.0e}.",
         "- **refused**: `attach_` or `replace_` declines before anything runs.",
         "- **FAILED**: the command below ends with status 1.",
     ]

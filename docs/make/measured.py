@@ -224,8 +224,8 @@ def fits_table(methods: Sequence[str]) -> str:
     return "\n\n".join(
         [
             "One projection of SmolLM2-135M-Instruct replaced. A cell holds the relative squared error on held-out "
-            "tokens, the nats a token that WikiText-2 loses (mean ± standard deviation, three seeds) and the parameters. "
-            "The constant is the mean output alone, without any matrix.",
+            "tokens, the nats a token that WikiText-2 loses (mean ± standard deviation, three seeds) and the "
+            "parameters. The constant is the mean output alone, without any matrix.",
             table(["projection", "constant", *(_METHODS.get(method, method) for method in methods)], rows),
             "Records and commands: [rotor](../../results/rotor/README.md).",
         ]
