@@ -108,12 +108,13 @@ def test_a_plan_has_a_comparison_or_the_study_of_a_script(tmp_path):
         Plan.load(by_script | PLAN)
 
 
-@pytest.mark.parametrize("name", ["ccl", "cgt", "hdpl", "rotor", "transponder"])
+@pytest.mark.parametrize("name", ["ccl", "cgt", "fair", "fair-flops", "hdpl", "rotor", "transponder"])
 def test_the_committed_plans_are_plans(name):
     # in a process of its own: an operator of results/ is no operator of the library
     asked = "import sys; from relinear.compare.preregistration import read_plan; print(read_plan(sys.argv[1]).command)"
     path = REPOSITORY / "results" / "plans" / f"{name}.yaml"
-    more = {"RELINEAR_IMPORT": "added", "PYTHONPATH": str(REPOSITORY / "results" / "rotor")}
+    places = [str(REPOSITORY / "results" / folder) for folder in ("rotor", "fair")]
+    more = {"RELINEAR_IMPORT": "added,field", "PYTHONPATH": os.pathsep.join(places)}
     done = subprocess.run(
         [sys.executable, "-c", asked, str(path)], env=os.environ | more, capture_output=True, text=True, check=False
     )
@@ -145,14 +146,14 @@ def test_departures_are_named_at_their_place():
 
 
 def test_records_differ_from_their_plan_as_their_page_says():
-    """A record of a plan names it in its command, and lies in the folder of the plan's name."""
+    """A record of a plan names it in its command, and lies in the folder that the plan's name begins with."""
     results, seen = REPOSITORY / "results", []
     read = (
         "import json, sys; from relinear.compare.preregistration import planned; "
         "print(json.dumps(planned(sys.argv[1]).model_dump(mode='json')))"
     )
     for plan in sorted((results / "plans").glob("*.yaml")):
-        folder = results / plan.stem
+        folder = results / plan.stem.partition("-")[0]
         records = [json.loads(record.read_text(encoding="utf-8")) for record in sorted(folder.rglob("*.json"))]
         by_plan = [one for one in records if isinstance(one, dict) and f"plans/{plan.name}" in one.get("command", "")]
         recipes = [record["recipe"] for record in by_plan]

@@ -43,6 +43,10 @@ class ButterflyLinear(StructuredLinear):
             x = torch.einsum("...aqc,acpq->...apc", pairs, twiddles.unflatten(0, (-1, 2**level))).flatten(-3)
         return x[..., : self.out_features]
 
+    def gains_by_composing(self, x: Tensor) -> bool:
+        """Each factor is a pass through memory with little to compute: slower than its FLOPs say."""
+        return x.numel() > 4 * self.in_features**2
+
     def to_dense(self) -> Tensor:
         eye = torch.eye(self.in_features, dtype=self.twiddles.dtype, device=self.twiddles.device)
         return self.product(eye).T

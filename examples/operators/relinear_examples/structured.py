@@ -11,6 +11,7 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from relinear import LowRank, Operator, OperatorConfig
 from relinear.core.moments import Moments, descend_
@@ -109,8 +110,13 @@ class StructuredLinear(Operator):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    def gains_by_composing(self, x: Tensor) -> bool:
+        """Whether W made once, like the product for I tokens, and a dense product take fewer FLOPs than the product."""
+        own, dense = self.flops_per_token(), 2 * self.in_features * self.out_features
+        return x.numel() * (own - dense) > self.in_features**2 * own and self.config.fits_weight
+
     def forward(self, x: Tensor) -> Tensor:
-        y = self.product(x)
+        y = linear(x, self.to_dense().to(x.dtype)) if self.gains_by_composing(x) else self.product(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)  # autocast gives products half precision
 
     @torch.no_grad()

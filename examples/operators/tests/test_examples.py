@@ -76,6 +76,21 @@ def test_outputs_have_the_variance_of_the_inputs(config) -> None:
     assert 0.85 < outputs.std() < 1.15
 
 
+@pytest.mark.parametrize(
+    "config",
+    [Butterfly(), Circulant(block=2), Kronecker(rank=8), TensorTrain(rank=8), Toeplitz(rank=2)],
+    ids=lambda c: c.kind,
+)
+def test_many_tokens_go_through_the_matrix_and_few_through_the_structure(config) -> None:
+    layer, x = built(config), torch.randn(400, 12, dtype=torch.float64, requires_grad=True)
+    assert layer.gains_by_composing(x)
+    assert not layer.gains_by_composing(x[:2])
+    y, expected = layer(x), layer.product(x)
+    torch.testing.assert_close(y, expected)
+    slopes = [torch.autograd.grad(out.square().sum(), [x, *layer.parameters()]) for out in (y, expected)]
+    torch.testing.assert_close(*slopes)
+
+
 @pytest.mark.parametrize("config", SIZES, ids=lambda config: config.kind)
 def test_sizes_save_parameters_and_grow(config) -> None:
     counts = [sum(p.numel() for p in built(size, 96, 192).parameters()) for size in config.sizes(96, 192)]
