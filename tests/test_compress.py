@@ -85,18 +85,28 @@ def test_the_loss_is_found_piece_by_piece(kind: str, monkeypatch) -> None:
     whole = F.cross_entropy(layers.logits(hidden, ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
     (expected,) = torch.autograd.grad(whole, hidden)
     seen.clear()
-    pieces = [(at, loss, torch.autograd.grad(loss, piece)[0]) for at, piece, loss in layers.losses(hidden, ids)]
+    losses, grads = [], []
+    for _, piece, logits, labels in layers.next_tokens(hidden, ids):
+        losses.append(F.cross_entropy(logits, labels, reduction="sum"))
+        grads += torch.autograd.grad(losses[-1], piece)
     assert seen == [5, 5, 5]
-    torch.testing.assert_close(sum(loss for _, loss, _ in pieces), whole)
-    torch.testing.assert_close(torch.cat([grad for _, _, grad in pieces], 1), expected[:, :15])
+    torch.testing.assert_close(sum(losses), whole)
+    torch.testing.assert_close(torch.cat(grads, 1), expected[:, :15])
     assert not expected[:, 15].any()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_moments_are_those_of_the_whole_model(kind: str, tmp_path) -> None:
+def test_moments_are_those_of_the_whole_model_at_labels_that_it_draws(kind: str, tmp_path, monkeypatch) -> None:
     model = tiny(kind)
     blocks = tokens(128)[0].view(8, 16)
     groups = in_layers(model)
+    draws, draw = [], torch.multinomial
+
+    def noted(*args, **kwargs) -> torch.Tensor:
+        draws.append(draw(*args, **kwargs))
+        return draws[-1]
+
+    monkeypatch.setattr(torch, "multinomial", noted)
     calibration = calibrate(model, blocks, groups, tmp_path, batch=3, fisher=True)
     wide = copy.deepcopy(model).double()
     inputs, outputs = {}, {}
@@ -109,9 +119,14 @@ def test_moments_are_those_of_the_whole_model(kind: str, tmp_path) -> None:
 
         wide.get_submodule(name).register_forward_hook(hook)
     logits = wide(input_ids=blocks).logits
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), blocks[:, 1:].flatten(), reduction="sum")
-    loss.backward()
-    assert calibration.loss == pytest.approx(float(loss.detach()) / (8 * 15), rel=1e-5)
+    logits = logits[:, :-1].flatten(0, 1)
+    loss = F.cross_entropy(logits, blocks[:, 1:].flatten())
+    drawn = F.cross_entropy(logits, torch.cat(draws).flatten(), reduction="none")
+    drawn.sum().backward()
+    assert calibration.loss == pytest.approx(float(loss.detach()), rel=1e-5)
+    expected = torch.distributions.Categorical(logits=logits.detach()).entropy()
+    drawn = drawn.detach()
+    assert float((drawn - expected).mean().abs()) < 4 * float(drawn.std()) / len(drawn) ** 0.5
     assert calibration.tokens == 128
     for name in calibration.names:
         moments, x, g = calibration.moments(name), inputs[name].flatten(0, 1), outputs[name].grad.flatten(0, 1)
@@ -499,7 +514,7 @@ def test_refusals(tmp_path) -> None:
     with pytest.raises(ValueError, match="unknown setting 'tokenz'; did you mean 'tokens'"):
         CompressSettings.load({"tokenz": 3})
     compress(tiny(), tokens(), settings=SETTINGS, out_dir=tmp_path / "d", plan_only=True)
-    with pytest.raises(ValueError, match="another model, corpus or setting"):
+    with pytest.raises(ValueError, match="another model, corpus, setting or version"):
         compress(tiny("gpt2"), tokens(), settings=SETTINGS, out_dir=tmp_path / "d", plan_only=True)
     with pytest.raises(ValueError, match="cannot be met"):
         compress(tiny(), tokens(), keep=0.01, settings=SETTINGS, out_dir=tmp_path / "d", plan_only=True)

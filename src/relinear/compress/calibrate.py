@@ -1,6 +1,6 @@
 """Calibration: second moments of every layer's inputs and output gradients, one decoder layer at a time.
 
-Forward, the hidden states between layers go to disk; at the end stands the gradient of the loss for the last of them.
+Forward, the hidden states between layers go to disk; at the end stands the gradient for the last of them.
 Backward, each layer is run again with gradients, its moments are summed and written, and the gradient for the layer
 before it is kept. Memory holds the model, the activations of one layer for one batch and the moments of one layer. What
 is on disk is whole (files and folders are renamed into place), so that a killed calibration goes on from the layer it
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from relinear.compress.checked import Streams, load_tensors, read_record, save_tensors, write_record
 from relinear.compress.layerwise import LayerByLayer
@@ -97,18 +98,12 @@ def _file(index: int) -> str:
     return f"moments-{index:04d}.safetensors"
 
 
-def config_fingerprint(model: Any) -> str:
-    """Of what a model's config says of how it computes: equal weights may be read in different ways."""
-    config = getattr(model, "config", None)
-    values = {} if config is None else config.to_diff_dict()
+def fingerprint(model: Any, blocks: Tensor, names: list[str], settings: Mapping[str, Any]) -> str:
+    """Of everything that decides a calibration's result, the config among it: equal weights may be read in two ways."""
+    values = model.config.to_diff_dict() if hasattr(model, "config") else {}
     told = {key: value for key, value in values.items() if key not in _PASSING}
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def fingerprint(model: nn.Module, blocks: Tensor, names: list[str], settings: Mapping[str, Any]) -> str:
-    """Of everything that decides a calibration's result, but for the model's config (``config_fingerprint``)."""
     named = (part for pair in model.named_parameters() for part in pair)
-    return fingerprint_of([names, dict(settings)], [blocks, *named])
+    return fingerprint_of([names, dict(settings), json.dumps(told, sort_keys=True, default=str)], [blocks, *named])
 
 
 class Sums:
@@ -164,6 +159,7 @@ def calibrate(
     *,
     batch: int,
     fisher: bool,
+    seed: int = 0,
     on_layer: OnLayer = lambda phase, done, total: None,
 ) -> Calibration:
     """Moments of ``targets`` over ``blocks``, kept in ``folder``; goes on from what is there.
@@ -174,43 +170,43 @@ def calibrate(
         targets: index of a decoder layer -> name -> linear layer in it.
         folder: of the calibration; one model, corpus and set of targets each.
         batch: blocks a pass.
-        fisher: also the moments of the gradients of the summed log-likelihood at the targets' outputs.
+        fisher: also the moments of the gradients, at the targets' outputs, of the summed log-likelihood of next tokens
+            that the model draws.
+        seed: of these draws.
 
     Raises:
         ValueError: if ``folder`` holds another calibration, or the model cannot be run layer by layer.
     """
     folder = Path(folder)
     names = [name for group in targets.values() for name in group]
-    mark = fingerprint(model, blocks, names, {"fisher": fisher, "batch": batch})
-    _claim(folder, mark, config_fingerprint(model))
+    mark = fingerprint(model, blocks, names, {"fisher": fisher, "batch": batch, "labels": seed})
+    _claim(folder, mark)
     if (folder / "calibration.json").is_file():
         return Calibration(folder)
     with frozen(model):
-        _Calibrating(model, blocks, targets, folder, batch, fisher, on_layer).run()
+        _Calibrating(model, blocks, targets, folder, batch, fisher, seed, on_layer).run()
     return Calibration(folder)
 
 
-def _claim(folder: Path, mark: str, config: str) -> None:
+def _claim(folder: Path, mark: str) -> None:
     path = folder / "fingerprint.json"
-    if path.is_file() or (folder / "calibration.json").is_file():
-        found = read_record(path)  # earlier versions noted nothing of the config
-        if found.get("fingerprint") != mark or found.get("config", config) != config:
-            raise ValueError(
-                f"{folder} holds the calibration of another model, corpus or setting; give another directory, or "
-                "remove it"
-            )
-    else:
-        write_record(path, {"fingerprint": mark, "config": config})
+    if not (path.is_file() or (folder / "calibration.json").is_file()):
+        write_record(path, {"fingerprint": mark})
+    elif read_record(path).get("fingerprint") != mark:
+        raise ValueError(
+            f"{folder} holds the calibration of another model, corpus, setting or version; give another directory, or "
+            "remove it"
+        )
 
 
 class _Calibrating:
     """One calibration under way."""
 
-    def __init__(self, model, blocks, targets, folder, batch, fisher, on_layer) -> None:
+    def __init__(self, model, blocks, targets, folder, batch, fisher, seed, on_layer) -> None:
         self.model, self.targets, self.folder, self.on_layer = model, targets, folder, on_layer
         self.parts = blocks.to(next(model.parameters()).device).split(batch)
         self.tokens = blocks.numel()
-        self.fisher = fisher
+        self.fisher, self.seed = fisher, seed
         self.layers = LayerByLayer(model)
         self.streams = Streams(folder, len(self.parts))
         self.loss_record = folder / "loss.json"
@@ -238,7 +234,7 @@ class _Calibrating:
         self._remove("hidden-*", "gradient-*")
 
     def _remove(self, *patterns: str) -> None:
-        """Directories, or files, which earlier versions had in their place: gigabytes that nobody reads."""
+        """Remove files, and directories of batches."""
         for path in (path for pattern in patterns for path in self.folder.glob(pattern)):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -273,7 +269,7 @@ class _Calibrating:
         return self.loss_record.is_file() and bool(self.streams.indices("gradient"))
 
     def _loss(self) -> float:
-        """The model's mean loss; the gradient of the summed loss for the last hidden states goes to disk."""
+        """The model's mean loss on the text; the gradients at the last hidden states go to disk."""
         if not self._has_loss:
             losses: list[float] = []
             self.streams.write("gradient", len(self.layers), self._gradients_of_loss(losses))
@@ -283,13 +279,19 @@ class _Calibrating:
         return read_record(self.loss_record)["loss"]
 
     def _gradients_of_loss(self, losses: list[float]) -> Iterator[Tensor]:
-        """The gradients at the last hidden states, batch by batch; the summed losses of pieces go into ``losses``."""
+        """The gradients at the last hidden states, batch by batch; the summed losses of pieces go into ``losses``.
+
+        The gradients are those at labels that the model draws, as Fisher's information has them: at the text's labels
+        their moments overrate what an error costs (results/compress).
+        """
+        draws = torch.Generator(self.parts[0].device).manual_seed(self.seed)
         for ids, states in zip(self.parts, self.streams.read("hidden", len(self.layers)), strict=True):
             grad = torch.zeros_like(states)
             with torch.enable_grad():
-                for at, piece, loss in self.layers.losses(states, ids):
-                    (grad[:, at],) = torch.autograd.grad(loss, piece)
-                    losses.append(float(loss.detach()))
+                for at, piece, logits, labels in self.layers.next_tokens(states, ids):
+                    losses.append(float(F.cross_entropy(logits.detach(), labels, reduction="sum")))
+                    drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=draws).flatten()
+                    (grad[:, at],) = torch.autograd.grad(F.cross_entropy(logits, drawn, reduction="sum"), piece)
             yield grad
 
     def _backward(self) -> None:

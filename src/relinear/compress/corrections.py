@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from relinear.compress.allocate import Candidate
 from relinear.compress.calibrate import Calibration
@@ -114,7 +115,8 @@ def _loss(layers: LayerByLayer, start: int, hidden: Sequence[Tensor], parts: Seq
     for states, ids in zip(hidden, parts, strict=True):
         for index in range(start, len(layers)):
             states = layers.layer(index, states)
-        total += sum(float(loss) for _, _, loss in layers.losses(states, ids))
+        for _, _, logits, labels in layers.next_tokens(states, ids):
+            total += float(F.cross_entropy(logits, labels, reduction="sum"))
         count += ids[:, 1:].numel()
     return total / count
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.compress.calibrate import config_fingerprint, fingerprint
+from relinear.compress.calibrate import fingerprint
 from relinear.compress.checked import load_tensors, save_tensors
 from relinear.compress.settings import CompressSettings
 from relinear.core.aux import named_operators
@@ -189,7 +189,6 @@ class _Healing:
         self.settings, self.dense, self.on_progress = settings, dense, on_progress
         names = ("heal", "heal_learning_rate", "heal_batch", "heal_rank", "batch_size", "seed")
         marked = {name: getattr(settings, name) for name in names}
-        marked["configs"] = [config_fingerprint(one) for one in (model, teacher)]
         both = torch.cat([blocks, held_out])
         origin = fingerprint(teacher, both, [], {})
         mark = fingerprint(model, both, [*dense, origin, str(len(blocks))], marked)

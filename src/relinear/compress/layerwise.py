@@ -5,7 +5,7 @@ padded (positions, masks). They are recorded once a shape in a pass in which eve
 to the layer again whenever it is run by itself.
 """
 
-# Legend: B batch, T tokens, D hidden size, V vocabulary
+# Legend: B batch, T tokens, D hidden size, V vocabulary, N = B * tokens of a piece
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from relinear.core.anatomy import decoder_layers
 from relinear.distill.record import first_call
@@ -117,19 +116,19 @@ class LayerByLayer:
         with self._replaced([give] * len(self)):
             return self._run(ids)
 
-    def losses(self, hidden: Tensor, ids: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield the loss of the next tokens from the hidden states (B, T, D) that leave the last layer, piece by piece.
+    def next_tokens(self, hidden: Tensor, ids: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Yield logits from the hidden states (B, T, D) that leave the last layer, piece by piece.
 
         Logits take more memory than everything else where vocabularies are large, and each is a matter of its position
-        alone. Gives, for ``HEAD_TOKENS`` positions after the other: which they are, their hidden states (a leaf), and
-        the summed loss in nats.
+        alone. Gives, for ``HEAD_TOKENS`` positions after the other: which they are, their hidden states (a leaf), the
+        logits (N, V) in float32, and the text's next tokens (N).
         """
         last = ids.shape[1] - 1
         for start in range(0, last, HEAD_TOKENS):
             at = slice(start, min(start + HEAD_TOKENS, last))
             piece = hidden[:, at].detach().requires_grad_(torch.is_grad_enabled())
             logits = self.logits(piece, ids[:, at]).flatten(0, 1).float()
-            yield at, piece, F.cross_entropy(logits, ids[:, at.start + 1 : at.stop + 1].flatten(), reduction="sum")
+            yield at, piece, logits, ids[:, at.start + 1 : at.stop + 1].flatten()
 
     @contextlib.contextmanager
     def _replaced(self, forwards: list[Callable]) -> Iterator[None]:

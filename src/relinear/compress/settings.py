@@ -36,8 +36,9 @@ class CompressSettings(Settings):
         tokens: of the corpus, for calibration: excerpts that are spread over documents.
         sequence_length: tokens a block of the corpus.
         batch_size: blocks a forward pass.
-        fisher: also measure the gradients at every layer's output, which tells how much its errors matter; without
-            them layers can only be fitted, not weighed against each other, and every layer keeps the same share.
+        fisher: also measure the gradients at every layer's output, at next tokens that the model draws, which tells how
+            much its errors matter; without them layers can only be fitted, not weighed against each other, and every
+            layer keeps the same share.
         menu: operators that a layer may become, as text (``low_rank``, ``monarch:blocks=8``). A low-rank layer is
             considered at every rank; other operators at the size that is named. ``neurons``, by itself: narrower MLPs,
             as wide in every layer, of a stock model; the budget decides how wide. Where bytes are the budget the
@@ -49,7 +50,8 @@ class CompressSettings(Settings):
         anchor_tokens: of the calibration's tokens, how many are used for that.
         refine_steps: of Adam, that bring each decoder layer's output nearer to the original's after it was fitted.
         refine_learning_rate: of these.
-        seed: of the excerpts, and of the order of blocks in refinement and in healing.
+        seed: of the excerpts, of the next tokens that the model draws for ``fisher``, and of the order of blocks in
+            refinement and in healing.
         heal_tokens: of the corpus behind the calibration's, on which the compressed model is trained as a whole to give
             the original's logits; 0 leaves it out.
         heal: what is trained then: the "operators"; "all" parameters; or with "lora" the operators, and adapters on

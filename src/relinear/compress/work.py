@@ -78,8 +78,9 @@ class Work:
 
     def calibrate(self, blocks: Tensor) -> Calibration:
         """Return the moments of the layers over token ids (N, T); goes on from what the folder has of them."""
-        batch, fisher, where = self.settings.batch_size, self.settings.fisher, self.folder / "calibration"
-        how: dict[str, Any] = {"batch": batch, "fisher": fisher, "on_layer": self.on_progress}
+        chosen, where = self.settings, self.folder / "calibration"
+        how: dict[str, Any] = {"batch": chosen.batch_size, "fisher": chosen.fisher, "seed": chosen.seed}
+        how |= {"on_layer": self.on_progress}
         return calibrate(self.model, blocks, self.by_layer, where, **how)
 
 
