@@ -15,6 +15,7 @@ from relinear.compare.recipe import read_yaml
 from relinear.compare.sharing import alone_at
 from relinear.compare.sweep import parse_parameter, sweep
 from relinear.system.files import atomic_path, read_json, writing
+from relinear.train.fit import remove_checkpoints
 from relinear_cli.main import main
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks, preloads and locks")
@@ -65,6 +66,23 @@ def test_errors_without_a_name_get_it(tmp_path, monkeypatch):
     for read in (read_json, read_yaml):
         with pytest.raises(OSError, match=r"a\.yaml"):
             read(tmp_path / "a.yaml")
+
+
+def test_what_a_failing_disk_leaves_of_a_checkpoint_is_none(tmp_path, monkeypatch):
+    for name in ("checkpoint-2", "checkpoint-4"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "model.safetensors").touch()
+    unlink = os.unlink
+
+    def fails(path, **where):
+        monkeypatch.setattr("os.unlink", unlink)
+        raise OSError(errno.EIO, "Input/output error", path)
+
+    monkeypatch.setattr("os.unlink", fails)
+    remove_checkpoints(tmp_path / "checkpoints")
+    assert not list(tmp_path.rglob("checkpoint-*"))
+    remove_checkpoints(tmp_path / "checkpoints")
+    assert not list(tmp_path.iterdir())
 
 
 # A table that several processes write

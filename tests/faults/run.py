@@ -13,8 +13,10 @@ import argparse
 import contextlib
 import ctypes
 import errno
+import gc
 import hashlib
 import importlib
+import io
 import json
 import os
 import random
@@ -106,6 +108,20 @@ def _prepare() -> None:
     sizes = {"vocab_size": 260, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
     config = relinear.CGTConfig(**sizes, context_size=4, context_layer=1, context_heads=2)
     relinear.save_pretrained(relinear.CGTForCausalLM(config), "cgt")
+
+
+def _warm_up(given: Path) -> None:
+    """Read once, for every fork, what is found out about classes and fonts: most of a command's time otherwise.
+
+    Collecting would copy every page that a fork shares. One thread, as set by ``run``, leaves none that a fork lacks.
+    """
+    from relinear_cli.main import main
+
+    os.chdir(given)
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main(["inspect", "model"]) == main(["report", "run"]) == 0
+    gc.collect()
+    gc.freeze()
 
 
 def _in_child(work: Any, *arguments: Any) -> tuple[int, str]:
@@ -220,6 +236,39 @@ def _differs(folder: Path, arguments: list[str], peace: dict[str, Any]) -> str:
     return f"then other results in {different}" if different else ""
 
 
+def _what(name: str, kind: int, number: int) -> str:
+    return f"{name}, {errno.errorcode[kind]} at call {number}"
+
+
+def _read(record: Path) -> dict[str, str]:
+    """What was tried -> what is wrong with it; a line for each, as several processes write them."""
+    lines = record.read_text().splitlines() if record.exists() else []
+    return {what: wrong for line in lines for what, wrong in json.loads(line).items()}
+
+
+def _try(
+    work: list[tuple[str, int, int]],
+    given: Path,
+    folder: Path,
+    commands: dict[str, list[str]],
+    peace: dict[str, Any],
+    record: Path,
+    deadline: float,
+) -> None:
+    """A process's share of the faults, until the deadline."""
+    tried = _read(record)
+    after: dict[str, dict[str, str]] = {}  # by command
+    for name, kind, number in work:
+        what = _what(name, kind, number)
+        if what in tried or time.monotonic() > deadline:
+            continue
+        shutil.copytree(given, folder)
+        wrong = _wrong(folder, commands[name], number, kind, peace[name], after.setdefault(name, {}))
+        shutil.rmtree(folder)
+        with record.open("a") as lines:
+            lines.write(json.dumps({what: wrong}) + "\n")
+
+
 def run(
     sample: int | None = None,
     seed: int = 0,
@@ -227,6 +276,7 @@ def run(
     minutes: float = 1e9,
     kinds: bool = False,
     out: Path | None = None,
+    processes: int = 1,
 ) -> dict[str, Any]:
     """Faults at ``sample`` calls of every command, at one of each kind, or at all; counts, and what went wrong.
 
@@ -242,16 +292,15 @@ def run(
     from kills.works import come_to
 
     torch.set_num_threads(1)
-    record = out and out.with_suffix(".tried")
-    tried: dict[str, str] = json.loads(record.read_text()) if record and record.exists() else {}
     counts: dict[str, dict[str, int]] = {}
     peace: dict[str, Any] = {}
     work: list[tuple[str, int, int]] = []
-    after: dict[str, dict[str, str]] = {}  # by command
     begun = time.monotonic()
+    deadline = begun + 60 * minutes
     memory = Path("/dev/shm")  # where synchronising takes no time
     with tempfile.TemporaryDirectory(prefix="faults-", dir=memory if memory.is_dir() else None) as home_name:
         home = Path(home_name)
+        record = out.with_suffix(".tried") if out else home / "tried"
         given, folder = home / "given", home / "attempt"
         given.mkdir()
         os.environ["RELINEAR_CACHE"] = str(home / "cache")
@@ -281,22 +330,26 @@ def run(
                 if kinds:
                     counts[name][f"{errno.errorcode[kind]} kinds of call"] = len(alike)
                 work += [(name, kind, number) for number in chosen]
+        _warm_up(given)
         random.Random(seed).shuffle(work)
+        children = []
+        for part in range(processes):
+            if not (child := os.fork()):
+                code = 1
+                try:
+                    _try(work[part::processes], given, home / f"attempt{part}", commands, peace, record, deadline)
+                    code = 0
+                finally:
+                    os._exit(code)
+            children.append(child)
+        ended = [os.waitpid(child, 0)[1] for child in children]
+        assert not any(ended), f"a process ended early: {ended}"
+        tried = _read(record)
         for name, kind, number in work:
-            what = f"{name}, {errno.errorcode[kind]} at call {number}"
-            if what not in tried:
-                if time.monotonic() - begun > 60 * minutes:
-                    continue
-                shutil.copytree(given, folder)
-                known = after.setdefault(name, {})
-                tried[what] = _wrong(folder, commands[name], number, kind, peace[name], known)
-                shutil.rmtree(folder)
-                if record:
-                    record.write_text(json.dumps(tried))
-            counts[name][errno.errorcode[kind]] += 1
+            counts[name][errno.errorcode[kind]] += _what(name, kind, number) in tried
         os.chdir("/")
-    if record and len(tried) == len(work):
-        record.unlink()
+    if len(tried) >= len(work):
+        record.unlink(missing_ok=True)
     return {
         "seed": seed,
         "sample": sample,
@@ -314,6 +367,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--command", action="append", help="of the commands; all by default")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin nothing after so many")
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if not hasattr(ctypes.CDLL(None), "faults_arm"):
@@ -325,7 +379,7 @@ def main() -> None:
     out = given.out and given.out.resolve()
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
-    found = run(given.sample, given.seed, given.command, given.minutes, given.kinds, out)
+    found = run(given.sample, given.seed, given.command, given.minutes, given.kinds, out, given.processes)
     text = json.dumps(found, indent=1)
     if out:
         out.write_text(text + "\n")
