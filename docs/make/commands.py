@@ -54,12 +54,12 @@ def markdown() -> str:
 
 
 def _section(name: str, command: Callable) -> str:
-    """One command: what its docstring says, its examples as a block, a table of its options."""
-    said, _, more = _prose(command).partition("\n\n")
+    """One command: its examples as a block; folded what the table of commands does not say, and its options."""
+    more = _prose(command).partition("\n\n")[2]
     examples, count, table = _examples(command), len(_parameters(command)), _options(command)
     inside = "\n\n".join(filter(None, [more, table]))
     folded = f'<details markdown="1">\n<summary>More, and {count} options</summary>\n\n{inside}\n\n</details>\n'
-    return f"\n## relinear {name}\n\n{said}\n\n{examples}\n\n{folded if inside else ''}"
+    return f"\n## relinear {name}\n\n{examples}\n\n{folded if inside else ''}"
 
 
 def page(name: str) -> str:

@@ -247,7 +247,7 @@ def _box(x: float, y: float, text: str) -> str:
 
 def large_models(page: str) -> str:
     """Return bars of what a rank of eight holds of the 70B model, read from the table of docs/large_models.md."""
-    held = re.findall(r"^\| 70B \| `?(\w+).*? \|(?: [^|]* \|){3} ([\d,.]+) GB \|.*\|.*\|$", page, flags=re.M)
+    held = re.findall(r"^\| 70B \| `?(\w+).*? \|(?: [^|]* \|){3} ([\d,.]+) \|.*\|.*\|$", page, flags=re.M)
     values = {name: float(value.replace(",", "")) for name, value in held}
     title = "Memory of a rank of 8 under FSDP2, 70B, in GB: " + ", ".join(f"{n} {v:g}" for n, v in values.items())
     parts = []

@@ -124,20 +124,19 @@ def table() -> str:
 
 
 def _lines() -> Iterator[str]:
-    yield "| model | layers | parameters | FLOPs a token | one GPU | FSDP2, 8 | FSDP2, 64 | sent a step, 8 |"
+    yield "| model | layers | parameters (G) | FLOPs a token (G) | one GPU (GB) | FSDP2, 8 | FSDP2, 64 | sent, 8 |"
     yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     sizes: dict[tuple[str, str], Size] = {}
     for model in MODELS:
         for name, operator in OPERATORS.items():
             size = sizes[model, name] = size_of(model, operator)
             memory = [STATES * size.parameters, size.sharded_bytes(8), size.sharded_bytes(64)]
-            cells = [f"{size.parameters / 1e9:.2f} G", f"{size.flops / 1e9:.1f} G"]
-            cells += [f"{amount / 1e9:,.1f} GB" for amount in (*memory, size.sent_bytes(8))]
+            cells = [f"{size.parameters / 1e9:.2f}", f"{size.flops / 1e9:.1f}"]
+            cells += [f"{amount / 1e9:,.1f}" for amount in (*memory, size.sent_bytes(8))]
             yield f"| {model} | {f'`{operator}`' if operator else name} | {' | '.join(cells)} |"
-    yield from ("", "| model | layers | one GPU | TP, 8 | sent a step by TP |", "| --- | --- | ---: | ---: | ---: |")
+    yield from ("", "| model | layers | TP, 8 (GB) | sent a step by TP (GB) |", "| --- | --- | ---: | ---: |")
     for (model, name), size in sizes.items():
-        amounts = STATES * size.parameters, size.split_bytes(8), size.summed_bytes(8, TOKENS)
-        cells = [f"{amount / 1e9:,.1f} GB" for amount in amounts]
+        cells = [f"{amount / 1e9:,.1f}" for amount in (size.split_bytes(8), size.summed_bytes(8, TOKENS))]
         yield f"| {model} | {name} | {' | '.join(cells)} |"
 
 

@@ -154,12 +154,12 @@ def row(name: str, does: str, refused: Any, flagged: Any, known: Any) -> dict[st
 
 def table(rows: list[dict[str, Any]]) -> str:
     """``rows`` in Markdown."""
-    lines = ["| program | what it does | without the flag | with it |", "| --- | --- | --- | --- |"]
+    lines = ["| program | without the flag | with it |", "| --- | --- | --- |"]
     for r in rows:
         with_flag = "the same figure" if r["same"] else f"{r['value']} for {r['value_with_relinear_imported']}"
         with_flag += "".join(f", {key}" for key in ("learns", "reloads", "close") if r.get(key))
         without = "refused" if r["refused_without_flag"] else "**not refused**"
-        lines.append(f"| {r['program']} {r['version']} | {r['does']} | {without} | {with_flag} |")
+        lines.append(f"| {r['program']} {r['version']} | {without} | {with_flag} |")
     return "\n".join(lines)
 
 
