@@ -1,6 +1,9 @@
 """Caches that another user has, had or may have a hand in are not read, loaded or changed."""
 
 import os
+import shutil
+import subprocess
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -99,14 +102,14 @@ def test_a_link_of_another_user_is_refused(pretend, tmp_path):
         check_own(tmp_path / "link")
 
 
-@pytest.mark.parametrize("planted", [".", "tokens", "tokens/entry"])
+@pytest.mark.parametrize("planted", [".", "tokens", "tokens/entry", "tokens/entry/manifest.json"])
 def test_tokens_of_another_user_are_not_read(planted, give, tmp_path, monkeypatch):
     def entry():
         return cache.cached(tmp_path / "cache", "tokens", "key", lambda folder: {"tokens": 3})
 
     folder, _ = entry()
     assert entry() == (folder, {"tokens": 3})
-    give(folder if planted == "tokens/entry" else tmp_path / "cache" / planted, st_uid=OTHER)
+    give(tmp_path / "cache" / planted.replace("entry", folder.name), st_uid=OTHER)
     monkeypatch.setattr(cache, "_read", lambda folder: pytest.fail("read"))
     with pytest.raises(
         OSError, match=r"belongs to another user .* set cache_dir or RELINEAR_CACHE to a folder of your own"
@@ -155,6 +158,62 @@ def test_kernels_in_a_folder_that_was_open_to_others_are_not_loaded(library):
         assert not build.is_loaded.__wrapped__()
     assert (library.loaded, library.built) == ([], [])
     assert library.path.parent.stat().st_mode & 0o777 == 0o777
+
+
+@pytest.fixture
+def open_to_all():
+    """A folder of root's that another user reaches and may write to, and what that user does in it."""
+    if os.geteuid() != 0:
+        pytest.skip("root alone can act as another user")
+
+    def as_other(*command):
+        subprocess.run(command, check=True, user=OTHER, group=OTHER, extra_groups=[], capture_output=True)
+
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        Path(name).chmod(0o777)
+        as_other("touch", f"{name}/probe")
+        yield Path(name), as_other
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_tokens_that_a_second_user_writes_are_not_read(closed, open_to_all):
+    folder, as_other = open_to_all
+    folder.chmod(0o755)
+    root = folder / "cache"
+    honest, _ = cache.cached(root, "tokens", "key", lambda made: {"tokens": 3})
+    for path in (root, root / "tokens", honest):
+        path.chmod(0o777)
+    as_other("sh", "-c", f"cd {honest} && sed 's/3/4/' manifest.json > new && mv new manifest.json")
+    if closed:  # too late
+        for path in (root, root / "tokens", honest):
+            path.chmod(0o755)
+    with pytest.raises(OSError, match="other users may write there" if not closed else "belongs to another user"):
+        cache.cached(root, "tokens", "key", lambda made: pytest.fail("built"))
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.parametrize("who", ["closed", "open", "root"])
+def test_code_that_a_second_user_plants_does_not_run(who, open_to_all, monkeypatch):
+    folder, as_other = open_to_all
+    source, code, ran = folder / "code.c", folder / "code.so", folder / "ran"
+    source.write_text(f'#include <fcntl.h>\n__attribute__((constructor)) void run(void) {{ creat("{ran}", 0644); }}')
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", code, source], check=True)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
+    monkeypatch.setattr(build, "_build", lambda path: pytest.fail("built"))
+    path = build.library_path()
+    path.parent.mkdir(parents=True)
+    path.parent.chmod(0o777)
+    as_other("cp", code, build._hashed(path, code))
+    if who != "open":
+        for part in (folder, path.parent):
+            part.chmod(0o755)
+    if who == "root":  # the same file, if it were one's own
+        os.chown(build._hashed(path, code), 0, 0)
+        assert build.is_loaded.__wrapped__()
+    else:
+        with pytest.warns(UserWarning, match="belongs to another user" if who == "closed" else "other users may write"):
+            assert not build.is_loaded.__wrapped__()
+    assert ran.exists() == (who == "root")
 
 
 def test_a_build_is_kept_under_its_hash(tmp_path, monkeypatch):

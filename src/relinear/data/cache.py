@@ -38,8 +38,7 @@ def digest(value: Any) -> str:
 
 def checksum(path: Path) -> int:
     """Of a file's content; of a large one, of blocks that are spread over it."""
-    size = path.stat().st_size
-    blocks = max(1, -(-size // _BLOCK))
+    blocks = max(1, -(-path.stat().st_size // _BLOCK))
     chosen = range(blocks) if blocks <= _CHECKED_BLOCKS else np.linspace(0, blocks - 1, _CHECKED_BLOCKS).astype(int)
     value = 0
     with path.open("rb") as file:
@@ -81,9 +80,9 @@ def cached(root: Path, kind: str, key: Any, build: Callable[[Path], dict[str, An
 
     folder = root / kind / digest(key)
     try:
-        check_own(folder)
-        value = _read(folder)
-        if value is not None:
+        for part in (folder, *folder.rglob("*")):  # files, too: the folder may have been open to others before
+            check_own(part)
+        if (value := _read(folder)) is not None:
             return folder, value
         own_folder(folder.parent)
         lock = FileLock(folder.with_suffix(".lock"))
@@ -94,8 +93,7 @@ def cached(root: Path, kind: str, key: Any, build: Callable[[Path], dict[str, An
             "RELINEAR_CACHE to a folder of your own"
         ) from error
     try:
-        value = _read(folder)
-        if value is None:
+        if (value := _read(folder)) is None:
             with writing(folder):
                 value = _build(folder, key, build)
     finally:

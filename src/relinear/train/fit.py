@@ -249,9 +249,8 @@ def fit(
 def remove_checkpoints(folder: Path) -> None:
     """Remove the checkpoints of a run; what others keep beside them stays, and with it the folder."""
     for part in (*folder.glob("checkpoint-*"), *folder.glob(".checkpoint-*"), folder / ".partial"):
-        hidden = folder / f".{part.name.lstrip('.')}"  # what a failing disk leaves of it is no checkpoint
-        with contextlib.suppress(OSError):
-            part = part.rename(hidden)
+        with contextlib.suppress(OSError):  # hidden, so that what a failing disk leaves of it is no checkpoint
+            part = part.rename(folder / f".{part.name.lstrip('.')}")
         shutil.rmtree(part, ignore_errors=True)
     with contextlib.suppress(OSError):
         folder.rmdir()
