@@ -9,7 +9,7 @@ GPU_PYTHON ?= $(GPU_VENV)/bin/python
 ECOSYSTEM_VENV ?= .venv-ecosystem
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test browser check slow fuzz kills faults ecosystem outside versions bench gpu-setup gpu families docs \
+.PHONY: help demo test browser check slow fuzz kills faults ecosystem outside versions bench gpu-setup gpu gpu-evidence families docs \
 	docs-cli docs-operators pictures smollm2 clean
 
 help: ## list the targets
@@ -84,6 +84,15 @@ else
 gpu:
 	@command -v $(GPU_PYTHON) >/dev/null || { echo "make gpu-setup first, or set GPU_PYTHON to a Python that has relinear's packages"; exit 2; }
 	PYTHONPATH=src $(GPU_PYTHON) tools/gpu.py --minutes 8.5
+endif
+
+ifdef REHEARSE
+gpu-evidence: $(STAMP) ## the plans that take a GPU, as a queue in calls of nine minutes; REHEARSE=1: on a CPU, tiny
+	OMP_NUM_THREADS=1 $(BIN)/python tools/gpu_evidence.py --rehearse README.md --out $(RUN_DIR)/gpu-evidence-rehearsal
+else
+gpu-evidence:
+	@command -v $(GPU_PYTHON) >/dev/null || { echo "make gpu-setup first, or set GPU_PYTHON to a Python that has relinear's packages"; exit 2; }
+	PYTHONPATH=src $(GPU_PYTHON) tools/gpu_evidence.py --minutes 8.5 --out $(RUN_DIR)/gpu-evidence
 endif
 
 families: $(STAMP) ## every operator in tiny models of every family, anew: docs/families.md

@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -108,7 +110,18 @@ def test_a_plan_has_a_comparison_or_the_study_of_a_script(tmp_path):
         Plan.load(by_script | PLAN)
 
 
-@pytest.mark.parametrize("name", ["ccl", "cgt", "fair", "fair-flops", "hdpl", "rotor", "transponder"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ccl",
+        "cgt",
+        "fair",
+        "fair-flops",
+        "rotor",
+        *(f"hdpl{size}" for size in ("", "-5M", "-67M")),
+        *(f"transponder{size}" for size in ("", "-5M", "-20M")),
+    ],
+)
 def test_the_committed_plans_are_plans(name):
     # in a process of its own: an operator of results/ is no operator of the library
     asked = "import sys; from relinear.compare.preregistration import read_plan; print(read_plan(sys.argv[1]).command)"
@@ -120,6 +133,43 @@ def test_the_committed_plans_are_plans(name):
     )
     assert done.returncode == 0, done.stderr
     assert f"--plan results/plans/{name}.yaml" in done.stdout or "python results/cgt/sources.py" in done.stdout
+
+
+class _Started:
+    """A plan that is carried out as far as its time reaches."""
+
+    def __init__(self, log, command, needed):
+        self.out, self.needed, self.log = Path(command[-1]), needed, log
+
+    def wait(self, seconds=None):
+        if seconds is not None and seconds < self.needed:
+            raise subprocess.TimeoutExpired("compare", seconds)
+        if seconds is not None:
+            self.out.mkdir()
+            (self.out / "results.json").write_text("{}")
+
+    def send_signal(self, number):
+        self.log.append((self.out.name, number))
+
+
+def test_plans_of_a_gpu_are_a_queue_that_the_next_call_goes_on_with(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "tools")
+    import gpu_evidence
+
+    stopped, begun = [], []
+    long = gpu_evidence.QUEUE[1]
+
+    def start(command, cwd):
+        begun.append(Path(command[-1]).name)
+        assert Path(command[command.index("--plan") + 1]).is_file()
+        return _Started(stopped, command, needed=1e9 if begun == [gpu_evidence.QUEUE[0], long] else 0)
+
+    assert gpu_evidence.carry_out(tmp_path, 0.5, start) == list(gpu_evidence.QUEUE)  # too short to begin anything
+    left = gpu_evidence.carry_out(tmp_path, 9, start)
+    assert (left, stopped) == ([long], [(long, signal.SIGTERM)])
+    begun.append("next call")
+    assert gpu_evidence.carry_out(tmp_path, 9, start) == []
+    assert begun[-1] == long
 
 
 @pytest.mark.parametrize("seeds", [1, 2])
