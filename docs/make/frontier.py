@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import svg
-from measured import gap, read, table
+from measured import gap, mean, ranged, read, table
 
 __all__ = ["EQUAL_BYTES", "PICTURE", "ROUNDED", "equal_bytes", "frontier_table", "in_page", "picture"]
 
@@ -31,11 +31,11 @@ MODELS = {"smollm2-rotated": "turned", "smollm2": "as it is"}
 RIVALS = (
     ("bits:4.25", "gptq:4@96"),
     ("bits:4.25", "gptq-order:4@96"),
-    ("bits:4.25", "uniform:4@96"),
-    ("uniform:4@96", "gptq:4@96"),
     ("bits:3.5", "gptq:3@48"),
     ("bits:3.5", "gptq-order:3@48"),
 )
+#: what is held against which over draws of calibration
+DRAWS = {"bits:4.25": "gptq-order:4@96", "bits:3.5": "gptq-order:3@48"}
 #: what the picture shows
 MOST = 1.0  # nats; what loses more is in the table alone
 SHOWN = ("nearest", "gptq", "uniform", "bits", "keep")
@@ -84,9 +84,9 @@ def _rounding() -> dict[tuple[str, str], dict[str, Any]]:
 def rounding_table() -> str:
     """Each method on both models: nats above the original, beside bits of equal bytes."""
     found = _rounding()
-    texts = list(next(iter(found.values()))["loss"])
-    columns = [(model, text) for model in MODELS for text in texts if (model, "original") in found]
-    lines = [["original", "16.00", *(f"{found[model, 'original']['loss'][text]:.3f} nats" for model, text in columns)]]
+    originals = {model: row["loss"] for (model, name), row in found.items() if name == "original"}
+    columns = [(model, text) for model, losses in originals.items() for text in losses]
+    lines = [["original", "16.00", *(f"{originals[model][text]:.3f} nats" for model, text in columns)]]
     methods = {name: row["bits"] for (_, name), row in found.items() if name != "original"}
     for name in sorted(methods, key=lambda name: (-round(methods[name], 1), _mean_rise(found, name))):
         over = [found.get((model, name), {}).get("against", {}).get(text) for model, text in columns]
@@ -103,29 +103,65 @@ def _mean_rise(found: dict[tuple[str, str], dict[str, Any]], name: str) -> float
 def rivals() -> str:
     """What one way loses as a share of another's loss at equal bytes, and the difference, paired over windows."""
     found, lines = _rounding(), []
+    texts = list(next(iter(found.values()))["loss"])
     for ours, theirs in RIVALS:
         for model in MODELS:
             if (model, ours) not in found or (model, theirs) not in found:
                 continue
             a, b = found[model, ours], found[model, theirs]
             cells = []
-            for text in a["against"]:
+            for text in texts:
+                if text not in a["against"] or text not in b["against"]:
+                    cells.append("")
+                    continue
                 share = a["against"][text]["nats"] / b["against"][text]["nats"]
                 cells.append(f"{share:.2f} ({gap(a['losses'][text], b['losses'][text])})")
             lines.append([_called(ours), _called(theirs), MODELS[model], *cells])
-    if not lines:
-        return "GPTQ itself at equal bytes is not measured yet."
-    return table(["", "beside", "model", *next(iter(found.values()))["loss"]], lines)
+    return table(["", "beside", "model", *texts], lines)
+
+
+def draws_table() -> str:
+    """Means over draws of calibration, and the difference to the strongest rival with its interval over draws."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in read(ROUNDING):
+        if row["model"] == "smollm2-rotated" and row["row"] in {*DRAWS, *DRAWS.values()}:
+            found.setdefault(row["row"], []).append(row)
+    lines = []
+    for ours, theirs in DRAWS.items():
+        both = {row["seed"]: row["against"] for row in found[theirs]}
+        rows = [row for row in found[ours] if row["seed"] in both]
+        cells = []
+        for text in rows[0]["against"]:
+            mine, other = [row["against"][text]["nats"] for row in rows], [both[r["seed"]][text]["nats"] for r in rows]
+            cells.append(f"{ranged(mine)}; {mean(mine) / mean(other):.2f} ({gap(mine, other)})")
+        lines.append([_called(ours), _called(theirs), str(len(rows)), *cells])
+    return table(["", "beside", "draws", *rows[0]["against"]], lines)
+
+
+def written_table() -> str:
+    """What models write and complete: repeated 4-grams, and last words of LAMBADA's passages."""
+    rows = [row for row in read(ROUNDING) if row.get("lambada") is not None]
+    lines = [
+        [
+            "original" if row["row"] == "original" else _called(row["row"]),
+            f"{row['bits']:.2f}",
+            f"{row['lambada']:.1%}",
+            f"{row['repeated']:.0%}",
+        ]
+        for row in rows
+    ]
+    return table(["", "bits a weight", "LAMBADA, 500 passages", "repeated 4-grams"], lines)
 
 
 def drawn_table() -> str:
     """Budgets under moments at labels that the model draws, less the same at the text's labels."""
-    usual = {row["row"]: row for row in read(ROUNDING)}
-    rows = []
-    for row in read("compress/drawn_labels.jsonl"):
-        before = usual[row["row"]]
-        lost = [f"+{row['against'][text]['nats']:.3f}" for text in ("wikitext2", "books")]
-        less = [gap(row["losses"][text], before["losses"][text]) for text in ("wikitext2", "books")]
+    found, rows = _rounding(), []
+    for before in read("compress/text_labels.jsonl"):
+        row = found.get((before["model"], before["row"]))
+        if row is None:
+            continue
+        lost = [f"+{row['against'][text]['nats']:.3f}" for text in before["losses"]]
+        less = [gap(row["losses"][text], losses) for text, losses in before["losses"].items()]
         predicted = f"{row['predicted']:.3f}, {before['predicted']:.3f}"
         rows.append([_name(row), predicted, *(f"{a} ({b})" for a, b in zip(lost, less, strict=True))])
     return table(["", "predicted: drawn, text's", "wikitext2 (less the text's)", "books (less the text's)"], rows)
@@ -276,5 +312,7 @@ ROUNDED = {
     "allocation": allocation_table,
     "predictions": predictions_table,
     "drawn_labels": drawn_table,
+    "draws": draws_table,
+    "written": written_table,
     "llama": by_llama_cpp,
 }
