@@ -49,32 +49,36 @@ class Moments:
                 f"moments of (in, out) sizes {own} do not fit a layer of sizes {in_features, out_features}"
             )
 
+    def weighted(self, difference: Tensor) -> Tensor:
+        """G D A of a difference D (O, I)."""
+        weighted = difference @ self.inputs.to(difference)
+        return weighted if self.outputs is None else self.outputs.to(difference) @ weighted
+
     def error(self, difference: Tensor) -> Tensor:
         """tr(G D A D^T) of a difference D = W - W' (O, I), a scalar."""
-        weighted = difference @ self.inputs.to(difference)
-        if self.outputs is not None:
-            weighted = self.outputs.to(difference) @ weighted
-        return (weighted * difference).sum()
+        return (self.weighted(difference) * difference).sum()
 
 
 def descend_(operator: Any, weight: Tensor, moments: Moments, steps: int) -> None:
-    """Bring ``operator``'s dense matrix nearer to ``weight`` (O, I) under ``moments``; never farther."""
-    wide = deepcopy(operator).double().train()
+    """Bring ``operator``'s matrix nearer to ``weight`` (O, I) under ``moments``, in their precision; never farther."""
+    wide = deepcopy(operator).to(moments.inputs.dtype).train()
     bias = wide.bias
     parameters = [p.requires_grad_(True) for p in wide.parameters() if p is not bias]
-    weight = weight.detach().double()
+    weight = weight.detach().to(moments.inputs)
     scale = float(moments.error(weight)) or 1.0
     optimizer = torch.optim.LBFGS(parameters, max_iter=steps, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        error = moments.error(weight - wide.to_dense()) / scale
-        error.backward()
-        return error
+        dense = wide.to_dense()
+        with torch.no_grad():  # G D A gives the gradient, too, where autograd would take as many products again
+            difference = dense - weight
+            weighted = moments.weighted(difference) / scale
+        dense.backward(2 * weighted)
+        return (weighted * difference).sum()
 
     with torch.enable_grad():
-        start = float(moments.error(weight - wide.to_dense()).detach()) / scale
-        optimizer.step(closure)
+        start = float(optimizer.step(closure))
     with torch.no_grad():
         if float(moments.error(weight - wide.to_dense())) / scale <= start:  # not a number counts as worse
             for own, fitted in zip(operator.parameters(), wide.parameters(), strict=True):

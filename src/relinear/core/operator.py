@@ -218,8 +218,8 @@ class Operator(TokenTerms, CachingModule):
         """Overwrite the parameters with the best fit of ``linear`` under what the data are like.
 
         Minimises tr(G (W - W') A (W - W')^T) over the operator's own dense matrix W', the moments A and G given. Here
-        by descent (L-BFGS in float64) from where ``from_linear`` ends, or from the present parameters where there is
-        no such fit; operators with an exact solution override this. The bias is taken over as it is.
+        by descent (L-BFGS in the moments' precision) from where ``from_linear`` ends, or from the present parameters
+        where there is no such fit; operators with an exact solution override this. The bias is taken over as it is.
 
         Args:
             linear: nn.Linear, Conv1D or an operator with ``to_dense``.
