@@ -268,9 +268,9 @@ def page(record: Mapping[str, Any]) -> str:
         f"Six operators ({', '.join(operators)}) in a tiny model of each family, in the place of every linear",
         f"layer: {counts}.",
         "",
-        f"**All six work in all linear layers of:** {', '.join(_title(family, families[family]) for family in whole)}.",
+        f"**All six work in all linear layers of** {', '.join(f'`{name}`' for name in whole)} (each a `model_type`).",
         "",
-        "The others, with the number of layers replaced; numbers in brackets are notes below:",
+        "The others, with the number of layers replaced; numbers in brackets are notes:",
         "",
         f"| family | replaced | {' | '.join(operators)} |",
         f"| --- | --- | {' | '.join('---' for _ in operators)} |",
@@ -334,7 +334,7 @@ def _cell(cell: Mapping[str, Any], notes: dict[str, int]) -> str:
     text = {OK: cell.get("note"), REFUSED: cell.get("message")}.get(
         cell["status"], f"{cell.get('step')}: {cell.get('message')}"
     )
-    text = " ".join(text.split())
+    text = " ".join(text.split()).partition("; ")[0]  # without the advice
     text = text if len(text) <= _MESSAGE else f"{text[:_MESSAGE].rstrip()} ..."
     number = notes.setdefault(text, len(notes) + 1)
     return f"{cell['status']} ({number})"

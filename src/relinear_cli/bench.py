@@ -10,7 +10,6 @@ import typer
 from relinear_cli.fields import from_settings
 
 if TYPE_CHECKING:
-    from relinear.bench.models import ModelBenchSettings
     from relinear.bench.run import BenchSettings
 
 
@@ -56,21 +55,15 @@ def command(
     **Example:** `relinear bench --model llama-60m --operator transponder --passes step`
     """
     from relinear.bench.check import read_record
-    from relinear.bench.models import ModelBenchSettings
     from relinear.bench.run import BenchSettings
 
     texts = {"shapes": shapes, "dtypes": dtypes, "modes": modes, "passes": passes}
     texts |= {"inference_batches": inference_batches if model else None}
     given |= {name: tuple(part.strip() for part in text.split(",")) for name, text in texts.items() if text is not None}
     if model is not None:
-        given |= {} if check is None else {"check": check}
-        if wrong := [name for name in ("shapes", "tokens", "repeats", "check") if name in given]:
-            raise ValueError(
-                f"--{wrong[0]} is about single layers; with --model use --sequence-length and --batch-size"
-            )
         given |= {"preset": model, "sequence_length": sequence_length, "batch_size": batch_size}
-        known = {name: value for name, value in given.items() if name in ModelBenchSettings.model_fields}
-        _whole_models(ModelBenchSettings.load(known, "bench"), operators or [], out)
+        given |= {} if check is None else {"check": check}
+        _whole_models(given, operators or [], out)
         return
     recorded = None if check is None else read_record(check)
     given |= {"operators": tuple(operators)} if operators else {}
@@ -127,8 +120,8 @@ def _report_slower(recorded: dict[str, Any], result: dict[str, Any]) -> None:
         raise typer.Exit(1)
 
 
-def _whole_models(settings: ModelBenchSettings, operators: list[str], out: Path) -> None:
-    from relinear.bench.models import run_model_bench
+def _whole_models(given: dict[str, Any], operators: list[str], out: Path) -> None:
+    from relinear.bench.models import ModelBenchSettings, run_model_bench
     from relinear.bench.page import models_section
     from relinear.pages.blocks import Table
     from relinear.pages.page import write_page
@@ -137,6 +130,10 @@ def _whole_models(settings: ModelBenchSettings, operators: list[str], out: Path)
     from relinear_cli.progress import watch_reports
     from relinear_cli.table import print_table
 
+    if wrong := [name for name in ("shapes", "tokens", "repeats", "check") if name in given]:
+        raise ValueError(f"--{wrong[0]} is about single layers; with --model use --sequence-length and --batch-size")
+    known = {name: value for name, value in given.items() if name in ModelBenchSettings.model_fields}
+    settings = ModelBenchSettings.load(known, "bench")
     if not operators:
         raise ValueError("--model needs at least one --operator to compare with the stock model")
     variants = {text: operator_mapping([text]) for text in operators}

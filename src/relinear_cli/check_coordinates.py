@@ -60,16 +60,13 @@ def command(
         }
     )
     prepare_process()
-    found = check_coordinates(
-        settings,
-        sizes,
-        steps=steps,
-        seeds=drawn,
-        on_progress=lambda done, total: print(f"\r{done} of {total} models", end="\n" if done == total else ""),
-    )
-    found |= circumstances()
+    found = check_coordinates(settings, sizes, steps=steps, seeds=drawn, on_progress=_told) | circumstances()
     write_json(out / FILE, found)
     write_plot(found, out)
     print(coordinates_text(found))
     print(f"\nnumbers and figure: {out.resolve()}")
     print(f"report: {write_page(out / 'report.html', [coordinates_section(out)])}")
+
+
+def _told(done: int, total: int) -> None:
+    print(f"\r{done} of {total} models", end="\n" if done == total else "")

@@ -79,16 +79,10 @@ def command(
     from relinear_cli.progress import watch_compression
 
     settings = CompressSettings.load(given, "settings")
-    if repeated := sorted({name for name in data if data.count(name) > 1}):
-        raise ValueError(f"--data {repeated[0]} is given twice; of every corpus as many tokens are taken")
     corpora = {name: corpus_of(name, text_column) for name in data}
     others = {name: corpus_of(name, text_column) for name in evaluate_on or []}
     judged_on = {name: whole_or_held_out(text) for name, text in others.items()}
-    if seen := [name for name in judged_on if name in corpora and judged_on[name] in ("all", split)]:
-        raise ValueError(
-            f"--evaluate-on {seen[0]} is the text of --data, and what calibration saw judges nothing. Name another: of "
-            "--data the part behind what calibration takes is judged on in any case"
-        )
+    _check_texts(data, judged_on, split)
     check_choice("--export", export or "plain", ["plain", "gguf"])
     check_directory(out)
     if plan is not None:
@@ -119,3 +113,14 @@ def command(
         print(f"plan: {proposal(out, 'plan.json').resolve()}\nreport: {proposal(out, 'report.html').resolve()}")
     else:
         print(f"model: {(out / 'model').resolve()}\nreport: {(out / 'report.html').resolve()}")
+
+
+def _check_texts(data: list[str], judged_on: dict[str, str], split: str) -> None:
+    """Refuse a corpus that is given twice, and one that calibration sees and that is to judge the result."""
+    if repeated := sorted({name for name in data if data.count(name) > 1}):
+        raise ValueError(f"--data {repeated[0]} is given twice; of every corpus as many tokens are taken")
+    if seen := [name for name in judged_on if name in data and judged_on[name] in ("all", split)]:
+        raise ValueError(
+            f"--evaluate-on {seen[0]} is the text of --data, and what calibration saw judges nothing. Name another: of "
+            "--data the part behind what calibration takes is judged on in any case"
+        )

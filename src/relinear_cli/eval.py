@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,18 +45,10 @@ def command(
 
     **Example:** `relinear eval runs/low-rank --data README.md --split all`
     """
-    import json
-
     from relinear import evaluate
     from relinear.data import DataSettings, iter_texts, prepare_data
 
-    names = [name.strip() for name in tasks.split(",") if name.strip()]
-    if not names:
-        raise ValueError("--tasks names no task; give perplexity, lambada, or tasks of lm-eval")
-    if "lambada" in names and lambada is None:
-        raise ValueError(
-            "the task lambada needs --lambada FILE (JSON lines with a 'text'); lambada_openai is lm-eval's"
-        )
+    names = _tasks(tasks, lambada)
     folder, settings = _run_settings(directory)
     if "perplexity" in names and data is None and settings is None:
         raise ValueError(f"{directory} is no run of relinear train, so it names no data to evaluate on; give --data")
@@ -66,10 +59,11 @@ def command(
     results: dict[str, Any] = {}
     if "perplexity" in names:
         text: Any
+        given: dict[str, Any] = {}
         if data is None and split == "validation" and (sequence_length, stride, tokenizer) == (None, None, None):
             # What the run itself was validated on, in the same blocks.
             chosen = DataSettings.load(settings or {}, "data")
-            text, given = prepare_data(chosen).validation, {}
+            text = prepare_data(chosen).validation
         else:
             # A run's own text is divided as the run divided it: any other way would evaluate on what it trained on.
             values = dict(settings or {}) if data is None else {"data": data}
@@ -78,19 +72,19 @@ def command(
             text = iter_texts(chosen, split)
             given = {"tokenizer": reader, "sequence_length": length, "stride": stride}
         measured = evaluate.perplexity(model, text, max_tokens=max_tokens, batch_size=batch_size, **given)
-        results["perplexity"] = {
-            "perplexity": measured.perplexity,
-            "loss": measured.loss,
-            "tokens": measured.tokens,
-            "data": chosen.data,
-            "split": split,
-        }
+        results["perplexity"] = {name: getattr(measured, name) for name in ("perplexity", "loss", "tokens")}
+        results["perplexity"] |= {"data": chosen.data, "split": split}
     if lambada is not None and "lambada" in names:
         scored = evaluate.lambada(model, reader, lambada, max_examples=limit, batch_size=batch_size)
         results["lambada"] = {"accuracy": scored.accuracy, "perplexity": scored.perplexity, "examples": scored.examples}
     others = [name for name in names if name not in ("perplexity", "lambada")]
     if others:
         results |= evaluate.lm_eval(model, reader, others, batch_size=batch_size, limit=limit)
+    _print(results, as_json)
+
+
+def _print(results: dict[str, Any], as_json: bool) -> None:
+    """The figures of every task, in a line each or as JSON."""
     if as_json:
         print(json.dumps(results, indent=2, default=str))
         return
@@ -99,6 +93,18 @@ def command(
             f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}" for key, value in figures.items()
         ]
         print(f"{task}: {', '.join(stated)}")
+
+
+def _tasks(written: str, lambada: Path | None) -> list[str]:
+    """The tasks that are named. Raises ValueError where there is none, or the text of LAMBADA is missing."""
+    names = [name.strip() for name in written.split(",") if name.strip()]
+    if not names:
+        raise ValueError("--tasks names no task; give perplexity, lambada, or tasks of lm-eval")
+    if "lambada" in names and lambada is None:
+        raise ValueError(
+            "the task lambada needs --lambada FILE (JSON lines with a 'text'); lambada_openai is lm-eval's"
+        )
+    return names
 
 
 def _run_settings(directory: str) -> tuple[str, dict[str, Any] | None]:

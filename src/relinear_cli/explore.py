@@ -43,7 +43,6 @@ def command(
     """
     from relinear.data import DataSettings
     from relinear.explore.page import static_page, write_static_page
-    from relinear.explore.server import make_server
     from relinear.system.written import check_page
     from relinear_cli.progress import watch_steps
 
@@ -68,6 +67,13 @@ def command(
             written = write_static_page(static, static_page(subjects, effects, on_progress))
         print(f"written: {written.resolve()}")
         return
+    _serve(subjects, host, port)
+
+
+def _serve(subjects: list[Any], host: str, port: int) -> None:
+    """Answer until Ctrl-C, at the address that is printed."""
+    from relinear.explore.server import make_server
+
     server = make_server(subjects, host, port)
     address = f"[{host}]" if ":" in host else host
     print(f"http://{address}:{server.server_address[1]}/  (Ctrl-C ends it)", flush=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import keyword
+import os
 import re
 import tempfile
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -66,9 +68,13 @@ def command(
 
 
 def _check_free(name: str) -> None:
-    import relinear  # noqa: F401  # registers its own kinds
-    from relinear.core import plugins
-    from relinear.core.operator import OperatorConfig
+    """Refuse an operator's name that is taken. Kinds are names of files: torch is not imported to know them."""
+    package: Any = find_spec("relinear")
+    taken = {path.stem for path in Path(package.submodule_search_locations[0], "operators").glob("*.py")}
+    taken |= {point.name for point in metadata.entry_points(group="relinear.operators")}
+    if os.environ.get("RELINEAR_IMPORT"):  # modules of the user's, which may hold operators
+        import relinear
 
-    if name in {**OperatorConfig.kinds(), **plugins.offered("operator")}:
+        taken |= relinear.OperatorConfig.kinds().keys()
+    if name in taken:
         raise ValueError(f"there is an operator {name!r} already, see `relinear list operators {name}`; choose another")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,6 +68,7 @@ def command(
         ("peak memory", f"{result.peak_memory_bytes / 2**20:,.0f} MiB"),
         *((name, _number(value, ".4g")) for name, value in result.aux.items()),
         ("directory", str(out.resolve())),
+        ("as a page", f"relinear report {shlex.quote(str(out))}"),
     ):
         print(f"{name:<18} {text}")
 
