@@ -350,14 +350,14 @@ def test_knowing_the_data_and_going_in_order_pays(tmp_path) -> None:
 @pytest.mark.slow
 def test_refinement_brings_the_layers_nearer(tmp_path) -> None:
     original, results = tiny(), {}
-    for steps in (0, 100):
+    for steps in (0, 300):
         model = copy.deepcopy(original)
-        settings = SETTINGS | {"refine_steps": steps, "refine_learning_rate": 3e-3}
+        settings = SETTINGS | {"refine_steps": steps, "refine_learning_rate": 1e-2}
         settings |= {"correct_dense": False, "menu": ["low_rank"]}
-        compress(model, tokens(), keep=0.5, settings=settings, out_dir=tmp_path / str(steps))
+        compress(model, tokens(), keep=0.3, settings=settings, out_dir=tmp_path / str(steps))
         results[steps] = divergence(model, original)
         assert not any(p.grad is not None for p in model.parameters())
-    assert results[100] < 0.97 * results[0], results
+    assert results[300] < 0.95 * results[0], results
 
 
 def test_refinement_that_does_harm_is_undone() -> None:
