@@ -137,6 +137,12 @@ def test_patterns_take_a_bounded_time(pattern):
     assert time.process_time() - start < 5
 
 
+@pytest.mark.parametrize("pattern", ["a{20000}", "(a{200}){200}", "((a{30}){30}){30}", "a|" * 600])
+def test_patterns_take_bounded_memory(pattern):
+    with pytest.raises(ValueError, match="more than 1,000 characters, or repeats more than 10,000 times"):
+        check_patterns([pattern])
+
+
 @pytest.mark.parametrize(
     "pattern",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +15,7 @@ from relinear.core.config import shown
 ALL_LINEAR = "all-linear"
 _PLAIN = re.compile(r"[\w.\-]+")
 _LONGEST = 1_000  # characters of a pattern
+_REPEATS = 10_000  # least ones, of braces within braces
 _SECONDS = 1.0  # for one name
 
 
@@ -45,18 +47,16 @@ def check_patterns(patterns: Iterable[Any]) -> None:
         if not isinstance(pattern, str) or not pattern:
             raise ValueError(f"a pattern must be a non-empty string, got {shown(pattern)}")
         if pattern != ALL_LINEAR and not is_plain(pattern):
-            if len(pattern) > _LONGEST:
-                raise ValueError(
-                    f"pattern {shown(pattern)} is too long a regular expression: it has {len(pattern):,} characters, "
-                    f"at most {_LONGEST:,} are taken"
-                )
             try:
-                re.compile(pattern)  # what PEFT would say
                 _compiled(pattern)
+                re.compile(pattern)  # what PEFT would say
             except (re.error, regex.error, RecursionError, OverflowError) as error:
                 raise ValueError(f"pattern {shown(pattern)} is no valid regular expression: {error}") from error
 
 
 @functools.lru_cache(maxsize=256)
 def _compiled(pattern: str) -> Any:
+    repeats = math.prod(map(int, re.findall(r"\{(\d+)", pattern)))  # memory is taken for each
+    if len(pattern) > _LONGEST or repeats > _REPEATS:
+        raise regex.error(f"it has more than {_LONGEST:,} characters, or repeats more than {_REPEATS:,} times")
     return regex.compile(pattern)
