@@ -64,7 +64,7 @@ ecosystem: ## lm-eval, TRL, PEFT, torchao, Trainer, pipeline and torch.export on
 	OMP_NUM_THREADS=1 $(ECOSYSTEM_VENV)/bin/python -m pytest -m "slow or not slow" tests/test_ecosystem.py
 	OMP_NUM_THREADS=1 $(ECOSYSTEM_VENV)/bin/python results/ecosystem/outside_programs.py
 
-versions: ## the lowest torch and transformers that are allowed, the pinned and the newest: a table in docs/ecosystem.md
+versions: ## the lowest torch and transformers that are allowed, the pinned and the newest: a table in results/ecosystem
 	$(PYTHON) tests/versions.py
 
 bench: $(STAMP) ## operators against dense nn.Linear on this machine

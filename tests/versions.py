@@ -2,9 +2,9 @@
 
     python3.11 tests/versions.py
 
-writes ``results/versions.json`` and the table of ``docs/ecosystem.md``; with ``--set`` the rows of the other sets stay
-as they are. Environments are kept in ``.venv-versions/``. What the index does not have is said in its row. Standard
-library alone.
+writes ``results/versions.json`` and the table of ``results/ecosystem/README.md``; with ``--set`` the rows of the other
+sets stay as they are. Environments are kept in ``.venv-versions/``. What the index does not have is said in its row.
+Standard library alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 HOME = ROOT / ".venv-versions"
-RECORD, PAGE = ROOT / "results" / "versions.json", ROOT / "docs" / "ecosystem.md"
+RECORD, PAGE = ROOT / "results" / "versions.json", ROOT / "results" / "ecosystem" / "README.md"
 MARKS = ("<!-- versions -->", "<!-- end of versions -->")
 PACKAGES = ("torch", "transformers")
 #: surgery, checkpoints here and elsewhere, imports, every operator, training, losses, context, other tools

@@ -160,15 +160,8 @@ def speed_table(kind: str) -> str:
         *(f"{what}, {tokens:,} {'token' if tokens == 1 else 'tokens'}" for what, tokens in columns),
     ]
     faster = sum(row["ratio"] < 1 for row in rows)
-    return "\n\n".join(
-        [
-            f"Time relative to a dense layer of the same shape (`{rows[0]['contender']}`, eager). A step is forward "
-            "and backward.",
-            table(head, lines),
-            f"Faster than dense in {faster} of {len(rows)} cases. Ranges over runs, machine and command: "
-            "[speed](../../results/speed/README.md).",
-        ]
-    )
+    said = f"Time relative to dense (`{rows[0]['contender']}`, eager). Faster in {faster} of {len(rows)} cases. "
+    return f"{said}Ranges, machine and command: [speed](../../results/speed/README.md).\n\n{table(head, lines)}"
 
 
 def machine(values: Mapping[str, Any]) -> str:
@@ -253,7 +246,8 @@ def compression_table() -> str:
         for method, name in _COMPRESSED.items():
             found = [rows.get((method, keep), {}).get(text) for keep in kept]
             if any(found):
-                lines.append([f"{text} (original {loss:.3f})", name, *map(_over, found)])
+                first = method == next(iter(_COMPRESSED))
+                lines.append([f"{text} (original {loss:.3f})" if first else "", name, *map(_over, found)])
     return "\n\n".join(
         [
             "SmolLM2-135M-Instruct with a share of its linear layers' parameters kept, without training. Nats a token "
