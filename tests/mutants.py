@@ -803,8 +803,8 @@ MUTANTS = (
     Mutant(
         "Figures 1 and 2",
         "src/relinear/operators/context_manager.py",
-        "nn.Linear(hidden, dim, bias=False, **kw)",
-        "nn.Linear(hidden, dim, **kw)",
+        "nn.Embedding(vocabulary, dim, **kw)",
+        "nn.Embedding(2 * vocabulary, dim, **kw)",
         "test_ccl::test_both_the_token_and_the_moving_averages_fit_the_papers_count",
     ),
     Mutant(
