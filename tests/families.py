@@ -12,7 +12,6 @@ import argparse
 import datetime
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -254,7 +253,7 @@ def page(record: Mapping[str, Any]) -> str:
     notes: dict[str, int] = {}
     whole = [family for family, cells in families.items() if _is_whole(cells)]
     rows = [
-        f"| {_title(family, cells)} | {_layers(cells, notes)} | {' | '.join(_cell(c, notes) for c in cells.values())} |"
+        f"| `{family}` | {_layers(cells, notes)} | {' | '.join(_cell(c, notes) for c in cells.values())} |"
         for family, cells in families.items()
         if family not in whole
     ]
@@ -302,12 +301,6 @@ def page(record: Mapping[str, Any]) -> str:
 def _is_whole(cells: Mapping[str, Any]) -> bool:
     """Whether every operator took the place of every linear layer but the head, without a note."""
     return all(cell["status"] == OK and "note" not in cell for cell in cells.values()) and not _left(cells)
-
-
-def _title(family: str, cells: Mapping[str, Any]) -> str:
-    """A row's head: the class without its ending, and the model type of the config."""
-    name = next(iter(cells.values())).get("class", family)
-    return f"{re.sub('(For|LMHead).*', '', name)} (`{family}`)"
 
 
 def _left(cells: Mapping[str, Any]) -> list[str]:
