@@ -24,6 +24,7 @@ NAMES = {
     "bits-order": "its bits, GPTQ in order: {}",
     "integers": "the same, `--menu quantized`: {}",
     "in-order": "the same, `anchor=true`: {}",
+    "heal": "`compress --bits {}`",
     "keep": "`compress --keep {}`",
 }
 #: of the record on rounding: the models, and which rows are held against which
@@ -39,7 +40,7 @@ DRAWS = {"bits:4.25": "gptq-order:4@96", "bits:3.5": "gptq-order:3@48"}
 #: what the picture shows
 MOST = 1.0  # nats; what loses more is in the table alone
 SHOWN = ("nearest", "gptq", "uniform", "bits", "keep")
-OURS = ("uniform", "bits", "bits-order", "keep")
+OURS = ("uniform", "bits", "bits-order", "heal", "keep")
 #: of the picture of equal bytes: nats at its right edge, height of a row, where names end
 EDGE, ROW, LABELS = 0.5, 24, 190
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 540, 300, 56, 46, 30
@@ -52,8 +53,9 @@ def rows() -> list[dict[str, Any]]:
 
 def _called(name: str) -> str:
     method, _, number = name.partition(":")
-    bits, _, group = number.partition("@")
-    return NAMES[method].format(bits) + (f", groups of {group}" if group else "")
+    bits, _, more = number.partition("@")
+    told = f", healed on {int(more or 0):,} tokens" if method == "heal" else f", groups of {more}"
+    return NAMES[method].format(bits) + (told if more else "")
 
 
 def _name(row: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ many as a row says ("@48"); scales and zero points are counted.
     bits-order  the same bits, of integers alone, rounded as gptq-order rounds
     integers    the same from bits alone, without ranks
     in-order    as bits, fitted from the first layer to the last on what the compressed model feeds them
+    heal        as bits, then scales are trained towards the original's logits: bits and tokens, "heal:3.5@65536"
     keep        ``compress --keep``: pivoted low rank
 
 Losses are in nats a token; intervals of 95 % are Student's t, paired over windows.
@@ -218,7 +219,9 @@ def main() -> None:
             round_in_order_(model, plan.replaced, blocks)
             round_to_half_(model)
         else:
-            budget = {"keep": float(number), "allow_slower": True} if method == "keep" else {"bits": float(number)}
+            size, _, healed = number.partition("@")
+            budget = {"keep": float(size), "allow_slower": True} if method == "keep" else {"bits": float(size)}
+            budget |= {"heal_tokens": int(healed)} if healed else {}
             settings = base | budget | {"anchor": method == "in-order"}
             settings |= {"menu": ("quantized",)} if method == "integers" else {}
             predicted = compress(model, corpora, tokenizer=tokenizer, settings=settings, out_dir=state).plan.nats
