@@ -16,9 +16,9 @@ from relinear.analysis.effective_rank import effective_rank, effective_ranks, op
 from relinear.analysis.fingerprints import context_fingerprints
 from relinear.analysis.gates import gate_statistics
 from relinear.analysis.latents import latent_statistics
-from relinear.analysis.page import analyses_blocks
 from relinear.analysis.planes import plane_angles
 from relinear.analysis.recording import record_contexts, record_gates
+from relinear.analysis.report import analyses_blocks
 from relinear.analysis.tokens import HeldOutText
 from relinear.analysis.top_tokens import top_tokens
 from relinear.clifford import bivector_to_matrix

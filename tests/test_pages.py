@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from relinear.analysis.analyses import ANALYSES
-from relinear.analysis.page import analyses_section
+from relinear.analysis.report import analyses_section
 from relinear.compare import figures
 from relinear.compare.report import results_table, verdict
 from relinear.compare.worker import InProcess

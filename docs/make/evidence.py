@@ -86,7 +86,10 @@ class Row:
     def share(self) -> str:
         """Of the paper's tokens."""
         whole = _OF_PAPER.get(self.method)
-        return f"{float(f'{100 * self.tokens / whole:.1g}'):g} %" if whole else ""
+        if not whole:
+            return ""
+        part = 100 * self.tokens / whole
+        return f"{part:.0f} %" if part >= 10 else f"{part:.1g} %"
 
 
 def powered(found: Sequence[Row]) -> bool:

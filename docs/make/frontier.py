@@ -219,12 +219,16 @@ def picture(theme: str) -> str:
     for tick in range(int(low) + 1, int(high) + 1):
         parts.append(svg.text(at(tick, 0)[0], HEIGHT - BOTTOM + 18, str(tick), soft))
     parts.append(svg.text((LEFT + WIDTH) / 2, HEIGHT - 8, "bits a weight, scales included", soft))
+    written: list[float] = []  # heights of names: none stands on another
     for x, found, method, name in points:
         colour = ours if method in OURS else theirs
         (across, y), (_, up), (_, down) = (at(x, found["nats"] + sign * found["interval"]) for sign in (0, 1, -1))
         parts.append(svg.line(across, up, across, down, colour, 2.4))
         parts.append(svg.circle(across, y, colour, method == "nearest"))
-        parts.append(svg.text(across + 10, y + 4, name.replace("`", ""), ink, "start"))
+        low_enough = next(y + 4 - up for up in range(0, 200, 2) if all(abs(y + 4 - up - w) >= 13 for w in written))
+        written.append(low_enough)
+        aside = (across - 10, "end") if across > WIDTH / 2 else (across + 10, "start")
+        parts.append(svg.text(aside[0], low_enough, name.replace("`", ""), ink, aside[1]))
     return svg.whole(WIDTH, HEIGHT, _described(), parts)
 
 

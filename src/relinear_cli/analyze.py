@@ -30,7 +30,7 @@ def command(
     **Example:** `relinear analyze runs/ccl/model --control runs/static/model --data books/ --out runs/look`
     """
     from relinear.analysis.analyses import check_names
-    from relinear.analysis.page import analyses_section
+    from relinear.analysis.report import analyses_section
     from relinear.analysis.tokens import HeldOutText
     from relinear.data import DataSettings
     from relinear.pages.page import write_page
@@ -70,7 +70,7 @@ def analyze_saved(
     import dataclasses
 
     from relinear.analysis.analyses import Subject, analyze
-    from relinear.analysis.page import RECORD
+    from relinear.analysis.report import RECORD
     from relinear.analysis.tokens import tokens_of
     from relinear.core.vocabulary import check_length_fits, check_tokenizer_fits, most_positions
     from relinear.system.files import write_json

@@ -77,7 +77,7 @@ def _layers(settings: BenchSettings, out: Path) -> dict[str, Any]:
     from rich.console import Console
     from rich.table import Table
 
-    from relinear.bench.page import layers_section
+    from relinear.bench.report import layers_section
     from relinear.bench.run import run_bench, table
     from relinear.pages.blocks import picture_of
     from relinear.pages.page import write_page
@@ -122,7 +122,7 @@ def _report_slower(recorded: dict[str, Any], result: dict[str, Any]) -> None:
 
 def _whole_models(given: dict[str, Any], operators: list[str], out: Path) -> None:
     from relinear.bench.models import ModelBenchSettings, run_model_bench
-    from relinear.bench.page import models_section
+    from relinear.bench.report import models_section
     from relinear.pages.blocks import Table
     from relinear.pages.page import write_page
     from relinear.system.allocator import tune_allocator

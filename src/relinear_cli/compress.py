@@ -23,7 +23,7 @@ from relinear_cli.options import (
 
 @from_settings(
     "compress",
-    *("keep", "bits", "budget_of", "speed", "speed_for", "allow_slower", "menu", "tokens", "fisher", "heal_tokens"),
+    *("bits", "keep", "budget_of", "speed", "speed_for", "allow_slower", "menu", "tokens", "fisher", "heal_tokens"),
     *("heal", "evaluate"),
     batch="speed_batch",
 )
@@ -65,7 +65,7 @@ def command(
     Statistics are kept in DIR/calibration, so that another budget needs no second measurement. Killed and started
     again with the same arguments, it goes on from where it was. The model is saved in DIR/model.
 
-    **Example:** `relinear compress models/smollm2 --keep 0.8 --data stdlib --out runs/compress`
+    **Example:** `relinear compress models/smollm2 --bits 4.25 --data stdlib --out runs/compress`
     """
     from relinear.compress import CompressSettings, compress
     from relinear.compress.plan import read_layers

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import shutil
+import textwrap
 from typing import Annotated, Any
 
 import typer
 
-_LONGEST = 100
+#: an entry of "Args:", which starts four blanks in; what goes on stands further in
+_ENTRY = re.compile(r"^    ([a-z_]+(?:, [a-z_]+)*): (.*(?:\n      .*)*)", flags=re.M)
 _WHAT = ("operators", "residual", "attachments", "objectives", "analyses", "recipes", "presets")
 
 
@@ -25,15 +29,33 @@ def command(
     if name is None:
         width = max(map(len, found), default=0)
         for known, thing in found.items():
-            print(f"{known:<{width}}  {_line(thing)}{_package(thing)}")
+            _print(f"{known:<{width}}  {_line(thing)}{_package(thing)}", width + 2)
         return
     if name not in found:
         from relinear.core.config import nearest
 
         raise ValueError(f"there is no {name!r} among the {what}; {nearest(name, found)}")
-    print(f"{name}: {_line(found[name])}{_package(found[name])}")
+    _print(f"{name}: {_line(found[name])}{_package(found[name])}", 2)
+    meanings = meanings_of(found[name]) if isinstance(found[name], type) else {}
     for setting, default in _settings(found[name]).items():
-        print(f"  {setting} = {default}")
+        _print(f"  {setting} = {default}: {meanings.get(setting, '')}".rstrip(": "), 6)
+
+
+def _print(text: str, indent: int) -> None:
+    """In lines as wide as the terminal, what goes on indented."""
+    width = max(40, shutil.get_terminal_size().columns)
+    print(textwrap.fill(text, width, subsequent_indent=" " * indent, break_on_hyphens=False))
+
+
+def meanings_of(config: type) -> dict[str, str]:
+    """Field -> what the docstrings of the class and those it inherits from say; an entry of its own goes first."""
+    found: dict[str, str] = {}
+    for base in config.__mro__:
+        text = inspect.cleandoc(base.__doc__ or "").replace("\nAttributes:\n", "\nArgs:\n")
+        for names, meaning in _ENTRY.findall(text.partition("\nArgs:\n")[2]):
+            if ", " not in names:  # several at once are described elsewhere
+                found.setdefault(names, " ".join(meaning.split()).replace("``", "`"))
+    return found
 
 
 def _listed(what: str) -> dict[str, Any]:
@@ -45,9 +67,12 @@ def _listed(what: str) -> dict[str, Any]:
     from relinear.core.attachment import AttachmentConfig
     from relinear.core.objective import ObjectiveConfig
     from relinear.core.operator import OperatorConfig
+    from relinear.models import preset_config, preset_names
 
     if what == "presets":
-        return dict.fromkeys(relinear.preset_names(), "a model that is built from its configuration")
+        configs = {preset: preset_config(preset) for preset in preset_names()}
+        told = "{0.model_type}, width {0.hidden_size}, {0.num_hidden_layers} layers, {0.vocab_size:,} tokens"
+        return {preset: told.format(config) for preset, config in configs.items()}
     if what == "recipes":
         others = {name: plugins.find("recipe", name) for name in plugins.offered("recipe")}
         files = {path.stem: path for path in sorted(BUNDLED.glob("*.yaml"))} | others
@@ -63,8 +88,7 @@ def _listed(what: str) -> dict[str, Any]:
 
 def _line(thing: Any) -> str:
     text = thing if isinstance(thing, str) else thing.__doc__ or ""
-    first = re.split(r"(?<!Eq)\. ", " ".join(text.split("\n\n")[0].split()))[0].rstrip(".").replace("``", "")
-    return first if len(first) <= _LONGEST else f"{first[:_LONGEST].rpartition(' ')[0]} ..."
+    return re.split(r"(?<!Eq)\. ", " ".join(text.split("\n\n")[0].split()))[0].rstrip(".").replace("``", "")
 
 
 def _package(thing: Any) -> str:

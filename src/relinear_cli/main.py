@@ -23,24 +23,24 @@ from relinear_cli.rehearsal import refusal
 #: Commands in the order of ``relinear --help``; NAME is the function ``command`` of relinear_cli/NAME.py, which has
 #: an underscore where the command has a hyphen.
 COMMANDS = (
-    "analyze",
-    "explore",
-    "bench",
-    "compare",
-    "scale",
-    "train",
-    "sweep",
-    "distill",
     "compress",
+    "compare",
+    "train",
+    "distill",
+    "explore",
+    "analyze",
     "atlas",
-    "eval",
     "inspect",
+    "eval",
+    "bench",
+    "sweep",
+    "scale",
     "list",
     "new",
-    "doctor",
-    "check-coordinates",
-    "specialize",
     "report",
+    "specialize",
+    "check-coordinates",
+    "doctor",
 )
 
 
@@ -52,8 +52,8 @@ _OTHER_NAMES = {"--ratio": "--keep", "--lr": "--learning-rate", "--output": "--o
 _GROUPS = {
     "Model": "model replace attach objective layers exclude target menu operators recipe match first_position",
     "Data": "data text_column split tokenizer sequences length sequence_length evaluate_on prefix_file lambada tasks",
-    "Budget": "keep budget_of speed speed_for batch steps tokens trials seeds widths base_width epochs max_tokens "
-    "limit heal_tokens heal batch_size learning_rate tune parameters",
+    "Budget": "bits keep allow_slower budget_of speed speed_for batch steps tokens trials seeds widths base_width epochs "
+    "max_tokens limit heal_tokens heal batch_size learning_rate tune parameters",
     "Output": "out export plan plan_only as_json report index static check",
     "Speed": "threads on_disk share parallel rounds repeats for_inference peers untuned",
 }
@@ -135,7 +135,7 @@ def _root(
 ) -> None:
     """Replace, modulate and compose the linear layers of Transformers.
 
-    A first look, five operators side by side on real text: `relinear compare --recipe quick --out runs/demo`
+    A first look, six operators side by side on real text: `relinear compare --recipe quick --out runs/demo`
 
     Every command takes `--import MODULE`, for operators of your own; those of installed packages are found by name.
     """

@@ -20,7 +20,8 @@ Replace = Annotated[
 ]
 ReplaceLayers = Annotated[str | None, typer.Option(help="Decoder layers for --replace, such as 0,4-11.")]
 Attach = Annotated[
-    list[str] | None, typer.Option("--attach", metavar="KIND:KEY=VALUE", help="Attach a model-level part.")
+    list[str] | None,
+    typer.Option("--attach", metavar="KIND:KEY=VALUE", help="A residual method or another part of the whole model."),
 ]
 Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave alone.")]
 PretrainedModel = Annotated[str, typer.Argument(metavar="MODEL", help="Directory of a saved model, or a Hub name.")]

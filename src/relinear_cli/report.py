@@ -136,7 +136,7 @@ def section_of(run: Path) -> Section:
     """What the page says of the directory ``run``, with the analyses that are in it. Raises as ``write_report_of``."""
     import dataclasses
 
-    from relinear.analysis.page import analyses_blocks
+    from relinear.analysis.report import analyses_blocks
 
     try:
         section = _section(run)
@@ -150,8 +150,8 @@ def section_of(run: Path) -> Section:
 
 
 def _section(run: Path) -> Section:
-    from relinear.analysis.page import analyses_blocks, analyses_section
-    from relinear.bench.page import layers_section, models_section
+    from relinear.analysis.report import analyses_blocks, analyses_section
+    from relinear.bench.report import layers_section, models_section
     from relinear.compare.coordinate_page import FILE as COORDINATES
     from relinear.compare.coordinate_page import coordinates_section
     from relinear.compare.report import RESULTS, results_section, scale_section
@@ -161,7 +161,7 @@ def _section(run: Path) -> Section:
     from relinear.compress.report import report_section
     from relinear.distill.report import distill_section
     from relinear.pages.blocks import picture_of, read_values
-    from relinear.train.page import run_section
+    from relinear.train.report import run_section
 
     if (run / SCALE).is_file():
         return scale_section(run)

@@ -186,7 +186,7 @@ def run_bench(
             row["ratio_untuned"] = ratios.get(key_of(row))
     result = {"settings": settings.model_dump()} | circumstances() | tuned
     write_json(out_dir / "bench.json", result)
-    from relinear.bench.page import draw_layers
+    from relinear.bench.report import draw_layers
 
     draw_layers(result["rows"], out_dir / "bench")
     return result

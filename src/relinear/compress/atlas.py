@@ -15,7 +15,7 @@ from torch import nn
 from relinear.compress.budget import size_of
 from relinear.compress.corpus import read_corpus
 from relinear.compress.settings import CompressSettings
-from relinear.compress.work import Work, check_ids, check_model_fits, linear_layers
+from relinear.compress.work import Work, check_ids, check_model, linear_layers
 from relinear.core import plugins
 from relinear.core.anatomy import layer_finder, model_name
 from relinear.core.config import shown
@@ -125,7 +125,7 @@ def atlas(
     if not modules:
         raise ValueError(f"no decoder layer with linear layers is among layers={shown(chosen.layers)}")
     counted = CompressSettings(tokens=chosen.tokens, sequence_length=chosen.sequence_length, keep=0.5)
-    check_model_fits(model, counted.sequence_length)
+    check_model(model, counted.sequence_length)
     with only_process_in(out_dir) as folder, evaluating(model):
         work = Work(model, modules, counted, Path(folder), on_progress)
         record = _begin(work.folder, model, menu, chosen)
@@ -186,7 +186,8 @@ def _curve(
     dense = size_of(module).parameters
     sizes = {config: size_of(module, config).parameters for config in entry.sizes(*linear_features(module))}
     nearest = {min(sizes, key=lambda config: abs(sizes[config] - share * dense)) for share in settings.shares if sizes}
-    single = Moments(*(m if m is None else m.float() for m in (moments.inputs, moments.outputs)))  # half the time
+    outputs = None if moments.outputs is None else moments.outputs.float()
+    single = Moments(moments.inputs.float(), outputs)  # half the time
     return [(config, config.fit_error(module, single, steps=settings.steps)) for config in nearest]
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from relinear.compress.checked import Streams, load_tensors, read_record, save_tensors, write_record
+from relinear.compress.checksums import Streams, load_tensors, read_record, save_tensors, write_record
 from relinear.compress.layerwise import LayerByLayer
 from relinear.core.modes import frozen, watching
 from relinear.core.moments import Moments
@@ -48,13 +48,10 @@ class Calibration:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         values = read_record(self.folder / "calibration.json")
-        try:
-            self.tokens: int = values["tokens"]
-            self.loss: float | None = values["loss"]
-            self._where: dict[str, int] = values["layers"]
-            self.counts: dict[str, int] = values["counts"]
-        except LookupError as error:
-            raise ValueError(f"{self.folder} holds no calibration: its record has no {error}; remove it") from None
+        self.tokens: int = values["tokens"]
+        self.loss: float | None = values["loss"]
+        self._where: dict[str, int] = values["layers"]
+        self.counts: dict[str, int] = values["counts"]
         self._read: tuple[int, dict[str, Tensor], dict[str, str]] = -1, {}, {}
 
     @property

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.compress.calibrate import fingerprint
-from relinear.compress.checked import load_tensors, save_tensors
+from relinear.compress.checksums import load_tensors, save_tensors
 from relinear.compress.settings import CompressSettings
 from relinear.core.aux import named_operators
 from relinear.core.modes import evaluating

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.compress.calibrate import Calibration
-from relinear.compress.checked import Streams, load_tensors, save_tensors
+from relinear.compress.checksums import Streams, load_tensors, save_tensors
 from relinear.compress.layerwise import LayerByLayer
 from relinear.compress.work import Work
 from relinear.core.modes import frozen

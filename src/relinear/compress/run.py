@@ -34,7 +34,7 @@ from relinear.compress.work import (
     Work,
     check_directory,
     check_ids,
-    check_model_fits,
+    check_model,
     linear_layers,
 )
 from relinear.core.anatomy import model_name
@@ -132,7 +132,7 @@ def compress(
             f"{type(model).__name__} is quantised; compress the model in floating point, then quantise the result"
         )
     modules = linear_layers(model, targets, exclude)
-    check_model_fits(model, chosen.sequence_length)
+    check_model(model, chosen.sequence_length)
     with (
         tempfile.TemporaryDirectory() if out_dir is None else only_process_in(out_dir) as folder,
         writing(folder),

@@ -115,7 +115,7 @@ def check_directory(folder: Path) -> None:
 
 
 @torch.no_grad()
-def check_model_fits(model: Any, sequence_length: int) -> None:
+def check_model(model: Any, sequence_length: int) -> None:
     """Raise ValueError unless ``model`` is a decoder whose weights are all there, for sequences of this length."""
     kind, config = type(model).__name__, getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):

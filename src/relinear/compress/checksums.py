@@ -55,15 +55,14 @@ def _whole(path: Path) -> Iterator[None]:
 
 
 def _checked(path: Path, about: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """``about`` without the checksum, to which both are held; files of earlier versions have none."""
-    stated = about.pop(_CHECKSUM, None)
-    if stated is not None and stated != _digest(about, tensors):
+    """``about`` without the checksum, to which both are held."""
+    if about.pop(_CHECKSUM, None) != _digest(about, tensors):
         raise _refusal(path, "has changed since it was written (its checksum differs)")
     return about
 
 
 def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return what ``save_tensors`` wrote. Files of earlier versions have no checksum and are read as they are.
+    """Return what ``save_tensors`` wrote.
 
     Raises:
         ValueError: which names the file, if it is missing, cut off or changed.
