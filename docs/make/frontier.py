@@ -289,9 +289,11 @@ def _at_equal_bytes() -> list[tuple[str, list[dict[str, Any]]]]:
 def _equal_bytes_described() -> str:
     told = []
     for bits, found in _at_equal_bytes():
-        nats = [(_called(row["row"]).replace("`", ""), next(iter(row["against"].values()))["nats"]) for row in found]
+        nats = [
+            (_called(row["row"]).replace("`", ""), next(iter(row["against"].values()))["nats"]) for row in found[:2]
+        ]
         told.append(f"at {bits} bits a weight " + ", ".join(f"{name} {value:+.3f}" for name, value in nats))
-    return f"Nats a token above the original, turned model: {'; '.join(told)}."
+    return f"Nats a token above the original, turned model, the best two of each size: {'; '.join(told)}."
 
 
 def at_equal_bytes_in_page(folder: str = "pictures") -> str:

@@ -52,8 +52,8 @@ _OTHER_NAMES = {"--ratio": "--keep", "--lr": "--learning-rate", "--output": "--o
 _GROUPS = {
     "Model": "model replace attach objective layers exclude target menu operators recipe match first_position",
     "Data": "data text_column split tokenizer sequences length sequence_length evaluate_on prefix_file lambada tasks",
-    "Budget": "bits keep allow_slower budget_of speed speed_for batch steps tokens trials seeds widths base_width epochs "
-    "max_tokens limit heal_tokens heal batch_size learning_rate tune parameters",
+    "Budget": "bits keep allow_slower budget_of speed speed_for batch steps tokens trials seeds widths base_width "
+    "epochs max_tokens limit heal_tokens heal batch_size learning_rate tune parameters",
     "Output": "out export plan plan_only as_json report index static check",
     "Speed": "threads on_disk share parallel rounds repeats for_inference peers untuned",
 }
