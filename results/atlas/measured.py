@@ -20,7 +20,7 @@ from relinear.compress.calibrate import Calibration
 from relinear.compress.corpus import read_elsewhere
 from relinear.core.moments import Moments
 from relinear.core.operator import OperatorConfig, dense_weight, linear_features, linear_of
-from relinear.data import iter_texts
+from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import load_tokenizer
 
 
@@ -38,7 +38,7 @@ def main() -> None:
     record = json.loads((given.atlas / "atlas.json").read_text(encoding="utf-8"))
     calibration, model = Calibration(given.atlas / "calibration"), relinear.from_pretrained(given.model).float().eval()
     judged = CompressSettings(sequence_length=256, evaluation_tokens=given.windows * 256)
-    texts = {"": iter_texts(given.data, "validation")}
+    texts = {"": iter_texts(DataSettings(data=given.data), "validation")}
     ids = read_elsewhere(texts, load_tokenizer(given.model), judged)[""]
     original = read(model, ids)
     there = [
