@@ -42,8 +42,8 @@ def command(
 
 
 def _print(text: str, indent: int) -> None:
-    """In lines as wide as the terminal, what goes on indented."""
-    width = max(40, shutil.get_terminal_size().columns)
+    """In lines as wide as the terminal, what goes on indented; into a pipe as one line."""
+    width = max(40, shutil.get_terminal_size((100_000, 24)).columns)
     print(textwrap.fill(text, width, subsequent_indent=" " * indent, break_on_hyphens=False))
 
 
