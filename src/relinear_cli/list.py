@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import shutil
+import sys
 import textwrap
 from typing import Annotated, Any
 
@@ -36,14 +37,13 @@ def command(
 
         raise ValueError(f"there is no {name!r} among the {what}; {nearest(name, found)}")
     _print(f"{name}: {_line(found[name])}{_package(found[name])}", 2)
-    meanings = meanings_of(found[name]) if isinstance(found[name], type) else {}
     for setting, default in _settings(found[name]).items():
-        _print(f"  {setting} = {default}: {meanings.get(setting, '')}".rstrip(": "), 6)
+        _print(f"  {setting} = {default}: {meanings_of(found[name]).get(setting, '')}".rstrip(": "), 6)
 
 
 def _print(text: str, indent: int) -> None:
     """In lines as wide as the terminal, what goes on indented; into a pipe as one line."""
-    width = max(40, shutil.get_terminal_size((100_000, 24)).columns)
+    width = max(40, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 100_000
     print(textwrap.fill(text, width, subsequent_indent=" " * indent, break_on_hyphens=False))
 
 
