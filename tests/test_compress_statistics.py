@@ -107,7 +107,7 @@ def test_statistics_that_have_changed_are_refused(tmp_path) -> None:
             refused += 1
             said = str(error)
             assert str(bad) in said
-        else:  # a flip in what says nothing, such as the name of the checksum
+        else:  # a flip in what says nothing
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), (number, path)
         shutil.rmtree(bad)
     assert refused >= 190

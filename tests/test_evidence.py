@@ -156,11 +156,14 @@ def test_plans_of_a_gpu_are_a_queue_that_the_next_call_goes_on_with(tmp_path, mo
     monkeypatch.syspath_prepend(REPOSITORY / "tools")
     import gpu_evidence
 
+    done = subprocess.run([*gpu_evidence.RELINEAR, "compare", "--help"], capture_output=True, text=True, check=True)
+    assert "--plan" in done.stdout and "--parallel" in done.stdout
     stopped, begun = [], []
     long = gpu_evidence.QUEUE[1]
 
     def start(command, cwd):
         begun.append(Path(command[-1]).name)
+        assert command[: len(gpu_evidence.RELINEAR)] == gpu_evidence.RELINEAR
         assert Path(command[command.index("--plan") + 1]).is_file()
         return _Started(stopped, command, needed=1e9 if begun == [gpu_evidence.QUEUE[0], long] else 0)
 

@@ -25,6 +25,8 @@ __all__ = ["QUEUE", "carry_out", "rehearse"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PLANS = ROOT / "results" / "plans"
+#: the command, where relinear need not be installed
+RELINEAR = [sys.executable, "-c", "from relinear_cli.main import run; run()"]
 #: in the order of the questions
 QUEUE = ("ccl", "hdpl-5M", "hdpl-67M", "transponder-5M", "transponder-20M")
 #: seconds that a stopped comparison has to save its state, and what a plan is started for at least
@@ -45,8 +47,8 @@ def carry_out(out: Path, minutes: float, start: Callable[..., Any] = subprocess.
         left = ends - time.monotonic()
         if _finished(out / name) or left < LEAST:
             continue
-        command = [sys.executable, "-m", "relinear_cli.main", "compare", "--plan", str(PLANS / f"{name}.yaml")]
-        running = start([*command, "--parallel", "auto", "--out", str(out / name)], cwd=ROOT)
+        command = [*RELINEAR, "compare", "--plan", str(PLANS / f"{name}.yaml"), "--parallel", "auto"]
+        running = start([*command, "--out", str(out / name)], cwd=ROOT)
         try:
             running.wait(left)
         except subprocess.TimeoutExpired:

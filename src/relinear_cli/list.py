@@ -37,8 +37,10 @@ def command(
 
         raise ValueError(f"there is no {name!r} among the {what}; {nearest(name, found)}")
     _print(f"{name}: {_line(found[name])}{_package(found[name])}", 2)
-    for setting, default in _settings(found[name]).items():
-        _print(f"  {setting} = {default}: {meanings_of(found[name]).get(setting, '')}".rstrip(": "), 6)
+    if isinstance(found[name], type):
+        meanings = meanings_of(found[name])
+        for setting, default in _settings(found[name]).items():
+            _print(f"  {setting} = {default}: {meanings.get(setting, '')}".rstrip(": "), 6)
 
 
 def _print(text: str, indent: int) -> None:
@@ -100,11 +102,9 @@ def _package(thing: Any) -> str:
     return f" [{known.get('package', known['module'])} {known.get('version', '')}".rstrip() + "]"
 
 
-def _settings(thing: Any) -> dict[str, Any]:
+def _settings(thing: type) -> dict[str, Any]:
     import dataclasses
 
-    if not isinstance(thing, type):
-        return {}
     made = {}
     for field in dataclasses.fields(thing):
         if field.default_factory is not dataclasses.MISSING:
