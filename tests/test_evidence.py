@@ -157,7 +157,8 @@ def test_plans_of_a_gpu_are_a_queue_that_the_next_call_goes_on_with(tmp_path, mo
     import gpu_evidence
 
     done = subprocess.run([*gpu_evidence.RELINEAR, "compare", "--help"], capture_output=True, text=True, check=True)
-    assert "--plan" in done.stdout and "--parallel" in done.stdout
+    assert "--plan" in done.stdout
+    assert "--parallel" in done.stdout
     stopped, begun = [], []
     long = gpu_evidence.QUEUE[1]
 

@@ -15,7 +15,6 @@ from relinear_cli.main import main
 
 OPERATOR = '''
 """An operator of another package."""
-import dataclasses
 from typing import ClassVar
 import torch
 from torch import nn
@@ -40,7 +39,6 @@ class ScaleLinear(Operator):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Scale(OperatorConfig):
     """A diagonal layer."""
 

@@ -1,6 +1,5 @@
 """What the tests of training share: a data set, a probe operator with an auxiliary loss, runs of a tiny model."""
 
-import dataclasses
 from typing import ClassVar
 
 import torch
@@ -56,7 +55,6 @@ class ProbeLinear(LowRankLinear):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Probe(OperatorConfig):
     kind: ClassVar[str] = "train_probe"
     module_class = ProbeLinear

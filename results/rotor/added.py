@@ -7,7 +7,6 @@ PYTHONPATH=results/rotor relinear compare --import added -o 'added:path=network'
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 import torch
@@ -83,7 +82,6 @@ class AddedLinear(Wrapper):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Added(WrapperConfig):
     """Another operator with a fixed path beside it.
 

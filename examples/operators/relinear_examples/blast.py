@@ -9,7 +9,6 @@ other two, so that the error never grows. (The authors descend by preconditioned
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 import torch
@@ -88,7 +87,6 @@ class BlastLinear(StructuredLinear):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Blast(BlockedConfig):
     """Blocks that share their column and row spaces. R (I + O + K^2) parameters.
 

@@ -8,7 +8,6 @@ blocks of what the SVD leaves. The error falls with every turn, as in Zhou and T
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 import torch
@@ -65,7 +64,6 @@ class BlockLowRankLinear(StructuredLinear):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockLowRank(BlockedConfig):
     """A block-diagonal matrix beside one of low rank. O I / K + R (O + I) parameters.
 

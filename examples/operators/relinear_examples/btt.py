@@ -9,7 +9,6 @@ matrix. As in the paper, each core starts, and is trained, by its own fan-in.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 import torch
@@ -75,7 +74,6 @@ class BTTLinear(StructuredLinear):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class BTT(RankedConfig):
     """A block tensor train of two cores. R (O2 I + I1 O) parameters: about 2 R D^(3/2) in a square layer.
 

@@ -10,7 +10,6 @@ value of the bit. What is a butterfly matrix is found exactly.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 import torch
@@ -71,7 +70,6 @@ class ButterflyLinear(StructuredLinear):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Butterfly(OperatorConfig):
     """A butterfly matrix. 2 N log2 N parameters, whatever is set: there is nothing to set."""
 

@@ -8,7 +8,6 @@ products of it. The closest one is the mean along each of its wrapped diagonals.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import ClassVar, Self
 
@@ -69,7 +68,6 @@ class CirculantLinear(StructuredLinear):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Circulant(OperatorConfig):
     """A matrix of circulant blocks. O I / B parameters.
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 from torch import Tensor
@@ -37,7 +36,6 @@ class CoLALinear(StructuredLinear):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class CoLA(RankedConfig):
     """A product of two thin matrices with SiLU between them. R (I + O) parameters.
 

@@ -9,7 +9,6 @@ Edalati et al. (2021), arXiv 2109.06243; with R > 1, Hameed et al. (2022).
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 import torch
@@ -55,7 +54,6 @@ class KroneckerLinear(StructuredLinear):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Kronecker(RankedConfig):
     """A sum of Kronecker products of two small matrices each. R (O1 I1 + O2 I2) parameters.
 

@@ -8,7 +8,6 @@ multiplied as a whole: what is saved is memory for weights, gradients and the op
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 import torch
@@ -85,7 +84,6 @@ class SparseLowRankLinear(StructuredLinear):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseLowRank(RankedConfig):
     """A matrix of low rank plus a sparse one on fixed random places. R (I + O) + density I O parameters.
 

@@ -8,7 +8,6 @@ algorithm 1): one truncated SVD for every bond, which is within a factor of sqrt
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 import torch
@@ -77,7 +76,6 @@ class TensorTrainLinear(StructuredLinear):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorTrain(RankedConfig):
     """A tensor train of three cores. R O1 I1 + R^2 O2 I2 + R O3 I3 parameters.
 

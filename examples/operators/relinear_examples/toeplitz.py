@@ -10,7 +10,6 @@ stands alone. That is exact where W is of this kind.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import ClassVar
 
@@ -81,7 +80,6 @@ class ToeplitzLinear(StructuredLinear):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Toeplitz(RankedConfig):
     """A matrix of low displacement rank. 2 R max(I, O) parameters.
 

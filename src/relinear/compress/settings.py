@@ -31,8 +31,8 @@ class CompressSettings(Settings):
         speed: in place of ``keep``, how often as fast these layers shall be together, by a table measured here.
         speed_for: what is to be fast: ``decode`` (a token after the other) or ``prefill`` (whole prompts).
         speed_batch: sequences at once, for speeds.
-        allow_slower: carry out a plan even if it makes these layers slower, by the table; the default where bytes are the
-            budget.
+        allow_slower: carry out a plan even if it makes these layers slower, by the table; the default where bytes are
+            the budget.
         tokens: of the corpus, for calibration: excerpts that are spread over documents.
         sequence_length: tokens a block of the corpus.
         batch_size: blocks a forward pass.

@@ -81,8 +81,9 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     return f"known: {cut(', '.join(known[:_LISTED]), _LISTED * 30)}{more}"
 
 
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 def register(cls: C) -> C:
-    """Make a config loadable by its ``kind`` within its ``family``.
+    """Make a config loadable by its ``kind`` within its ``family``, and a frozen dataclass of keywords if it is none.
 
     Raises:
         ValueError: if ``cls`` is no class of settings with both, or another class has this kind.
@@ -91,14 +92,17 @@ def register(cls: C) -> C:
         >>> @relinear.register
         ... class Mine(relinear.OperatorConfig):
         ...     kind = "mine"
+        ...     size: int = 4
         >>> relinear.OperatorConfig.read("mine")
-        Mine()
+        Mine(size=4)
     """
     if not (isinstance(cls, type) and issubclass(cls, Config)):
         raise ValueError(f"register takes a class of settings (of an OperatorConfig, say), got {shown(cls)}")
     for name in ("family", "kind"):
         if not isinstance(getattr(cls, name, None), str):
             raise ValueError(f"register: {cls.__name__} has no {name}; it takes one as a class variable, a text")
+    if "__dataclass_fields__" not in vars(cls):
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     kinds = _REGISTRY.setdefault(cls.family, {})
     if kinds.setdefault(cls.kind, cls) is not cls:
         raise ValueError(f"{cls.family} kind {cls.kind!r} is already registered by {kinds[cls.kind].__qualname__}")
@@ -112,7 +116,7 @@ def environment() -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Base of every serialisable setting. Subclasses are frozen keyword-only dataclasses with a ``kind``.
+    """Base of every serialisable setting. ``register`` makes subclasses frozen dataclasses of keywords, each of a kind.
 
     Values are checked by the annotations of fields: ``bool``, ``int``, ``float``, ``str``, ``Literal``, ``Count``,
     ``NonNegative``, ``Annotated[int, Bounds(...)]``, and any of these or None.

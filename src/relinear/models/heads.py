@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, ClassVar, Self
 
 import torch
@@ -28,7 +27,6 @@ class _OnHead(AttachmentConfig):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadBias(_OnHead):
     """Give the output head of a language model a bias of one value a vocabulary entry, starting at zero.
 
@@ -61,7 +59,6 @@ def scale_input(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadoutScale(_OnHead):
     """logits = head(factor * x), with a factor that is not learnt.
 

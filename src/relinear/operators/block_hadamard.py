@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Annotated, Any, ClassVar, Self
 
@@ -73,7 +72,6 @@ class BlockHadamardLinear(Operator):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockHadamard(OperatorConfig):
     """Hadamard transforms alternated with block-diagonal products.
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -261,7 +260,6 @@ def _affine(layer: Any) -> tuple[Any, Any]:
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class CCL(OperatorConfig):
     """A context-conditioned linear layer (CCL, Eq. 1 to 4): low-rank, its basis and outputs gated by the context.
 

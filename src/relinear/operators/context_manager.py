@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any, ClassVar, Literal
 
@@ -293,7 +292,6 @@ def _valid_tokens(mask: Any, tokens: int, cache: Any) -> Tensor | None:
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ContextManager(AttachmentConfig):
     """One causal context a token, shared by all conditioned layers of a model: ``relinear.attach_(model, this)``.
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Self
@@ -191,7 +190,6 @@ def _orthogonal_(matrix: Tensor) -> None:
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class HDPL(OperatorConfig):
     """A block-diagonal detail path plus a variational bottleneck (Eq. 1-9).
 

@@ -118,7 +118,6 @@ class RankConfig(OperatorConfig):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LowRank(RankConfig):
     """A product of two thin matrices.
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any, ClassVar, Self
 
@@ -74,7 +73,6 @@ class MonarchLinear(Operator):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Monarch(OperatorConfig):
     """Two block-diagonal factors with fixed permutations; R K (I + O) parameters.
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 import torch
@@ -59,7 +58,6 @@ class OutputGateLinear(Wrapper):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputGate(WrapperConfig):
     """The gate of "Gated attention for large language models" (Qiu et al., 2025) on a projection.
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -24,7 +23,6 @@ def modulate_output(module: nn.Module, args: tuple, kwargs: dict[str, Any], outp
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PathTransponder(ModulatorSettings, AttachmentConfig):
     """Y_l = Y_{l-1} + F(Y_{l-1}) * G(Y_{l-1}): one modulator for every self-attention and MLP of the decoder.
 

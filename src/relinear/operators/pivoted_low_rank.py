@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -90,7 +89,6 @@ class PivotedLowRankLinear(RankLinear):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PivotedLowRank(RankConfig):
     """A product of two thin matrices, the first of which holds an identity that is neither stored nor computed.
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Self
@@ -136,7 +135,6 @@ class QuantizedLinear(Operator):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantized(OperatorConfig):
     """Weights of few bits: integers, and a scale for each group of neighbouring inputs.
 

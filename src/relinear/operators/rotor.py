@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
@@ -282,7 +281,6 @@ class RotorLinear(Operator):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Rotor(OperatorConfig):
     """Rotors of a Clifford algebra in place of a matrix (arXiv 2507.11688): O(log^2 d) parameters.
 

@@ -357,7 +357,6 @@ class TransponderLinear(Wrapper):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Transponder(ModulatorSettings, WrapperConfig):
     """Contextual modulators on the projection that is there, or on another operator.
 

@@ -5,7 +5,6 @@ attention-sink-free", 2025)."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -61,7 +60,6 @@ class _Gate(Gated, nn.Module):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class SDPAGate(AttachmentConfig):
     """Y' = Y * sigmoid(X W_theta), Y being what the attention returns and X what its block reads (Eq. 5).
 

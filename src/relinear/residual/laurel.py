@@ -9,7 +9,6 @@ as the plain x_{i+1} = f(x_i) + x_i, so that a pretrained model's outputs do not
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any, ClassVar, Literal
 
@@ -114,7 +113,6 @@ def _check_rank(rank: int, model: nn.Module) -> None:
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LaurelRW(ResidualConfig):
     """x_{i+1} = alpha f(x_i) + beta x_i with learnt alpha and beta (Section 2.1).
 
@@ -140,7 +138,6 @@ class LaurelRW(ResidualConfig):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LaurelLR(ResidualConfig):
     """x_{i+1} = f(x_i) + B A x_i + x_i with learnt thin matrices (Section 2.2, Eq. 3).
 
@@ -247,7 +244,6 @@ class _PreviousJunction(Junction):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LaurelPA(ResidualConfig):
     """x_{i+1} = f(x_i) + x_i + sum over j < K of gamma_{i,j} h_i(x_{i-j}) (Section 2.3, Eq. 4).
 

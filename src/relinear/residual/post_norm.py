@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from typing import ClassVar
 
@@ -33,7 +32,6 @@ class _PostNorm(nn.Module):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PostLN(ResidualConfig):
     """x_{l+1} = LN(x_l + F(x_l)), as in the original Transformer (Vaswani et al., 2017).
 
@@ -72,7 +70,6 @@ class PostLN(ResidualConfig):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepNorm(PostLN):
     """x_{l+1} = LN(alpha x_l + F(x_l)) (Wang et al., "DeepNet: scaling Transformers to 1,000 layers", 2022, Figure 2).
 

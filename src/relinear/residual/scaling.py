@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any, ClassVar
 
@@ -33,7 +32,6 @@ class _Scale(nn.Module):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ReZero(ResidualConfig):
     """x_{i+1} = x_i + alpha_i F(x_i), alpha_i = 0 at first (Bachlechner et al., "ReZero is all you need", 2021, Eq. 2).
 
@@ -72,7 +70,6 @@ def scale_output(norm: nn.Module, args: tuple, output: Any) -> Any:
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerNormScaling(ResidualConfig):
     """norm(x) / sqrt(l) before both sub-blocks of layer l = 1, 2, ... (Sun et al., "The curse of depth", 2025, Eq. 6).
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -60,7 +59,6 @@ def add_embedding(mlp: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class SecondEmbedding(AttachmentConfig):
     """mlp(norm(x)) becomes mlp(norm(x) + W e_t), e_t a second, learnt embedding of token t, the same in every layer.
 

@@ -14,7 +14,6 @@ from relinear.core.config import register, shown
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerBias(AttachmentConfig):
     """Give linear layers a bias that starts at zero, which leaves the model's outputs as they are.
 

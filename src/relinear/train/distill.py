@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -20,7 +19,6 @@ from relinear.surgery.checkpoint import from_pretrained
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Distill(ObjectiveConfig):
     """w CE + (1 - w) tau^2 KL(teacher || model), both at temperature tau, over the tokens that the loss counts.
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -139,7 +138,6 @@ def _shares(batch: Mapping[str, Tensor]) -> Tensor | None:
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class CGTObjective(ObjectiveConfig):
     """L' = eta L_ce + (1 - eta) L_aux + w_C R_C + w_D R_D (CGT, Eq. 3), with the alternatives of Appendix A.
 
