@@ -141,3 +141,11 @@ def test_what_can_be_named_is_listed(package, capsys) -> None:
     assert main(["list", "operatrs"]) == 2
     assert main(["list", "operators", "hdpll"]) == 2
     assert "did you mean 'hdpl'" in capsys.readouterr().err
+
+
+def test_annotations_of_settings_may_be_types_themselves(monkeypatch):
+    monkeypatch.setitem(registry._REGISTRY, "operator", dict(registry._REGISTRY["operator"]))
+    written = {"__annotations__": {"mode": str, "other": str | None}, "mode": "none", "other": "full", "kind": "typed"}
+    relinear.register(type("Typed", (OperatorConfig,), written | {"__module__": __name__}))
+    read = OperatorConfig.from_dict({"kind": "typed", "mode": None, "other": None})
+    assert (read.mode, read.other) == ("none", None)

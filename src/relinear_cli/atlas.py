@@ -1,30 +1,18 @@
 """``relinear atlas``: what every operator would cost in the place of every layer of a pretrained model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from relinear_cli import options
 from relinear_cli.fields import from_settings
-from relinear_cli.options import (
-    PretrainedModel,
-    Split,
-    TextColumn,
-    Tokenizer,
-    corpus_of,
-    load_model,
-    load_model_tokenizer,
-    parse_layers,
-    prepare_process,
-)
 
 
 @from_settings("atlas", "shares", "steps", "tokens")
 def command(
     given: dict[str, Any],
-    model: PretrainedModel,
+    model: options.PretrainedModel,
     data: Annotated[str, typer.Option(help="Corpus to measure on: `stdlib`, a file or folder, or a Hub name.")],
     out: Annotated[Path, typer.Option(help="Directory of the result.")] = Path("runs/atlas"),
     operators: Annotated[
@@ -32,9 +20,9 @@ def command(
         typer.Option("--operator", "-o", metavar="KIND:KEY=VALUE", help="May be repeated; by default all that fit."),
     ] = None,
     layers: Annotated[str | None, typer.Option(help="Decoder layers, such as 0,4-11; by default all.")] = None,
-    text_column: TextColumn = None,
-    tokenizer: Tokenizer = None,
-    split: Split = "train",
+    text_column: options.TextColumn = None,
+    tokenizer: options.Tokenizer = None,
+    split: options.Split = "train",
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
 ) -> None:
     """Map what could stand in for each layer of a pretrained model, and at what price in nats a token.
@@ -51,14 +39,14 @@ def command(
     from relinear_cli.errors import resumable
     from relinear_cli.progress import watch_compression
 
-    named = {"operators": operators, "layers": parse_layers(layers)}
+    named = {"operators": operators, "layers": options.parse_layers(layers)}
     settings = AtlasSettings.load(given | {key: value for key, value in named.items() if value}, "settings")
     for text in operators or ():
         OperatorConfig.read(text)
-    corpus = corpus_of(data, text_column)
-    prepare_process(threads, models=[model], texts=[corpus])
-    reader = load_model_tokenizer(model, tokenizer)
-    loaded = load_model(model)
+    corpus = options.corpus_of(data, text_column)
+    options.prepare_process(threads, models=[model], texts=[corpus])
+    reader = options.load_model_tokenizer(model, tokenizer)
+    loaded = options.load_model(model)
     with resumable("start the same command again"), watch_compression() as on_progress:
         texts = iter_texts(corpus, split, conversations=True)
         record = atlas(loaded, texts, tokenizer=reader, settings=settings, out_dir=out, on_progress=on_progress)

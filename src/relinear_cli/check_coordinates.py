@@ -1,7 +1,5 @@
 """``relinear check-coordinates``: whether a learning rate can be carried from one width to another."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

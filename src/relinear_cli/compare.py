@@ -1,7 +1,5 @@
 """``relinear compare``: operators side by side on one budget."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Literal
 

@@ -1,26 +1,12 @@
 """``relinear distill``: fit operators to layers of a pretrained model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from relinear_cli import options
 from relinear_cli.fields import from_settings
-from relinear_cli.options import (
-    Exclude,
-    PretrainedModel,
-    Split,
-    TextColumn,
-    Tokenizer,
-    corpus_of,
-    load_model,
-    load_model_tokenizer,
-    operator_mapping,
-    parse_layers,
-    prepare_process,
-)
 
 
 @from_settings(
@@ -29,7 +15,7 @@ from relinear_cli.options import (
 )
 def command(
     given: dict[str, Any],
-    model: PretrainedModel,
+    model: options.PretrainedModel,
     replace: Annotated[
         list[str],
         typer.Option("--replace", "-r", metavar="PATTERN=KIND:KEY=VALUE", help="What becomes which operator."),
@@ -37,10 +23,10 @@ def command(
     data: Annotated[str, typer.Option(help="Corpus: `stdlib`, a file or folder, or a Hub name.")],
     out: Annotated[Path, typer.Option(help="Directory of the result.")] = Path("runs/distill"),
     layers: Annotated[str | None, typer.Option(help="Decoder layers, such as 0,4-11.")] = None,
-    exclude: Exclude = None,
-    text_column: TextColumn = None,
-    tokenizer: Tokenizer = None,
-    split: Split = "train",
+    exclude: options.Exclude = None,
+    text_column: options.TextColumn = None,
+    tokenizer: options.Tokenizer = None,
+    split: options.Split = "train",
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     start_over: Annotated[
         bool, typer.Option("--start-over", help="Discard what an earlier call left in --out.")
@@ -62,17 +48,17 @@ def command(
     from relinear_cli.progress import watch_distillation
 
     settings = DistillSettings.load(given, "settings")
-    mapping = operator_mapping(replace)
-    text = corpus_of(data, text_column)
-    prepare_process(threads, models=[model], texts=[text])
-    reader = load_model_tokenizer(model, tokenizer)
-    loaded = load_model(model)
+    mapping = options.operator_mapping(replace)
+    text = options.corpus_of(data, text_column)
+    options.prepare_process(threads, models=[model], texts=[text])
+    reader = options.load_model_tokenizer(model, tokenizer)
+    loaded = options.load_model(model)
     with resumable("start the same command again"), watch_distillation() as on_progress:
         report = distill_(
             loaded,
             mapping,
             iter_texts(text, split, conversations=True),
-            layers=parse_layers(layers),
+            layers=options.parse_layers(layers),
             exclude=exclude,
             tokenizer=reader,
             settings=settings,

@@ -1,7 +1,5 @@
 """``relinear doctor``: what this installation has, what it lacks, and what to do about it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,21 +1,12 @@
 """``relinear eval``: perplexity and tasks of a trained model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from relinear_cli.options import (
-    TextColumn,
-    Tokenizer,
-    find_model,
-    load_model,
-    load_model_tokenizer,
-    prepare_process,
-)
+from relinear_cli import options
 
 
 def command(
@@ -25,8 +16,8 @@ def command(
     data: Annotated[
         str | None, typer.Option(help="`stdlib`, a file or folder, or a Hub name; by default the run's.")
     ] = None,
-    text_column: TextColumn = None,
-    tokenizer: Tokenizer = None,
+    text_column: options.TextColumn = None,
+    tokenizer: options.Tokenizer = None,
     split: Annotated[str, typer.Option(help="`validation`, `test`, `train`, or `all`.")] = "validation",
     tasks: Annotated[
         str, typer.Option(help="`perplexity`, `lambada`, or tasks of lm-eval, with commas.")
@@ -52,9 +43,9 @@ def command(
     folder, settings = _run_settings(directory)
     if "perplexity" in names and data is None and settings is None:
         raise ValueError(f"{directory} is no run of relinear train, so it names no data to evaluate on; give --data")
-    prepare_process(texts=[] if data is None else [DataSettings.load({"data": data}, "data")])
-    reader = load_model_tokenizer(folder, tokenizer)
-    model = load_model(folder, presets=False)
+    options.prepare_process(texts=[] if data is None else [DataSettings.load({"data": data}, "data")])
+    reader = options.load_model_tokenizer(folder, tokenizer)
+    model = options.load_model(folder, presets=False)
 
     results: dict[str, Any] = {}
     if "perplexity" in names:
@@ -116,7 +107,7 @@ def _run_settings(directory: str) -> tuple[str, dict[str, Any] | None]:
     record = path / "run.json"
     if not record.is_file():
         folder = model_folder(directory)
-        find_model(folder, presets=False)
+        options.find_model(folder, presets=False)
         return folder, None
     try:
         values = read_json(record)

@@ -1,7 +1,5 @@
 """``relinear explore``: look into a model in the browser."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

@@ -4,8 +4,6 @@ Importing relinear takes seconds, so they are read from a file, which ``make doc
 (``docs/make/commands.py``). A test holds it to the settings' classes.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """``relinear inspect``: what a model is made of."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

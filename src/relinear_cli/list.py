@@ -1,7 +1,5 @@
 """``relinear list``: what there is of each kind of thing, and the settings of one."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import shutil

@@ -4,8 +4,6 @@ Those files import only typer, ``options`` and the standard library at their hea
 takes torch and transformers with it, as it runs. So ``--help`` and completion are quick.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """``relinear new``: a package with an operator of one's own, ready to be changed."""
 
-from __future__ import annotations
-
 import keyword
 import os
 import re

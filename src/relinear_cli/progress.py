@@ -1,7 +1,5 @@
 """Live progress on stderr: bars on a terminal, a line now and then elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

@@ -5,8 +5,6 @@ with placeholders for them. It ends at the first use of a placeholder, and at wh
 something. The command is then carried out as if nothing had been tried. An error of the user's before is the answer.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import os

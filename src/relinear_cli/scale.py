@@ -1,7 +1,5 @@
 """``relinear scale``: loss against compute over sizes, and where operators cross dense models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

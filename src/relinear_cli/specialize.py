@@ -1,7 +1,5 @@
 """``relinear specialize``: a plain GPT-2 out of a Contextually Guided Transformer and a prefix."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

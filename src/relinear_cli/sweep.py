@@ -1,7 +1,5 @@
 """``relinear sweep``: search settings of a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

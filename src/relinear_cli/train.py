@@ -1,23 +1,13 @@
 """``relinear train``: one run."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from relinear_cli import options
 from relinear_cli.fields import from_settings
-from relinear_cli.options import (
-    Attach,
-    Replace,
-    ReplaceLayers,
-    TrainingRecipe,
-    parse_layers,
-    parse_operators,
-    prepare_process,
-)
 
 
 @from_settings(
@@ -27,11 +17,11 @@ from relinear_cli.options import (
 )
 def command(
     given: dict[str, Any],
-    recipe: TrainingRecipe = None,
+    recipe: options.TrainingRecipe = None,
     out: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("runs/train"),
-    replace: Replace = None,
-    attach: Attach = None,
-    layers: ReplaceLayers = None,
+    replace: options.Replace = None,
+    attach: options.Attach = None,
+    layers: options.ReplaceLayers = None,
     start_over: Annotated[
         bool, typer.Option("--start-over", help="Discard what an earlier run left in --out.")
     ] = False,
@@ -46,7 +36,11 @@ def command(
     from relinear_cli.errors import resumable
     from relinear_cli.progress import watch_training
 
-    written = {"operators": replace and parse_operators(replace), "attachments": attach, "layers": parse_layers(layers)}
+    written = {
+        "operators": replace and options.parse_operators(replace),
+        "attachments": attach,
+        "layers": options.parse_layers(layers),
+    }
     values = {} if recipe is None else read_yaml(find_recipe(recipe))
     values = apply_overrides(values, {key: value for key, value in written.items() if value} | given)
 
@@ -54,7 +48,7 @@ def command(
     from relinear.train import TrainSettings, train
 
     settings = TrainSettings.load(values, recipe or "settings")
-    prepare_process()
+    options.prepare_process()
     with resumable("start the same command again"), watch_training(settings.model) as on_progress:
         result = train(settings, out, resume=not start_over, on_progress=on_progress)
     if not is_first_rank():  # of several under torchrun one tells

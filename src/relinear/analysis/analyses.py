@@ -5,8 +5,6 @@ it has ``HOW_TO_READ`` and ``blocks(numbers)``, which makes tables and figures o
 and, those with a stem, for files.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from importlib import import_module

@@ -2,8 +2,6 @@
 
 # Legend: T tokens
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

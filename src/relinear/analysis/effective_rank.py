@@ -14,8 +14,6 @@ diag(inner_t) right, and the inner products need only (O, R) numbers a token, in
 
 # Legend: T tokens, O out_features, I in_features, R rank
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

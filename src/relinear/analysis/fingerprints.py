@@ -2,8 +2,6 @@
 
 # Legend: N inputs, T tokens, C context_dim
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -2,8 +2,6 @@
 
 # Legend: N sequences, T tokens, K gates
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any

@@ -2,8 +2,6 @@
 
 # Legend: N sequences, T tokens of all sequences, R latent dimensions
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ else offers ``gates_of(x)`` and ``alphas()``.
 
 # Legend: N sequences, T tokens of all sequences, O channels, L layers
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

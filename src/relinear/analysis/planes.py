@@ -2,8 +2,6 @@
 
 # Legend: W terms, o output windows, i input windows, P bivector coordinates, n vectors of the algebra
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -2,8 +2,6 @@
 
 # Legend: N sequences, T tokens, R rank, O out_features, C context_dim
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

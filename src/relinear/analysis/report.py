@@ -1,7 +1,5 @@
 """What analyses have left in a directory -> blocks of a page, each with a sentence on how to read it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

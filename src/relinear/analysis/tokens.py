@@ -2,8 +2,6 @@
 
 # Legend: N sequences, T tokens
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any

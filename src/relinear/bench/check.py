@@ -1,7 +1,5 @@
 """A benchmark against a recorded one: what became slower by more than either varies."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path

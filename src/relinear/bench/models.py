@@ -1,7 +1,5 @@
 """Whole models on the clock: a training step, prefill and decoding, with and without each operator."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -2,8 +2,6 @@
 
 # Legend: I in_features, O out_features, N tokens
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -6,8 +6,6 @@ as its authors published it, not as one would write it for speed.
 
 # Legend: I in_features, O out_features, K blocks, R rank, N tokens
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

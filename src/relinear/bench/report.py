@@ -1,7 +1,5 @@
 """The page of a benchmark: bench.json's or models.json's values -> tables and figures."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What this machine can do at best, measured: matrix products and copies. An operator's floor follows from it."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

@@ -1,7 +1,5 @@
 """A whole benchmark: every case in one child process a setting of the allocator, then JSON, a table and a plot."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

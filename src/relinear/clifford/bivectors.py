@@ -6,8 +6,6 @@ and bivectors, as matrices, by K' -> exp(2 K) K' exp(-2 K).
 
 # Legend: n dimensions, V = 2^n blades, P planes
 
-from __future__ import annotations
-
 import numpy as np
 from torch import Tensor
 

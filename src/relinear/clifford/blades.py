@@ -6,8 +6,6 @@ A multivector is a tensor (..., 2^n) of blade coordinates, ordered by grade and 
 
 # Legend: n dimensions, V = 2^n blades, P = n(n-1)/2 planes
 
-from __future__ import annotations
-
 import functools
 import importlib
 import itertools

@@ -7,8 +7,6 @@ exp(B) is the product of the exp(b_j). A rotor exp(B) turns vectors by the matri
 
 # Legend: n dimensions, V = 2^n blades, P planes, J = floor(n/2) simple parts
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -7,8 +7,6 @@ of Cl(n) where n is even.
 
 # Legend: n dimensions, V = 2^n blades, P planes, K = 2^floor((n-1)/2), S blocks (1 for odd n, 2 for even n)
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -9,8 +9,6 @@ the angles are then all below 135 degrees, and the planes are those of the well-
 
 # Legend: n dimensions, V = 2^n blades, P planes, J = floor(n/2) simple parts
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

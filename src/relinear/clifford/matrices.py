@@ -6,8 +6,6 @@ on every bit, and a second block, in which all vectors change sign, makes the re
 
 # Legend: n dimensions, V = 2^n blades, P planes, m = floor(n/2), K = 2^m, S blocks (1 for even n, 2 for odd n)
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

@@ -7,8 +7,6 @@ Half-precision inputs are computed in single precision; batch dimensions broadca
 
 # Legend: n dimensions, V = 2^n blades, P = n(n-1)/2 planes, K = 2^floor(n/2)
 
-from __future__ import annotations
-
 import functools
 import itertools
 

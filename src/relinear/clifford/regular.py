@@ -6,8 +6,6 @@ eigenvectors diagonalise among them. Rotors are even, and act on the V/2 even co
 
 # Legend: n dimensions, V = 2^n blades, P planes, E = V/2 even blades
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

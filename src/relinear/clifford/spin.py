@@ -16,8 +16,6 @@ vectors take the sign of the block, so that the two blocks share A and B.
 
 # Legend: n dimensions, V = 2^n, P planes, S blocks, K rows = columns, F components of a number; a, b, l, r over K
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import NamedTuple

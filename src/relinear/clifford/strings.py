@@ -6,8 +6,6 @@ A product of strings is a string: X^a Z^b X^a' Z^b' = (-1)^(b.a') X^(a^a') Z^(b^
 
 # Legend: m bits, K = 2^m; a, b, l, r run over K
 
-from __future__ import annotations
-
 import numpy as np
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """What ``relinear check-coordinates`` shows: a table, a figure, a section of a page."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

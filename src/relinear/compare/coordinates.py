@@ -7,8 +7,6 @@ width, the rate that is best at one width is not at another.
 
 # Legend: B batch, T tokens, D width of the residual stream
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The n-gram line of a comparison: what counting the same tokens comes to on the same validation blocks."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

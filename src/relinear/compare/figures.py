@@ -4,8 +4,6 @@ Every function takes the entries of ``results.json`` (of ``scale.json``) and ret
 to show.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The directory of a comparison: what it was made with."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from collections.abc import Iterator, Mapping

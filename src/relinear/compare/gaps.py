@@ -2,8 +2,6 @@
 
 # Legend: S seeds, N blocks, G groups of neighbouring blocks, R replicates
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist

@@ -1,7 +1,5 @@
 """Matching sizes: which rank, blocks or model width gives a model the parameters or FLOPs that are wanted."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """What a comparison is going to train: every entry, at the size that makes it comparable."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

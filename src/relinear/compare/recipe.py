@@ -1,7 +1,5 @@
 """Recipes: what ``relinear compare`` is asked to do, as YAML that is checked before anything starts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The report of a comparison: results.json -> plots and one self-contained report.html."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a comparison came to, as JSON: statistics over seeds, and the sentences that say what was measured."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The comparison: match sizes, tune, train every entry on every seed, measure speed; stop and go on at any point."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

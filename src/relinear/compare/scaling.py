@@ -6,8 +6,6 @@ narrower and a shallower dense model: an operator that loses to one of them save
 
 # Legend: K sizes, R replicates
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

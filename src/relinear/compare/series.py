@@ -4,8 +4,6 @@ A prefix of a longer run is no shorter run: its learning rate has not come down.
 own, in ``budgets/TOKENS/``; what is tuned at one is handed on to the next.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

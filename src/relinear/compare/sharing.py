@@ -4,8 +4,6 @@ A piece is held by the lock of a folder of its own, which the operating system t
 whatever way. What a killed one had begun is then another's, which goes on with it from its last checkpoint.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import time

@@ -1,7 +1,5 @@
 """Throughput of several models as ratios: measured in one process, one after another within every round."""
 
-from __future__ import annotations
-
 import contextlib
 import statistics
 import time

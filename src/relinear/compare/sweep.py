@@ -1,7 +1,5 @@
 """Sweeps: search any settings of a run for the lowest validation loss; stopped and started again, they go on."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """A learning rate, and an initialisation, for every entry: short runs over grids, each of them made once."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

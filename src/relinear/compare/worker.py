@@ -5,8 +5,6 @@ answers are lines of JSON through pipes. A worker dies with the process that sta
 on writing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Which size of which operator every layer gets: the least predicted loss under a budget."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """The atlas of a pretrained model: what every operator would cost in the place of every layer, at several sizes."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

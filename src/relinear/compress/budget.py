@@ -1,7 +1,5 @@
 """What a plan may cost, in what the settings count: parameters, stored bytes, FLOPs a token, or time by a table."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

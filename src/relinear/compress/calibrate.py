@@ -9,8 +9,6 @@ was at, to the same bits.
 
 # Legend: N blocks, T tokens, D hidden size, I in_features, O out_features
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

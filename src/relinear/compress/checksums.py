@@ -1,7 +1,5 @@
 """Tensors and records on disk that carry a checksum, to which they are held when they are read."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -7,8 +7,6 @@ heal, the other half judge. Where the first half has too little the second gives
 
 # Legend: N blocks, T tokens a block
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import random

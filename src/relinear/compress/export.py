@@ -1,7 +1,5 @@
 """A compressed model as a directory that needs no relinear: stock layers and one short modelling file."""
 
-from __future__ import annotations
-
 import copy
 import string
 from importlib import resources

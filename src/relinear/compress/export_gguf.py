@@ -1,7 +1,5 @@
 """A model of stock Llama layers as one GGUF file, which llama.cpp and its kin run."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections import Counter

@@ -7,8 +7,6 @@ everything takes the whole model once more; Adam takes two values for each param
 
 # Legend: N blocks, T tokens a block
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import importlib.util

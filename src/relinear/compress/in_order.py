@@ -8,8 +8,6 @@ where the data say little. A layer that stays dense takes W* itself, which costs
 
 # Legend: N blocks, T tokens, D hidden size, I in_features, O out_features
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial

@@ -7,8 +7,6 @@ to the layer again whenever it is run by itself.
 
 # Legend: B batch, T tokens, D hidden size, V vocabulary, N = B * tokens of a piece
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator

@@ -8,8 +8,6 @@ W' costs w_j^T G w_j / H_jj, after which W' and H are brought up to date.
 
 # Legend: I neurons, O hidden size, G moment of gradients (O, O), S kept neurons
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence

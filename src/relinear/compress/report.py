@@ -1,7 +1,5 @@
 """What a compression did, as a value that can be printed and written, and the page on it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``compress``: calibrate, plan, fit, save."""
 
-from __future__ import annotations
-
 import copy
 import tempfile
 import time

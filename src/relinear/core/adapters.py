@@ -1,7 +1,5 @@
 """Names and new parameters in a model of PEFT's."""
 
-from __future__ import annotations
-
 import warnings
 
 from torch import nn

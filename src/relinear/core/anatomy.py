@@ -5,8 +5,6 @@ of as many modules as the config names), not by what they are called, so ``model
 ``model.decoder.layers`` and ``base_model.model.model.layers`` of a PEFT model are all the same to it.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path

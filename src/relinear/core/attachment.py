@@ -4,8 +4,6 @@ A context manager, a residual method or a path-level modulator is an attachment:
 place, is written into its checkpoint in the order of application, and is applied again before the weights are loaded.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, ClassVar, Self
 

@@ -7,8 +7,6 @@ and neither gradient checkpointing nor compilation can hand them the mask of ano
 
 # Legend: B batch, T tokens
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping

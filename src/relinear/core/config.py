@@ -174,7 +174,8 @@ class Config:
         if not issubclass(target, cls):
             raise ValueError(f"{kind!r} is not a {cls.__name__}")
         target._check_names(values, kind)
-        words = {f.name for f in dataclasses.fields(target) if isinstance(f.default, str) and "None" not in f.type}
+        fields = dataclasses.fields(target)
+        words = {f.name for f in fields if isinstance(f.default, str) and not _may_be_none(target, f)}
         values |= {key: "none" for key in words if key in values and values[key] is None}  # "none" read as null
         try:
             decoded = {key: _decode(value) for key, value in values.items()}
@@ -261,6 +262,11 @@ def first_settings(config: Config) -> dict[str, Any] | None:
                 return None
             values[field.name] = {"family": value.family} | inner
     return values
+
+
+def _may_be_none(config: type[Config], field: dataclasses.Field) -> bool:
+    hints = _hints(config)  # type: ignore[arg-type]
+    return types.NoneType in typing.get_args(hints.get(field.name))
 
 
 def _has_no_default(field: dataclasses.Field) -> bool:

@@ -8,8 +8,6 @@ the context of a forward that is over.
 
 # Legend: B batch, T tokens, C context_dim
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

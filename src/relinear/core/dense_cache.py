@@ -4,8 +4,6 @@ A structured product has fewer FLOPs than a dense one and more operations. Below
 more than the FLOPs saved: in inference with weights that stay (``relinear.for_inference_``) the matrix is cached.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -5,8 +5,6 @@ made on the meta device have none yet: they get them when the model is initialis
 a state that lacks them). Parts that have theirs are marked, so that nothing draws over them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -8,8 +8,6 @@ Where a layer does not hand keywords on to its attention (StableLM), the value a
 which a recomputation skips: there gradient checkpointing is refused.
 """
 
-from __future__ import annotations
-
 import inspect
 import threading
 import weakref

@@ -5,8 +5,6 @@ what it prepares from its parameters; whatever changes them empties the cache. `
 prepared so.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Self, TypeVar

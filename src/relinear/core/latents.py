@@ -6,8 +6,6 @@ is set; everything here works for any such operator. Interventions reach every s
 
 # Legend: R latent size
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Guards for the length of a block: modules get their modes back, parameters their flags, and hooks are taken away."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator

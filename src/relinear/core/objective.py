@@ -1,7 +1,5 @@
 """Objectives: what a run minimises where that is not the model's own loss, as a setting with a name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 

@@ -6,8 +6,6 @@ weights in and out of memory (accelerate's offloading) does so around a module's
 own, under the names that a layer's parameters would have, and calling one gives its parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where a saved model is, as far as its name tells: in a directory or on the Hugging Face Hub. Asks no network."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal

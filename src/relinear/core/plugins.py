@@ -9,8 +9,6 @@ Packages that are not installed are named in the environment: ``RELINEAR_IMPORT=
 ``relinear --import`` sets, and which processes that relinear starts are given.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

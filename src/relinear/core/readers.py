@@ -6,8 +6,6 @@ stand. OPT's ``fc1`` and every expert see all tokens in one row: there no contex
 these are is read off the source, not off a list of models.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

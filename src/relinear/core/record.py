@@ -1,7 +1,5 @@
 """What a model's ``config.json`` says about its operators and attachments, so that it can be rebuilt."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

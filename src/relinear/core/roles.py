@@ -1,7 +1,5 @@
 """What a parameter is for: its fan-in and fan-out, how they grow with a model's width, and what follows from that."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 from torch import Tensor, nn

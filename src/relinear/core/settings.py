@@ -1,7 +1,5 @@
 """Settings that users write by hand (recipes, command lines): strict pydantic models with readable errors."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Self

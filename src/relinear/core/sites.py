@@ -7,8 +7,6 @@ one tap stands at a site; whoever computes the value hands it to the tap and goe
 
 # Legend: R size of the site
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping

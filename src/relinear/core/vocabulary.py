@@ -1,7 +1,5 @@
 """Whether a model and its parts have an embedding for every token that they are given, and for every position."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -1,7 +1,5 @@
 """The cache of prepared data: folders named by what is in them, built once, checked when opened."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Conversations: lists of messages, which a tokenizer's chat template turns into text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

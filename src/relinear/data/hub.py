@@ -1,7 +1,5 @@
 """Text of the Hugging Face Hub, and whether the Hub is in reach."""
 
-from __future__ import annotations
-
 import json
 import socket
 import urllib.parse

@@ -1,7 +1,5 @@
 """Documents, tokenised once into a memory-mapped cache and packed into blocks of equal length."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping

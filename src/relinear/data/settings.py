@@ -1,7 +1,5 @@
 """The one setting of text data that every command shares."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pydantic import Field, field_validator

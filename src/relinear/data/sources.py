@@ -1,7 +1,5 @@
 """Where documents come from on this machine: the standard library and local files. Sources yield whole documents."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import re

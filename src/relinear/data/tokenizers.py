@@ -1,7 +1,5 @@
 """Tokenizers: bytes, byte-pair encoding trained on the corpus, or any of transformers. All are real HF tokenizers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path

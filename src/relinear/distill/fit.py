@@ -6,8 +6,6 @@ loop that trains towards it.
 
 # Legend: M recorded tokens, I in_features, O out_features, N blocks, T tokens a block, V vocabulary
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """What a distillation did, layer by layer."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -2,8 +2,6 @@
 
 # Legend: U units, N texts, T tokens of a text
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

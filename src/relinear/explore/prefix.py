@@ -2,8 +2,6 @@
 
 # Legend: T tokens, E width of y
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

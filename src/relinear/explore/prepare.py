@@ -1,7 +1,5 @@
 """A model on disk -> what the page is about: its sites, the texts, and the index, which is made once."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ What a page of another site could do to a server on this machine is refused: a r
 host (a name that is made to point here does not), come from this page where it says where it comes from, and send JSON.
 """
 
-from __future__ import annotations
-
 import http
 import inspect
 import ipaddress
@@ -58,7 +56,7 @@ def _real(name: str, value: Any) -> float:
         raise ValueError(f"{name} is too large") from None
 
 
-_READ: dict[str, Callable[[str, Any], Any]] = {"str": _text, "int": _whole, "float": _real}
+_READ: dict[type, Callable[[str, Any], Any]] = {str: _text, int: _whole, float: _real}
 
 
 def _called(function: Callable[..., Any], values: Mapping[str, Any], subjects: Sequence[Subject]) -> Any:
@@ -66,7 +64,7 @@ def _called(function: Callable[..., Any], values: Mapping[str, Any], subjects: S
     number = _whole("model", values.get("model", 0))
     if not 0 <= number < len(subjects):
         raise ValueError(f"model must be 0 to {len(subjects) - 1}, got {number}")
-    _, *parameters = inspect.signature(function).parameters.values()
+    _, *parameters = inspect.signature(function, eval_str=True).parameters.values()
     given = {}
     for one in parameters:
         value = values.get(one.name, None if one.default is one.empty else one.default)

@@ -2,8 +2,6 @@
 
 # Legend: T tokens, R units of a site, V vocabulary
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import random

@@ -6,8 +6,6 @@ puts out. The index over all of them is one safetensors file of numbers and one 
 
 # Legend: N texts, T tokens of a text, B texts at a time, R units of a site, U units of all sites, K = TOP, H = BINS
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

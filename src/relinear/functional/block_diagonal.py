@@ -2,8 +2,6 @@
 
 # Legend: I in, O out, K blocks
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

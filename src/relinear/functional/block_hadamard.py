@@ -2,8 +2,6 @@
 
 # Legend: I in, O out, N padded width of one stage, P the largest power of two that divides N, Q = N / P, K blocks
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 # Legend: T tokens, I in_features, O out_features, R rank (d_basis), G width of the gate network's last hidden layer,
 # E templates
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

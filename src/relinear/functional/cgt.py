@@ -2,8 +2,6 @@
 
 # Legend: D width of x, E width of y, M templates, R rank, T tokens, B batch
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -2,8 +2,6 @@
 
 # Legend: I in, O out, K blocks, R latent size
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

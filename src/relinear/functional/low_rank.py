@@ -2,8 +2,6 @@
 
 # Legend: I in_features, O out_features, R rank, K = min(I, O); A, G moments of inputs and output gradients
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -2,8 +2,6 @@
 
 # Legend: K size of a moment
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

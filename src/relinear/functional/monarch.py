@@ -2,8 +2,6 @@
 
 # Legend: I in, O out, K blocks, P = ceil(I / K), S = ceil(O / K), R rank of a sub-block
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -2,8 +2,6 @@
 
 # Legend: I in_features, O out_features
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ factor an identity takes away R^2 numbers and as many multiplications, and chang
 
 # Legend: I in_features, O out_features, R rank, S the inputs that stand for themselves
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -2,8 +2,6 @@
 
 # Legend: I in_features, O out_features, B bits, K groups of a row; A, G moments of inputs and output gradients
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@ Transponder", Eq. 4 and 5)."""
 
 # Legend: I in_features, O out_features, R rank
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -7,8 +7,6 @@ torch maps over several gradients at once, the gradients are those of the refere
 operations. Ordinary training never comes here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Sequence

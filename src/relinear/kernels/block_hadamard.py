@@ -7,8 +7,6 @@ that of memory.
 
 # Legend: N width, P the largest power of two that divides N, Q = N / P, S size of one small transform
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

@@ -2,8 +2,6 @@
 
 # Legend: I in_features, O out_features, R rank, G width of the gate network's last hidden layer
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -2,8 +2,6 @@
 
 # Legend: D width of x, M templates, R rank, N tokens in all
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -2,8 +2,6 @@
 
 # Legend: B batch, T tokens, D channels
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

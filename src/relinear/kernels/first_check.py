@@ -3,8 +3,6 @@
 Whether it was is kept on disk, for the device, the versions of driver, Triton and torch, and the kernel's source.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

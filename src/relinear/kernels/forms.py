@@ -8,8 +8,6 @@ The logger ``relinear.forms``, set to DEBUG itself, tells what was chosen and wh
 once a shape; ``RELINEAR_LOG=forms`` in the environment, read at import, prints it to stderr.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging

@@ -2,8 +2,6 @@
 
 # Legend: N tokens, I in, O out, K blocks, R latent size
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 The reference's is a scattered sum, which on a CPU takes longer than all products.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

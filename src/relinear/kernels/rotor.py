@@ -2,8 +2,6 @@
 
 # Legend: N tokens, I / O windows of the input / output, W terms, L and R sizes of the factors
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ the gradients need grad * y and grad * gates, and never z itself."""
 
 # Legend: N tokens (all leading dimensions), I in_features, O out_features, R rank
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

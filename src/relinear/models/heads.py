@@ -1,7 +1,5 @@
 """Parts on the output head that stock GPT-2 and Llama models cannot be configured to have: a bias, a fixed factor."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Self
 
 import torch

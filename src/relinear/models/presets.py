@@ -1,7 +1,5 @@
 """Named model sizes of the papers, built from stock Hugging Face configs, and what else a model's name may mean."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from os.path import isfile

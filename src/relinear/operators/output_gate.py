@@ -2,8 +2,6 @@
 
 # Legend: I in_features, O out_features
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

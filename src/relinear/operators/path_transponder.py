@@ -2,8 +2,6 @@
 
 # Legend: B batch, T tokens, D width of the residual stream
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Figures as Matplotlib draws them into files: without a display, in one style. Matplotlib is imported on first use."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

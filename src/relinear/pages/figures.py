@@ -1,7 +1,5 @@
 """What a figure shows, described once: figures.js draws it on a page, ``drawn`` into a file by Matplotlib."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

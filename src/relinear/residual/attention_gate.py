@@ -3,8 +3,6 @@ attention-sink-free", 2025)."""
 
 # Legend: B batch, T tokens, D width of the residual stream, H heads, C channels a head
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Literal
 
 import torch

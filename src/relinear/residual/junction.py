@@ -7,8 +7,6 @@ normalise the sum (Post-LN, DeepNorm) do: in half precision their result carries
 the sum, which is what every addition to the stream costs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from torch import nn

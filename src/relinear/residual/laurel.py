@@ -7,8 +7,6 @@ as the plain x_{i+1} = f(x_i) + x_i, so that a pretrained model's outputs do not
 
 # Legend: B batch, T tokens, D width of the residual stream, R rank, K streams that a layer sees
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar, Literal
 

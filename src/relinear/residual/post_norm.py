@@ -2,8 +2,6 @@
 
 # Legend: D width of the residual stream, L decoder layers
 
-from __future__ import annotations
-
 import warnings
 from typing import ClassVar
 

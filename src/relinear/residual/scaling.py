@@ -2,8 +2,6 @@
 
 # Legend: D width of the residual stream
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar
 

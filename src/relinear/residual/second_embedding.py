@@ -2,8 +2,6 @@
 
 # Legend: B batch, T tokens, D width of the residual stream, C dim of the embedding
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """``residual_``: change how a stock decoder's sub-blocks meet the residual stream."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

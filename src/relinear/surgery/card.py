@@ -1,7 +1,5 @@
 """The model card: ``README.md`` beside a checkpoint says what is in it and how it is loaded."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

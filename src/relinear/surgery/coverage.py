@@ -1,7 +1,5 @@
 """What of a model's linear parameters operators have taken the place of, what was left, and why."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Folding: operators that are plain matrices become plain linear layers again."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training a part of a model: everything else is frozen."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from torch import nn

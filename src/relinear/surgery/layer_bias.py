@@ -1,7 +1,5 @@
 """Biases for linear layers that a stock model builds without, so that what takes their places has them too."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, ClassVar, Self
 

@@ -3,8 +3,6 @@
 PEFT adapts ``nn.Linear`` and a few other classes by itself, any other by a class that its configuration names.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from relinear.core.operator import Operator

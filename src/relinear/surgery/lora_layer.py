@@ -1,7 +1,5 @@
 """PEFT's layer around an operator; a file of its own, so that importing relinear does not import PEFT."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Tensor parallelism: the parameters of operators split over ranks, each operator as its algebra allows."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Patterns for names: PEFT's rules, with regular expressions in a time that is bounded."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

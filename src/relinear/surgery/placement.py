@@ -1,7 +1,5 @@
 """Named placements of an operator in a decoder: the rows of Table 5 of the Transponder paper."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from relinear.core.config import nearest

@@ -1,7 +1,5 @@
 """Replacing linear layers in two phases: ``plan`` resolves and refuses, ``replace_`` applies."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections import Counter

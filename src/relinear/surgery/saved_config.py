@@ -7,8 +7,6 @@ warning. So ``config.json`` names a model type that only relinear knows, with a 
 file of weights but what to do. In memory a config is the stock one; nothing of this is seen there.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

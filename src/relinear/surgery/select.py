@@ -1,7 +1,5 @@
 """Which modules a mapping means: PEFT's rules for names, plus layers, exclusions and a filter."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import re

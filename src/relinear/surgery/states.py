@@ -1,7 +1,5 @@
 """Modules' states as one flat mapping of tensors, and back: what is kept of a few layers of a model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """What a model is made of: layer, operator, parameters, FLOPs a token, before and after."""
 
-from __future__ import annotations
-
 import dataclasses
 import textwrap
 from collections.abc import Mapping

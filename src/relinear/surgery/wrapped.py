@@ -3,8 +3,6 @@
 Each leaves alone whatever has no operators: a config without our record goes straight to the function as it was.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

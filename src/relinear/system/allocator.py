@@ -1,7 +1,5 @@
 """The C library's allocator: keep large buffers instead of handing them back after every operation, or all at once."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import sys

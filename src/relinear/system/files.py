@@ -1,7 +1,5 @@
 """Atomic writes: a reader, or a run that is started again, sees the whole file or the one before it. Checked reads."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -1,7 +1,5 @@
 """One process at a time in a directory, by a lock of the operating system that a killed holder cannot leave behind."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

@@ -1,7 +1,5 @@
 """What the machine can do and what a run used of it: bf16 units, threads, peak memory, versions."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import functools

@@ -1,7 +1,5 @@
 """What may be read from a cache: files and folders that no other user can have put there."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """SIGTERM, by which schedulers and service managers ask a process to end: work is saved first, then it ends."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

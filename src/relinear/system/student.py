@@ -1,7 +1,5 @@
 """Student's t: the interval of 95 % of the mean of a few independent values."""
 
-from __future__ import annotations
-
 import functools
 import math
 import statistics

@@ -1,7 +1,5 @@
 """What messages say of what they were given."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Timing that survives a busy machine: contenders take turns in one process, and ratios are taken round by round."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import statistics

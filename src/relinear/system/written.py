@@ -4,8 +4,6 @@ A file may be replaced where its folder carries the record of the work that writ
 somebody else's, and is refused by name before any work.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

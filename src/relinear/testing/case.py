@@ -1,7 +1,5 @@
 """One variant of an operator, as the conformance suite takes it."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from relinear.core.operator import OperatorConfig

@@ -2,8 +2,6 @@
 
 # Legend: I in, O out, T tokens
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

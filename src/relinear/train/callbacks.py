@@ -1,7 +1,5 @@
 """What a run writes down and shows while it goes: metrics.jsonl, progress, throughput."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json

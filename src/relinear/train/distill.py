@@ -2,8 +2,6 @@
 
 # Legend: B batch, T tokens, V vocabulary
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

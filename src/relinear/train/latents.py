@@ -2,8 +2,6 @@
 
 # Legend: R latent size
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any

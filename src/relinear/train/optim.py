@@ -1,7 +1,5 @@
 """The optimiser: parameter groups from what each parameter is for, Adam, and schedules of the learning rate."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

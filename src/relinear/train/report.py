@@ -1,7 +1,5 @@
 """The page of one training run: run.json and metrics.jsonl -> figures and what it came to."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A whole training run from its settings: model, surgery, data, training, and a directory of results."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

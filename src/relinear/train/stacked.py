@@ -6,8 +6,6 @@ initialisation alone see the same operations, which ``torch.func.vmap`` starts o
 
 # Legend: R runs, B batch, T tokens, V vocabulary
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

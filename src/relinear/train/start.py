@@ -1,7 +1,5 @@
 """How a model starts in the maximal update parametrisation: what was drawn by the standard rules is scaled in place."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal
 

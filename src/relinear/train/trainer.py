@@ -2,8 +2,6 @@
 
 # Legend: B batch, T tokens
 
-from __future__ import annotations
-
 import contextlib
 import math
 import shutil

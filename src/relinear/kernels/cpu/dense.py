@@ -1,7 +1,5 @@
 """Where a dense matrix on a CPU is faster than the structured product that it stands for."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Rows of a matrix in portions whose intermediates stay in the processor's cache."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 #: size of a portion on a CPU

@@ -2,8 +2,6 @@
 
 # Legend: N rows, I inputs, O outputs, K blocks, R columns of a low-rank part
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -4,8 +4,6 @@ Where no C++ compiler is found, or building fails (one warning), or ``RELINEAR_C
 when they are first wanted, twins take torch's operations.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

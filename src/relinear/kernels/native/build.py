@@ -1,7 +1,5 @@
 """Builds the C++ kernels with torch's extension loader at their first use, and keeps them on disk."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.util

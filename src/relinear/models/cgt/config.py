@@ -1,7 +1,5 @@
 """Settings of the Contextually Guided Transformer."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 from typing import Any

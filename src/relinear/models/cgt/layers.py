@@ -2,8 +2,6 @@
 
 # Legend: B batch, T tokens, D width of x, E width of y, M templates, R rank
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

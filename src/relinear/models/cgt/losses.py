@@ -10,8 +10,6 @@ each batch.
 
 # Legend: B batch, T positions, E width of y
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -2,8 +2,6 @@
 
 # Legend: B batch, T tokens, D width of x, E width of y, V vocabulary, F features
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from typing import Any

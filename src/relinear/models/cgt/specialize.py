@@ -2,8 +2,6 @@
 
 # Legend: T tokens of the prefix, D width of x, E width of y, K outputs of a projection
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any
