@@ -14,8 +14,6 @@ from relinear.functional.rounding import change_codes
 from relinear.kernels import native
 from relinear.kernels.forms import PLAIN, Call, Form, dispatch
 
-#: rows up to which weights are made numbers in registers, each time that they are read
-MOST_ROWS = 8
 #: inputs of a group that the kernels take a multiple of
 _HALF = reference.BLOCK // 2
 
@@ -34,24 +32,11 @@ def _refuses(call: Call) -> str:
     return native.refuses(call, fewest=1, may_build=packed.numel() >= native.FEWEST_NATIVE_ENTRIES)
 
 
-def _refuses_rows(call: Call) -> str:
-    return "too many rows" if call.rows > MOST_ROWS else _refuses(call)
-
-
-def _few_rows(*given) -> Tensor:
+def _compiled(*given) -> Tensor:
     return native.kernels().quantized_layer(*given)
 
 
-def _unpacked(x, packed, scales, zeros, bits, group, bias) -> Tensor:
-    weight = native.kernels().quantized_dense(packed, scales, zeros, bits, group, x.shape[-1])
-    return torch.nn.functional.linear(x, weight, bias)
-
-
-quantized = dispatch(
-    Form("C++ for a few rows", _refuses_rows, _few_rows),
-    Form("unpacked in C++", _refuses, _unpacked),
-    otherwise="reference",
-)(reference.quantized)
+quantized = dispatch(Form("C++", _refuses, _compiled), otherwise="reference")(reference.quantized)
 
 
 def code_changer(weight: Tensor) -> Callable[..., None]:

@@ -2,6 +2,7 @@
 //
 // N rows of x, I inputs, O outputs, K groups of a row of weights. A block is 64 codes, of B bits each.
 
+#include <ATen/ops/linear.h>
 #include <torch/library.h>
 
 #if defined(__AVX2__)
@@ -15,6 +16,9 @@ namespace {
 using namespace relinear;
 
 constexpr int kBlock = 64, kHalf = kBlock / 2;
+// Rows up to which weights are made numbers in registers each time that they are read.
+template <class T>
+constexpr int kFewRows = kLanes == 16 && sizeof(T) == 4 ? 32 : 8;
 typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
 // Bytes as whole numbers; of a conversion between vectors GCC 12 makes a move for every lane.
@@ -30,125 +34,172 @@ inline Words widened(const uint8_t* from) {
 #endif
 }
 
+// Numbers 0, step, ... of ``kBits`` bits, over and over: what a vector's permutation looks codes up in.
+template <int kBits>
+inline Floats multiples(float step) {
+  Floats table = {};
+  for (int i = 0; i < kLanes; ++i) table[i] = (i % (1 << kBits)) * step;
+  return table;
+}
+
+// A plane's codes as numbers, times ``step``: those that begin at bit ``shift`` of bytes.
+template <int kBits>
+inline Floats plane(const uint8_t* bytes, int shift, int step) {
+  const Words codes = widened(bytes) >> shift;
+#if defined(__AVX512F__)
+  return (Floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)multiples<kBits>(step));  // reads the lowest 4 bits
+#else
+  return __builtin_convertvector((Ints)((codes & ((1 << kBits) - 1)) * step), Floats);
+#endif
+}
+
 // The codes of a block from ``at`` on, a constant once unrolled.
 template <int kBits>
 inline Floats decoded(const uint8_t* block, int at) {
-  Words codes = {};
-  if constexpr (kBits & 8) codes = widened(block + at);
-  if constexpr (kBits & 4) codes = (widened(block + at % 32) >> (at / 32 * 4)) & 15;
+  Floats codes = {};
+  if constexpr (kBits & 8) codes = __builtin_convertvector((Ints)widened(block + at), Floats);
+  if constexpr (kBits & 4) codes = plane<4>(block + at % 32, at / 32 * 4, 1 << (kBits & 3));
   const uint8_t* next = block + (kBits & 4) * 8;
-  if constexpr (kBits & 2) codes = (codes << 2) | ((widened(next + at % 16) >> (at / 16 * 2)) & 3);
-  if constexpr (kBits & 1) {
-    Words lane;
-    for (int i = 0; i < kLanes; ++i) lane[i] = i + at % 8;
-    uint16_t single = next[(kBits & 2) * 8 + at / 8];
-    if constexpr (kLanes == 16) single |= next[(kBits & 2) * 8 + at / 8 + 1] << 8;
-    codes = (codes << 1) | (((Words{} + single) >> lane) & 1);
+  if constexpr (kBits & 2) {
+    const Floats two = plane<2>(next + at % 16, at / 16 * 2, 1 << (kBits & 1));
+    codes = kBits & 4 ? codes + two : two;
   }
-  return __builtin_convertvector((Ints)codes, Floats);
+  if constexpr (kBits & 1) {
+    uint16_t single;
+    std::memcpy(&single, next + (kBits & 2) * 8 + at / 8, kLanes == 16 ? 2 : 1);
+#if defined(__AVX512F__)
+    codes = (Floats)_mm512_mask_add_ps((__m512)codes, single, (__m512)codes, _mm512_set1_ps(1));
+#else
+    Words lane;
+    for (int i = 0; i < kLanes; ++i) lane[i] = 1 << (i + at % 8);
+    codes += (Floats)((Words)(((Words{} + single) & lane) == lane) & (Words)(Floats{} + 1.f));
+#endif
+  }
+  return codes;
 }
 
-// A matrix of codes with its grids.
-template <class T>
-struct Grid {
-  const uint8_t *codes, *zeros;
-  const T* scales;
+// A matrix of packed codes.
+struct Codes {
+  const uint8_t* codes;
   int64_t inputs, groups, halves, width;  // halves of a block in a group, bytes of a row of codes
-  float unit;                              // of zero points, in codes
+
+  Codes(const Tensor& packed, int64_t in_features, int64_t group)
+      : codes(packed.const_data_ptr<uint8_t>()),
+        inputs(in_features),
+        groups((in_features + group - 1) / group),
+        halves(group / kHalf),
+        width(packed.size(1)) {}
+};
+
+// One with its grids.
+template <class T>
+struct Grid : Codes {
+  const uint8_t* zeros;
+  const T* scales;
+  float unit;  // of zero points, in codes
 
   Grid(const Tensor& packed, const Tensor& scale, const std::optional<Tensor>& zero, int64_t in_features, int64_t bits,
        int64_t group)
-      : codes(packed.const_data_ptr<uint8_t>()),
+      : Codes(packed, in_features, group),
         zeros(zero ? zero->const_data_ptr<uint8_t>() : nullptr),
         scales(scale.const_data_ptr<T>()),
-        inputs(in_features),
-        groups(scale.size(1)),
-        halves(group / kHalf),
-        width(packed.size(1)),
         unit(1.f / (1 << (8 - bits))) {}
 
   float zero(int64_t o, int64_t k) const { return (zeros ? zeros[o * groups + k] : 128) * unit; }
-};
 
-// sums[i] = the product of row o + i with x; ``totals``: the sum of x over every group.
-template <int kBits, int kCount, class T>
-inline void integer_products(float (&sums)[kCount], const Grid<T>& grid, int64_t o, const float* x,
-                             const float* totals) {
-  Floats found[kCount] = {};
-  int64_t k = 0, left = grid.halves;
-  for (int64_t start = 0; start < grid.inputs; start += kBlock)
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-#pragma GCC unroll 4
-      for (int i = 0; i < kCount; ++i) {
-        const uint8_t* block = grid.codes + (o + i) * grid.width + start / 8 * kBits;
-        Floats part = {};
-#pragma GCC unroll 8
-        for (int at = half * kHalf; at < (half + 1) * kHalf; at += kLanes)
-          part += decoded<kBits>(block, at) * load(x + start + at, kLanes);
-        found[i] += part * float(grid.scales[(o + i) * grid.groups + k]);
-      }
-      if (--left == 0) ++k, left = grid.halves;
+  // Steps of row o's groups, then what their numbers begin at.
+  void write_units(float* to, int64_t o) const {
+    for (int64_t k = 0; k < groups; ++k) {
+      to[k] = scales[o * groups + k];
+      to[groups + k] = -zero(o, k) * to[k];
     }
-  for (int i = 0; i < kCount; ++i) {
-    for_vectors(grid.groups, [&](int64_t at, int count) {
-      uint8_t zeros[kLanes];
-      std::fill(zeros, zeros + kLanes, 128);
-      const int64_t from = (o + i) * grid.groups + at;
-      if (grid.zeros) std::memcpy(zeros, grid.zeros + from, count);
-      const Floats zero = __builtin_convertvector((Ints)widened(zeros), Floats) * grid.unit;
-      found[i] -= load(grid.scales + from, count) * zero * load(totals + at, count);
-    });
-    sums[i] = sum(found[i]);
   }
-}
+};
 
 // Row o of the matrix.
 template <int kBits, class To, class T>
 inline void write_row(To* to, const Grid<T>& grid, int64_t o) {
-  for (int64_t start = 0; start < grid.inputs; start += kBlock)
-#pragma GCC unroll 16
-    for (int at = 0; at < kBlock; at += kLanes) {
-      const int64_t k = (start + at) / kHalf / grid.halves;
-      const Floats codes = decoded<kBits>(grid.codes + o * grid.width + start / 8 * kBits, at);
-      store(to + start + at, (codes - grid.zero(o, k)) * float(grid.scales[o * grid.groups + k]), kLanes);
+  const T* scale = grid.scales + o * grid.groups;
+  const uint8_t* block = grid.codes + o * grid.width;
+  int64_t k = 0, left = grid.halves;
+  for (int64_t start = 0; start < grid.inputs; start += kBlock, block += 8 * kBits) {
+    __builtin_prefetch(block + kTogether * grid.width);  // memory is far for a few rows
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const Floats unit = Floats{} + float(scale[k]), zero = Floats{} + grid.zero(o, k);
+#pragma GCC unroll 8
+      for (int at = half * kHalf; at < (half + 1) * kHalf; at += kLanes)
+        store(to + start + at, (decoded<kBits>(block, at) - zero) * unit, kLanes);
+      if (--left == 0) ++k, left = grid.halves;
     }
+  }
 }
 
+// sums[i][n] = the product of row o + i with row n of x; ``units``, (kCount, 2, groups): steps of its groups, then what
+// numbers begin at.
+template <int kBits, int kCount, int kRows>
+inline void integer_products(float (&sums)[kCount][kRows], const Codes& grid, int64_t o, const float* x,
+                             const float* units) {
+  Floats found[kCount][kRows] = {};
+  int64_t k = 0, left = grid.halves;
+  for (int64_t start = 0; start < grid.inputs; start += kBlock) {
+    const uint8_t* block = grid.codes + o * grid.width + start / 8 * kBits;
+    for (int i = 0; i < kCount; ++i) __builtin_prefetch(block + (kCount + i) * grid.width);  // of the next rows
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+#pragma GCC unroll 8
+      for (int at = half * kHalf; at < (half + 1) * kHalf; at += kLanes) {
+        Floats weights[kCount];
+#pragma GCC unroll 4
+        for (int i = 0; i < kCount; ++i) {
+          const float* unit = units + 2 * i * grid.groups + k;
+          weights[i] = decoded<kBits>(block + i * grid.width, at) * unit[0] + unit[grid.groups];
+        }
+#pragma GCC unroll 8
+        for (int n = 0; n < kRows; ++n) {
+          const Floats taken = load(x + n * grid.inputs + start + at, kLanes);
+#pragma GCC unroll 4
+          for (int i = 0; i < kCount; ++i) found[i][n] += weights[i] * taken;
+        }
+      }
+      if (--left == 0) ++k, left = grid.halves;
+    }
+  }
+  for (int i = 0; i < kCount; ++i)
+    for (int n = 0; n < kRows; ++n) sums[i][n] = sum(found[i][n]);
+}
+
+// A few rows: weights are made numbers in registers, for as many rows of x as registers hold sums of.
 template <int kBits, class T>
-void row_product(T* to, const Grid<T>& grid, const std::vector<float>& x, int64_t outputs, int64_t group,
-                 const Bias<T>& start) {
-  std::vector<float> totals(grid.groups);
-  for (int64_t i = 0; i < grid.inputs; ++i) totals[i / group] += x[i];
-  for_outputs(outputs, outputs, grid.inputs, [&](int64_t o, auto count) {
-    float sums[decltype(count)::value];
-    integer_products<kBits>(sums, grid, o, x.data(), totals.data());
-    for (int i = 0; i < count; ++i) to[o + i] = T(sums[i] + start[o + i]);
+void products(T* to, const Grid<T>& grid, const std::vector<float>& x, int64_t rows, int64_t outputs,
+              const Bias<T>& start) {
+  for_outputs(outputs, outputs, rows * grid.inputs, [&](int64_t first, auto together) {
+    constexpr int kCount = decltype(together)::value, kPair = std::min(kCount, 2), kMost = kLanes / 2;
+    std::vector<float> units(2 * kCount * grid.groups);
+    for (int i = 0; i < kCount; ++i) grid.write_units(units.data() + 2 * i * grid.groups, first + i);
+    const auto take = [&](int64_t n, auto side_by_side, auto several) {
+      constexpr int kPart = decltype(side_by_side)::value, kRows = decltype(several)::value;
+      for (int from = 0; from < kCount; from += kPart) {
+        float sums[kPart][kRows];
+        const float* unit = units.data() + 2 * from * grid.groups;
+        integer_products<kBits>(sums, grid, first + from, x.data() + n * grid.inputs, unit);
+        for (int i = 0; i < kPart; ++i)
+          for (int m = 0; m < kRows; ++m) {
+            const int64_t o = first + from + i;
+            to[(n + m) * outputs + o] = T(sums[i][m] + start[o]);
+          }
+      }
+    };
+    int64_t n = 0;
+    for (; n + kMost <= rows; n += kMost)
+      take(n, std::integral_constant<int, kPair>(), std::integral_constant<int, kMost>());
+    for (; n + 2 <= rows; n += 2) take(n, together, std::integral_constant<int, 2>());
+    for (; n < rows; ++n) take(n, together, std::integral_constant<int, 1>());
   });
 }
 
-// Several rows: those of weights are made numbers once, in the nearest cache.
 template <int kBits, class T>
-void rows_product(T* to, const Grid<T>& grid, const std::vector<float>& x, int64_t rows, int64_t outputs,
-                  const Bias<T>& start) {
-  for_rows(outputs, rows * grid.inputs, [&](int64_t begin, int64_t end) {
-    std::vector<float> weights(grid.inputs);
-    for (int64_t o = begin; o < end; ++o) {
-      write_row<kBits>(weights.data(), grid, o);
-      const auto take = [&](int64_t n, auto count) {
-        float sums[decltype(count)::value] = {};
-        add_products(sums, x.data() + n * grid.inputs, grid.inputs, weights.data());
-        for (int i = 0; i < count; ++i) to[(n + i) * outputs + o] = T(sums[i] + start[o]);
-      };
-      int64_t n = 0;
-      for (; n + kTogether <= rows; n += kTogether) take(n, std::integral_constant<int, kTogether>());
-      for (; n < rows; ++n) take(n, std::integral_constant<int, 1>());
-    }
-  });
-}
-
-template <int kBits, class T>
-void dense(T* to, const Grid<T>& grid, int64_t outputs) {
+void write_rows(T* to, const Grid<T>& grid, int64_t outputs) {
   for_rows(outputs, grid.inputs, [&](int64_t begin, int64_t end) {
     for (int64_t o = begin; o < end; ++o) write_row<kBits>(to + o * grid.inputs, grid, o);
   });
@@ -186,29 +237,19 @@ Tensor quantized_layer(const Tensor& x, const Tensor& packed, const Tensor& scal
   const int64_t outputs = scales.size(0);
   check(scales, "scales", x.scalar_type(), scales.sizes());
   check_optional(bias, "bias", x.scalar_type(), {outputs});
-  Tensor out = empty_like_rows(x, outputs);
+  Tensor out;
   RELINEAR_DISPATCH(rows, {
     const Grid<T> grid(packed, scales, zeros, sizes[1], bits, group);
-    const std::vector<float> taken = in_single<T>(rows);
-    const Bias<T> start(bias);
-    T* to = out.mutable_data_ptr<T>();
     for_bits(bits, [&](auto constant) {
-      if (sizes[0] == 1)
-        row_product<constant>(to, grid, taken, outputs, group, start);
-      else
-        rows_product<constant>(to, grid, taken, sizes[0], outputs, start);
+      if (sizes[0] <= kFewRows<T>) {
+        out = empty_like_rows(x, outputs);
+        products<constant>(out.mutable_data_ptr<T>(), grid, in_single<T>(rows), sizes[0], outputs, Bias<T>(bias));
+      } else {
+        const Tensor weight = at::empty({outputs, sizes[1]}, x.options());
+        write_rows<constant>(weight.mutable_data_ptr<T>(), grid, outputs);
+        out = at::linear(x, weight, bias);
+      }
     });
-  });
-  return out;
-}
-
-Tensor quantized_dense(const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& zeros, int64_t bits,
-                       int64_t group, int64_t inputs) {
-  check_grid(packed, scales, zeros, inputs, bits, group);
-  Tensor out = at::empty({scales.size(0), inputs}, scales.options());
-  RELINEAR_DISPATCH(scales, {
-    const Grid<T> grid(packed, scales, zeros, inputs, bits, group);
-    for_bits(bits, [&](auto constant) { dense<constant>(out.mutable_data_ptr<T>(), grid, scales.size(0)); });
   });
   return out;
 }
@@ -256,7 +297,4 @@ TORCH_LIBRARY_FRAGMENT(relinear_cpu, library) {
       "quantized_layer(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, int bits, int group, Tensor? bias) -> "
       "Tensor",
       quantized_layer);
-  library.def(
-      "quantized_dense(Tensor codes, Tensor scales, Tensor? zeros, int bits, int group, int inputs) -> Tensor",
-      quantized_dense);
 }
