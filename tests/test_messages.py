@@ -2,6 +2,7 @@
 
 import errno
 import http.client
+import io
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from relinear.train import FitSettings, TrainSettings, fit
 from relinear.train.trainer import _damage
 from relinear_cli.errors import one_message
 from relinear_cli.main import main
+from relinear_cli.terminal import fitted
 
 
 @pytest.mark.parametrize(
@@ -255,3 +257,31 @@ def test_clients_that_have_gone_are_none_of_the_terminals_business(address, erro
     with pytest.raises(http.client.RemoteDisconnected):
         connection.getresponse()
     assert capfd.readouterr().err == ""
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [60, 80, 300])
+def test_a_refusal_keeps_within_the_terminal(columns, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal, pipe = _Terminal(), io.StringIO()
+    for stream in (terminal, pipe):
+        with monkeypatch.context() as patched:
+            patched.setattr("sys.stderr", stream)
+            assert main(["train", "--set", "foo=1"]) == 2
+    assert pipe.getvalue().count("\n") == 1
+    lines = terminal.getvalue().splitlines()
+    assert len(lines) > 3
+    assert max(map(len, lines)) <= min(columns, 100)
+    assert " ".join(terminal.getvalue().split()) == pipe.getvalue().strip()
+
+
+def test_paths_and_lists_of_faults_stay_whole_on_a_terminal(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    path = f"/{'some-folder/' * 7}file"
+    shown = fitted(f"error: 2 faults\n  {path}: is not there, and nothing else is either, here or there", _Terminal())
+    assert shown.splitlines()[:2] == ["error: 2 faults", f"  {path}:"]
+    assert shown.splitlines()[2].startswith("    is not there")

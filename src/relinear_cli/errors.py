@@ -9,6 +9,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 
+from relinear_cli.terminal import fitted
+
 #: shows the traceback of a user error too
 TRACEBACK_VARIABLE = "RELINEAR_TRACEBACK"
 USER_ERROR = 2
@@ -96,6 +98,6 @@ def exit_code(work: Callable[[], int | None]) -> int:
             traceback.print_exception(error)
             print("this is a fault of relinear: please report it with the lines above", file=sys.stderr)
         if is_user_error(error):
-            print(f"error: {one_message(error)}", file=sys.stderr)
+            print(fitted(f"error: {one_message(error)}", sys.stderr), file=sys.stderr)
             return USER_ERROR
         return OWN_FAULT

@@ -2,12 +2,12 @@
 
 import inspect
 import re
-import shutil
 import sys
-import textwrap
 from typing import Annotated, Any
 
 import typer
+
+from relinear_cli.terminal import fitted
 
 #: an entry of "Args:", which starts four blanks in; what goes on stands further in
 _ENTRY = re.compile(r"^    ([a-z_]+(?:, [a-z_]+)*): (.*(?:\n      .*)*)", flags=re.M)
@@ -28,23 +28,17 @@ def command(
     if name is None:
         width = max(map(len, found), default=0)
         for known, thing in found.items():
-            _print(f"{known:<{width}}  {_line(thing)}{_package(thing)}", width + 2)
+            print(fitted(f"{known:<{width}}  {_line(thing)}{_package(thing)}", sys.stdout, width + 2))
         return
     if name not in found:
         from relinear.core.config import nearest
 
         raise ValueError(f"there is no {name!r} among the {what}; {nearest(name, found)}")
-    _print(f"{name}: {_line(found[name])}{_package(found[name])}", 2)
+    print(fitted(f"{name}: {_line(found[name])}{_package(found[name])}", sys.stdout))
     if isinstance(found[name], type):
         meanings = meanings_of(found[name])
         for setting, default in _settings(found[name]).items():
-            _print(f"  {setting} = {default}: {meanings.get(setting, '')}".rstrip(": "), 6)
-
-
-def _print(text: str, indent: int) -> None:
-    """In lines as wide as the terminal, what goes on indented; into a pipe as one line."""
-    width = max(40, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 100_000
-    print(textwrap.fill(text, width, subsequent_indent=" " * indent, break_on_hyphens=False))
+            print(fitted(f"  {setting} = {default}: {meanings.get(setting, '')}".rstrip(": "), sys.stdout, 4))
 
 
 def meanings_of(config: type) -> dict[str, str]:
