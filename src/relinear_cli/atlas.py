@@ -23,7 +23,7 @@ def command(
     text_column: options.TextColumn = None,
     tokenizer: options.Tokenizer = None,
     split: options.Split = "train",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    threads: options.Threads = None,
 ) -> None:
     """Map what could stand in for each layer of a pretrained model, and at what price in nats a token.
 

@@ -1,24 +1,15 @@
 """``relinear compress``: from a pretrained model and a budget to a smaller one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from relinear_cli import options
 from relinear_cli.fields import from_settings
-from relinear_cli.options import (
-    Exclude,
-    PretrainedModel,
-    Split,
-    TextColumn,
-    Tokenizer,
-    corpus_of,
-    load_model,
-    load_model_tokenizer,
-    prepare_process,
-)
+
+_DATA = "Corpus to calibrate on: `stdlib`, a file or folder, or a Hub name; several times: as many tokens of each."
+Corpora = Annotated[list[str], typer.Option(help=_DATA)]
 
 
 @from_settings(
@@ -29,24 +20,18 @@ from relinear_cli.options import (
 )
 def command(
     given: dict[str, Any],
-    model: PretrainedModel,
-    data: Annotated[
-        list[str],
-        typer.Option(
-            help="Corpus to calibrate on: `stdlib`, a file or folder, or a Hub name; several times, to take as many "
-            "tokens of each."
-        ),
-    ],
+    model: options.PretrainedModel,
+    data: Corpora,
     out: Annotated[Path, typer.Option(help="Directory of the result.")] = Path("runs/compress"),
     speed_table: Annotated[
         Path | None,
         typer.Option(help="A DIR/speed.json to go by, such as one of the machine the model is for; else measured."),
     ] = None,
     target: Annotated[list[str] | None, typer.Option(help="Pattern of layers that may be replaced.")] = None,
-    exclude: Exclude = None,
-    text_column: TextColumn = None,
-    tokenizer: Tokenizer = None,
-    split: Split = "train",
+    exclude: options.Exclude = None,
+    text_column: options.TextColumn = None,
+    tokenizer: options.Tokenizer = None,
+    split: options.Split = "train",
     plan: Annotated[Path | None, typer.Option(help="A plan to carry out, such as an edited DIR/plan.json.")] = None,
     plan_only: Annotated[bool, typer.Option("--plan-only", help="Print the plan and stop.")] = False,
     frontier: Annotated[
@@ -58,7 +43,7 @@ def command(
     evaluate_on: Annotated[
         list[str] | None, typer.Option(help="Other data to judge the result on, given like --data; several times.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    threads: options.Threads = None,
 ) -> None:
     """Make a pretrained model smaller: measure its layers on text, decide what each becomes, fit them, save.
 
@@ -69,58 +54,61 @@ def command(
     """
     from relinear.compress import CompressSettings, compress
     from relinear.compress.plan import read_layers
-    from relinear.compress.run import proposal
     from relinear.compress.speed import SpeedTable
     from relinear.compress.work import check_directory
     from relinear.core.config import check_choice
-    from relinear.data import iter_texts
-    from relinear.data.corpora import whole_or_held_out
     from relinear_cli.errors import resumable
     from relinear_cli.progress import watch_compression
 
     settings = CompressSettings.load(given, "settings")
-    corpora = {name: corpus_of(name, text_column) for name in data}
-    others = {name: corpus_of(name, text_column) for name in evaluate_on or []}
-    judged_on = {name: whole_or_held_out(text) for name, text in others.items()}
-    _check_texts(data, judged_on, split)
+    corpora, judges = _corpora(data, evaluate_on or [], split, text_column)
     check_choice("--export", export or "plain", ["plain", "gguf"])
     check_directory(out)
     if plan is not None:
         read_layers(plan)
     table = None if speed_table is None else SpeedTable.load(speed_table)
-    prepare_process(threads, models=[model], texts=[*corpora.values(), *others.values()])
-    reader = load_model_tokenizer(model, tokenizer)
-    loaded = load_model(model)
+    options.prepare_process(threads, models=[model], texts=[text for text, _ in (*corpora.values(), *judges.values())])
+    reader = options.load_model_tokenizer(model, tokenizer)
+    which: Any = {"targets": target or "all-linear", "exclude": exclude, "settings": settings, "speed_table": table}
+    what: Any = {"plan_file": plan, "plan_only": plan_only, "frontier": frontier, "export": export, "out_dir": out}
+    loaded = options.load_model(model)
+    texts: Any = {"tokenizer": reader, "evaluate_on": _read(judges)}
     with resumable("start the same command again"), watch_compression() as on_progress:
-        report = compress(
-            loaded,
-            {name: iter_texts(text, split, conversations=True) for name, text in corpora.items()},
-            tokenizer=reader,
-            targets=target or "all-linear",
-            exclude=exclude,
-            settings=settings,
-            plan_file=plan,
-            plan_only=plan_only,
-            frontier=frontier,
-            speed_table=table,
-            evaluate_on={name: iter_texts(text, judged_on[name], conversations=True) for name, text in others.items()},
-            export=export,  # type: ignore[arg-type]  # checked by the function
-            out_dir=out,
-            on_progress=on_progress,
-        )
+        report = compress(loaded, _read(corpora), **texts, **which, **what, on_progress=on_progress)
     print(report)
-    if plan_only or frontier:
-        print(f"plan: {proposal(out, 'plan.json').resolve()}\nreport: {proposal(out, 'report.html').resolve()}")
-    else:
-        print(f"model: {(out / 'model').resolve()}\nreport: {(out / 'report.html').resolve()}")
+    _say_where(out, proposed=plan_only or frontier)
 
 
-def _check_texts(data: list[str], judged_on: dict[str, str], split: str) -> None:
-    """Refuse a corpus that is given twice, and one that calibration sees and that is to judge the result."""
+def _read(corpora: dict[str, tuple[Any, str]]) -> dict[str, Any]:
+    """The texts of every corpus, by its name."""
+    from relinear.data import iter_texts
+
+    return {name: iter_texts(text, split, conversations=True) for name, (text, split) in corpora.items()}
+
+
+def _corpora(data: list[str], evaluate_on: list[str], split: str, text_column: str | None) -> tuple[Any, Any]:
+    """The corpora to calibrate and to judge on, each as name -> its settings and split.
+
+    Raises:
+        ValueError: for one that is given twice, or that calibration sees and that is to judge the result.
+    """
+    from relinear.data.corpora import whole_or_held_out
+
+    corpora = {name: (options.corpus_of(name, text_column), split) for name in data}
+    texts = {name: options.corpus_of(name, text_column) for name in evaluate_on}
+    judges = {name: (text, whole_or_held_out(text)) for name, text in texts.items()}
     if repeated := sorted({name for name in data if data.count(name) > 1}):
         raise ValueError(f"--data {repeated[0]} is given twice; of every corpus as many tokens are taken")
-    if seen := [name for name in judged_on if name in data and judged_on[name] in ("all", split)]:
+    if seen := [name for name, (_, held) in judges.items() if name in data and held in ("all", split)]:
         raise ValueError(
             f"--evaluate-on {seen[0]} is the text of --data, and what calibration saw judges nothing. Name another: of "
             "--data the part behind what calibration takes is judged on in any case"
         )
+    return corpora, judges
+
+
+def _say_where(out: Path, *, proposed: bool) -> None:
+    from relinear.compress.run import proposal
+
+    for what, name in (("plan", "plan.json") if proposed else ("model", "model"), ("report", "report.html")):
+        print(f"{what}: {(proposal(out, name) if proposed else out / name).resolve()}")

@@ -27,7 +27,7 @@ def command(
     text_column: options.TextColumn = None,
     tokenizer: options.Tokenizer = None,
     split: options.Split = "train",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    threads: options.Threads = None,
     start_over: Annotated[
         bool, typer.Option("--start-over", help="Discard what an earlier call left in --out.")
     ] = False,

@@ -49,19 +49,15 @@ def command(
 
     results: dict[str, Any] = {}
     if "perplexity" in names:
-        text: Any
-        given: dict[str, Any] = {}
-        if data is None and split == "validation" and (sequence_length, stride, tokenizer) == (None, None, None):
-            # What the run itself was validated on, in the same blocks.
-            chosen = DataSettings.load(settings or {}, "data")
-            text = prepare_data(chosen).validation
-        else:
-            # A run's own text is divided as the run divided it: any other way would evaluate on what it trained on.
-            values = dict(settings or {}) if data is None else {"data": data}
-            chosen = DataSettings.load(values | ({"text_column": text_column} if text_column else {}), "data")
-            length = sequence_length or (settings or {}).get("sequence_length")
-            text = iter_texts(chosen, split)
-            given = {"tokenizer": reader, "sequence_length": length, "stride": stride}
+        # What the run itself was validated on, in the same blocks.
+        whole = data is None and split == "validation" and (sequence_length, stride, tokenizer) == (None, None, None)
+        # A run's own text is divided as the run divided it: any other way would evaluate on what it trained on.
+        values = dict(settings or {}) if data is None else {"data": data}
+        values |= {"text_column": text_column} if text_column and not whole else {}
+        chosen = DataSettings.load(values, "data")
+        length = sequence_length or (settings or {}).get("sequence_length")
+        given: Any = {} if whole else {"tokenizer": reader, "sequence_length": length, "stride": stride}
+        text: Any = prepare_data(chosen).validation if whole else iter_texts(chosen, split)
         measured = evaluate.perplexity(model, text, max_tokens=max_tokens, batch_size=batch_size, **given)
         results["perplexity"] = {name: getattr(measured, name) for name in ("perplexity", "loss", "tokens")}
         results["perplexity"] |= {"data": chosen.data, "split": split}

@@ -30,6 +30,7 @@ Tokenizer = Annotated[
     str | None, typer.Option(help="`bytes`, or a tokenizer's folder or Hub name; by default the one beside the model.")
 ]
 Split = Annotated[str, typer.Option(help="Split of the corpus: `train`, `validation`, `test` or `all`.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
 TrainingRecipe = Annotated[str | None, typer.Option(help="A YAML file of training settings.")]
 PresetFields = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the preset's config.")
