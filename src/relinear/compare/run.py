@@ -86,7 +86,7 @@ def compare(
 class Way:
     """How work is done: who trains, whether with others, and who is told."""
 
-    worker: Worker | InProcess
+    worker: "Worker | InProcess"  # tests put a function in its place
     shared: bool
     on_event: OnEvent
 

@@ -153,7 +153,7 @@ class _Sweep:
     parameters: list[Parameter]
     out_dir: Path
     shared: bool
-    worker: Worker | InProcess
+    worker: "Worker | InProcess"  # tests put a function in its place
     on_progress: Callable[[int, dict[str, Any], dict[str, Any]], None]
 
     def carry_out(self, trials: int) -> list[dict[str, Any]]:
