@@ -116,6 +116,17 @@ def test_a_match_out_of_reach_says_how_near_it_came():
         matched(settings, VOCABULARY, by="parameters", target=10, how="operator", tolerance=0.02, name="low")
 
 
+def test_a_match_that_was_just_missed_names_the_tolerance_that_does():
+    settings = TrainSettings(operators={"all-linear": "low_rank:rank=4"})
+    target = round(1.027 * measure_size(settings, VOCABULARY).parameters)
+    arguments = {"by": "parameters", "target": target, "how": "operator", "name": "low"}
+    with pytest.raises(ValueError, match=r"Set match\.tolerance=0\.03, match\.to=low") as refused:
+        matched(settings, VOCABULARY, **arguments, tolerance=0.001)
+    assert "(-2.6%)" in str(refused.value)
+    _, size = matched(settings, VOCABULARY, **arguments, tolerance=0.03)
+    assert size == measure_size(settings, VOCABULARY)
+
+
 def test_all_entries_are_matched_to_the_first_with_operators(text):
     planned = plan_comparison(CompareSettings.load(small(text)), VOCABULARY)
     dense, low_rank, hdpl = planned

@@ -83,3 +83,10 @@ def test_every_operator_has_a_row() -> None:
     kinds = {kind for kind, config in OperatorConfig.kinds().items() if config.__module__.startswith("relinear.")}
     assert kinds == {case.config.kind for case in CASES}
     assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_a_wrong_count_of_flops_is_said_in_numbers(monkeypatch) -> None:
+    case = next(case for case in CASES if case.config.kind == "low_rank")
+    monkeypatch.setattr(case.config.module_class, "flops_per_token", lambda self: 3)
+    with pytest.raises(AssertionError, match=r"flops_per_token\(\) says 3; the products of a forward pass take"):
+        OperatorConformance().test_roles_and_cost(case)

@@ -65,7 +65,7 @@ def installed(written, tmp_path_factory) -> Path:
 def test_a_new_package_passes_its_tests_and_ours(written, installed, tmp_path) -> None:
     files = {str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()}
     source = {"relinear_two_thin/__init__.py", "relinear_two_thin/operator.py", "tests/test_two_thin.py"}
-    assert source | {"pyproject.toml", "README.md"} <= files
+    assert source | {"pyproject.toml", "README.md", "compare.yaml"} <= files
     tests = tmp_path / "test_two_thin.py"  # away from the source: what is tested is what was installed
     tests.write_text((written / "tests" / tests.name).read_text())
     told = run(
@@ -91,7 +91,7 @@ print(type(model.model.layers[0].self_attn.q_proj).__module__)
 
 @pytest.mark.slow  # a process for every command, and one for every run of the comparison
 @pytest.mark.timeout(900)
-def test_every_command_knows_an_installed_operator(installed, tmp_path) -> None:
+def test_every_command_knows_an_installed_operator(written, installed, tmp_path) -> None:
     """From looking at it to what is trained, compared, timed, compressed, saved and loaded again."""
     (tmp_path / "books").mkdir()
     text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -110,9 +110,9 @@ def test_every_command_knows_an_installed_operator(installed, tmp_path) -> None:
         "--steps 2 --seeds 0 --data books --set speed.seconds=0.01 --set speed.rounds=3 --set train.warmup_steps=0 "
         "--set train.batch_size=2 --set 'train.model_overrides={num_hidden_layers: 1}'"
     )
-    command(f"compare --model tiny -o dense -o two_thin:rank=8 --tune --match parameters {little} --out runs/compare")
+    command(f"compare --recipe {written}/compare.yaml {little} --out runs/compare")
     entries = json.loads((tmp_path / "runs" / "compare" / "results.json").read_text())["entries"]
-    assert [entry["name"] for entry in entries] == ["dense", "two_thin"]
+    assert [entry["name"] for entry in entries] == ["dense", "two_thin", "low_rank"]
     one = "--shapes 32x32 --tokens 1 --dtypes fp32 --modes eager --passes forward --rounds 3 --no-peers --no-untuned"
     assert "two_thin:rank=4" in command(f"bench --operator two_thin:rank=4 {one} --out runs/bench")
     small = "--keep 0.8 --tokens 512 --allow-slower"

@@ -17,6 +17,7 @@ _TEMPLATES = Path(__file__).with_name("template")
 _FILES = {
     "pyproject.toml": "pyproject.txt",
     "README.md": "readme.txt",
+    "compare.yaml": "compare.txt",
     "relinear_$name/__init__.py": "init.txt",
     "relinear_$name/operator.py": "operator.txt",
     "tests/test_$name.py": "test.txt",
@@ -62,7 +63,7 @@ def command(
         made.rename(folder)
     print(f"written: {folder}/relinear_{name}/operator.py and what belongs to it. Next:\n")
     print(f"pip install -e {folder}\npytest {folder} -k 'not inductor'")
-    print(f"relinear compare -o dense -o {name}:rank=8 -o low_rank:rank=8 --match parameters --data stdlib --steps 100")
+    print(f"relinear compare --recipe {folder}/compare.yaml --out runs/{name}")
 
 
 def _check_free(name: str) -> None:

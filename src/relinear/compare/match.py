@@ -82,11 +82,11 @@ def matched(
     best, size = min(tried.values(), key=lambda found: abs(found[1].of(by) - target))
     deviation = size.of(by) / target - 1
     if abs(deviation) > tolerance:
-        other = f"match.to: {name} (its size as the target)" + ", resize: width" * (how == "operator")
+        other = f"match.to={name} (its size as the target)" + ", resize: width" * (how == "operator")
         raise ValueError(
             f"{name}: no {'operator size' if how == 'operator' else 'model width'} gives {target:,} {by} within "
-            f"{tolerance:.1%}; the nearest has {size.of(by):,} ({deviation:+.1%}). Try {other}, resize: fixed, or a "
-            "larger match.tolerance"
+            f"{tolerance:.1%}; the nearest has {size.of(by):,} ({deviation:+.1%}). "
+            f"Set match.tolerance={math.ceil(100 * abs(deviation)) / 100:g}, {other} or resize: fixed"
         )
     return best, size
 

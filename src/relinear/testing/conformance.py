@@ -342,7 +342,9 @@ class OperatorConformance:
                 call(module, x, context)
             counted = counter.get_total_flops() / 64
             # The counter sees products only; a twin may need a few more or less of them than the formula.
-            assert 0.5 * counted <= module.flops_per_token() <= 2 * counted + 64 * sum(shape)
+            said = module.flops_per_token()
+            wrong = f"flops_per_token() says {said:,}; the products of a forward pass take {counted:,.0f} a token"
+            assert 0.5 * counted <= said <= 2 * counted + 64 * sum(shape), wrong
 
     def test_resized_is_a_valid_setting(self, case: Case) -> None:
         for shape in case.shapes:
