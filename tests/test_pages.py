@@ -11,7 +11,7 @@ import pytest
 from relinear.analysis.analyses import ANALYSES
 from relinear.analysis.report import analyses_section
 from relinear.compare import figures
-from relinear.compare.report import results_table, verdict
+from relinear.compare.report import read_results, results_section, results_table, verdict
 from relinear.compare.worker import InProcess
 from relinear.distill.report import distill_section
 from relinear.pages import page as pages
@@ -420,3 +420,11 @@ def test_values_nested_without_end_are_an_error_in_words() -> None:
         nested = [nested]
     with pytest.raises(ValueError, match="nested too deeply"):
         as_yaml(nested)
+
+
+def test_remarks_of_a_comparison_are_a_paragraph_each(tmp_path) -> None:
+    shutil.copytree(COMPARISON, tmp_path / "comparison")
+    notes = read_results(tmp_path / "comparison")["notes"]
+    said = [getattr(block, "text", None) for block in results_section(tmp_path / "comparison").blocks]
+    assert len(notes) > 1
+    assert set(notes) <= set(said)

@@ -182,7 +182,7 @@ def results_section(directory: str | Path) -> Section:
     told = [results["description"], results["budget"], results["match"]["by"] != "none" and results["match"]["text"]]
     blocks: list[Block] = [Text(verdict(results), lead=True), *charts[:1], results_table(results)]
     blocks += [Text("What was compared", heading=True), *(Text(said) for said in told if said)]
-    blocks.append(Text(" ".join(results["notes"]), soft=True))
+    blocks.extend(Text(note, soft=True) for note in results["notes"])
     blocks += [Text("What to try next", heading=True), Text(_next(results))]
     by_budget = budget_table(results)
     if by_budget is not None:
