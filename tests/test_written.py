@@ -10,6 +10,7 @@ import torch
 
 import relinear
 from conftest import make_tiny_llama
+from relinear.compress.work import check_directory
 from relinear.data.tokenizers import load_tokenizer
 from relinear.system import files
 from relinear.system.files import atomic_path, write_text
@@ -231,3 +232,15 @@ def test_a_run_of_another_program_is_not_ours(tmp_path, capsys, monkeypatch):
     assert main(["train", "--out", ".", "--start-over"]) == 2
     assert "run.json would be replaced, and belongs to something else" in capsys.readouterr().err
     assert snapshot(tmp_path) == before
+
+
+def test_a_model_of_others_beside_a_compression_of_ours_stays(tmp_path):
+    (tmp_path / "plan.json").write_text('{"layers": {}}')
+    check_directory(tmp_path)
+    (tmp_path / "plain").mkdir()
+    config = tmp_path / "plain" / "config.json"
+    config.write_text("{}")
+    with pytest.raises(ValueError, match=r"config\.json would be replaced"):
+        check_directory(tmp_path)
+    (tmp_path / "plain" / ".relinear").touch()
+    check_directory(tmp_path)
