@@ -13,6 +13,7 @@ from relinear.compress.allocate import Candidate
 from relinear.compress.beside import observe
 from relinear.compress.budget import stored_bytes
 from relinear.compress.plan import layer_candidates
+from relinear.compress.report import write_page
 from test_compress import SETTINGS, speeds, tiny, tokens
 from test_compress_budget import modules
 
@@ -153,3 +154,18 @@ def test_integers_are_chosen_and_fitted_in_either_order(anchor: bool, tmp_path) 
     loaded = relinear.from_pretrained(tmp_path / "model").float()
     ids = tokens(16)[0][None]
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("integers", [True, False])
+def test_a_report_counts_integers_in_bits_and_all_else_in_parameters(integers: bool, tmp_path) -> None:
+    model = tiny()
+    report = compress(model, tokens(), settings=SETTINGS | ({"bits": 5.0} if integers else LOW | {"keep": 0.7}))
+    each = {name: layer.bits for name, layer in report.plan.layers.items()}
+    assert each == {name: 8 * stored_bytes(m) / (m.in_features * m.out_features) for name, m in modules(model).items()}
+    told, page = str(report), write_page(tmp_path / "page.html", report.to_dict()).read_text(encoding="utf-8")
+    assert ("bits  predicted" in told, "kept  predicted" in told) == (integers, not integers)
+    assert ("-> " in told and " parameters (" in told) == (not integers)
+    assert ("numbers are bits a weight" in page) == ("<th>bits a weight</th>" in page) == integers
+    assert ("percentage of parameters" in page) == (not integers)
+    name, bits = next((name, bits) for name, bits in each.items() if report.plan.layers[name].operator is not None)
+    assert (f", {bits:.2f} bits a weight, predicted" in page) == integers, name

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from relinear.compress.allocate import Candidate, allocate, best_uniform
 from relinear.compress.budget import Budget, size_of
@@ -25,12 +25,22 @@ FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """One layer: its operator (None: it stays as it is), parameters after and before, predicted nats a token."""
+    """One layer: its operator (None: it stays as it is), parameters after and before, predicted nats a token.
+
+    bits: that are stored for each weight of the layer as it was, floats at no more than half precision.
+    """
 
     operator: OperatorConfig | None
     parameters: int
     parameters_before: int
     nats: float | None
+    bits: float | None = None
+
+    @classmethod
+    def of(cls, module: Any, operator: OperatorConfig | None, nats: float | None) -> Self:
+        """Return what the linear layer ``module`` becomes."""
+        size, before = size_of(module, operator), module_parameters(module)
+        return cls(operator, size.parameters, before, nats, 8 * size.stored / before)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -118,16 +128,18 @@ class CompressPlan:
                 stated = layer.get("operator")
                 stated = parse_setting(stated) if isinstance(stated, str) else stated
                 operator = None if stated is None else OperatorConfig.from_dict(stated)
-                size = size_of(module, operator).parameters
-                plans[name] = LayerPlan(operator, size, module_parameters(module), _nats(layer, operator, size))
+                nats = _nats(layer, operator, size_of(module, operator).parameters)
+                plans[name] = LayerPlan.of(module, operator, nats)
         _check_linear({name: p.operator for name, p in plans.items() if p.operator is not None}, modules, Path(path))
         return cls.of(model, plans)
 
     def __str__(self) -> str:
-        rows = [("layers", "count", "dense", "kept", "predicted nats")]
-        for row in by_type({name: layer.to_dict() for name, layer in self.layers.items()}):
+        layers = {name: layer.to_dict() for name, layer in self.layers.items()}
+        in_bits = holds_integers(layers)
+        rows = [("layers", "count", "dense", "bits" if in_bits else "kept", "predicted nats")]
+        for row in by_type(layers):
             nats = "" if row["nats"] is None else f"{row['nats']:.4f}"
-            kept = f"{row['after'] / row['before']:.3f}"
+            kept = f"{row['bits']:.2f}" if in_bits else f"{row['after'] / row['before']:.3f}"
             rows.append((row["name"], str(row["count"]), str(row["dense"]), kept, nats))
         return columns(rows)
 
@@ -145,8 +157,16 @@ def by_type(layers: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
         row["dense"] = sum(layer["operator"] is None for layer in group)
         row["before"] = sum(layer["parameters_before"] for layer in group)
         row["after"] = sum(layer["parameters"] for layer in group)
+        weights = [layer["parameters_before"] * (layer.get("bits") or 0) for layer in group]
+        row["bits"] = sum(weights) / row["before"]
         rows.append(row)
     return rows
+
+
+def holds_integers(layers: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Return whether bits say more of ``layers`` than parameters do: some are stored as integers."""
+    kept = ((layer.get("bits"), layer["parameters"] / layer["parameters_before"]) for layer in layers.values())
+    return any(bits is not None and abs(bits - 16 * share) > 0.1 for bits, share in kept)
 
 
 def layer_type(name: str) -> str:
@@ -243,8 +263,5 @@ def make_plan(work: Work, candidates: Mapping[str, list[Candidate]], budget: Bud
         chosen = best_uniform(candidates, budget.limit / budget.whole)
     layers = {}
     for name, choice in chosen.items():
-        module, nats = work.modules[name], choice.nats if weighed else None
-        layers[name] = LayerPlan(
-            choice.config, size_of(module, choice.config).parameters, module_parameters(module), nats
-        )
+        layers[name] = LayerPlan.of(work.modules[name], choice.config, choice.nats if weighed else None)
     return CompressPlan.of(work.model, layers)

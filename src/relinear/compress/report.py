@@ -9,7 +9,7 @@ from relinear.compress.budget import Budget
 from relinear.compress.corpus import Corpus
 from relinear.compress.corrections import MeasuredPoint
 from relinear.compress.heal import HealReport
-from relinear.compress.plan import CompressPlan, by_type, layer_type
+from relinear.compress.plan import CompressPlan, by_type, holds_integers, layer_type
 from relinear.compress.speed import PlannedSpeed
 from relinear.core.operator import OperatorConfig
 from relinear.pages import page as pages
@@ -123,7 +123,10 @@ class CompressReport:
     def __str__(self) -> str:
         share = self.parameters / self.parameters_before
         lines = [f"{self.verdict}.", str(self.plan)]
-        lines += [f"whole model: {self.parameters_before:,} -> {self.parameters:,} parameters ({share:.3f})"]
+        if not holds_integers({name: layer.to_dict() for name, layer in self.plan.layers.items()}):
+            lines += [f"whole model: {self.parameters_before:,} -> {self.parameters:,} parameters ({share:.3f})"]
+        elif self.bytes is not None and self.bytes_before:
+            lines += [f"whole model: {self.bytes_before / 1e6:,.1f} -> {self.bytes / 1e6:,.1f} MB"]
         lines += [f"left as they are: {what}" for what in self.left]
         if self.speed is not None:
             lines.append(str(self.speed))
@@ -187,6 +190,7 @@ def report_section(report: Mapping[str, Any]) -> Section:
             "report": report,
             "picture": _picture(report["layers"]),
             "types": by_type(report["layers"]),
+            "in_bits": holds_integers(report["layers"]),
             "chart": _chart(report["points"]) if report["points"] else None,
             "frontier": _frontier(report.get("budgets") or []),
         }
@@ -250,15 +254,18 @@ def _depth(name: str) -> tuple[int, str]:
 def _picture(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The plan's picture: a row for every place in a decoder layer, a column for every decoder layer, and the cells."""
     places = list(dict.fromkeys(_depth(name)[1] for name in layers))
-    cells = []
+    cells, in_bits = [], holds_integers(layers)
     for name, layer in layers.items():
         depth, place = _depth(name)
-        kept = layer["parameters"] / layer["parameters_before"]
+        kept = layer["bits"] / 8 if in_bits else layer["parameters"] / layer["parameters_before"]
+        told = f"{layer['bits']:.2f} bits a weight" if in_bits else f"{kept:.0%} kept"
         operator = None if layer["operator"] is None else OperatorConfig.from_dict(layer["operator"])
         nats = "" if layer["nats"] is None else f", predicted {layer['nats']:+.4f} nats"
-        title = f"{name}: {'stays dense' if operator is None else operator}, {kept:.0%} kept{nats}"
+        title = f"{name}: {'stays dense' if operator is None else operator}, {told}{nats}"
         fill = None if operator is None else _shade(kept)
-        cells.append({"column": depth, "row": places.index(place), "title": title, "kept": kept, "fill": fill})
+        number = "" if fill is None else f"{layer['bits'] if in_bits else 100 * kept:.0f}"
+        at = {"column": depth, "row": places.index(place)}
+        cells.append(at | {"title": title, "kept": kept, "fill": fill, "number": number})
     columns = 1 + max((_depth(name)[0] for name in layers), default=0)
     return {"cells": cells, "places": {place: layer_type(place) or place for place in places}, "columns": columns}
 
