@@ -46,15 +46,15 @@ def test_contenders_that_are_wrong_are_reported_and_the_others_timed(monkeypatch
     for name, build in wrong.items():
         monkeypatch.setitem(peers.PEERS, name, ("low_rank", build))
     low_rank = ("low_rank", relinear.LowRank(rank=4))
-    measured = {m.contender: m for m in bench_case(CASE, [low_rank], peers=wrong, rounds=3)}
-    assert "shape (5, 85)" in measured["short"].error
-    assert "relative error" in measured["random"].error
+    measured = {row["contender"]: row for row in bench_case(CASE, [low_rank], peers=wrong, rounds=3)}
+    assert "shape (5, 85)" in measured["short"]["error"]
+    assert "relative error" in measured["random"]["error"]
     for name in ("dense", "low_rank"):
-        assert measured[name].error is None
-        assert measured[name].timing.seconds > 0
-        assert measured[name].peak_bytes > 0
+        assert measured[name]["error"] is None
+        assert measured[name]["seconds"] > 0
+        assert measured[name]["peak_bytes"] > 0
     forward = bench_case(dataclasses.replace(CASE, phase="forward"), [], rounds=3)
-    assert [m.contender for m in forward] == ["dense"]
+    assert [row["contender"] for row in forward] == ["dense"]
 
 
 def test_command(tmp_path, capfd):

@@ -16,7 +16,7 @@ import relinear
 from cases import CASES, model_with
 from conftest import make_tiny_gpt2, make_tiny_llama, mostly_slow
 from relinear.bench import models as bench_file
-from relinear.bench.models import bench_models
+from relinear.bench.models import ModelBenchSettings, bench_models
 from relinear.compare import speed as speed_file
 from relinear.core.aux import named_operators, operator_metrics
 from relinear.models import heads  # noqa: F401  registers its kind
@@ -229,7 +229,8 @@ def test_benchmarked_models_have_no_graph_break(phase, monkeypatch):
     """GPT-2 as a whole has one: it logs a warning."""
     monkeypatch.setattr(bench_file, "through_compiler", lambda model, how: compiled(model, how, backend="aot_eager"))
     graphs, sizes = Graphs(), {"n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 96, "n_positions": 512}
-    found = bench_models("gpt2-ccl-64", {}, phase=phase, compiled=True, rounds=1, new_tokens=4, overrides=sizes)
+    settings = ModelBenchSettings(preset="gpt2-ccl-64", rounds=1)
+    found = bench_models(settings, {}, phase, 1, compiled=True, new_tokens=4, overrides=sizes)
     graphs.count()
     graphs.check()
-    assert found[0].compiled
+    assert found[0]["compiled"]

@@ -1,7 +1,6 @@
 """Whole models on the clock: a training step, prefill and decoding, with and without each operator."""
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,132 +27,24 @@ from relinear.train.fit import compiled as through_compiler
 MODEL_PASSES = ("step", "prefill", "decode")
 #: tokens of the prompt that decoding goes on from: few, so that next to no prefill is timed with it
 PROMPT = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelMeasurement:
-    """One variant of a model: tokens a second and how often as fast as the stock model (above 1 is faster)."""
-
-    variant: str
-    preset: str
-    phase: str
-    sequence_length: int
-    batch_size: int
-    dtype: str
-    compiled: bool
-    for_inference: bool
-    parameters: int
-    tokens_per_second: float
-    speedup: float
-    speedup_low: float
-    speedup_high: float
-
-
-def _inference(model: Any, ids: torch.Tensor, phase: str, new_tokens: int, compiled: bool) -> Callable[[], object]:
-    from transformers import CompileConfig
-
-    model.generation_config.eos_token_id = None
-    limits: dict[str, Any] = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
-    if compiled:
-        limits |= {"cache_implementation": "static", "compile_config": CompileConfig(fullgraph=True)}
-        limits["compile_config"]._compile_all_devices = True
-    if phase == "prefill":
-        return torch.no_grad()(lambda: model(input_ids=ids, use_cache=True))
-    return torch.no_grad()(lambda: model.generate(ids[:, :PROMPT], **limits))
-
-
-def bench_models(
-    preset: str,
-    variants: Mapping[str, Mapping[str, OperatorConfig]],
-    *,
-    phase: str = "step",
-    sequence_length: int = 512,
-    batch_size: int = 1,
-    dtype: torch.dtype = torch.float32,
-    compiled: bool = False,
-    prepare: Callable[[nn.Module], None] | None = None,
-    new_tokens: int = 32,
-    for_inference: bool = True,
-    rounds: int = 7,
-    learning_rate: float = 1e-4,
-    overrides: Mapping[str, Any] | None = None,
-    on_round: Callable[[int], None] = lambda done: None,
-) -> list[ModelMeasurement]:
-    """Compare the stock model of a preset with variants of it, taking turns in this process.
-
-    Args:
-        preset: name of a stock model (``relinear.preset_names()``).
-        variants: name -> what ``replace_`` puts into the model.
-        phase: "step" (training: forward, backward, AdamW), "prefill" (a prompt, which fills the cache) or "decode"
-            (greedy, with the cache, from a prompt of 8 tokens on).
-        sequence_length: tokens a sequence, for "step" and "prefill".
-        batch_size: sequences at once.
-        dtype: float32, or bfloat16 by autocast for "step" and as weights otherwise.
-        compiled: run training steps through ``torch.compile`` as ``fit`` does, and decode with a static cache through
-            transformers' compiled call (CUDA graphs on a GPU). There is no compiled prefill.
-        prepare: called on each variant after the surgery (to attach a context manager, say).
-        new_tokens: tokens to generate for "decode".
-        for_inference: prefill and decode after ``relinear.for_inference_``.
-        rounds: how often each takes its turn.
-        learning_rate: of the AdamW steps; small, so that the work stays the same.
-        overrides: fields of the preset's config to change.
-        on_round: called between rounds with how many are done.
-
-    Raises:
-        ValueError: for an unknown preset or ``phase``, or a mapping that does not fit.
-    """
-    if phase not in MODEL_PASSES:
-        raise ValueError(f"phase must be one of {', '.join(MODEL_PASSES)}, got {phase!r}")
-    calls: dict[str, Callable[[], object]] = {}
-    parameters: dict[str, int] = {}
-    with contextlib.ExitStack() as stack:
-        for name, mapping in {"dense": {}, **variants}.items():
-            torch.manual_seed(0)
-            model = from_preset(preset, **(overrides or {}))
-            if mapping:
-                replace_(model, mapping, init="fresh")
-            if prepare is not None and mapping:
-                prepare(model)
-            ids = torch.randint(model.config.vocab_size, (batch_size, sequence_length))
-            parameters[name] = sum(p.numel() for p in model.parameters())
-            if phase == "step":
-                stack.enter_context(through_compiler(model, compiled))
-                optimizer = torch.optim.AdamW(model.train().parameters(), lr=learning_rate, fused=True)
-                calls[name] = training_step(model, ids, optimizer, None if dtype == torch.float32 else dtype)
-            else:
-                for_inference_(model.to(dtype).eval(), for_inference)
-                calls[name] = _inference(model, ids, phase, new_tokens, compiled)
-        timings = interleave(calls, "dense", rounds=rounds, min_seconds=0.0, warmup=2, on_round=on_round)
-    tokens = batch_size * (new_tokens if phase == "decode" else sequence_length)
-    return [
-        ModelMeasurement(
-            variant=name,
-            preset=preset,
-            phase=phase,
-            sequence_length=sequence_length,
-            batch_size=batch_size,
-            dtype=str(dtype).removeprefix("torch."),
-            compiled=compiled,
-            for_inference=phase != "step" and for_inference,
-            parameters=parameters[name],
-            tokens_per_second=tokens / timing.seconds,
-            speedup=1 / timing.ratio,
-            speedup_low=1 / timing.ratio_high,
-            speedup_high=1 / timing.ratio_low,
-        )
-        for name, timing in timings.items()
-    ]
+#: of AdamW: small, so that the work stays the same
+_LEARNING_RATE = 1e-4
 
 
 class ModelBenchSettings(Settings):
     """What to measure of whole models.
 
     Attributes:
-        preset, sequence_length, batch_size, for_inference, rounds: see ``bench_models``.
-        passes: of "step", "prefill" and "decode".
-        inference_batches: sequences at once in prefill and decoding.
-        modes: of "eager" and "compiled". Prefill is eager only.
-        dtypes: of the computation, "fp32" and "bf16".
+        preset: name of a stock model (``relinear.preset_names()``).
+        passes: of "step" (training: forward, backward, AdamW), "prefill" (a prompt, which fills the cache) and "decode"
+            (greedy, with the cache, from a prompt of 8 tokens on).
+        modes: of "eager" and "compiled": training steps through ``torch.compile`` as ``fit`` does, decoding with a
+            static cache through transformers' compiled call (CUDA graphs on a GPU). Prefill is eager only.
+        dtypes: "fp32" and "bf16", which is autocast for "step" and weights otherwise.
+        sequence_length: tokens a sequence, for "step" and "prefill".
+        batch_size, inference_batches: sequences at once in training, and in prefill and decoding.
+        for_inference: prefill and decode after ``relinear.for_inference_``.
+        rounds: how often each variant takes its turn.
         threads: of torch; None leaves its choice.
     """
 
@@ -174,6 +65,89 @@ class ModelBenchSettings(Settings):
         if preset not in preset_names():
             raise ValueError(f"unknown preset {shown(preset)}; {nearest(preset, preset_names())}")
         return preset
+
+
+def _inference(model: Any, ids: torch.Tensor, phase: str, new_tokens: int, compiled: bool) -> Callable[[], object]:
+    from transformers import CompileConfig
+
+    model.generation_config.eos_token_id = None
+    limits: dict[str, Any] = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
+    if compiled:
+        limits |= {"cache_implementation": "static", "compile_config": CompileConfig(fullgraph=True)}
+        limits["compile_config"]._compile_all_devices = True
+    if phase == "prefill":
+        return torch.no_grad()(lambda: model(input_ids=ids, use_cache=True))
+    return torch.no_grad()(lambda: model.generate(ids[:, :PROMPT], **limits))
+
+
+def bench_models(
+    settings: ModelBenchSettings,
+    variants: Mapping[str, Mapping[str, OperatorConfig]],
+    phase: str,
+    batch_size: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    compiled: bool = False,
+    new_tokens: int = 32,
+    overrides: Mapping[str, Any] | None = None,
+    on_round: Callable[[int], None] = lambda done: None,
+) -> list[dict[str, Any]]:
+    """Compare the stock model of a preset with variants of it, taking turns in this process.
+
+    Args:
+        settings: preset, length, rounds and inference.
+        variants: name -> what ``replace_`` puts into the model.
+        phase: of the settings' passes. batch_size: sequences at once.
+        dtype, compiled: one of the settings' dtypes and modes.
+        new_tokens: tokens to generate for "decode".
+        overrides: fields of the preset's config to change.
+        on_round: called between rounds with how many are done.
+
+    Returns:
+        rows of ``models.json``, one a variant: tokens a second and how often as fast as the stock model (above 1 is
+        faster).
+
+    Raises:
+        ValueError: for a mapping that does not fit.
+    """
+    calls: dict[str, Callable[[], object]] = {}
+    parameters: dict[str, int] = {}
+    with contextlib.ExitStack() as stack:
+        for name, mapping in {"dense": {}, **variants}.items():
+            torch.manual_seed(0)
+            model = from_preset(settings.preset, **(overrides or {}))
+            if mapping:
+                replace_(model, mapping, init="fresh")
+                _attach_contexts(model)
+            ids = torch.randint(model.config.vocab_size, (batch_size, settings.sequence_length))
+            parameters[name] = sum(p.numel() for p in model.parameters())
+            if phase == "step":
+                stack.enter_context(through_compiler(model, compiled))
+                optimizer = torch.optim.AdamW(model.train().parameters(), lr=_LEARNING_RATE, fused=True)
+                calls[name] = training_step(model, ids, optimizer, None if dtype == torch.float32 else dtype)
+            else:
+                for_inference_(model.to(dtype).eval(), settings.for_inference)
+                calls[name] = _inference(model, ids, phase, new_tokens, compiled)
+        timings = interleave(calls, "dense", rounds=settings.rounds, min_seconds=0.0, warmup=2, on_round=on_round)
+    tokens = batch_size * (new_tokens if phase == "decode" else settings.sequence_length)
+    return [
+        {
+            "variant": name,
+            "preset": settings.preset,
+            "phase": phase,
+            "sequence_length": settings.sequence_length,
+            "batch_size": batch_size,
+            "dtype": str(dtype).removeprefix("torch."),
+            "compiled": compiled,
+            "for_inference": phase != "step" and settings.for_inference,
+            "parameters": parameters[name],
+            "tokens_per_second": tokens / timing.seconds,
+            "speedup": 1 / timing.ratio,
+            "speedup_low": 1 / timing.ratio_high,
+            "speedup_high": 1 / timing.ratio_low,
+        }
+        for name, timing in timings.items()
+    ]
 
 
 def run_model_bench(
@@ -220,20 +194,9 @@ def run_model_bench(
                 report(f"{first * settings.rounds + done + 1}/{len(todo) * settings.rounds}  {case}")
 
             tell(0)
-            measured = bench_models(
-                settings.preset,
-                variants,
-                phase=phase,
-                sequence_length=settings.sequence_length,
-                batch_size=batch,
-                dtype=DTYPES[dtype],
-                compiled=mode == "compiled",
-                prepare=_attach_contexts,
-                for_inference=settings.for_inference,
-                rounds=settings.rounds,
-                on_round=tell,
+            rows += bench_models(
+                settings, variants, phase, batch, dtype=DTYPES[dtype], compiled=mode == "compiled", on_round=tell
             )
-            rows += map(dataclasses.asdict, measured)
     result = {
         "settings": settings.model_dump(mode="json"),
         **circumstances(),

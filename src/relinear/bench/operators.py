@@ -22,6 +22,8 @@ from relinear.system.timing import Timing, interleave, peak_memory
 DENSE = "dense"
 PASSES = ("forward", "step")
 MODES = ("eager", "compiled")
+#: of a row, beside its case and times; ``error`` is set, and nothing timed, where it failed the correctness gate
+FIGURES = ("peak_bytes", "memory_ratio", "flops", "parameters", "share_of_floor", "relative_error", "error")
 #: largest relative error, in the Frobenius norm, of a contender against its own float64 copy
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
@@ -48,28 +50,6 @@ class Case:
         kept = " (for_inference_)" if self.phase == "forward" and self.for_inference else ""
         sizes = f"{self.in_features} -> {self.out_features}, {self.tokens} tokens"
         return f"{sizes}, {dtype}, {self.mode}, {self.phase}{kept}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Measurement:
-    """One contender in one case. ``error`` is set, and nothing timed, where it failed the correctness gate."""
-
-    contender: str
-    case: Case
-    timing: Timing | None
-    peak_bytes: int | None
-    memory_ratio: float | None
-    flops: int | None
-    parameters: int
-    share_of_floor: float | None
-    relative_error: float | None
-    error: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the measurement as flat JSON values."""
-        flat = dataclasses.asdict(self)
-        case, timing = flat.pop("case"), flat.pop("timing") or {}
-        return case | {"dtype": str(self.case.dtype).removeprefix("torch.")} | timing | flat
 
 
 def phase_of(row: Mapping[str, Any]) -> str:
@@ -157,16 +137,18 @@ def bench_case(
     peers: Iterable[str] = (),
     roofline: Roofline | None = None,
     rounds: int = 15,
-    memory: bool = True,
-) -> list[Measurement]:
+) -> list[dict[str, Any]]:
     """Measure dense, the operators and the peers in one case, taking turns in this process.
 
     A contender that cannot be built at this size, or whose output is off, is reported with ``error`` and not timed.
+
+    Returns:
+        rows of ``bench.json``, flat JSON values: one a contender.
     """
     torch._dynamo.reset()
     modules: dict[str, nn.Module] = {}
     errors: dict[str, float] = {}
-    failed: list[Measurement] = []
+    failed = []
     builders: dict[str, Callable[[int, int], nn.Module]] = {DENSE: functools.partial(nn.Linear, bias=False)}
     builders |= {name: functools.partial(config.build, bias=False) for name, config in operators}
     builders |= {name: PEERS[name][1] for name in peers}
@@ -178,14 +160,14 @@ def bench_case(
             if not errors[name] <= TOLERANCES[case.dtype]:
                 raise ValueError(f"relative error {errors[name]:.2g} exceeds {TOLERANCES[case.dtype]:.2g}")
         except (ValueError, ImportError) as error:
-            failed.append(Measurement(name, case, None, None, None, None, 0, None, errors.get(name), str(error)))
+            failed.append(_row(name, case, None, parameters=0, relative_error=errors.get(name), error=str(error)))
             continue
         modules[name] = module
     torch.manual_seed(2)
     calls = {name: _call(module, case) for name, module in modules.items()}
     with _given(_context_values(modules.values(), case.tokens), case.dtype):
         timings = interleave(calls, DENSE, rounds=rounds)
-        peaks = {name: peak_memory(call) for name, call in calls.items()} if memory and case.phase == "step" else {}
+        peaks = {name: peak_memory(call) for name, call in calls.items()} if case.phase == "step" else {}
     measured = []
     for name, module in modules.items():
         flops = _flops(module, case)
@@ -193,20 +175,23 @@ def bench_case(
         if roofline is not None and flops is not None:
             passes = 3 if case.phase == "step" else 1  # backward: one product for the input, one for the weights
             floor = roofline.floor_seconds(passes * flops, passes * _bytes_at_least(module, case))
-        measured.append(
-            Measurement(
-                name,
-                case,
-                timings[name],
-                peaks.get(name),
-                peaks[name] / peaks[DENSE] if peaks else None,
-                flops,
-                sum(p.numel() for p in module.parameters()),
-                None if floor is None else floor / timings[name].seconds,
-                errors[name],
-            )
-        )
+        figures = {
+            "peak_bytes": peaks.get(name),
+            "memory_ratio": peaks[name] / peaks[DENSE] if peaks else None,
+            "flops": flops,
+            "parameters": sum(p.numel() for p in module.parameters()),
+            "share_of_floor": None if floor is None else floor / timings[name].seconds,
+            "relative_error": errors[name],
+        }
+        measured.append(_row(name, case, timings[name], **figures))
     return measured + failed
+
+
+def _row(contender: str, case: Case, timing: Timing | None, **figures: Any) -> dict[str, Any]:
+    """What is written of one contender in one case; figures that are not given are None."""
+    row = dataclasses.asdict(case) | {"dtype": str(case.dtype).removeprefix("torch.")}
+    row |= {} if timing is None else dataclasses.asdict(timing)
+    return row | {"contender": contender} | dict.fromkeys(FIGURES) | figures
 
 
 def _flops(module: nn.Module, case: Case) -> int | None:

@@ -130,8 +130,7 @@ def _measure(settings: BenchSettings, report: Callable[[str], None]) -> dict[str
         report(f"{number}/{len(todo)}  {case}")
         # Peers are written for eager float32 and bfloat16 alike; compiled they would measure the compiler.
         peers = PEERS if settings.peers and case.mode == "eager" else ()
-        measured = bench_case(case, operators, peers=peers, roofline=roofs[case.dtype], rounds=settings.rounds)
-        rows += [m.to_dict() for m in measured]
+        rows += bench_case(case, operators, peers=peers, roofline=roofs[case.dtype], rounds=settings.rounds)
     return {"roofline": [dataclasses.asdict(roof) for roof in roofs.values()], "rows": rows}
 
 

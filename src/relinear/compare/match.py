@@ -164,9 +164,7 @@ def _widths(
     settings: TrainSettings, vocab_size: int, measure: Callable[[TrainSettings], float], target: int, name: str
 ) -> None:
     """Try widths with the number of heads kept: coarsely over the whole range, then finely around the target."""
-    if settings.model not in preset_names():
-        raise ValueError(f"{name}: the width of {settings.model!r} cannot be changed, only that of presets")
-    config = preset_config(settings.model, **settings.model_overrides)
+    config = config_of_preset(settings, name)
     heads, width = config.num_attention_heads, config.hidden_size
     head = width // heads
 
@@ -185,6 +183,13 @@ def _widths(
     below = max((size for size, value in found if value <= target), default=smallest)
     above = min((size for size, value in found if value >= target), default=largest)
     sizes(iter(range(below, above + 1, 2 * max(1, (above - below) // 64))))
+
+
+def config_of_preset(settings: TrainSettings, name: str) -> Any:
+    """Return the config of the model that an entry trains. Raises ValueError where it is no preset."""
+    if settings.model not in preset_names():
+        raise ValueError(f"{name}: the width of {settings.model!r} cannot be changed, only that of presets")
+    return preset_config(settings.model, **settings.model_overrides)
 
 
 def at_width(settings: TrainSettings, config: Any, width: int) -> TrainSettings:

@@ -15,13 +15,12 @@ import numpy as np
 
 from relinear.compare.folder import BLOCK_LOSSES, check_same
 from relinear.compare.gaps import interval, replicates
-from relinear.compare.match import at_width, measure_size, scaled_operators
+from relinear.compare.match import at_width, config_of_preset, measure_size, scaled_operators
 from relinear.compare.plan import Event, OnEvent
 from relinear.compare.run import Way, carried_out, circumstances, comparison, held
 from relinear.compare.settings import CompareSettings
 from relinear.compare.sharing import Work, kept
 from relinear.data import prepare_data
-from relinear.models import preset_config, preset_names
 from relinear.system.files import read_json
 
 SCALE, SIZES = "scale.json", "sizes"
@@ -118,12 +117,12 @@ def at_size(recipe: CompareSettings, width: int, vocab_size: int) -> CompareSett
     Raises:
         ValueError: if a model is no preset, or an entry cannot take the width.
     """
-    base = _hidden_size(recipe, str(recipe.reference))
+    base = _config(recipe, str(recipe.reference)).hidden_size
     factor = width / base
     values = recipe.model_dump(exclude_unset=True) | {"sizes": None, "name": f"{recipe.name} at width {width}"}
     entries: dict[str, Any] = {}
     for name, entry in values["entries"].items():
-        own = round(factor * _hidden_size(recipe, name))
+        own = round(factor * _config(recipe, name).hidden_size)
         entries[name] = entry | _scaled(recipe, name, own, factor, vocab_size)
     reference = next(name for name, entry in recipe.entries.items() if entry.dense)
     entries |= _controls(recipe, reference, width, vocab_size)
@@ -135,17 +134,13 @@ def at_size(recipe: CompareSettings, width: int, vocab_size: int) -> CompareSett
     return CompareSettings.load(values, f"width {width}")
 
 
-def _hidden_size(recipe: CompareSettings, name: str) -> int:
-    settings = recipe.settings_of(name)
-    if settings.model not in preset_names():
-        raise ValueError(f"{name}: the width of {settings.model!r} cannot be changed, only that of presets")
-    return preset_config(settings.model, **settings.model_overrides).hidden_size
+def _config(recipe: CompareSettings, name: str) -> Any:
+    return config_of_preset(recipe.settings_of(name), name)
 
 
 def _scaled(recipe: CompareSettings, name: str, width: int, factor: float, vocab_size: int) -> dict[str, Any]:
     """What changes in an entry at ``width``."""
-    settings = recipe.settings_of(name)
-    config = preset_config(settings.model, **settings.model_overrides)
+    settings, config = recipe.settings_of(name), _config(recipe, name)
     if width % config.num_attention_heads:
         raise ValueError(f"{name}: width {width} is no multiple of its {config.num_attention_heads} heads")
     sized = at_width(settings, config, width)
@@ -172,8 +167,7 @@ def _with_overrides(
 
 def _controls(recipe: CompareSettings, reference: str, width: int, vocab_size: int) -> dict[str, Any]:
     """A narrower and a shallower dense model, where the recipe has none of these names."""
-    settings, entry = recipe.settings_of(reference), recipe.entries[reference]
-    config = preset_config(settings.model, **settings.model_overrides)
+    settings, entry, config = recipe.settings_of(reference), recipe.entries[reference], _config(recipe, reference)
     heads, layers = config.num_attention_heads, config.num_hidden_layers
     head = width // heads
     narrow = min(2 * round(_SHARE * head / 2), head - 2)  # rotary embeddings need even heads

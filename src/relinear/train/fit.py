@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,20 @@ class TrainResult:
     steps: int
     out_dir: Path | None
     curve: list[dict[str, Any]]
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[dict[str, Any]], **others: Any) -> TrainResult:
+        """Return what the rows of metrics.jsonl come to; ``others`` are the fields that they do not tell."""
+        held_out = [row for row in rows if "perplexity" in row]
+        last: dict[str, Any] = next((row for row in reversed(rows) if "loss" in row), {})
+        return cls(
+            validation_loss=held_out[-1]["validation_loss"] if held_out else None,
+            perplexity=held_out[-1]["perplexity"] if held_out else None,
+            initial_perplexity=held_out[0]["perplexity"] if held_out and held_out[0]["step"] == 0 else None,
+            aux={key: value for key, value in last.items() if key.startswith(("aux/", "metric/"))},
+            curve=list(rows),
+            **others,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON values, without the curve (it is in metrics.jsonl)."""
@@ -287,18 +301,12 @@ def _run(model: nn.Module, trainer: RelinearTrainer, log: RunLog, stop: StopOnTe
         trainer.evaluate()
     log.tell("done", steps)
     table = summary(model)
-    validation = [row for row in log.rows if "perplexity" in row]
-    last: dict[str, Any] = next((row for row in reversed(log.rows) if "loss" in row), {})
-    return TrainResult(
-        validation_loss=validation[-1]["validation_loss"] if validation else None,
-        perplexity=validation[-1]["perplexity"] if validation else None,
-        initial_perplexity=validation[0]["perplexity"] if validation and validation[0]["step"] == 0 else None,
+    return TrainResult.of_rows(
+        log.rows,
         parameters=table.parameters,
         flops_per_token=table.flops_per_token,
         tokens_per_second=log.tokens_per_second,
         peak_memory_bytes=memory.read(),
-        aux={key: value for key, value in last.items() if key.startswith(("aux/", "metric/"))},
         steps=steps,
         out_dir=None if log.path is None else log.path.parent,
-        curve=list(log.rows),
     )

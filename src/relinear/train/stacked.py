@@ -154,29 +154,22 @@ class _Run:
             if self.diverged:
                 record |= {"status": "failed", "error": self.diverged, "diverged": True}
             else:
-                held_out = [row for row in self.rows if "perplexity" in row]
-                write_block_losses(self.folder / "block_losses.npy", self.blocks, held_out[-1]["validation_loss"])
+                result = TrainResult.of_rows(
+                    self.rows,
+                    **record["model"],
+                    tokens_per_second=next(r["tokens_per_second"] for r in reversed(self.rows) if "loss" in r),
+                    peak_memory_bytes=peak,
+                    steps=self.settings.steps,
+                    out_dir=self.folder,
+                )
+                assert result.validation_loss is not None
+                write_block_losses(self.folder / "block_losses.npy", self.blocks, result.validation_loss)
                 if self.settings.save_model:
                     for parameter in self.model.parameters():
                         parameter.data = parameter.data.clone()  # of its own: a part of the stack would be saved whole
                     checkpoint_room.save_pretrained(self.model, self.folder / "model", tokenizer=data.tokenizer)
-                record |= {"status": "done", "result": self._result(held_out, record["model"], peak).to_dict()}
+                record |= {"status": "done", "result": result.to_dict()}
             write_json(self.folder / "run.json", record)
-
-    def _result(self, held_out: list[dict[str, Any]], sizes: dict[str, int], peak: int) -> TrainResult:
-        last = next(row for row in reversed(self.rows) if "loss" in row)
-        return TrainResult(
-            validation_loss=held_out[-1]["validation_loss"],
-            perplexity=held_out[-1]["perplexity"],
-            initial_perplexity=held_out[0]["perplexity"],
-            **sizes,
-            tokens_per_second=last["tokens_per_second"],
-            peak_memory_bytes=peak,
-            aux={key: value for key, value in last.items() if key.startswith(("aux/", "metric/"))},
-            steps=self.settings.steps,
-            out_dir=self.folder,
-            curve=self.rows,
-        )
 
 
 class _Stack:
