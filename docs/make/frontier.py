@@ -34,6 +34,9 @@ RIVALS = (
     ("bits:4.25", "gptq-order:4@96"),
     ("bits:3.5", "gptq:3@48"),
     ("bits:3.5", "gptq-order:3@48"),
+    ("bits:3.0", "gptq-order:3@576"),
+    ("bits:2.5", "gptq-order:2@48"),
+    ("heal:3.5@32768", "bits:3.5"),
 )
 #: what is held against which over draws of calibration
 DRAWS = {"bits:4.25": "gptq-order:4@96", "bits:3.5": "gptq-order:3@48"}
@@ -277,7 +280,8 @@ def equal_bytes(theme: str) -> str:
 
 def _at_equal_bytes() -> list[tuple[str, list[dict[str, Any]]]]:
     """Rows of the turned model by bits, the least loss first."""
-    found = [row for (model, name), row in _rounding().items() if model == next(iter(MODELS)) and name != "original"]
+    turned = {name: row for (model, name), row in _rounding().items() if model == next(iter(MODELS))}
+    found = [row for name, row in turned.items() if name.partition(":")[0] not in ("original", "heal")]
     text = next(iter(found[0]["against"]))
     groups = []
     for bits in ("4.25", "3.50"):
