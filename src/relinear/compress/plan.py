@@ -85,6 +85,11 @@ class CompressPlan:
         return {name: layer.operator for name, layer in self.layers.items() if layer.operator is not None}
 
     @property
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """Name -> what a plan's file and a report say of the layer."""
+        return {name: layer.to_dict() for name, layer in self.layers.items()}
+
+    @property
     def changed(self) -> bool:
         """Whether any layer becomes another."""
         return bool(self.replaced) or self.parameters != self.parameters_before
@@ -107,8 +112,7 @@ class CompressPlan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, atomically."""
-        layers = {name: layer.to_dict() for name, layer in self.layers.items()}
-        write_json(path, {"format": FORMAT, "others": self.others, "layers": layers})
+        write_json(path, {"format": FORMAT, "others": self.others, "layers": self.rows})
 
     @classmethod
     def load(cls, path: str | Path, model: Any) -> CompressPlan:
@@ -134,10 +138,9 @@ class CompressPlan:
         return cls.of(model, plans)
 
     def __str__(self) -> str:
-        layers = {name: layer.to_dict() for name, layer in self.layers.items()}
-        in_bits = holds_integers(layers)
+        in_bits = holds_integers(self.rows)
         rows = [("layers", "count", "dense", "bits" if in_bits else "kept", "predicted nats")]
-        for row in by_type(layers):
+        for row in by_type(self.rows):
             nats = "" if row["nats"] is None else f"{row['nats']:.4f}"
             kept = f"{row['bits']:.2f}" if in_bits else f"{row['after'] / row['before']:.3f}"
             rows.append((row["name"], str(row["count"]), str(row["dense"]), kept, nats))
@@ -157,8 +160,7 @@ def by_type(layers: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
         row["dense"] = sum(layer["operator"] is None for layer in group)
         row["before"] = sum(layer["parameters_before"] for layer in group)
         row["after"] = sum(layer["parameters"] for layer in group)
-        weights = [layer["parameters_before"] * (layer.get("bits") or 0) for layer in group]
-        row["bits"] = sum(weights) / row["before"]
+        row["bits"] = sum(layer["parameters_before"] * (layer.get("bits") or 0) for layer in group) / row["before"]
         rows.append(row)
     return rows
 

@@ -116,14 +116,14 @@ class CompressReport:
             "predicted_nats": self.plan.nats,
             "measured_nats": None if self.evaluation is None else self.evaluation["nats"],
             "points": [point.to_dict() for point in self.points],
-            "layers": {name: layer.to_dict() for name, layer in self.plan.layers.items()},
+            "layers": self.plan.rows,
             **circumstances(),
         }
 
     def __str__(self) -> str:
         share = self.parameters / self.parameters_before
         lines = [f"{self.verdict}.", str(self.plan)]
-        if not holds_integers({name: layer.to_dict() for name, layer in self.plan.layers.items()}):
+        if not holds_integers(self.plan.rows):
             lines += [f"whole model: {self.parameters_before:,} -> {self.parameters:,} parameters ({share:.3f})"]
         elif self.bytes is not None and self.bytes_before:
             lines += [f"whole model: {self.bytes_before / 1e6:,.1f} -> {self.bytes / 1e6:,.1f} MB"]
@@ -190,7 +190,6 @@ def report_section(report: Mapping[str, Any]) -> Section:
             "report": report,
             "picture": _picture(report["layers"]),
             "types": by_type(report["layers"]),
-            "in_bits": holds_integers(report["layers"]),
             "chart": _chart(report["points"]) if report["points"] else None,
             "frontier": _frontier(report.get("budgets") or []),
         }
@@ -267,7 +266,8 @@ def _picture(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         at = {"column": depth, "row": places.index(place)}
         cells.append(at | {"title": title, "kept": kept, "fill": fill, "number": number})
     columns = 1 + max((_depth(name)[0] for name in layers), default=0)
-    return {"cells": cells, "places": {place: layer_type(place) or place for place in places}, "columns": columns}
+    named = {place: layer_type(place) or place for place in places}
+    return {"cells": cells, "places": named, "columns": columns, "in_bits": in_bits}
 
 
 def _shade(kept: float) -> str:

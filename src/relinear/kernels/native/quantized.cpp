@@ -65,7 +65,7 @@ inline Floats decoded(const uint8_t* block, int at) {
     codes = kBits & 4 ? codes + two : two;
   }
   if constexpr (kBits & 1) {
-    uint16_t single;
+    uint16_t single = 0;
     std::memcpy(&single, next + (kBits & 2) * 8 + at / 8, kLanes == 16 ? 2 : 1);
 #if defined(__AVX512F__)
     codes = (Floats)_mm512_mask_add_ps((__m512)codes, single, (__m512)codes, _mm512_set1_ps(1));
@@ -117,8 +117,8 @@ struct Grid : Codes {
 };
 
 // Row o of the matrix.
-template <int kBits, class To, class T>
-inline void write_row(To* to, const Grid<T>& grid, int64_t o) {
+template <int kBits, class T>
+inline void write_row(T* to, const Grid<T>& grid, int64_t o) {
   const T* scale = grid.scales + o * grid.groups;
   const uint8_t* block = grid.codes + o * grid.width;
   int64_t k = 0, left = grid.halves;
