@@ -126,8 +126,8 @@ def test_the_committed_plans_are_plans(name):
     # in a process of its own: an operator of results/ is no operator of the library
     asked = "import sys; from relinear.compare.preregistration import read_plan; print(read_plan(sys.argv[1]).command)"
     path = REPOSITORY / "results" / "plans" / f"{name}.yaml"
-    places = [str(REPOSITORY / "results" / folder) for folder in ("rotor", "fair")]
-    more = {"RELINEAR_IMPORT": "added,field", "PYTHONPATH": os.pathsep.join(places)}
+    places = [str(REPOSITORY / "results" / folder) for folder in ("rotor", "fair", "hdpl")]
+    more = {"RELINEAR_IMPORT": "added,field,dense_start", "PYTHONPATH": os.pathsep.join(places)}
     done = subprocess.run(
         [sys.executable, "-c", asked, str(path)], env=os.environ | more, capture_output=True, text=True, check=False
     )
