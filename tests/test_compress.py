@@ -187,9 +187,9 @@ def test_killed_calibration_resumes_to_the_same_bits(fisher: bool, tmp_path) -> 
 
 
 def test_what_a_killed_calibration_could_not_take_away_goes(tmp_path) -> None:
-    unfinished = tmp_path / ".hidden-0001.abc"
+    unfinished = tmp_path / ".hidden-0001.abcd1234.relinear"
     unfinished.mkdir()
-    for path in (unfinished / "0.safetensors", tmp_path / ".moments-0000.safetensors.abc"):
+    for path in (unfinished / "0.safetensors", tmp_path / ".moments-0000.safetensors.abcd1234.relinear"):
         path.write_bytes(b"half")
     model = tiny()
     calibrate(model, tokens(128)[0].view(8, 16), in_layers(model), tmp_path, batch=3, fisher=True)

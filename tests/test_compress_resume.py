@@ -120,7 +120,7 @@ def test_everything_that_is_left_was_written(whole) -> None:
 
 def test_an_export_of_an_earlier_model_does_not_stay_beside_a_newer_one(whole, tmp_path) -> None:
     run(tmp_path)
-    (tmp_path / "model.gguf").write_text("of an earlier call")
+    (tmp_path / "model.gguf").write_text("GGUF relinear.version, of an earlier call")
     ids = torch.randint(1, 260, (2048,), generator=torch.Generator().manual_seed(0))
     compress(make_family("llama", vocab_size=260), [ids], keep=0.5, settings=SETTINGS, out_dir=tmp_path)
     assert (tmp_path / "model" / "config.json").is_file()
@@ -138,10 +138,12 @@ def test_a_folder_of_the_users_own_stays(tmp_path) -> None:
 
 def test_files_that_others_put_into_an_export_stay(whole, tmp_path) -> None:
     run(tmp_path)
-    (tmp_path / "plain" / "notes.txt").write_text("mine")
+    theirs = {"notes.txt", "tokenizer_notes.md", "chat_templates.txt", "model-best-of-3.safetensors", "vocab.json"}
+    for name in theirs:
+        (tmp_path / "plain" / name).write_text("mine")
     ids = torch.randint(1, 260, (2048,), generator=torch.Generator().manual_seed(0))
     compress(make_family("llama", vocab_size=260), [ids], keep=0.5, settings=SETTINGS, out_dir=tmp_path)
-    assert [path.name for path in (tmp_path / "plain").iterdir()] == ["notes.txt"]
+    assert {path.name for path in (tmp_path / "plain").iterdir()} == theirs
 
 
 @pytest.mark.slow

@@ -119,6 +119,17 @@ def test_integers_that_no_block_holds_are_refused_by_name(tmp_path) -> None:
         assert not (tmp_path / "model.gguf").exists()
 
 
+def test_a_file_of_another_program_is_not_replaced(tmp_path) -> None:
+    path = tmp_path / "model.gguf"
+    for _ in range(2):  # its own it replaces
+        export_gguf(llama(), path, tokenizer=tokenizer_of())
+    gguf.GGUFWriter(path, "llama").write_header_to_file()
+    theirs = path.read_bytes()
+    with pytest.raises(ValueError, match=r"model\.gguf would be replaced, and belongs to something else"):
+        export_gguf(llama(), path, tokenizer=tokenizer_of())
+    assert path.read_bytes() == theirs
+
+
 @pytest.mark.parametrize("digits", [True, False])
 def test_the_tokenizer_is_in_the_file(digits: bool, tmp_path) -> None:
     tokenizer = tokenizer_of(digits)

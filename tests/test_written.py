@@ -4,19 +4,24 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import relinear
 from conftest import make_tiny_llama
+from relinear.compare.run import _Comparison
+from relinear.compress.checksums import Streams
 from relinear.compress.work import check_directory
 from relinear.data.tokenizers import load_tokenizer
 from relinear.system import files
-from relinear.system.files import atomic_path, write_text
-from relinear.system.written import check_ours
+from relinear.system.files import atomic_path, write_json, write_text
+from relinear.system.lock import only_process_in
+from relinear.system.written import _MARK_SAYS, check_ours, remove_written
 from relinear.train import fit
-from relinear.train.run import _clear
+from relinear.train.run import clear_run
+from relinear.train.settings import TrainSettings
 from relinear_cli.main import main
 from test_train_resume import DATA, FIT, dropout_model
 
@@ -93,6 +98,9 @@ def test_what_a_killed_process_leaves_before_its_first_record_is_in_nobodys_way(
     with atomic_path(tmp_path / name / "fingerprint.json") as temporary:
         temporary.write_text("half")
         check_ours(tmp_path, work)
+    with pytest.raises(ValueError, match=f"{name} would be replaced"):
+        check_ours(tmp_path, work)
+    (tmp_path / name / "fingerprint.json").rename(tmp_path / name / ".env.template")
     with pytest.raises(ValueError, match=f"{name} would be replaced"):
         check_ours(tmp_path, work)
 
@@ -183,17 +191,62 @@ def test_links_stay_links(tmp_path):
 
 
 def test_what_lies_in_directories_of_ours_stays(tmp_path):
-    names = ("model/notes.txt", "model/model_best.safetensors", "checkpoints/mine.pt")
+    names = ("model/notes.txt", "model/model_best.safetensors", "model/model-a-of-b.safetensors", "checkpoints/mine.pt")
+    names += ("notes.txt", "checkpoints/checkpoint-notes.txt", "checkpoints/checkpoint-best/mine.pt")
     (tmp_path / "run.json").write_text('{"settings": {}}')
     relinear.save_pretrained(make_tiny_llama(), tmp_path / "model")
     (tmp_path / "checkpoints" / "checkpoint-3").mkdir(parents=True)
     for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("mine")
-    relinear.save_pretrained(make_tiny_llama(), tmp_path / "model")
-    _clear(tmp_path)
+    relinear.save_pretrained(make_tiny_llama(vocab_size=260), tmp_path / "model", tokenizer=load_tokenizer("bytes"))
+    relinear.save_pretrained(make_tiny_llama(vocab_size=260), tmp_path / "model")
+    assert (tmp_path / "model" / "tokenizer.json").exists()
+    clear_run(tmp_path)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == {*names, "model/.relinear"}
+    assert left == {*names}
     assert not (tmp_path / "checkpoints" / "checkpoint-3").exists()
+
+
+def test_a_run_at_a_rate_that_was_given_up_leaves_what_others_put_there(tmp_path):
+    folder, settings = tmp_path / "runs" / "dense" / "seed-0", TrainSettings(learning_rate=0.1)
+    for path, values in {folder / "run.json": {"settings": {"learning_rate": 1.0}}, folder / "mine.json": {}}.items():
+        write_json(path, values)
+    write_json(tmp_path / "tuning" / "dense" / "diverged.json", [1.0])
+    comparison = _Comparison.__new__(_Comparison)
+    comparison.out_dir, comparison.recipe = tmp_path, SimpleNamespace(seeds=[0])
+    comparison._run = lambda *arguments: {}
+    comparison._final_piece("dense", SimpleNamespace(settings=settings), 0).do()
+    assert [path.name for path in folder.iterdir()] == ["mine.json"]
+
+
+def test_states_between_layers_go_and_what_others_put_there_stays(tmp_path):
+    streams = Streams(tmp_path, 2)
+    streams.write("hidden", 0, [torch.ones(2), torch.zeros(2)])
+    streams.write("hidden", 3, [torch.ones(2), torch.zeros(2)])
+    (tmp_path / "hidden-mine").mkdir()
+    (tmp_path / "hidden-0003" / "mine.txt").touch()
+    assert streams.indices("hidden") == [0, 3]
+    for index in (0, 3):
+        streams.remove("hidden", index)
+    assert streams.indices("hidden") == []
+    assert {path.name for path in tmp_path.rglob("*")} == {"hidden-mine", "hidden-0003", "mine.txt"}
+
+
+def test_a_mark_names_nothing_outside_of_its_folder(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "mine.txt").touch()
+    (tmp_path / "a" / ".relinear").write_text(f"{_MARK_SAYS}\n../mine.txt\n{tmp_path}/mine.txt\n..\n\n.\nconfig.json\n")
+    remove_written(tmp_path / "a")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_link_to_what_is_not_there_yet_becomes_a_folder_there(tmp_path):
+    (tmp_path / "out").symlink_to(tmp_path / "disk" / "out")
+    with only_process_in(tmp_path / "out") as folder:
+        write_text(folder / "a.txt", "a")
+    assert (tmp_path / "disk" / "out" / "a.txt").read_text() == "a"
+    assert (tmp_path / "out").is_symlink()
 
 
 def test_a_private_umask_holds_for_directories(tmp_path):
@@ -237,6 +290,10 @@ def test_a_run_of_another_program_is_not_ours(tmp_path, capsys, monkeypatch):
 def test_a_model_of_others_beside_a_compression_of_ours_stays(tmp_path):
     (tmp_path / "plan.json").write_text('{"layers": {}}')
     check_directory(tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF of another program")
+    with pytest.raises(ValueError, match=r"model\.gguf would be replaced, and belongs to something else"):
+        check_directory(tmp_path)
+    (tmp_path / "model.gguf").unlink()
     (tmp_path / "plain").mkdir()
     config = tmp_path / "plain" / "config.json"
     config.write_text("{}")

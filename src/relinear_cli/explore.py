@@ -41,11 +41,11 @@ def command(
     """
     from relinear.data import DataSettings
     from relinear.explore.page import static_page, write_static_page
-    from relinear.system.written import check_page
+    from relinear.system.written import check_signed
     from relinear_cli.progress import watch_steps
 
     if static is not None:
-        check_page(static)
+        check_signed(static)
     text = DataSettings(data=data, text_column=text_column)
     prepare_process(models=[model, *([second] if second else [])], texts=[text], presets=False)
     wanted = {

@@ -39,10 +39,10 @@ def command(
     """
     from relinear.compare.report import RESULTS, read_results
     from relinear.compare.scaling import SCALE, read_scale
-    from relinear.system.written import check_page
+    from relinear.system.written import check_signed
     from relinear_cli.table import print_results, print_scale
 
-    check_page(page_of(runs, out))
+    check_signed(page_of(runs, out))
     if analyze:
         analyze_models([folder for run in runs for folder in trained_in(run)])
     path = write_report_of(runs, out)

@@ -186,13 +186,14 @@ def _named(told: str, failed: list[str], folder: Path) -> bool:
     names = set()
     for call in failed:
         parts = Path(call.partition(" ")[2]).relative_to(folder).parts
-        names |= {re.sub(r"^\.(.+?)\.[^.]{8}$", r"\1", part) for part in parts[-3:] if part != "checkpoints"}
+        names |= {re.sub(r"^\.(.+?)\.[^.]{8}\.relinear$", r"\1", part) for part in parts[-3:] if part != "checkpoints"}
     return any(name in told for name in names or {folder.name})
 
 
 def _kind(call: str) -> str:
     """Of a call on a file, whichever entry, run, step, layer or temporary name it is of."""
-    return re.sub(r"(?<=\.)[a-z0-9_]{8}(?=/|$)|\.tmp\w{6}|[^/]+(?=/seed)|\w+_proj|[0-9a-f]{8,}|\d+", "#", call)
+    temporary = r"(?<=\.)[a-z0-9_]{8}(?=/|$|\.relinear)|\.tmp\w{6}"
+    return re.sub(rf"{temporary}|[^/]+(?=/seed)|\w+_proj|[0-9a-f]{{8,}}|\d+", "#", call)
 
 
 def _bits(folder: Path) -> str:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +24,7 @@ from relinear.data import prepare_data
 from relinear.models import model_place, preset_config, preset_names
 from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
-from relinear.train.run import read_ended, read_result
+from relinear.train.run import clear_run, read_ended, read_result
 from relinear.train.settings import TrainSettings
 from relinear.train.stacked import stack_key
 from relinear.train.trainer import NonFiniteLossError
@@ -434,7 +433,7 @@ class _Comparison:
 
         def do() -> None:
             if self._outdated(name, folder, settings):
-                shutil.rmtree(folder)
+                clear_run(folder)
             what = name if len(self.recipe.seeds) == 1 else f"{name}, seed {seed}"
             try:
                 self._run("train", what, settings, folder)

@@ -29,6 +29,7 @@ from relinear.core.operator import OperatorConfig, linear_features
 from relinear.distill.record import fingerprint_of
 from relinear.system.allocator import release_freed_memory
 from relinear.system.version import __version__
+from relinear.system.written import is_temporary
 
 #: of a config, what changes nothing that a model computes
 _PASSING = ("transformers_version", "architectures", "dtype", "use_cache")
@@ -208,7 +209,8 @@ class _Calibrating:
 
     def run(self) -> None:
         last = max(self.targets)
-        self._remove(".hidden-*", ".gradient-*", ".moments-*")  # of a killed process, which could not
+        for path in filter(is_temporary, self.folder.iterdir()):  # of a killed process, which could not
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         self.layers.check(self.parts[0][:1])
         for part in {part.shape: part for part in self.parts}.values():
             self.layers.embed(part)  # notes the arguments of the layers for this shape
@@ -226,12 +228,9 @@ class _Calibrating:
             self.folder / "calibration.json",
             {"tokens": self.tokens, "loss": loss, "layers": where, "counts": counts},
         )
-        self._remove("hidden-*", "gradient-*")
-
-    def _remove(self, *patterns: str) -> None:
-        """Remove files, and directories of batches."""
-        for path in (path for pattern in patterns for path in self.folder.glob(pattern)):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for kind in ("hidden", "gradient"):
+            for index in self.streams.indices(kind):
+                self.streams.remove(kind, index)
 
     @torch.no_grad()
     def _forward(self, last: int) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from relinear.system.files import atomic_directory, atomic_path, read_json, write_json
 from relinear.system.text import cut
+from relinear.system.written import MARK, remove_written
 
 _CHECKSUM = "checksum"
 
@@ -101,11 +101,11 @@ class Streams:
 
     def remove(self, kind: str, index: int) -> None:
         """Remove the batches, if they are there."""
-        shutil.rmtree(self._place(kind, index), ignore_errors=True)
+        remove_written(self._place(kind, index))
 
     def indices(self, kind: str) -> list[int]:
         """Return before which layers there are batches of a kind."""
-        return sorted(int(path.name.rpartition("-")[2]) for path in self.folder.glob(f"{kind}-*") if path.is_dir())
+        return sorted(int(path.parent.name[-4:]) for path in self.folder.glob(f"{kind}-{'[0-9]' * 4}/{MARK}"))
 
 
 def write_record(path: str | Path, values: Mapping[str, Any]) -> None:

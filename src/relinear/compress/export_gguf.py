@@ -13,6 +13,8 @@ from relinear.core.attachment import attachments
 from relinear.core.aux import named_operators
 from relinear.core.operator import OperatorConfig, plain_linear
 from relinear.system.files import atomic_path
+from relinear.system.version import __version__
+from relinear.system.written import check_signed
 
 #: class and model type of what GGUF's architecture "llama" stands for here
 _CLASS, _ARCHITECTURE = "LlamaForCausalLM", "llama"
@@ -103,6 +105,7 @@ def export_gguf(model: Any, path: str | Path, *, tokenizer: Any) -> Path:
         ImportError: without the package gguf.
     """
     check_gguf(model, tokenizer)
+    check_signed(path)
     operators = dict(named_operators(model))
     sizes = {name: (operator.in_features, operator.out_features) for name, operator in operators.items()}
     check_gguf_operators({name: operator.config for name, operator in operators.items()}, sizes)
@@ -125,6 +128,7 @@ def export_gguf(model: Any, path: str | Path, *, tokenizer: Any) -> Path:
 
 
 def _write_config(writer: Any, config: Any) -> None:
+    writer.add_string("relinear.version", __version__)  # whose file it is: nothing else replaces or removes it
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     writer.add_name(Path(getattr(config, "_name_or_path", "") or "model").name)

@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import importlib.util
 import itertools
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -31,7 +30,7 @@ from relinear.core.operator import is_conv1d
 from relinear.surgery.states import own_parameters_
 from relinear.system.files import read_json, write_json
 from relinear.train.distill import against
-from relinear.train.fit import fit
+from relinear.train.fit import fit, remove_checkpoints
 from relinear.train.settings import FitSettings
 
 #: peak of the learning rate where the settings name none: a pretrained decoder's inputs have a few channels of enormous
@@ -209,7 +208,7 @@ class _Healing:
                 self._own_dense_()  # merging writes into weights that the teacher may hold as well
                 tuner.merge_and_unload()
                 _forget_adapters(self.model)
-        shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
+        remove_checkpoints(self.folder / "checkpoints")
         return report
 
     def _adapt(self) -> Any:

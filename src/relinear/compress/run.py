@@ -5,7 +5,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -45,7 +45,7 @@ from relinear.surgery.patterns import ALL_LINEAR
 from relinear.system.files import write_json, writing
 from relinear.system.lock import only_process_in
 from relinear.system.machine import PeakMemory, command_line
-from relinear.system.written import MARK, is_ours, parts_of
+from relinear.system.written import remove_written
 
 #: the model, and what is exported beside it, as they are called in the directory
 MODEL, PLAIN, GGUF = "model", "plain", "model.gguf"
@@ -167,14 +167,7 @@ def proposal(folder: Path, name: str) -> Path:
 def _save(model: Any, folder: Path, tokenizer: Any, export: str | None) -> None:
     # first what an earlier call exported: none is ever beside a model that it does not hold
     (folder / GGUF).unlink(missing_ok=True)
-    plain = folder / PLAIN
-    parts = list(parts_of(plain, "saved"))  # its config first: half of it would load as nothing
-    if is_ours(plain, "saved"):
-        parts += [plain / MARK, *plain.glob("tokenizer*"), *plain.glob("chat_template*")]
-    for part in parts:
-        part.unlink(missing_ok=True)
-    with suppress(OSError):  # what others put there stays
-        plain.rmdir()
+    remove_written(folder / PLAIN)
     save_pretrained(model, folder / MODEL, tokenizer=tokenizer)
     if export == "plain":
         export_plain(model, folder / PLAIN, tokenizer=tokenizer)

@@ -18,7 +18,7 @@ from relinear.explore.units import BINS, TOP
 from relinear.pages.blocks import Part, Section
 from relinear.pages.page import LIMIT, render
 from relinear.system.files import write_text
-from relinear.system.written import check_page
+from relinear.system.written import check_signed
 
 _TEMPLATE = "explore/explore.html"
 _LIVE = (
@@ -75,7 +75,7 @@ def static_page(
 
 def write_static_page(path: str | Path, page: str) -> Path:
     """Write the page and return where. Raises OSError."""
-    check_page(path)
+    check_signed(path)
     write_text(path, page)
     return Path(path)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from relinear.pages.blocks import Chart, Section, Text, as_yaml
 from relinear.pages.figures import described
 from relinear.system.files import write_text
-from relinear.system.written import check_page
+from relinear.system.written import check_signed
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -27,7 +27,7 @@ _TEXTS = 200_000  # of these for tables, texts and the page's own script
 
 def write_page(path: str | Path, sections: Sequence[Section]) -> Path:
     """Write the page on ``sections`` and return its path. Raises as ``render``, and OSError."""
-    check_page(path)
+    check_signed(path)
     write_text(path, render(sections))
     return Path(path)
 

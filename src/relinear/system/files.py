@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from relinear.system.written import MARK, check_ours, is_ours, is_saved, not_ours, parts_of
+from relinear.system.written import MARK, check_ours, is_ours, is_saved, not_ours, parts_of, sign
 
 MANIFEST = "manifest.json"
 #: what libraries say whose own file writers fail, in place of an OSError
@@ -34,7 +34,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     with writing(path):
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=MARK)
         os.close(handle)
         temporary = Path(name)
         try:
@@ -78,10 +78,10 @@ def atomic_directory(path: str | Path, work: str = "saved") -> Iterator[Path]:
     home = path if inside else path.parent
     home.mkdir(parents=True, exist_ok=True)
     with writing(path):
-        temporary = Path(tempfile.mkdtemp(dir=home, prefix=f".{path.name}."))
+        temporary = Path(tempfile.mkdtemp(dir=home, prefix=f".{path.name}.", suffix=MARK))
         try:
             yield temporary
-            (temporary / MARK).write_text("relinear wrote this directory, and replaces what it wrote\n")
+            sign(temporary, path, work)
             sync_files(temporary)
             _settle(temporary, path, work)
         finally:

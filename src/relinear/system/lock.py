@@ -37,17 +37,17 @@ def only_process_in(
         InUseError: (a ValueError) if another process holds the directory.
         OSError: if it cannot be made or written, or has no locks although they are required.
     """
-    directory = Path(directory)
+    directory, real = Path(directory), Path(os.path.realpath(directory))  # a link that dangles becomes a folder there
     required = required or shared
     try:
         import fcntl
     except ImportError:
         if required:
             raise _no_locks(directory) from None
-        directory.mkdir(parents=True, exist_ok=True)
+        real.mkdir(parents=True, exist_ok=True)
         yield directory
         return
-    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    made = [folder for folder in (real, *real.parents) if not folder.exists()]
     path = directory / LOCK
     handle = _acquired(path, fcntl, _PATIENCE if patience is None else patience, shared, required)
     try:
@@ -76,7 +76,7 @@ def _acquired(path: Path, fcntl: Any, patience: float, shared: bool, required: b
     deadline = time.monotonic() + patience
     while True:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            Path(os.path.realpath(path.parent)).mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except FileNotFoundError:  # its last holder has just removed the folder
             continue

@@ -6,14 +6,17 @@ somebody else's, and is refused by name before any work.
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-#: in every directory that is written as a whole
+#: in every directory that is written as a whole: lists what was written. Ends the names of what is not whole yet, too
 MARK = ".relinear"
+_MARK_SAYS = "relinear wrote this directory, and replaces what it wrote"
 _PAGE = "report.html"
-#: what ``atomic_path`` calls a file until it is whole
-_TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}")
+#: what pages and GGUF files say near their start
+_SIGNS = ("– relinear", "relinear.version")
+_TEMPORARY = re.compile(rf"\..+\.[a-z0-9_]{{8}}\{MARK}")
 
 
 class _Work(NamedTuple):
@@ -23,8 +26,9 @@ class _Work(NamedTuple):
     names: tuple[str, ...]
 
 
+_NUMBER = "[0-9]" * 5
 _CHECKPOINT = (
-    *("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors"),
+    *("config.json", "generation_config.json", "model.safetensors", f"model-{_NUMBER}-of-{_NUMBER}.safetensors"),
     "model.safetensors.index.json",
     *("configuration_relinear.py", "modeling_factorized.py"),
 )
@@ -80,6 +84,33 @@ def parts_of(folder: Path, work: str) -> Iterator[Path]:
         yield folder / "README.md"
 
 
+def sign(folder: Path, over: Path, work: str) -> None:
+    """Leave the mark in ``folder``, which takes the place of ``over``: it lists what is there, and what stays."""
+    staying = {part.name for part in _listed(over)} - {part.name for part in parts_of(over, work)} - {MARK}
+    names = sorted({part.name for part in folder.iterdir()} | staying)
+    (folder / MARK).write_text("\n".join([_MARK_SAYS, *names]) + "\n", encoding="utf-8")
+
+
+def _listed(folder: Path) -> list[Path]:
+    """What the mark in ``folder`` lists and is there, the mark last; nothing where earlier versions listed nothing."""
+    lines = (folder / MARK).read_text(encoding="utf-8", errors="replace").splitlines() if _says(folder / MARK) else []
+    names = [*lines[1:], MARK] if lines[1:] else []
+    return [folder / name for name in names if name == Path(name).name and (folder / name).is_file()]
+
+
+def remove_written(folder: Path) -> None:
+    """Remove the model, or whatever else was written as a whole, from ``folder``; what others put there stays."""
+    for part in (*parts_of(folder, "saved"), *_listed(folder)):  # its config first: half of it would load as nothing
+        part.unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether it is what ``atomic_path`` and ``atomic_directory`` write until that is whole."""
+    return _TEMPORARY.fullmatch(path.name) is not None
+
+
 def is_ours(folder: Path, work: str) -> bool:
     """Return whether ``folder`` carries a record of such a work, of this version or an earlier one."""
     return any(_says(folder / name, *words.split(_AND)) for name, words in _WORKS[work].records.items())
@@ -96,8 +127,8 @@ def check_ours(folder: str | Path, work: str) -> None:
     folder = Path(folder)
     ours = is_ours(folder, work)
     for path in parts_of(folder, work):
-        if path.suffix == ".html":  # says itself whose it is
-            check_page(path)
+        if path.suffix in (".html", ".gguf"):
+            check_signed(path)
         elif not ours and not _holds_nothing(path):
             raise not_ours(path)
 
@@ -105,7 +136,7 @@ def check_ours(folder: str | Path, work: str) -> None:
 def _holds_nothing(path: Path) -> bool:
     """Whether it is empty or holds nothing whole: what a process leaves that is killed before its first record."""
     if path.is_dir():
-        return all(_TEMPORARY.fullmatch(inner.name) and inner.is_file() for inner in path.iterdir())
+        return all(is_temporary(inner) and inner.is_file() for inner in path.iterdir())
     return path.is_file() and not path.stat().st_size
 
 
@@ -115,9 +146,9 @@ def is_saved(directory: Path) -> bool:
     return is_ours(directory, "saved") or any(is_ours(directory.parent, work) for work in works)
 
 
-def check_page(path: str | Path) -> None:
-    """Raise ValueError where ``path`` is there and is no page of relinear's."""
-    if Path(path).exists() and not _says(Path(path), "– relinear"):
+def check_signed(path: str | Path) -> None:
+    """Raise ValueError where ``path`` is there and does not say itself that relinear wrote it, as pages do."""
+    if Path(path).exists() and not any(_says(Path(path), sign) for sign in _SIGNS):
         raise not_ours(Path(path))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -262,7 +263,8 @@ def fit(
 
 def remove_checkpoints(folder: Path) -> None:
     """Remove the checkpoints of a run; what others keep beside them stays, and with it the folder."""
-    for part in (*folder.glob("checkpoint-*"), *folder.glob(".checkpoint-*"), folder / ".partial"):
+    names = re.compile(r"\.?checkpoint-\d+|\.partial")
+    for part in (part for part in folder.glob("*") if names.fullmatch(part.name) and part.is_dir()):
         with contextlib.suppress(OSError):  # hidden, so that what a failing disk leaves of it is no checkpoint
             part = part.rename(folder / f".{part.name.lstrip('.')}")
         shutil.rmtree(part, ignore_errors=True)

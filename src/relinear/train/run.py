@@ -23,7 +23,7 @@ from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
 from relinear.system.machine import circumstances, is_first_rank
 from relinear.system.text import cut
-from relinear.system.written import check_ours, parts_of
+from relinear.system.written import check_ours, remove_written
 from relinear.train.callbacks import Progress, read_metrics
 from relinear.train.fit import TrainResult, fit, remove_checkpoints
 from relinear.train.optim import check_readout, width_ratio
@@ -244,7 +244,7 @@ def train(
             return ended
         objective = None if settings.minimised is None else settings.minimised.prepare(model)
         if not resume and first:
-            _clear(out_dir)
+            clear_run(out_dir)
         out_dir.mkdir(parents=True, exist_ok=True)
         record = described(settings, model, data)
 
@@ -289,10 +289,9 @@ def read_ended(settings: TrainSettings, out_dir: Path) -> TrainResult | None:
     return read_result(out_dir)
 
 
-def _clear(out_dir: Path) -> None:
+def clear_run(out_dir: Path) -> None:
     """Remove what an earlier run wrote, and nothing else."""
     remove_checkpoints(out_dir / "checkpoints")
-    for part in parts_of(out_dir / "model", "saved"):
-        part.unlink()
-    for name in ("run.json", "metrics.jsonl", "block_losses.npy"):
+    remove_written(out_dir / "model")
+    for name in ("run.json", "metrics.jsonl", "block_losses.npy", "latent_moments.json"):
         (out_dir / name).unlink(missing_ok=True)
