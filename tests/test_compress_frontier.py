@@ -39,9 +39,9 @@ def test_budgets_of_bytes_are_counted_and_saved_at_half_precision(budget: dict, 
     assert all(p.dtype == torch.float32 for p in model.parameters())
     with safe_open(tmp_path / "model" / "model.safetensors", framework="pt") as file:
         saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    assert {value.dtype for value in saved.values()} == {torch.bfloat16}
+    assert {value.dtype for name, value in saved.items() if "codes" not in name} == {torch.bfloat16}
     own = model.state_dict()
-    assert all(torch.equal(own[name], value.float()) for name, value in saved.items()), "judged is what is saved"
+    assert all(torch.equal(own[name], value.to(own[name].dtype)) for name, value in saved.items()), "judged is saved"
     assert relinear.from_pretrained(tmp_path / "model").dtype == torch.bfloat16
 
 

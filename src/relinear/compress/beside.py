@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from relinear.core.inference import build_for_inference
 from relinear.core.operator import linear_features
-from relinear.core.vocabulary import most_positions
+from relinear.core.vocabulary import entries_of, most_positions
 from relinear.system.student import half_width
 from relinear.system.timing import Timing, interleave
 
@@ -288,7 +288,7 @@ def measure_speed(original: Any, compressed: Any, batch: int) -> dict[str, Any]:
     """
     build_for_inference(compressed)
     contenders = {"original": original, "compressed": compressed}
-    device, vocabulary = next(compressed.parameters()).device, compressed.get_input_embeddings().weight.shape[0]
+    device, vocabulary = next(compressed.parameters()).device, entries_of(compressed.get_input_embeddings())
     tokens = min(PREFILL_TOKENS, _longest(compressed))
     ids = torch.randint(vocabulary, (batch, tokens), generator=torch.Generator().manual_seed(0)).to(device)
     decoded = max(1, min(DECODED_TOKENS, _longest(compressed) - 8))

@@ -122,6 +122,7 @@ def budget_of(
     settings: CompressSettings,
     table: SpeedTable | None = None,
     use: Mapping[str, float] | None = None,
+    saved: int = 0,
 ) -> Budget:
     """Return the budget that ``settings`` ask for.
 
@@ -131,6 +132,7 @@ def budget_of(
         settings: of the compression.
         table: seconds of layers, where a speed is asked for.
         use: share of the tokens that a layer sees, where it is not 1 (an expert's); counts in FLOPs and time.
+        saved: bytes by which what lies outside of the layers becomes smaller.
 
     Raises:
         ValueError: if what lies outside of the layers already exceeds the budget.
@@ -156,7 +158,7 @@ def budget_of(
     what, limit = f"keep={settings.keep} (budget_of={counted})", settings.keep * layers
     if counted in ("model", "bytes"):
         total = module_parameters(model) if counted == "model" else stored_bytes(model)
-        others = total - layers
+        others = total - layers - (saved if counted == "bytes" else 0)
         limit = settings.keep * total - others
         if limit <= 0:
             raise ValueError(

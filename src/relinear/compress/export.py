@@ -49,7 +49,7 @@ def export_plain(model: Any, directory: str | Path, *, tokenizer: Any = None) ->
     factors = {
         name: _into_factors(plain, name, operator)
         for name, operator in list(named_operators(plain))
-        if len(operator.dense_chain()) == 2
+        if operator.num_embeddings is None and len(operator.dense_chain()) == 2
     }
     if list(named_operators(plain)):
         fold_(plain, verbose=False)

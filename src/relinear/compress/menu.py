@@ -165,6 +165,7 @@ class Operators:
         for done, at in enumerate(sorted(near, reverse=True), start=1):
             row, whole = rows[at]
             copied = work.on_a_copy()
+            copied.round_tables_()
             Operators(copied).carry_out_(whole, calibration, corpus.blocks)
             if work.settings.by_bytes:
                 round_to_half_(copied.model)
@@ -176,7 +177,7 @@ class Operators:
     def _row(self, whole: CompressPlan, table: SpeedTable, before: int) -> dict[str, Any]:
         """A budget's row; ``before``: bytes of the whole original."""
         modules, replaced = self.work.modules, whole.replaced
-        left = before - saved_bytes(modules, replaced)
+        left = before - saved_bytes(modules, replaced) - self.work.bytes_of_tables
         after = sum(size_of(module, replaced.get(name)).stored for name, module in modules.items())
         weights = sum(inputs * outputs for inputs, outputs in map(linear_features, modules.values()))
         return {

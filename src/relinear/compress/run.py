@@ -42,6 +42,7 @@ from relinear.core.operator import OperatorConfig, linear_features
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.coverage import coverage, out_of_reach
 from relinear.surgery.patterns import ALL_LINEAR
+from relinear.surgery.tied import tied_head
 from relinear.system.files import write_json, writing
 from relinear.system.lock import only_process_in
 from relinear.system.machine import PeakMemory, command_line
@@ -195,8 +196,10 @@ class _Job:
         memory = PeakMemory(next(self.model.parameters()).device)
         memory.start()
         self._lap("")
-        bytes_before = stored_bytes(self.model)
+        bytes_before, tables_saved = stored_bytes(self.model), self.work.bytes_of_tables
         left = tuple(entry.in_words() for entry in out_of_reach(coverage(self.model, {}, {})))
+        if self.export == "gguf":
+            self._check_gguf(self.work.tables)
         if self._asks_for_speed:
             self._prepare_speed(given_plan, plan_only)
         self._lap("speed")
@@ -215,7 +218,7 @@ class _Job:
         whole.save(proposal(self.folder, "plan.json"))
         self._lap("plan")
         if self.export == "gguf":
-            check_gguf_operators(whole.replaced, {name: linear_features(m) for name, m in self.modules.items()})
+            self._check_gguf(whole.replaced)
         speed = None
         if whole.replaced and self._asks_for_speed:
             which = f"the plan ({proposal(self.folder, 'plan.json')})"
@@ -238,7 +241,7 @@ class _Job:
             points=tuple(points),
             budgets=tuple(budgets),
             bytes_before=bytes_before,
-            bytes=bytes_before - saved_bytes(self.modules, whole.replaced) if self.menu.timed else None,
+            bytes=bytes_before - saved_bytes(self.modules, whole.replaced) - tables_saved if self.menu.timed else None,
             evaluation=evaluation,
             peak_memory_bytes=memory.read(),
             settings=self.settings.model_dump(mode="json"),
@@ -250,6 +253,9 @@ class _Job:
         write_page(place("report.html"), values)
         return report
 
+    def _check_gguf(self, becomes: dict[str, OperatorConfig]) -> None:
+        check_gguf_operators(becomes, {name: linear_features(self.model.get_submodule(name)) for name in becomes})
+
     def _make(
         self, corpus: Corpus, calibration: Calibration, whole: CompressPlan, tokenizer: Any
     ) -> tuple[HealReport | None, dict[str, Any] | None]:
@@ -258,9 +264,13 @@ class _Job:
         if self.settings.heal_tokens:
             check_healable(self.settings, len(whole.replaced), len(dense))
         original = self._observe("original", corpus, tokenizer)
-        layers = {name: copy.deepcopy(module).to("meta") for name, module in self.modules.items()}
+        tables = [self.model.get_submodule(name) for name in self.work.tables]
+        tables += [head for table in tables if (head := tied_head(self.model, table)) is not None]
+        tied = {name: module for name, module in self.model.named_modules() if module in tables}
+        layers = {name: copy.deepcopy(one).to("meta") for name, one in {**self.modules, **tied}.items()}
         self._lap("original")
         teacher = original_copy(self.model) if self.settings.heal_tokens else None
+        self.work.round_tables_()
         self.menu.carry_out_(whole, calibration, corpus.blocks)
         self._lap("fit")
         healing = None
@@ -279,7 +289,7 @@ class _Job:
     def budget(self, use: Mapping[str, float]) -> Budget:
         """Return what the plan may cost, each layer weighed by the share of tokens that it sees."""
         table = None if self.settings.speed is None else self._table({})
-        return budget_of(self.model, self.modules, self.settings, table, use)
+        return budget_of(self.model, self.modules, self.settings, table, use, self.work.bytes_of_tables)
 
     def _table(self, replaced: Mapping[str, OperatorConfig]) -> SpeedTable:
         """Speeds of the layers, of the menu and of ``replaced``; measured once a directory and machine."""

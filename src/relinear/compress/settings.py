@@ -15,6 +15,8 @@ from relinear.distill.settings import check_whole_blocks
 BUDGETS = ("keep", "bits", "speed")
 #: what layers may become where bytes are the budget
 BYTES_MENU = ("quantized", "pivoted_low_rank")
+#: what embedding and head become there
+BYTES_EMBEDDING = "quantized:bits=8,symmetric=true"
 #: share that is kept where no budget is given
 KEEP = 0.8
 
@@ -43,6 +45,8 @@ class CompressSettings(Settings):
             considered at every rank; other operators at the size that is named. ``neurons``, by itself: narrower MLPs,
             as wide in every layer, of a stock model; the budget decides how wide. Where bytes are the budget the
             default is ``quantized`` and ``pivoted_low_rank``.
+        embedding: operator that the embedding becomes, and the output head, where they can be replaced, as text; None
+            leaves them. Where bytes are the budget it is ``quantized:bits=8,symmetric=true`` by default.
         anchor: fit layers from the first to the last, on the inputs that the compressed model has there, towards the
             outputs that the original had.
         correct_dense: layers that stay dense take part in that: their weights are fitted to make up for what changed
@@ -88,6 +92,7 @@ class CompressSettings(Settings):
     batch_size: int = Field(default=2, ge=1)
     fisher: bool = True
     menu: tuple[str, ...] = ("pivoted_low_rank",)
+    embedding: str | None = None
     anchor: bool = False
     correct_dense: bool = True
     anchor_tokens: int = Field(default=32768, ge=2)
@@ -120,7 +125,7 @@ class CompressSettings(Settings):
         if all(given.get(name) is None for name in BUDGETS):
             given["keep"] = KEEP
         if given.get("bits") is not None or given.get("budget_of") == "bytes":
-            given = {"menu": BYTES_MENU, "allow_slower": True} | given
+            given = {"menu": BYTES_MENU, "embedding": BYTES_EMBEDDING, "allow_slower": True} | given
         return given
 
     @model_validator(mode="after")
@@ -150,7 +155,7 @@ class CompressSettings(Settings):
     def _check_menu(self) -> None:
         if not self.menu:
             raise ValueError("menu is empty: name at least one operator, such as low_rank")
-        for text in set(self.menu) - {"neurons"}:
+        for text in {*self.menu, *filter(None, [self.embedding])} - {"neurons"}:
             OperatorConfig.read(text)
         if "neurons" not in self.menu:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from relinear.compress.budget import saved_bytes
 from relinear.compress.calibrate import Calibration, calibrate
 from relinear.compress.settings import CompressSettings
 from relinear.core.anatomy import layer_finder
 from relinear.core.operator import Operator, OperatorConfig, linear_features
-from relinear.core.vocabulary import most_positions
+from relinear.core.vocabulary import entries_of, most_positions
 from relinear.surgery.patterns import ALL_LINEAR
-from relinear.surgery.plan import plan
+from relinear.surgery.plan import plan, replace_
 from relinear.system.written import check_ours
 
 #: told the phase ("speed", "forward", "backward", "candidates", "points", "frontier", "original", "fit", "heal",
@@ -49,6 +51,8 @@ class Work:
     on_progress: OnProgress
     #: the layers by decoder layer
     by_layer: dict[int, dict[str, nn.Module]] = dataclasses.field(init=False, default_factory=dict)
+    #: what the embedding, and a head that is not tied to it, become, by name
+    tables: dict[str, OperatorConfig] = dataclasses.field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         find = layer_finder(self.model)
@@ -67,6 +71,19 @@ class Work:
                 f"{seen:,}, are fewer than the widest layer has inputs, {widest:,}; use more"
             )
 
+        if self.settings.embedding is not None:
+            self.tables.update(_tables(self.model, OperatorConfig.read(self.settings.embedding)))
+
+    @property
+    def bytes_of_tables(self) -> int:
+        """Bytes by which embedding and head become smaller."""
+        return saved_bytes({name: self.model.get_submodule(name) for name in self.tables}, self.tables)
+
+    def round_tables_(self) -> None:
+        """Put what embedding and head become in their place."""
+        if self.tables:
+            replace_(self.model, self.tables, init="from_weight")
+
     def told(self, phase: str) -> Callable[[int, int], None]:
         """Return what is told how much of ``phase`` is done, and how much there is."""
         return partial(self.on_progress, phase)
@@ -82,6 +99,17 @@ class Work:
         how: dict[str, Any] = {"batch": chosen.batch_size, "fisher": chosen.fisher, "seed": chosen.seed}
         how |= {"on_layer": self.on_progress}
         return calibrate(self.model, blocks, self.by_layer, where, **how)
+
+
+def _tables(model: Any, config: OperatorConfig) -> dict[str, OperatorConfig]:
+    """Embedding and head of ``model`` that ``config`` can take the place of; a head that is tied goes with it."""
+    ends, found = (model.get_input_embeddings(), model.get_output_embeddings()), dict[str, OperatorConfig]()
+    for name, module in model.named_modules():
+        if any(module is end for end in ends) and not isinstance(module, Operator):
+            with suppress(ValueError):  # an embedding that scales, a head that is tied or read elsewhere
+                plan(model, {name: config}, init="from_weight")
+                found[name] = config
+    return found
 
 
 def linear_layers(
@@ -135,7 +163,7 @@ def check_model(model: Any, sequence_length: int) -> None:
 
 def check_ids(ids: Tensor, model: Any, what: str) -> None:
     """Raise ValueError unless token ids (N, T) are ones that ``model`` embeds."""
-    entries = model.get_input_embeddings().weight.shape[0]
+    entries = entries_of(model.get_input_embeddings())
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"{what}: token ids must be integers, got {str(ids.dtype).removeprefix('torch.')}")
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < entries:

@@ -96,6 +96,7 @@ class OperatorConfig(Config):
         if init == "from_weight":
             operator.from_linear(source)
         operator.replaces_conv1d = is_conv1d(source) or getattr(source, "replaces_conv1d", False)
+        operator.num_embeddings = getattr(source, "num_embeddings", None)
         return operator.train(source.training).requires_grad_(reference.requires_grad)
 
     def resized(self, in_features: int, out_features: int, scale: float) -> OperatorConfig | None:
@@ -155,6 +156,8 @@ class Operator(TokenTerms, CachingModule):
     tensor_parallel: ClassVar[Mapping[str, int]] = {}
     #: whether folding gives GPT-2's transposed Conv1D rather than nn.Linear
     replaces_conv1d: bool = False
+    #: entries of the nn.Embedding that it stands for: called with token ids it gives ``rows``; None stands for a layer
+    num_embeddings: int | None = None
     #: where the operator is in its model, for messages; empty where it stands alone
     name_in_model: str = ""
 
@@ -201,6 +204,10 @@ class Operator(TokenTerms, CachingModule):
         By default that matrix alone; a product of thin matrices gives its factors. Raises NotLinearError likewise.
         """
         return (self.to_dense(),)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows (..., in_features) of ``to_dense()`` at token ids (...): what an embedding gives."""
+        return nn.functional.embedding(ids, self.to_dense())
 
     def dense_bias(self) -> Tensor | None:
         """Return the additive bias that goes with ``to_dense``, or None."""
@@ -289,6 +296,8 @@ def _checked(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def checked(self: Operator, x: Tensor) -> Tensor:
         # Spelt out, not called: this runs at every call of every layer, and takes a third of a microsecond.
         if not isinstance(x, Tensor) or not x.ndim or x.shape[-1] != self.in_features or not x.is_floating_point():
+            if self.num_embeddings is not None and isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32):
+                return self.rows(x)
             _refuse_features(x, self.in_features, self)
         return forward(self, x)
 
@@ -349,8 +358,15 @@ def is_linear(module: Any) -> bool:
     return type(module) is nn.Linear or _class_name(module) in _STOCK or isinstance(module, Operator)
 
 
+def is_embedding(module: Any) -> bool:
+    """Return whether ``module`` is exactly nn.Embedding, which gives rows of its matrix (out_features, in_features)."""
+    return type(module) is nn.Embedding and module.max_norm is None
+
+
 def linear_features(module: Any) -> tuple[int, int]:
-    """(in_features, out_features) of an nn.Linear, a Conv1D or an operator."""
+    """(in_features, out_features) of an nn.Linear, a Conv1D, an operator or an nn.Embedding, the matrix of a head."""
+    if is_embedding(module):
+        return module.embedding_dim, module.num_embeddings
     if is_conv1d(module):
         return int(module.weight.shape[0]), int(module.weight.shape[1])
     return int(module.in_features), int(module.out_features)
@@ -362,7 +378,7 @@ def dense_weight(module: Any) -> Tensor:
         return module.to_dense()
     if is_conv1d(module):
         return module.weight.T
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) or is_embedding(module):
         return module.weight
     raise ValueError(f"expected nn.Linear, Conv1D or a relinear operator, got {type(module).__name__}")
 
@@ -379,7 +395,7 @@ def dense_in_float32(operator: Operator) -> tuple[Tensor, Tensor | None]:
 
 @torch.no_grad()
 def plain_linear(operator: Operator) -> nn.Module:
-    """Return the nn.Linear (Conv1D in GPT-2) of a context-free operator, multiplied out in float32 at least.
+    """Return the stock layer (nn.Linear, Conv1D, nn.Embedding) that a context-free operator stands for, multiplied out.
 
     Raises:
         NotLinearError: if the operator is no matrix, or one a token, or has an offset that its layer cannot hold.
@@ -400,19 +416,22 @@ def plain_linear(operator: Operator) -> nn.Module:
 
         linear = Conv1D(operator.out_features, operator.in_features).to(reference.device, dtype)
         linear.weight.copy_(weight.T)
+    elif operator.num_embeddings is not None:
+        linear = nn.Embedding(operator.num_embeddings, operator.in_features, device=reference.device, dtype=dtype)
+        linear.weight.copy_(weight)
     else:
         linear = nn.Linear(
             operator.in_features, operator.out_features, bias is not None, device=reference.device, dtype=dtype
         )
         linear.weight.copy_(weight)
-    if linear.bias is not None:
+    if getattr(linear, "bias", None) is not None:
         linear.bias.zero_() if bias is None else linear.bias.copy_(bias)
     return linear.train(operator.training).requires_grad_(trainable)
 
 
 def dense_bias(module: Any) -> Tensor | None:
     """Return the bias that goes with ``dense_weight``, or None."""
-    return module.dense_bias() if isinstance(module, Operator) else module.bias
+    return module.dense_bias() if isinstance(module, Operator) else getattr(module, "bias", None)
 
 
 def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:

@@ -19,9 +19,14 @@ def token_tables(model: nn.Module) -> list[nn.Embedding]:
     return [table for table in tables if table is not None]
 
 
+def entries_of(table: Any) -> int:
+    """Return how many tokens an embedding knows; an adapter around one shows its weight alone."""
+    return getattr(table, "num_embeddings", None) or table.weight.shape[0]
+
+
 def check_table_fits(table: nn.Embedding, base: Any, part: str) -> None:
     """Raise ValueError if ``base`` knows more tokens than ``table``, the embedding that ``part`` has of them."""
-    known = base.get_input_embeddings().weight.shape[0]  # an adapter around the table shows its weight alone
+    known = entries_of(base.get_input_embeddings())
     if known > table.num_embeddings:
         raise ValueError(
             f"the model's vocabulary has grown to {known}, the {part} knows {table.num_embeddings} tokens; "

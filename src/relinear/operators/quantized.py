@@ -64,6 +64,12 @@ class QuantizedLinear(Operator):
     def forward(self, x: Tensor) -> Tensor:
         return quantized(x, self.codes, self.scales, self.zeros, self.config.bits, self.config.group, self.bias)
 
+    def rows(self, ids: Tensor) -> Tensor:
+        config, at = self.config, ids.flatten()
+        zeros = None if self.zeros is None else self.zeros[at]
+        found = dequantized(self.codes[at], self.scales[at], zeros, config.bits, config.group, self.in_features)
+        return found.unflatten(0, ids.shape)
+
     def to_dense(self) -> Tensor:
         config = self.config
         return dequantized(self.codes, self.scales, self.zeros, config.bits, config.group, self.in_features)

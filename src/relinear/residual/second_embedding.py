@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from relinear.core.anatomy import sub_blocks
-from relinear.core.attachment import AttachmentConfig
+from relinear.core.attachment import AttachmentConfig, kw_like
 from relinear.core.config import Count, NonNegative, register
 from relinear.core.context import ContextOwner, check_carries_context, conditioned_operators, current_context
 from relinear.core.vocabulary import check_table_fits
@@ -96,9 +96,8 @@ class SecondEmbedding(AttachmentConfig):
         config: Any = model.config  # type: ignore[union-attr]
         width = config.get_text_config().hidden_size
         std = getattr(config, "initializer_range", 0.02) if self.std is None else self.std
-        kw = {"device": table.weight.device, "dtype": table.weight.dtype}
-        owner = _Table(table.num_embeddings, self.dim or width, width, std, **kw)
-        owner.train(base.training).requires_grad_(table.weight.requires_grad).install(base)
+        owner = _Table(table.num_embeddings, self.dim or width, width, std, **kw_like(table))
+        owner.train(base.training).requires_grad_(next(table.parameters()).requires_grad).install(base)
         for block in sub_blocks(model):
             if block.role == "mlp":
                 block.module.register_forward_pre_hook(add_embedding)

@@ -27,14 +27,14 @@ from relinear.core.anatomy import named_in
 from relinear.core.attachment import AttachmentConfig, attachments
 from relinear.core.aux import named_operators
 from relinear.core.config import UnknownKindError, nearest, shown
-from relinear.core.drawn import swap_module
-from relinear.core.operator import OperatorConfig, check_model, is_linear
+from relinear.core.operator import OperatorConfig, check_model, is_embedding, is_linear
 from relinear.core.places import saved_place
 from relinear.core.record import FORMAT_VERSION, METHOD, config_record, sync_record
 from relinear.core.vocabulary import token_tables
 from relinear.surgery.card import is_own_card
 from relinear.surgery.saved_config import as_in_memory_
 from relinear.surgery.select import OWN_PREFIX
+from relinear.surgery.tied import swap_layer
 from relinear.system.files import atomic_directory, read_json, writing
 from relinear.system.text import cut
 
@@ -166,7 +166,7 @@ def _has_another_head(model: Any) -> bool:
 def _layer_of(model: Any, name: str) -> nn.Module | None:
     """The layer ``name``; None if it is one of a head that ``model`` does not have, being for another task."""
     layer = named_in(model, name)
-    if layer is not None and is_linear(layer):
+    if layer is not None and (is_linear(layer) or is_embedding(layer)):
         return layer
     bodies = tuple(f"{prefix}." for prefix in (_saved_prefix(model), getattr(model, "base_model_prefix", "")) if prefix)
     if bodies and not name.startswith(bodies) and _has_another_head(model):
@@ -199,7 +199,7 @@ def rebuild_(model: nn.Module, settings: RelinearConfig) -> None:
         source, config = _layer_of(model, name), OperatorConfig.from_dict(values)
         if source is not None and getattr(source, "config", None) != config:
             aliases = [alias for alias, module in modules if module is source]
-            swap_module(model, aliases, source, config.convert(source))
+            swap_layer(model, aliases, source, config.convert(source))
     sync_record(model)
 
 

@@ -88,6 +88,8 @@ def coverage(model: nn.Module, before: Mapping[str, int], reasons: Mapping[str, 
     layers = parameters = 0
     groups: dict[tuple[str, str], tuple[list[str], list[int]]] = {}
     for name, module, reason in _linear_maps(model):
+        if getattr(module, "num_embeddings", None) is not None:
+            continue
         if isinstance(module, Operator):
             layers += 1
             parameters += before.get(name, dense_size(module))

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.aux import named_operators
-from relinear.core.drawn import swap_module
 from relinear.core.modes import evaluating
 from relinear.core.operator import NotLinearError, check_model, plain_linear
 from relinear.core.record import sync_record
+from relinear.surgery.tied import swap_layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
     aliases = list(model.named_modules(remove_duplicate=False))
     for name, linear in plain.items():
         operator = found[name]
-        swap_module(model, [alias for alias, module in aliases if module is operator], operator, linear)
+        swap_layer(model, [alias for alias, module in aliases if module is operator], operator, linear)
     sync_record(model)
     after = _logits(model, inputs)
     difference = None if before is None or after is None else float((before - after).abs().max())

@@ -13,8 +13,7 @@ from relinear.core.anatomy import unwrapped
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import check_choice, shown
 from relinear.core.context import check_conditioned
-from relinear.core.drawn import swap_module
-from relinear.core.operator import Init, Operator, OperatorConfig, check_model, linear_features
+from relinear.core.operator import Init, NotLinearError, Operator, OperatorConfig, check_model, linear_features
 from relinear.core.readers import reader_of_weight
 from relinear.core.record import METHOD, sync_record
 from relinear.core.wrapper import WrapperConfig
@@ -22,6 +21,7 @@ from relinear.surgery.coverage import warn_of_gaps
 from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.select import Target, is_tied, select_targets
 from relinear.surgery.summary import Summary, module_flops, module_parameters, summary
+from relinear.surgery.tied import swap_layer, tied_head
 
 #: times the parameters of the layer that it replaces, beyond which an operator is remarked upon
 _LARGER = 1.5
@@ -78,7 +78,7 @@ class Plan:
         operators = [r.config.convert(r.target.module, self.init) for r in self.replacements]
         for replacement, operator in zip(self.replacements, operators, strict=True):
             target = replacement.target
-            swap_module(self.model, (target.name, *target.aliases), target.module, operator)
+            swap_layer(self.model, (target.name, *target.aliases), target.module, operator)
         sync_record(self.model)
         if unwrapped(self.model) is not self.model and operators:
             if self.init == "fresh":
@@ -108,7 +108,8 @@ def plan(
         mapping: pattern -> operator config. A plain key is an exact name or a dotted suffix ("q_proj"), anything else
             a regular expression matched in full, ``"all-linear"`` everything but the output head. The first match wins;
             ``None`` leaves the layer alone. A config may be written as text, as on the command line:
-            ``"low_rank:rank=8"``.
+            ``"low_rank:rank=8"``. A plain key may also name the embedding of the tokens; a head that is tied to it
+            then reads the operator, too.
         layers: indices of decoder layers to stay within (negative ones count from the end); all by default.
         exclude: patterns of layers to leave alone.
         filter_fn: ``filter_fn(module, name) -> bool``; False leaves the layer alone.
@@ -251,7 +252,9 @@ def _check_target(model: nn.Module, target: Target, config: OperatorConfig, init
             f"{target.name} cannot be replaced: {reader} reads its weight, which an operator does not have. Leave it "
             "out with exclude="
         )
-    shared = is_tied(model, target.module)
+    embeds = getattr(target.module, "num_embeddings", None) is not None
+    head = tied_head(unwrapped(model), target.module) if embeds else None
+    shared = None if head is not None else is_tied(model, target.module)
     if shared is not None:
         raise ValueError(
             f"{target.name} shares its weight with {shared}; replacing it would untie them. Build the model with "
@@ -268,4 +271,19 @@ def _check_target(model: nn.Module, target: Target, config: OperatorConfig, init
         config.check_shape(*linear_features(target.module))
     except ValueError as error:
         raise ValueError(f"{target.name}: {error}") from error
+    if embeds and not _has_rows(config, linear_features(target.module)):
+        raise ValueError(
+            f"{target.name} is an embedding, whose rows are looked up, and {config.kind} has no rows; give an operator "
+            "with a dense matrix, such as quantized:bits=8"
+        )
     check_conditioned(model, target.name, config)
+
+
+def _has_rows(config: OperatorConfig, sizes: tuple[int, int]) -> bool:
+    if config.conditioned or isinstance(config, WrapperConfig):
+        return False
+    try:
+        config.build(*sizes, bias=False, device="meta").to_dense()
+    except NotLinearError:
+        return False
+    return True

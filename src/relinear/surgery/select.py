@@ -11,7 +11,7 @@ from torch import nn
 from relinear.core.adapters import BASE_LAYER, stock_name
 from relinear.core.anatomy import layer_finder, unwrapped
 from relinear.core.config import layer_indices, shown
-from relinear.core.operator import Operator, is_linear
+from relinear.core.operator import Operator, is_embedding, is_linear
 from relinear.core.readers import reader_of_weight
 from relinear.surgery.patterns import ALL_LINEAR, check_patterns, is_plain, matches
 
@@ -78,6 +78,16 @@ def heads(model: Any) -> set[int]:
     head = getter() if callable(getter) else None
     found = {id(child) for name, child in model.named_children() if name in _HEADS}
     return found | ({id(head)} if head is not None else set())
+
+
+def _embedding(model: Any) -> Any:
+    """The embedding of the model's tokens, or the operator in its place; None where there is none to replace."""
+    getter = getattr(unwrapped(model), "get_input_embeddings", None)
+    try:
+        table = getter() if callable(getter) else None
+    except NotImplementedError:  # a model that does not read tokens
+        return None
+    return table if is_embedding(table) or isinstance(table, Operator) else None
 
 
 def is_tied(model: nn.Module, module: nn.Module) -> str | None:
@@ -191,16 +201,21 @@ def select_targets(
     used: set[str] = set()
     chosen: list[Target] = []
     left: dict[str, str] = {}
+    table = _embedding(model)
     for module, names in found.values():
-        if not is_linear(module):
+        if not is_linear(module) and module is not table:
             continue
         shown_names = [shown for name in names for shown in dict.fromkeys((name, stock_name(name)))]
+        # an embedding is meant where it is named, not by patterns for linear layers
+        meant = [p for p in mapping if p != ALL_LINEAR and is_plain(p)] if module is table else mapping
         hits = [
             p
-            for p in mapping
+            for p in meant
             if (id(module) not in outputs if p == ALL_LINEAR else any(matches(p, name) for name in shown_names))
         ]
         used.update(hits)
+        if not hits and module is table:
+            continue
         if not hits:
             left[names[0]] = OUTPUT_HEAD if id(module) in outputs else "no pattern names them"
         elif any(matches(p, name) for p in excluded for name in shown_names):

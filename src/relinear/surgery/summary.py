@@ -10,6 +10,7 @@ from torch import nn
 from relinear.core.anatomy import outermost
 from relinear.core.operator import Operator, check_model, is_linear, linear_features
 from relinear.surgery.coverage import Coverage, coverage, dense_size
+from relinear.surgery.tied import TiedHead
 from relinear.system.text import columns
 
 
@@ -109,6 +110,8 @@ def _states_flops(module: Any) -> bool:
 
 def module_flops(module: Any) -> int:
     """Forward FLOPs a token of a linear layer, an operator, or an attached part that states them."""
+    if getattr(module, "num_embeddings", None) is not None:
+        return 0  # rows are looked up; the product, if there is one, is the head's
     if _states_flops(module):
         return int(module.flops_per_token())
     in_features, out_features = linear_features(module)
@@ -142,6 +145,10 @@ def summary(
         operator = str(module.config) if isinstance(module, Operator) else type(module).__name__
         size = (module_parameters(module), module_flops(module))
         dense = (dense_size(module), 2 * shape[0] * shape[1]) if shape else (0, 0)
+        if isinstance(module, TiedHead):
+            dense = (0, module_flops(module))
+        if getattr(module, "num_embeddings", None) is not None:
+            dense = (dense[0], 0)
         was = (before or {}).get(name, dense if isinstance(module, Operator) or not shape else size)
         in_features, out_features = shape or (None, None)
         rows.append(Row(name, operator, in_features, out_features, *size, *was))

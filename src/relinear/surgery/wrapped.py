@@ -125,11 +125,12 @@ def _resize_token_embeddings(
     if new_num_tokens is None and pad_to_multiple_of is None:  # nothing is asked for
         return model.get_input_embeddings()
     tables, head = token_tables(model), model.get_output_embeddings()
-    if isinstance(head, Operator):
-        raise ValueError(
-            f"the output head is an operator ({head.config.kind}), which has no rows to add or remove; relinear.fold_ "
-            "it, resize the vocabulary, and replace it again"
-        )
+    for what, part in {"embedding": model.get_input_embeddings(), "output head": head}.items():
+        if isinstance(part, Operator):
+            raise ValueError(
+                f"the {what} is an operator ({part.config.kind}), which has no rows to add or remove; relinear.fold_ "
+                "it, resize the vocabulary, and replace it again"
+            )
     resized = original(model, new_num_tokens, pad_to_multiple_of, mean_resizing)
     for table in tables:
         model._get_resized_embeddings(table, resized.weight.shape[0], None, mean_resizing)

@@ -1,0 +1,134 @@
+"""An operator in the place of the embedding, with the head that is tied to it: rows, checkpoints, heads, folding."""
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+)
+
+import relinear
+from relinear.compress import compress
+from relinear.compress.budget import stored_bytes
+
+EIGHT = "quantized:bits=8,symmetric=true"
+IDS = torch.randint(300, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def tiny(kind: str = "llama", tie: bool = True):
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=4, tie_word_embeddings=tie)
+    else:
+        of = {"llama": LlamaConfig, "qwen2": Qwen2Config, "mistral": MistralConfig}[kind]
+        sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+        config = of(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tie)
+    config.pad_token_id = 0
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def rounded(kind: str = "llama", tie: bool = True):
+    model = tiny(kind, tie)
+    names = ["wte" if kind == "gpt2" else "embed_tokens", *([] if tie else ["lm_head"])]
+    relinear.replace_(model, dict.fromkeys(names, EIGHT), init="from_weight")
+    return model
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def body(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.base_model(IDS)[0]
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "gpt2"])
+def test_it_is_loaded_by_every_head_and_folds_back(kind: str, tie: bool, tmp_path) -> None:
+    model, expected = rounded(kind, tie), logits(tiny(kind, tie))
+    found = logits(model)
+    assert 0 < (found - expected).abs().max() < 0.1 * expected.std()
+    table = model.get_input_embeddings()
+    assert torch.equal(table(IDS), table.to_dense()[IDS])
+    assert sum(key.endswith(".codes") for key in model.state_dict()) == (1 if tie else 2)
+    relinear.save_pretrained(model, tmp_path / "whole")
+    for load in (relinear.from_pretrained, AutoModelForCausalLM.from_pretrained):
+        again = load(tmp_path / "whole").eval()
+        again.tie_weights()  # as Trainer and accelerate do
+        assert torch.equal(logits(again), found)
+    assert torch.equal(logits(copy.deepcopy(model)), found)
+    again.generate(IDS[:1], max_new_tokens=2)
+    other = AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole").eval()
+    assert torch.equal(body(other), body(model))
+    base = AutoModel.from_pretrained(tmp_path / "whole").eval()
+    relinear.save_pretrained(base, tmp_path / "base")
+    headed = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    assert torch.equal(body(headed), body(model))
+    if tie:
+        assert torch.equal(logits(headed), found)
+
+    relinear.fold_(model, verbose=False)
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    assert (type(table), type(head)) == (torch.nn.Embedding, torch.nn.Linear)
+    assert (head.weight is table.weight) == tie
+    torch.testing.assert_close(logits(model), found, atol=1e-6, rtol=0)
+    model.save_pretrained(tmp_path / "stock")
+    assert "relinear" not in (tmp_path / "stock" / "config.json").read_text()
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "stock").eval()), logits(model))
+    assert model.resize_token_embeddings(310).num_embeddings == 310
+
+
+def test_a_name_means_it_and_no_pattern_for_layers_does() -> None:
+    for pattern in ("all-linear", r".*", r"model\..*"):
+        model = tiny(tie=False)
+        assert not any(r.name.endswith("embed_tokens") for r in relinear.plan(model, {pattern: EIGHT}).replacements)
+        relinear.replace_(model, {"embed_tokens": EIGHT}, init="from_weight")
+        relinear.replace_(model, {pattern: "low_rank:rank=4"}, init="from_weight")
+        assert model.get_input_embeddings().config.kind == "quantized"
+    for operator in ("hdpl:rank=4,blocks=4", "transponder", "rotor", "ccl:rank=4"):
+        with pytest.raises(ValueError, match=r"embed_tokens is an embedding, .* has no rows; give an operator with"):
+            relinear.replace_(tiny(), {"embed_tokens": operator})
+    with pytest.raises(ValueError, match="the embedding is an operator"):
+        rounded().resize_token_embeddings(310)
+
+
+def test_its_scales_train_through_lookup_and_head() -> None:
+    model = rounded().train()
+    scales = model.get_input_embeddings().scales
+    grads = []
+    for given in ({"input_ids": IDS}, {"inputs_embeds": model.get_input_embeddings()(IDS).detach()}):
+        model.zero_grad()
+        model(**given, labels=IDS).loss.backward()
+        grads.append(scales.grad.clone())
+    assert all(bool(g.any()) for g in grads)
+    assert not torch.equal(*grads), "looked up as well as multiplied with"
+    summary = relinear.summary(model)
+    assert (summary.flops_per_token, summary.parameters_before) == (
+        relinear.summary(tiny()).flops_per_token,
+        relinear.summary(tiny()).parameters,
+    )
+
+
+def test_a_budget_of_bytes_rounds_it_to_eight_bits(tmp_path) -> None:
+    for tie in (True, False):
+        model, ids = tiny(tie=tie), torch.randint(300, (64, 16), generator=torch.Generator().manual_seed(1))
+        settings = {"bits": 4.5, "tokens": 512, "sequence_length": 16, "evaluation_tokens": 64, "heal_tokens": 64}
+        settings |= {"heal_held_out_tokens": 32, "passages": 0}
+        report = compress(model, ids, settings=settings, out_dir=tmp_path / str(tie))
+        assert str(model.get_input_embeddings().config) == "Quantized(bits=8, group=64, symmetric=True)"
+        assert report.bytes == stored_bytes(model)
+        assert report.bytes < 0.5 * report.bytes_before
+        again = relinear.from_pretrained(tmp_path / str(tie) / "model", dtype=torch.float32).eval()
+        assert torch.equal(logits(again), logits(model))
+    kept = tiny()
+    compress(kept, ids, settings=settings | {"embedding": None, "heal_tokens": 0})
+    assert type(kept.get_input_embeddings()) is torch.nn.Embedding
