@@ -27,7 +27,7 @@ from relinear.compare.worker import InProcess
 from relinear.data import prepare_data
 from relinear.evaluate import KneserNey
 from relinear.system.files import write_json
-from relinear.system.lock import InUseError, only_process_in
+from relinear.system.lock import LOCK, InUseError, only_process_in
 from relinear.train import TrainResult
 from relinear.train.run import build_model
 from relinear.train.settings import TrainSettings
@@ -542,7 +542,7 @@ def test_two_processes_in_one_directory_are_refused(text, tmp_path):
     from filelock import FileLock
 
     (tmp_path / "out").mkdir()
-    with FileLock(tmp_path / "out" / ".lock"), pytest.raises(ValueError, match="another process is at work"):
+    with FileLock(tmp_path / "out" / LOCK), pytest.raises(ValueError, match="another process is at work"):
         compare(small(text), tmp_path / "out", isolate=False)
 
 

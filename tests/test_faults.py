@@ -88,7 +88,7 @@ def test_the_second_of_two_processes_is_refused(held, corpus):  # noqa: F811
     for name, work in works.items():
         with pytest.raises(ValueError, match=rf"another process is at work in .*out \(process {holder.pid} on "):
             work()
-        assert [path.name for path in out.iterdir()] == [".lock"], name
+        assert [path.name for path in out.iterdir()] == [lock.LOCK], name
 
 
 @linux
@@ -96,7 +96,7 @@ def test_a_killed_holder_leaves_nothing_behind(held):
     out, holder = held
     os.kill(holder.pid, signal.SIGKILL)
     holder.join()
-    assert (out / ".lock").exists()
+    assert (out / lock.LOCK).exists()
     with only_process_in(out):
         pass
     assert list(out.iterdir()) == []

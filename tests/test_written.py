@@ -59,6 +59,7 @@ COMMANDS = {
         ["compress", "{model}", "--keep", "0.9", "--data", "{data}", "--out", "."],
         ["model", "plain", "plan.json"],
     ),
+    "atlas": (["atlas", "{model}", "--data", "{data}", "--out", "."], ["atlas.json", "calibration", "report.html"]),
     "analyze": (["analyze", "{model}", "--out", "."], ["gates.json", "report.html"]),
     "bench": (["bench", "--out", "."], ["bench.json", "bench.png"]),
     "check-coordinates": (["check-coordinates", "tiny", "--out", "."], ["coordinates.json", "report.html"]),
@@ -245,6 +246,10 @@ def test_a_link_to_what_is_not_there_yet_becomes_a_folder_there(tmp_path):
     (tmp_path / "out").symlink_to(tmp_path / "disk" / "out")
     with only_process_in(tmp_path / "out") as folder:
         write_text(folder / "a.txt", "a")
+        write_text(folder / ".lock", "of a package manager")
+    with only_process_in(tmp_path / "out"):
+        assert (tmp_path / "out" / ".lock").read_text() == "of a package manager"
+    assert (tmp_path / "out" / ".lock").is_file()
     assert (tmp_path / "disk" / "out" / "a.txt").read_text() == "a"
     assert (tmp_path / "out").is_symlink()
 

@@ -28,6 +28,7 @@ from relinear.pages.page import write_page
 from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
 from relinear.system.machine import circumstances
+from relinear.system.written import check_ours
 
 RECORD = "atlas.json"
 
@@ -116,6 +117,7 @@ def atlas(
     menu = default_operators() if chosen.operators is None else [OperatorConfig.read(one) for one in chosen.operators]
     if wrong := [str(config) for config in menu if not _is_candidate(config)]:
         raise ValueError(f"{wrong[0]} cannot be in an atlas: it takes a linear map that is fitted to a weight")
+    check_ours(out_dir, "atlas")
     find, modules = layer_finder(model), {}
     for name, module in linear_layers(model).items():
         if (index := find(name)) is not None and (chosen.layers is None or index in chosen.layers):

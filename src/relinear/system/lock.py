@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-LOCK = ".lock"
+LOCK = ".relinear.lock"
 #: seconds that a lock is waited for: what is left of a run that was just killed takes a moment to end
 _PATIENCE = 3.0
 
@@ -23,9 +23,9 @@ def only_process_in(
 ) -> Iterator[Path]:
     """Hold ``directory``, made if need be, for the length of the block; of two processes the second is refused.
 
-    The lock (``flock`` on ``.lock``) ends with its holder in whatever way that ends. The file is removed again, and so
-    are the folders made for it if nothing else has come into them. Where the system or the file system has no
-    ``flock``, nothing is held, unless it is ``required``.
+    The lock (``flock`` on ``.relinear.lock``) ends with its holder in whatever way that ends. The file is removed
+    again, and so are the folders made for it if nothing else has come into them. Where the system or the file system
+    has no ``flock``, nothing is held, unless it is ``required``.
 
     Args:
         directory: which.

@@ -69,6 +69,10 @@ _WORKS = {
         },
         (*_STATE, "model", "model.gguf", "report.json", _PAGE),
     ),
+    "atlas": _Work(
+        {"calibration/fingerprint.json": '"fingerprint"', "atlas.json": '"operators" & "layers"'},
+        ("atlas.json", "calibration", "costs.*", "cheapest.*", _PAGE),
+    ),
     "analyze": _Work({"analyze.json": '"model"'}, ("analyze.json", *(f"{name}*" for name in _LOOKS), _PAGE)),
     "bench": _Work({"bench.json": '"settings" & "rows"'}, ("bench.json", "bench.png", "bench.svg", _PAGE)),
     "models": _Work({"models.json": '"settings" & "rows"'}, ("models.json", _PAGE)),
