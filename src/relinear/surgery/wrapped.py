@@ -72,7 +72,12 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
 
 def _create_new_module(original: Any, config: Any, adapter_name: str, target: Any, /, **kwargs: Any) -> Any:
     """The adapter on a layer; on an operator the one that goes on it as a whole (``lora_on_operators_``)."""
-    if isinstance(target.get_base_layer() if is_adapted(target) else target, Operator):
+    base = target.get_base_layer() if is_adapted(target) else target
+    if isinstance(base, Operator):
+        if base.num_embeddings is not None:
+            raise ValueError(
+                f"{base.name_in_model} is an embedding that is an operator, on which no LoRA goes; leave it out"
+            )
         config = lora_on_operators_(copy.copy(config))
     return original(config, adapter_name, target, **kwargs)
 
