@@ -1,8 +1,9 @@
-"""Prefill and decoding of a compressed model beside the original's, in turns.
+"""Prefill and decoding of compressed models beside the original's, in turns in one process.
 
-    python results/compress/speed.py models/smollm2 runs/compress/model --batch 1 8 --out results/compress/speed.json
+    python results/compress/speed.py models/smollm2 DIR [DIR ...] --threads 1 2 --out results/compress/speed_bits.json
 
-Tokens a second are medians over rounds; ``ratio`` is compressed to original, with an interval over rounds.
+Tokens a second are medians over rounds; ``ratio`` is compressed to original, with an interval over rounds. Models are
+named by their folders; bytes are of what a checkpoint holds, floats at half precision.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import relinear
 from relinear.compress.beside import measure_speed
+from relinear.compress.budget import stored_bytes
 from relinear.system.files import write_json
 from relinear.system.machine import describe_machine
 
@@ -22,23 +24,27 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("original")
-    parser.add_argument("compressed")
+    parser.add_argument("compressed", nargs="+")
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1])
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     original = AutoModelForCausalLM.from_pretrained(given.original, dtype=torch.float32).eval()
-    compressed = relinear.from_pretrained(given.compressed, dtype=torch.float32).eval()
-    found = [measure_speed(original, compressed, batch) for batch in given.batch]
-    sides = {"original": original, "compressed": compressed}
-    parameters = {name: sum(p.numel() for p in model.parameters()) for name, model in sides.items()}
-    write_json(given.out, {"machine": describe_machine(), "parameters": parameters, "speed": found})
-    for row in found:
-        for what in ("prefill", "decode"):
-            times = row[what]
-            print(
-                f"batch {row['batch']}, {what}: {times['ratio']:.2f} times as fast "
-                f"({times['ratio_low']:.2f} to {times['ratio_high']:.2f})"
-            )
+    whole, rows = stored_bytes(original), []
+    for folder in given.compressed:
+        compressed = relinear.from_pretrained(folder, dtype=torch.float32).eval()
+        share = stored_bytes(compressed) / whole
+        for threads in given.threads:
+            torch.set_num_threads(threads)
+            for batch in given.batch:
+                found = measure_speed(original, compressed, batch)
+                rows.append({"model": Path(folder).name, "threads": threads, "share_of_bytes": share} | found)
+                ratios = {
+                    what: "{ratio:.2f} ({ratio_low:.2f} to {ratio_high:.2f})".format_map(found[what])
+                    for what in ("prefill", "decode")
+                }
+                print(Path(folder).name, f"{share:.3f} of the bytes, {threads} threads, batch {batch}:", ratios)
+    write_json(given.out, {"machine": describe_machine(), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -137,6 +137,9 @@ class OperatorConformance:
             assert dense.shape[-2:] == shape[::-1]
             expected = (dense @ x.unsqueeze(-1)).squeeze(-1)
             assert_close(call(module, x, context), expected if offset is None else expected + offset, 1e-12)
+            if not bias and context is None:  # as the embedding of tokens
+                ids = torch.tensor([[0], [shape[1] - 1]])
+                assert_close(module.rows(ids), dense[ids], 1e-12)
 
     @pytest.mark.parametrize("mode", ["train", "eval"])
     def test_any_leading_shape(self, case: Case, mode: str) -> None:
