@@ -162,6 +162,24 @@ def test_layers_from_text():
     assert parse_layers(None) is None
 
 
+def test_what_a_recipe_says_of_entries_goes_with_them(monkeypatch, tmp_path, capfd):
+    asked = []
+
+    def compare(settings, *arguments, **how):
+        asked.append(settings)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(importlib.import_module("relinear.compare.run"), "compare", compare)
+    two = ["-o", "dense", "-o", "hdpl:rank=16,blocks=8", "--out", str(tmp_path)]
+    for name in ("quick", "hdpl-claims", "ccl-parameters"):
+        assert main(["compare", "--recipe", name, *two]) == 2
+        assert capfd.readouterr().err == "error: enough\n"
+    quick, claims, counted = asked
+    assert (quick.match.by, quick.match.to) == ("parameters", None)
+    assert (claims.match.to, claims.reference) == ("hdpl", "dense")
+    assert counted.match.to == 983_168
+
+
 def test_entries_are_named_by_kind_or_by_setting():
     assert named_entries(["dense", "low_rank:rank=8"]) == {"dense": "dense", "low_rank": "low_rank:rank=8"}
     several = named_entries(["low_rank:rank=8", "low_rank:rank=16"])

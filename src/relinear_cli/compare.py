@@ -50,6 +50,10 @@ def command(
         raise ValueError("nothing to compare: give --recipe, or --operator at least once; see relinear compare --help")
     values = {} if recipe is None else read_recipe(recipe)
     written: dict[str, Any] = {"entries": named_entries(operators)} if operators else {}
+    if operators:  # the recipe's entries go, and with them what is to be like one of them
+        for place, key in ((values, "reference"), (values.get("match"), "to")):
+            if isinstance(place, dict) and isinstance(named := place.get(key), str) and named not in written["entries"]:
+                del place[key]
     if tune and not values.get("tune"):  # else as the recipe tunes
         written["tune"] = True
     values = apply_overrides(values, written | given)
