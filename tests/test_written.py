@@ -11,6 +11,7 @@ import torch
 
 import relinear
 from conftest import make_tiny_llama
+from relinear.bench import run as bench
 from relinear.compare.run import _Comparison
 from relinear.compress.checksums import Streams
 from relinear.compress.work import check_directory
@@ -84,6 +85,24 @@ def test_commands_refuse_what_is_not_theirs(command, saved, tmp_path, monkeypatc
         assert "Traceback" not in told
         assert snapshot(tmp_path) == before
         path.unlink() if path.is_file() else shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("command", [name for name, (arguments, _) in COMMANDS.items() if arguments[-1] == "."])
+def test_a_file_is_no_directory(command, saved, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").write_text("mine")
+    places = {"{model}": str(saved), "{data}": str(FIXTURES / "text.txt"), ".": "taken"}
+    assert main([places.get(word, word) for word in COMMANDS[command][0]]) == 2
+    assert capfd.readouterr().err.endswith("error: taken is a file; give a directory\n")
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_bench_follows_a_link_to_what_is_not_there_yet(tmp_path, monkeypatch):
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    monkeypatch.setattr(bench, "_child", lambda *arguments, **how: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench.run_bench(bench.BenchSettings(), tmp_path / "out")
+    assert (tmp_path / "disk").is_dir()
 
 
 def test_fit_refuses_checkpoints_of_another_trainer(tmp_path):

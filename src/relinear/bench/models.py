@@ -204,9 +204,7 @@ def run_model_bench(
         "rounds": settings.rounds,
         "rows": rows,
     }
-    out_dir = Path(out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    write_json(out_dir / "models.json", result)
+    write_json(Path(out_dir) / "models.json", result)
     return result
 
 

@@ -173,7 +173,7 @@ def run_bench(
     """
     out_dir = Path(out_dir)
     check_ours(out_dir, "bench")
-    out_dir.mkdir(parents=True, exist_ok=True)
+    Path(os.path.realpath(out_dir)).mkdir(parents=True, exist_ok=True)
     runs = [_child(settings, tuned=True, report=report) for _ in range(settings.repeats)]
     tuned: dict[str, Any] = {**runs[0], "rows": of_runs([run["rows"] for run in runs])}
     if settings.untuned and "eager" in settings.modes:

@@ -134,8 +134,6 @@ def linear_layers(
 
 def check_directory(folder: Path) -> None:
     """Raise ValueError if ``folder`` is no directory, or one of other work."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; give a directory")
     found = next((name for name in OTHERS if (folder / name).exists()), None)
     if found is not None:
         raise ValueError(f"{folder} holds other work ({found}): give a directory of its own")

@@ -129,6 +129,8 @@ def check_ours(folder: str | Path, work: str) -> None:
             that of ``explore``, "models" and "coordinates" for what is timed and checked.
     """
     folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; give a directory")
     ours = is_ours(folder, work)
     for path in parts_of(folder, work):
         if path.suffix in (".html", ".gguf"):
