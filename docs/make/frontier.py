@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import svg
@@ -317,7 +318,19 @@ def by_llama_cpp() -> str:
     return table(["matrices in the file", "inputs in transformers", "prompts alike", "tokens before they part"], lines)
 
 
+def speeds(told: str) -> str:
+    """Decoding and prefill of rounded models, times as fast as the original; ``told``: how a ratio is written."""
+    times: dict[str, list[str]] = {}
+    for row in read("compress/speed_bits.json")["rows"]:
+        line = times.setdefault(row["model"].partition("-")[2], [])
+        line += [told.format_map(row[what]) for what in ("decode", "prefill")]
+    lines = [[bits, one, two, prompt] for bits, (one, prompt, two, _) in times.items()]
+    return table(["bits", "a token, 1 thread", "2 threads", "a prompt of 128"], lines)
+
+
 ROUNDED = {
+    "speeds": functools.partial(speeds, "{ratio:.1f}"),
+    "speeds_ranged": functools.partial(speeds, "{ratio:.2f} ({ratio_low:.2f} to {ratio_high:.2f})"),
     "rounding": rounding_table,
     "rivals": rivals,
     "equal_bytes": at_equal_bytes_in_page,

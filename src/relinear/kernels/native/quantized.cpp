@@ -2,7 +2,8 @@
 //
 // N rows of x, I inputs, O outputs, K groups of a row of weights. A block is 64 codes, of B bits each.
 
-#include <ATen/ops/linear.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/mm.h>
 #include <torch/library.h>
 
 #if defined(__AVX2__)
@@ -16,6 +17,7 @@ namespace {
 using namespace relinear;
 
 constexpr int kBlock = 64, kHalf = kBlock / 2;
+constexpr int64_t kPortion = 1 << 20;  // weights that are written out at a time
 // Rows up to which weights are made numbers in registers each time that they are read.
 template <class T>
 constexpr int kFewRows = kLanes == 16 && sizeof(T) == 4 ? 32 : 8;
@@ -198,11 +200,21 @@ void products(T* to, const Grid<T>& grid, const std::vector<float>& x, int64_t r
   });
 }
 
+// Many rows: weights are written out, a portion of them that stays in the cache at a time, and multiplied with.
 template <int kBits, class T>
-void write_rows(T* to, const Grid<T>& grid, int64_t outputs) {
-  for_rows(outputs, grid.inputs, [&](int64_t begin, int64_t end) {
-    for (int64_t o = begin; o < end; ++o) write_row<kBits>(to + o * grid.inputs, grid, o);
-  });
+void portions(const Tensor& out, const Grid<T>& grid, const Tensor& rows, const std::optional<Tensor>& bias) {
+  const int64_t outputs = out.size(1), most = std::min(outputs, std::max<int64_t>(kPortion / grid.inputs, 1));
+  const Tensor written = at::empty({most, grid.inputs}, rows.options());
+  for (int64_t first = 0; first < outputs; first += most) {
+    const int64_t count = std::min(most, outputs - first);
+    T* to = written.mutable_data_ptr<T>();
+    for_rows(count, grid.inputs, [&](int64_t begin, int64_t end) {
+      for (int64_t o = begin; o < end; ++o) write_row<kBits>(to + o * grid.inputs, grid, first + o);
+    });
+    Tensor part = out.narrow(1, first, count);
+    const Tensor weight = written.narrow(0, 0, count).t();
+    bias ? at::addmm_out(part, bias->narrow(0, first, count), rows, weight) : at::mm_out(part, rows, weight);
+  }
 }
 
 template <class Body>
@@ -237,17 +249,14 @@ Tensor quantized_layer(const Tensor& x, const Tensor& packed, const Tensor& scal
   const int64_t outputs = scales.size(0);
   check(scales, "scales", x.scalar_type(), scales.sizes());
   check_optional(bias, "bias", x.scalar_type(), {outputs});
-  Tensor out;
+  Tensor out = empty_like_rows(x, outputs);
   RELINEAR_DISPATCH(rows, {
     const Grid<T> grid(packed, scales, zeros, sizes[1], bits, group);
     for_bits(bits, [&](auto constant) {
       if (sizes[0] <= kFewRows<T>) {
-        out = empty_like_rows(x, outputs);
         products<constant>(out.mutable_data_ptr<T>(), grid, in_single<T>(rows), sizes[0], outputs, Bias<T>(bias));
       } else {
-        const Tensor weight = at::empty({outputs, sizes[1]}, x.options());
-        write_rows<constant>(weight.mutable_data_ptr<T>(), grid, outputs);
-        out = at::linear(x, weight, bias);
+        portions<constant>(out.view({sizes[0], outputs}), grid, rows, bias);
       }
     });
   });
