@@ -39,6 +39,8 @@ def test_help_shows_options_in_groups(capfd):
         assert main([command, "--help"]) == 0
         printed = capfd.readouterr().out
         assert [printed.count(f"─ {group} ─") for group in groups] == [1] * len(groups), printed
+        assert printed.index(f"─ {groups[-1]} ─") < printed.index("─ More ─")
+        assert "─ Options ─" not in printed
         assert "…" not in printed
 
 

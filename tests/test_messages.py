@@ -21,6 +21,7 @@ from relinear.compare.plan import match_target, plan_comparison
 from relinear.compare.recipe import read_value
 from relinear.compare.settings import CompareSettings
 from relinear.core.operator import OperatorConfig
+from relinear.core.places import missing_directory
 from relinear.explore import server as explore_server
 from relinear.surgery.patterns import check_patterns, matches
 from relinear.system.files import writing
@@ -38,6 +39,10 @@ from relinear_cli.terminal import fitted
         (["compress", "m", "--data", "d", "--keep", "80%"], ["--keep", "80%", "write 0.8"]),
         (["compress", "m", "--data", "d", "--ratio", "0.8"], ["--ratio", "did you mean --keep"]),
         (["compare", "-o", "dense", "--match", "params"], ["match.by must be one of", "did you mean 'parameters'?"]),
+        (
+            ["compress", "m", "--data", "stdlib", "--menu", "foo"],
+            ["unknown operator kind 'foo'; known: block_hadamard"],
+        ),
         (["train", "--steps", "few"], ["--steps must be a whole number", "'few'"]),
         (["train", "--set", "lr=0.1"], ["unknown setting 'lr'", "did you mean 'learning_rate'?"]),
         (["train", "--seed", str(2**62)], ["seed must be below 4294967296"]),
@@ -62,6 +67,17 @@ def test_wrong_settings_in_the_users_words(arguments, words, capfd):
     assert not re.search(r"Input should|unable to parse|valid (number|integer)", message)
     for word in words:
         assert word in message
+
+
+def test_a_missing_directory_names_few_others(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in (".hidden", *(f"folder{number}" for number in range(12))):
+        (tmp_path / name).mkdir()
+    assert missing_directory("models/x").startswith(
+        f"models/x: no such directory; {tmp_path} has no 'models'; known: f"
+    )
+    assert missing_directory("models/x").endswith("folder5 and 5 more")
+    assert missing_directory("foldr3/x").endswith("did you mean 'folder3' or 'folder9' or 'folder8'?")
 
 
 @pytest.mark.parametrize(("text", "name"), [("transponder:phi=none", "phi"), ("rotor:activation=none", "activation")])

@@ -138,6 +138,8 @@ def test_what_can_be_named_is_listed(package, capsys) -> None:
     for what in ("presets", "recipes", "objectives", "analyses", "attachments"):
         assert main(["list", what]) in (None, 0)
         assert capsys.readouterr().out.strip()
+    assert main(["list"]) in (None, 0)
+    assert "objectives: cgt, distill\n" in capsys.readouterr().out
     assert main(["list", "operatrs"]) == 2
     assert main(["list", "operators", "hdpll"]) == 2
     assert "did you mean 'hdpl'" in capsys.readouterr().err

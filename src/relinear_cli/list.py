@@ -15,13 +15,19 @@ _WHAT = ("operators", "residual", "attachments", "objectives", "analyses", "reci
 
 
 def command(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help=f"{', '.join(_WHAT[:-1])} or {_WHAT[-1]}.")],
+    what: Annotated[
+        str, typer.Argument(metavar="[WHAT]", help=f"{', '.join(_WHAT[:-1])} or {_WHAT[-1]}; else the names of all.")
+    ] = "",
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show the settings of this one.")] = None,
 ) -> None:
-    """List what can be named on the command line and in recipes, a line each, with the package of what is not ours.
+    """List what can be named on the command line and in recipes, and the settings of one.
 
     **Example:** `relinear list operators hdpl`
     """
+    if not what:
+        for every in _WHAT:
+            print(fitted(f"{every}: {', '.join(_listed(every))}", sys.stdout, 2))
+        return
     if what not in _WHAT:
         raise ValueError(f"there is no list of {what!r}; choose from {', '.join(_WHAT)}")
     found = _listed(what)
@@ -77,7 +83,7 @@ def _listed(what: str) -> dict[str, Any]:
     family = families.get(what, AttachmentConfig)
     for name in plugins.offered(family.family):
         plugins.find(family.family, name)
-    return relinear.residual_methods() if what == "residual" else family.kinds()
+    return relinear.residual_methods() if what == "residual" else dict(sorted(family.kinds().items()))
 
 
 def _line(thing: Any) -> str:

@@ -1,4 +1,4 @@
-"""The ``relinear`` command. A command is a file with a function ``command``, and one line in ``COMMANDS``.
+"""The ``relinear`` command. A command is a file with a function ``command``, and its name in ``_COMMANDS``.
 
 Those files import only typer, ``options`` and the standard library at their head; a command imports ``relinear``, which
 takes torch and transformers with it, as it runs. So ``--help`` and completion are quick.
@@ -18,35 +18,22 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from relinear_cli.errors import USER_ERROR, exit_code
 from relinear_cli.rehearsal import refusal
 
-#: Commands in the order of ``relinear --help``; NAME is the function ``command`` of relinear_cli/NAME.py, which has
-#: an underscore where the command has a hyphen.
-COMMANDS = (
-    "compress",
-    "compare",
-    "train",
-    "distill",
-    "explore",
-    "analyze",
-    "atlas",
-    "inspect",
-    "eval",
-    "bench",
-    "sweep",
-    "scale",
-    "list",
-    "new",
-    "report",
-    "specialize",
-    "check-coordinates",
-    "doctor",
-)
+#: group in ``relinear --help`` -> its commands; NAME is the function ``command`` of relinear_cli/NAME.py, which has an
+#: underscore where the command has a hyphen
+_COMMANDS = {
+    "A smaller model": "compress distill atlas",
+    "Training and comparing": "compare train sweep scale check-coordinates",
+    "Looking inside and measuring": "inspect explore analyze eval bench report specialize",
+    "Around": "list new doctor",
+}
+COMMANDS = {name: group for group, names in _COMMANDS.items() for name in names.split()}
 
 
 #: what other programs call an option -> what it is called here
 _OTHER_NAMES = {"--ratio": "--keep", "--lr": "--learning-rate", "--output": "--out", "--dataset": "--data"}
 
 
-#: group in the help of a command -> its options, by the names of their parameters; the others are "Options"
+#: group in the help of a command -> its options, by the names of their parameters; the others are "More"
 _GROUPS = {
     "Model": "model replace attach objective layers exclude target menu operators recipe match first_position",
     "Data": "data text_column split tokenizer sequences length sequence_length evaluate_on prefix_file lambada tasks",
@@ -85,12 +72,13 @@ def _without_imports(arguments: Sequence[str]) -> list[str]:
 class _Command(TyperCommand):
     """A command whose help shows its options in groups."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def get_params(self, ctx: Any) -> list[Any]:
+        params = super().get_params(ctx)
         groups = {name: group for group, names in _GROUPS.items() for name in names.split()}
-        for option in self.params:
+        for option in params:
             if isinstance(option, TyperOption):
-                option.rich_help_panel = option.rich_help_panel or groups.get(option.name or "")
+                option.rich_help_panel = option.rich_help_panel or groups.get(option.name or "", "More")
+        return sorted(params, key=lambda param: param.rich_help_panel == "More")
 
 
 class _Ended(BaseException):
@@ -131,7 +119,7 @@ def _show_version(wanted: bool) -> None:
 def _root(
     version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Show the version."),
 ) -> None:
-    """Replace, modulate and compose the linear layers of Transformers.
+    """Swap the linear layers of any Hugging Face decoder for other operators, and measure what that changes.
 
     A first look, six operators side by side on real text: `relinear compare --recipe quick --out runs/demo`
 
@@ -145,7 +133,7 @@ def command_of(name: str) -> Callable:
 
 
 for _name in COMMANDS:
-    app.command(_name, cls=_Command)(command_of(_name))
+    app.command(_name, cls=_Command, rich_help_panel=COMMANDS[_name])(command_of(_name))
 
 
 def _invoke(arguments: Sequence[str]) -> int | None:

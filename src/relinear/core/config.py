@@ -69,16 +69,16 @@ def shown(value: Any) -> str:
     return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]} ..."
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """A phrase that lists the ``known`` names that ``name`` is near to or an abbreviation of; all, if none is."""
+def nearest(name: str, known: Iterable[str], count: int = 3, most: int = _LISTED) -> str:
+    """A phrase that lists the ``known`` names that ``name`` is near to or abbreviates; if none, the first ``most``."""
     known = list(known)
     short = [one for one in known if name.lower() == "".join(word[:1] for word in one.split("_")) and len(name) > 1]
     # A long text is like no name, and comparing it would take a while.
-    close = short or (difflib.get_close_matches(name, known, n=count, cutoff=0.5) if len(name) <= _SHOWN else [])
+    close = short or (difflib.get_close_matches(name, known, n=count, cutoff=0.6) if len(name) <= _SHOWN else [])
     if close:
         return f"did you mean {' or '.join(map(shown, close))}?"
-    more = f" and {len(known) - _LISTED} more" if len(known) > _LISTED else ""
-    return f"known: {cut(', '.join(known[:_LISTED]), _LISTED * 30)}{more}"
+    more = f" and {len(known) - most} more" if len(known) > most else ""
+    return f"known: {cut(', '.join(known[:most]), most * 30)}{more}"
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)

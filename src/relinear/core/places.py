@@ -74,6 +74,7 @@ def missing_directory(name: str) -> str:
     path = Path(name).expanduser()
     folder = next((parent for parent in path.parents if _exists(parent)), Path("."))
     wanted = path.relative_to(folder).parts[0]
-    there = sorted(child.name for child in folder.iterdir() if child.is_dir()) if folder.is_dir() else []
-    hint = f"in {folder} {nearest(wanted, there)}" if there else f"{folder} has no directories"
-    return f"{shown(name)[1:-1]}: no such directory; {hint}"
+    there = [child.name for child in folder.iterdir() if child.is_dir()] if folder.is_dir() else []
+    there.sort(key=lambda one: (one.startswith("."), one))
+    near = nearest(wanted, there, most=8) if there else "it has no directories"
+    return f"{shown(name)[1:-1]}: no such directory; {folder.resolve()} has no {shown(wanted)}; {near}"
