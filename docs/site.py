@@ -26,6 +26,16 @@ LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?\)")
 SOURCE = re.compile(r'(src(?:set)?=")([^":]+)()"')
 PICTURES = (".png", ".svg")
 TAG = re.compile("<[^>]*>")
+CELL = re.compile(r"<td([^>]*)>\s*(.*?)\s*</td>", flags=re.S)
+PICTURE = re.compile(
+    r'<picture>\s*<source[^>]* srcset="([^"]*)"[^>]*>\s*(<img[^>]* src=")([^"]*)("[^>]*>)\s*</picture>'
+)
+CODE = re.compile("<code>.*?</code>", flags=re.S)
+OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
+GROUPED = re.compile(r"(<code>\w+, [^<]*</code>(?:(?!</tr>).)*?)<em>required</em>", flags=re.S)
+#: a table of four and more columns is a table on a phone, too, where these are its most characters: of a cell, and of
+#: the longest words of its columns together
+NARROW = 16, 40
 #: a table of four and more columns that has more rows is folded
 MOST_ROWS = 14
 FORMULA = re.compile(r"^\$\$(.+?)\$\$", flags=re.S | re.M)
@@ -72,7 +82,12 @@ def on_page_content(content, page, config, files):
 
     Of the pages of results/ every section is folded but the first: they hold long tables and commands.
     """
+    # several names that are described together are in no signature, and mkdocstrings takes them for required
+    content = GROUPED.sub(r"\1", content)
     content = re.sub(r"<table>.*?</table>", labelled, content, flags=re.S)
+    content = CODE.sub(lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), content)
+    # the site has a switch of its own between light and dark, which a <picture> would not follow
+    content = PICTURE.sub(r"\2\3#only-light\4\2\1#only-dark\4", content)
     if not page.file.src_uri.startswith("results/"):
         return content
     first, *sections = re.split(r"(?=<h2)", content)
@@ -95,16 +110,30 @@ def formula(text):
 
 def labelled(table):
     """A table whose cells say their column, where it has too many to stand side by side on a phone."""
-    names = [html.escape(TAG.sub("", name)) for name in re.findall(r"<th[^>]*>(.*?)</th>", table[0], flags=re.S)]
+    names, cells = (
+        [plain(cell) for cell in re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", table[0], flags=re.S)]
+        for tag in ("th", "td")
+    )
     if len(names) < 4:
         return table[0]
-    named = itertools.cycle(names)
-    cells = re.sub("<td", lambda _: f'<td data-label="{next(named)}"', table[0])
-    shown = cells.replace("<table", f'<table data-columns="{len(names)}"', 1)
-    rows = cells.count("<tr") - 1
+    columns = [" ".join([name, *cells[at :: len(names)]]).split() for at, name in enumerate(names)]
+    shown = table[0]
+    together = sum(max(map(len, words), default=0) for words in columns)
+    if max(map(len, cells), default=0) > NARROW[0] or together > NARROW[1]:
+        named = itertools.cycle(map(html.escape, names))
+        shown = CELL.sub(
+            lambda cell: f'<td data-label="{next(named)}"{cell[1]}>{cell[2] and f"<div>{cell[2]}</div>"}</td>', shown
+        )
+        shown = shown.replace("<table", f'<table data-columns="{len(names)}"', 1)
+    rows = shown.count("<tr") - 1
     if rows <= MOST_ROWS:
         return shown
-    return f"<details><summary>{rows} rows: {', '.join(names)}</summary>{shown}</details>"
+    return f"<details><summary>{rows} rows: {', '.join(map(html.escape, names))}</summary>{shown}</details>"
+
+
+def plain(cell):
+    """The text of a cell."""
+    return " ".join(html.unescape(TAG.sub("", cell)).split())
 
 
 def is_on_site(target, page, files):
@@ -144,7 +173,7 @@ def reference():
         whole = inspect.ismodule(value)
         place = value.__name__ if whole else f"{value.__module__}.{value.__qualname__}"
         options = "    options: {members: []}\n" if whole else ""
-        made[f"reference/{name}.md"] = f"# relinear.{name}\n\n::: {place}\n{options}"
+        made[f"reference/{name}.md"] = f"# relinear.{name}\n\n[All names](../reference.md)\n\n::: {place}\n{options}"
         said = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
         said = re.sub(r"``(.+?)``", r"`\1`", said).replace("|", r"\|")
         listed.append(f"| [`{name}`](reference/{name}.md) | {said} |")

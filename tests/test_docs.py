@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,29 @@ def test_pages_are_short_and_show_something(monkeypatch) -> None:
     assert {path.name: cell for path, (_, cell, _) in found.items() if cell > 25} == {}
     assert [path.name for path, (_, _, pictures) in found.items() if not pictures and path.stem not in LISTS] == []
     assert sum(words for words, *_ in found.values()) <= 30_333
+
+
+def test_pages_of_the_site_fit_a_phone_and_its_switch_of_light_and_dark(monkeypatch) -> None:
+    """Pictures follow the switch, options stay whole, tables of short cells stay tables, others become cards."""
+    pytest.importorskip("mkdocs")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    site = runpy.run_path(str(ROOT / "docs" / "site.py"))
+    page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="page.md"))
+
+    def shown(content: str) -> str:
+        return site["on_page_content"](content, page, None, None)
+
+    dark = '<source media="(prefers-color-scheme: dark)" srcset="dark.svg" />'
+    picture = shown(f'<picture>\n{dark}\n<img alt="a" src="light.svg" />\n</picture>')
+    assert picture == '<img alt="a" src="light.svg#only-light" /><img alt="a" src="dark.svg#only-dark" />'
+    assert shown("<code>eval --data x</code>") == '<code>eval <span class="option">--data</span> x</code>'
+    rows = ["<tr>" + f"<th>{'a b'}</th>" * 4 + "</tr>", "<tr>" + "<td>1 </td>" * 3 + "<td> </td></tr>"]
+    assert "data-" not in shown(f"<table>{''.join(rows)}</table>")
+    card = shown(f"<table>{''.join(rows).replace('1 ', 'a cell of many words', 1)}</table>")
+    assert '<table data-columns="4">' in card
+    assert card.endswith('<td data-label="a b"><div>1</div></td><td data-label="a b"></td></tr></table>')
+    grouped = "<tr><td><code>targets, exclude</code></td><td><em>required</em></td></tr>"
+    assert "required" not in shown(f"<table>{grouped}</table>")
 
 
 def test_contributing_says_where_things_go() -> None:
