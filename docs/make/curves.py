@@ -6,14 +6,15 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from measured import commands, less, read, table, with_interval
+from measured import commands, gap, less, read, table, with_interval
 
-__all__ = ["PARTS", "gap_at", "typed"]
+__all__ = ["PARTS", "gap_at", "typed", "whose"]
 
 #: folder of results/ -> its record at several budgets: results.json, or what results/unfinished.py made of it
 _BUDGETS = {
     "ccl": "ccl/budgets/runs.json",
     "hdpl": "hdpl/budgets/runs.json",
+    "hdpl-plan": "hdpl/plan/runs.json",
     "transponder": "transponder/budgets/results.json",
 }
 _SCALE = "scale/scale.json"
@@ -119,15 +120,46 @@ def verdicts() -> str:
     return "\n".join(f"- {line}" for line in read(_SCALE)["verdicts"])
 
 
+#: whose the lead of HDPL is: what, an arm of results/plans/hdpl.yaml, and the arm it is less
+_WHOSE = (
+    ("all of the lead", "hdpl", "dense"),
+    ("its start", "dense-from-hdpl", "dense"),
+    ("what the start does not give", "hdpl", "dense-from-hdpl"),
+    ("noise and divergence", "hdpl", "hdpl-without-noise"),
+)
+
+
+def whose(tokens: int) -> dict[str, str]:
+    """What -> the difference of two arms of HDPL's plan over paired seeds, with its interval."""
+    losses = {
+        name: _entry("hdpl-plan", tokens, name)["validation_loss"]["values"]  # type: ignore[index]
+        for name in ("dense", "dense-from-hdpl", "hdpl", "hdpl-without-noise")
+    }
+    return {what: gap(losses[ours], losses[theirs]) for what, ours, theirs in _WHOSE}
+
+
+def whose_table() -> str:
+    """The same as a table."""
+    found = whose(300_000)
+    lines = [[what, f"`{ours}`", f"`{theirs}`", found[what]] for what, ours, theirs in _WHOSE]
+    return table(["what", "arm", "less", "nats a token [95 %]"], lines)
+
+
 #: folder -> part -> what makes it
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     folder: {"curve_command": functools.partial(commands, name), "curve_gaps": functools.partial(gaps, folder)}
     for folder, name in _BUDGETS.items()
+    if folder != "hdpl-plan"
 } | {
     "scale": {
         "scale_command": functools.partial(commands, _SCALE),
         "scale_table": scale,
         "scale_verdicts": verdicts,
     }
+}
+PARTS["hdpl"] |= {
+    "plan_command": functools.partial(commands, _BUDGETS["hdpl-plan"]),
+    "plan_gaps": functools.partial(gaps, "hdpl-plan"),
+    "plan_whose": whose_table,
 }
 PARTS["transponder"]["curve_shared"] = functools.partial(shared, "transponder", "transponder-rank-2")
