@@ -1205,7 +1205,7 @@ def hdpl() -> Paper:
         ),
         Claim(
             "A lower validation loss than dense at every budget",
-            "Short runs yes; nearly all of it is the start",
+            "Short runs yes; nearly all its start",
             "Table 1, Figure 2",
             PARTLY,
             "Not run at the paper's size and budget (recipes `hdpl` and `hdpl-authors`). At a tenth of its size "
