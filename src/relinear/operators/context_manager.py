@@ -16,7 +16,7 @@ from relinear.core.anatomy import is_checkpointing
 from relinear.core.attachment import AttachmentConfig, kw_like
 from relinear.core.config import Count, check_type, register, shown
 from relinear.core.context import ContextOwner, check_carries_context, conditioned_operators
-from relinear.core.operator import check_features, linear_features
+from relinear.core.operator import check_features
 from relinear.core.vocabulary import check_table_fits
 from relinear.kernels.context_manager import linear_recurrence
 
@@ -349,5 +349,6 @@ class ContextManager(AttachmentConfig):
         """Register ``relinear_context`` on the base model, on the embedding's device and in its dtype."""
         base = check_carries_context(model)
         table = base.get_input_embeddings()
-        owner = SharedContext(self, table.num_embeddings, linear_features(table)[0], **kw_like(table))
+        width = getattr(table, "embedding_dim", 0) or table.in_features
+        owner = SharedContext(self, table.num_embeddings, width, **kw_like(table))
         owner.train(base.training).install(base)
