@@ -114,6 +114,12 @@ def test_its_scales_train_through_lookup_and_head() -> None:
         grads.append(scales.grad.clone())
     assert all(bool(g.any()) for g in grads)
     assert not torch.equal(*grads), "looked up as well as multiplied with"
+    thin = tiny()
+    relinear.replace_(thin, {"embed_tokens": "low_rank:rank=4"})
+    assert relinear.summary(thin).flops_before == relinear.summary(tiny()).flops_per_token
+    untied = tiny(tie=False)
+    relinear.replace_(untied, {"lm_head": EIGHT})
+    assert "_tied_weights_keys" not in vars(untied), "of a head by itself nothing else is told"
     summary = relinear.summary(model)
     assert (summary.flops_per_token, summary.parameters_before) == (
         relinear.summary(tiny()).flops_per_token,

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from measured import commands, gap, less, read, table, with_interval
+from measured import arms_apart, commands, gap, less, read, table, with_interval
 
 __all__ = ["PARTS", "gap_at", "typed", "whose"]
 
@@ -129,20 +129,20 @@ _WHOSE = (
 )
 
 
+def _planned(tokens: int) -> dict[str, list[float]]:
+    entries = {name: _entry("hdpl-plan", tokens, name) for name in {arm for _, *arms in _WHOSE for arm in arms}}
+    return {name: entry["validation_loss"]["values"] for name, entry in entries.items() if entry}
+
+
 def whose(tokens: int) -> dict[str, str]:
     """What -> the difference of two arms of HDPL's plan over paired seeds, with its interval."""
-    losses = {
-        name: _entry("hdpl-plan", tokens, name)["validation_loss"]["values"]  # type: ignore[index]
-        for name in ("dense", "dense-from-hdpl", "hdpl", "hdpl-without-noise")
-    }
+    losses = _planned(tokens)
     return {what: gap(losses[ours], losses[theirs]) for what, ours, theirs in _WHOSE}
 
 
 def whose_table() -> str:
     """The same as a table."""
-    found = whose(300_000)
-    lines = [[what, f"`{ours}`", f"`{theirs}`", found[what]] for what, ours, theirs in _WHOSE]
-    return table(["what", "arm", "less", "nats a token [95 %]"], lines)
+    return arms_apart(_planned(300_000), _WHOSE, "token")
 
 
 #: folder -> part -> what makes it

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from measured import commands, gap, less, mean, read, signed, table, with_interval
+from measured import arms_apart, commands, less, mean, read, signed, table, with_interval
 
 __all__ = ["PARTS", "against", "best", "cut_short", "evaluated", "on_the_way", "shared", "trained", "typed"]
 
@@ -191,13 +191,7 @@ def controls() -> dict[str, list[float]]:
 
 def whose() -> str:
     """What the plan of rotors asks, as differences over paired seeds."""
-    found = controls()
-    lines = [
-        [what, f"`{ours}`", f"`{theirs}`", gap(found[ours], found[theirs])]
-        for what, ours, theirs in _WHOSE
-        if {ours, theirs} <= found.keys()
-    ]
-    return table(["what", "arm", "less", "nats a byte [95 %]"], lines)
+    return arms_apart(controls(), _WHOSE, "byte")
 
 
 #: folder -> part -> what makes it

@@ -50,6 +50,16 @@ def gap(ours: Sequence[float], theirs: Sequence[float], digits: int = 3) -> str:
     return text if bounds is None else f"{text} [{signed(bounds[0], digits)}, {signed(bounds[1], digits)}]"
 
 
+def arms_apart(losses: Mapping[str, Sequence[float]], asked: Sequence[tuple[str, str, str]], unit: str) -> str:
+    """A table of (what, arm, the arm it is less), of those whose losses are there: gaps over paired seeds."""
+    lines = [
+        [what, f"`{ours}`", f"`{theirs}`", gap(losses[ours], losses[theirs])]
+        for what, ours, theirs in asked
+        if {ours, theirs} <= losses.keys()
+    ]
+    return table(["what", "arm", "less", f"nats a {unit} [95 %]"], lines)
+
+
 def signed(value: float, digits: int) -> str:
     """+0.012, and +0.000 rather than -0.000."""
     return f"{round(value, digits) + 0.0:+.{digits}f}"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from relinear.core.attachment import attachments
 from relinear.core.aux import named_operators
-from relinear.core.operator import NotLinearError, Operator, linear_of
+from relinear.core.operator import NotLinearError, Operator, embeds, linear_of
 from relinear.surgery.fold import fold_
 from relinear.system.files import atomic_directory, read_json, write_json, write_text
 
@@ -49,7 +49,7 @@ def export_plain(model: Any, directory: str | Path, *, tokenizer: Any = None) ->
     factors = {
         name: _into_factors(plain, name, operator)
         for name, operator in list(named_operators(plain))
-        if operator.num_embeddings is None and len(operator.dense_chain()) == 2
+        if not embeds(operator) and len(operator.dense_chain()) == 2
     }
     if list(named_operators(plain)):
         fold_(plain, verbose=False)

@@ -264,10 +264,10 @@ class _Job:
         if self.settings.heal_tokens:
             check_healable(self.settings, len(whole.replaced), len(dense))
         original = self._observe("original", corpus, tokenizer)
-        tables = [self.model.get_submodule(name) for name in self.work.tables]
-        tables += [head for table in tables if (head := tied_head(self.model, table)) is not None]
-        tied = {name: module for name, module in self.model.named_modules() if module in tables}
-        layers = {name: copy.deepcopy(one).to("meta") for name, one in {**self.modules, **tied}.items()}
+        ends = [self.model.get_submodule(name) for name in self.work.tables]
+        ends += [head for table in ends if (head := tied_head(self.model, table)) is not None]
+        changed = {**self.modules, **{name: one for name, one in self.model.named_modules() if one in ends}}
+        layers = {name: copy.deepcopy(one).to("meta") for name, one in changed.items()}
         self._lap("original")
         teacher = original_copy(self.model) if self.settings.heal_tokens else None
         self.work.round_tables_()

@@ -363,6 +363,11 @@ def is_embedding(module: Any) -> bool:
     return type(module) is nn.Embedding and module.max_norm is None
 
 
+def embeds(module: Any) -> bool:
+    """Return whether rows of ``module`` are looked up by token ids: an nn.Embedding, or an operator in its place."""
+    return getattr(module, "num_embeddings", None) is not None
+
+
 def linear_features(module: Any) -> tuple[int, int]:
     """(in_features, out_features) of an nn.Linear, a Conv1D, an operator or an nn.Embedding, the matrix of a head."""
     if is_embedding(module):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from relinear.core.operator import Operator, is_linear, linear_features
+from relinear.core.operator import Operator, embeds, is_linear, linear_features
 from relinear.core.readers import reader_of_weight
 from relinear.surgery.select import OUTPUT_HEAD, OWN_PREFIX, READ_ELSEWHERE, heads, is_adapters_own
 
@@ -88,7 +88,7 @@ def coverage(model: nn.Module, before: Mapping[str, int], reasons: Mapping[str, 
     layers = parameters = 0
     groups: dict[tuple[str, str], tuple[list[str], list[int]]] = {}
     for name, module, reason in _linear_maps(model):
-        if getattr(module, "num_embeddings", None) is not None:
+        if embeds(module):
             continue
         if isinstance(module, Operator):
             layers += 1

@@ -13,7 +13,7 @@ from relinear.core.anatomy import unwrapped
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import check_choice, shown
 from relinear.core.context import check_conditioned
-from relinear.core.operator import Init, NotLinearError, Operator, OperatorConfig, check_model, linear_features
+from relinear.core.operator import Init, Operator, OperatorConfig, check_model, linear_features
 from relinear.core.readers import reader_of_weight
 from relinear.core.record import METHOD, sync_record
 from relinear.core.wrapper import WrapperConfig
@@ -21,7 +21,7 @@ from relinear.surgery.coverage import warn_of_gaps
 from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.select import Target, is_tied, select_targets
 from relinear.surgery.summary import Summary, module_flops, module_parameters, summary
-from relinear.surgery.tied import swap_layer, tied_head
+from relinear.surgery.tied import check_rows, swap_layer, tied_head
 
 #: times the parameters of the layer that it replaces, beyond which an operator is remarked upon
 _LARGER = 1.5
@@ -252,9 +252,7 @@ def _check_target(model: nn.Module, target: Target, config: OperatorConfig, init
             f"{target.name} cannot be replaced: {reader} reads its weight, which an operator does not have. Leave it "
             "out with exclude="
         )
-    embeds = getattr(target.module, "num_embeddings", None) is not None
-    head = tied_head(unwrapped(model), target.module) if embeds else None
-    shared = None if head is not None else is_tied(model, target.module)
+    shared = None if tied_head(unwrapped(model), target.module) is not None else is_tied(model, target.module)
     if shared is not None:
         raise ValueError(
             f"{target.name} shares its weight with {shared}; replacing it would untie them. Build the model with "
@@ -271,19 +269,5 @@ def _check_target(model: nn.Module, target: Target, config: OperatorConfig, init
         config.check_shape(*linear_features(target.module))
     except ValueError as error:
         raise ValueError(f"{target.name}: {error}") from error
-    if embeds and not _has_rows(config, linear_features(target.module)):
-        raise ValueError(
-            f"{target.name} is an embedding, whose rows are looked up, and {config.kind} has no rows; give an operator "
-            "with a dense matrix, such as quantized:bits=8"
-        )
+    check_rows(config, target.module, target.name)
     check_conditioned(model, target.name, config)
-
-
-def _has_rows(config: OperatorConfig, sizes: tuple[int, int]) -> bool:
-    if config.conditioned or isinstance(config, WrapperConfig):
-        return False
-    try:
-        config.build(*sizes, bias=False, device="meta").to_dense()
-    except NotLinearError:
-        return False
-    return True

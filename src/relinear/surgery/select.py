@@ -214,10 +214,9 @@ def select_targets(
             if (id(module) not in outputs if p == ALL_LINEAR else any(matches(p, name) for name in shown_names))
         ]
         used.update(hits)
-        if not hits and module is table:
-            continue
         if not hits:
-            left[names[0]] = OUTPUT_HEAD if id(module) in outputs else "no pattern names them"
+            if module is not table:
+                left[names[0]] = OUTPUT_HEAD if id(module) in outputs else "no pattern names them"
         elif any(matches(p, name) for p in excluded for name in shown_names):
             left[names[0]] = "exclude="
         elif wanted_layers is not None and not any(find(n) in wanted_layers for n in names if n):

@@ -1,6 +1,7 @@
 """What a model is made of: layer, operator, parameters, FLOPs a token, before and after."""
 
 import dataclasses
+import math
 import textwrap
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from relinear.core.anatomy import outermost
-from relinear.core.operator import Operator, check_model, is_linear, linear_features
+from relinear.core.operator import Operator, check_model, embeds, is_linear, linear_features
 from relinear.surgery.coverage import Coverage, coverage, dense_size
 from relinear.surgery.tied import TiedHead
 from relinear.system.text import columns
@@ -110,12 +111,18 @@ def _states_flops(module: Any) -> bool:
 
 def module_flops(module: Any) -> int:
     """Forward FLOPs a token of a linear layer, an operator, or an attached part that states them."""
-    if getattr(module, "num_embeddings", None) is not None:
+    if embeds(module):
         return 0  # rows are looked up; the product, if there is one, is the head's
     if _states_flops(module):
         return int(module.flops_per_token())
     in_features, out_features = linear_features(module)
     return 2 * in_features * out_features
+
+
+def _dense_flops(module: Any) -> int:
+    """FLOPs a token of the dense layer that stands, or stood, in the place of a layer or an operator."""
+    product = module.table if isinstance(module, TiedHead) else None if embeds(module) else module
+    return 2 * math.prod(linear_features(product)) if product is not None and is_linear(product) else 0
 
 
 def summary(
@@ -144,11 +151,7 @@ def summary(
         shape = linear_features(module) if is_linear(module) else None
         operator = str(module.config) if isinstance(module, Operator) else type(module).__name__
         size = (module_parameters(module), module_flops(module))
-        dense = (dense_size(module), 2 * shape[0] * shape[1]) if shape else (0, 0)
-        if isinstance(module, TiedHead):
-            dense = (0, module_flops(module))
-        if getattr(module, "num_embeddings", None) is not None:
-            dense = (dense[0], 0)
+        dense = (dense_size(module) if shape else 0, _dense_flops(module))
         was = (before or {}).get(name, dense if isinstance(module, Operator) or not shape else size)
         in_features, out_features = shape or (None, None)
         rows.append(Row(name, operator, in_features, out_features, *size, *was))

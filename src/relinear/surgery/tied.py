@@ -1,12 +1,14 @@
 """An output head that shares its matrix with the embedding, where an operator takes the embedding's place."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
 
 from relinear.core.drawn import swap_module
-from relinear.core.operator import Operator, is_embedding, linear_of
+from relinear.core.operator import NotLinearError, Operator, OperatorConfig, embeds, linear_features, linear_of
+from relinear.core.wrapper import WrapperConfig
 
 
 class TiedHead(nn.Module):
@@ -30,10 +32,24 @@ class TiedHead(nn.Module):
         return self.table(x)
 
 
+def check_rows(config: OperatorConfig, source: nn.Module, name: str) -> None:
+    """Raise ValueError if ``source``, called ``name``, is an embedding, and ``config`` an operator without rows."""
+    if not embeds(source):
+        return
+    with suppress(NotLinearError):
+        if not config.conditioned and not isinstance(config, WrapperConfig):
+            config.build(*linear_features(source), bias=False, device="meta").to_dense()
+            return
+    raise ValueError(
+        f"{name} is an embedding, whose rows are looked up, and {config.kind} has no rows; give an operator "
+        "with a dense matrix, such as quantized:bits=8"
+    )
+
+
 def tied_head(model: Any, table: nn.Module) -> Any:
     """Return the output head of ``model`` that shares the matrix of its embedding ``table``; None if none does."""
     getter = getattr(model, "get_output_embeddings", None)
-    head = getter() if callable(getter) else None
+    head = getter() if embeds(table) and callable(getter) else None
     if isinstance(head, TiedHead):
         return head if head.table is table else None
     if not isinstance(head, nn.Linear):
@@ -53,7 +69,7 @@ def swap_layer(model: Any, names: Iterable[str], source: nn.Module, target: Any)
         return
     tied: Any = TiedHead(target)
     model._tied_weights_keys = {}
-    if is_embedding(target):
+    if not isinstance(target, Operator):
         tied = linear_of(target.weight)
         tied.weight = target.weight
         del model._tied_weights_keys  # the class's again

@@ -20,7 +20,7 @@ from transformers.utils import is_peft_available
 
 from relinear.core.config import shown
 from relinear.core.drawn import draw_
-from relinear.core.operator import Operator
+from relinear.core.operator import Operator, embeds
 from relinear.core.record import config_record, own_record, record
 from relinear.core.vocabulary import token_tables
 from relinear.surgery.card import foreign_card, remove_card, settle_card, write_card
@@ -74,7 +74,7 @@ def _create_new_module(original: Any, config: Any, adapter_name: str, target: An
     """The adapter on a layer; on an operator the one that goes on it as a whole (``lora_on_operators_``)."""
     base = target.get_base_layer() if is_adapted(target) else target
     if isinstance(base, Operator):
-        if base.num_embeddings is not None:
+        if embeds(base):
             raise ValueError(
                 f"{base.name_in_model} is an embedding that is an operator, on which no LoRA goes; leave it out"
             )
