@@ -261,6 +261,16 @@ def test_a_mark_names_nothing_outside_of_its_folder(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
+@pytest.mark.parametrize("content", [b"my notes", b"", b"\xff\x00"])
+def test_another_file_of_the_marks_name_is_not_ours(content, tmp_path):
+    (tmp_path / ".relinear").write_bytes(content)
+    (tmp_path / "config.json").write_text("{}")
+    before = snapshot(tmp_path)
+    with pytest.raises(ValueError, match=r"\.relinear would be replaced"):
+        relinear.save_pretrained(make_tiny_llama(), tmp_path)
+    assert snapshot(tmp_path) == before
+
+
 def test_a_link_to_what_is_not_there_yet_becomes_a_folder_there(tmp_path):
     (tmp_path / "out").symlink_to(tmp_path / "disk" / "out")
     with only_process_in(tmp_path / "out") as folder:
@@ -323,5 +333,5 @@ def test_a_model_of_others_beside_a_compression_of_ours_stays(tmp_path):
     config.write_text("{}")
     with pytest.raises(ValueError, match=r"config\.json would be replaced"):
         check_directory(tmp_path)
-    (tmp_path / "plain" / ".relinear").touch()
+    (tmp_path / "plain" / ".relinear").write_text(_MARK_SAYS)
     check_directory(tmp_path)

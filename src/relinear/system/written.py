@@ -14,8 +14,8 @@ from typing import NamedTuple
 MARK = ".relinear"
 _MARK_SAYS = "relinear wrote this directory, and replaces what it wrote"
 _PAGE = "report.html"
-#: what pages and GGUF files say near their start
-_SIGNS = ("– relinear", "relinear.version")
+#: what pages, GGUF files and marks say near their start
+_SIGNS = ("– relinear", "relinear.version", _MARK_SAYS)
 _TEMPORARY = re.compile(rf"\..+\.[a-z0-9_]{{8}}\{MARK}")
 
 
@@ -37,22 +37,15 @@ _FIT = ("metrics.jsonl", "block_losses.npy", "latent_moments.json", "checkpoints
 _RUNS = ("run.json", "results.json", "scale.json", "speed.json", "ngram*", "tuning", "runs", "budgets", "sizes")
 _LOOKS = ("effective_rank", "gates", "top_tokens", "fingerprints", "modulators", "latents", "planes")
 _STATE = (
-    "calibration",
-    "plan.json",
-    "frontier.json",
-    "speed.json",
-    "points.json",
-    "fit-*",
-    "heal-*",
-    "proposed-*",
+    *("calibration", "plan.json", "frontier.json", "speed.json", "points.json", "fit-*", "heal-*", "proposed-*"),
     "plain",
 )
 #: between words of a record that all have to be there
 _AND = " & "
 _RUN = '"settings" & "accumulation" & "learning_rate" & "optimizer"'
 _WORKS = {
-    "saved": _Work({MARK: "", "config.json": '"relinear', "README.md": _CARD}, _CHECKPOINT),
-    "index": _Work({MARK: "", "index.json": '"made_from"'}, ("index.json", "units.safetensors")),
+    "saved": _Work({MARK: _MARK_SAYS, "config.json": '"relinear', "README.md": _CARD}, _CHECKPOINT),
+    "index": _Work({MARK: _MARK_SAYS, "index.json": '"made_from"'}, ("index.json", "units.safetensors")),
     "fit": _Work({"metrics.jsonl": '"step" & "tokens"', "run.json": _RUN}, _FIT),
     "train": _Work({"run.json": _RUN}, ("run.json", "model", *_FIT)),
     "compare": _Work({"run.json": '"recipe" & "entries"'}, (*_RUNS, "plots", _PAGE)),
@@ -90,21 +83,25 @@ def parts_of(folder: Path, work: str) -> Iterator[Path]:
 
 def sign(folder: Path, over: Path, work: str) -> None:
     """Leave the mark in ``folder``, which takes the place of ``over``: it lists what is there, and what stays."""
-    staying = {part.name for part in _listed(over)} - {part.name for part in parts_of(over, work)} - {MARK}
+    staying = {part.name for part in _listed(over)} - {part.name for part in parts_of(over, work)}
     names = sorted({part.name for part in folder.iterdir()} | staying)
     (folder / MARK).write_text("\n".join([_MARK_SAYS, *names]) + "\n", encoding="utf-8")
 
 
 def _listed(folder: Path) -> list[Path]:
-    """What the mark in ``folder`` lists and is there, the mark last; nothing where earlier versions listed nothing."""
-    lines = (folder / MARK).read_text(encoding="utf-8", errors="replace").splitlines() if _says(folder / MARK) else []
-    names = [*lines[1:], MARK] if lines[1:] else []
-    return [folder / name for name in names if name == Path(name).name and (folder / name).is_file()]
+    """What the mark in ``folder`` lists and is there; nothing where earlier versions listed nothing."""
+    ours = _says(folder / MARK, _MARK_SAYS)
+    lines = (folder / MARK).read_text(encoding="utf-8", errors="replace").splitlines() if ours else []
+    return [folder / name for name in lines[1:] if name == Path(name).name and (folder / name).is_file()]
 
 
 def remove_written(folder: Path) -> None:
     """Remove the model, or whatever else was written as a whole, from ``folder``; what others put there stays."""
-    for part in (*parts_of(folder, "saved"), *_listed(folder)):  # its config first: half of it would load as nothing
+    for part in (
+        *parts_of(folder, "saved"),
+        *_listed(folder),
+        folder / MARK,
+    ):  # its config first: half of it loads as nothing
         part.unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()
@@ -131,6 +128,8 @@ def check_ours(folder: str | Path, work: str) -> None:
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; give a directory")
+    if MARK in _WORKS[work].records:
+        check_signed(folder / MARK)
     ours = is_ours(folder, work)
     for path in parts_of(folder, work):
         if path.suffix in (".html", ".gguf"):
