@@ -58,6 +58,8 @@ def square(label: str, colour: str = BLUE, pattern: str = "full", note: str = ""
 
 IN, OUT, TIMES, PLUS = vector("x"), vector("y"), Sign("⊙"), Sign("+")
 EQUALS = Sign("=")
+#: what follows stands below: on a phone one line would be too small to read
+BREAK = Sign("\n")
 
 PICTURES: dict[str, tuple[str, Sequence[Box | Sign]]] = {
     "low_rank": (
@@ -114,6 +116,7 @@ PICTURES: dict[str, tuple[str, Sequence[Box | Sign]]] = {
             PLUS,
             tall("D", note="O × R"),
             Sign("silu( z ),", 16),
+            BREAK,
             Sign("z ~ N(", 16),
             flat("μ", GREEN, note="R × I"),
             IN,
@@ -132,6 +135,7 @@ PICTURES: dict[str, tuple[str, Sequence[Box | Sign]]] = {
             TIMES,
             Sign("(", 40),
             tall("W mix", note="O × R"),
+            BREAK,
             Sign("(", 26),
             Box("g basis", 9, 30, GREEN, note="from c"),
             TIMES,
@@ -152,6 +156,7 @@ PICTURES: dict[str, tuple[str, Sequence[Box | Sign]]] = {
             square("W", note="as it was"),
             IN,
             Sign("+ b )", 16),
+            BREAK,
             TIMES,
             Sign("2σ( α", 16),
             tall("B", GREEN, "O × R"),
@@ -194,17 +199,22 @@ PICTURES: dict[str, tuple[str, Sequence[Box | Sign]]] = {
 def picture(kind: str) -> str:
     """The SVG of an operator."""
     title, items = PICTURES[kind]
-    parts, x = [], MARGIN
+    parts, x, width, height = [], MARGIN, 0, HEIGHT
     for item in items:
-        width = _width(item)
-        parts.append(_sign(item, x) if isinstance(item, Sign) else _box(item, x + (width - item.width) / 2))
-        x += width + GAP
-    width = round(x - GAP + MARGIN)
+        if item is BREAK:
+            parts += ["</g>", f'<g transform="translate(0 {height})">']
+            x, height = MARGIN, height + HEIGHT
+            continue
+        room = _width(item)
+        parts.append(_sign(item, x) if isinstance(item, Sign) else _box(item, x + (room - item.width) / 2))
+        x += room + GAP
+        width = max(width, round(x - GAP + MARGIN))
+    parts = ["<g>", *parts, "</g>"] if height > HEIGHT else parts
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width}" height="{HEIGHT}" '
-        f'viewBox="0 0 {width} {HEIGHT}" font-family="system-ui, sans-serif" text-anchor="middle">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" font-family="system-ui, sans-serif" text-anchor="middle">'
     )
-    ground = _DARK + f'<rect width="{width}" height="{HEIGHT}" rx="8" fill="{PAPER}"/>'
+    ground = _DARK + f'<rect width="{width}" height="{height}" rx="8" fill="{PAPER}"/>'
     return "\n".join([head, f"<title>{html.escape(title)}</title>", ground, *parts, "</svg>"]) + "\n"
 
 
