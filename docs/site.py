@@ -7,6 +7,7 @@ page and this folder the root; links are turned into those of the site, and lose
 import html
 import inspect
 import itertools
+import json
 import os
 import re
 import sys
@@ -50,7 +51,7 @@ def on_files(files, config):
     ]
     for path in pages:
         files.append(File.generated(config, place(path.relative_to(ROOT).as_posix()), abs_src_path=str(path)))
-    for name, text in (reference() | commands_and_settings() | gallery()).items():
+    for name, text in (reference() | commands_and_settings() | gallery() | notebooks()).items():
         files.append(File.generated(config, name, content=text))
     return files
 
@@ -146,7 +147,7 @@ def place(path):
     """Where a file of the repository is on the site."""
     if path == "README.md":
         return "index.md"
-    return path.removeprefix("docs/")
+    return re.sub(r"\.ipynb$", ".md", path.removeprefix("docs/"))
 
 
 def home(path):
@@ -194,3 +195,20 @@ def gallery():
     """The page of all operators: what README says of them."""
     text = (ROOT / "README.md").read_text(encoding="utf-8").split("## The operators\n")[1].split("\n## ")[0]
     return {"operators.md": "# The operators\n" + text.replace("](docs/", "](")}
+
+
+def notebooks():
+    """A page for every notebook, with the outputs that it keeps."""
+    made = {}
+    for path in sorted((ROOT / "examples" / "notebooks").glob("*.ipynb")):
+        parts = []
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            source = "".join(cell["source"])
+            parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+            printed = "".join("".join(one.get("text", "")) for one in cell.get("outputs", ()))
+            parts += [f"```text\n{printed.rstrip()}\n```"] if printed else []
+            for one in cell.get("outputs", ()):
+                if picture := "".join(one.get("data", {}).get("image/png", "")).replace("\n", ""):
+                    parts.append(f'<img alt="What the cell draws" src="data:image/png;base64,{picture}">')
+        made[place(path.relative_to(ROOT).as_posix())] = "\n\n".join(parts) + "\n"
+    return made
