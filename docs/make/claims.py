@@ -1332,6 +1332,10 @@ def pages() -> dict[str, str]:
     return {"claims.md": _overview(papers)} | {f"claims/{paper.name}.md": _page(paper) for paper in papers}
 
 
+#: of what was found, in one paragraph
+MOST_WORDS = 60
+
+
 def _overview(papers: Sequence[Paper]) -> str:
     verdicts = [claim.verdict for paper in papers for claim in paper.claims]
     counted = [HELD, PARTLY, FAILED, NO_POWER]
@@ -1389,7 +1393,17 @@ def _found(claim: Claim) -> str:
     runs = f" Runs: {claim.run}." if claim.run else ""
     found = re.sub(r"(?<=\d)%", " %", claim.found).rstrip(".")
     power = f" {told(claim.gaps, claim.unit)}." if claim.gaps else ""
-    return _folded(f"{claim.says}: {claim.verdict}", f"{said}\n\n{found}.{power}{runs}")
+    return _folded(f"{claim.says}: {claim.verdict}", f"{said}\n\n{_in_points(f'{found}.{power}{runs}')}")
+
+
+def _in_points(text: str) -> str:
+    """A long text with a point for each sentence; nothing that is bold or in brackets is taken apart."""
+    points = [""]
+    for sentence in re.split(r"(?<=\.) (?=[A-Z*`])", text):
+        whole = points[-1].count("(") == points[-1].count(")") and points[-1].count("**") % 2 == 0
+        points[-1:] = [points[-1], sentence] if whole else [f"{points[-1]} {sentence}"]
+    points = points[1:]
+    return text if len(points) < 3 or len(text.split()) < MOST_WORDS else "\n".join(f"- {point}" for point in points)
 
 
 def _folded(summary: str, text: str) -> str:

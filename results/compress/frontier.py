@@ -150,7 +150,12 @@ def main() -> None:
     windows = read_elsewhere(named, tokenizer, judging)
     corpora = {Path(path).parent.name: texts(path) for path in given.calibrate}
     state = given.state / Path(given.model).name / f"seed-{given.seed}"
-    base = {"tokens": given.tokens, "seed": given.seed, "evaluate": False}
+    base = {
+        "tokens": given.tokens,
+        "seed": given.seed,
+        "evaluate": False,
+        "embedding": None,
+    }  # rows are of layers alone
 
     def seen(model: nn.Module) -> tuple[dict[str, Reading], dict[str, float | None]]:
         first, *others = windows
