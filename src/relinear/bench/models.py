@@ -104,8 +104,7 @@ def bench_models(
         on_round: called between rounds with how many are done.
 
     Returns:
-        rows of ``models.json``, one a variant: tokens a second and how often as fast as the stock model (above 1 is
-        faster).
+        rows of ``models.json``, one a variant: tokens a second and how many times as fast as the stock model.
 
     Raises:
         ValueError: for a mapping that does not fit.

@@ -30,12 +30,12 @@ class CompressSettings(Settings):
             whole ``model``, its stored ``bytes`` (at no more than half precision, in which the result is saved then),
             or the ``flops`` of these layers for a token.
         bits: in place of ``keep``, how many bits a weight of these layers takes on average, scales included.
-        speed: in place of ``keep``, how often as fast these layers shall be together, by a table measured here.
+        speed: in place of ``keep``, how many times as fast these layers shall be together, by a table measured here.
         speed_for: what is to be fast: ``decode`` (a token after the other) or ``prefill`` (whole prompts).
         speed_batch: sequences at once, for speeds.
         allow_slower: carry out a plan even if it makes these layers slower, by the table; the default where bytes are
             the budget.
-        tokens: of the corpus, for calibration: excerpts that are spread over documents.
+        tokens: how many calibrate: excerpts of the corpus that are spread over documents.
         sequence_length: tokens a block of the corpus.
         batch_size: blocks a forward pass.
         fisher: also measure the gradients at every layer's output, at next tokens that the model draws, which tells how
@@ -56,11 +56,11 @@ class CompressSettings(Settings):
         refine_learning_rate: of these.
         seed: of the excerpts, of the next tokens that the model draws for ``fisher``, and of the order of blocks in
             refinement and in healing.
-        heal_tokens: of the corpus behind the calibration's, on which the compressed model is trained as a whole to give
-            the original's logits; 0 leaves it out.
+        heal_tokens: how many train the compressed model as a whole to give the original's logits, of the corpus behind
+            those that calibrate; 0 leaves it out.
         heal: what is trained then: the "operators"; "all" parameters; or with "lora" the operators, and adapters on
             the layers that stayed dense, which are merged in the end.
-        heal_held_out_tokens: of the corpus, which judge: the parameters that were best there are kept.
+        heal_held_out_tokens: how many judge healing: the parameters that were best there are kept.
         heal_learning_rate: the peak; None is 3e-5, and 1e-3 for lora.
         heal_batch: blocks a step; ``batch_size`` of them at a time are in memory.
         heal_rank: of the adapters.
