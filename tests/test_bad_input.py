@@ -2,8 +2,10 @@
 
 import copy
 import json
+import os
 import re
 import socket
+import threading
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from relinear.data.sources import local_sources
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.models import model_place
 from relinear.models.cgt import CGTModel
+from relinear.system.files import read_json
 
 LOW = relinear.LowRank(rank=2)
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
@@ -270,6 +273,19 @@ def test_tags_of_yaml_on_what_is_none(text, tmp_path):
 def test_a_file_without_end_is_no_recipe(tmp_path):
     (tmp_path / "recipe.yaml").write_text("steps: 3\n#" + " " * 1_000_000)
     refused(lambda: read_yaml(tmp_path / "recipe.yaml"), "recipe.yaml", "longer than 1,000,000 characters")
+
+
+def test_a_pipe_that_nobody_writes_to_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    refused(lambda: read_yaml(tmp_path / "pipe"), "pipe must hold a mapping of settings, got None")
+    refused(lambda: read_json(tmp_path / "pipe"), "pipe is not valid JSON")
+
+
+def test_a_pipe_with_a_writer_is_read_to_its_end():
+    reading, writing = os.pipe()
+    threading.Timer(0.2, lambda: (os.write(writing, b"a: 1"), os.close(writing))).start()
+    assert read_yaml(f"/dev/fd/{reading}") == {"a": 1}
+    os.close(reading)
 
 
 def test_overrides_that_lead_through_a_long_name():

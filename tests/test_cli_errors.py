@@ -434,6 +434,11 @@ WRONG = {
     "sweep -p learning_rate=1..2 --trials 0": "trials must be at least 1, got 0",
     "distill {model} --data {text} -r q_proj=nosuch": "unknown operator kind 'nosuch'",
     "compress {model} --data {text} --plan {plan}": "no compression plan",
+    "compare --plan {latin}": "latin.txt is not UTF-8 text",
+    "train --data {others}/gone": "gone'. Give 'stdlib'",  # a link that dangles does not stand for itself
+    "inspect {cut}": "model.safetensors is damaged or cut off",
+    "inspect {unknown}": "unknown operator kind 'low_rnak'",
+    "eval {model} --data {text} --max-tokens 0": "--max-tokens must be at least 1",
     "eval nosuch": "unknown model 'nosuch'",
     "analyze {model} --out {others}": "would be replaced",
     "explore {model} --port 99999": "must be at most 65535",
@@ -445,10 +450,18 @@ WRONG = {
     "list nosuch": "there is no list of 'nosuch'",
 }
 MORE = {
+    "eval {model} --tasks lambada --lambada nosuch": "(JSON lines with a 'text'), got nosuch",
+    "eval {model} --data {text} --split nosuch": "Invalid value for '--split': 'nosuch' is not one of",
+    "analyze {cut}": "model.safetensors is damaged or cut off",
+    "train --model {cut} --data {text}": "model.safetensors is damaged or cut off",
+    "compare --recipe .": ".: Is a directory",
     "train --model nosuch": "unknown model 'nosuch'",
     "train --objective distill:teacher=nosuch": "unknown model 'nosuch'",
     "train --attach nosuch": "unknown attachment kind 'nosuch'",
     "train --threads 0": "threads must be above 0",
+    "train --threads 1000000": "threads must be at most 1024",
+    "compress {model} --data {text} --threads 1025": "--threads must be at most 1024",
+    "train --batch-size 10000000000": "batch_size must be at most 1048576",
     "train --recipe {recipe}": "no valid YAML",
     "train --out {others}": "would be replaced",
     "compare -o low_rank --data ./no/such": "no data at './no/such'",
@@ -474,7 +487,13 @@ def test_wrong_input_is_refused_without_torch(table, saved, text, tmp_path):
     (tmp_path / "others").mkdir()
     for name in ("report.html", "run.json", "others/report.html", "others/metrics.jsonl"):
         (tmp_path / name).write_text("[1")
+    (tmp_path / "others" / "gone").symlink_to("nowhere")
+    (tmp_path / "latin.txt").write_bytes(b"\xe9")
     places = {"model": saved, "text": text, "plan": tmp_path / "run.json", "recipe": tmp_path / "run.json"}
+    for name, change in {"cut": cut, "unknown": rename_operator}.items():
+        (tmp_path / name).mkdir()
+        places[name] = damaged(saved, tmp_path / name, change)
+    places["latin"] = tmp_path / "latin.txt"
     lines = [line.format(**places, others=tmp_path / "others").split() for line in table]
     program = (
         "import json, sys; from relinear_cli.main import main\n"

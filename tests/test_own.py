@@ -75,7 +75,7 @@ def test_what_others_own_or_may_write_to_is_refused_and_left(where, facts, reaso
     for path in (folder, tmp_path / "link", folder / "new"):
         made = path.name == "new"
         if reason is None or (made and where == "a/b" and facts.get("st_mode") == STICKY | 0o777):
-            assert own_folder(path) == path
+            assert own_folder(path) == path.resolve()
         else:
             with pytest.raises(PermissionError, match=reason) as error:
                 own_folder(path)
@@ -96,7 +96,10 @@ def test_folders_that_are_made_are_open_to_nobody_else(tmp_path):
 def test_a_link_of_another_user_is_refused(pretend, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "mine")
-    assert check_own(tmp_path / "link") == tmp_path / "link"
+    mine = (tmp_path / "mine").resolve()  # what is read is what was checked, whoever exchanges a link meanwhile
+    assert check_own(tmp_path / "link") == mine
+    assert cache.cached(tmp_path / "link", "tokens", "key", lambda folder: {})[0].is_relative_to(mine)
+    assert own_folder(tmp_path / "link" / "new") == mine / "new"
     pretend(tmp_path / "link", st_uid=OTHER)
     with pytest.raises(PermissionError, match="another user"):
         check_own(tmp_path / "link")

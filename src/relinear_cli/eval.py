@@ -18,18 +18,18 @@ def command(
     ] = None,
     text_column: options.TextColumn = None,
     tokenizer: options.Tokenizer = None,
-    split: Annotated[str, typer.Option(help="`validation`, `test`, `train`, or `all`.")] = "validation",
+    split: options.Split = "validation",
     tasks: Annotated[
         str, typer.Option(help="`perplexity`, `lambada`, or tasks of lm-eval, with commas.")
     ] = "perplexity",
     lambada: Annotated[
         Path | None, typer.Option(help="File of JSON lines with a `text`, for the task lambada.")
     ] = None,
-    sequence_length: Annotated[int | None, typer.Option(help="Window of perplexity; by default the run's.")] = None,
-    stride: Annotated[int | None, typer.Option(help="Step of the window; by default its length.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Use the first tokens only.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Use the first examples of each task only.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Sequences in a forward pass.")] = 8,
+    sequence_length: Annotated[int | None, typer.Option(min=2, help="Window of perplexity, else the run's.")] = None,
+    stride: Annotated[int | None, typer.Option(min=1, help="Step of the window; by default its length.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Use the first tokens only.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use the first examples of each task only.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, max=2**20, help="Sequences in a forward pass.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of lines.")] = False,
 ) -> None:
     """Evaluate a model: perplexity on any text, LAMBADA, and the tasks of lm-eval.
@@ -87,9 +87,10 @@ def _tasks(written: str, lambada: Path | None) -> list[str]:
     names = [name.strip() for name in written.split(",") if name.strip()]
     if not names:
         raise ValueError("--tasks names no task; give perplexity, lambada, or tasks of lm-eval")
-    if "lambada" in names and lambada is None:
+    if "lambada" in names and not (lambada and lambada.is_file()):
         raise ValueError(
-            "the task lambada needs --lambada FILE (JSON lines with a 'text'); lambada_openai is lm-eval's"
+            f"the task lambada needs --lambada FILE (JSON lines with a 'text'), got {lambada}; of lm-eval it is "
+            "lambada_openai"
         )
     return names
 

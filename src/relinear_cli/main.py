@@ -173,7 +173,7 @@ def _said(error: Any) -> str:
     other = _OTHER_NAMES.get(getattr(error, "option_name", ""))
     if other and any(other in option.opts for option in error.ctx.command.params):
         return f"there is no option {error.option_name}; did you mean {other}?"
-    return str(error.format_message())
+    return str(error.format_message()).replace("Value error, ", "")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -29,8 +29,9 @@ TextColumn = Annotated[str | None, typer.Option(help="Column of jsonl, parquet a
 Tokenizer = Annotated[
     str | None, typer.Option(help="`bytes`, or a tokenizer's folder or Hub name; by default the one beside the model.")
 ]
-Split = Annotated[str, typer.Option(help="Split of the corpus: `train`, `validation`, `test` or `all`.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
+_Split = Literal["train", "validation", "test", "all"]
+Split = Annotated[_Split, typer.Option(help="Split of the corpus: `train`, `validation`, `test` or `all`.")]
+Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads.")]
 TrainingRecipe = Annotated[str | None, typer.Option(help="A YAML file of training settings.")]
 PresetFields = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the preset's config.")
@@ -51,8 +52,6 @@ def prepare_process(
     from relinear.data.corpora import open_corpus
     from relinear.models import model_folder
 
-    if threads is not None and threads < 1:
-        raise ValueError(f"--threads must be at least 1, got {threads}")
     for name in models:
         find_model(model_folder(name), presets=presets)
     for text in texts:
@@ -163,11 +162,9 @@ def load_model_tokenizer(model: str, tokenizer: str | None, *, separates: bool =
     """
     from relinear.data.tokenizers import load_tokenizer
     from relinear.models import model_folder
-    from relinear.surgery.checkpoint import check_files
 
     folder = model_folder(model)
-    if find_model(folder) == "directory":
-        check_files(Path(folder).expanduser())
+    find_model(folder)
     try:
         return load_tokenizer(tokenizer or folder, separates=separates)
     except ValueError as error:
@@ -177,11 +174,14 @@ def load_model_tokenizer(model: str, tokenizer: str | None, *, separates: bool =
 
 
 def find_model(name: str, *, presets: bool = True) -> str:
-    """``models.model_place``; a Hub name without a network is refused at once rather than after a minute."""
+    """``models.model_place``; a damaged directory, or a Hub name without a network, is refused at once."""
     from relinear.data.hub import hub_in_reach
     from relinear.models import is_fetched, missing_directory, model_place
+    from relinear.surgery.checkpoint import check_files
 
     place = model_place(name, presets=presets)
+    if place == "directory":
+        check_files(Path(name).expanduser())
     if place == "hub" and not is_fetched(name) and not hub_in_reach():
         raise FileNotFoundError(f"{missing_directory(name)}; and the Hugging Face Hub cannot be reached")
     return place

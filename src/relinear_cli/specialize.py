@@ -26,14 +26,13 @@ def command(
     from relinear.models.cgt.config import CGTConfig
     from relinear.models.cgt.specialize import specialize
     from relinear.surgery.checkpoint import from_pretrained, reading_config, save_pretrained
-    from relinear.system.files import writing
+    from relinear.system.files import read_text
     from relinear.system.written import check_ours
 
     if not (model / "config.json").is_file():
         raise ValueError(f"{model} is no directory of a saved model: it has no config.json")
     check_ours(out, "saved")
-    with writing(prefix_file):
-        prefix = prefix_file.read_text(encoding="utf-8")
+    prefix = read_text(prefix_file)
     import torch
     from transformers import AutoConfig
 

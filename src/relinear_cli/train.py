@@ -48,7 +48,7 @@ def command(
     from relinear.train import TrainSettings, train
 
     settings = TrainSettings.load(values, recipe or "settings")
-    options.prepare_process()
+    options.prepare_process(models=[settings.model])
     with resumable("start the same command again"), watch_training(settings.model) as on_progress:
         result = train(settings, out, resume=not start_over, on_progress=on_progress)
     if not is_first_rank():  # of several under torchrun one tells

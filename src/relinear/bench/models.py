@@ -15,7 +15,7 @@ from relinear.compare.speed import training_step
 from relinear.core.config import nearest, shown
 from relinear.core.inference import for_inference_
 from relinear.core.operator import OperatorConfig
-from relinear.core.settings import Settings
+from relinear.core.settings import Settings, Threads
 from relinear.models import from_preset, preset_names
 from relinear.surgery.plan import replace_
 from relinear.system.files import write_json
@@ -57,7 +57,7 @@ class ModelBenchSettings(Settings):
     inference_batches: tuple[PositiveInt, ...] = Field(default=(1, 8), min_length=1)
     for_inference: bool = True
     rounds: PositiveInt = 7
-    threads: PositiveInt | None = None
+    threads: Threads | None = None
 
     @field_validator("preset")
     @classmethod

@@ -20,7 +20,7 @@ from relinear.bench.roofline import measure_roofline
 from relinear.core.config import environment as environment_of_kinds
 from relinear.core.config import parse_setting
 from relinear.core.operator import OperatorConfig
-from relinear.core.settings import Settings
+from relinear.core.settings import Settings, Threads
 from relinear.kernels.native.build import has_compiler, is_loaded
 from relinear.system.allocator import tune_allocator
 from relinear.system.files import write_json
@@ -104,7 +104,7 @@ class BenchSettings(Settings):
     untuned: bool = True
     rounds: int = Field(default=11, ge=3)
     repeats: int = Field(default=1, ge=1)
-    threads: int | None = Field(default=None, ge=1)
+    threads: Threads | None = None
 
     def parsed_operators(self) -> list[tuple[str, OperatorConfig]]:
         """Return the operators as (name, config)."""

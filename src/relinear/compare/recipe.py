@@ -9,7 +9,7 @@ import yaml
 
 from relinear.core import plugins
 from relinear.core.config import nearest, shown
-from relinear.system.files import writing
+from relinear.system.files import read_text
 from relinear.system.text import cut
 
 #: the recipes that come with relinear
@@ -71,13 +71,12 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         ValueError: if it is no YAML (with line and column), or no mapping.
     """
     path = Path(path)
-    with writing(path), path.open(encoding="utf-8") as file:
-        text = file.read(_LONGEST_FILE + 1)
+    text = read_text(path, _LONGEST_FILE + 1)
     if len(text) > _LONGEST_FILE:
         raise ValueError(f"{path} is longer than {_LONGEST_FILE:,} characters, and so no file of settings")
     values = read_value(text, str(path))
     if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a mapping of settings, got {type(values).__name__}")
+        raise ValueError(f"{path} must hold a mapping of settings, got {shown(values)}")
     return values
 
 

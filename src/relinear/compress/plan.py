@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from relinear.compress.work import Work
 from relinear.core.config import parse_setting, shown
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, is_linear, linear_features
 from relinear.surgery.summary import module_parameters
-from relinear.system.files import write_json
+from relinear.system.files import read_json, write_json
 from relinear.system.text import columns, cut
 
 FORMAT = 1
@@ -53,7 +52,7 @@ def read_layers(path: str | Path) -> dict[str, dict[str, Any]]:
     if not path.is_file():
         raise ValueError(f"there is no plan {path}: give the file, such as DIR/plan.json")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
         layers = dict(values["layers"])
         stated = {name: dict(layer) for name, layer in layers.items()}
     except (ValueError, LookupError, TypeError, RecursionError) as error:

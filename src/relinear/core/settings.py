@@ -19,6 +19,10 @@ from relinear.system.text import cut, requirement
 
 #: of random numbers: NumPy takes 32 bits
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
+#: in sequences; more ends in no memory, without a word
+Batch = Annotated[int, Field(gt=0, le=2**20)]
+#: of a CPU; a million end the process, without a word
+Threads = Annotated[int, Field(gt=0, le=1024)]
 
 
 def _refuse_twice(values: tuple[Any, ...]) -> tuple[Any, ...]:

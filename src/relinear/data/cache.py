@@ -76,9 +76,9 @@ def cached(root: Path, kind: str, key: Any, build: Callable[[Path], dict[str, An
     """
     from filelock import FileLock
 
-    folder = root / kind / digest(key)
     try:
-        for part in (folder, *folder.rglob("*")):  # files, too: the folder may have been open to others before
+        folder = check_own(root / kind / digest(key))
+        for part in folder.rglob("*"):  # files, too: the folder may have been open to others before
             check_own(part)
         if (value := _read(folder)) is not None:
             return folder, value

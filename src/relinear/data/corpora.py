@@ -35,7 +35,7 @@ def open_corpus(settings: DataSettings) -> Corpus:
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?", settings.data) and not path.parent.is_dir():
         cache = cache_folder(settings.cache_dir)
         return Corpus(settings, hub_sources(settings.data, settings.text_column, settings.max_documents, cache))
-    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    siblings = [entry.name for entry in path.parent.iterdir() if entry.exists()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, [*siblings, "stdlib"], n=1)
     hint = f"; did you mean {str(path.with_name(close[0])) if close[0] in siblings else close[0]!r}?" if close else "."
     raise ValueError(

@@ -7,6 +7,7 @@ travel in ``config.json`` under ``quantization_config``, the weights in safetens
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import shutil
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -29,7 +30,7 @@ from relinear.core.aux import named_operators
 from relinear.core.config import UnknownKindError, nearest, shown
 from relinear.core.operator import OperatorConfig, check_model, is_embedding, is_linear
 from relinear.core.places import saved_place
-from relinear.core.record import FORMAT_VERSION, METHOD, config_record, sync_record
+from relinear.core.record import FORMAT_VERSION, METHOD, config_record, own_record, sync_record
 from relinear.core.vocabulary import token_tables
 from relinear.surgery.card import is_own_card
 from relinear.surgery.saved_config import as_in_memory_
@@ -42,39 +43,39 @@ _T = TypeVar("_T")
 _KEYS = {"quant_method", "format_version", "operators", "attachments"}
 
 
+def check_record(values: Mapping[str, Any]) -> None:
+    """Raise ValueError if ``values`` are no record of operators and attachments that this relinear reads."""
+    missing, unknown = _KEYS - set(values), set(values) - _KEYS - {"packages"}
+    if unknown:
+        raise ValueError(f"relinear checkpoint: unknown keys {shown(sorted(unknown))}; known: {sorted(_KEYS)}")
+    if missing:
+        raise ValueError(f"relinear checkpoint: missing keys {sorted(missing)} in quantization_config")
+    version, operators, attached = (values[key] for key in ("format_version", "operators", "attachments"))
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:  # True is an int to Python
+        raise ValueError(
+            f"relinear checkpoint: format {shown(version)}; this relinear reads 1 to {FORMAT_VERSION}: upgrade it"
+        )
+    if not isinstance(operators, Mapping) or not isinstance(attached, list | tuple):
+        raise ValueError("relinear checkpoint: 'operators' must be a mapping and 'attachments' a list")
+    try:
+        for setting in operators.values():
+            OperatorConfig.from_dict(setting)
+        for setting in attached:
+            AttachmentConfig.from_dict(setting)
+    except UnknownKindError as error:
+        raise ValueError(f"relinear checkpoint: {error}{_needed(values.get('packages'))}") from None
+
+
 @register_quantization_config(METHOD)
 class RelinearConfig(QuantizationConfigMixin):
     """The record of a model's operators and attachments, checked on reading."""
 
+    operators: Mapping[str, Any]
+    attachments: Iterable[Any]
+
     def __init__(self, **values: Any) -> None:
-        unknown = set(values) - _KEYS - {"packages"}
-        if unknown:
-            raise ValueError(f"relinear checkpoint: unknown keys {shown(sorted(unknown))}; known: {sorted(_KEYS)}")
-        missing = _KEYS - set(values)
-        if missing:
-            raise ValueError(f"relinear checkpoint: missing keys {sorted(missing)} in quantization_config")
-        version = values["format_version"]
-        if type(version) is not int or not 1 <= version <= FORMAT_VERSION:  # True is an int to Python
-            raise ValueError(
-                f"relinear checkpoint: format {shown(version)}; this relinear reads 1 to {FORMAT_VERSION}: upgrade it"
-            )
-        operators, attached = values["operators"], values["attachments"]
-        if not isinstance(operators, Mapping) or not isinstance(attached, list | tuple):
-            raise ValueError("relinear checkpoint: 'operators' must be a mapping and 'attachments' a list")
-        packages = values.get("packages", {})
-        try:
-            for setting in operators.values():
-                OperatorConfig.from_dict(setting)
-            for setting in attached:
-                AttachmentConfig.from_dict(setting)
-        except UnknownKindError as error:
-            raise ValueError(f"relinear checkpoint: {error}{_needed(packages)}") from None
-        self.quant_method: Any = METHOD
-        self.format_version = version
-        self.operators = dict(operators)
-        self.attachments = list(attached)
-        if packages:
-            self.packages = dict(packages)
+        check_record(values)
+        vars(self).update({key: value for key, value in values.items() if key != "packages" or value})
 
 
 def _needed(packages: Any) -> str:
@@ -203,9 +204,6 @@ def rebuild_(model: nn.Module, settings: RelinearConfig) -> None:
     sync_record(model)
 
 
-_KINDS = {"F": "floats", "C": "complex numbers"}
-
-
 class _Form(NamedTuple):
     """What a checkpoint has of a tensor, or a model wants: its shape and the kind of its numbers."""
 
@@ -213,26 +211,31 @@ class _Form(NamedTuple):
     kind: str
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Form:
-        floats, complexes = tensor.is_floating_point(), tensor.is_complex()
-        return cls(tuple(tensor.shape), "floats" if floats else "complex numbers" if complexes else "integers")
+    def of(cls, shape: Iterable[int], dtype: Any) -> _Form:
+        """``dtype`` as torch or the head of a file calls it: torch.bfloat16, BF16, F8_E4M3, I64, ..."""
+        letter = str(dtype).removeprefix("torch.").lower().lstrip("b")[0]
+        return cls(tuple(map(int, shape)), {"f": "floats", "c": "complex numbers"}.get(letter, "integers"))
 
     def __str__(self) -> str:
         return f"{self.shape} of {self.kind}"
 
 
 def _stored_forms(files: Iterable[str | Path]) -> dict[str, _Form]:
+    """Of all tensors in the files, by their heads alone: the command line asks before it imports safetensors."""
     forms: dict[str, _Form] = {}
     for file in files:
         if not str(file).endswith(".safetensors"):
             raise ValueError(f"{file}: relinear loads weights from safetensors only")
         try:
-            with writing(file), safe_open(file, framework="pt") as tensors:
-                for key in tensors.keys():  # noqa: SIM118
-                    part = tensors.get_slice(key)
-                    kind = part.get_dtype().lstrip("B")[0]  # of F8_E4M3, BF16, ...
-                    forms[key] = _Form(tuple(part.get_shape()), _KINDS.get(kind, "integers"))
-        except SafetensorError as error:
+            with writing(file), open(file, "rb") as stream:
+                size, end = os.path.getsize(file), 8 + int.from_bytes(stream.read(8), "little")
+                head = json.loads(stream.read(max(min(size, end) - 8, 0)))
+            head.pop("__metadata__", None)
+            forms |= {key: _Form.of(said["shape"], said["dtype"]) for key, said in head.items()}
+            end += max((said["data_offsets"][1] for said in head.values()), default=0)
+            if size != end:
+                raise ValueError(f"it has {size:,} bytes in place of {end:,}")
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{file} is damaged or cut off ({cut(str(error))}); restore it from a copy") from error
     return forms
 
@@ -264,7 +267,7 @@ def _check_own_weights(model: Any, quantizer: HfQuantizer, files: list[str]) -> 
     own += [name + "." for name, _ in model.named_modules() if name.rpartition(".")[2].startswith(OWN_PREFIX)]
     named = _named_as_in_model(model, quantizer, _stored_forms(files))
     stored = {key: form for key, form in named.items() if key.startswith(tuple(own))}
-    expected = {k: _Form.of(v) for k, v in model.state_dict().items() if k.startswith(tuple(own))}
+    expected = {k: _Form.of(v.shape, v.dtype) for k, v in model.state_dict().items() if k.startswith(tuple(own))}
     missing = expected.keys() - stored.keys() - set(getattr(model, "all_tied_weights_keys", {}))
     unknown = stored.keys() - expected.keys()
     differ = {key for key, form in expected.items() if stored.get(key, form) != form} - of_tokens
@@ -306,13 +309,11 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
         >>> relinear.from_pretrained("out").model.layers[0].self_attn.q_proj.config
         LowRank(rank=8)
     """
-    from transformers import AutoModelForCausalLM
-
     name = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
     if saved_place(name, cache_dir=kwargs.get("cache_dir")) == "directory":
         directory = Path(name).expanduser()
         check_files(directory)
-    loader: Any = auto_class or AutoModelForCausalLM
+    loader: Any = auto_class or transformers.AutoModelForCausalLM
     with reading_config(directory):
         model, info = loader.from_pretrained(directory, output_loading_info=True, **kwargs)
     found = {what: sorted(map(str, info[what])) for what in _PROBLEMS if info.get(what)}
@@ -353,6 +354,7 @@ def reading_config(directory: Any) -> Iterator[None]:
 
 _LONGEST = 1_000  # characters of a message of transformers
 _OF_WRONG_VALUES = (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError, MemoryError)
+_OF_WRONG_VALUES += (SafetensorError,)
 
 
 def check_files(directory: Path) -> None:
@@ -370,6 +372,8 @@ def check_files(directory: Path) -> None:
     config = read_json(path)
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold an object, got {shown(config)}")
+    if (stored := own_record(config.get("quantization_config"))) is not None:
+        check_record(stored)
     forms = _stored_forms(sorted(directory.glob("*.safetensors")))
     if forms:
         _check_sizes(path, config, sum(math.prod(form.shape) for form in forms.values()), len(forms))

@@ -160,12 +160,25 @@ def parse_json(text: str, where: str | Path) -> Any:
 
 def read_json(path: str | Path) -> Any:
     """Return the value in a JSON file. Raises ValueError if it holds none, OSError if it cannot be read."""
+    return parse_json(read_text(path), path)
+
+
+def read_text(path: str | Path, most: int = -1) -> str:
+    """The text of a file, or its first ``most`` characters; a named pipe that nobody writes to is not waited for.
+
+    Raises ValueError if it is not UTF-8, OSError if it cannot be read.
+    """
     try:
-        with writing(path):
-            text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from None
-    return parse_json(text, path)
+        with writing(path), open(path, encoding="utf-8", opener=_open_at_once) as file:
+            return file.read(most)
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text") from None
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    os.set_blocking(handle, True)
+    return handle
 
 
 @contextlib.contextmanager
@@ -177,7 +190,7 @@ def writing(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        temporary = str(error.filename or "").startswith(str(Path(path).with_name(f".{Path(path).name}.")))
+        temporary = str(error.filename or "").startswith(str(Path(path).parent / f".{Path(path).name}."))
         if error.errno is not None and (error.filename is None or temporary):
             error.filename = str(path)
         raise

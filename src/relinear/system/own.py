@@ -7,24 +7,25 @@ from pathlib import Path
 
 
 def check_own(path: str | Path) -> Path:
-    """``path``, held to being this user's alone before anything is read from it; changes nothing.
+    """``path`` without links, held to being this user's alone before anything is read from it; changes nothing.
 
     It and all folders above it (behind symbolic links, too) must belong to this user or to root, and no other user may
     write to them. Above it, folders such as /tmp will do, whose entries only their owners can move (the sticky bit).
-    What is not there yet can hold nothing; systems without owners are not looked at.
+    What is not there yet can hold nothing; systems without owners are not looked at. Links that others may exchange do
+    no harm to who goes on with the path that is returned.
 
     Raises:
         PermissionError: that names what is another user's, or open to others, and why.
     """
     path = Path(path).absolute()
+    real = Path(os.path.realpath(path))  # which passes over links in a circle
     if hasattr(os, "geteuid"):
-        real = path.resolve()
         for part in dict.fromkeys([real, path, *real.parents, *path.parents]):
             try:
                 _check(part, part.lstat(), above=part not in (real, path))
             except FileNotFoundError:
                 continue
-    return path
+    return real
 
 
 def own_folder(folder: str | Path) -> Path:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from transformers import TrainerCallback
 
 from relinear.core.config import shown
-from relinear.system.files import parse_json, write_text, writing
+from relinear.system.files import parse_json, read_text, write_text, writing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +60,7 @@ class StopOnTerminate(TrainerCallback):
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a ``metrics.jsonl`` without a last line that was cut off. Raises ValueError on a damaged file."""
     path = Path(path)
-    try:
-        with writing(path):
-            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from None
-    rows = []
+    lines, rows = read_text(path).splitlines() if path.exists() else [], []
     for number, line in enumerate(lines, 1):
         try:
             row = parse_json(line, f"{path}, line {number}")

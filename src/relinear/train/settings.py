@@ -21,7 +21,7 @@ from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import Config, shown
 from relinear.core.objective import ObjectiveConfig
 from relinear.core.operator import OperatorConfig
-from relinear.core.settings import Patterns, Seed, Settings
+from relinear.core.settings import Batch, Patterns, Seed, Settings, Threads
 from relinear.data import DataSettings
 
 Schedule = Literal["onecycle", "cosine", "noam", "constant"]
@@ -71,7 +71,7 @@ class FitSettings(Settings):
     """
 
     steps: int = Field(default=1000, gt=0, le=10**12)
-    batch_size: PositiveInt = 16
+    batch_size: Batch = 16
     accumulation: PositiveInt = 1
     optimizer: Literal["adamw", "adam"] = "adamw"
     learning_rate: PositiveFloat = 1e-3
@@ -91,12 +91,12 @@ class FitSettings(Settings):
     compile: bool | Literal["reduce-overhead"] = False
     gradient_checkpointing: bool = False
     seed: Seed = 0
-    threads: PositiveInt | None = None
+    threads: Threads | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     eval_every: NonNegativeInt = 0
     log_every: PositiveInt = 10
     save_every: NonNegativeInt | None = None
-    eval_batch_size: PositiveInt | None = None
+    eval_batch_size: Batch | None = None
     eval_start_tokens: PositiveInt | None = None
     report_to: tuple[str, ...] = ()
     save_model: bool = True

@@ -67,7 +67,7 @@ def is_loaded() -> bool:
     """Return whether the kernels can be called: loaded, and built where they have to be, when this is first asked."""
     try:
         path = library_path()
-        own_folder(path.parent)  # what is loaded from there runs as this user
+        path = own_folder(path.parent) / path.name  # what is loaded from there runs as this user
         kept = _cached_library(path)
         if kept is not None:
             torch.ops.load_library(kept)
@@ -117,7 +117,7 @@ def _hashed(path: Path, library: Path) -> Path:
 def _cached_library(path: Path) -> Path | None:
     """A library that was built for ``path`` and is what was built. Raises PermissionError where it need not be."""
     for found in check_own(path.parent).glob(f"{path.stem}-*{path.suffix}"):
-        if _hashed(path, check_own(found)) == found:
+        if _hashed(path, check_own(found)).name == found.name:
             return found
     return None
 
