@@ -103,6 +103,12 @@ def test_a_killed_holder_leaves_nothing_behind(held):
 
 
 @linux
+def test_a_folder_that_cannot_be_made_is_not_tried_for_ever():
+    with pytest.raises(FileNotFoundError, match="/proc/none"), only_process_in("/proc/none/out", patience=0):
+        pass
+
+
+@linux
 def test_folders_made_for_a_lock_go_again_where_nothing_came_into_them(tmp_path):
     with pytest.raises(ValueError, match="no use"), only_process_in(tmp_path / "a" / "b"):
         raise ValueError("no use")

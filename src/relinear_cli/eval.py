@@ -89,8 +89,7 @@ def _tasks(written: str, lambada: Path | None) -> list[str]:
         raise ValueError("--tasks names no task; give perplexity, lambada, or tasks of lm-eval")
     if "lambada" in names and not (lambada and lambada.is_file()):
         raise ValueError(
-            f"the task lambada needs --lambada FILE (JSON lines with a 'text'), got {lambada}; of lm-eval it is "
-            "lambada_openai"
+            f"lambada needs --lambada FILE (JSON lines with a 'text'), got {lambada}; lambada_openai is lm-eval's"
         )
     return names
 

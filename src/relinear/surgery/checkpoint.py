@@ -344,7 +344,7 @@ def reading_config(directory: Any) -> Iterator[None]:
             raise
         raise ValueError(f"{directory}: {cut(str(error), _LONGEST)}") from error
     except Exception as error:
-        if not isinstance(error, _OF_WRONG_VALUES) and "Validation" not in type(error).__name__:
+        if not isinstance(error, (*_OF_WRONG_VALUES, SafetensorError)) and "Validation" not in type(error).__name__:
             raise
         said = cut(" ".join(str(error).split()))
         raise ValueError(
@@ -354,7 +354,6 @@ def reading_config(directory: Any) -> Iterator[None]:
 
 _LONGEST = 1_000  # characters of a message of transformers
 _OF_WRONG_VALUES = (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError, MemoryError)
-_OF_WRONG_VALUES += (SafetensorError,)
 
 
 def check_files(directory: Path) -> None:

@@ -78,7 +78,9 @@ def _acquired(path: Path, fcntl: Any, patience: float, shared: bool, required: b
         try:
             Path(os.path.realpath(path.parent)).mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except FileNotFoundError:  # its last holder has just removed the folder
+        except FileNotFoundError:  # its last holder has just removed the folder; in /proc it never comes
+            if time.monotonic() > deadline + 1:
+                raise
             continue
         try:
             fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
