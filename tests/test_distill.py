@@ -449,7 +449,8 @@ def test_wrong_inputs_change_nothing(tmp_path):
         ({"q_proj": rank}, corpus(), SETTINGS | {"retrain": "nothing"}, "matches no linear layer"),
     ]:
         with pytest.raises(ValueError, match=match):
-            relinear.distill_(model, mapping, data, settings=settings)
+            relinear.distill_(model, mapping, data, settings=settings, out_dir=tmp_path / "out")
+        assert not (tmp_path / "out").exists()
     for name, value in before.state_dict().items():
         assert torch.equal(model.state_dict()[name], value)
 

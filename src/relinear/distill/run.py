@@ -112,14 +112,14 @@ def distill_(
         check_tokenizer_fits(tokenizer, model)
     length = settings.sequence_length
     train_blocks = settings.tokens // length
-    held_out = settings.validation_tokens // length
-    blocks = token_blocks(data, tokenizer, length, train_blocks + held_out)
+    blocks = token_blocks(data, tokenizer, length, train_blocks + settings.validation_tokens // length)
     run = _Run(model, settings, blocks, train_blocks, None if out_dir is None else Path(out_dir), on_progress)
     groups = [
         list(group) for _, group in itertools.groupby(whole.replacements, key=lambda r: layer_index(model, r.name))
     ]
-    if settings.joint:
-        for group in groups:
+    for group in groups:  # both refuse what cannot be, before any work
+        run._retrained(group)
+        if settings.joint:
             _common_parent(group)
     with contextlib.nullcontext() if run.folder is None else only_process_in(run.folder):
         report = _carried_out(run, groups, whole, resume)
