@@ -6,8 +6,11 @@ import peft
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     GPT2Config,
     LlamaConfig,
@@ -141,3 +144,70 @@ def test_a_budget_of_bytes_rounds_it_to_eight_bits(tmp_path) -> None:
     kept = tiny()
     compress(kept, ids, settings=settings | {"embedding": None, "heal_tokens": 0})
     assert type(kept.get_input_embeddings()) is torch.nn.Embedding
+
+
+@pytest.mark.parametrize("kind", ["phi", "gptj", "bert", "distilbert"])
+def test_a_tied_head_keeps_its_bias_and_its_other_ties(kind: str, tmp_path) -> None:
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "rotary_dim": 4}
+    config = CONFIG_MAPPING[kind](**sizes, tie_word_embeddings=True)
+    auto = AutoModelForCausalLM if kind in ("phi", "gptj") else AutoModelForMaskedLM
+    model, ids = auto.from_config(config).eval(), IDS % 96
+    torch.nn.init.normal_(model.get_output_embeddings().bias)
+    with torch.no_grad():
+        expected = model(ids).logits
+        names = {name for name, module in model.named_modules() if module is model.get_input_embeddings()}
+        relinear.replace_(model, dict.fromkeys(names, EIGHT), init="from_weight")
+        found = model(ids).logits
+        assert (found - expected).abs().max() < 0.1 * expected.std()
+        model.save_pretrained(tmp_path)
+        assert torch.equal(auto.from_pretrained(tmp_path).eval()(ids).logits, found)
+        relinear.fold_(model, verbose=False)
+        torch.testing.assert_close(model(ids).logits, found, atol=1e-6, rtol=0)
+
+
+def test_weights_that_more_than_the_head_shares_or_reads_are_refused() -> None:
+    sizes = {"vocab_size": 96, "num_layers": 1, "num_hidden_layers": 1, "d_model": 32, "hidden_size": 32, "d_ff": 64}
+    for kind, name, message in (
+        ("t5", "shared", "shares its weight with"),
+        ("mamba", "embeddings", "reads its weight"),
+    ):
+        config = CONFIG_MAPPING[kind](**sizes, tie_word_embeddings=True)
+        auto = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
+        with pytest.raises(ValueError, match=message):
+            relinear.replace_(auto.from_config(config), {name: EIGHT})
+
+
+@pytest.mark.parametrize("by", ["merged", "embedding", "head"])
+def test_a_tie_that_was_cut_is_saved_as_cut(by: str, tmp_path) -> None:
+    model, torch_head = rounded(), torch.nn.Linear(64, 300, bias=False)
+    if by == "merged":
+        lora = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+        tuned = peft.get_peft_model(model, lora)
+        with torch.no_grad():
+            tuned.get_input_embeddings().modules_to_save["default"].scales.mul_(2)
+        model = tuned.merge_and_unload()
+    elif by == "embedding":
+        model.set_input_embeddings(torch.nn.Embedding(300, 64))
+    else:
+        model.set_output_embeddings(torch_head)
+    found = logits(model.eval())
+    relinear.save_pretrained(model, tmp_path)
+    assert torch.equal(logits(relinear.from_pretrained(tmp_path).eval()), found)
+    relinear.fold_(model, verbose=False)
+    torch.testing.assert_close(logits(model), found, atol=1e-5, rtol=0)
+
+
+def test_ids_hooks_and_adapters_mean_what_they_mean_to_an_embedding() -> None:
+    with pytest.raises(IndexError):
+        rounded().get_input_embeddings()(torch.tensor([-1]))
+    model = rounded()
+    states = torch.randn(2, 64)
+    expected = model.lm_head(states)
+    model.get_input_embeddings().register_forward_hook(lambda module, args, output: output + 1)
+    assert torch.equal(model.lm_head(states), expected)
+    tuned = peft.get_peft_model(tiny(), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.warns(UserWarning, match="adapter"):
+        relinear.replace_(tuned, {"embed_tokens": EIGHT}, init="from_weight")
+    inside = tuned.get_base_model()
+    inside.tie_weights()
+    assert inside.lm_head.table is inside.model.embed_tokens

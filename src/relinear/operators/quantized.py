@@ -66,9 +66,9 @@ class QuantizedLinear(Operator):
 
     def rows(self, ids: Tensor) -> Tensor:
         config, at = self.config, ids.flatten()
-        zeros = None if self.zeros is None else self.zeros[at]
-        found = dequantized(self.codes[at], self.scales[at], zeros, config.bits, config.group, self.in_features)
-        return found.unflatten(0, ids.shape)
+        codes, scales = self.codes.index_select(0, at), self.scales.index_select(0, at)  # refuses negative ids
+        zeros = None if self.zeros is None else self.zeros.index_select(0, at)
+        return dequantized(codes, scales, zeros, config.bits, config.group, self.in_features).unflatten(0, ids.shape)
 
     def to_dense(self) -> Tensor:
         config = self.config

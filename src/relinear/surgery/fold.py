@@ -10,7 +10,7 @@ from relinear.core.aux import named_operators
 from relinear.core.modes import evaluating
 from relinear.core.operator import NotLinearError, check_model, plain_linear
 from relinear.core.record import sync_record
-from relinear.surgery.tied import swap_layer
+from relinear.surgery.tied import settle_head_, swap_layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,7 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
         'Linear'
     """
     check_model(model, "fold_")
+    settle_head_(model)
     found = dict(named_operators(model))
     if not found:
         raise ValueError("the model holds no relinear operator: nothing to fold")

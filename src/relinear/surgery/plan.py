@@ -246,13 +246,15 @@ def _check_target(model: nn.Module, target: Target, config: OperatorConfig, init
             "the model itself is a linear layer and cannot be replaced in place; build the operator instead: "
             f"{type(config).__name__}(...).convert(linear, init={init!r})"
         )
-    reader = reader_of_weight(model, target.name)
+    head = tied_head(model, target.module)
+    names = [target.name, *(name for name, module in model.named_modules() if module is head)]
+    reader = next(filter(None, (reader_of_weight(model, name) for name in names)), None)
     if reader is not None:
         raise ValueError(
             f"{target.name} cannot be replaced: {reader} reads its weight, which an operator does not have. Leave it "
             "out with exclude="
         )
-    shared = None if tied_head(unwrapped(model), target.module) is not None else is_tied(model, target.module)
+    shared = is_tied(model, target.module, head)
     if shared is not None:
         raise ValueError(
             f"{target.name} shares its weight with {shared}; replacing it would untie them. Build the model with "

@@ -90,12 +90,12 @@ def _embedding(model: Any) -> Any:
     return table if is_embedding(table) or isinstance(table, Operator) else None
 
 
-def is_tied(model: nn.Module, module: nn.Module) -> str | None:
-    """Name of another parameter slot that shares memory with ``module``'s parameters (a tied embedding), or None."""
+def is_tied(model: nn.Module, module: nn.Module, head: Any = None) -> str | None:
+    """Name of a parameter slot, but for ``head``'s, that shares memory with ``module``'s (a tied embedding), or None."""
     own = {id(p) for p in module.parameters()}
     inside = {id(m) for m in module.modules()}
     for name, other in model.named_modules():
-        if id(other) in inside:
+        if id(other) in inside or other is head:
             continue
         for key, parameter in other._parameters.items():
             if parameter is not None and id(parameter) in own:

@@ -1,21 +1,25 @@
 """An output head that shares its matrix with the embedding, where an operator takes the embedding's place."""
 
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
 
+from relinear.core.anatomy import unwrapped
 from relinear.core.drawn import swap_module
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, embeds, linear_features, linear_of
+from relinear.core.record import sync_record
 from relinear.core.wrapper import WrapperConfig
 
 
 class TiedHead(nn.Module):
-    """y = x W^T with the matrix W (V, D) of the operator that embeds the tokens. It holds nothing itself."""
+    """y = x W^T + bias with the matrix W (V, D) of the operator that embeds the tokens. It holds but the bias (V,)."""
 
-    def __init__(self, table: Operator) -> None:
+    def __init__(self, table: Operator, bias: nn.Parameter | None) -> None:
         super().__init__()
+        self.register_parameter("bias", bias)
         self._table = (table,)  # not as a submodule: it is saved, moved and counted at its own place
 
     @property
@@ -29,7 +33,8 @@ class TiedHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., V) logits of (..., D)."""
-        return self.table(x)
+        product = self.table.forward(x)  # hooks on the embedding, as of noise for its rows, are not the head's
+        return product if self.bias is None else product + self.bias
 
 
 def check_rows(config: OperatorConfig, source: nn.Module, name: str) -> None:
@@ -48,6 +53,7 @@ def check_rows(config: OperatorConfig, source: nn.Module, name: str) -> None:
 
 def tied_head(model: Any, table: nn.Module) -> Any:
     """Return the output head of ``model`` that shares the matrix of its embedding ``table``; None if none does."""
+    model = unwrapped(model)
     getter = getattr(model, "get_output_embeddings", None)
     head = getter() if embeds(table) and callable(getter) else None
     if isinstance(head, TiedHead):
@@ -67,12 +73,34 @@ def swap_layer(model: Any, names: Iterable[str], source: nn.Module, target: Any)
     swap_module(model, names, source, target)
     if head is None:
         return
-    tied: Any = TiedHead(target)
-    model._tied_weights_keys = {}
+    model = unwrapped(model)
+    names = [name for name, module in model.named_modules() if module is head]
+    tied: Any = TiedHead(target, head.bias)
+    keys = (type(model)._tied_weights_keys or {}).items()
+    model._tied_weights_keys = {k: v for k, v in keys if not re.match(f"({k}|{v})$", f"{names[0]}.weight")}
     if not isinstance(target, Operator):
         tied = linear_of(target.weight)
-        tied.weight = target.weight
+        tied.weight, tied.bias = target.weight, head.bias
         del model._tied_weights_keys  # the class's again
     tied.train(head.training)
-    swap_module(model, [name for name, module in model.named_modules() if module is head], head, tied)
+    swap_module(model, names, head, tied)
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def settle_head_(model: Any) -> None:
+    """Where embedding and head are no longer tied, as after PEFT merged a copy of one, model and config say so."""
+    model = unwrapped(model)
+    getter = getattr(model, "get_output_embeddings", None)
+    head: Any = getter() if callable(getter) else None
+    if isinstance(head, TiedHead):
+        if any(module is head.table for module in model.modules()):
+            return
+        names, (operator, bias) = [n for n, m in model.named_modules() if m is head], (head.table, head.bias)
+        operator.num_embeddings, operator.bias = None, bias
+        swap_module(model, names, head, operator)
+        sync_record(model)
+    elif head is None or not isinstance(model.get_input_embeddings(), Operator):
+        return
+    if getattr(model.config, "tie_word_embeddings", False):
+        model.config.tie_word_embeddings = False
+        model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
