@@ -91,7 +91,7 @@ def _embedding(model: Any) -> Any:
 
 
 def is_tied(model: nn.Module, module: nn.Module, head: Any = None) -> str | None:
-    """Name of a parameter slot, but for ``head``'s, that shares memory with ``module``'s (a tied embedding), or None."""
+    """Name of a parameter slot, not of ``head``, that shares memory with ``module``'s (a tied embedding), or None."""
     own = {id(p) for p in module.parameters()}
     inside = {id(m) for m in module.modules()}
     for name, other in model.named_modules():

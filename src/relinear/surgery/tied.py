@@ -17,6 +17,8 @@ from relinear.core.wrapper import WrapperConfig
 class TiedHead(nn.Module):
     """y = x W^T + bias with the matrix W (V, D) of the operator that embeds the tokens. It holds but the bias (V,)."""
 
+    bias: nn.Parameter | None
+
     def __init__(self, table: Operator, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.register_parameter("bias", bias)
@@ -95,8 +97,8 @@ def settle_head_(model: Any) -> None:
     if isinstance(head, TiedHead):
         if any(module is head.table for module in model.modules()):
             return
-        names, (operator, bias) = [n for n, m in model.named_modules() if m is head], (head.table, head.bias)
-        operator.num_embeddings, operator.bias = None, bias
+        names, operator = [n for n, m in model.named_modules() if m is head], head.table
+        operator.num_embeddings, operator.bias = None, head.bias
         swap_module(model, names, head, operator)
         sync_record(model)
     elif head is None or not isinstance(model.get_input_embeddings(), Operator):
