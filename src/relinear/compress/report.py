@@ -95,7 +95,7 @@ class CompressReport:
         if self.evaluation is None:
             return []
         found, predicted = [] if self.corpus is None else self.corpus.remarks, self.plan.nats
-        nats, interval = self.evaluation["nats"], self.evaluation["interval"] or 0.0
+        nats, interval = self.evaluation["nats"], max(self.evaluation["interval"] or 0.0, 5e-4)  # less is not printed
         if predicted is not None and self.healing is None and abs(nats - predicted) > max(abs(nats) / 2, interval):
             found.append(
                 f"the plan's prediction of {predicted:+.3f} nats is off by more than half: {nats:+.3f} were measured; "
