@@ -33,7 +33,9 @@ PICTURE = re.compile(
 )
 CODE = re.compile("<code>.*?</code>", flags=re.S)
 OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
-GROUPED = re.compile(r"(<code>\w+, [^<]*</code>(?:(?!</tr>).)*?)<em>required</em>", flags=re.S)
+ROW = re.compile(r"<tr>(.*?)</tr>", flags=re.S)
+#: words of a cell; a table with a longer one is shown as a list
+WORDS = 25
 #: a table of four and more columns is a table on a phone, too, where these are its most characters: of a cell, and of
 #: the longest words of its columns together
 NARROW = 16, 40
@@ -83,9 +85,8 @@ def on_page_content(content, page, config, files):
 
     Of the pages of results/ every section is folded but the first: they hold long tables and commands.
     """
-    # several names that are described together are in no signature, and mkdocstrings takes them for required
-    content = GROUPED.sub(r"\1", content)
-    content = re.sub(r"<table>.*?</table>", labelled, content, flags=re.S)
+    most = sys.maxsize if page.file.src_uri.startswith("settings/") else MOST_ROWS  # there the table is the page
+    content = re.sub(r"<table>.*?</table>", lambda table: labelled(table[0], most), content, flags=re.S)
     content = CODE.sub(lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), content)
     # the site has a switch of its own between light and dark, which a <picture> would not follow
     content = PICTURE.sub(r"\2\3#only-light\4\2\1#only-dark\4", content)
@@ -109,16 +110,17 @@ def formula(text):
     return f"<div style='overflow-x: auto'>{''.join(lines)}</div>"
 
 
-def labelled(table):
-    """A table whose cells say their column, where it has too many to stand side by side on a phone."""
+def labelled(table, most):
+    """A table whose cells say their column, where it has too many to stand side by side on a phone; or a list."""
     names, cells = (
-        [plain(cell) for cell in re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", table[0], flags=re.S)]
-        for tag in ("th", "td")
+        [plain(cell) for cell in re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", table, flags=re.S)] for tag in ("th", "td")
     )
+    if max((len(cell.split()) for cell in cells), default=0) > WORDS:
+        return folded(as_list(table, names), len(cells) // len(names), names, most)
     if len(names) < 4:
-        return table[0]
+        return table
     columns = [" ".join([name, *cells[at :: len(names)]]).split() for at, name in enumerate(names)]
-    shown = table[0]
+    shown = table
     together = sum(max(map(len, words), default=0) for words in columns)
     if max(map(len, cells), default=0) > NARROW[0] or together > NARROW[1]:
         named = itertools.cycle(map(html.escape, names))
@@ -126,8 +128,23 @@ def labelled(table):
             lambda cell: f'<td data-label="{next(named)}"{cell[1]}>{cell[2] and f"<div>{cell[2]}</div>"}</td>', shown
         )
         shown = shown.replace("<table", f'<table data-columns="{len(names)}"', 1)
-    rows = shown.count("<tr") - 1
-    if rows <= MOST_ROWS:
+    return folded(shown, shown.count("<tr") - 1, names, most)
+
+
+def as_list(table, names):
+    """Rows as items of a list: the first cell, then the others, which say their column where they are several."""
+    items = []
+    for row in ROW.findall(table)[1:]:
+        first, *others = (cell for _, cell in CELL.findall(row))
+        called = [f"<em>{html.escape(name)}:</em> " if len(names) > 2 else "" for name in names[1:]]
+        said = [name + cell for name, cell in zip(called, others, strict=True) if cell]
+        items.append("<li>" + "<br>".join([f"<strong>{first}</strong>", *said]) + "</li>")
+    return f"<ul>{''.join(items)}</ul>"
+
+
+def folded(shown, rows, names, most):
+    """What is shown of a table, folded where it has more than ``most`` rows."""
+    if rows <= most:
         return shown
     return f"<details><summary>{rows} rows: {', '.join(map(html.escape, names))}</summary>{shown}</details>"
 

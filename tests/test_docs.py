@@ -91,8 +91,8 @@ def test_pages_of_the_site_fit_a_phone_and_its_switch_of_light_and_dark(monkeypa
     card = shown(f"<table>{''.join(rows).replace('1 ', 'a cell of many words', 1)}</table>")
     assert '<table data-columns="4">' in card
     assert card.endswith('<td data-label="a b"><div>1</div></td><td data-label="a b"></td></tr></table>')
-    grouped = "<tr><td><code>targets, exclude</code></td><td><em>required</em></td></tr>"
-    assert "required" not in shown(f"<table>{grouped}</table>")
+    long = ["<tr><th>a</th><th>b</th></tr>", f"<tr><td>name</td><td>{'word ' * 26}</td></tr>"]
+    assert shown(f"<table>{''.join(long)}</table>").startswith("<ul><li><strong>name</strong><br>word word")
 
 
 def test_contributing_says_where_things_go() -> None:

@@ -2,7 +2,8 @@
 
 ``--before REVISION`` sets the same of an earlier revision beside it. ``--site DIR`` names the site that ``make docs``
 built: every page of it is then measured as a phone and a desktop show it (with playwright, the extra ``browser``), and
-the exit code is 1 if one is longer than 8,000 pixels on a phone or cut. Code and what is folded do not count as words.
+the exit code is 1 if one is longer than 8,000 pixels on a phone, cut, or has a cell of more than 25 words. Code and
+what is folded do not count as words.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PHONE, DESKTOP = 390, 1280
 #: pixels of a page on a phone
 LONGEST = 8_000
-#: what is wider than its place, but for what is folded
-_CUT = """() => [...document.querySelectorAll("article :is(table, pre > code, img, svg, math)")].filter((e) => {
+#: what is wider than its place, but for what is folded, and cells of too many words
+_CUT = """() => [...document.querySelectorAll("article :is(table, pre > code, img, svg, math, td)")].filter((e) => {
   const wide = e.getBoundingClientRect(), wrap = e.closest(".md-typeset__scrollwrap")
+  const held = { CODE: e, math: e.parentElement }[e.tagName]
+  if (e.tagName == "TD") return e.textContent.trim().split(/\\s+/).length > 25
   if (!wide.width || e.closest("details:not([open])")) return false
-  return wide.right > innerWidth + 1 || (e.tagName == "CODE" && e.scrollWidth > e.clientWidth + 1)
+  return wide.right > innerWidth + 1 || (held && held.scrollWidth > held.clientWidth + 1)
     || (wrap && wrap.scrollWidth > wrap.clientWidth + 1)
 }).map((e) => e.tagName.toLowerCase())"""
 

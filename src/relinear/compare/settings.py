@@ -202,7 +202,8 @@ class CompareSettings(Settings):
     """A whole comparison.
 
     Attributes:
-        name, description: for the report.
+        name: of the comparison, for the report.
+        description: what it asks, for the report.
         entries: name -> entry.
         target: patterns that an entry's ``operator`` goes to.
         train: what all entries share (see ``TrainSettings``).

@@ -40,10 +40,12 @@ class FitSettings(Settings):
             all after ``warmup_steps``.
         warmup_steps: None takes ``warmup_ratio``.
         warmup_ratio: warm-up as a share of the steps; None is a tenth (onecycle: three tenths, its own default).
+        min_lr_ratio: where a cosine ends, as a share of the peak.
         weight_decay: of matrices; norms, biases and embeddings have none.
         decay_embeddings: give embeddings the decay of matrices, as training code does that decays whatever has two
             dimensions; those of attached parts too.
-        betas, eps: of Adam.
+        betas: how fast Adam forgets gradients and their squares.
+        eps: of Adam.
         max_grad_norm: gradients are scaled down to this norm; 0 turns it off.
         fan_in_base: None, or the fan-in at which ``learning_rate`` holds: the rate of every matrix is then multiplied
             by ``fan_in_base / fan_in`` (maximal update parametrisation for Adam). Matrices that sum over a size which
@@ -61,8 +63,10 @@ class FitSettings(Settings):
             ranks each has a stream of its own.
         threads: CPU threads; one makes runs repeat to the last bit, None leaves torch's choice.
         device: "auto" is the GPU where there is one.
-        eval_every, log_every, save_every: in steps. 0 evaluates only at the start and the end; None saves every tenth
-            of the run, but not more often than every 100 steps, and 0 never.
+        eval_every: steps between evaluations; 0 evaluates only at the start and the end.
+        log_every: steps between rows of metrics.
+        save_every: steps between checkpoints; 0 saves none, None every tenth of the run, but not more often than every
+            100 steps.
         eval_batch_size: sequences in an evaluation pass; None takes ``batch_size``.
         eval_start_tokens: evaluate before the first step on the first so many validation tokens; None on all.
         report_to: names of transformers' reporting integrations ("tensorboard", "wandb", ...).
@@ -190,7 +194,9 @@ class TrainSettings(FitSettings):
             embeddings the weights of the head (the HDPL paper's does), see ``relinear.models.draw_as_torch_``.
         operators: pattern -> operator setting, as a mapping with ``kind`` or as text (``"hdpl:rank=128,blocks=8"``);
             None leaves a layer alone. Patterns as in ``relinear.replace_``.
-        layers, exclude, init: as in ``relinear.replace_``.
+        layers: decoder layers by number; None takes all, as in ``relinear.replace_``.
+        exclude: patterns of layers that stay.
+        init: how operators start, as in ``relinear.replace_``.
         attachments: settings of model-level parts, applied in this order.
         objective: what is minimised in place of the model's own loss, such as ``distill:teacher=DIR`` or
             ``cgt:eta=0.5``. A text or a mapping with ``kind``; evaluation is by the model's own loss always.
