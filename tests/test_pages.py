@@ -149,6 +149,9 @@ def test_the_verdict_says_how_sure_it_is(tmp_path) -> None:
     assert verdict(comparison(tmp_path, losses)).startswith(
         "a is ahead of dense by 0.995 nats a token; 95 % interval 0."
     )
+    smaller = comparison(tmp_path, losses)
+    next(entry for entry in smaller["entries"] if entry["name"] == "a")["parameters"] *= 0.3
+    assert verdict(smaller).startswith("a, with 0.3 times the parameters, is ahead of dense by 0.995 nats a token; ")
     losses["a"] = [2.9, 3.15]
     assert verdict(comparison(tmp_path, losses)).endswith(", so this may be chance.")
     said = verdict(comparison(tmp_path, {"dense": [3.0], "a": [3.2]}, 1.0))

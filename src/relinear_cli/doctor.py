@@ -1,10 +1,14 @@
 """``relinear doctor``: what this installation has, what it lacks, and what to do about it."""
 
 import re
+import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import typer
+
+from relinear_cli.terminal import fitted
 
 #: state of a part: as it should be, something that may be wanted and is not there, something that fails
 GOOD, LACKS, FAILS = "ok", "-", "FAILS"
@@ -22,16 +26,13 @@ def command() -> None:
     """
     failed = False
     for state, what, found in (*_packages(), *_extras(), *_machine(), *_kernels(), *_caches(), *_plugins()):
-        print(f"{state:5}  {what:12}  {found}")
+        print(fitted(f"{state:5}  {what:12}  {found}", sys.stdout, 21))
         failed |= state == FAILS
-    if failed:
-        raise typer.Exit(1)
+    raise typer.Exit(int(failed))
 
 
 def _requirements() -> Iterator[tuple[str, str]]:
     """(extra or "", requirement) of every package that relinear names, as in its metadata."""
-    from importlib import metadata
-
     for line in metadata.requires("relinear") or ():
         requirement, _, marker = line.partition(";")
         extra = re.search(r"extra == ['\"](.+?)['\"]", marker)
@@ -40,8 +41,6 @@ def _requirements() -> Iterator[tuple[str, str]]:
 
 def _unmet(line: str) -> str:
     """What is wrong with a requirement: "" where an installed version meets it."""
-    from importlib import metadata
-
     from packaging.requirements import Requirement
 
     wanted = Requirement(line)

@@ -30,7 +30,7 @@ Tokenizer = Annotated[
     str | None, typer.Option(help="`bytes`, or a tokenizer's folder or Hub name; by default the one beside the model.")
 ]
 _Split = Literal["train", "validation", "test", "all"]
-Split = Annotated[_Split, typer.Option(help="Split of the corpus: `train`, `validation`, `test` or `all`.")]
+Split = Annotated[_Split, typer.Option(metavar="SPLIT", help="Of the corpus: `train`, `validation`, `test` or `all`.")]
 Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads.")]
 TrainingRecipe = Annotated[str | None, typer.Option(help="A YAML file of training settings.")]
 PresetFields = Annotated[

@@ -130,8 +130,8 @@ def speeds(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
             look: dict[str, Any] = {"mode": "points", "size": 11, "hollow": number > 0, "legend": False}
             place: dict[str, Any] = {"x": [ratio], "y": [entry["name"]], "texts": [text]}
             shown.append(Series(name=entry["name"], colour=palette[entry["name"]], number=number, **place, **look))
-    title = f"tokens per second / {reference}'s (dot: training, open diamond: inference)"
-    return [Panel(shown, Axis(title=title, from_zero=True), Axis(rows=True), [Guide(x=1)])]
+    axis = Axis(title=f"tokens per second / {reference}'s", from_zero=True)
+    return [Panel(shown, axis, Axis(rows=True), [Guide(x=1)])]
 
 
 def tuning(entries: Sequence[Entry], palette: Colours) -> list[Panel]:

@@ -40,7 +40,7 @@ _FIGURES = {
     "curves": "Validation loss against training tokens, one line an entry: the mean of seeds and their range.",
     "gaps": "Validation loss less that of the dense entry while training: below 0 is better than dense.",
     "pareto": "Validation loss against {}, one point an entry; those on the grey line are beaten by no other in both.",
-    "speeds": "Training and inference tokens per second as ratios to the reference: right of 1 is faster.",
+    "speeds": "Tokens per second over the reference's, right of 1 faster: training (dots), inference (open diamonds).",
     "budgets": "Gap to the reference against the budget, one line an entry, with 95 % intervals.",
     "tuning": "Validation loss of the tuning runs against the learning rate, one line an entry.",
 }
@@ -210,12 +210,13 @@ def verdict(results: Mapping[str, Any]) -> str:
         return f"{first['name']} came to a validation loss of {_of_seeds(first['validation_loss'], 3).text}."
     second = base or others[0]
     gap, half = _paired(first, second)
-    said = f"{first['name']} is {'ahead of' if gap > 0 else 'behind'} {second['name']} by {abs(gap):.3f} nats a token"
+    share = first["parameters"] / second["parameters"]
+    who = first["name"] + ("" if 0.95 < share < 1.05 else f", with {share:.2g} times the parameters,")
+    said = f"{who} is {'ahead of' if gap > 0 else 'behind'} {second['name']} by {abs(gap):.3f} nats a token"
     sure = half is not None and abs(gap) > half
     how = "one seed" if half is None else f"95 % interval {abs(gap) - half:.3f} to {abs(gap) + half:.3f}"
     said += f"; {how}{'' if sure else ', so this may be chance'}."
-    counted = results.get("ngram")
-    if counted and counted["validation_loss"] < entries[0]["validation_loss"]["mean"]:
+    if (counted := results.get("ngram")) and counted["validation_loss"] < entries[0]["validation_loss"]["mean"]:
         said += f" Counting {counted['order']}-grams is still ahead of them all: train longer."
     return said
 
@@ -249,8 +250,7 @@ def _palette(results: Mapping[str, Any]) -> dict[str, str]:
 
 def _dense(results: Mapping[str, Any]) -> str | None:
     """The entry that ratios are to: the reference, or where none was named the first that is dense."""
-    named = results.get("reference")
-    return named or next((e["name"] for e in results["entries"] if e["operators"] == "dense"), None)
+    return results.get("reference") or next((e["name"] for e in results["entries"] if e["operators"] == "dense"), None)
 
 
 def _charts(stem: Path, panels: Sequence[Panel], text: str, height: int = 440) -> list[Chart]:
