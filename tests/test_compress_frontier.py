@@ -48,7 +48,7 @@ def test_budgets_of_bytes_are_counted_and_saved_at_half_precision(budget: dict, 
 def test_what_a_budget_of_bytes_brings_with_it() -> None:
     for given in ({"bits": 4.25}, {"keep": 0.3, "budget_of": "bytes"}):
         found = CompressSettings.load(given)
-        assert found.menu == ("quantized", "pivoted_low_rank")
+        assert found.menu == ("quantized", "quantized:group=256", "pivoted_low_rank")
         assert found.allow_slower
         assert found.by_bytes
         assert CompressSettings.load(given | {"menu": ("low_rank",), "allow_slower": False}).menu == ("low_rank",)

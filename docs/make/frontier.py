@@ -12,6 +12,7 @@ __all__ = ["EQUAL_BYTES", "PICTURE", "ROUNDED", "equal_bytes", "frontier_table",
 
 RECORD, PICTURE, EQUAL_BYTES = "compress/frontier.jsonl", "compress-frontier", "compress-equal-bytes"
 ROUNDING, ALLOCATION, LLAMA_CPP = "compress/rounding.jsonl", "compress/allocation.json", "compress/llama_cpp.jsonl"
+GROUPS = "compress/groups_of_64.jsonl"
 #: method -> what it is called
 NAMES = {
     "nearest": "{} bits, to nearest",
@@ -25,7 +26,7 @@ NAMES = {
     "bits-order": "its bits, GPTQ in order: {}",
     "integers": "the same, `--menu quantized`: {}",
     "in-order": "the same, `anchor=true`: {}",
-    "heal": "`compress --bits {}`",
+    "heal": "`compress --bits {}`, groups of 64",
     "keep": "`compress --keep {}`",
 }
 #: of the record on rounding: the models, and which rows are held against which
@@ -37,7 +38,7 @@ RIVALS = (
     ("bits:3.5", "gptq-order:3@48"),
     ("bits:3.0", "gptq-order:3@576"),
     ("bits:2.5", "gptq-order:2@48"),
-    ("heal:3.5@32768", "bits:3.5"),
+    ("bits:4.25", "awq:4@96"),
 )
 #: what is held against which over draws of calibration
 DRAWS = {"bits:4.25": "gptq-order:4@96", "bits:3.5": "gptq-order:3@48"}
@@ -129,7 +130,7 @@ def rivals() -> str:
 def draws_table() -> str:
     """Means over draws of calibration, and the difference to the strongest rival with its interval over draws."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for row in read(ROUNDING):
+    for row in [*read(GROUPS), *(row for row in read(ROUNDING) if row["row"] in DRAWS.values())]:
         if row["model"] == "smollm2-rotated" and row["row"] in {*DRAWS, *DRAWS.values()}:
             found.setdefault(row["row"], []).append(row)
     lines = []
@@ -159,18 +160,33 @@ def written_table() -> str:
     return table(["", "bits a weight", "LAMBADA, 500 passages", "repeated 4-grams"], lines)
 
 
+def _before_and_after(earlier: str, after: dict[tuple[str, str], dict[str, Any]], *texts: str) -> list[list[str]]:
+    """Budgets of an earlier record, predicted and lost now, and less than then; paired over windows."""
+    lines = []
+    for before in read(earlier):
+        row = after.get((before["model"], before["row"]))
+        if row is not None and before["row"].startswith("bits:") and before["seed"] == row["seed"]:
+            lost = [f"+{row['against'][text]['nats']:.3f}" for text in texts]
+            less = [gap(row["losses"][text], before["losses"][text]) for text in texts]
+            predicted = f"{row['predicted']:.3f}, {before['predicted']:.3f}"
+            cells = [f"{a} ({b})" for a, b in zip(lost, less, strict=True)]
+            lines.append([f"{_name(row)}, {MODELS[row['model']]}", predicted, *cells])
+    return lines
+
+
 def drawn_table() -> str:
     """Budgets under moments at labels that the model draws, less the same at the text's labels."""
-    found, rows = _rounding(), []
-    for before in read("compress/text_labels.jsonl"):
-        row = found.get((before["model"], before["row"]))
-        if row is None:
-            continue
-        lost = [f"+{row['against'][text]['nats']:.3f}" for text in before["losses"]]
-        less = [gap(row["losses"][text], losses) for text, losses in before["losses"].items()]
-        predicted = f"{row['predicted']:.3f}, {before['predicted']:.3f}"
-        rows.append([_name(row), predicted, *(f"{a} ({b})" for a, b in zip(lost, less, strict=True))])
+    drawn = {(row["model"], row["row"]): row for row in read(GROUPS) if row["seed"] == 0}
+    rows = _before_and_after("compress/text_labels.jsonl", drawn, "wikitext2", "books")
     return table(["", "predicted: drawn, text's", "wikitext2 (less the text's)", "books (less the text's)"], rows)
+
+
+def groups_table() -> str:
+    """Budgets with groups of 64 and of 256, less the same with groups of 64 alone."""
+    rows = _before_and_after(GROUPS, _rounding(), "wikitext2", "books", "ptb")
+    return table(
+        ["", "predicted: both, 64", *(f"{text} (less 64 alone)" for text in ("wikitext2", "books", "ptb"))], rows
+    )
 
 
 def predictions_table() -> str:
@@ -337,6 +353,7 @@ ROUNDED = {
     "allocation": allocation_table,
     "predictions": predictions_table,
     "drawn_labels": drawn_table,
+    "groups": groups_table,
     "draws": draws_table,
     "written": written_table,
     "llama": by_llama_cpp,

@@ -14,7 +14,7 @@ from relinear.distill.settings import check_whole_blocks
 #: of which one is given
 BUDGETS = ("keep", "bits", "speed")
 #: what layers may become where bytes are the budget
-BYTES_MENU = ("quantized", "pivoted_low_rank")
+BYTES_MENU = ("quantized", "quantized:group=256", "pivoted_low_rank")
 #: what embedding and head become there
 BYTES_EMBEDDING = "quantized:bits=8,symmetric=true"
 #: share that is kept where no budget is given
@@ -44,7 +44,7 @@ class CompressSettings(Settings):
         menu: operators that a layer may become, as text (``low_rank``, ``monarch:blocks=8``). A low-rank layer is
             considered at every rank; other operators at the size that is named. ``neurons``, by itself: narrower MLPs,
             as wide in every layer, of a stock model; the budget decides how wide. Where bytes are the budget the
-            default is ``quantized`` and ``pivoted_low_rank``.
+            default is ``quantized`` in groups of 64 and of 256, and ``pivoted_low_rank``.
         embedding: operator that the embedding becomes, and the output head, where they can be replaced, as text; None
             leaves them. Where bytes are the budget it is ``quantized:bits=8,symmetric=true`` by default.
         anchor: fit layers from the first to the last, on the inputs that the compressed model has there, towards the
