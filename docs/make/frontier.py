@@ -130,7 +130,7 @@ def rivals() -> str:
 def draws_table() -> str:
     """Means over draws of calibration, and the difference to the strongest rival with its interval over draws."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for row in [*read(GROUPS), *(row for row in read(ROUNDING) if row["row"] in DRAWS.values())]:
+    for row in read(ROUNDING):
         if row["model"] == "smollm2-rotated" and row["row"] in {*DRAWS, *DRAWS.values()}:
             found.setdefault(row["row"], []).append(row)
     lines = []
