@@ -85,8 +85,7 @@ def on_page_content(content, page, config, files):
 
     Of the pages of results/ every section is folded but the first: they hold long tables and commands.
     """
-    most = sys.maxsize if page.file.src_uri.startswith("settings/") else MOST_ROWS  # there the table is the page
-    content = re.sub(r"<table>.*?</table>", lambda table: labelled(table[0], most), content, flags=re.S)
+    content = re.sub(r"<table>.*?</table>", labelled, content, flags=re.S)
     content = CODE.sub(lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), content)
     # the site has a switch of its own between light and dark, which a <picture> would not follow
     content = PICTURE.sub(r"\2\3#only-light\4\2\1#only-dark\4", content)
@@ -110,17 +109,18 @@ def formula(text):
     return f"<div style='overflow-x: auto'>{''.join(lines)}</div>"
 
 
-def labelled(table, most):
+def labelled(table):
     """A table whose cells say their column, where it has too many to stand side by side on a phone; or a list."""
     names, cells = (
-        [plain(cell) for cell in re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", table, flags=re.S)] for tag in ("th", "td")
+        [plain(cell) for cell in re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", table[0], flags=re.S)]
+        for tag in ("th", "td")
     )
     if max((len(cell.split()) for cell in cells), default=0) > WORDS:
-        return folded(as_list(table, names), len(cells) // len(names), names, most)
+        return folded(as_list(table[0], names), len(cells) // len(names), names)
     if len(names) < 4:
-        return table
+        return table[0]
     columns = [" ".join([name, *cells[at :: len(names)]]).split() for at, name in enumerate(names)]
-    shown = table
+    shown = table[0]
     together = sum(max(map(len, words), default=0) for words in columns)
     if max(map(len, cells), default=0) > NARROW[0] or together > NARROW[1]:
         named = itertools.cycle(map(html.escape, names))
@@ -128,7 +128,7 @@ def labelled(table, most):
             lambda cell: f'<td data-label="{next(named)}"{cell[1]}>{cell[2] and f"<div>{cell[2]}</div>"}</td>', shown
         )
         shown = shown.replace("<table", f'<table data-columns="{len(names)}"', 1)
-    return folded(shown, shown.count("<tr") - 1, names, most)
+    return folded(shown, shown.count("<tr") - 1, names)
 
 
 def as_list(table, names):
@@ -142,9 +142,9 @@ def as_list(table, names):
     return f"<ul>{''.join(items)}</ul>"
 
 
-def folded(shown, rows, names, most):
-    """What is shown of a table, folded where it has more than ``most`` rows."""
-    if rows <= most:
+def folded(shown, rows, names):
+    """What is shown of a table, folded where it has many rows."""
+    if rows <= MOST_ROWS:
         return shown
     return f"<details><summary>{rows} rows: {', '.join(map(html.escape, names))}</summary>{shown}</details>"
 

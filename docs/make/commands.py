@@ -73,15 +73,14 @@ def page(name: str) -> str:
 def settings_page(name: str) -> str:
     """Return a page of the settings NAME, as ``--set`` and recipes take them; those of a run once, with training."""
     fields = {key: field for key, field in made()[name].items() if not key.startswith("train.")}
-    rows = ["| setting | what it is |", "| --- | --- |"]
+    items = []
     for key, field in fields.items():
         choices = " One of " + ", ".join(f"`{choice}`" for choice in field["choices"]) + "." if field["choices"] else ""
         default = "" if field["default"] in (None, "") else f" Default: `{field['default']}`."
-        cells = [f"`{key}`", field["help"] + choices + default]
-        rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
+        items.append(f"- **`{key}`**<br>{field['help']}{choices}{default}")
     said = "Given as `--set NAME=VALUE`, in a recipe, or to the settings' class in Python."
     run = " Those of every run, `train.NAME`, are [those of training](train.md)." if name == "compare" else ""
-    return f"# Settings of {name}\n\n{said}{run}\n\n" + "\n".join(rows) + "\n"
+    return f"# Settings of {name}\n\n{said}{run}\n\n" + "\n".join(items) + "\n"
 
 
 def _examples(command: Callable) -> str:

@@ -26,7 +26,7 @@ NAMES = {
     "bits-order": "its bits, GPTQ in order: {}",
     "integers": "the same, `--menu quantized`: {}",
     "in-order": "the same, `anchor=true`: {}",
-    "heal": "`compress --bits {}`, groups of 64",
+    "heal": "`compress --bits {}`",
     "keep": "`compress --keep {}`",
 }
 #: of the record on rounding: the models, and which rows are held against which
@@ -165,7 +165,7 @@ def _before_and_after(earlier: str, after: dict[tuple[str, str], dict[str, Any]]
     lines = []
     for before in read(earlier):
         row = after.get((before["model"], before["row"]))
-        if row is not None and before["row"].startswith("bits:") and before["seed"] == row["seed"]:
+        if row is not None and before["seed"] == row["seed"]:
             lost = [f"+{row['against'][text]['nats']:.3f}" for text in texts]
             less = [gap(row["losses"][text], before["losses"][text]) for text in texts]
             predicted = f"{row['predicted']:.3f}, {before['predicted']:.3f}"
@@ -183,10 +183,9 @@ def drawn_table() -> str:
 
 def groups_table() -> str:
     """Budgets with groups of 64 and of 256, less the same with groups of 64 alone."""
-    rows = _before_and_after(GROUPS, _rounding(), "wikitext2", "books", "ptb")
-    return table(
-        ["", "predicted: both, 64", *(f"{text} (less 64 alone)" for text in ("wikitext2", "books", "ptb"))], rows
-    )
+    texts = ("wikitext2", "books", "ptb")
+    rows = _before_and_after(GROUPS, _rounding(), *texts)
+    return table(["", "predicted: both, 64", *(f"{text} (less 64 alone)" for text in texts)], rows)
 
 
 def predictions_table() -> str:
