@@ -1,9 +1,9 @@
 """On a machine with an NVIDIA GPU: the plans of results/plans that take one, as a queue in calls of nine minutes.
 
-``python tools/gpu_evidence.py`` (``make gpu-evidence``) carries out plan after plan by ``relinear compare --plan``,
-small runs of one architecture stacked where that is faster. At the end of its time it stops what is under way, which
-keeps its state; the next call goes on. ``--rehearse`` takes every plan through all of its steps on a CPU, at sizes that
-say nothing.
+``python tools/gpu_evidence.py`` (``make gpu-evidence``) carries out plans by ``relinear compare --plan --share``, in as
+many processes as there are processors but two: small models wait for operations to start, not for the GPU. At the end
+of its time it stops what is under way, which keeps its state; the next call goes on. ``--rehearse`` takes every plan
+through all of its steps on a CPU, at sizes that say nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PLANS = ROOT / "results" / "plans"
 #: the command, where relinear need not be installed
 RELINEAR = [sys.executable, "-c", "from relinear_cli.main import run; run()"]
-#: in the order of the questions
-QUEUE = ("ccl", "hdpl-5M", "hdpl-67M", "transponder-5M", "transponder-20M")
+#: in the order of the questions; the first few are begun at once
+QUEUE = ("ccl", "hdpl-5M", "transponder", "transponder-5M", "hdpl-67M", "transponder-20M")
+AT_ONCE = 3
+#: with ``dense_start``, an operator of plans
+OPERATORS = ROOT / "results" / "hdpl"
 #: seconds that a stopped comparison has to save its state, and what a plan is started for at least
 SAVING, LEAST = 25, 20
 #: what a rehearsal makes of a plan
@@ -40,20 +45,28 @@ def _finished(out: Path) -> bool:
     return (out / "results.json").is_file()
 
 
-def carry_out(out: Path, minutes: float, start: Callable[..., Any] = subprocess.Popen) -> list[str]:
+def carry_out(
+    out: Path, minutes: float, workers: int | None = None, start: Callable[..., Any] = subprocess.Popen
+) -> list[str]:
     """Carry out plans for so many minutes; return the names of those that are not done yet."""
     ends = time.monotonic() + 60 * minutes - SAVING
-    for name in QUEUE:
-        left = ends - time.monotonic()
-        if _finished(out / name) or left < LEAST:
-            continue
-        command = [*RELINEAR, "compare", "--plan", str(PLANS / f"{name}.yaml"), "--parallel", "auto"]
-        running = start([*command, "--out", str(out / name)], cwd=ROOT)
-        try:
-            running.wait(left)
-        except subprocess.TimeoutExpired:
-            running.send_signal(signal.SIGTERM)
-            running.wait()
+    workers = workers or max(1, (os.cpu_count() or 1) - 2)
+
+    def work(first: int) -> None:
+        for name in QUEUE[first:] + QUEUE[:first]:
+            left = ends - time.monotonic()
+            if _finished(out / name) or left < LEAST:
+                continue
+            command = [*RELINEAR, "compare", "--plan", str(PLANS / f"{name}.yaml"), "--share"]
+            running = start([*command, "--out", str(out / name)], cwd=ROOT)
+            try:
+                running.wait(left)
+            except subprocess.TimeoutExpired:
+                running.send_signal(signal.SIGTERM)
+                running.wait()
+
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(work, (worker % AT_ONCE for worker in range(workers))))
     return [name for name in QUEUE if not _finished(out / name)]
 
 
@@ -79,8 +92,9 @@ def _tiny(settings: CompareSettings, text: str) -> CompareSettings:
 
 def rehearse(out: Path, text: str) -> list[str]:
     """Take every plan through its steps; return the names of those that did not end."""
+    import_module("dense_start")
     for name in QUEUE:
-        compare(_tiny(planned(PLANS / f"{name}.yaml"), text), out / name, isolate=False, parallel="auto")
+        compare(_tiny(planned(PLANS / f"{name}.yaml"), text), out / name, isolate=False, shared=True)
         print(f"{name}: every step is there", flush=True)
     return [name for name in QUEUE if not _finished(out / name)]
 
@@ -89,11 +103,18 @@ def main() -> int:
     """Run as the module says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--workers", type=int, help="processes; by default two fewer than there are processors")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu-evidence")
     parser.add_argument("--rehearse", metavar="TEXT", help="on a CPU, on this text")
     given = parser.parse_args()
     os.chdir(ROOT)
-    left = rehearse(given.out, given.rehearse) if given.rehearse else carry_out(given.out, given.minutes)
+    sys.path.append(str(OPERATORS))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(OPERATORS)]))
+    os.environ["RELINEAR_IMPORT"] = "dense_start"
+    if given.rehearse:
+        left = rehearse(given.out, given.rehearse)
+    else:
+        left = carry_out(given.out, given.minutes, given.workers)
     print(f"left for the next call: {', '.join(left)}" if left else "every plan is carried out")
     return 1 if left and given.rehearse else 0
 
