@@ -158,7 +158,7 @@ def test_plans_of_a_gpu_are_a_queue_that_the_next_call_goes_on_with(tmp_path, mo
 
     done = subprocess.run([*gpu_evidence.RELINEAR, "compare", "--help"], capture_output=True, text=True, check=True)
     assert "--plan" in done.stdout
-    assert "--parallel" in done.stdout
+    assert "--share" in done.stdout
     stopped, begun = [], []
     long = gpu_evidence.QUEUE[1]
 
@@ -168,12 +168,26 @@ def test_plans_of_a_gpu_are_a_queue_that_the_next_call_goes_on_with(tmp_path, mo
         assert Path(command[command.index("--plan") + 1]).is_file()
         return _Started(stopped, command, needed=1e9 if begun == [gpu_evidence.QUEUE[0], long] else 0)
 
-    assert gpu_evidence.carry_out(tmp_path, 0.5, start) == list(gpu_evidence.QUEUE)  # too short to begin anything
-    left = gpu_evidence.carry_out(tmp_path, 9, start)
+    assert gpu_evidence.carry_out(tmp_path, 0.5, 1, start) == list(gpu_evidence.QUEUE)  # too short to begin anything
+    left = gpu_evidence.carry_out(tmp_path, 9, 1, start)
     assert (left, stopped) == ([long], [(long, signal.SIGTERM)])
     begun.append("next call")
-    assert gpu_evidence.carry_out(tmp_path, 9, start) == []
+    assert gpu_evidence.carry_out(tmp_path, 9, 1, start) == []
     assert begun[-1] == long
+
+
+def test_processes_of_a_gpu_begin_with_several_plans(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "tools")
+    import gpu_evidence
+
+    begun = []
+
+    def start(command, cwd):
+        begun.append(Path(command[-1]).name)
+        return _Started([], command, needed=1e9)
+
+    gpu_evidence.carry_out(tmp_path, (gpu_evidence.SAVING + gpu_evidence.LEAST + 2) / 60, gpu_evidence.AT_ONCE, start)
+    assert sorted(begun[: gpu_evidence.AT_ONCE]) == sorted(gpu_evidence.QUEUE[: gpu_evidence.AT_ONCE])
 
 
 @pytest.mark.parametrize("seeds", [1, 2])
