@@ -19,7 +19,7 @@ EPS = 1e-5
 
 #: inputs of an output (rank and gate network together) for each token, up to which one C++ kernel takes less time than
 #: two products: it has to copy the weights
-DEEPEST_NATIVE_PER_TOKEN = 2
+DEEPEST_NATIVE_PER_TOKEN = 1
 
 
 def _refuses_few_rows(call: Call) -> str:
@@ -65,8 +65,7 @@ def ccl(
         return F.linear(h, mix, bias)
     assert features is not None
     assert output_gate_bias is not None
-    gated_bias = bias if gate_bias else None
-    y = _gated_linear(h, mix, gated_bias, features, output_gate, output_gate_bias)
+    y = _gated_linear(h, mix, bias if gate_bias else None, features, output_gate, output_gate_bias)
     return y if gate_bias or bias is None else y + bias
 
 
@@ -110,8 +109,7 @@ def _gated(h, mix, bias, features, weight, gate_bias) -> Tensor:
     rows, given = h.reshape(-1, h.shape[-1]), features.reshape(-1, features.shape[-1])
     tensors = lowered(rows, mix, bias, given, weight, gate_bias)
     with as_given(h):
-        run: Any = _GatedLinear.apply if torch.is_grad_enabled() else _forward
-        return run(*tensors).view(*h.shape[:-1], mix.shape[0])
+        return (_GatedLinear.apply if torch.is_grad_enabled() else _forward)(*tensors).view(*h.shape[:-1], mix.shape[0])
 
 
 def _gated_product(
@@ -128,13 +126,20 @@ def _forward(h, mix, bias, features, weight, gate_bias) -> Tensor:
     """``_gated_product`` of matrices, without a graph, few enough tokens at a time to stay in cache."""
     y = h.new_empty(h.shape[0], mix.shape[0])
     gate_bias, bias = gate_bias.contiguous(), None if bias is None else bias.contiguous()
-    depth = h.shape[1] + features.shape[1]
-    if h.dtype == torch.float32 and depth <= DEEPEST_NATIVE_PER_TOKEN * h.shape[0]:
+    if h.dtype == torch.float32 and h.shape[1] + features.shape[1] <= DEEPEST_NATIVE_PER_TOKEN * h.shape[0]:
         native.kernels().gated_product(y, h.contiguous(), mix, bias, features.contiguous(), weight, gate_bias)
         return y
     for rows in row_portions(y):
         native.kernels().gate(y[rows], F.linear(h[rows], mix, bias), F.linear(features[rows], weight), gate_bias)
     return y
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """total += left right, or = where it is the ``first``; in one pass over memory where it is of their dtype."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right, beta=0 if first else 1)
+    else:
+        (total.copy_ if first else total.add_)(left @ right)
 
 
 class _GatedLinear(torch.autograd.Function):
@@ -149,23 +154,21 @@ class _GatedLinear(torch.autograd.Function):
     @staticmethod
     @differentiable_as(_gated_product)
     def backward(ctx, grad):
-        *given, y = ctx.saved_tensors
-        h, mix, bias, features, weight, gate_bias = given
-        y = _forward(*given) if was_changed(ctx) else y
+        h, mix, bias, features, weight, gate_bias, y = ctx.saved_tensors
+        y = _forward(h, mix, bias, features, weight, gate_bias) if was_changed(ctx) else y
         to_h, to_features = torch.empty_like(h), torch.empty_like(features)
-        to_mix, to_weight = (torch.zeros_like(one, dtype=torch.float32) for one in (mix, weight))
+        to_mix, to_weight = (torch.empty_like(one, dtype=torch.float32) for one in (mix, weight))
         to_biases = torch.zeros(2, mix.shape[0])
 
         def add(rows: slice) -> None:  # a function, so that nothing of one portion is alive during the next
             upstream, to_logits = grad[rows].contiguous(), F.linear(features[rows], weight)
             to_value = torch.empty_like(upstream)
             # over the logits go their gradients
-            results = to_value, to_logits, to_biases
-            native.kernels().gate_backward(*results, y[rows], upstream, gate_bias.contiguous())
+            native.kernels().gate_backward(to_value, to_logits, to_biases, y[rows], upstream, gate_bias.contiguous())
             torch.mm(to_value, mix, out=to_h[rows])
             torch.mm(to_logits, weight, out=to_features[rows])
-            to_mix.add_(to_value.T @ h[rows])
-            to_weight.add_(to_logits.T @ features[rows])
+            _add_product(to_mix, to_value.T, h[rows], rows.start == 0)
+            _add_product(to_weight, to_logits.T, features[rows], rows.start == 0)
 
         for rows in row_portions(y, BACKWARD_PORTION):
             add(rows)
