@@ -16,6 +16,7 @@ _BUDGETS = {
     "hdpl": "hdpl/budgets/runs.json",
     "hdpl-plan": "hdpl/plan/runs.json",
     "transponder": "transponder/budgets/results.json",
+    "transponder-plan": "transponder/plan/runs.json",
 }
 _SCALE = "scale/scale.json"
 
@@ -149,7 +150,7 @@ def whose_table() -> str:
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     folder: {"curve_command": functools.partial(commands, name), "curve_gaps": functools.partial(gaps, folder)}
     for folder, name in _BUDGETS.items()
-    if folder != "hdpl-plan"
+    if not folder.endswith("-plan")
 } | {
     "scale": {
         "scale_command": functools.partial(commands, _SCALE),
@@ -162,4 +163,5 @@ PARTS["hdpl"] |= {
     "plan_gaps": functools.partial(gaps, "hdpl-plan"),
     "plan_whose": whose_table,
 }
+PARTS["transponder"]["curve_gaps_plan"] = functools.partial(gaps, "transponder-plan")
 PARTS["transponder"]["curve_shared"] = functools.partial(shared, "transponder", "transponder-rank-2")

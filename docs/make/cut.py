@@ -8,7 +8,8 @@ from typing import Any
 
 from measured import arms_apart, commands, less, mean, read, signed, table, with_interval
 
-__all__ = ["PARTS", "against", "best", "cut_short", "evaluated", "on_the_way", "shared", "trained", "typed"]
+__all__ = ["PARTS", "against", "best", "cut_short", "evaluated", "on_the_way"]
+__all__ += ["printed_gap", "shared", "trained", "typed"]
 
 #: folder of results/ -> its record
 _RECORDS = {
@@ -16,6 +17,8 @@ _RECORDS = {
     "hdpl": "hdpl/claims-5M/runs.json",
     "transponder": "transponder/claims-20M/runs.json",
     "hdpl-warmup": "hdpl/warmup/runs.json",
+    "ccl-plan": "ccl/plan/runs.json",
+    "transponder-plan": "transponder/plan/runs.json",
     "rotor": "rotor/scratch/runs.json",
     "rotor-control": "rotor/control/runs.json",
 }
@@ -119,6 +122,24 @@ def final(folder: str) -> str:
     return table(["entry", "rate, start", "runs", "validation loss", _GAP], lines)
 
 
+def printed_gap(folder: str, name: str) -> str:
+    """An entry's gap as its plan's own table has it."""
+    return "{mean:+.3f} [{low:+.3f}, {high:+.3f}]".format(**read(_RECORDS[f"{folder}-plan"])["printed"]["gaps"][name])
+
+
+def as_printed(folder: str) -> str:
+    """Final runs as the command's own table has them, where the runs themselves were lost."""
+    found = read(_RECORDS[folder])
+    lines = []
+    for name, loss in found["printed"]["entries"].items():
+        run = next(iter(found["runs"][name].values()))
+        chosen = f"{run['learning_rate']:g}, {run['initializer_range']:g}, {run['warmup'] / run['steps']:.1f}"
+        gap = printed_gap(folder.removesuffix("-plan"), name) if name in found["printed"]["gaps"] else "reference"
+        parameters = f"{found['tuning'][name][0]['parameters']:,}"
+        lines.append([f"`{name}`", parameters, chosen, f"{loss['mean']:.3f} ± {loss['deviation']:.3f}", gap])
+    return table(["entry", "parameters", "rate, start, warm-up", "validation loss", _GAP], lines)
+
+
 def counting(folder: str) -> str:
     """What n-grams come to on as many tokens."""
     short, whole = (read(_RECORDS[folder])["ngrams"][part] for part in ("tuning", "runs"))
@@ -209,6 +230,11 @@ PARTS["hdpl"] |= {
     "warmup_command": functools.partial(commands, _RECORDS["hdpl-warmup"]),
     "warmup_final": functools.partial(final, "hdpl-warmup"),
 }
+for _folder in ("ccl", "transponder"):
+    PARTS[_folder] |= {
+        "plan_command": functools.partial(commands, _RECORDS[f"{_folder}-plan"]),
+        "plan_printed": functools.partial(as_printed, f"{_folder}-plan"),
+    }
 PARTS["rotor"] = {
     "scratch_command": functools.partial(commands, _RECORDS["rotor"]),
     "scratch_final": functools.partial(final, "rotor"),

@@ -37,6 +37,7 @@ class Row:
         folder: of results/.
         of: seeds that a gap is the mean of, where it alone was kept.
         error: standard error of the evaluation, where losses by block were kept.
+        printed: half of the interval's width where the command's own table alone was kept.
     """
 
     method: str
@@ -48,6 +49,7 @@ class Row:
     folder: str = ""
     of: int = 0
     error: float = 0.0
+    printed: float | None = None
 
     @property
     def seeds(self) -> int:
@@ -63,7 +65,7 @@ class Row:
     @property
     def half(self) -> float | None:
         """Half of its width: Student's t over seeds, widened by the error of the evaluation."""
-        half = half_width(self.gaps)
+        half = half_width(self.gaps) if self.printed is None else self.printed
         return None if half is None else math.hypot(half, 1.96 * self.error)
 
     @property
@@ -80,7 +82,7 @@ class Row:
     @property
     def budget(self) -> str:
         """1 M, and nothing for a fit."""
-        return f"{self.tokens / 1e6:g} M" if self.tokens else ""
+        return f"{self.tokens / 1e6:.3g} M" if self.tokens else ""
 
     @property
     def share(self) -> str:
@@ -138,10 +140,15 @@ def rows() -> tuple[Row, ...]:
     late = kept(read("ccl/claims-20M/runs.json")["tuning_gaps"]["ccl"])
     sources = read("cgt/sources/report.json")["aux"]["minus_gpt2_equal"]["mean"]
 
-    def at(folder: str, tokens: int, name: str) -> dict[str, Any]:
-        file = "results" if folder == "transponder" else "runs"
-        (budget,) = [b for b in read(f"{folder}/budgets/{file}.json")["budgets"] if b["tokens"] == tokens]
+    def at(folder: str, tokens: int, name: str, part: str = "budgets") -> dict[str, Any]:
+        (budget,) = [b for b in read(f"{folder}/{part}/runs.json")["budgets"] if b["tokens"] == tokens]
         return kept(next(entry["gap"] for entry in budget["entries"] if entry["name"] == name)) | {"tokens": tokens}
+
+    def as_printed(folder: str, name: str) -> dict[str, Any]:
+        told = read(f"{folder}/plan/runs.json")["printed"]
+        apart = told["gaps"][name]
+        half = (apart["high"] - apart["low"]) / 2
+        return {"gaps": [apart["mean"]], "printed": half, "of": told["seeds"], "tokens": told["tokens"]}
 
     def less(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
         return [a - b for a, b in zip(ours, theirs, strict=True)]
@@ -165,10 +172,9 @@ def rows() -> tuple[Row, ...]:
         Row("CCL", "dense of its size", less(ccl["ccl"], ccl["dense-equal-parameters"]), **one_million),
         Row("CCL", "dense of its size", **at("ccl", 3_000_000, "ccl"), folder="ccl"),
         Row("CCL", "dense of its size", **late, tokens=5.1e6, folder="ccl"),
-        *(
-            Row("Transponder", "plain model", **at("transponder", tokens, "transponder-rank-2"), **gates)
-            for tokens in (300_000, 1_000_000)
-        ),
+        Row("CCL", "dense of its size", **as_printed("ccl", "ccl"), folder="ccl"),
+        Row("Transponder", "plain model", **at("transponder", 300_000, "transponder-rank-2", "plan"), **gates),
+        Row("Transponder", "plain model", **as_printed("transponder", "transponder-rank-2"), **gates),
         *(
             Row("Rotor from scratch", name, **kept(scratch[entry], sign=-1), tokens=0.25e6, folder="rotor")
             for name, entry in (("low rank", "low_rank"), ("block-Hadamard", "block_hadamard"), ("dense", "dense"))
