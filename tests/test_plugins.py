@@ -124,6 +124,8 @@ def test_modules_are_named_on_the_command_line_for_every_process(package, capsys
     assert "outside_package" in registry.environment()[plugins.VARIABLE].split(",")
     assert main(["inspect", "tiny", "--import"]) == 2
     assert "--import takes the name of a module" in capsys.readouterr().err
+    assert main(["inspect", "tiny", "--import", "nosuchmodule"]) == 2
+    assert "--import nosuchmodule: no such module" in capsys.readouterr().err
 
 
 def test_what_can_be_named_is_listed(package, capsys) -> None:

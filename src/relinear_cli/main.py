@@ -61,9 +61,12 @@ def _without_imports(arguments: Sequence[str]) -> list[str]:
             raise ValueError("--import takes the name of a module: --import my_package.operators")
         modules.append(module)
     if modules:
-        os.environ["RELINEAR_IMPORT"] = ",".join([*filter(None, [os.environ.get("RELINEAR_IMPORT")]), *modules])
         if "" not in sys.path:
             sys.path.insert(0, "")  # as python -m has it: modules beside the user are found
+        for module in modules:
+            if find_spec(module.partition(".")[0]) is None:
+                raise ValueError(f"--import {module}: no such module is installed, in PYTHONPATH or in this folder")
+        os.environ["RELINEAR_IMPORT"] = ",".join([*filter(None, [os.environ.get("RELINEAR_IMPORT")]), *modules])
         if "relinear" in sys.modules:  # of a program that calls this
             sys.modules["relinear.core.plugins"].import_named()
     return rest
@@ -82,11 +85,7 @@ class _Command(TyperCommand):
 
 
 class _Ended(BaseException):
-    """A KeyboardInterrupt on its way through typer, which would make the exit code of Ctrl-C of every one."""
-
-    def __init__(self, interrupt: KeyboardInterrupt) -> None:
-        super().__init__()
-        self.interrupt = interrupt
+    """A KeyboardInterrupt, its argument, on the way through typer, which would make the exit code of Ctrl-C of all."""
 
 
 class _Group(TyperGroup):
@@ -147,7 +146,7 @@ def _carry_out(arguments: Sequence[str]) -> int | None:
     try:
         result: Any = app(args=[*arguments], prog_name="relinear", standalone_mode=False)
     except _Ended as ended:
-        raise ended.interrupt from None
+        raise ended.args[0] from None
     except typer.Abort as error:
         raise KeyboardInterrupt from error
     except Exception as error:
