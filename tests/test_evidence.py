@@ -144,12 +144,15 @@ class _Started:
     def wait(self, seconds=None):
         if seconds is not None and seconds < self.needed:
             raise subprocess.TimeoutExpired("compare", seconds)
-        if seconds is not None:
+        if self.needed == 0:
             self.out.mkdir()
             (self.out / "results.json").write_text("{}")
 
     def send_signal(self, number):
         self.log.append((self.out.name, number))
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
 
 
 def test_plans_of_a_gpu_are_a_queue_that_the_next_call_goes_on_with(tmp_path, monkeypatch):
@@ -170,7 +173,8 @@ def test_plans_of_a_gpu_are_a_queue_that_the_next_call_goes_on_with(tmp_path, mo
 
     assert gpu_evidence.carry_out(tmp_path, 0.5, 1, start) == list(gpu_evidence.QUEUE)  # too short to begin anything
     left = gpu_evidence.carry_out(tmp_path, 9, 1, start)
-    assert (left, stopped) == ([long], [(long, signal.SIGTERM)])
+    # it does not end by itself
+    assert (left, stopped) == ([long], [(long, signal.SIGTERM), (long, signal.SIGKILL)])
     begun.append("next call")
     assert gpu_evidence.carry_out(tmp_path, 9, 1, start) == []
     assert begun[-1] == long

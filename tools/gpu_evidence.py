@@ -45,6 +45,16 @@ def _finished(out: Path) -> bool:
     return (out / "results.json").is_file()
 
 
+def _stop(running: Any) -> None:
+    """Have a process save its state and end; it is killed where that takes longer than there is time for."""
+    running.send_signal(signal.SIGTERM)
+    try:
+        running.wait(SAVING)
+    except subprocess.TimeoutExpired:
+        running.kill()
+        running.wait()
+
+
 def carry_out(
     out: Path, minutes: float, workers: int | None = None, start: Callable[..., Any] = subprocess.Popen
 ) -> list[str]:
@@ -62,8 +72,7 @@ def carry_out(
             try:
                 running.wait(left)
             except subprocess.TimeoutExpired:
-                running.send_signal(signal.SIGTERM)
-                running.wait()
+                _stop(running)
 
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(work, (worker % AT_ONCE for worker in range(workers))))
