@@ -116,7 +116,8 @@ def pages() -> dict[Path, str]:
     large = (DOCS / "large_models.md").read_text(encoding="utf-8")
     found[DOCS / "pictures" / "guide-large_models.svg"] = guides.large_models(large)
     found |= {DOCS / "pictures" / f"{frontier.PICTURE}-{t}.svg": frontier.picture(t) for t in forest.THEMES}
-    found |= {DOCS / "pictures" / f"{frontier.EQUAL_BYTES}-{t}.svg": frontier.equal_bytes(t) for t in forest.THEMES}
+    for which in frontier.EQUAL:
+        found |= {DOCS / "pictures" / f"{which}-{t}.svg": frontier.equal_bytes(t, which) for t in forest.THEMES}
     page = DOCS / "compress.md"
     of_page = {"frontier": frontier.frontier_table, "picture": frontier.in_page, **frontier.ROUNDED}
     found[page] = filled(page.read_text(encoding="utf-8"), of_page, "compression")

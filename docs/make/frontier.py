@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import svg
 from measured import gap, mean, ranged, read, table
 
-__all__ = ["EQUAL_BYTES", "PICTURE", "ROUNDED", "equal_bytes", "frontier_table", "in_page", "picture"]
+__all__ = ["EQUAL", "PICTURE", "ROUNDED", "equal_bytes", "frontier_table", "in_page", "picture"]
 
 RECORD, PICTURE, EQUAL_BYTES = "compress/frontier.jsonl", "compress-frontier", "compress-equal-bytes"
 ROUNDING, ALLOCATION, LLAMA_CPP = "compress/rounding.jsonl", "compress/allocation.json", "compress/llama_cpp.jsonl"
-GROUPS = "compress/groups_of_64.jsonl"
+GROUPS, TRAINED = "compress/groups_of_64.jsonl", "compress/trained.jsonl"
+#: of a picture of equal bytes: whose, the record, bits, nats at its right edge and between its lines
+EQUAL = {
+    EQUAL_BYTES: ("turned SmolLM2", ROUNDING, (4.25, 3.5), 0.5, 0.1),
+    "compress-trained": ("a model that was never rounded", TRAINED, (4.375, 3.375, 2.375), 0.2, 0.05),
+}
 #: method -> what it is called
 NAMES = {
     "nearest": "{} bits, to nearest",
@@ -42,12 +48,13 @@ RIVALS = (
 )
 #: what is held against which over draws of calibration
 DRAWS = {"bits:4.25": "gptq-order:4@96", "bits:3.5": "gptq-order:3@48"}
+DRAWS_TRAINED = {"bits:4.375": "gptq-order:4@64", "bits:3.375": "gptq-order:3@64"}
 #: what the picture shows
 MOST = 1.0  # nats; what loses more is in the table alone
 SHOWN = ("nearest", "gptq", "uniform", "bits", "keep")
 OURS = ("uniform", "bits", "bits-order", "heal", "keep")
-#: of the picture of equal bytes: nats at its right edge, height of a row, where names end
-EDGE, ROW, LABELS = 0.5, 24, 190
+#: of a picture of equal bytes: height of a row, where names end
+ROW, LABELS = 24, 190
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 540, 300, 56, 46, 30
 
 
@@ -127,20 +134,21 @@ def rivals() -> str:
     return table(["", "beside", "model", *texts], lines)
 
 
-def draws_table() -> str:
+def draws_table(record: str, model: str, pairs: Mapping[str, str], digits: int) -> str:
     """Means over draws of calibration, and the difference to the strongest rival with its interval over draws."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for row in read(ROUNDING):
-        if row["model"] == "smollm2-rotated" and row["row"] in {*DRAWS, *DRAWS.values()}:
+    for row in read(record):
+        if row["model"] == model and row["row"] in {*pairs, *pairs.values()}:
             found.setdefault(row["row"], []).append(row)
     lines = []
-    for ours, theirs in DRAWS.items():
+    for ours, theirs in pairs.items():
         both = {row["seed"]: row["against"] for row in found[theirs]}
         rows = [row for row in found[ours] if row["seed"] in both]
         cells = []
         for text in rows[0]["against"]:
             mine, other = [row["against"][text]["nats"] for row in rows], [both[r["seed"]][text]["nats"] for r in rows]
-            cells.append(f"{ranged(mine)}; {mean(mine) / mean(other):.2f} ({gap(mine, other)})")
+            apart = gap(mine, other, digits)
+            cells.append(f"{ranged(mine, digits)}; {mean(mine) / mean(other):.2f} ({apart})")
         lines.append([_called(ours), _called(theirs), str(len(rows)), *cells])
     return table(["", "beside", "draws", *rows[0]["against"]], lines)
 
@@ -262,63 +270,76 @@ def in_page(folder: str = "pictures") -> str:
     return svg.themed(f"{folder}/{PICTURE}", _described())
 
 
-def equal_bytes(theme: str) -> str:
-    """The SVG: loss of the turned model by method, at 4.25 and at 3.5 bits, on the first text."""
+def equal_bytes(theme: str, which: str = EQUAL_BYTES) -> str:
+    """The SVG: loss of a model by method at equal bytes, on the first text."""
     ink, soft, line, ours, theirs = svg.THEMES[theme]
-    groups = _at_equal_bytes()
+    groups, (*_, edge, step) = _at_equal_bytes(which), EQUAL[which]
     text = next(iter(groups[0][1][0]["against"]))
     height, right = TOP + sum(ROW * (len(found) + 1) for _, found in groups) + BOTTOM, WIDTH - 60
     parts = [svg.text(LABELS, 16, f"nats a token above the original, {text}", soft, "start")]
 
     def across(nats: float) -> float:
-        return LABELS + max(0.0, min(nats, EDGE)) / EDGE * (right - LABELS)
+        return LABELS + max(0.0, min(nats, edge)) / edge * (right - LABELS)
 
-    for tick in range(int(10 * EDGE) + 1):
-        x = across(tick / 10)
+    for tick in range(round(edge / step) + 1):
+        x = across(tick * step)
         parts += [svg.line(x, TOP, x, height - BOTTOM, line, 1)]
-        parts += [svg.text(x, height - BOTTOM + 18, f"{tick / 10:.1f}", soft)]
+        parts += [svg.text(x, height - BOTTOM + 18, f"{tick * step:.2g}" if tick else "0", soft)]
     y = TOP
     for bits, found in groups:
         y += ROW
-        parts.append(svg.text(8, y - 6, f"{bits} bits a weight", soft, "start", 600))
+        parts.append(svg.text(8, y - 6, f"{bits:g} bits a weight", soft, "start", 600))
         for row in found:
             y += ROW
             colour = ours if row["row"].partition(":")[0] in OURS else theirs
             nats, half = (row["against"][text][key] for key in ("nats", "interval"))
             name = _called(row["row"]).partition(", groups")[0].replace("`", "")
             parts.append(svg.text(LABELS - 10, y - 6, name, ink, "end"))
-            if nats <= EDGE:
+            if nats <= edge:
                 parts.append(svg.line(across(nats - half), y - 10, across(nats + half), y - 10, colour, 2.4))
                 parts.append(svg.circle(across(nats), y - 10, colour))
-            parts.append(svg.text(WIDTH - 8, y - 6, f"{nats:+.3f}", ink if nats <= EDGE else theirs, "end"))
-    return svg.whole(WIDTH, height, _equal_bytes_described(), parts)
+            parts.append(svg.text(WIDTH - 8, y - 6, f"{nats:+.3f}", ink if nats <= edge else theirs, "end"))
+    return svg.whole(WIDTH, height, _equal_bytes_described(which), parts)
 
 
-def _at_equal_bytes() -> list[tuple[str, list[dict[str, Any]]]]:
-    """Rows of the turned model by bits, the least loss first."""
-    turned = {name: row for (model, name), row in _rounding().items() if model == next(iter(MODELS))}
-    found = [row for name, row in turned.items() if name.partition(":")[0] not in ("original", "heal")]
+def _at_equal_bytes(which: str) -> list[tuple[float, list[dict[str, Any]]]]:
+    """Rows by bits, the least loss first."""
+    _, record, sizes, *_ = EQUAL[which]
+    (model, *_), groups = dict.fromkeys(row["model"] for row in read(record)), []
+    rows = [row for row in read(record) if row["model"] == model and row["seed"] == 0]
+    found = [row for row in rows if row["row"].partition(":")[0] not in ("original", "heal")]
     text = next(iter(found[0]["against"]))
-    groups = []
-    for bits in ("4.25", "3.50"):
-        rows = [row for row in found if f"{row['bits']:.2f}" == bits]
+    for bits in sizes:  # in eighths
+        rows = [row for row in found if round(8 * row["bits"]) == 8 * bits]
         groups.append((bits, sorted(rows, key=lambda row: row["against"][text]["nats"])))
     return groups
 
 
-def _equal_bytes_described() -> str:
+def _equal_bytes_described(which: str) -> str:
     told = []
-    for bits, found in _at_equal_bytes():
+    for bits, found in _at_equal_bytes(which):
         nats = [
             (_called(row["row"]).replace("`", ""), next(iter(row["against"].values()))["nats"]) for row in found[:2]
         ]
-        told.append(f"at {bits} bits a weight " + ", ".join(f"{name} {value:+.3f}" for name, value in nats))
-    return f"Nats a token above the original, turned model, the best two of each size: {'; '.join(told)}."
+        told.append(f"at {bits:g} bits a weight " + ", ".join(f"{name} {value:+.3f}" for name, value in nats))
+    return f"Nats a token above the original, {EQUAL[which][0]}, the best two of each size: {'; '.join(told)}."
 
 
-def at_equal_bytes_in_page(folder: str = "pictures") -> str:
-    """The picture of equal bytes in a page."""
-    return svg.themed(f"{folder}/{EQUAL_BYTES}", _equal_bytes_described())
+def at_equal_bytes_in_page(folder: str = "pictures", which: str = EQUAL_BYTES) -> str:
+    """A picture of equal bytes in a page."""
+    return svg.themed(f"{folder}/{which}", _equal_bytes_described(which))
+
+
+def trained_table() -> str:
+    """Each method on the model that was never rounded: nats above the original."""
+    rows = [row for row in read(TRAINED) if row["seed"] == 0]
+    (original,), others = rows[:1], sorted(rows[1:], key=lambda row: -round(8 * row["bits"]))
+    texts = list(original["loss"])
+    lines = [["original", "16.00", *(f"{original['loss'][text]:.3f} nats" for text in texts)]]
+    for row in others:
+        over = [f"{row['against'][text]['nats']:+.4f} ± {row['against'][text]['interval']:.4f}" for text in texts]
+        lines.append([_called(row["row"]), f"{row['bits']:.2f}", *over])
+    return table(["", "bits a weight", *texts], lines)
 
 
 def by_llama_cpp() -> str:
@@ -353,7 +374,10 @@ ROUNDED = {
     "predictions": predictions_table,
     "drawn_labels": drawn_table,
     "groups": groups_table,
-    "draws": draws_table,
+    "draws": functools.partial(draws_table, ROUNDING, "smollm2-rotated", DRAWS, 3),
+    "trained": trained_table,
+    "trained_picture": functools.partial(at_equal_bytes_in_page, "../../docs/pictures", "compress-trained"),
+    "trained_draws": functools.partial(draws_table, TRAINED, "trained", DRAWS_TRAINED, 4),
     "written": written_table,
     "llama": by_llama_cpp,
 }
