@@ -50,7 +50,7 @@ class _ModulatedLinear(torch.autograd.Function):
         hidden, up = torch.sigmoid(u.float()), channel.T.contiguous()
         # twice the scalar gate, as the channel gate has a factor of 2 of its own
         twice = hidden.new_full((len(x), 1), 2.0) if scalar is None else (hidden @ scalar.T).sigmoid_().mul_(4)
-        to_x, to_weight, to_bias = torch.empty_like(x), torch.zeros_like(weight), weight.new_zeros(weight.shape[0])
+        to_x, to_weight, to_bias = torch.empty_like(x), torch.empty_like(weight), weight.new_zeros(weight.shape[0])
         to_hidden, to_up, total = torch.empty_like(hidden), torch.zeros_like(up), torch.empty_like(twice)
 
         def add(rows: slice) -> None:  # a function, so that nothing of one portion is alive during the next
@@ -60,7 +60,7 @@ class _ModulatedLinear(torch.autograd.Function):
             if need[0]:
                 torch.mm(to_z, weight, out=to_x[rows])
             if need[1]:
-                to_weight.addmm_(to_z.T, x[rows])
+                to_weight.addmm_(to_z.T, x[rows], beta=min(1, rows.start))  # the first are not added
             if need[2]:
                 to_bias.add_(to_z.sum(0))
 
