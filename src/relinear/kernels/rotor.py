@@ -137,6 +137,11 @@ class _Network(torch.autograd.Function):
         return None, None, grad_x, to_slopes.to(slopes.dtype), to_mix.to(mix.dtype), to_bias, *to_factors
 
 
+#: of a factor's entries, how many a row stands for: from so many rows on a tile of tokens is full enough. In float32
+#: two of a window of 2,048 (factors of 64) and eight of 4,096
+ENTRIES_OF_A_ROW = {torch.float32: 1 << 11, torch.bfloat16: 1 << 12}
+
+
 def _refuses_network(call: Call) -> str:
     """Training keeps to one form, whatever has been built; in inference a few tokens take what is there."""
     _, left, right, *_ = call.given
@@ -146,10 +151,10 @@ def _refuses_network(call: Call) -> str:
 def _refuses_sizes(call: Call, sizes: Sequence[int]) -> str:
     if any(size % 8 for size in sizes):
         return "factors of sizes not divisible by 8"
+    if not call.grad and call.rows * ENTRIES_OF_A_ROW.get(call.dtype, 0) < max(sizes) ** 2:
+        return "few rows of a large window, where a tile of tokens is mostly empty"
     reason = native.refuses(call, native.FEWEST_NETWORK_ENTRIES)
-    if reason and not call.grad:
-        reason = native.refuses(call, fewest=1, may_build=False)
-    return reason
+    return native.refuses(call, fewest=1, may_build=False) if reason and not call.grad else reason
 
 
 def takes_network(x: Tensor, sizes: Sequence[int]) -> bool:
