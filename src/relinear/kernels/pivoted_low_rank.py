@@ -10,7 +10,7 @@ from relinear.functional import pivoted_low_rank as reference
 from relinear.kernels.forms import Call, Form, dispatch
 
 #: numbers from which the scattered sum takes longer than the calls of ours
-FEWEST_PERMUTED = 1 << 11
+FEWEST_PERMUTED = 1 << 12
 
 
 class _Permuted(torch.autograd.Function):
