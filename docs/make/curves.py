@@ -15,6 +15,7 @@ _BUDGETS = {
     "ccl": "ccl/budgets/runs.json",
     "hdpl": "hdpl/budgets/runs.json",
     "hdpl-plan": "hdpl/plan/runs.json",
+    "hdpl-5M-plan": "hdpl/plan-5M/runs.json",
     "transponder": "transponder/budgets/results.json",
     "transponder-plan": "transponder/plan/runs.json",
 }
@@ -130,20 +131,20 @@ _WHOSE = (
 )
 
 
-def _planned(tokens: int) -> dict[str, list[float]]:
-    entries = {name: _entry("hdpl-plan", tokens, name) for name in {arm for _, *arms in _WHOSE for arm in arms}}
+def _planned(folder: str, tokens: int) -> dict[str, list[float]]:
+    entries = {name: _entry(folder, tokens, name) for name in {arm for _, *arms in _WHOSE for arm in arms}}
     return {name: entry["validation_loss"]["values"] for name, entry in entries.items() if entry}
 
 
-def whose(tokens: int) -> dict[str, str]:
-    """What -> the difference of two arms of HDPL's plan over paired seeds, with its interval."""
-    losses = _planned(tokens)
-    return {what: gap(losses[ours], losses[theirs]) for what, ours, theirs in _WHOSE}
+def whose(folder: str, tokens: int) -> dict[str, str]:
+    """What -> the difference of two arms of a plan of HDPL over paired seeds, with its interval, where both ended."""
+    losses = _planned(folder, tokens)
+    return {what: gap(losses[ours], losses[theirs]) for what, ours, theirs in _WHOSE if {ours, theirs} <= losses.keys()}
 
 
-def whose_table() -> str:
+def whose_table(folder: str, tokens: int) -> str:
     """The same as a table."""
-    return arms_apart(_planned(300_000), _WHOSE, "token")
+    return arms_apart(_planned(folder, tokens), _WHOSE, "token")
 
 
 #: folder -> part -> what makes it
@@ -161,7 +162,10 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
 PARTS["hdpl"] |= {
     "plan_command": functools.partial(commands, _BUDGETS["hdpl-plan"]),
     "plan_gaps": functools.partial(gaps, "hdpl-plan"),
-    "plan_whose": whose_table,
+    "plan_whose": functools.partial(whose_table, "hdpl-plan", 300_000),
+    "longer_gaps": functools.partial(gaps, "hdpl-5M-plan"),
+    "longer_whose": functools.partial(whose_table, "hdpl-5M-plan", 1_000_000),
+    "longer_command": functools.partial(commands, _BUDGETS["hdpl-5M-plan"]),
 }
 PARTS["transponder"]["curve_gaps_plan"] = functools.partial(gaps, "transponder-plan")
 PARTS["transponder"]["curve_shared"] = functools.partial(shared, "transponder", "transponder-rank-2")

@@ -159,12 +159,16 @@ def rows() -> tuple[Row, ...]:
     #: of q, k and v: LLaMA-2, WikiText-2
     printed = {"block-Hadamard, 64 blocks": (2.636, 2.700, 2.779), "low rank 1": (2.688, 3.455, 4.956)}
     ours = (2.629, 2.717, 2.818)
+    (whole,) = [budget for budget in read("hdpl/plan-5M/runs.json")["budgets"] if budget["tokens"] == 1_000_000]
+    planned = {entry["name"]: entry["validation_loss"]["values"] for entry in whole["entries"]}
     against_equal = [at("hdpl", 1_000_000, name)["gaps"] for name in ("hdpl", "dense-equal-parameters")]
     rate = long["hdpl"]["validation_loss"] - long["dense-0.002"]["validation_loss"]
     one_million = {"tokens": 1e6, "folder": "ccl"}
     return (
         Row("HDPL", "dense, usual warm-up", **at("hdpl", 1_000_000, "hdpl"), **hdpl),
         Row("HDPL", "dense, longer warm-up", **warmed, tokens=1e6, **hdpl),
+        Row("HDPL", "dense, tuned in all", less(planned["hdpl"], planned["dense"]), 1e6, **hdpl),
+        Row("HDPL", "dense of its start", less(planned["hdpl"], planned["dense-from-hdpl"]), 1e6, folder="hdpl"),
         Row("HDPL", "dense of its size", less(*against_equal), 1e6, folder="hdpl"),
         Row("HDPL", "dense, twice the rate", [rate], 5e6, **hdpl),
         Row("CCL", "dense of its width", less(ccl["ccl"], ccl["dense-64"]), **one_million, **wide),
