@@ -207,7 +207,7 @@ def ccl() -> Paper:
         ),
         Claim(
             "Better at equal parameters and FLOPs",
-            "At 1 M tokens; behind from 3 M on",
+            "Ahead at 1 M tokens; behind later",
             "Section 1, 6",
             PARTLY,
             f"Gap to a dense model of its parameters {gap(controlled['ccl'], controlled['dense-equal-parameters'])}, "
