@@ -63,9 +63,7 @@ def test_the_plot_of_claims_has_intervals_of_three_seeds_and_leaves_the_rest_hol
     rows = forest.rows()
     for row in rows:
         assert (row.bounds is None) == (row.seeds < 3)
-        if (
-            row.bounds and row.printed is None
-        ):  # contains Student's t with a degree of freedom less than there are seeds
+        if row.bounds and row.printed is None:  # contains Student's t over its seeds
             half = {3: 4.30265, 12: 2.20099}[row.seeds] * statistics.stdev(row.gaps) / row.seeds**0.5
             assert row.bounds[0] <= statistics.fmean(row.gaps) - half + 1e-6
             assert row.bounds[1] >= statistics.fmean(row.gaps) + half - 1e-6

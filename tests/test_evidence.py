@@ -7,6 +7,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -184,13 +185,15 @@ def test_processes_of_a_gpu_begin_with_several_plans(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(REPOSITORY / "tools")
     import gpu_evidence
 
-    begun = []
+    begun, together = [], threading.Barrier(gpu_evidence.AT_ONCE)
 
     def start(command, cwd):
         begun.append(Path(command[-1]).name)
+        if len(begun) <= gpu_evidence.AT_ONCE:
+            together.wait(60)  # so that none goes on before all have begun
         return _Started([], command, needed=1e9)
 
-    gpu_evidence.carry_out(tmp_path, (gpu_evidence.SAVING + gpu_evidence.LEAST + 2) / 60, gpu_evidence.AT_ONCE, start)
+    gpu_evidence.carry_out(tmp_path, 9, gpu_evidence.AT_ONCE, start)
     assert sorted(begun[: gpu_evidence.AT_ONCE]) == sorted(gpu_evidence.QUEUE[: gpu_evidence.AT_ONCE])
 
 

@@ -16,12 +16,12 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from relinear.compare import CompareSettings, compare
 from relinear.compare.preregistration import planned
+from relinear.core.plugins import VARIABLE, import_named
 
 __all__ = ["QUEUE", "carry_out", "rehearse"]
 
@@ -101,7 +101,6 @@ def _tiny(settings: CompareSettings, text: str) -> CompareSettings:
 
 def rehearse(out: Path, text: str) -> list[str]:
     """Take every plan through its steps; return the names of those that did not end."""
-    import_module("dense_start")
     for name in QUEUE:
         compare(_tiny(planned(PLANS / f"{name}.yaml"), text), out / name, isolate=False, shared=True)
         print(f"{name}: every step is there", flush=True)
@@ -119,8 +118,9 @@ def main() -> int:
     os.chdir(ROOT)
     sys.path.append(str(OPERATORS))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(OPERATORS)]))
-    os.environ["RELINEAR_IMPORT"] = "dense_start"
+    os.environ[VARIABLE] = "dense_start"
     if given.rehearse:
+        import_named()
         left = rehearse(given.out, given.rehearse)
     else:
         left = carry_out(given.out, given.minutes, given.workers)

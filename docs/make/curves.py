@@ -8,7 +8,7 @@ from typing import Any
 
 from measured import arms_apart, commands, gap, less, read, table, with_interval
 
-__all__ = ["PARTS", "gap_at", "typed", "whose"]
+__all__ = ["PARTS", "gap_at", "planned", "typed", "whose"]
 
 #: folder of results/ -> its record at several budgets: results.json, or what results/unfinished.py made of it
 _BUDGETS = {
@@ -131,20 +131,21 @@ _WHOSE = (
 )
 
 
-def _planned(folder: str, tokens: int) -> dict[str, list[float]]:
+def planned(folder: str, tokens: int) -> dict[str, list[float]]:
+    """Arm of a plan of HDPL -> its losses by seed, of those that ended at a budget."""
     entries = {name: _entry(folder, tokens, name) for name in {arm for _, *arms in _WHOSE for arm in arms}}
     return {name: entry["validation_loss"]["values"] for name, entry in entries.items() if entry}
 
 
 def whose(folder: str, tokens: int) -> dict[str, str]:
     """What -> the difference of two arms of a plan of HDPL over paired seeds, with its interval, where both ended."""
-    losses = _planned(folder, tokens)
+    losses = planned(folder, tokens)
     return {what: gap(losses[ours], losses[theirs]) for what, ours, theirs in _WHOSE if {ours, theirs} <= losses.keys()}
 
 
 def whose_table(folder: str, tokens: int) -> str:
     """The same as a table."""
-    return arms_apart(_planned(folder, tokens), _WHOSE, "token")
+    return arms_apart(planned(folder, tokens), _WHOSE, "token")
 
 
 #: folder -> part -> what makes it

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import curves
 import cut
 from measured import losses, mean, read, signed, table
 from relinear.system.student import half_width
@@ -159,8 +160,7 @@ def rows() -> tuple[Row, ...]:
     #: of q, k and v: LLaMA-2, WikiText-2
     printed = {"block-Hadamard, 64 blocks": (2.636, 2.700, 2.779), "low rank 1": (2.688, 3.455, 4.956)}
     ours = (2.629, 2.717, 2.818)
-    (whole,) = [budget for budget in read("hdpl/plan-5M/runs.json")["budgets"] if budget["tokens"] == 1_000_000]
-    planned = {entry["name"]: entry["validation_loss"]["values"] for entry in whole["entries"]}
+    planned = curves.planned("hdpl-5M-plan", 1_000_000)
     against_equal = [at("hdpl", 1_000_000, name)["gaps"] for name in ("hdpl", "dense-equal-parameters")]
     rate = long["hdpl"]["validation_loss"] - long["dense-0.002"]["validation_loss"]
     one_million = {"tokens": 1e6, "folder": "ccl"}

@@ -49,8 +49,7 @@ def _without_imports(arguments: Sequence[str]) -> list[str]:
 
     The modules are named in the environment, for ``import relinear`` here and in the processes that a command starts.
     """
-    rest, modules = [], []
-    given = iter(arguments)
+    rest, modules, given = [], [], iter(arguments)
     for argument in given:
         name, equals, module = argument.partition("=")
         if name != "--import":

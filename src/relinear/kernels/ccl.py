@@ -90,10 +90,11 @@ def few_rows(
     layer, trunk = native.kernels().ccl_layer.default, list(trunk)
 
     def run(x: Tensor, context: Tensor | None) -> Tensor | None:
-        alike = context is None or context.numel() * x.shape[-1] == x.numel() * context.shape[-1]
-        if not alike or (context is not None and not is_plain(context)):
-            return None
-        return layer(x, context if context is None else context.to(x.dtype), trunk, basis, mix, *others, gate_bias, EPS)
+        if context is not None:
+            if context.numel() * x.shape[-1] != x.numel() * context.shape[-1] or not is_plain(context):
+                return None
+            context = context.to(x.dtype)
+        return layer(x, context, trunk, basis, mix, *others, gate_bias, EPS)
 
     return run
 
