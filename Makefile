@@ -9,7 +9,7 @@ GPU_PYTHON ?= $(GPU_VENV)/bin/python
 ECOSYSTEM_VENV ?= .venv-ecosystem
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test browser check slow fuzz kills faults ecosystem outside versions bench gpu-setup gpu gpu-evidence families docs \
+.PHONY: help demo test browser check slow fuzz kills faults ecosystem outside versions wheel bench gpu-setup gpu gpu-evidence families docs \
 	docs-cli docs-operators pictures smollm2 clean
 
 help: ## list the targets
@@ -68,6 +68,9 @@ ecosystem: ## lm-eval, TRL, PEFT, torchao, Trainer, pipeline and torch.export on
 
 versions: ## the lowest torch and transformers that are allowed, the pinned and the newest: a table in results/ecosystem
 	$(PYTHON) tests/versions.py
+
+wheel: $(STAMP) ## build the wheel, install it into an empty environment, run README's first example there
+	$(BIN)/python tools/wheel.py
 
 bench: $(STAMP) ## operators against dense nn.Linear on this machine
 	$(BIN)/relinear bench --out $(RUN_DIR)/bench

@@ -44,7 +44,7 @@ def few_rows(any_size, monkeypatch):
 @pytest.fixture
 def narrow_library(any_size, monkeypatch):
     """torch's own products leave half of the processor unused."""
-    monkeypatch.setattr(hdpl, "is_narrow", lambda: True)
+    monkeypatch.setattr(hdpl, "has_narrow_products", lambda: True)
 
 
 def close(mine, exact, dtype, roundings=1):
@@ -276,7 +276,7 @@ def test_products_and_their_gradients(rows, inputs, outputs, any_size, monkeypat
 )
 def test_where_a_library_leaves_half_of_the_processor(facts, narrow, monkeypatch):
     monkeypatch.setattr(machine, "_cpu_facts", lambda: facts)
-    assert machine.has_narrow_products() == narrow
+    assert machine.has_narrow_products.__wrapped__() == narrow
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

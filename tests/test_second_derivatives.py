@@ -33,7 +33,7 @@ def _any_size(monkeypatch):
     monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
     monkeypatch.setattr(native, "FEWEST_NETWORK_ENTRIES", 1)
     monkeypatch.setattr(hdpl, "FEWEST_NATIVE_TOKENS", 1)
-    monkeypatch.setattr(hdpl, "is_narrow", lambda: True)
+    monkeypatch.setattr(hdpl, "has_narrow_products", lambda: True)
 
 
 def tensors_of(results) -> list[Tensor]:

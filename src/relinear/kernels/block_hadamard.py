@@ -15,7 +15,7 @@ from torch import Tensor
 
 from relinear.functional.block_diagonal import block_diagonal, zero_padded
 from relinear.functional.block_hadamard import hadamard as butterflies
-from relinear.kernels.forms import is_traced, is_transformed
+from relinear.kernels.forms import Call, is_traced, is_transformed
 
 LARGEST_FACTOR = 64  # beyond it the product costs more than another pass over memory
 
@@ -47,6 +47,8 @@ def _matrix(size: int, like: Tensor) -> Tensor:
 
 def hadamard(x: Tensor) -> Tensor:
     """``functional.block_hadamard.hadamard``: H_P (x) I_Q along the last dimension."""
+    if Call(x).emulated:
+        return butterflies(x)
     size = x.shape[-1]
     power = size & -size
     left, right = 1, size

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from relinear.functional import ccl as reference
 from relinear.kernels import native
 from relinear.kernels.autograd import as_given, differentiable_as, lowered, save, was_changed, watched
 from relinear.kernels.cpu.portions import BACKWARD_PORTION, row_portions
@@ -33,23 +34,14 @@ def _few_rows(x: Tensor, features: Tensor | None, *others: Any) -> Tensor:
     return native.kernels().ccl_layer(x, features, [], *others)
 
 
-@dispatch(Form("C++ for a few rows", _refuses_few_rows, _few_rows), otherwise="torch's products")
-def ccl(
-    x: Tensor,
-    features: Tensor | None,
-    basis: Tensor,
-    mix: Tensor,
-    bias: Tensor | None = None,
-    norm_gain: Tensor | None = None,
-    norm_offset: Tensor | None = None,
-    basis_gate: Tensor | None = None,
-    basis_gate_bias: Tensor | None = None,
-    output_gate: Tensor | None = None,
-    output_gate_bias: Tensor | None = None,
-    gate_bias: bool = True,
-    eps: float = EPS,
+def _refuses_products(call: Call) -> str:
+    return "bfloat16 takes longer than float32" if call.emulated and not call.autocast else ""
+
+
+def _products(
+    x, features, basis, mix, bias, norm_gain, norm_offset, gate, offset, output_gate, output_offset, gate_bias, eps
 ) -> Tensor:
-    """``functional.ccl.ccl`` in the input's dtype.
+    """The reference in the input's dtype.
 
     The gate network's last layer is two products, one a gate, so that no gate is a strided slice; the bias rides in the
     product before it; sigmoid and product with the output gate are one pass over memory where they can be, and
@@ -58,15 +50,19 @@ def ccl(
     h = F.linear(x, basis)
     if norm_gain is not None:
         h = F.layer_norm(h, h.shape[-1:], norm_gain, norm_offset, eps)
-    if basis_gate is not None:
-        assert features is not None
-        h = h * F.linear(features, basis_gate, basis_gate_bias).sigmoid_()
+    if gate is not None:
+        h = h * F.linear(features, gate, offset).sigmoid_()
     if output_gate is None:
         return F.linear(h, mix, bias)
-    assert features is not None
-    assert output_gate_bias is not None
-    y = _gated_linear(h, mix, bias if gate_bias else None, features, output_gate, output_gate_bias)
+    y = _gated_linear(h, mix, bias if gate_bias else None, features, output_gate, output_offset)
     return y if gate_bias or bias is None else y + bias
+
+
+ccl = dispatch(
+    Form("C++ for a few rows", _refuses_few_rows, _few_rows),
+    Form("torch's products", _refuses_products, _products),
+    otherwise="reference",
+)(reference.ccl)
 
 
 def few_rows(

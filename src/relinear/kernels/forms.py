@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from relinear.system.machine import fast_bfloat16
+
 Twin = TypeVar("Twin", bound=Callable[..., Any])
 
 FORMS = logging.getLogger("relinear.forms")
@@ -61,6 +63,7 @@ class Call:
         dtype: in which products of x run.
         grad: whether gradients are recorded.
         compiled: whether a compiler is at work, which fuses torch's operations with their surroundings.
+        emulated: whether x is in bfloat16 on a processor without it, where products take longer than in float32.
         transformed: ``is_transformed``.
         opaque: what speaks against operations that torch cannot see: compilers, and where ``transformed``.
         plain: ``is_plain``.
@@ -85,6 +88,10 @@ class Call:
     @property
     def grad(self) -> bool:
         return torch.is_grad_enabled()
+
+    @property
+    def emulated(self) -> bool:
+        return self.x.dtype == torch.bfloat16 and self.device == "cpu" and not (self.compiled or fast_bfloat16())
 
     @property
     def transformed(self) -> bool:

@@ -17,11 +17,11 @@ from relinear.kernels.autograd import differentiable_as, save
 from relinear.kernels.cpu.products import (
     block_low_rank,
     block_low_rank_gradient,
-    is_narrow,
     product,
     product_gradient,
 )
 from relinear.kernels.forms import Call, Form, dispatch, shape_of, tell
+from relinear.system.machine import has_narrow_products
 
 #: tokens from which one C++ kernel takes less time than torch's products: it copies weights
 FEWEST_NATIVE_TOKENS = 512
@@ -53,7 +53,7 @@ def _refuses_products(call: Call) -> str:
         return "too few tokens"
     if call.dtype != torch.float32:
         return "not in float32"
-    return native.refuses(call) if is_narrow() else "a library that uses the whole processor"
+    return native.refuses(call) if has_narrow_products() else "a library that uses the whole processor"
 
 
 def _in_cpp(x: Tensor, *others: Tensor | None) -> HDPLOutput:

@@ -50,6 +50,7 @@ def cpu_features() -> frozenset[str]:
     return frozenset((facts.get("flags") or facts.get("Features") or "").split())
 
 
+@functools.cache
 def has_narrow_products() -> bool:
     """Whether torch's float32 products use half of the processor's vectors: MKL's on an AMD processor with AVX-512.
 
@@ -59,6 +60,7 @@ def has_narrow_products() -> bool:
     return others and "avx512f" in cpu_features() and torch.backends.mkl.is_available()
 
 
+@functools.cache
 def fast_bfloat16(device: torch.device | str = "cpu") -> bool:
     """Whether ``device`` multiplies bfloat16 matrices in hardware (AMX or AVX-512 on a CPU), not by emulation."""
     kind = torch.device(device).type

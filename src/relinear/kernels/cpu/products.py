@@ -2,22 +2,13 @@
 
 # Legend: N rows, I inputs, O outputs, K blocks, R columns of a low-rank part
 
-import functools
-
 import torch
 from torch import Tensor
 
 from relinear.kernels import native
-from relinear.system.machine import has_narrow_products
 
 #: entries of a gradient up to which its sums, which are added to some rows at a time, stay in the second cache
 LARGEST_GRADIENT = 1 << 19
-
-
-@functools.cache
-def is_narrow() -> bool:
-    """``has_narrow_products``, found out once."""
-    return has_narrow_products()
 
 
 def block_low_rank(x: Tensor, s: Tensor, blocks: Tensor, up: Tensor, bias: Tensor | None) -> Tensor:
