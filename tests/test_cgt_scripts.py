@@ -3,11 +3,13 @@
 import importlib.util
 import json
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from transformers import GPT2LMHeadModel
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "results" / "cgt"
@@ -215,6 +217,32 @@ def test_unlike_sources_run_and_are_held_apart(tmp_path, monkeypatch):
     assert first.count("\n") == 4
     assert report["5-grams"]["loss"] < 0.5  # of ten letters in a circle, each says the next
     assert second.count("\n") == 5
+
+    study = {
+        "arms": {"gpt2-equal": "a GPT-2", "aux": "CGT", "shuffled": "CGT with another y"},
+        "settings": {"tuning_steps": 1, "sources": [source.partition("=")[2] for source in sources]},
+        "grid": {"initializer_range": [0.02, 0.1], "learning_rate": [0.001]},
+        "seeds": [0, 1],
+    }
+    said = dict.fromkeys(("question", "command", "effect_from", "spread_from", "budget", "stopping"), "said")
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump({**said, "effect": 1.0, "spread": 0.01, "study": study}))
+    planned = ["plan", *common[:-1], str(tmp_path / "planned"), "--plan", str(tmp_path / "plan.yaml")]
+    taken = module.claimed(tmp_path / "planned" / "aux-1.json")
+    module.time = types.SimpleNamespace(time=module.time.time, sleep=lambda seconds: taken.__exit__(None, None, None))
+    assert taken.__enter__()  # by another process, which ends without a result
+    module.carry_out(module.parse(planned))
+    report = json.loads((tmp_path / "planned" / "report.json").read_text())
+    assert (report["aux"]["seeds"], report["gpt2-equal"]["seeds"]) == (2, 2)
+    tuned = {
+        path.stem: json.loads(path.read_text())["loss"] for path in (tmp_path / "planned" / "tuning").glob("*.json")
+    }
+    assert set(tuned) == {f"{arm}-{start}-0.001" for arm in ("aux", "gpt2-equal") for start in ("0.02", "0.1")}
+    best = min(("0.02", "0.1"), key=lambda start: tuned[f"aux-{start}-0.001"])
+    final = json.loads((tmp_path / "planned" / "aux-1.json").read_text())
+    assert final["options"]["initializer_range"] == best
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "planned").rglob("*.json")}
+    module.carry_out(module.parse(planned))
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "planned").rglob("*.json")}
 
     blocks = list(module.blocks_of_texts(module.parse(["figures", *common]), {"a": [b_of(1)] * 3, "b": [b_of(2)] * 2}))
     assert [block[:, 0].tolist() for block in blocks] == [[1, 2] * 3] * 2  # the text before is of the other source

@@ -90,7 +90,6 @@ SMALLER = {
     "2048x2048": "32x32",
     "1,4096": "1",
     "--tokens 4096": "--tokens 4",
-    '"tokens": 2048': '"tokens": 512',
     "rank=128,blocks=8": "rank=4,blocks=8",
     "llama-60m": "tiny",
     "--repeats 5": "--repeats 2 --shapes 32x32 --tokens 1 --dtypes fp32 --modes eager --passes forward",

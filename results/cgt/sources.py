@@ -2,28 +2,36 @@
 
     python results/cgt/sources.py run --name aux --seed 0 --source code=stdlib --source verse=FILE --source ...
     python results/cgt/sources.py figures --source code=stdlib --source verse=FILE --source ...
+    python results/cgt/sources.py plan --out results/cgt/sources-planned
 
 A source is what ``--data`` of relinear takes. Its texts are bytes in documents of --characters; every eighth is held
 out, and all measurements are on these. ``gpt2`` is a plain GPT-2 as wide as the guided models, ``gpt2-equal`` one of
 their parameters. Each name and seed is a run; ``figures`` holds them against each other (Figures 5, 6a, 13a and 14 of
 the paper), with intervals over seeds and held-out documents.
+
+``plan`` carries out ``results/plans/cgt.yaml``: every arm is tuned over its grid, judged on other documents than the
+final ones, then trained with each seed. It may be started several times at once and again: each process takes runs
+that are not there yet.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import fcntl
+import itertools
 import json
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 import relinear
 from cgt_study import contexts, plots
 from cgt_study.baselines import plain_gpt2
 from cgt_study.schedule import add_schedule, fit_settings, parse_options
 from relinear.compare.gaps import gap
+from relinear.compare.preregistration import read_plan
 from relinear.core.modes import evaluating
 from relinear.data.corpora import iter_texts
 from relinear.data.settings import DataSettings
@@ -50,13 +58,17 @@ KINDS = {
     "average": "moving average",
     "baseline": "none: `gpt2-equal`",
 }
-#: of the documents of a source, every so many-th is held out
+#: of the documents of a source, every so many-th is held out; for tuning those halfway between, too
 _HELD_OUT = 8
+_PLAN = Path(__file__).resolve().parents[1] / "plans" / "cgt.yaml"
+#: the arm of a plan that is measured on the models of others
+_SHUFFLED = "shuffled"
 
 
-def read_sources(options):
+def read_sources(options, tuning=False):
     """(training documents, held-out documents by source), token ids of ``--characters`` bytes each."""
     tokenizer = load_tokenizer("bytes")
+    judged = _HELD_OUT // 2 if tuning else 0
     train, held_out = [], {}
     for text in options.source:
         name, _, data = text.partition("=")
@@ -69,8 +81,8 @@ def read_sources(options):
             if len(chunks) >= options.documents:
                 break
         ids = list(encode_documents(tokenizer, chunks[: options.documents]))
-        held_out[name] = ids[::_HELD_OUT]
-        train += [document for number, document in enumerate(ids) if number % _HELD_OUT]
+        held_out[name] = ids[judged::_HELD_OUT]
+        train += [document for number, document in enumerate(ids) if number % _HELD_OUT not in (0, judged)]
     return tokenizer, train, held_out
 
 
@@ -87,34 +99,38 @@ def make_model(options, tokenizer):
     return plain_gpt2(options.width, options.heads, parameters=wanted, **more)
 
 
-def run(options):
+def run(options, path=None, tuning=False):
+    """Train and measure a model; its record is ``path``, which for ``tuning`` has the loss of whole texts alone."""
     torch.set_num_threads(options.threads)
-    tokenizer, train, _ = read_sources(options)
+    tokenizer, train, held_out = read_sources(options, tuning)
     model = make_model(options, tokenizer)
     objective = None if options.name.startswith(GPT2) else make_objective(options)
     settings = fit_settings(options, log_every=20)
     began = time.time()
-    trained = model if objective is None else GuidedTraining(model, objective)
-    result = fit(trained, make_mixture(options, train), settings)
-    name = f"{options.name}-{options.seed}"
-    model.save_pretrained(options.out / "models" / name)
-    write_json(
-        options.out / f"{name}.json",
-        {
-            "name": options.name,
-            "seed": options.seed,
-            "curve": result.curve,
-            "seconds": round(time.time() - began, 1),
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "training_tokens_available": int(sum(map(len, train))),
-            "objective": None if objective is None else dataclasses.asdict(objective),
-            "settings": settings.model_dump(mode="json"),
-            "model": model.config.to_diff_dict(),
-            "options": {key: str(value) for key, value in vars(options).items()},
-            "machine": describe_machine(),
-        },
+    result = fit(
+        model if objective is None else GuidedTraining(model, objective), make_mixture(options, train), settings
     )
-    print(name, result.curve[-1], flush=True)
+    record = {
+        "name": options.name,
+        "seed": options.seed,
+        "curve": result.curve,
+        "seconds": round(time.time() - began, 1),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "training_tokens_available": int(sum(map(len, train))),
+        "objective": None if objective is None else dataclasses.asdict(objective),
+        "settings": settings.model_dump(mode="json"),
+        "model": model.config.to_diff_dict(),
+        "options": {key: str(value) for key, value in vars(options).items()},
+        "machine": describe_machine(),
+    }
+    model = model.cpu().eval()
+    blocks = list(blocks_of_texts(options, held_out))
+    if tuning:
+        record["loss"] = float(np.mean([losses_of(model, ids).mean() for ids in blocks[:: options.every]]))
+    else:
+        record["measured"] = measure(options, model, blocks, len(held_out))
+    write_json(path or options.out / f"{options.name}-{options.seed}.json", record)
+    print(options.name, options.seed, result.curve[-1], record.get("loss", ""), flush=True)
 
 
 def blocks_of_texts(options, held_out):
@@ -139,14 +155,24 @@ def losses_of(model, ids):
     return torch.nn.functional.cross_entropy(logits[:, :-1].mT.float(), ids[:, 1:], reduction="none").numpy()
 
 
-def measure(options, model, blocks):
-    """(loss of whole texts by block (N,), by kind of y the losses of second parts, (N, places))."""
-    whole = np.array([losses_of(model, ids).mean() for ids in blocks])
+def measure(options, model, blocks, sources):
+    """Losses of whole texts by block, of second parts by kind of y, place and block; what y tells apart.
+
+    Of a model without y the second part is read as it is.
+    """
+    found = {"whole": [float(losses_of(model, ids).mean()) for ids in blocks]}
     cut = options.length // 2
-    if not hasattr(model, "context"):
-        return whole, {"baseline": np.stack([losses_of(model, ids[:, cut:]).mean(0) for ids in blocks])}
-    rows = [contexts.losses_by_position(model, ids, cut, others=ids.roll(1, 0)[:, :cut]) for ids in blocks]
-    return whole, {kind: np.stack([row[kind] for row in rows]) for kind in rows[0]}
+    if hasattr(model, "context"):
+        rows = [contexts.losses_by_position(model, ids, cut, others=ids.roll(1, 0)[:, :cut]) for ids in blocks]
+        vectors = np.concatenate([contexts.document_context(model, ids).numpy() for ids in blocks])
+        found["clusters"] = contexts.clustering_scores(vectors, np.arange(len(vectors)) % sources)
+    else:
+        rows = [{"baseline": losses_of(model, ids[:, cut:]).mean(0)} for ids in blocks]
+    found["second"] = {
+        kind: {place: [float(row[kind][at].mean()) for row in rows] for place, at in PLACES.items()} for kind in rows[0]
+    }
+    found["curves"] = {kind: np.mean([row[kind] for row in rows], 0).round(5).tolist() for kind in rows[0]}
+    return found
 
 
 def count(options, train, blocks, vocabulary):
@@ -166,22 +192,21 @@ def apart(own, reference):
 def figures(options):
     torch.set_num_threads(options.threads)
     tokenizer, train, held_out = read_sources(options)
-    blocks = list(blocks_of_texts(options, held_out))
-    classes = np.arange(sum(map(len, blocks))) % len(held_out)
     whole, second, report = {}, {}, {}
     for name in NAMES_AND_CONTROLS:
-        folders = sorted((options.out / "models").glob(f"{name}-[0-9]*"))
-        for folder in folders:
-            kind = AutoModelForCausalLM if name.startswith(GPT2) else relinear.CGTForCausalLM
-            model = kind.from_pretrained(folder).eval()
-            texts, parts = measure(options, model, blocks)
-            whole.setdefault(name, []).append(texts)
-            second.setdefault(name, []).append(parts)
-            entry = report.setdefault(name, {"parameters": sum(p.numel() for p in model.parameters()), "seeds": 0})
-            entry["seeds"] += 1
-            if not name.startswith(GPT2):
-                vectors = np.concatenate([contexts.document_context(model, ids).numpy() for ids in blocks])
-                entry.setdefault("clusters", []).append(contexts.clustering_scores(vectors, classes))
+        records = [json.loads(path.read_text()) for path in sorted(options.out.glob(f"{name}-[0-9]*.json"))]
+        records = [record for record in records if "measured" in record]
+        if not records:
+            continue
+        seen = [record["measured"] for record in records]
+        whole[name] = [np.array(one["whole"]) for one in seen]
+        second[name] = [one["second"] for one in seen]
+        report[name] = {"parameters": records[0]["parameters"], "seeds": len(records)}
+        if not name.startswith(GPT2):
+            report[name]["clusters"] = [one["clusters"] for one in seen]
+            curves = {kind: np.mean([one["curves"][kind] for one in seen], 0) for kind in seen[0]["curves"]}
+            save_figure(plots.position_figure(curves, width=4), options.out / f"{name}-positions")
+    blocks = list(blocks_of_texts(options, held_out))
     whole[NGRAM] = [count(options, train, blocks, vocabulary_size(tokenizer))]
     report[NGRAM] = {}
     for name, losses in whole.items():
@@ -192,20 +217,68 @@ def figures(options):
             report[name]["minus_gpt2_equal"] = apart([own for own, _ in pairs], [other for _, other in pairs])
     for name in (name for name in second if not name.startswith(GPT2)):
         seeds = [own | plain for own, plain in zip(second[name], second.get(GPT2_EQUAL, second[name]), strict=False)]
-        dynamic = [parts["dynamic"] for parts in seeds]
         report[name]["minus_dynamic"] = {
             kind: {
-                place: apart([p[kind][:, at].mean(1) for p in seeds], [d[:, at].mean(1) for d in dynamic])
-                for place, at in PLACES.items()
+                place: apart([np.array(p[kind][place]) for p in seeds], [np.array(p["dynamic"][place]) for p in seeds])
+                for place in PLACES
             }
             for kind in KINDS
             if kind in seeds[0]
         }
-        curves = {kind: np.mean([parts[kind].mean(0) for parts in seeds], 0) for kind in seeds[0]}
-        save_figure(plots.position_figure(curves, width=4), options.out / f"{name}-positions")
     write_json(options.out / "report.json", report)
     write_text(options.out / "table.md", tables(report))
     print(tables(report), json.dumps(report, indent=1))
+
+
+def pieces(study, out):
+    """Yield what a plan has to run, (record, options, whether it tunes); final runs once their arm is tuned."""
+    arms = [arm for arm in study.arms if arm != _SHUFFLED]
+    steps = study.settings["tuning_steps"]
+    for arm in arms:
+        tried = {}
+        for values in itertools.product(*study.grid.values()):
+            given = dict(zip(study.grid, values, strict=True))
+            path = out / "tuning" / f"{'-'.join([arm, *(f'{value:g}' for value in values)])}.json"
+            yield path, {"name": arm, "seed": max(study.seeds) + 1, "steps": steps, **given}, True
+            if path.exists():
+                tried[json.loads(path.read_text())["loss"]] = given
+        if len(tried) == len(list(itertools.product(*study.grid.values()))):
+            for seed in study.seeds:
+                yield out / f"{arm}-{seed}.json", {"name": arm, "seed": seed, **tried[min(tried)]}, False
+
+
+@contextlib.contextmanager
+def claimed(path):
+    """Whether the block has a piece of work to itself; the system lets go of it with the process."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".claimed").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield not path.exists()
+
+
+def carry_out(options):
+    """Run what is left of a plan and nobody else runs; the last process draws the figures."""
+    study = read_plan(options.plan).study
+    options = argparse.Namespace(**vars(options) | {"source": study.settings["sources"]})
+    wanted = (len(study.arms) - 1) * len(study.seeds)
+    while True:
+        left = [piece for piece in pieces(study, options.out) if not piece[0].exists()]
+        if not left and len(list(options.out.glob("*-[0-9].json"))) >= wanted:
+            break
+        for path, given, tuning in left:
+            with claimed(path) as mine:
+                if mine:
+                    run(argparse.Namespace(**vars(options) | given), path, tuning)
+                    break
+        else:
+            time.sleep(1)
+    with claimed(options.out / "report.json") as mine:
+        if mine:
+            figures(options)
 
 
 def tables(report):
@@ -236,9 +309,10 @@ def tables(report):
 
 def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "figures"))
+    parser.add_argument("what", choices=("run", "figures", "plan"))
     parser.add_argument("--name", choices=NAMES_AND_CONTROLS, default="aux")
-    parser.add_argument("--source", action="append", required=True, metavar="NAME=DATA", help="repeat it")
+    parser.add_argument("--source", action="append", default=[], metavar="NAME=DATA", help="repeat it")
+    parser.add_argument("--plan", type=Path, default=_PLAN, help="what ``plan`` carries out")
     parser.add_argument("--out", type=Path, default=Path("results/cgt/sources"))
     parser.add_argument("--characters", type=int, default=2_000, help="of a document")
     parser.add_argument("--documents", type=int, default=500, help="of a source, held-out ones among them")
@@ -259,6 +333,7 @@ def parse(arguments=None):
     add_schedule(parser, steps=1200, batch_size=16, min_lr_ratio=0.1, weight_decay=0.01, beta2=0.95)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--excerpts", type=int, default=8, help="of each held-out document, for the measurements")
+    parser.add_argument("--every", type=int, default=4, help="block of excerpts that tuning is judged on")
     # what the script of authors lets its user choose, and this one does not
     parser.set_defaults(single=False, own_splits=True, kl=0.1, kernel_nu=0.1, horizon=None, decorrelation=None)
     return parse_options(parser, {}, arguments)
@@ -266,7 +341,7 @@ def parse(arguments=None):
 
 def main():
     options = parse()
-    {"run": run, "figures": figures}[options.what](options)
+    {"run": run, "figures": figures, "plan": carry_out}[options.what](options)
 
 
 if __name__ == "__main__":
