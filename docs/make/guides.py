@@ -137,12 +137,6 @@ PICTURES: dict[str, tuple[str, Sequence[tuple[str, Sequence[str]]]]] = {
             ("is read by:", ["Trainer, TRL|training", "PEFT|LoRA on operators", "lm-eval|tasks"]),
         ],
     ),
-    "outside": (
-        "relinear changes a layer's structure, PEFT adds to it, torchao rounds its numbers",
-        [
-            ("a linear layer W:", ["*relinear|another operator", "PEFT|W + B A", "torchao|W in few bits"]),
-        ],
-    ),
     "reliability": (
         "Work goes on after a kill; wrong input and files of others are refused before anything changes",
         [
