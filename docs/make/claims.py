@@ -7,7 +7,7 @@ import functools
 import html
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import biased
 import curves
@@ -37,8 +37,8 @@ LONGEST, MOST_WORDS = 60, 8
 HELD, FAILED = "held", "did not hold"
 PARTLY, OPEN, NOT_RUN, BEYOND = "partly", "open", "not run", "not asked by the paper"
 VERDICTS = {
-    HELD: "measured, and so",
-    FAILED: "measured, and not so",
+    HELD: "measured, and so it is",
+    FAILED: "measured, and it is not so",
     UNSEEN: "not there; half of the paper's effect would have been seen",
     NO_POWER: "not seen; effect unknown, or too small for these seeds",
     PARTLY: "one part held, another did not, or no verdict follows",
@@ -55,7 +55,7 @@ class Claim:
     says: at most 60 characters. brief: what became of it in at most eight words. where: in the paper. found: in full,
     with figures. run: the letters of the runs it rests on. whole: the claim in the paper's words, where it is longer.
     gaps: what the verdict rests on, in ``unit``. What is stated as "not seen" is "no power" unless they could see half
-    of the paper's effect.
+    of the paper's effect. shown: a table of more than two figures, below what was found.
     """
 
     says: str
@@ -67,6 +67,7 @@ class Claim:
     whole: str = ""
     gaps: Sequence[Row] = ()
     unit: str = "nats"
+    shown: str = ""
 
     def __post_init__(self) -> None:
         if self.verdict == UNSEEN and not powered(self.gaps):
@@ -117,6 +118,11 @@ def _rows(method: str, *controls: str) -> list[Row]:
 def _less(ours: Sequence[float], theirs: Sequence[float], effect: float | None, where: str) -> Row:
     """One of a claim's gaps."""
     return Row("", "", [a - b for a, b in zip(ours, theirs, strict=True)], effect=effect, where=where)
+
+
+def _gaps(head: str, found: Mapping[str, str], unit: str = "nats a byte") -> str:
+    """A table of gaps by the names of what they are of."""
+    return table([head, f"{unit} [95 %]"], [list(row) for row in found.items()])
 
 
 def _on_gpu() -> Run:
@@ -183,24 +189,25 @@ def ccl() -> Paper:
     claims = [
         Claim(
             "10.3 M parameters beat a dense model of 70.5 M",
-            "The dense model's start was not tuned",
+            "The dense model's initialisation was not tuned",
             "abstract, Table 1",
             OPEN,
             f"{count['ccl']:,} against {count['dense-256']:,} parameters: {ranged(loss['ccl'])} against "
-            f"{ranged(loss['dense-256'])} nats, gap {gap(loss['ccl'], loss['dense-256'])}. The dense model starts from "
-            "0.02, which was not tuned",
+            f"{ranged(loss['dense-256'])} nats, gap {gap(loss['ccl'], loss['dense-256'])}. The dense model's "
+            "initialisation, 0.02, was not tuned",
             "A",
             whole="A model of 10.3 M parameters has a lower perplexity than a dense one of 70.5 M",
         ),
         Claim(
             "Ahead of a dense model of its own width",
-            "At 1 M tokens; level or behind later",
+            "At 1 M tokens; not at 20.5 M",
             "Table 1",
             PARTLY,
-            f"Gap {gap(controlled['ccl'], controlled['dense-64'])} with {count['ccl'] / count['dense-64']:.2f} times "
-            "the parameters at 1 million tokens, rate and start tuned for each; "
-            f"{longer('ccl') - longer('dense-64'):+.3f} at 5.1 million (one seed, the start not tuned again). Inside "
-            f"the runs of 20.5 million it is level or behind: {halfway} at 4.1 million tokens (three seeds)",
+            f"At 1 million tokens the gap is {gap(controlled['ccl'], controlled['dense-64'])}, with rate and "
+            f"initialisation tuned for each. CCL has {count['ccl'] / count['dense-64']:.2f} times the parameters. At "
+            "5.1 "
+            f"million tokens the gap is {longer('ccl') - longer('dense-64'):+.3f} (one seed, initialisation not tuned "
+            f"again). In the runs of 20.5 million CCL is not ahead: {halfway} at 4.1 million tokens (three seeds)",
             "D, E",
             gaps=_rows("CCL", "dense of its width"),
             unit="nats a token",
@@ -210,28 +217,43 @@ def ccl() -> Paper:
             "Ahead at 1 M tokens; behind later",
             "Section 1, 6",
             PARTLY,
-            f"Gap to a dense model of its parameters {gap(controlled['ccl'], controlled['dense-equal-parameters'])}, "
-            f"to one with a second, ungated embedding {gap(controlled['ccl'], controlled['dense-second-embedding'])}, "
-            "rate and start tuned for each, at 1 million tokens; "
-            f"{curves.gap_at('ccl', 1_000_000, 'ccl')} to the first with CCL's start as tuned at 0.3 million, "
-            "the dense runs being the same (three seeds). **At 3 million CCL is behind**: "
-            f"{curves.gap_at('ccl', 3_000_000, 'ccl')} to the first (three seeds, the start as tuned at 0.3 million, "
-            "the rate at 1 million), and at 5.1 million: "
-            f"{cut.against('ccl', 'ccl', 'tuning_gaps')} to the first, "
-            f"{longer('ccl') - longer('dense-second-embedding'):+.3f} to the second (one seed, the start not tuned "
-            "again). **At the paper's 20.5 million it is behind both**: "
-            f"{cut.printed_gap('ccl', 'ccl')} to the first; the second has "
-            f"{cut.printed_gap('ccl', 'dense-second-embedding')} (three seeds)",
+            "At 1 million tokens CCL is ahead of a dense model of its parameters, and of one with a second, ungated "
+            "embedding. **From 3 million it is behind the first, at the paper's 20.5 million behind both.** There the "
+            f"second's gap to the first is {cut.printed_gap('ccl', 'dense-second-embedding')}. The dense runs of the "
+            "two "
+            "rows at 1 million are the same. At 5.1 million the initialisation was not tuned again",
             "D, E, F, G",
             whole="Better perplexity under matched parameter and FLOPs budgets",
+            shown=table(
+                ["tokens", "CCL tuned", "less the first, nats", "less the second", "seeds"],
+                [
+                    [
+                        "1 M",
+                        "at 1 M",
+                        gap(controlled["ccl"], controlled["dense-equal-parameters"]),
+                        gap(controlled["ccl"], controlled["dense-second-embedding"]),
+                        "3",
+                    ],
+                    ["1 M", "initialisation at 0.3 M", curves.gap_at("ccl", 1_000_000, "ccl"), "", "3"],
+                    ["3 M", "initialisation at 0.3 M, rate at 1 M", curves.gap_at("ccl", 3_000_000, "ccl"), "", "3"],
+                    [
+                        "5.1 M",
+                        "not the initialisation",
+                        cut.against("ccl", "ccl", "tuning_gaps"),
+                        f"{longer('ccl') - longer('dense-second-embedding'):+.3f}",
+                        "1",
+                    ],
+                    ["20.5 M", "rate and initialisation", cut.printed_gap("ccl", "ccl"), "", "3"],
+                ],
+            ),
         ),
         Claim(
             "Less than 0.1 % more FLOPs than dense of its width",
             "Eighty times that, by count",
             "Section 4.3, Table 2",
             FAILED,
-            f"{quoted('ccl/README.md', '8.0 % more')} at the paper's vocabulary of 50,257 (counted, and tested); "
-            f"{flops:.2f} times at a vocabulary of 2,048",
+            f"{quoted('ccl/README.md', '8.0 % more')} at the paper's vocabulary of 50,257, by count and test. At a "
+            f"vocabulary of 2,048 it is {flops:.2f} times dense",
             "A",
             whole="The overhead is negligible: less than 0.1 % more FLOPs than dense of the same width",
         ),
@@ -242,7 +264,7 @@ def ccl() -> Paper:
             PARTLY,
             f"Tokens a second relative to dense of its width: {speed['train_ratio']:.2f} in training, "
             f"{speed['inference_ratio']:.2f} in inference (CPU). The paper's table has {364155 / 523081:.2f} in "
-            "inference: its figure is reproduced, the text's words are not borne out by either",
+            "inference. So its figure is reproduced, and neither figure supports its text",
             "A",
             whole="Latency comparable to dense layers, FLOPs saved become throughput",
         ),
@@ -251,22 +273,30 @@ def ccl() -> Paper:
             "In what they write, not what they read",
             "Section 4.4, Figure 5",
             PARTLY,
-            f"Effective rank, against static layers: {rank('ccl', 'operators')} as vectors "
-            f"({rank('static', 'operators')}), "
-            f"{rank('ccl', 'outputs')} of what they write to ({rank('static', 'outputs')}), but "
-            f"{rank('ccl', 'inputs')} of what "
-            f"they read ({rank('static', 'inputs')}): all share one basis",
+            "What they write spans more than a static layer's, what they read does not: all share one basis",
             "C",
             whole="Operators along a sequence span far more than the rank of the basis",
+            shown=table(
+                ["effective rank", "CCL", "static layers"],
+                [
+                    [what, rank("ccl", space), rank("static", space)]
+                    for what, space in (
+                        ("of the operators as vectors", "operators"),
+                        ("of what they write", "outputs"),
+                        ("of what they read", "inputs"),
+                    )
+                ],
+            ),
         ),
         Claim(
             "Gates are U-shaped, over 55 % of them active",
             "U-shaped, and harder",
             "Section 4.5, Figure 6",
             PARTLY,
-            "U-shaped, and harder: "
-            + ", ".join(
-                f"{gates(part, 'active'):.0%} of {part} gates active, entropy {gates(part, 'entropy'):.2f} nats"
+            "They are U-shaped, and harder than in the paper. "
+            + " ".join(
+                f"Of the {part} gates {gates(part, 'active'):.0%} are active, entropy {gates(part, 'entropy'):.2f} "
+                "nats."
                 for part in ("basis", "output")
             ),
             "C",
@@ -277,8 +307,8 @@ def ccl() -> Paper:
             "Pure; but set by the current token",
             "Section 4.6, Table 3",
             PARTLY,
-            f"Purity {purity:.2f} on average, chance {chance:.2f}; but {explained:.0%} of a gate's variance is "
-            "the current token's. What an untrained model has was not recorded, so this is no evidence of learning",
+            f"Purity is {purity:.2f} on average, chance {chance:.2f}. But {explained:.0%} of a gate's variance is the "
+            "current token's. An untrained model was not measured, so this is no evidence of learning",
             "C",
             whole="Gates specialise in semantic groups of tokens (specialisation 1.00)",
         ),
@@ -287,12 +317,20 @@ def ccl() -> Paper:
             "The order holds; not the gates alone",
             "Table 4",
             PARTLY,
-            f"Above full CCL: static {gap(loss['static'], loss['ccl'])}, without output gate "
-            f"{gap(loss['ccl-no-output-gate'], loss['ccl'])}, without basis gate "
-            f"{gap(loss['ccl-no-basis-gate'], loss['ccl'])}. "
-            "The paper's order; static layers lack the second embedding too, so the step is not the gates' alone. "
-            f"From a tuned initialisation static {gap(controlled['static'], controlled['ccl'])}",
+            "The order is the paper's. But static layers lack the second embedding, too, so their gap is not due to "
+            "the "
+            "gates alone",
             "A, D",
+            shown=_gaps(
+                "less full CCL",
+                {
+                    "static": gap(loss["static"], loss["ccl"]),
+                    "static, initialisation tuned": gap(controlled["static"], controlled["ccl"]),
+                    "without output gate": gap(loss["ccl-no-output-gate"], loss["ccl"]),
+                    "without basis gate": gap(loss["ccl-no-basis-gate"], loss["ccl"]),
+                },
+                "nats a token",
+            ),
             gaps=[
                 _less(
                     controlled["static"],
@@ -308,8 +346,9 @@ def ccl() -> Paper:
             "The tuned rates do not differ so",
             "Section 4.1",
             UNSEEN,
-            f"Tuned rates: {entry['ccl']['learning_rate']:g} for CCL, {entry['dense-64']['learning_rate']:g} for dense "
-            f"that starts from 0.02; with the start tuned too {tuned['ccl']:g} and {tuned['dense-64']:g}",
+            f"Tuned rates are {entry['ccl']['learning_rate']:g} for CCL and {entry['dense-64']['learning_rate']:g} for "
+            f"dense from an initialisation of 0.02. With that tuned, too, they are {tuned['ccl']:g} and "
+            f"{tuned['dense-64']:g}",
             "A, D",
         ),
         Claim(
@@ -317,16 +356,17 @@ def ccl() -> Paper:
             "No gain over the current token alone",
             "Sections 1, 3",
             UNSEEN,
-            f"Moving averages over the past less the current token alone: {gap(loss['ccl-ema'], loss['ccl'])}",
+            "With moving averages over the past, less with the current token alone: "
+            f"{gap(loss['ccl-ema'], loss['ccl'])}",
             "A, B",
             gaps=[_less(loss["ccl-ema"], loss["ccl"], None, "")],
         ),
     ]
     summary = (
-        "At equal parameters CCL is ahead of a dense model and of one with a second embedding at 1 million tokens, "
-        "behind the first at 3 million, and behind both at the paper's own 20.5 million (three seeds each, rate and "
-        "start tuned). "
-        f"{behind}."
+        "At equal parameters and 1 million tokens CCL is ahead of a dense model, and of one with a second embedding. "
+        "It is behind the first at 3 million, and behind both at the paper's own 20.5 million. Each has three seeds, "
+        "with "
+        f"rate and initialisation tuned. {behind}."
     )
     return Paper(
         "ccl",
@@ -362,7 +402,7 @@ def transponder() -> Paper:
         return gap(loss[entry], loss[reference])
 
     def within(*entries: str) -> str:
-        return ", ".join(f"{entry} {gap(part[entry], part['transponder'])}" for entry in entries)
+        return _gaps("less Transponder of rank 8", {entry: gap(part[entry], part["transponder"]) for entry in entries})
 
     runs = {
         "A": Run(
@@ -408,23 +448,34 @@ def transponder() -> Paper:
     cut_off = cut.cut_short("transponder", "transponder-rank-2")
     best = cut.best("transponder", "dense")
     plain = best["learning_rate"], best["initializer_range"]
+    at_256 = ("256, 2",)
     claims = [
         Claim(
             "Perplexity 5.8 to 17.4 % lower at equal tokens",
             "Behind at 1 M tokens, twelve seeds",
             "Table 2",
             FAILED,
-            f"{ranged(loss['transponder'])} against {ranged(loss['dense'])} nats a byte, gap "
-            f"{to('transponder')}; at width 128 "
-            f"{gap(wider['transponder'], wider['dense'])} (one seed; the best rate of "
-            f"{_at_the_edge(_WIDER, 'dense', 'transponder')} is the lowest that was tried). Where modulators cost "
-            f"{_share_of_gates():.1%} of the parameters (width 256, rank 2), rate tuned, start and warm-up at the "
-            f"first budget, twelve seeds: {curves.gap_at('transponder-plan', 300_000, 'transponder-rank-2')} at 0.3 "
-            f"million tokens, **{cut.printed_gap('transponder', 'transponder-rank-2')} at 1 million**; three earlier "
-            f"seeds had {curves.gap_at('transponder', 1_000_000, 'transponder-rank-2')}. At 5 million (one "
-            f"seed), at the settings that both models had: {_at_shared_settings()}. At the plain model's best "
+            f"At width 256 and rank 2 modulators cost {_share_of_gates():.1%} of the parameters. **There Transponder "
+            "is "
+            "behind at 0.3 and 1 million tokens.** Rates were tuned; initialisation and warm-up were tuned at the "
+            "first "
+            "budget. At width 64 the losses are "
+            f"{ranged(loss['transponder'])} and {ranged(loss['dense'])} nats a byte. At width 128 the best rate of "
+            f"{_at_the_edge(_WIDER, 'dense', 'transponder')} is the lowest that was tried. At 5 million tokens both "
+            "models ran at few common settings. At the plain model's best "
             f"({plain[0]:g}, {plain[1]:g}) Transponder's run was stopped at step {cut_off[plain]}",
             "A, C, G, I, J",
+            shown=table(
+                ["width, rank", "tokens", "rate, initialisation", "less the plain model", "seeds"],
+                [
+                    ["64, 8", _millions(_MAIN), "rate tuned", to("transponder"), str(len(loss["dense"]))],
+                    ["128, 8", _millions(_WIDER), "rate tuned", gap(wider["transponder"], wider["dense"]), "1"],
+                    [*at_256, "0.3 M", "tuned", curves.gap_at("transponder-plan", 300_000, "transponder-rank-2"), "12"],
+                    [*at_256, "1 M", "tuned", cut.printed_gap("transponder", "transponder-rank-2"), "12"],
+                    [*at_256, "1 M", "earlier", curves.gap_at("transponder", 1_000_000, "transponder-rank-2"), "3"],
+                    *([*at_256, "5 M", setting, apart, "1"] for setting, apart in _at_shared_settings()),
+                ],
+            ),
             whole="Perplexity 5.8 to 17.4 % below the plain model's at equal tokens",
             gaps=_rows("Transponder", "plain model"),
             unit="nats a byte",
@@ -434,9 +485,9 @@ def transponder() -> Paper:
             "A little more than 1 %",
             "abstract, Table 2",
             FAILED,
-            f"{quoted('transponder/README.md', '1.08 %, 1.05 % and 1.25 %')} of the paper's Llamas, by count: these "
-            "round to the tables' 1 %, and are above it; at width 64 rank 8 "
-            f"adds {sizes(_MAIN)['transponder'] / sizes(_MAIN)['dense'] - 1:.0%}",
+            f"They are {quoted('transponder/README.md', '1.08 %, 1.05 % and 1.25 %')} of the paper's Llamas, by count. "
+            "These round to the tables' 1 %, and are above it. At width 64 rank 8 adds "
+            f"{sizes(_MAIN)['transponder'] / sizes(_MAIN)['dense'] - 1:.0%}",
             "A",
             whole="Less than 1 % more parameters (abstract), 1 % (tables)",
         ),
@@ -445,23 +496,23 @@ def transponder() -> Paper:
             "No difference beyond seeds",
             "Table 1",
             UNSEEN,
-            "Gaps to the plain model: "
-            + ", ".join(
-                f"{e} {to(e)}" for e in ("path_scalar", "path_channel", "layer_scalar", "layer_channel", "transponder")
-            ),
+            "No difference beyond seeds was seen",
             "A",
             whole="Gates on projections beat gates on paths, and channel and scalar together are best",
+            shown=_gaps(
+                "less the plain model",
+                {e: to(e) for e in ("path_scalar", "path_channel", "layer_scalar", "layer_channel", "transponder")},
+            ),
             gaps=[_less(loss["transponder"], loss["path_channel"], per_byte(22.50, 23.25), "Table 1, 60M")],
             unit="nats a byte",
         ),
         Claim(
             "Ahead of DeepNet (DeepNorm)",
-            "DeepNorm alone had its own start",
+            "DeepNorm alone had its own initialisation",
             "Table 2",
             OPEN,
-            f"Transponder less DeepNorm {to('transponder', 'deepnorm')}; DeepNorm has an initialisation of its "
-            "own, the others do "
-            "not",
+            f"Transponder less DeepNorm is {to('transponder', 'deepnorm')}. DeepNorm has its own initialisation, the "
+            "others do not",
             "A",
             gaps=[_less(loss["transponder"], loss["deepnorm"], per_byte(28.55, 30.18), "Table 2, C4, 60M")],
             unit="nats a byte",
@@ -471,9 +522,12 @@ def transponder() -> Paper:
             "No difference beyond seeds",
             "Table 2",
             UNSEEN,
-            "Transponder less "
-            + ", ".join(f"{e} {to('transponder', e)}" for e in ("layernorm_scaling", "laurel_lr", "laurel_pa")),
+            "No difference beyond seeds was seen",
             "A",
+            shown=_gaps(
+                "Transponder less",
+                {e: to("transponder", e) for e in ("layernorm_scaling", "laurel_lr", "laurel_pa")},
+            ),
             gaps=[
                 _less(loss["transponder"], loss[entry], per_byte(28.55, theirs), "Table 2, C4, 60M")
                 for entry, theirs in (("layernorm_scaling", 29.77), ("laurel_lr", 30.05), ("laurel_pa", 29.50))
@@ -481,14 +535,21 @@ def transponder() -> Paper:
             unit="nats a byte",
         ),
         Claim(
-            "Level with gates that cost 15 to 80 % more",
+            "As good as gates that cost 15 to 80 % more",
             "No difference beyond seeds",
             "Table 2",
             UNSEEN,
-            f"Transponder less gates per head {to('transponder', 'sdpa_gate_head')}, per channel "
-            f"{to('transponder', 'sdpa_gate_channel')}, on everything {to('transponder', 'all_gate')}",
+            "No difference beyond seeds was seen",
             "A",
-            whole="Level with or ahead of gates that cost 15 to 80 % more parameters",
+            whole="As good as or ahead of gates that cost 15 to 80 % more parameters",
+            shown=_gaps(
+                "Transponder less gates",
+                {
+                    "per head": to("transponder", "sdpa_gate_head"),
+                    "per channel": to("transponder", "sdpa_gate_channel"),
+                    "on everything": to("transponder", "all_gate"),
+                },
+            ),
             gaps=[
                 _less(loss["transponder"], loss[entry], per_byte(28.55, theirs), "Table 2, C4, 60M")
                 for entry, theirs in (("sdpa_gate_head", 29.53), ("all_gate", 28.98))
@@ -500,17 +561,16 @@ def transponder() -> Paper:
             "Nothing diverged at this size",
             "Table 2",
             NOT_RUN,
-            "No final run of any entry diverged at this size; runs at the paper's sizes take GPUs for days",
+            "No final run of any entry diverged at this size. Runs at the paper's sizes take GPUs for days",
             "A",
         ),
         Claim(
             "Post-LN trains with modulators where it fails without",
-            "From a start that was not tuned",
+            "The initialisation was not tuned",
             "Table 3",
             OPEN,
-            f"With less without {to('post_ln_transponder', 'post_ln')}, at rates of their own, from an "
-            "initialisation chosen for "
-            "neither",
+            f"With modulators less without: {to('post_ln_transponder', 'post_ln')}. Each had its own rate; the "
+            "initialisation was tuned for neither",
             "A",
             gaps=[_less(loss["post_ln_transponder"], loss["post_ln"], per_byte(25.71, 26.95), "Table 3, 130M")],
             unit="nats a byte",
@@ -520,10 +580,11 @@ def transponder() -> Paper:
             "No difference beyond seeds",
             "Table 4",
             UNSEEN,
-            f"Above Transponder: {within('without_context', 'fixed_alpha')}. The best rate of "
+            "No difference beyond seeds was seen. The best rate of "
             f"{_at_the_edge(_PARTS, 'without_context', 'fixed_alpha')} is the highest that was tried",
             "B",
             whole="What gates read is what matters; the learnt curvature helps",
+            shown=within("without_context", "fixed_alpha"),
             gaps=[
                 _less(part[entry], part["transponder"], per_byte(theirs, 22.50), "Table 4, 60M")
                 for entry, theirs in (("without_context", 23.40), ("fixed_alpha", 23.56))
@@ -535,9 +596,9 @@ def transponder() -> Paper:
             "No difference beyond seeds",
             "Table 5",
             UNSEEN,
-            "Above Transponder: "
-            f"{within('attention', 'mlp', 'only_first', 'only_last', 'only_qk', 'without_up_and_gate')}",
+            "No difference beyond seeds was seen",
             "B",
+            shown=within("attention", "mlp", "only_first", "only_last", "only_qk", "without_up_and_gate"),
             gaps=[
                 _less(part[entry], part["transponder"], per_byte(theirs, 28.55), "Table 5, 60M")
                 for entry, theirs in {
@@ -556,10 +617,11 @@ def transponder() -> Paper:
             "No difference beyond seeds",
             "Table 6",
             UNSEEN,
-            f"Above rank 8: {within('rank_2', 'rank_4', 'rank_16', 'rank_32')}. The best rate of "
+            "No difference beyond seeds was seen. The best rate of "
             f"{_at_the_edge(_PARTS, 'rank_2', 'rank_4', 'rank_16', 'rank_32')} is the highest that was tried",
             "B",
             whole="Rank 2 already gains, and more rank gains a little more",
+            shown=within("rank_2", "rank_4", "rank_16", "rank_32"),
             gaps=[_less(part["rank_2"], part["transponder"], per_byte(28.91, 28.55), "Table 6, 60M")],
             unit="nats a byte",
         ),
@@ -568,9 +630,9 @@ def transponder() -> Paper:
             "A fifth slower; more on an H100",
             "Section 3.4",
             PARTLY,
-            "Training llama-60m, tokens a second relative to the plain model: "
+            "Tokens a second in training llama-60m, relative to the plain model, on a CPU: "
             + ", ".join(_speedup(row) for row in training.values())
-            + f" (CPU); {gpu.share('llama-60m-transponder'):.2f} in bfloat16 on an H100, eager, with the fused kernel",
+            + f". On an H100, eager, with the fused kernel: {gpu.share('llama-60m-transponder'):.2f} in bfloat16",
             "D, H",
         ),
         Claim(
@@ -578,9 +640,8 @@ def transponder() -> Paper:
             "They do; little of it by token",
             "Section 5, Figures 2 and 3",
             PARTLY,
-            f"They differ by all three; but {mean(channel):.0%} of a channel gate's variance is with the token "
-            "on average, at most "
-            f"{max(channel):.0%}: the rest a constant gain would do as well",
+            f"They differ by all three. But on average {mean(channel):.0%} of a channel gate's variance comes from the "
+            f"token, at most {max(channel):.0%}. A constant gain would do the rest as well",
             "E",
             whole="Gates differ by depth, module and token, and are no fixed gains",
         ),
@@ -589,8 +650,8 @@ def transponder() -> Paper:
             "Dense with twice the steps is ahead",
             "",
             BEYOND,
-            f"Dense with twice the steps is ahead: Transponder less dense {to('transponder', 'dense_same_time')}. "
-            "Twice is what the recipe sets; how fast the two trained was not recorded",
+            f"Transponder less dense with twice the steps is {to('transponder', 'dense_same_time')}. The recipe sets "
+            "twice; how fast the two trained was not recorded",
             "A",
         ),
         Claim(
@@ -598,21 +659,29 @@ def transponder() -> Paper:
             "LoRA of its size is no worse",
             "",
             BEYOND,
-            "Less LoRA of the same size: "
-            f"{gap(finetune['modulators']['validation_loss'], finetune['lora']['validation_loss'])}, at a second rate, "
-            "which LoRA alone was given, "
-            f"{gap(finetune['modulators']['validation_loss'], finetune['lora']['at_0.001'])}; "
-            f"less (IA)^3 {gap(finetune['modulators']['validation_loss'], finetune['ia3']['validation_loss'])}",
+            "LoRA of the same size is no worse. It alone was given a second rate",
             "F",
             whole="Fine-tuning a pretrained model by its modulators alone",
+            shown=_gaps(
+                "modulators less",
+                {
+                    name: gap(finetune["modulators"]["validation_loss"], theirs)
+                    for name, theirs in (
+                        ("LoRA", finetune["lora"]["validation_loss"]),
+                        ("LoRA at its second rate", finetune["lora"]["at_0.001"]),
+                        ("(IA)^3", finetune["ia3"]["validation_loss"]),
+                    )
+                },
+                "nats a token",
+            ),
         ),
     ]
     costs = [sizes(name)["transponder"] / sizes(name)["dense"] - 1 for name in (_MAIN, _WIDER)]
     summary = (
         "The plain model is ahead at 0.3 and 1 million tokens (twelve seeds). "
-        'Runs A to C and E have the forms of earlier defaults (`init="kaiming"`, `reads="normed"`): A and B at width '
-        f"64, where rank 8 adds {costs[0]:.0%} to the parameters, C at 128 ({costs[1]:.0%}). G has the paper's He "
-        f"start, at width 256 and rank 2, which adds {_share_of_gates():.1%}."
+        'Runs A to C and E have earlier defaults (`init="kaiming"`, `reads="normed"`). A and B have width 64, where '
+        f"rank 8 adds {costs[0]:.0%} to the parameters, C has 128 ({costs[1]:.0%}). G has the paper's He "
+        f"initialisation, at width 256 and rank 2, which adds {_share_of_gates():.1%}."
     ).replace("%", " %")
     return Paper(
         "transponder",
@@ -640,24 +709,26 @@ def _share_of_gates() -> float:
     return ours / theirs - 1
 
 
-def _at_shared_settings() -> str:
-    """Transponder less the plain model at width 256, by start and rate."""
-    starts: dict[float, list[str]] = {}
-    for (rate, start), apart in cut.shared("transponder", "transponder-rank-2", "dense").items():
-        starts.setdefault(start, []).append(f"{apart:+.3f} ({rate:g})")
-    return "; ".join(f"start {start:g}: {', '.join(found)}" for start, found in starts.items())
+def _at_shared_settings() -> list[tuple[str, str]]:
+    """Rate and initialisation, and Transponder less the plain model at width 256 there."""
+    found = cut.shared("transponder", "transponder-rank-2", "dense")
+    return [(f"{rate:g}, {spread:g}", f"{apart:+.3f}") for (rate, spread), apart in found.items()]
 
 
 def _steps(name: str) -> str:
     """The budget of a record of runs."""
+    steps, tokens = read(name)["recipe"]["train"]["steps"], _tokens(name)
+    found = seeds(next(iter(losses(name).values())))
+    return f"{steps} steps, {tokens:,} tokens, {found}, every entry at a learning rate tuned for it"
+
+
+def _tokens(name: str) -> int:
     train = read(name)["recipe"]["train"]
-    tokens = train["steps"] * train["batch_size"] * train["accumulation"] * train["data"]["sequence_length"]
-    found = losses(name)
-    return (
-        f"{train['steps']} steps, {tokens:,} tokens, {seeds(next(iter(found.values())))}, every entry at a "
-        "learning rate tuned for "
-        "it"
-    )
+    return train["steps"] * train["batch_size"] * train["accumulation"] * train["data"]["sequence_length"]
+
+
+def _millions(name: str) -> str:
+    return f"{_tokens(name) / 1e6:.2g} M"
 
 
 def _variants(name: str) -> list[dict]:
@@ -744,12 +815,11 @@ def cgt() -> Paper:
             "At the task's ceiling; not away from it",
             "Table 1",
             PARTLY,
-            f"Answers right {right('aux', 'dynamic')} dynamic, {right('aux', 'specialized')} frozen, on a task at "
-            f"its ceiling. Away from it (one seed) {real['dynamic']['answers']:.3f} falls to "
-            f"{real['specialized']['answers']:.3f}, guessing {real['guessing']:.3f}",
+            f"At the task's ceiling the dynamic model has {right('aux', 'dynamic')} of the answers right, the frozen "
+            f"one {right('aux', 'specialized')}. Away from it (one seed) {real['dynamic']['answers']:.3f} falls to "
+            f"{real['specialized']['answers']:.3f}; guessing has {real['guessing']:.3f}",
             "A, B",
-            whole="With the auxiliary loss, a model frozen after its examples answers without them nearly as well as "
-            "with them "
+            whole="With the auxiliary loss, a model frozen after its examples answers nearly as well as with them "
             "(77.0 against 77.5 %)",
         ),
         Claim(
@@ -757,9 +827,8 @@ def cgt() -> Paper:
             "Down to the best blind guess",
             "Table 1",
             HELD,
-            f"{right('no-aux', 'dynamic')} to {right('no-aux', 'specialized')}; the best guess without examples "
-            "is right in "
-            f"{quoted('cgt/README.md', '18.2 %')}",
+            f"It falls from {right('no-aux', 'dynamic')} to {right('no-aux', 'specialized')}. The best guess without "
+            f"examples is right in {quoted('cgt/README.md', '18.2 %')}",
             "A",
             whole="Without that loss freezing ruins the model (79.0 to 15.3 %)",
         ),
@@ -768,9 +837,9 @@ def cgt() -> Paper:
             "At the ceiling; a larger GPT-2 likewise",
             "Table 1",
             UNSEEN,
-            f"GPT-2 {right('baseline', 'dynamic')}, with a context {right('no-aux', 'dynamic')}, but GPT-2 of a "
-            "larger size "
-            f"{right('baseline-equal', 'dynamic')}: at the ceiling",
+            f"GPT-2 has {right('baseline', 'dynamic')}, with a context {right('no-aux', 'dynamic')}. But a larger "
+            "GPT-2 "
+            f"has {right('baseline-equal', 'dynamic')}, at the ceiling",
             "A",
             whole="A context improves the dynamic model (77.7 to 79.0 %)",
             gaps=[
@@ -785,8 +854,9 @@ def cgt() -> Paper:
             "No difference at the ceiling",
             "Table 1",
             UNSEEN,
-            f"{right('aux+reg', 'dynamic')} dynamic, {right('aux+reg', 'specialized')} frozen, without it "
-            f"{right('aux', 'dynamic')} and {right('aux', 'specialized')}",
+            f"With it the dynamic model has {right('aux+reg', 'dynamic')}, the frozen one "
+            f"{right('aux+reg', 'specialized')}. Without it they have {right('aux', 'dynamic')} and "
+            f"{right('aux', 'specialized')}",
             "A",
             gaps=[
                 _less(
@@ -803,7 +873,8 @@ def cgt() -> Paper:
             "Less by far",
             "Table 1, Eq. 4",
             HELD,
-            f"{spread(column('aux+reg', 'variation'), 2, '')} against {spread(column('aux', 'variation'), 2, '')}",
+            f"It varies by {spread(column('aux+reg', 'variation'), 2, '')}, without it by "
+            f"{spread(column('aux', 'variation'), 2, '')}",
             "A",
             whole="It makes y vary less along a task",
         ),
@@ -812,9 +883,9 @@ def cgt() -> Paper:
             "Read at another place than the paper's",
             "Table 1, Figure 3b",
             OPEN,
-            f"Error of the probe {spread(column('aux+reg', 'probe_error'), 2, '')} with, "
-            f"{spread(column('aux', 'probe_error'), 2, '')} without: read at the last token of the task, where "
-            "the paper reads anywhere in its second half, so that it does not answer the claim",
+            f"The probe's error is {spread(column('aux+reg', 'probe_error'), 2, '')} with it, "
+            f"{spread(column('aux', 'probe_error'), 2, '')} without. That does not answer the claim: ours reads at the "
+            "task's last token, the paper's anywhere in its second half",
             "A",
             whole="It makes the coefficients easiest to read off y by a linear map",
         ),
@@ -823,7 +894,7 @@ def cgt() -> Paper:
             "They do not",
             "Section 4.2",
             HELD,
-            f"Moved from the last `=`, answers right {spread(vectors, 3, '')} on average over layers",
+            f"Moved from the last `=`, {spread(vectors, 3, '')} of the answers are right on average over layers",
             "A",
             whole="Task vectors do not emerge in the baseline (at most 40.7 %)",
         ),
@@ -832,20 +903,31 @@ def cgt() -> Paper:
             "Smoother, at the price of frozen answers",
             "Section 4.4, Appendix A.1",
             HELD,
-            f"Variation {column('vae-0.01', 'variation')[0]:.2f} and {column('vae-0.3', 'variation')[0]:.2f} at "
-            "weights of 0.01 and "
-            f"0.3, without it {mean(column('aux', 'variation')):.2f}; frozen answers fall to "
-            f"{right('vae-0.01', 'specialized')} and {right('vae-0.3', 'specialized')} (one seed)",
+            "y varies less, and frozen answers fall (one seed of the VAE)",
             "A",
+            shown=table(
+                ["weight", "variation of y", "frozen answers right"],
+                [
+                    ["none", f"{mean(column('aux', 'variation')):.2f}", right("aux", "specialized")],
+                    *(
+                        [
+                            weight,
+                            f"{column(f'vae-{weight}', 'variation')[0]:.2f}",
+                            right(f"vae-{weight}", "specialized"),
+                        ]
+                        for weight in ("0.01", "0.3")
+                    ),
+                ],
+            ),
         ),
         Claim(
             "Regression: frozen after examples, the error stays",
             "Near, yet above it throughout",
             "Section 4.3, Figure 4",
             PARTLY,
-            "Error relative to the dynamic model "
-            + ", ".join(f"{ratio:.3f} after {after}" for after, ratio in frozen.items())
-            + ": above it throughout (one input dimension where the paper has 16, one seed)",
+            "The error is above the dynamic model's throughout: "
+            + ", ".join(f"{ratio:.3f} of it after {after}" for after, ratio in frozen.items())
+            + ". Inputs have one dimension, in the paper 16 (one seed)",
             "C",
             whole="Regression: frozen after 5, 10 or 20 examples, the error is that of the examples in context",
         ),
@@ -863,10 +945,10 @@ def cgt() -> Paper:
             "The models differ in more than context",
             "Section 4.4, Figure 5",
             OPEN,
-            f"On texts of five sources CGT has {mixed['loss']:.3f} nats a byte, a plain GPT-2 {equal['loss']:.3f}: gap "
-            f"{apart['mean']:+.3f} (two seeds, of which the mean alone was kept). But it has "
+            f"On texts of five sources CGT has {mixed['loss']:.3f} nats a byte, a plain GPT-2 {equal['loss']:.3f}. The "
+            f"gap is {apart['mean']:+.3f} (two seeds; only the mean was kept). But GPT-2 has "
             f"{equal['parameters'] / mixed['parameters'] - 1:.0%} more parameters and was trained on cross-entropy "
-            "alone, CGT with the auxiliary loss, eta 0.5; without that loss none was trained",
+            "alone. CGT was trained with the auxiliary loss (eta 0.5), and never without it",
             "F",
             whole="Text: a context lowers the loss on C4 by 0.23 (0.04 in a wider model)",
             gaps=_rows("CGT", "GPT-2"),
@@ -877,12 +959,23 @@ def cgt() -> Paper:
             "Another source's y does the same",
             "Section 4.4, Figure 6a",
             UNSEEN,
-            "Frozen less dynamic over the first 16 positions "
-            f"{text['aux']['first_16']['specialized'] - text['aux']['first_16']['dynamic']:+.4f}, over all "
-            f"{later['specialized'] - later['dynamic']:+.4f} nats (one seed). Texts of five sources: "
-            f"{place('specialized')} at the first four bytes (two seeds), and with the y of another source "
-            f"{place('shuffled')}. Why is not settled",
+            "No gain at first was seen. On texts of five sources the y of another source does the same. Why is not "
+            "settled",
             "D, F",
+            shown=table(
+                ["text", "place", "frozen less dynamic, nats", "seeds"],
+                [
+                    [
+                        "books",
+                        "first 16 tokens",
+                        f"{text['aux']['first_16']['specialized'] - text['aux']['first_16']['dynamic']:+.4f}",
+                        "1",
+                    ],
+                    ["books", "all", f"{later['specialized'] - later['dynamic']:+.4f}", "1"],
+                    ["five sources", "first four bytes", place("specialized"), "2"],
+                    ["five sources, another's y", "first four bytes", place("shuffled"), "2"],
+                ],
+            ),
             whole="Text: the frozen model is ahead at first, the dynamic one later",
         ),
         Claim(
@@ -890,8 +983,9 @@ def cgt() -> Paper:
             "It does as the frozen one",
             "Section 4.4, Figure 14",
             UNSEEN,
-            f"Less frozen {later['average'] - later['specialized']:+.4f} nats (one seed). Texts of five sources: less "
-            f"computed {place('average')} at the first four bytes (two seeds), as frozen",
+            f"Less the frozen model it has {later['average'] - later['specialized']:+.4f} nats (one seed). On texts of "
+            f"five sources, less the dynamic model, it has {place('average')} at the first four bytes, as frozen (two "
+            "seeds)",
             "D, F",
         ),
         Claim(
@@ -899,19 +993,32 @@ def cgt() -> Paper:
             "Above chance; no untrained control",
             "Figure 6c",
             PARTLY,
-            f"Nearest neighbour of the same author {text['aux']['clusters']['neighbours']:.1%}, chance "
-            f"{text['aux']['clusters']['chance']:.1%}; silhouette {text['aux']['clusters']['silhouette']:.2f} "
-            f"(one seed). Of the same of five sources {near[0]['neighbours']:.1%} and {near[1]['neighbours']:.1%} "
-            f"(two seeds), chance {near[0]['chance']:.1%}; silhouette {near[0]['silhouette']:.2f} and "
-            f"{near[1]['silhouette']:.2f}. What a model without training has was not measured",
+            "The nearest neighbour is of the same group more often than by chance. An untrained model was not measured",
             "D, F",
+            shown=table(
+                ["group", "neighbours of it", "chance", "silhouette"],
+                [
+                    [
+                        group,
+                        f"{found['neighbours']:.1%}".replace("%", " %"),
+                        f"{found['chance']:.1%}".replace("%", " %"),
+                        f"{found['silhouette']:.2f}",
+                    ]
+                    for group, found in (
+                        ("author", text["aux"]["clusters"]),
+                        ("source, of five", near[0]),
+                        ("source, of five; second seed", near[1]),
+                    )
+                ],
+            ),
         ),
         Claim(
             "A specialised model costs what a plain one does",
             "By the clock; the prefix is saved",
             "Section 3.1",
             HELD,
-            f"Speed {speed['speed']['specialized']['speed']:.3f} of a stock GPT-2; a query of 64 tokens is shorter by "
+            f"It has {speed['speed']['specialized']['speed']:.3f} of a stock GPT-2's speed. A query of 64 tokens is "
+            "shorter by "
             + ", ".join(f"{row['query_saved']:.0%} after a prefix of {row['prefix']:,}" for row in speed["prefix"]),
             "E",
             whole="A specialised model costs what a plain one of width dim x does, and saves the prefix",
@@ -921,17 +1028,18 @@ def cgt() -> Paper:
             "Costs a tenth of the speed",
             "Section 4.4",
             HELD,
-            f"Forward of the dynamic model {speed['speed']['dynamic']['speed']:.3f} of a stock GPT-2's speed "
-            "(width 768, 6 layers); "
+            f"In a forward pass the dynamic model has {speed['speed']['dynamic']['speed']:.3f} of a stock GPT-2's "
+            "speed "
+            "(width 768, 6 layers). T takes "
             + ", ".join(
-                f"T {row['ratio']:.2f} of the MLP behind it at width {row['width']}" for row in speed["modulation"]
+                f"{row['ratio']:.2f} of the MLP's time behind it at width {row['width']}" for row in speed["modulation"]
             ),
             "E",
         ),
     ]
     summary = (
-        "On arithmetic that it has mastered, freezing costs it nothing; on a harder task it costs a fifth of the right "
-        "answers. On text no gain was seen. The paper's models took 400,000 steps at batch 128; these took minutes, on "
+        "On arithmetic that it has mastered, freezing costs it nothing. On a harder task it costs a fifth of the right "
+        "answers. On text no gain was seen. The paper's models took 400,000 steps at batch 128; ours took minutes, on "
         "smaller tasks."
     )
     return Paper(
@@ -956,16 +1064,21 @@ def rotor() -> Paper:
     def lost(projection: str, layer: str, method: str) -> str:
         return spread(over_original(fits(projection, layer, method), "wikitext2"))
 
-    def against(method: str) -> str:
-        """Double rotors less the method, on WikiText-2, seed by seed."""
-        rows = []
-        for layer in ("12", "20"):
-            for projection in ("q", "k", "v"):
-                ours, theirs = (
-                    [row["wikitext2"] for row in fits(projection, layer, m)] for m in ("rotor, double", method)
-                )
-                rows.append(f"{projection}{layer} {gap(ours, theirs)}")
-        return ", ".join(rows)
+    def on_wikitext(projection: str, layer: str, method: str) -> list[float]:
+        return [row["wikitext2"] for row in fits(projection, layer, method)]
+
+    def against(method: str, *more: list[str]) -> str:
+        """A table: double rotors less the method, on WikiText-2, over paired seeds, with biases and without."""
+        named = f"less {method.partition(',')[0]}"
+        projections = ("q", "k", "v")
+        biases = [biased.over(f"{p}_proj", "rotor, double", method) for p in projections]
+        plain = [
+            [gap(on_wikitext(p, layer, "rotor, double"), on_wikitext(p, layer, method)) for p in projections]
+            for layer in ("12", "20")
+        ]
+        lines = [[f"{named}, biases", "12", *biases], *more]
+        lines += [[named, layer, *gaps] for layer, gaps in zip(("12", "20"), plain, strict=True)]
+        return table(["double rotors, nats a token", "layer", *projections], lines)
 
     means = {row["name"].split(".")[2] + row["name"][-6]: row["error"] for row in read("rotor/constant.jsonl")}
     starts: dict[str, list[float]] = {}
@@ -998,75 +1111,86 @@ def rotor() -> Paper:
     }
     whose = cut.controls()
 
-    def biases(reference: str) -> str:
-        return ", ".join(f"{p[0]} {biased.over(p, 'rotor, double', reference)}" for p in ("q_proj", "k_proj", "v_proj"))
-
-    constants = ", ".join(
-        f"{projection} of layer {layer}: constant {means[layer + projection]:.3f}, rotor "
-        f"{error(projection, layer, 'rotor, double'):.3f}"
+    of_the_mean = [biased.over(f"{p}_proj", "rotor, double", biased.CONSTANT) for p in ("q", "k", "v")]
+    constants = [
+        [
+            f"squared error, {what}",
+            layer,
+            *(f"{value:.3f}" for value in values),
+            "",
+        ]
         for layer in ("12", "20")
-        for projection in ("q", "k")
-    )
+        for what, values in (
+            ("the mean alone", [means[layer + p] for p in ("q", "k")]),
+            ("rotors", [error(p, layer, "rotor, double") for p in ("q", "k")]),
+        )
+    ]
     claims = [
         Claim(
             "Near or better than block-Hadamard",
             "Near; the mean output does most",
             "main table",
             PARTLY,
-            "With biases that start at the mean (layer 12), double rotors less block-Hadamard, nats on WikiText-2: "
-            f"{biases('block-Hadamard, 64 blocks')}. But **little of what either does is the matrix's**: over the mean "
-            f"output alone rotors gain {biases(biased.CONSTANT)}. Without biases, by projection and layer: "
-            f"{against('block-Hadamard, 64 blocks')}, where the mean alone fits q and k better (squared error; "
-            f"{constants})",
+            "With biases that begin at the mean output, rotors come near block-Hadamard on WikiText-2. But **little "
+            "of what "
+            "either does is the matrix's**: rotors gain little over the mean output alone. Without biases the mean "
+            "alone "
+            "fits q and k better than rotors do",
             "A, B, E",
+            shown=against(
+                "block-Hadamard, 64 blocks", ["less the mean output, biases", "12", *of_the_mean], *constants
+            ),
             whole="Near or better than block-Hadamard, with far fewer parameters",
             gaps=_rows("Rotor fitted to SmolLM2", "block-Hadamard"),
             unit="nats a token",
         ),
         Claim(
             "Far ahead of low rank 1",
-            "Ours starts from the weight: stronger",
+            "Our low rank fits the weight: stronger",
             "main table",
             OPEN,
-            "Low rank starts from the best fit of the weight here, in the authors' code from fresh matrices: another, "
-            f"stronger control. Double rotors less low rank 1, with biases that start at the mean (layer 12): "
-            f"{biases('low rank 1')}; without: {against('low rank 1')}",
+            "Here low rank begins with the best fit of the weight, in the authors' code with fresh matrices. So ours "
+            "is a "
+            "stronger control",
             "A, E",
+            shown=against("low rank 1"),
             gaps=_rows("Rotor fitted to SmolLM2", "low rank"),
             unit="nats a token",
         ),
         Claim(
             "Ahead of low rank 4 with fewer parameters",
-            "Ours starts from the weight: stronger",
+            "Our low rank fits the weight: stronger",
             "main table",
             OPEN,
-            f"As above. Double rotors less low rank 4, with biases that start at the mean (layer 12): "
-            f"{biases('low rank 4')}; without: {against('low rank 4')}",
+            "The control is stronger than the authors', as above",
             "A, E",
+            shown=against("low rank 4"),
         ),
         Claim(
             "Q is easiest to replace, V hardest",
             "V is hardest to fit; losses vary",
             "main table",
             PARTLY,
-            "V is hardest to fit: "
-            + "; ".join(
-                f"layer {layer} " + ", ".join(f"{p} {error(p, layer, 'rotor, double'):.3f}" for p in ("q", "k", "v"))
-                for layer in ("12", "20")
-            )
-            + ". What WikiText-2 loses: "
-            + "; ".join(
-                f"layer {layer} " + ", ".join(f"{p} {lost(p, layer, 'rotor, double')}" for p in ("q", "k", "v"))
-                for layer in ("12", "20")
-            ),
+            "V is hardest to fit. Losses on WikiText-2 vary",
             "A",
+            shown=table(
+                ["double rotors", "layer", "q", "k", "v"],
+                [
+                    [what, layer, *(measure(p, layer) for p in ("q", "k", "v"))]
+                    for what, measure in (
+                        ("error of the fit", lambda p, layer: f"{error(p, layer, 'rotor, double'):.3f}"),
+                        ("loss on WikiText-2", lambda p, layer: lost(p, layer, "rotor, double")),
+                    )
+                    for layer in ("12", "20")
+                ],
+            ),
         ),
         Claim(
             "O(log² d) parameters: 55 a rotor at d = 2048",
             "By count and by test",
             "abstract",
             HELD,
-            f"By count and by test; with windows and a network, q of SmolLM2 takes "
+            f"By count and by test. With windows and a network, q of SmolLM2 takes "
             f"{fits('q', '12', 'rotor, double')[0]['parameters']:,} numbers in place of 331,776",
         ),
         Claim(
@@ -1074,7 +1198,7 @@ def rotor() -> Paper:
             "Not tried",
             "ablation",
             NOT_RUN,
-            "Widths and depths are settings; the ablation was not run",
+            "Widths and depths are settings. The ablation was not run",
         ),
         Claim("LLaMA-3 is harder than LLaMA-2", "Neither was run", "main table", NOT_RUN, "Neither was run"),
         Claim(
@@ -1082,18 +1206,19 @@ def rotor() -> Paper:
             "Of general elements yes, of rotors no",
             "Lemma 1",
             FAILED,
-            "For general elements it is so (n even). Sums of rotors fill a quarter of the space of matrices "
-            "however many there are, "
-            "by a test that counts dimensions; with a permutation a term (`permute_terms`) they fill it",
+            "It holds for general elements (n even). Any number of rotors fills a quarter of the space of matrices; a "
+            "test counts dimensions. With a permutation a term (`permute_terms`) they fill it all",
         ),
         Claim(
             "Speed needs kernels that are not there yet",
             "With one C++ kernel faster than dense",
             "limitations",
             BEYOND,
-            f"The whole network (width 3, depth 2) takes {forward['ratio']:.2f} ({forward['ratio_minimum']:.2f} to "
-            f"{forward['ratio_maximum']:.2f}, the least and the most of the runs) of a dense layer's time on a CPU "
-            "(2048, float32, 4,096 tokens), as one C++ kernel",
+            f"As one C++ kernel the whole network (width 3, depth 2) takes {forward['ratio']:.2f} of a dense layer's "
+            "time "
+            f"on a CPU. Runs had {forward['ratio_minimum']:.2f} to {forward['ratio_maximum']:.2f}, at width 2048, "
+            "float32 "
+            "and 4,096 tokens",
             "D",
         ),
         Claim(
@@ -1101,31 +1226,49 @@ def rotor() -> Paper:
             "Over half the lead is a fixed network's",
             "limitations",
             BEYOND,
-            "q, k and v of a tiny model, nats a byte after 80 steps: "
-            + ", ".join(
-                f"{case.replace('nearly the identity', 'rotors near the identity')} {ranged(values)}"
-                for case, values in starts.items()
-            )
-            + ". 80 steps do not say which ends best. At 0.25 million tokens, rate, start and warm-up tuned, gaps to "
-            "the rotors: "
-            + ", ".join(
-                f"{name} {cut.against('rotor', name, 'gaps')}"
-                for name in ("low_rank", "block_hadamard", "dense", "rotor-frozen")
-            )
-            + " (of their parameters but for dense; the last are rotors that do not learn, their warm-up not "
-            "searched). **Whose is the lead?** Fresh rotor layers hold a fixed network: a permutation, LayerNorm and "
-            "PReLU. Low rank that is given that network gains "
-            f"{gap(whose['low_rank-network'], whose['low_rank'])}, rotors are ahead of it by "
-            f"{gap(whose['rotor'], whose['low_rank-network'])}. Beside dense with the network they are at "
-            f"{gap(whose['rotor'], whose['dense-network'])}. So more than half of the lead over low rank is the fixed "
-            "network's, and no lead over dense that has it was seen",
+            "In q, k and v of a tiny model, rotors are ahead of low rank, block-Hadamard and dense at 0.25 million "
+            "tokens. Rate, initialisation and warm-up were tuned. All but dense have the rotors' parameters. "
+            "`rotor-frozen` "
+            "does not learn; its warm-up was not searched. **Whose is the lead?** Fresh rotor layers hold a fixed "
+            "network: "
+            "a permutation, LayerNorm and PReLU. **More than half of the lead over low rank is that network's, and no "
+            "lead over dense that has it was seen.** After 80 steps, small bivectors are ahead, which does not say "
+            "what "
+            "ends best",
             "C, F, G, H, I",
+            shown="\n\n".join(
+                [
+                    _gaps(
+                        "at 0.25 million tokens",
+                        {
+                            f"`{name}` less `rotor`": cut.against("rotor", name, "gaps")
+                            for name in ("low_rank", "block_hadamard", "dense", "rotor-frozen")
+                        }
+                        | {
+                            f"`{ours}` less `{theirs}`": gap(whose[ours], whose[theirs])
+                            for ours, theirs in (
+                                ("low_rank-network", "low_rank"),
+                                ("rotor", "low_rank-network"),
+                                ("rotor", "dense-network"),
+                            )
+                        },
+                    ),
+                    table(
+                        ["after 80 steps", "nats a byte (seeds)"],
+                        [
+                            [case.replace("nearly the identity", "rotors near the identity"), ranged(values)]
+                            for case, values in starts.items()
+                        ],
+                    ),
+                ]
+            ),
         ),
     ]
     summary = (
         "Fitted to q, k and v they come near block-Hadamard, but most of what either does is the mean output. Trained "
-        "from scratch in a small model they were ahead; over half of that is a fixed network's. From a summary of the "
-        "paper and its authors' code; SmolLM2-135M in place of LLaMA-2-7B and LLaMA-3-8B."
+        "from scratch in a small model they were ahead; over half of that is a fixed network's. We worked from a "
+        "summary "
+        "of the paper and its authors' code, with SmolLM2-135M in place of LLaMA-2-7B and LLaMA-3-8B."
     )
     return Paper(
         "rotor",
@@ -1151,12 +1294,6 @@ def hdpl() -> Paper:
     small = [
         row for row in timed("hdpl")[1] if row["in_features"] == row["out_features"] == 512 and row["tokens"] == 4096
     ]
-
-    def cells(of: Sequence[dict]) -> str:
-        return ", ".join(f"{row['ratio']:.2f} ({row['dtype']}, {row['phase']})" for row in of)
-
-    def memory(of: Sequence[dict]) -> str:
-        return ", ".join(f"{row['memory_ratio']:.2f} ({row['dtype']})" for row in of if row["memory_ratio"])
 
     def flops(of: Sequence[dict]) -> float:
         forward = next(row for row in of if row["phase"] == "forward")
@@ -1193,61 +1330,110 @@ def hdpl() -> Paper:
     there = {name: cut.evaluated("hdpl", name, last) for name in ("dense", "dense-0.002", "hdpl")}
     of_rate = (there["dense"] - there["dense-0.002"]) / (there["dense"] - there["hdpl"])
     whose, later = curves.whose("hdpl-plan", 300_000), curves.whose("hdpl-5M-plan", 1_000_000)
-    best = {name: cut.best("hdpl", name) for name in ("dense", "hdpl", "hdpl-without-noise")}
-    noiseless = ", ".join(
-        f"{apart:+.3f} (rate {rate:g}, start {start:g})"
-        for (rate, start), apart in cut.shared("hdpl", "hdpl-without-noise", "hdpl").items()
-    )
+    best = {name: cut.best("hdpl", name) for name in ("dense", "hdpl")}
     claims = [
         Claim(
             "6.8 % fewer parameters than dense (67.11 M to 62.53 M)",
             "By count",
             "Table 1",
             HELD,
-            f"{dense:,} to {count:,}, {1 - count / dense:.1%} fewer",
+            f"{dense:,} become {count:,}, {1 - count / dense:.1%} fewer",
             "A",
         ),
         Claim(
             "A lower validation loss than dense at every budget",
-            "Short runs yes; nearly all its start",
+            "Short runs yes; nearly all by its initialisation",
             "Table 1, Figure 2",
             PARTLY,
-            "Not run at the paper's size and budget (recipes `hdpl` and `hdpl-authors`). At a tenth of its size "
-            f"({best['hdpl']['parameters']:,} parameters against {best['dense']['parameters']:,}), rate and start "
-            f"tuned for both: {curves.gap_at('hdpl', 300_000, 'hdpl')} at 0.3 million tokens and "
-            f"{curves.gap_at('hdpl', 1_000_000, 'hdpl')} at 1 million (three seeds), where a dense model of HDPL's "
-            f"parameters has {curves.gap_at('hdpl', 1_000_000, 'dense-equal-parameters')}. **But their warm-up was a "
-            "tenth of the steps: after half of them, from a start of 0.02, the dense model is so much better at 1 "
-            f"million that HDPL's lead is {cut.against('hdpl-warmup', 'hdpl', 'gaps')}** (three seeds; HDPL "
-            f"was tried with it from a start that is not its own), and no more was tried. Longer it is "
-            f"open: {ended('hdpl')} at 5 million (one seed), where a dense model of HDPL's "
-            f"parameters has {ended('dense-equal-parameters')} (three seeds); "
-            f"twice dense's rate takes its run from {there['dense']:.3f} to "
-            f"{there['dense-0.002']:.3f}, HDPL being at {there['hdpl']:.3f} (same seed): "
-            f"{of_rate:.0%} of the lead was the rate, and dense from 0.05 was not run there. On bytes, at widths of "
-            "32 to 64, HDPL with 0.57 to 0.61 of dense's parameters is level or behind (`results/scale`)"
-            ". **Whose the lead is, by plans at 0.3 and 1 million tokens, all tuned, three seeds: HDPL less dense "
-            f"{whose['all of the lead']} and {later['all of the lead']}; a dense model that starts from HDPL's dense "
-            f"matrices {whose['its start']} and {later['its start']}; HDPL beyond that "
-            f"{whose['what the start does not give']} and {later['what the start does not give']}; its noise, at 0.3, "
-            f"{whose['noise and divergence']}** (`results/hdpl`)",
+            "Not run at the paper's size and budget (recipes `hdpl` and `hdpl-authors`). At a tenth of its size HDPL "
+            "has "
+            f"{best['hdpl']['parameters']:,} parameters, dense {best['dense']['parameters']:,}. **Nearly all of "
+            "HDPL's lead "
+            "is its initialisation: a dense model that begins with HDPL's dense matrices has most of it, too.** With a "
+            "warm-up of a tenth of the steps HDPL's lead is larger. A warm-up of half the steps and an initialisation "
+            "of "
+            "0.02 make dense much better. HDPL was tried so only from an initialisation that is not its own; no more "
+            "was "
+            "tried. At 5 million tokens it is open. Twice the rate takes dense there from "
+            f"{there['dense']:.3f} to {there['dense-0.002']:.3f}; HDPL has {there['hdpl']:.3f} (same seed). So "
+            f"{of_rate:.0%} of that lead was the rate, and dense from 0.05 was not run. On bytes, at widths of 32 to "
+            "64, "
+            "HDPL with 0.57 to 0.61 of dense's parameters is no better or behind (`results/scale`). Gaps have three "
+            "seeds "
+            "unless one is named",
             "C, E, F, G",
             whole="A lower validation loss than dense (4.2838 against 4.3206), with better sample efficiency "
             "throughout",
             gaps=_rows("HDPL", "dense, tuned"),
             unit="nats a token",
+            shown=table(
+                ["tuned", "what", "0.3 M tokens", "1 M", "5 M"],
+                [
+                    [
+                        "rate, initialisation, warm-up",
+                        "HDPL less dense",
+                        whose["all of the lead"],
+                        later["all of the lead"],
+                        "",
+                    ],
+                    [
+                        "rate, initialisation, warm-up",
+                        "dense from HDPL's matrices less dense",
+                        whose["its start"],
+                        later["its start"],
+                        "",
+                    ],
+                    [
+                        "rate, initialisation, warm-up",
+                        "HDPL less dense from its matrices",
+                        whose["what the start does not give"],
+                        later["what the start does not give"],
+                        "",
+                    ],
+                    [
+                        "rate, initialisation, warm-up",
+                        "HDPL less HDPL without noise",
+                        whose["noise and divergence"],
+                        "",
+                        "",
+                    ],
+                    [
+                        "rate, initialisation",
+                        "HDPL less dense",
+                        curves.gap_at("hdpl", 300_000, "hdpl"),
+                        curves.gap_at("hdpl", 1_000_000, "hdpl"),
+                        f"{ended('hdpl')} (one seed)",
+                    ],
+                    [
+                        "rate, initialisation",
+                        "dense of HDPL's size less dense",
+                        "",
+                        curves.gap_at("hdpl", 1_000_000, "dense-equal-parameters"),
+                        ended("dense-equal-parameters"),
+                    ],
+                    ["rate; warm-up half", "HDPL less dense", "", cut.against("hdpl-warmup", "hdpl", "gaps"), ""],
+                ],
+            ),
         ),
         Claim(
             "The bounded divergence shapes and filters the latent",
             "A constant: no gradient where it is clamped",
             "Sections 2.3, 4.1",
             FAILED,
-            "Where a token is clamped, the term has no gradient (by test), and at the paper's sizes every token "
-            "is from the first step: "
-            "a constant. Without noise the same layers, less those with it, at 1.25 million tokens (one seed) and the "
-            f"settings that both had: {noiseless}; its larger rates were not run",
+            "Where a token is clamped, the term has no gradient, by test. At the paper's sizes every token is clamped "
+            "from "
+            "the first step: the term is a constant. Layers without noise are ahead at 1.25 million tokens (one "
+            "seed), at "
+            "the settings that both had. Their larger rates were not run",
             "C",
             whole="The bounded divergence shapes the latent space and filters noise",
+            shown=table(
+                ["rate", "initialisation", "without noise less with, nats a token"],
+                [
+                    [f"{rate:g}", f"{spread:g}", f"{apart:+.3f}"]
+                    for (rate, spread), apart in cut.shared("hdpl", "hdpl-without-noise", "hdpl").items()
+                ],
+            ),
         ),
         Claim(
             "The auxiliary loss stays small and stable",
@@ -1270,9 +1456,9 @@ def hdpl() -> Paper:
             "On a CPU yes, on an H100 not",
             "Sections 3.2, 4.3",
             PARTLY,
-            "Training hdpl-67m with fused paths, tokens a second relative to dense: "
+            "Tokens a second in training hdpl-67m with fused paths, relative to dense, on a CPU: "
             + ", ".join(_speedup(row) for row in hybrid.values())
-            + f" (CPU); {gpu.share('hdpl-67m-hdpl'):.2f} in bfloat16 on an H100, eager, with fused kernels",
+            + f". On an H100, eager, with fused kernels: {gpu.share('hdpl-67m-hdpl'):.2f} in bfloat16",
             "A, D",
             whole="Throughput falls by 44 % for want of a fused operator, which would mend it",
         ),
@@ -1281,11 +1467,26 @@ def hdpl() -> Paper:
             "At 2048 yes; at the paper's 512 not",
             "Section 2.5",
             PARTLY,
-            f"FLOPs of a layer, forward in training: {flops(layers):.2f} of dense at 2048, {flops(small):.2f} at 512. "
-            f"At 2048, 4,096 tokens, relative to dense: time {cells(layers)}; memory of a step {memory(layers)}. At "
-            f"512, the paper's width: time {cells(small)}; memory of a step {memory(small)} (CPU). "
-            f"hdpl-67m in training on an H100: {gpu.peak('hdpl-67m-hdpl'):.1f} GB, dense {gpu.peak('hdpl-67m'):.1f}",
+            "A wide layer takes less time and memory than dense. At 512, the paper's width, it takes more of both in "
+            f"training (CPU, 4,096 tokens). Training hdpl-67m on an H100 takes {gpu.peak('hdpl-67m-hdpl'):.1f} GB, "
+            "dense "
+            f"{gpu.peak('hdpl-67m'):.1f}",
             "B, D",
+            shown=table(
+                ["relative to dense", "width 2048", "width 512"],
+                [
+                    ["FLOPs, forward in training", f"{flops(layers):.2f}", f"{flops(small):.2f}"],
+                    *(
+                        [f"time, {row['dtype']}, {row['phase']}", f"{row['ratio']:.2f}", f"{narrow['ratio']:.2f}"]
+                        for row, narrow in zip(layers, small, strict=True)
+                    ),
+                    *(
+                        [f"memory, {row['dtype']}, step", f"{row['memory_ratio']:.2f}", f"{narrow['memory_ratio']:.2f}"]
+                        for row, narrow in zip(layers, small, strict=True)
+                        if row["memory_ratio"]
+                    ),
+                ],
+            ),
         ),
         Claim(
             "The latent is a handle for control and alignment",
@@ -1293,14 +1494,16 @@ def hdpl() -> Paper:
             "Section 4.2",
             NOT_RUN,
             "Proposed, not measured by the paper. Reading, editing, injecting and aligning latents is here "
-            "(`docs/latents.md`)",
+            "(`docs/explore.md`)",
             whole="The latent is a handle for control, hypernetworks, continual learning and alignment",
         ),
     ]
     summary = (
-        "At a tenth of the paper's size HDPL is ahead of dense at fewer parameters in short training, and nearly all "
-        "of that is its start, which a dense model can have, too; at 5 million tokens most of its lead was the dense "
-        "model's rate; at the paper's size and budget it has not been run."
+        "At a tenth of the paper's size and in short training HDPL is ahead of dense, with fewer parameters. Nearly "
+        "all of "
+        "that is its initialisation, which a dense model can have, too. At 5 million tokens most of its lead was due "
+        "to "
+        "the dense model's rate. At the paper's size and budget it has not been run."
     )
     return Paper(
         "hdpl",
@@ -1318,17 +1521,17 @@ HEAD = """<!-- Generated by `make docs-operators` from results/ and docs/make/cl
 
 # Which claims held
 
-Every claim of five papers, and what became of it here. As far as we know these are the only public replications of
-HDPL, CCL, Transponder and CGT. **All runs are small:** what was not seen at this size may be there at the papers',
-and what held here may not hold there. They ran on two CPU cores where no H100 is named.
+Every claim of five papers, and what we found. As far as we know these are the only public replications of HDPL, CCL,
+Transponder and CGT. **All runs are small.** What we did not see may be there at the papers' size, and what held may not
+hold there. Runs are on two CPU cores unless an H100 is named.
 
 """
 
-NOTES = """Square brackets are intervals of 95 %: Student's t over paired seeds, widened by the error of the held-out
-text where its blocks were kept; one seed has none. Where speeds of whole models are meant they are quartiles of rounds.
-± is the standard deviation over seeds, "to" in round brackets their range. "Not seen" takes a half-width below half of
-the paper's effect, in our unit: a token of its vocabulary is taken as 4.25 bytes. Figures of ours are read from
-`results/` by the command that makes these pages."""
+NOTES = """Square brackets are 95 % confidence intervals: Student's t over paired seeds, widened by the error of the
+held-out text where its blocks were kept. One seed has none. For speeds of whole models they are quartiles of rounds.
+The sign ± gives the standard deviation over seeds, "to" in round brackets their range. A verdict of "not seen" takes
+a half-width below half of the paper's effect, in our unit. For that, a token of the paper's vocabulary is 4.25 bytes.
+The command that makes these pages reads our figures from `results/`."""
 
 
 def pages() -> dict[str, str]:
@@ -1398,7 +1601,8 @@ def _found(claim: Claim) -> str:
     runs = f" Runs: {claim.run}." if claim.run else ""
     found = re.sub(r"(?<=\d)%", " %", claim.found).rstrip(".")
     power = f" {told(claim.gaps, claim.unit)}." if claim.gaps else ""
-    return _folded(f"{claim.says}: {claim.verdict}", f"{said}\n\n{_in_points(f'{found}.{power}{runs}')}")
+    parts = [said, _in_points(f"{found}.{power}{runs}"), *filter(None, [claim.shown])]
+    return _folded(f"{claim.says}: {claim.verdict}", "\n\n".join(parts))
 
 
 def _in_points(text: str) -> str:
