@@ -46,6 +46,16 @@ def measured(text: str) -> tuple[int, int, int]:
     return len(text.split()), longest, pictures
 
 
+def sentences(text: str) -> list[str]:
+    """Return the sentences of the prose, folded or not; names of code in a row are one word."""
+    text = re.sub(r"^```.*?^```$|<!--.*?-->|^\$\$.*?^$|<[^>]*>", "", text, flags=re.S | re.M)
+    text = "\n".join("" if line.lstrip().startswith(("|", "#", "![")) else line for line in text.splitlines())
+    text = re.sub(r"\]\([^)]*\)", "", re.sub(r"`[^`]*`(?:,? `[^`]*`)*", "NAME", text)).replace("[", "")
+    parts = re.split(r"\n\s*\n|\n\s*[-*] |\n\s*\d+\. ", text)
+    found = [one for part in parts for one in re.split(r"(?<=[.!?:])[*\"]*\s+(?=[*\"(]*[A-Z])", " ".join(part.split()))]
+    return [one for one in found if one]
+
+
 def heights(site: Path) -> Iterator[tuple[str, int, int, str]]:
     """Yield every page of a site with its heights in pixels on a phone and on a desktop, and what is cut on it."""
     from playwright.sync_api import sync_playwright
