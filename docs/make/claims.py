@@ -37,7 +37,7 @@ LONGEST, MOST_WORDS = 60, 8
 HELD, FAILED = "held", "did not hold"
 PARTLY, OPEN, NOT_RUN, BEYOND = "partly", "open", "not run", "not asked by the paper"
 VERDICTS = {
-    HELD: "measured, and so it is",
+    HELD: "measured, and it is so",
     FAILED: "measured, and it is not so",
     UNSEEN: "not there; half of the paper's effect would have been seen",
     NO_POWER: "not seen; effect unknown, or too small for these seeds",
@@ -1030,9 +1030,9 @@ def cgt() -> Paper:
             HELD,
             f"In a forward pass the dynamic model has {speed['speed']['dynamic']['speed']:.3f} of a stock GPT-2's "
             "speed "
-            "(width 768, 6 layers). T takes "
+            "(width 768, 6 layers). In time T takes "
             + ", ".join(
-                f"{row['ratio']:.2f} of the MLP's time behind it at width {row['width']}" for row in speed["modulation"]
+                f"{row['ratio']:.2f} of the MLP behind it at width {row['width']}" for row in speed["modulation"]
             ),
             "E",
         ),
@@ -1467,7 +1467,7 @@ def hdpl() -> Paper:
             "At 2048 yes; at the paper's 512 not",
             "Section 2.5",
             PARTLY,
-            "A wide layer takes less time and memory than dense. At 512, the paper's width, it takes more of both in "
+            "A wide layer takes less time and no more memory than dense. At 512, the paper's width, it takes more of both in "
             f"training (CPU, 4,096 tokens). Training hdpl-67m on an H100 takes {gpu.peak('hdpl-67m-hdpl'):.1f} GB, "
             "dense "
             f"{gpu.peak('hdpl-67m'):.1f}",
