@@ -1467,9 +1467,9 @@ def hdpl() -> Paper:
             "At 2048 yes; at the paper's 512 not",
             "Section 2.5",
             PARTLY,
-            "A wide layer takes less time and no more memory than dense. At 512, the paper's width, it takes more of both in "
-            f"training (CPU, 4,096 tokens). Training hdpl-67m on an H100 takes {gpu.peak('hdpl-67m-hdpl'):.1f} GB, "
-            "dense "
+            "A wide layer takes less time and no more memory than dense. At 512, the paper's width, it takes more of "
+            "both in training (CPU, 4,096 tokens). Training hdpl-67m on an H100 takes "
+            f"{gpu.peak('hdpl-67m-hdpl'):.1f} GB, dense "
             f"{gpu.peak('hdpl-67m'):.1f}",
             "B, D",
             shown=table(
