@@ -22,16 +22,9 @@ _LONGEST = 2_000
 #: of a disk that is full, over a quota or failing
 _DISK = "what was whole before still is. Make room or mend the disk, then start the same command again"
 
-# Exceptions that no common base class covers, by the top module and the name of a class among their bases: naming them
+# Exceptions of other packages that no common base class covers, by the name of a class among their bases: naming them
 # here avoids importing their packages just to catch them.
-_FOREIGN = {
-    ("yaml", "YAMLError"),
-    ("safetensors_rust", "SafetensorError"),
-    ("builtins", "SafetensorError"),
-    ("huggingface_hub", "HfHubHTTPError"),
-    ("httpx", "HTTPError"),
-    ("requests", "RequestException"),
-}
+_FOREIGN = {"YAMLError", "SafetensorError", "HfHubHTTPError", "HTTPError", "RequestException"}
 
 
 @contextlib.contextmanager
@@ -52,7 +45,11 @@ def is_user_error(error: BaseException) -> bool:
     """Return whether ``error`` is something that the user can mend: settings, files, data, numbers, a missing extra."""
     if isinstance(error, ValueError | OSError | FloatingPointError | ImportError):
         return True
-    return any((c.__module__.partition(".")[0], c.__name__) in _FOREIGN for c in type(error).__mro__)
+    return _is_foreign(error)
+
+
+def _is_foreign(error: BaseException) -> bool:
+    return any(base.__name__ in _FOREIGN for base in type(error).__mro__)
 
 
 def one_message(error: BaseException) -> str:
@@ -76,7 +73,7 @@ def _message(error: BaseException) -> str:
 
         return readable(error)  # type: ignore[arg-type]  # pydantic's, recognised without importing it
     text = str(error).strip()
-    if any((c.__module__.partition(".")[0], c.__name__) in _FOREIGN for c in type(error).__mro__):
+    if _is_foreign(error):
         return f"{type(error).__name__}: {text}"
     return text or type(error).__name__
 

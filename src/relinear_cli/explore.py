@@ -48,18 +48,13 @@ def command(
         check_signed(static)
     text = DataSettings(data=data, text_column=text_column)
     prepare_process(models=[model, *([second] if second else [])], texts=[text], presets=False)
-    wanted = {
-        "data": text,
-        "sequences": sequences,
-        "length": length,
-        "wanted": [name.strip() for name in (sites or "").split(",") if name.strip()],
-    }
-    if second is None:
-        subjects = [_subject(model, tokenizer, index, **wanted)]
-    else:
-        folders = {one: index and index / one for one in ("first", "second")}
-        subjects = [_subject(model, tokenizer, folders["first"], **wanted)]
-        subjects.append(_subject(second, tokenizer, folders["second"], **wanted))
+    names = [name.strip() for name in (sites or "").split(",") if name.strip()]
+    wanted: Any = {"data": text, "sequences": sequences, "length": length, "wanted": names}
+    folders = [index] if second is None else [index and index / one for one in ("first", "second")]
+    subjects = [
+        _subject(name, tokenizer, folder, **wanted)
+        for name, folder in zip(filter(None, [model, second]), folders, strict=True)
+    ]
     if static is not None:
         with watch_steps("measuring effects") as on_progress:
             written = write_static_page(static, static_page(subjects, effects, on_progress))

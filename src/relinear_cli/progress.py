@@ -1,9 +1,11 @@
 """Live progress on stderr: bars on a terminal, a line now and then elsewhere."""
 
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 #: seconds between two lines where there is no terminal
@@ -60,8 +62,10 @@ class _Bars:
 
 @contextlib.contextmanager
 def _view() -> Iterator[Any]:
-    if not sys.stderr.isatty():
-        yield _Lines()
+    from relinear.system.machine import is_first_rank
+
+    if not is_first_rank() or not sys.stderr.isatty():  # of several ranks the first tells
+        yield _Lines() if is_first_rank() else SimpleNamespace(show=lambda *shown: None)
         return
     from rich import progress as bars
     from rich.console import Console
@@ -84,51 +88,47 @@ def _detail(values: Mapping[str, Any]) -> str:
     return "  ".join(text.format(values[key]) for key, text in names.items() if values.get(key) is not None)
 
 
-@contextlib.contextmanager
-def watch_comparison() -> Iterator[Callable[[Any], None]]:
+def _watch(make: Callable[..., Callable[..., None]]) -> Callable[..., contextlib.AbstractContextManager[Any]]:
+    """Turn ``make(view, ...)``, which gives a callback, into a context whose block the view is there for."""
+
+    @contextlib.contextmanager
+    @functools.wraps(make)
+    def watched(*given: Any) -> Iterator[Callable[..., None]]:
+        with _view() as view:
+            yield make(view, *given)
+
+    return watched
+
+
+@_watch
+def watch_comparison(view: Any) -> Callable[..., None]:
     """A callback for ``compare(on_event=...)`` that shows what is going on while the block runs."""
-    with _view() as view:
-
-        def on_event(event: Any) -> None:
-            view.show(event.what, event.done, event.total, _detail(event.detail), event.run, event.runs)
-
-        yield on_event
+    return lambda now: view.show(now.what, now.done, now.total, _detail(now.detail), now.run, now.runs)
 
 
-@contextlib.contextmanager
-def watch_training(title: str) -> Iterator[Callable[[Any], None]]:
-    """A callback for ``train(on_progress=...)``, likewise; of several ranks the first shows it."""
-    from relinear.system.machine import is_first_rank
+@_watch
+def watch_training(view: Any, title: str) -> Callable[..., None]:
+    """A callback for ``train(on_progress=...)``, likewise."""
 
-    if not is_first_rank():
-        yield lambda progress: None
-        return
-    with _view() as view:
+    def on_progress(progress: Any) -> None:
+        if progress.phase == "evaluating":
+            view.show(f"{title}, evaluating", *progress.batches, "")
+            return
+        phase = {"evaluate": " (evaluating)", "prepare": " (preparing)"}.get(progress.phase, "")
+        values = {key: getattr(progress, key) for key in ("loss", "validation_loss", "tokens_per_second")}
+        view.show(title + phase, progress.step, progress.steps, _detail(values))
 
-        def on_progress(progress: Any) -> None:
-            if progress.phase == "evaluating":
-                view.show(f"{title}, evaluating", *progress.batches, "")
-                return
-            phase = {"evaluate": " (evaluating)", "prepare": " (preparing)"}.get(progress.phase, "")
-            values = {key: getattr(progress, key) for key in ("loss", "validation_loss", "tokens_per_second")}
-            view.show(title + phase, progress.step, progress.steps, _detail(values))
-
-        yield on_progress
+    return on_progress
 
 
-@contextlib.contextmanager
-def watch_distillation() -> Iterator[Callable[[Any], None]]:
+@_watch
+def watch_distillation(view: Any) -> Callable[..., None]:
     """A callback for ``distill_(on_progress=...)``, likewise."""
-    with _view() as view:
-
-        def on_progress(now: Any) -> None:
-            view.show(f"{now.phase} {now.name}", now.done, now.total, _detail({"loss": now.loss}))
-
-        yield on_progress
+    return lambda now: view.show(f"{now.phase} {now.name}", now.done, now.total, _detail({"loss": now.loss}))
 
 
-@contextlib.contextmanager
-def watch_compression() -> Iterator[Callable[[str, int, int], None]]:
+@_watch
+def watch_compression(view: Any) -> Callable[..., None]:
     """A callback for ``compress(on_progress=...)``, likewise."""
     titles = {
         "speed": "timing layers",
@@ -142,45 +142,37 @@ def watch_compression() -> Iterator[Callable[[str, int, int], None]]:
         "heal": "healing",
         "atlas": "fitting operators to layers",
     }
-    with _view() as view:
-
-        def on_progress(phase: str, done: int, total: int) -> None:
-            view.show(titles.get(phase, "fitting layers"), done, total, "")
-
-        yield on_progress
+    return lambda phase, done, total: view.show(titles.get(phase, "fitting layers"), done, total, "")
 
 
-@contextlib.contextmanager
-def watch_trials(trials: int) -> Iterator[Callable[[int, Mapping[str, Any], Mapping[str, Any]], None]]:
+@_watch
+def watch_trials(view: Any, trials: int) -> Callable[..., None]:
     """A callback for ``sweep(on_progress=...)``, likewise."""
-    with _view() as view:
 
-        def on_progress(number: int, values: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
-            stated = ", ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
-            title = f"trial {number + 1} of {trials}, {stated}"
-            view.show(title, progress["step"], progress["steps"], _detail(progress), number, trials)
+    def on_progress(number: int, values: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
+        stated = ", ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
+        title = f"trial {number + 1} of {trials}, {stated}"
+        view.show(title, progress["step"], progress["steps"], _detail(progress), number, trials)
 
-        yield on_progress
+    return on_progress
 
 
-@contextlib.contextmanager
-def watch_steps(title: str) -> Iterator[Callable[[int, int], None]]:
+@_watch
+def watch_steps(view: Any, title: str) -> Callable[..., None]:
     """A callback ``(done, total)`` for work of one kind."""
-    with _view() as view:
-        yield lambda done, total: view.show(title, done, total, "")
+    return lambda done, total: view.show(title, done, total, "")
 
 
-@contextlib.contextmanager
-def watch_reports(title: str) -> Iterator[Callable[[str], None]]:
+@_watch
+def watch_reports(view: Any, title: str) -> Callable[..., None]:
     """A callback for the ``report`` of benchmarks: texts, those of cases with ``3/20  `` before them."""
-    with _view() as view:
 
-        def report(text: str) -> None:
-            number, _, case = text.partition("  ")
-            done, slash, total = number.partition("/")
-            if slash and done.isdigit() and total.isdigit():
-                view.show(title, int(done) - 1, int(total), case)
-            else:
-                view.show(text, 0, 0, "")
+    def report(text: str) -> None:
+        number, _, case = text.partition("  ")
+        done, slash, total = number.partition("/")
+        if slash and done.isdigit() and total.isdigit():
+            view.show(title, int(done) - 1, int(total), case)
+        else:
+            view.show(text, 0, 0, "")
 
-        yield report
+    return report

@@ -108,14 +108,17 @@ def _placeholder(*_: Any, **__: Any) -> Any:
     raise _Unknown
 
 
+def _attribute(self: Any, name: str) -> Any:
+    found = _placeholder()
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return found
+
+
 class _Meta(type):
     """Type of placeholders: classes, so that others can be derived from them, and annotations can name them."""
 
-    def __getattr__(cls, name: str) -> Any:
-        found = _placeholder()
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return found
+    __getattr__ = _attribute
 
     def __or__(cls, other: Any) -> Any:
         return cls
@@ -131,12 +134,7 @@ class _Meta(type):
 
 class _Module(ModuleType):
     __path__: Any = ()
-
-    def __getattr__(self, name: str) -> Any:
-        found = _placeholder()
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return found
+    __getattr__ = _attribute
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -163,21 +163,17 @@ def _section(run: Path) -> Section:
     from relinear.pages.blocks import picture_of, read_values
     from relinear.train.report import run_section
 
-    if (run / SCALE).is_file():
-        return scale_section(run)
-    if (run / RESULTS).is_file():
-        return results_section(run)
+    for name, of_directory in ((SCALE, scale_section), (RESULTS, results_section), (COORDINATES, coordinates_section)):
+        if (run / name).is_file():
+            return of_directory(run)
+    for name, of_values in ((ATLAS, atlas_section), ("models.json", models_section)):
+        if (run / name).is_file():
+            return of_values(read_values(run / name))
     if (run / "report.json").is_file():
         values = read_values(run / "report.json")
         return distill_section(values) if isinstance(values["layers"], list) else report_section(values)
-    if (run / ATLAS).is_file():
-        return atlas_section(read_values(run / ATLAS))
     if (run / "bench.json").is_file():
         return layers_section(read_values(run / "bench.json"), picture_of(run / "bench"))
-    if (run / COORDINATES).is_file():
-        return coordinates_section(run)
-    if (run / "models.json").is_file():
-        return models_section(read_values(run / "models.json"))
     if (run / "metrics.jsonl").is_file() and (run / "run.json").is_file():
         return run_section(run)
     if analyses_blocks(run):

@@ -23,6 +23,7 @@ def command(
 
     **Example:** `relinear specialize runs/cgt/model --prefix-file prompt.txt --out runs/specialized`
     """
+    from relinear.core.vocabulary import check_tokenizer_fits
     from relinear.models.cgt.config import CGTConfig
     from relinear.models.cgt.specialize import specialize
     from relinear.surgery.checkpoint import from_pretrained, reading_config, save_pretrained
@@ -45,11 +46,7 @@ def command(
     ids = torch.tensor(encoder(prefix)["input_ids"], dtype=torch.long)
     if not len(ids):
         raise ValueError(f"{prefix_file} has no text")
-    if int(ids.max()) >= loaded.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer gives id {int(ids.max())}, the model knows {loaded.config.vocab_size} tokens; "
-            "give the model's own with --tokenizer"
-        )
+    check_tokenizer_fits(encoder, loaded)
     start = len(ids) if first_position == -1 else first_position
     stock = specialize(loaded, ids, first_position=start)
 
