@@ -1,14 +1,17 @@
 """The commands on tiny inputs, through the entry function."""
 
 import importlib
+import inspect
 import json
 import re
 import shlex
 import subprocess
 import sys
+import typing
 from types import SimpleNamespace
 
 import pytest
+import typer
 
 import relinear
 from conftest import REPOSITORY
@@ -16,8 +19,8 @@ from relinear.compare.plan import plan_comparison
 from relinear.compare.recipe import BUNDLED, apply_overrides, find_recipe, parse_overrides, read_recipe, read_yaml
 from relinear.compare.settings import CompareSettings
 from relinear.compare.worker import InProcess
-from relinear_cli import progress
-from relinear_cli.main import COMMANDS, main
+from relinear_cli import fields, progress
+from relinear_cli.main import COMMANDS, app, command_of, main
 from relinear_cli.options import named_entries, parse_layers, parse_operators
 from relinear_cli.progress import watch_comparison
 
@@ -42,6 +45,61 @@ def test_help_shows_options_in_groups(capfd):
         assert printed.index(f"─ {groups[-1]} ─") < printed.index("─ More ─")
         assert "─ Options ─" not in printed
         assert "…" not in printed
+
+
+#: options that ask for something more: where they are not given, there is none of it
+ASKS_FOR_MORE = {
+    *("replace", "attach", "exclude", "overrides", "operators", "recipe", "plan", "export", "evaluate_on", "retrain"),
+    *("model", "check", "control", "static", "lambada", "max_tokens", "limit", "sizes"),
+}
+SAYS_WITHOUT = r"default|\belse\b|[Ii]n place of|leaves torch's choice|where no "
+
+
+def options_in(printed):
+    """Option -> what help says of it: its values, and the rest. A row's later lines have no name."""
+    found = {}
+    for line in printed.splitlines():
+        cells = re.split(r" {2,}", line.strip("│ *"))
+        if row := re.match(r"│ (?:[* ]  )?(--[a-z-]+)|╭", line):
+            values, said = found.setdefault(row[1], ([], []))
+        elif line[:1] != "│":
+            continue
+        said.append(cells[-1])
+        values += cells if len(cells) == 1 else cells[:-1]
+    return {name: [" ".join(part) for part in parts] for name, parts in found.items()}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_every_default_and_every_choice(name, capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([name, "--help"]) == 0
+    printed = capfd.readouterr().out
+    assert "…" not in printed
+    shown = options_in(printed)
+    command = command_of(name)
+    closure = inspect.getclosurevars(command).nonlocals  # of a command whose options are fields
+    hints = typing.get_type_hints(command, include_extras=True)
+    for one in typer.main.get_command(app).commands[name].params:
+        if not one.opts[0].startswith("-") or one.name == "help":
+            continue
+        values, said = shown[next(flag for flag in one.opts if flag.startswith("--"))]
+        field = fields.fields_of(closure.get("settings")).get(closure.get("options", {}).get(one.name), {})
+        kind = hints[one.name].__args__[0]
+        literal = next(
+            (part for part in (kind, *typing.get_args(kind)) if typing.get_origin(part) is typing.Literal), None
+        )
+        choices = field.get("choices") or typing.get_args(literal)
+        for choice in choices:
+            assert re.search(rf"(?<!\w){re.escape(choice)}(?!\w)", values), f"{one.opts}: {choice} is not in {values!r}"
+        if literal:
+            assert main([name, one.opts[0], f"{choices[0]}x"]) == 2
+            assert f"did you mean '{choices[0]}'" in " ".join(capfd.readouterr().err.split())
+        default = field.get("default", one.default)
+        if default is not None and default is not False:
+            default = "--" if default is True else str(default)
+            assert re.search(rf"default: \(?{re.escape(default)}", said), f"{one.opts}: no default in {said!r}"
+        elif not (one.required or one.is_flag or one.name in ASKS_FOR_MORE or field.get("type") == "bool"):
+            assert re.search(SAYS_WITHOUT, said), f"{one.opts}: {said!r} does not say what happens without it"
 
 
 def test_version(capfd):
@@ -225,7 +283,10 @@ def test_bench_of_whole_models(capfd, tmp_path):
         (["--model", "tny", "-o", "transponder"], "unknown preset 'tny'"),
         (["--model", "tiny"], "at least one --operator"),
         (["--model", "tiny", "-o", "transponder", "--shapes", "2x2"], "--shapes is about single layers"),
-        (["--model", "tiny", "-o", "transponder", "--passes", "forward"], "unknown pass 'forward'"),
+        (
+            ["--model", "tiny", "-o", "transponder", "--passes", "forward"],
+            "passes.0 must be one of 'step', 'prefill' or 'decode', got 'forward'",
+        ),
         (["--model", "tiny", "-o", "nothing=transponder"], "nothing"),
     ],
 )

@@ -443,6 +443,8 @@ WRONG = {
     "analyze {model} --out {others}": "would be replaced",
     "explore {model} --port 99999": "must be at most 65535",
     "bench --shapes x": "write it as IN->OUT",
+    "bench --dtypes fp32,fp23": "dtypes.1 must be one of 'fp32' or 'bf16', got 'fp23'; did you mean 'fp32'",
+    "distill {model} --data {text} -r q_proj=low_rank --layers first": "'first' is neither a number nor a range",
     "check-coordinates tiny --seeds x": "write them as 0,1,2",
     "specialize {model} --prefix-file nosuch --out {others}": "nosuch",
     "report nosuch": "holds nothing to report",
@@ -451,7 +453,7 @@ WRONG = {
 }
 MORE = {
     "eval {model} --tasks lambada --lambada nosuch": "(JSON lines with a 'text'), got nosuch",
-    "eval {model} --data {text} --split nosuch": "Invalid value for '--split': 'nosuch' is not one of",
+    "eval {model} --data {text} --split nosuch": "--split must be one of train, validation, test, all, got 'nosuch'",
     "analyze {cut}": "model.safetensors is damaged or cut off",
     "train --model {cut} --data {text}": "model.safetensors is damaged or cut off",
     "compare --recipe .": ".: Is a directory",
@@ -474,7 +476,7 @@ MORE = {
     "compress {model} --data {text} --keep 80": "for 80 % write 0.8",
     "compress {model} --data {text} --menu nosuch": "unknown operator kind 'nosuch'",
     "compress {model} --data {text} --speed-table nosuch": "nosuch: No such file",
-    "compress {model} --data {text} --export nosuch": "must be one of plain, gguf",
+    "compress {model} --data {text} --export nosuch": "--export must be one of plain, gguf, got 'nosuch'",
     "eval {model} --data ./no/such": "no data at './no/such'",
     "explore nosuch": "unknown model 'nosuch'",
     "bench --operator hdpl:rank=0": "rank must be at least 1",

@@ -38,7 +38,7 @@ from relinear_cli.terminal import fitted
         (["compress", "m", "--data", "d", "--keep", "80"], ["keep must be below 1", "got 80", "write 0.8"]),
         (["compress", "m", "--data", "d", "--keep", "80%"], ["--keep", "80%", "write 0.8"]),
         (["compress", "m", "--data", "d", "--ratio", "0.8"], ["--ratio", "did you mean --keep"]),
-        (["compare", "-o", "dense", "--match", "params"], ["match.by must be one of", "did you mean 'parameters'?"]),
+        (["compare", "-o", "dense", "--match", "params"], ["--match must be one of", "did you mean 'parameters'?"]),
         (
             ["compress", "m", "--data", "stdlib", "--menu", "foo"],
             ["unknown operator kind 'foo'; known: block_hadamard"],

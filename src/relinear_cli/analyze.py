@@ -18,7 +18,7 @@ def command(
     model: Annotated[str, typer.Argument(help="Directory of a saved model.", metavar="MODEL")],
     data: Annotated[str, typer.Option(help="Text to look at: `stdlib`, a file or folder, or a Hub name.")] = "stdlib",
     out: Annotated[Path, typer.Option(help="Directory for JSON and figures.")] = Path("runs/analyze"),
-    only: Annotated[str | None, typer.Option(help="Some analyses, such as gates,top_tokens.")] = None,
+    only: Annotated[str | None, typer.Option(help="Such as gates,top_tokens; by default all that apply.")] = None,
     control: Annotated[str | None, typer.Option(help="A second model of the same tokenizer to set beside it.")] = None,
     tokenizer: Tokenizer = None,
     text_column: TextColumn = None,
@@ -86,14 +86,8 @@ def analyze_saved(
             check_tokenizer_fits(reader, one)
             check_length_fits(text.length, one)
     tokens = tokens_of(text, reader)
-    subject = Subject(
-        loaded,
-        tokens,
-        reader,
-        second,
-        _name(model),
-        "control" if control is None or _name(control) == _name(model) else _name(control),
-    )
+    other = "control" if control is None or _name(control) == _name(model) else _name(control)
+    subject = Subject(loaded, tokens, reader, second, _name(model), other)
     asked = {"data": text.data.data, "sequences": len(tokens), "length": text.length}
     record = {"model": model, "control": control} | asked
 

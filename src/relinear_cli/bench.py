@@ -13,24 +13,27 @@ if TYPE_CHECKING:
     from relinear.bench.run import BenchSettings
 
 
-@from_settings("bench", "tokens", "for_inference", "peers", "untuned", "rounds", "repeats", "threads")
+_PASSES = "<forward | step | prefill | decode>,..."  # blanks: it is folded at them
+
+
+@from_settings(
+    "bench",
+    *("shapes", "tokens", "dtypes", "modes", "for_inference", "peers", "untuned", "rounds", "repeats", "threads"),
+)
 def command(
     given: dict[str, Any],
     out: Annotated[Path, typer.Option(help="Directory for bench.json and bench.png.")] = Path("runs/bench"),
     operators: Annotated[
-        list[str] | None, typer.Option("--operator", "-o", metavar="KIND:KEY=VALUE", help="May be repeated.")
+        list[str] | None, typer.Option("--operator", "-o", metavar="KIND:KEY=VALUE", help="By default every kind.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="A preset: time whole models in place of single layers.")
+        str | None, typer.Option("--model", "-m", help="A preset: time whole models, eager and in fp32 by default.")
     ] = None,
-    shapes: Annotated[str | None, typer.Option(help="Such as 2048->2048,512->2048.")] = None,
-    dtypes: Annotated[str | None, typer.Option(help="fp32, bf16 or both.")] = None,
-    modes: Annotated[str | None, typer.Option(help="eager, compiled or both.")] = None,
-    passes: Annotated[str | None, typer.Option(help="forward, step or both; of a model step, prefill, decode.")] = None,
+    passes: Annotated[str | None, typer.Option(metavar=_PASSES, help="Models have the last three, else all.")] = None,
     sequence_length: Annotated[int, typer.Option(min=2, help="Of --model.")] = 512,
     batch_size: Annotated[int, typer.Option(min=1, help="Of --model, in training.")] = 1,
     inference_batches: Annotated[
-        str | None, typer.Option(help="Of --model: sequences at once in prefill and decode, such as 1,8.")
+        str | None, typer.Option(help="Of --model: sequences at once in prefill and decode.", show_default="1,8")
     ] = None,
     check: Annotated[
         Path | None, typer.Option(metavar="RECORDED", help="Name what is slower than in this bench.json, if anything.")
@@ -57,9 +60,9 @@ def command(
     from relinear.bench.check import read_record
     from relinear.bench.run import BenchSettings
 
-    texts = {"shapes": shapes, "dtypes": dtypes, "modes": modes, "passes": passes}
+    texts = {"shapes": ",".join(given.get("shapes", ())), "passes": passes}
     texts |= {"inference_batches": inference_batches if model else None}
-    given |= {name: tuple(part.strip() for part in text.split(",")) for name, text in texts.items() if text is not None}
+    given |= {name: tuple(part.strip() for part in text.split(",")) for name, text in texts.items() if text}
     if model is not None:
         given |= {"preset": model, "sequence_length": sequence_length, "batch_size": batch_size}
         given |= {} if check is None else {"check": check}
@@ -74,25 +77,17 @@ def command(
 
 
 def _layers(settings: BenchSettings, out: Path) -> dict[str, Any]:
-    from rich.console import Console
-    from rich.table import Table
-
     from relinear.bench.report import layers_section
     from relinear.bench.run import run_bench, table
     from relinear.pages.blocks import picture_of
     from relinear.pages.page import write_page
+    from relinear.system.text import columns
     from relinear_cli.progress import watch_reports
 
     with watch_reports("timing layers") as report:
         report("measuring the machine")
         result = run_bench(settings, out, report=report)
-    header, *lines = table(result["rows"])
-    shown = Table(*header, box=None, header_style="bold")
-    for line in lines:
-        shown.add_row(*line)
-    terminal = Console()
-    # names are cut where the table is too wide: in a file it need not be
-    Console(width=max(terminal.width, 110 if terminal.is_terminal else 200)).print(shown)
+    print(columns(table(result["rows"]), left=4))
     failed = {
         f"not timed: {row['contender']}, {row['in_features']} -> {row['out_features']}, {row['dtype']}: {row['error']}"
         for row in result["rows"]

@@ -1,7 +1,7 @@
 """``relinear compress``: from a pretrained model and a budget to a smaller one."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -27,7 +27,7 @@ def command(
         Path | None,
         typer.Option(help="A DIR/speed.json to go by, such as one of the machine the model is for; else measured."),
     ] = None,
-    target: Annotated[list[str] | None, typer.Option(help="Pattern of layers that may be replaced.")] = None,
+    target: Annotated[list[str] | None, typer.Option(help="Pattern of layers to replace; by default all.")] = None,
     exclude: options.Exclude = None,
     text_column: options.TextColumn = None,
     tokenizer: options.Tokenizer = None,
@@ -38,7 +38,8 @@ def command(
         bool, typer.Option("--frontier", help="Print and draw the loss at many budgets, some measured, and stop.")
     ] = False,
     export: Annotated[
-        str | None, typer.Option(help="`plain`: also DIR/plain, which loads without relinear; `gguf`: DIR/model.gguf.")
+        Literal["plain", "gguf"] | None,
+        typer.Option(help="Also write DIR/plain, which loads without relinear, or DIR/model.gguf."),
     ] = None,
     evaluate_on: Annotated[
         list[str] | None, typer.Option(help="Other data to judge the result on, given like --data; several times.")
@@ -56,13 +57,11 @@ def command(
     from relinear.compress.plan import read_layers
     from relinear.compress.speed import SpeedTable
     from relinear.compress.work import check_directory
-    from relinear.core.config import check_choice
     from relinear_cli.errors import resumable
     from relinear_cli.progress import watch_compression
 
     settings = CompressSettings.load(given, "settings")
     corpora, judges = _corpora(data, evaluate_on or [], split, text_column)
-    check_choice("--export", export or "plain", ["plain", "gguf"])
     check_directory(out)
     if plan is not None:
         read_layers(plan)

@@ -22,15 +22,13 @@ def command(
     ],
     data: Annotated[str, typer.Option(help="Corpus: `stdlib`, a file or folder, or a Hub name.")],
     out: Annotated[Path, typer.Option(help="Directory of the result.")] = Path("runs/distill"),
-    layers: Annotated[str | None, typer.Option(help="Decoder layers, such as 0,4-11.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Decoder layers, such as 0,4-11; by default all.")] = None,
     exclude: options.Exclude = None,
     text_column: options.TextColumn = None,
     tokenizer: options.Tokenizer = None,
     split: options.Split = "train",
     threads: options.Threads = None,
-    start_over: Annotated[
-        bool, typer.Option("--start-over", help="Discard what an earlier call left in --out.")
-    ] = False,
+    start_over: options.StartOver = False,
 ) -> None:
     """Replace layers of a pretrained model by operators fitted to what the layers do on a corpus.
 
@@ -49,23 +47,14 @@ def command(
 
     settings = DistillSettings.load(given, "settings")
     mapping = options.operator_mapping(replace)
+    how: Any = {"layers": options.parse_layers(layers), "exclude": exclude, "settings": settings}
     text = options.corpus_of(data, text_column)
     options.prepare_process(threads, models=[model], texts=[text])
-    reader = options.load_model_tokenizer(model, tokenizer)
+    how |= {"tokenizer": options.load_model_tokenizer(model, tokenizer), "resume": not start_over, "out_dir": out}
     loaded = options.load_model(model)
     with resumable("start the same command again"), watch_distillation() as on_progress:
-        report = distill_(
-            loaded,
-            mapping,
-            iter_texts(text, split, conversations=True),
-            layers=options.parse_layers(layers),
-            exclude=exclude,
-            tokenizer=reader,
-            settings=settings,
-            out_dir=out,
-            resume=not start_over,
-            on_progress=on_progress,
-        )
+        texts = iter_texts(text, split, conversations=True)
+        report = distill_(loaded, mapping, texts, **how, on_progress=on_progress)
     print(report)
     print(f"model: {(out / 'model').resolve()}")
     print(f"report: {write_page(out / 'report.html', [distill_section(read_values(out / 'report.json'))])}")

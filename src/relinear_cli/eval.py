@@ -19,12 +19,8 @@ def command(
     text_column: options.TextColumn = None,
     tokenizer: options.Tokenizer = None,
     split: options.Split = "validation",
-    tasks: Annotated[
-        str, typer.Option(help="`perplexity`, `lambada`, or tasks of lm-eval, with commas.")
-    ] = "perplexity",
-    lambada: Annotated[
-        Path | None, typer.Option(help="File of JSON lines with a `text`, for the task lambada.")
-    ] = None,
+    tasks: Annotated[str, typer.Option(help="`perplexity`, `lambada`, tasks of lm-eval; with commas.")] = "perplexity",
+    lambada: Annotated[Path | None, typer.Option(help="JSON lines with a `text`, for the task lambada.")] = None,
     sequence_length: Annotated[int | None, typer.Option(min=2, help="Window of perplexity, else the run's.")] = None,
     stride: Annotated[int | None, typer.Option(min=1, help="Step of the window; by default its length.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Use the first tokens only.")] = None,

@@ -1,22 +1,23 @@
 """Options of commands from the fields of their settings: name, type, default, choices, and what they are.
 
 Importing relinear takes seconds, so they are read from a file, which ``make docs-cli`` writes anew
-(``docs/make/commands.py``). A test holds it to the settings' classes.
+(``docs/make/commands.py``). A test holds it to the settings' classes, and to the names of what can be listed.
 """
 
 import difflib
 import functools
 import inspect
 import json
+import operator
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 FILE = Path(__file__).with_name("fields.json")
-#: type of a field -> that of its option: lists are given several times, numbers as 0,1,2
+#: type of a field -> that of its option: lists are given several times, numbers and words with commas
 _TYPES: dict[str, Any] = {
     "bool": bool,
     "int": int,
@@ -25,7 +26,10 @@ _TYPES: dict[str, Any] = {
     "texts": list[str],
     "integers": str,
     "numbers": str,
+    "words": str,
 }
+#: type of a field that is given with commas -> that of its parts
+_PARTS: dict[str, Callable[[str], Any]] = {"integers": int, "numbers": float, "words": str.strip}
 
 
 def from_settings(settings: str, *fields: str, **named: str) -> Callable[[Callable], Callable]:
@@ -61,8 +65,7 @@ def from_settings(settings: str, *fields: str, **named: str) -> Callable[[Callab
             from relinear_cli.options import parse_numbers
 
             for option, field in options.items():
-                kind = {"integers": int, "numbers": float}.get(fields_of(settings)[field]["type"])
-                if kind is not None:
+                if kind := _PARTS.get(fields_of(settings)[field]["type"]):
                     said[field] = parse_numbers(f"--{option}", said[field], kind)
             given = {field: value for field, value in said.items() if value is not None and value != []}
             command(**values, given=given | parse_overrides(overrides))
@@ -79,12 +82,12 @@ _ANY = "Any other setting, by its name in a recipe; may be repeated."
 
 def _option(name: str, field: dict[str, Any]) -> inspect.Parameter:
     """The option of one field: where the user does not give it, it says nothing."""
-    default, choices, text = field["default"], field["choices"], field["help"]
-    if choices and not all(choice in text for choice in choices):
-        text = f"{text} One of {', '.join(choices)}."
-    flag = [f"--{name.replace('_', '-')}"] if field["type"] == "bool" and default is False else []
-    shown = str(default) if default not in (None, "", False) else False
-    return _parameter(name, _TYPES[field["type"]], *flag, help=text, show_default=shown)
+    default, choices, flag = field["default"], field["choices"], f"--{name.replace('_', '-')}"
+    flags = [flag] if field["type"] == "bool" and default is False else []
+    shown = flag if default is True else default is not None and default is not False and str(default)
+    kind = operator.getitem(Literal, tuple(choices)) if field["type"] == "text" and choices else _TYPES[field["type"]]
+    several = f"<{'|'.join(choices)}>,..." if field["type"] == "words" else None
+    return _parameter(name, kind, *flags, help=field["help"], show_default=shown, metavar=several)
 
 
 def _parameter(name: str, kind: Any, *flags: str, **described: Any) -> inspect.Parameter:
@@ -101,6 +104,11 @@ def _read() -> dict[str, dict[str, dict[str, Any]]]:
 def fields_of(settings: str) -> dict[str, dict[str, Any]]:
     """Return field -> {"type", "default", "choices", "help"}, inner ones as ``data.seed``; {} of no settings."""
     return _read().get(settings, {})
+
+
+def own_names(what: str) -> list[str]:
+    """Return the names of relinear's own operators, presets or whatever else ``relinear list`` knows."""
+    return [*_read()["names"][what]]
 
 
 def check_keys(settings: str, overrides: Sequence[str]) -> None:

@@ -4,15 +4,12 @@ from typing import Annotated
 
 import typer
 
-from relinear_cli.options import PresetFields, ReplaceLayers, load_model, operator_mapping, parse_layers
+from relinear_cli.options import PresetFields, Replace, ReplaceLayers, load_model, operator_mapping, parse_layers
 
 
 def command(
     model: Annotated[str, typer.Argument(help="A preset, or the directory of a saved model.", metavar="MODEL")],
-    replace: Annotated[
-        list[str] | None,
-        typer.Option("--replace", "-r", metavar="PATTERN=KIND:KEY=VALUE", help="Show it with operators in place."),
-    ] = None,
+    replace: Replace = None,
     layers: ReplaceLayers = None,
     overrides: PresetFields = None,
     causality: Annotated[

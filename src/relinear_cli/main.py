@@ -5,6 +5,7 @@ takes torch and transformers with it, as it runs. So ``--help`` and completion a
 """
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -163,11 +164,15 @@ def _said(error: Any) -> str:
     """A usage error of typer's in our words."""
     fault = next(iter(error.__cause__.errors()), None) if hasattr(error.__cause__, "errors") else None
     if fault is not None and error.param is not None:
+        from relinear.core.config import nearest
         from relinear.system.text import requirement
 
-        what = requirement(fault["type"], fault["input"], fault.get("ctx", {}), repr(fault["input"]))
+        given, choices = fault["input"], re.findall(r"'(.+?)'", fault["msg"].partition(" is not one of ")[2])
+        kind = "literal_error" if choices else fault["type"]
+        what = requirement(kind, given, fault.get("ctx", {}) | {"expected": ", ".join(choices)}, repr(given))
         if what is not None:
-            return f"{(error.param.opts or [error.param.name])[0]} {what}"
+            hint = f"; {nearest(given, choices)}" if choices else ""
+            return f"{(error.param.opts or [error.param.name])[0]} {what}{hint if 'did you mean' in hint else ''}"
     other = _OTHER_NAMES.get(getattr(error, "option_name", ""))
     if other and any(other in option.opts for option in error.ctx.command.params):
         return f"there is no option {error.option_name}; did you mean {other}?"

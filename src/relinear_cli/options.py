@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,20 +19,21 @@ _MOST_LAYERS = 100_000
 Replace = Annotated[
     list[str] | None, typer.Option("--replace", "-r", metavar="PATTERN=KIND:KEY=VALUE", help="Put an operator in.")
 ]
-ReplaceLayers = Annotated[str | None, typer.Option(help="Decoder layers for --replace, such as 0,4-11.")]
+ReplaceLayers = Annotated[str | None, typer.Option(help="For --replace, such as 0,4-11; by default all.")]
 Attach = Annotated[
     list[str] | None,
     typer.Option("--attach", metavar="KIND:KEY=VALUE", help="A residual method or another part of the whole model."),
 ]
+StartOver = Annotated[bool, typer.Option("--start-over", help="Discard what an earlier call left in --out.")]
 Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave alone.")]
 PretrainedModel = Annotated[str, typer.Argument(metavar="MODEL", help="Directory of a saved model, or a Hub name.")]
-TextColumn = Annotated[str | None, typer.Option(help="Column of jsonl, parquet and Hub data.")]
+TextColumn = Annotated[str | None, typer.Option(help="Of jsonl, parquet and Hub data; by default `text`.")]
 Tokenizer = Annotated[
     str | None, typer.Option(help="`bytes`, or a tokenizer's folder or Hub name; by default the one beside the model.")
 ]
-_Split = Literal["train", "validation", "test", "all"]
-Split = Annotated[_Split, typer.Option(metavar="SPLIT", help="Of the corpus: `train`, `validation`, `test` or `all`.")]
-Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads.")]
+_SPLITS = "<train | validation | test | all>"  # blanks: it is folded at them
+Split = Annotated[Literal["train", "validation", "test", "all"], typer.Option(metavar=_SPLITS, help="Of the corpus.")]
+Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads.", show_default="as torch has it")]
 TrainingRecipe = Annotated[str | None, typer.Option(help="A YAML file of training settings.")]
 PresetFields = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the preset's config.")
@@ -111,11 +113,8 @@ def parse_layers(text: str | None) -> list[int] | None:
         return None
     indices: list[int] = []
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        try:
-            wanted = range(int(first), int(last) + 1) if dash and first else range(int(part), int(part) + 1)
-        except ValueError:
-            wanted = range(0)
+        found = re.fullmatch(r"(-?\d{1,18})(?:-(\d{1,18}))?", part.strip())
+        wanted = range(int(found[1]), int(found[2] or found[1]) + 1) if found else range(0)
         if not wanted:  # also a range from its end
             given = f"--layers {shown(text)}: {shown(part.strip())}"
             raise ValueError(f"{given} is neither a number nor a range like 4-11")
@@ -215,15 +214,9 @@ def named_entries(settings: list[str]) -> dict[str, str]:
     kinds = [setting.partition(":")[0].strip() for setting in settings]
     entries: dict[str, str] = {}
     for kind, setting in zip(kinds, settings, strict=True):
-        name = kind if kinds.count(kind) == 1 else "-".join(part for part in _words(setting) if part)
+        words = re.split(r"[^A-Za-z0-9_.=+]+", setting)  # with nothing in them that a folder's name should not have
+        name = kind if kinds.count(kind) == 1 else "-".join(filter(None, words))
         if name in entries:
             raise ValueError(f"the entry {shown(setting)} is given twice")
         entries[name] = setting
     return entries
-
-
-def _words(setting: str) -> list[str]:
-    """The parts of a setting with nothing in them that a folder's name should not have."""
-    import re
-
-    return re.split(r"[^A-Za-z0-9_.=+]+", setting)

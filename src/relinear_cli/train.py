@@ -22,9 +22,7 @@ def command(
     replace: options.Replace = None,
     attach: options.Attach = None,
     layers: options.ReplaceLayers = None,
-    start_over: Annotated[
-        bool, typer.Option("--start-over", help="Discard what an earlier run left in --out.")
-    ] = False,
+    start_over: options.StartOver = False,
 ) -> None:
     """Train one model, with operators in place of its linear layers; leaves metrics, results and the model in --out.
 

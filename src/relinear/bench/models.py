@@ -4,13 +4,14 @@ import contextlib
 import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, Literal, get_args
 
 import torch
 from pydantic import Field, PositiveInt, field_validator
 from torch import nn
 
-from relinear.bench.run import DTYPES, Dtype, Mode, one_of
+from relinear.bench.operators import Mode
+from relinear.bench.run import DTYPES, Dtype
 from relinear.compare.speed import training_step
 from relinear.core.config import nearest, shown
 from relinear.core.inference import for_inference_
@@ -24,7 +25,7 @@ from relinear.system.timing import interleave
 from relinear.system.written import check_ours
 from relinear.train.fit import compiled as through_compiler
 
-MODEL_PASSES = ("step", "prefill", "decode")
+ModelPass = Literal["step", "prefill", "decode"]
 #: tokens of the prompt that decoding goes on from: few, so that next to no prefill is timed with it
 PROMPT = 8
 #: of AdamW: small, so that the work stays the same
@@ -49,7 +50,7 @@ class ModelBenchSettings(Settings):
     """
 
     preset: str
-    passes: tuple[Annotated[str, one_of("pass", MODEL_PASSES)], ...] = MODEL_PASSES
+    passes: tuple[ModelPass, ...] = get_args(ModelPass)
     modes: tuple[Mode, ...] = ("eager",)
     dtypes: tuple[Dtype, ...] = ("fp32",)
     sequence_length: int = Field(default=512, ge=2)

@@ -8,7 +8,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,8 @@ from relinear.core.operator import Operator, OperatorConfig
 from relinear.system.timing import Timing, interleave, peak_memory
 
 DENSE = "dense"
-PASSES = ("forward", "step")
-MODES = ("eager", "compiled")
+Pass = Literal["forward", "step"]
+Mode = Literal["eager", "compiled"]
 #: of a row, beside its case and times; ``error`` is set, and nothing timed, where it failed the correctness gate
 FIGURES = ("peak_bytes", "memory_ratio", "flops", "parameters", "share_of_floor", "relative_error", "error")
 #: largest relative error, in the Frobenius norm, of a contender against its own float64 copy
@@ -61,8 +61,8 @@ def cases(
     shapes: Iterable[tuple[int, int]],
     tokens: Iterable[int],
     dtypes: Iterable[torch.dtype],
-    modes: Iterable[str] = MODES,
-    passes: Iterable[str] = PASSES,
+    modes: Iterable[str] = get_args(Mode),
+    passes: Iterable[str] = get_args(Pass),
     for_inference: bool = True,
 ) -> list[Case]:
     """Return every combination, as cases."""

@@ -6,15 +6,15 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import AfterValidator, Field, PositiveInt
 
 from relinear.bench.check import key_of, of_runs
-from relinear.bench.operators import DENSE, MODES, PASSES, bench_case, cases, phase_of
+from relinear.bench.operators import DENSE, Mode, Pass, bench_case, cases, phase_of
 from relinear.bench.peers import PEERS
 from relinear.bench.roofline import measure_roofline
 from relinear.core.config import environment as environment_of_kinds
@@ -44,17 +44,6 @@ DEFAULT_OPERATORS = (
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def one_of(what: str, known: Iterable[str]) -> AfterValidator:
-    """Have a text be one of these names."""
-
-    def check(value: str) -> str:
-        if value not in known:
-            raise ValueError(f"unknown {what} {value!r}; choose from {', '.join(known)}")
-        return value
-
-    return AfterValidator(check)
-
-
 def _shape(text: str) -> tuple[int, int]:
     parts = text.replace("->", "x").split("x")
     if len(parts) != 2 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
@@ -71,8 +60,7 @@ def _read_by(read: Callable[[str], Any]) -> AfterValidator:
     return AfterValidator(lambda text: [text, read(text)][0])
 
 
-Dtype = Annotated[str, one_of("dtype", DTYPES)]
-Mode = Annotated[str, one_of("mode", MODES)]
+Dtype = Literal["fp32", "bf16"]
 
 
 class BenchSettings(Settings):
@@ -97,8 +85,8 @@ class BenchSettings(Settings):
     shapes: tuple[Annotated[str, _read_by(_shape)], ...] = ("2048->2048", "512->2048", "512->1376")
     tokens: tuple[PositiveInt, ...] = (1, 64, 4096)
     dtypes: tuple[Dtype, ...] = ("fp32", "bf16")
-    modes: tuple[Mode, ...] = MODES
-    passes: tuple[Annotated[str, one_of("pass", PASSES)], ...] = PASSES
+    modes: tuple[Mode, ...] = get_args(Mode)
+    passes: tuple[Pass, ...] = get_args(Pass)
     for_inference: bool = True
     peers: bool = True
     untuned: bool = True

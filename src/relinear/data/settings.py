@@ -14,7 +14,7 @@ class DataSettings(Settings):
     Args:
         data: ``stdlib``, a file or folder, or a Hub name. ``stdlib`` is the source text of Python's standard library,
             files are txt, md, jsonl or parquet, Hub names ``owner/name`` or ``owner/name:config``.
-        text_column: column of jsonl, parquet and Hub data. By default ``text``, or the only column of strings.
+        text_column: column of jsonl, parquet and Hub data; by default ``text``, or the only column of strings.
         tokenizer: ``bytes``, ``bpe:N``, or an AutoTokenizer name. ``bpe:N``, of N entries, is trained on the
             training split.
         sequence_length: tokens a block.
