@@ -19,6 +19,7 @@ from relinear.compare.plan import plan_comparison
 from relinear.compare.recipe import BUNDLED, apply_overrides, find_recipe, parse_overrides, read_recipe, read_yaml
 from relinear.compare.settings import CompareSettings
 from relinear.compare.worker import InProcess
+from relinear.core import plugins
 from relinear_cli import fields, progress
 from relinear_cli.main import COMMANDS, app, command_of, main
 from relinear_cli.options import named_entries, parse_layers, parse_operators
@@ -100,6 +101,20 @@ def test_help_shows_every_default_and_every_choice(name, capfd, monkeypatch):
             assert re.search(rf"default: \(?{re.escape(default)}", said), f"{one.opts}: no default in {said!r}"
         elif not (one.required or one.is_flag or one.name in ASKS_FOR_MORE or field.get("type") == "bool"):
             assert re.search(SAYS_WITHOUT, said), f"{one.opts}: {said!r} does not say what happens without it"
+
+
+def test_names_are_listed_without_torch_and_are_those_that_there_are(tmp_path, monkeypatch, capfd):
+    program = "import sys; from relinear_cli.main import main; main(['list']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
+    *listed, torch = done.stdout.splitlines()
+    assert torch == "False"
+    everything = importlib.import_module("relinear_cli.list")
+    for what, line in zip(everything._WHAT, listed, strict=True):  # that none is missing: test_docs_run.py
+        names = line.partition(": ")[2].split(", ")
+        assert (line.partition(":")[0], [n for n in everything._listed(what) if n in names]) == (what, names)
+    monkeypatch.setattr(plugins, "offered", lambda family: {"btt": None} if family == "operator" else {})
+    assert main(["list"]) == 0
+    assert re.search(r"operators: block_hadamard, .*, transponder, btt\n", capfd.readouterr().out)
 
 
 def test_version(capfd):

@@ -449,7 +449,7 @@ WRONG = {
     "specialize {model} --prefix-file nosuch --out {others}": "nosuch",
     "report nosuch": "holds nothing to report",
     "inspect ./no/such": "no such directory",
-    "list nosuch": "there is no list of 'nosuch'",
+    "list nosuch": "there is no list of 'nosuch'; known: operators",
 }
 MORE = {
     "eval {model} --tasks lambada --lambada nosuch": "(JSON lines with a 'text'), got nosuch",

@@ -1,17 +1,23 @@
 """``relinear list``: what there is of each kind of thing, and the settings of one."""
 
 import inspect
+import os
 import re
 import sys
 from typing import Annotated, Any
 
 import typer
 
+from relinear_cli.fields import own_names
+from relinear_cli.hollow import hollow
 from relinear_cli.terminal import fitted
 
 #: an entry of "Args:", which starts four blanks in; what goes on stands further in
 _ENTRY = re.compile(r"^    ([a-z_]+(?:, [a-z_]+)*): (.*(?:\n      .*)*)", flags=re.M)
 _WHAT = ("operators", "residual", "attachments", "objectives", "analyses", "recipes", "presets")
+#: what other packages may offer, as the family that ``relinear.core.plugins`` knows it by
+_FAMILIES = {name: name.removesuffix("s") for name in ("operators", "attachments", "objectives", "recipes")}
+_FAMILIES["analyses"] = "analysis"
 
 
 def command(
@@ -26,10 +32,12 @@ def command(
     """
     if not what:
         for every in _WHAT:
-            print(fitted(f"{every}: {', '.join(_listed(every))}", sys.stdout, 2))
+            print(fitted(f"{every}: {', '.join(names_of(every))}", sys.stdout, 2))
         return
+    from relinear.core.config import nearest
+
     if what not in _WHAT:
-        raise ValueError(f"there is no list of {what!r}; choose from {', '.join(_WHAT)}")
+        raise ValueError(f"there is no list of {what!r}; {nearest(what, _WHAT)}")
     found = _listed(what)
     if name is None:
         width = max(map(len, found), default=0)
@@ -37,8 +45,6 @@ def command(
             print(fitted(f"{known:<{width}}  {_line(thing)}{_package(thing)}", sys.stdout, width + 2))
         return
     if name not in found:
-        from relinear.core.config import nearest
-
         raise ValueError(f"there is no {name!r} among the {what}; {nearest(name, found)}")
     print(fitted(f"{name}: {_line(found[name])}{_package(found[name])}", sys.stdout))
     if isinstance(found[name], type):
@@ -58,6 +64,17 @@ def meanings_of(config: type) -> dict[str, str]:
     return found
 
 
+def names_of(what: str) -> list[str]:
+    """The names of one kind; those of relinear itself are read, so that it need not be imported."""
+    if os.environ.get("RELINEAR_IMPORT"):  # modules of the user's, which may hold some
+        return [*_listed(what)]
+    with hollow("relinear"):
+        from relinear.compare.recipe import BUNDLED
+        from relinear.core import plugins
+    own = [path.stem for path in sorted(BUNDLED.glob("*.yaml"))] if what == "recipes" else own_names(what)
+    return [*dict.fromkeys([*own, *(plugins.offered(_FAMILIES[what]) if what in _FAMILIES else ())])]
+
+
 def _listed(what: str) -> dict[str, Any]:
     """Name -> what stands for it: a class of settings, a module, or a text."""
     import relinear
@@ -70,17 +87,15 @@ def _listed(what: str) -> dict[str, Any]:
     from relinear.models import preset_config, preset_names
 
     if what == "presets":
-        configs = {preset: preset_config(preset) for preset in preset_names()}
         told = "{0.model_type}, width {0.hidden_size}, {0.num_hidden_layers} layers, {0.vocab_size:,} tokens"
-        return {preset: told.format(config) for preset, config in configs.items()}
+        return {preset: told.format(preset_config(preset)) for preset in preset_names()}
     if what == "recipes":
         others = {name: plugins.find("recipe", name) for name in plugins.offered("recipe")}
         files = {path.stem: path for path in sorted(BUNDLED.glob("*.yaml"))} | others
         return {name: str(read_yaml(path).get("description", "")) for name, path in files.items() if path is not None}
     if what == "analyses":
         return {name: analysis(name) for name in known_analyses()}
-    families: dict[str, Any] = {"operators": OperatorConfig, "objectives": ObjectiveConfig}
-    family = families.get(what, AttachmentConfig)
+    family: Any = {"operators": OperatorConfig, "objectives": ObjectiveConfig}.get(what, AttachmentConfig)
     for name in plugins.offered(family.family):
         plugins.find(family.family, name)
     return relinear.residual_methods() if what == "residual" else dict(sorted(family.kinds().items()))
@@ -101,12 +116,10 @@ def _package(thing: Any) -> str:
 
 
 def _settings(thing: type) -> dict[str, Any]:
-    import dataclasses
+    from dataclasses import MISSING, fields
 
-    made = {}
-    for field in dataclasses.fields(thing):
-        if field.default_factory is not dataclasses.MISSING:
-            made[field.name] = field.default_factory()
-        else:
-            made[field.name] = "(needed)" if field.default is dataclasses.MISSING else field.default
-    return made
+    made = {
+        field.name: field.default if field.default_factory is MISSING else field.default_factory()
+        for field in fields(thing)
+    }
+    return {name: "(needed)" if default is MISSING else default for name, default in made.items()}

@@ -1,16 +1,16 @@
 """``relinear new``: a package with an operator of one's own, ready to be changed."""
 
 import keyword
-import os
 import re
 import tempfile
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import typer
+
+from relinear_cli.list import names_of
 
 _TEMPLATES = Path(__file__).with_name("template")
 #: file of the package -> the template it is made from
@@ -27,7 +27,7 @@ _OTHER_CLASSES = ("ClassVar", "Operator", "OperatorConfig", "Self", "Tensor")
 
 
 def command(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help="operator.")],
+    what: Annotated[Literal["operator"], typer.Argument(metavar="WHAT", help="What to write.")],
     name: Annotated[str, typer.Argument(help="Its name in settings, such as `block_circulant`.")],
     out: Annotated[Path | None, typer.Option(help="The folder to make; NAME by default.")] = None,
 ) -> None:
@@ -38,8 +38,6 @@ def command(
 
     **Example:** `relinear new operator block_circulant`
     """
-    if what != "operator":
-        raise ValueError(f"there is no template of {what!r}: relinear new operator NAME")
     camel = "".join(part.capitalize() for part in name.split("_"))
     bad = camel in _OTHER_CLASSES or keyword.iskeyword(camel) or keyword.iskeyword(name)
     if bad or not re.fullmatch(r"[a-z][a-z0-9_]{0,38}[a-z0-9]", name):
@@ -51,7 +49,8 @@ def command(
         raise ValueError(f"there is no directory {folder.absolute().parent} to put {folder.name} in")
     if find_spec(f"relinear_{name}") is not None:
         raise ValueError(f"the package relinear_{name} is installed already; choose another name")
-    _check_free(name)
+    if name in names_of("operators"):
+        raise ValueError(f"there is an operator {name!r} already, see `relinear list operators {name}`; choose another")
     words = {"name": name, "dashed": name.replace("_", "-"), "Name": camel}
     with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f".{folder.name}.") as temporary:
         made = Path(temporary) / folder.name
@@ -64,16 +63,3 @@ def command(
     print(f"written: {folder}/relinear_{name}/operator.py and what belongs to it. Next:\n")
     print(f"pip install -e {folder}\npytest {folder} -k 'not inductor'")
     print(f"relinear compare --recipe {folder}/compare.yaml --out runs/{name}")
-
-
-def _check_free(name: str) -> None:
-    """Refuse an operator's name that is taken. Kinds are names of files: torch is not imported to know them."""
-    package: Any = find_spec("relinear")
-    taken = {path.stem for path in Path(package.submodule_search_locations[0], "operators").glob("*.py")}
-    taken |= {point.name for point in metadata.entry_points(group="relinear.operators")}
-    if os.environ.get("RELINEAR_IMPORT"):  # modules of the user's, which may hold operators
-        import relinear
-
-        taken |= relinear.OperatorConfig.kinds().keys()
-    if name in taken:
-        raise ValueError(f"there is an operator {name!r} already, see `relinear list operators {name}`; choose another")
