@@ -1,8 +1,13 @@
 """``relinear doctor`` says what is there, what is not, and fails where something is wrong."""
 
+import getpass
+import os
+import subprocess
+import sys
 from importlib import metadata
 
 import pytest
+import torch
 
 from relinear.core import plugins
 from relinear_cli.main import main
@@ -44,6 +49,45 @@ def test_a_cache_that_others_can_write_to_fails(tmp_path, monkeypatch, capsys):
     assert len(failed) == 1
     assert str(cache) in failed[0][2]
     assert "other users may write" in failed[0][2]
+
+
+def test_caches_have_a_size_and_an_owner(tmp_path, monkeypatch, capsys):
+    cache = tmp_path / "mine"
+    cache.mkdir()
+    (cache / "tokens").write_bytes(bytes(3 << 19))
+    monkeypatch.setenv("RELINEAR_CACHE", str(cache))
+    assert main(["doctor"]) == 0
+    assert ["ok", "data", f"cache    {cache} (1.5 MiB, of {getpass.getuser()})"] in lines(capsys)
+
+
+@pytest.mark.skipif(getattr(os, "geteuid", lambda: 1)() != 0, reason="another user's files can be made by root alone")
+def test_what_another_user_has_above_a_cache_is_named_with_what_to_do(tmp_path, monkeypatch, capsys):
+    above = tmp_path / "theirs"
+    cache = above / "cache"
+    cache.mkdir(parents=True)
+    os.chown(above, 65534, 65534)
+    monkeypatch.setenv("RELINEAR_CACHE", str(cache))
+    assert main(["doctor"]) == 1
+    said = next(found for state, _, found in lines(capsys) if state == "FAILS")
+    for part in (f"{cache} (0.0 MiB, of root): {above}: it belongs to another user (", "set RELINEAR_CACHE to it"):
+        assert part in said
+
+
+def test_neither_torch_nor_the_whole_of_relinear_is_imported(tmp_path):
+    """And what was imported in parts can be imported as a whole afterwards."""
+    program = """
+import sys
+from relinear_cli.main import main
+assert main(["doctor"]) == 0
+print(*[name for name in ("torch", "transformers", "relinear") if name in sys.modules])
+import relinear
+from relinear.kernels.native import build
+print(relinear.LowRank(rank=4), build.has_compiler() in (True, False), relinear.data.prepare_data.__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
+    *_, imported, whole = done.stdout.splitlines()
+    assert imported == ("torch" if torch.version.cuda or torch.version.hip else "")
+    assert whole == "LowRank(rank=4) True prepare_data"
 
 
 def test_a_broken_plug_in_is_named(monkeypatch, capsys):

@@ -1,17 +1,26 @@
 """``relinear doctor``: what this installation has, what it lacks, and what to do about it."""
 
+import os
+import platform
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from importlib import metadata
+from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
+from runpy import run_path
 
 import typer
 
+from relinear_cli.hollow import hollow
 from relinear_cli.terminal import fitted
 
 #: state of a part: as it should be, something that may be wanted and is not there, something that fails
 GOOD, LACKS, FAILS = "ok", "-", "FAILS"
+#: of a cache, that are counted
+_MOST_FILES = 10_000
 
 #: state, what is looked at, what was found and, where that can be changed, how
 _Finding = tuple[str, str, str]
@@ -25,18 +34,22 @@ def command() -> None:
     **Example:** `relinear doctor`
     """
     failed = False
-    for state, what, found in (*_packages(), *_extras(), *_machine(), *_kernels(), *_caches(), *_plugins()):
+    with hollow("relinear", "relinear.data", "relinear.kernels.native"):
+        findings = [*_packages(), *_extras(), *_machine(), *_kernels(), *_caches()]
+    for state, what, found in (*findings, *_plugins()):
         print(fitted(f"{state:5}  {what:12}  {found}", sys.stdout, 21))
         failed |= state == FAILS
     raise typer.Exit(int(failed))
 
 
-def _requirements() -> Iterator[tuple[str, str]]:
-    """(extra or "", requirement) of every package that relinear names, as in its metadata."""
+def _requirements() -> dict[str, list[str]]:
+    """Extra -> the packages that it brings, as in the metadata; those of relinear itself under ""."""
+    found: dict[str, list[str]] = {}
     for line in metadata.requires("relinear") or ():
         requirement, _, marker = line.partition(";")
         extra = re.search(r"extra == ['\"](.+?)['\"]", marker)
-        yield extra.group(1) if extra else "", requirement.strip()
+        found.setdefault(extra[1] if extra else "", []).append(requirement.strip())
+    return found
 
 
 def _unmet(line: str) -> str:
@@ -52,86 +65,89 @@ def _unmet(line: str) -> str:
 
 
 def _packages() -> Iterator[_Finding]:
-    import platform
-
-    import torch
-    import transformers
-
     import relinear
+    from relinear.system.version import __version__
 
-    yield GOOD, "relinear", f"{relinear.__version__} in {Path(relinear.__file__).parent}"
+    yield GOOD, "relinear", f"{__version__} in {Path(relinear.__file__).parent}"
     yield GOOD, "python", platform.python_version()
-    yield GOOD, "torch", str(torch.__version__)
-    yield GOOD, "transformers", transformers.__version__
-    for extra, line in _requirements():
-        if not extra and (unmet := _unmet(line)):
+    for name in ("torch", "transformers"):
+        yield GOOD, name, metadata.version(name)
+    for line in _requirements().get("", ()):
+        if unmet := _unmet(line):
             yield FAILS, "packages", f"{unmet}: pip install '{line}'"
 
 
 def _extras() -> Iterator[_Finding]:
     """What every extra brings; those of developers are left out."""
-    wanted: dict[str, list[str]] = {}
-    for extra, line in _requirements():
-        if extra not in ("", "dev", "docs", "outside", "ecosystem"):
-            wanted.setdefault(extra, []).append(line)
-    for extra, lines in wanted.items():
+    for extra, lines in _requirements().items():
+        if extra in ("", "dev", "docs", "outside", "ecosystem"):
+            continue
         lacking = [unmet for line in lines if (unmet := _unmet(line))]
         found = f"{'; '.join(lacking)}: pip install 'relinear[{extra}]'" if lacking else ", ".join(lines)
         yield LACKS if lacking else GOOD, f"[{extra}]", found
 
 
 def _machine() -> Iterator[_Finding]:
-    from relinear.system.machine import describe_machine, fast_bfloat16
+    from relinear.system.processor import describe_processor, multiplies_bfloat16
 
-    facts = describe_machine()
-    bfloat16 = "bfloat16 in hardware" if fast_bfloat16() else "bfloat16 is emulated: train in float32 here"
+    facts = describe_processor()
+    bfloat16 = "bfloat16 in hardware" if multiplies_bfloat16() else "bfloat16 is emulated: train in float32 here"
     extensions = ", ".join(facts["extensions"]) or "no vector extensions that relinear knows"
     memory = facts["memory_bytes"] / 2**30
     yield GOOD, "processor", f"{facts['processor']}, {facts['cores']} cores, {memory:.0f} GiB; {extensions}; {bfloat16}"
-    gpus = ", ".join(facts["gpus"])
+    built_for = run_path(str(metadata.distribution("torch").locate_file("torch/version.py")))
+    gpus = ""
+    if built_for["cuda"] or built_for["hip"]:  # else torch sees none, and need not be imported
+        import torch
+
+        gpus = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     yield GOOD if gpus else LACKS, "GPU", gpus or "none that torch sees; everything runs on the processor"
+    triton = find_spec("triton") is not None and built_for["hip"] is None
+    yield (GOOD, "Triton", "there") if triton else (LACKS, "Triton", "none: it is for NVIDIA GPUs alone")
 
 
 def _kernels() -> Iterator[_Finding]:
-    from relinear.kernels import triton
     from relinear.kernels.native import build
 
-    if not build.has_compiler():
-        what = "no compiler (g++ or clang++), or RELINEAR_COMPILE_KERNELS=0: torch's operations run, which are slower"
-        yield LACKS, "C++ kernels", what
-    elif build.is_built():
-        yield GOOD, "C++ kernels", f"built, in {build.library_path().parent}"
+    if build.has_compiler():
+        later = "not built yet: the first large call does it, in about a minute"
+        yield GOOD, "C++ kernels", "built" if build.is_built() else later
     else:
-        yield GOOD, "C++ kernels", "not built yet: the first large call does it, in about a minute"
-    yield (GOOD, "Triton", "there") if triton.HAS_TRITON else (LACKS, "Triton", "none: it is for NVIDIA GPUs alone")
+        yield LACKS, "C++ kernels", "no g++ or clang++, or RELINEAR_COMPILE_KERNELS=0: torch's slower operations run"
 
 
 def _caches() -> Iterator[_Finding]:
     from relinear.data.cache import cache_folder
     from relinear.kernels.native import build
-    from relinear.system.own import check_own
+    from relinear.system.own import check_own, user_name
 
-    for what, folder in (("data cache", cache_folder()), ("kernel cache", build.library_path().parent)):
+    caches = {"RELINEAR_CACHE": cache_folder(), "TORCH_EXTENSIONS_DIR": build.library_path().parent}
+    for what, (variable, folder) in zip(("data cache", "kernel cache"), caches.items(), strict=True):
+        there = "not there yet"
         try:
+            if folder.is_dir():
+                sizes = [file.lstat().st_size for file in islice(folder.rglob("*"), _MOST_FILES)]
+                size = f"{'over ' if len(sizes) == _MOST_FILES else ''}{sum(sizes) / 2**20:,.1f} MiB"
+                there = f"{size}, of {user_name(folder.stat().st_uid)}"
             check_own(folder)
-        except PermissionError as error:
-            yield FAILS, what, f"{error.filename}: {error.strerror}"
-        else:
-            yield GOOD, what, f"{folder}{'' if folder.is_dir() else ' (not there yet)'}"
+            yield GOOD, what, f"{folder} ({there})"
+        except OSError as error:
+            to_do = f"a folder of your own will do: set {variable} to it"
+            yield FAILS, what, f"{folder} ({there}): {error.filename}: {error.strerror}; {to_do}"
 
 
 def _plugins() -> Iterator[_Finding]:
-    import warnings
-
-    from relinear.core import plugins
-
-    for family in plugins.GROUPS:
-        for name, point in plugins.offered(family).items():
-            where = f"{family} {name} of {point.dist.name if point.dist else point.value}"
-            with warnings.catch_warnings(record=True) as told:
-                warnings.simplefilter("always")
-                found = plugins.find(family, name)
-            if found is None:
-                yield FAILS, "plug-in", f"{where}: {told[-1].message if told else 'it is None'}"
-            else:
-                yield GOOD, "plug-in", where
+    with hollow("relinear"):
+        from relinear.core import plugins
+    offered = [(family, *one) for family in plugins.GROUPS for one in plugins.offered(family).items()]
+    if offered or os.environ.get(plugins.VARIABLE):
+        import relinear  # noqa: F401  # which warns of modules that fail, too
+    for family, name, point in offered:
+        where = f"{family} {name} of {point.dist.name if point.dist else point.value}"
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = plugins.find(family, name)
+        if found is None:
+            yield FAILS, "plug-in", f"{where}: {told[-1].message if told else 'it is None'}"
+        else:
+            yield GOOD, "plug-in", where

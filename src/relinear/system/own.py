@@ -1,5 +1,6 @@
 """What may be read from a cache: files and folders that no other user can have put there."""
 
+import contextlib
 import errno
 import os
 import stat
@@ -36,9 +37,18 @@ def own_folder(folder: str | Path) -> Path:
     return check_own(folder)
 
 
+def user_name(number: int) -> str:
+    """The name of a user, or else the number."""
+    with contextlib.suppress(ImportError, KeyError):
+        import pwd
+
+        return pwd.getpwuid(number).pw_name
+    return f"number {number}"
+
+
 def _check(path: Path, state: os.stat_result, above: bool) -> None:
     if state.st_uid not in (os.geteuid(), 0):
-        reason = f"it belongs to another user (number {state.st_uid}), who could have put anything there"
+        reason = f"it belongs to another user ({user_name(state.st_uid)}), who could have put anything there"
         raise PermissionError(errno.EACCES, reason, str(path))
     open_to_others = state.st_mode & stat.S_IWOTH or (state.st_mode & stat.S_IWGRP and not _is_private(state.st_gid))
     if open_to_others and not stat.S_ISLNK(state.st_mode) and not (above and state.st_mode & stat.S_ISVTX):
