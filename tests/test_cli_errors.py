@@ -6,9 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from typer.main import get_command
 
 from relinear_cli import fields
-from relinear_cli.main import main
+from relinear_cli.main import COMMANDS, app, main
 
 # fast training: whoever gets as far as a step takes a few
 SMALL = [
@@ -529,6 +530,19 @@ assert found == ["wrong", None, None, None, None, None], found
 assert not Path("written").exists()
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, timeout=60)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_empty_text_is_refused_by_every_option_of_every_command(name, tmp_path, monkeypatch, capfd):
+    """The path of an empty name is the folder one is in, which would be written to."""
+    monkeypatch.chdir(tmp_path)
+    for one in get_command(app).commands[name].params:
+        for flag in () if getattr(one, "is_flag", False) or one.name == "help" else one.opts:
+            for given in ([flag, ""], [flag, " "], *([[f"{flag}="]] if flag.startswith("--") else [])):
+                given = given if flag.startswith("-") else given[1:]
+                said = f"{flag if flag.startswith('-') else 'an argument'} must not be empty, got '"
+                check(capfd, [name, *given], [said, "fill it in"])
+    assert files_below(tmp_path) == []
 
 
 def test_keys_are_known_without_the_classes_of_settings():

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import typer
@@ -73,7 +74,15 @@ def _without_imports(arguments: Sequence[str]) -> list[str]:
 
 
 class _Command(TyperCommand):
-    """A command whose help shows its options in groups."""
+    """A command whose help shows its options in groups, and which takes no empty text."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for before, given in pairwise(["", *args]):
+            name, _, value = given.partition("=") if given[:2] == "--" and "=" in given else (before, "", given)
+            if not value.strip():  # the path of an empty name is that of this folder
+                what = name if name[:1] == "-" else "an argument"
+                raise ValueError(f"{what} must not be empty, got {value!r}; fill it in, or leave it out")
+        return super().parse_args(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:
         params = super().get_params(ctx)

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import os
 import platform
 import shlex
