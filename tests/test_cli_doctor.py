@@ -2,12 +2,9 @@
 
 import getpass
 import os
-import subprocess
-import sys
 from importlib import metadata
 
 import pytest
-import torch
 
 from relinear.core import plugins
 from relinear_cli.main import main
@@ -71,23 +68,6 @@ def test_what_another_user_has_above_a_cache_is_named_with_what_to_do(tmp_path, 
     said = next(found for state, _, found in lines(capsys) if state == "FAILS")
     for part in (f"{cache} (0.0 MiB, of root): {above}: it belongs to another user (", "set RELINEAR_CACHE to it"):
         assert part in said
-
-
-def test_neither_torch_nor_the_whole_of_relinear_is_imported(tmp_path):
-    """And what was imported in parts can be imported as a whole afterwards."""
-    program = """
-import sys
-from relinear_cli.main import main
-assert main(["doctor"]) == 0
-print(*[name for name in ("torch", "transformers", "relinear") if name in sys.modules])
-import relinear
-from relinear.kernels.native import build
-print(relinear.LowRank(rank=4), build.has_compiler() in (True, False), relinear.data.prepare_data.__name__)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
-    *_, imported, whole = done.stdout.splitlines()
-    assert imported == ("torch" if torch.version.cuda or torch.version.hip else "")
-    assert whole == "LowRank(rank=4) True prepare_data"
 
 
 def test_a_broken_plug_in_is_named(monkeypatch, capsys):

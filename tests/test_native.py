@@ -17,7 +17,7 @@ from relinear.kernels import ccl, hdpl, native, quantized, transponder
 from relinear.kernels.cpu import products
 from relinear.kernels.forms import Call
 from relinear.kernels.native import build
-from relinear.system import machine, processor
+from relinear.system import machine
 
 #: of bfloat16 outputs and of single-precision ones, relative in the Frobenius norm
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -275,7 +275,7 @@ def test_products_and_their_gradients(rows, inputs, outputs, any_size, monkeypat
     ],
 )
 def test_where_a_library_leaves_half_of_the_processor(facts, narrow, monkeypatch):
-    monkeypatch.setattr(processor, "cpu_facts", lambda: facts)
+    monkeypatch.setattr(machine, "_cpu_facts", lambda: facts)
     assert machine.has_narrow_products.__wrapped__() == narrow
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from relinear.kernels.native import build
-from relinear.system import machine, processor
+from relinear.system import machine
 
 X86 = "processor\t: 0\nmodel name\t: Some CPU: fast\nflags\t\t: fpu avx2 amx_bf16\n\nprocessor\t: 1\nflags\t\t: none\n"
 ARM = "processor\t: 0\nFeatures\t: fp asimd bf16\n"
@@ -23,10 +23,10 @@ def cpuinfo(monkeypatch):
             return text
 
         monkeypatch.setattr(Path, "read_text", read)
-        processor.cpu_facts.cache_clear()
+        machine._cpu_facts.cache_clear()
 
     yield put
-    processor.cpu_facts.cache_clear()
+    machine._cpu_facts.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def cpuinfo(monkeypatch):
 )
 def test_features_of_the_processor(cpuinfo, text, features):
     cpuinfo(text)
-    assert processor.cpu_features() == features
+    assert machine.cpu_features() == features
 
 
 def test_the_machine_is_described_also_where_little_is_known(cpuinfo):

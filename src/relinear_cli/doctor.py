@@ -1,20 +1,16 @@
 """``relinear doctor``: what this installation has, what it lacks, and what to do about it."""
 
-import os
 import platform
 import re
 import sys
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from runpy import run_path
 
 import typer
 
-from relinear_cli.hollow import hollow
 from relinear_cli.terminal import fitted
 
 #: state of a part: as it should be, something that may be wanted and is not there, something that fails
@@ -34,9 +30,7 @@ def command() -> None:
     **Example:** `relinear doctor`
     """
     failed = False
-    with hollow("relinear", "relinear.data", "relinear.kernels.native"):
-        findings = [*_packages(), *_extras(), *_machine(), *_kernels(), *_caches()]
-    for state, what, found in (*findings, *_plugins()):
+    for state, what, found in (*_packages(), *_extras(), *_machine(), *_kernels(), *_caches(), *_plugins()):
         print(fitted(f"{state:5}  {what:12}  {found}", sys.stdout, 21))
         failed |= state == FAILS
     raise typer.Exit(int(failed))
@@ -88,22 +82,17 @@ def _extras() -> Iterator[_Finding]:
 
 
 def _machine() -> Iterator[_Finding]:
-    from relinear.system.processor import describe_processor, multiplies_bfloat16
+    from relinear.kernels import triton
+    from relinear.system.machine import describe_machine, fast_bfloat16
 
-    facts = describe_processor()
-    bfloat16 = "bfloat16 in hardware" if multiplies_bfloat16() else "bfloat16 is emulated: train in float32 here"
+    facts = describe_machine()
+    bfloat16 = "bfloat16 in hardware" if fast_bfloat16() else "bfloat16 is emulated: train in float32 here"
     extensions = ", ".join(facts["extensions"]) or "no vector extensions that relinear knows"
     memory = facts["memory_bytes"] / 2**30
     yield GOOD, "processor", f"{facts['processor']}, {facts['cores']} cores, {memory:.0f} GiB; {extensions}; {bfloat16}"
-    built_for = run_path(str(metadata.distribution("torch").locate_file("torch/version.py")))
-    gpus = ""
-    if built_for["cuda"] or built_for["hip"]:  # else torch sees none, and need not be imported
-        import torch
-
-        gpus = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    gpus = ", ".join(facts["gpus"])
     yield GOOD if gpus else LACKS, "GPU", gpus or "none that torch sees; everything runs on the processor"
-    triton = find_spec("triton") is not None and built_for["hip"] is None
-    yield (GOOD, "Triton", "there") if triton else (LACKS, "Triton", "none: it is for NVIDIA GPUs alone")
+    yield (GOOD, "Triton", "there") if triton.HAS_TRITON else (LACKS, "Triton", "none: it is for NVIDIA GPUs alone")
 
 
 def _kernels() -> Iterator[_Finding]:
@@ -137,11 +126,9 @@ def _caches() -> Iterator[_Finding]:
 
 
 def _plugins() -> Iterator[_Finding]:
-    with hollow("relinear"):
-        from relinear.core import plugins
+    from relinear.core import plugins
+
     offered = [(family, *one) for family in plugins.GROUPS for one in plugins.offered(family).items()]
-    if offered or os.environ.get(plugins.VARIABLE):
-        import relinear  # noqa: F401  # which warns of modules that fail, too
     for family, name, point in offered:
         where = f"{family} {name} of {point.dist.name if point.dist else point.value}"
         with warnings.catch_warnings(record=True) as told:

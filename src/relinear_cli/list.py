@@ -4,20 +4,17 @@ import inspect
 import os
 import re
 import sys
+from importlib import metadata
 from typing import Annotated, Any
 
 import typer
 
 from relinear_cli.fields import own_names
-from relinear_cli.hollow import hollow
 from relinear_cli.terminal import fitted
 
 #: an entry of "Args:", which starts four blanks in; what goes on stands further in
 _ENTRY = re.compile(r"^    ([a-z_]+(?:, [a-z_]+)*): (.*(?:\n      .*)*)", flags=re.M)
 _WHAT = ("operators", "residual", "attachments", "objectives", "analyses", "recipes", "presets")
-#: what other packages may offer, as the family that ``relinear.core.plugins`` knows it by
-_FAMILIES = {name: name.removesuffix("s") for name in ("operators", "attachments", "objectives", "recipes")}
-_FAMILIES["analyses"] = "analysis"
 
 
 def command(
@@ -68,11 +65,8 @@ def names_of(what: str) -> list[str]:
     """The names of one kind; those of relinear itself are read, so that it need not be imported."""
     if os.environ.get("RELINEAR_IMPORT"):  # modules of the user's, which may hold some
         return [*_listed(what)]
-    with hollow("relinear"):
-        from relinear.compare.recipe import BUNDLED
-        from relinear.core import plugins
-    own = [path.stem for path in sorted(BUNDLED.glob("*.yaml"))] if what == "recipes" else own_names(what)
-    return [*dict.fromkeys([*own, *(plugins.offered(_FAMILIES[what]) if what in _FAMILIES else ())])]
+    offered = (point.name for point in metadata.entry_points(group=f"relinear.{what}"))
+    return [*dict.fromkeys([*own_names(what), *offered])]
 
 
 def _listed(what: str) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
+from runpy import run_path
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from relinear_cli.errors import USER_ERROR, exit_code
-from relinear_cli.hollow import hollow
 from relinear_cli.rehearsal import refusal
 
 #: group in ``relinear --help`` -> its commands; NAME is the function ``command`` of relinear_cli/NAME.py, which has an
@@ -118,9 +118,8 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        with hollow("relinear"):
-            from relinear.system.version import __version__
-        print(f"relinear {__version__}")
+        found: Any = find_spec("relinear")  # without importing it
+        print(f"relinear {run_path(f'{found.submodule_search_locations[0]}/system/version.py')['__version__']}")
         raise typer.Exit
 
 

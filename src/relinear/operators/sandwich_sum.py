@@ -27,7 +27,7 @@ from relinear.functional.rotor import (
 from relinear.kernels.cpu.dense import factored_cost, prefers_dense
 from relinear.kernels.forms import is_transformed
 from relinear.kernels.rotor import sandwich_windows
-from relinear.system.processor import cpu_features
+from relinear.system.machine import cpu_features
 
 if TYPE_CHECKING:
     from relinear.operators.rotor import Rotor

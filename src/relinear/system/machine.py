@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from relinear.system import processor
 from relinear.system.version import __version__
 
 
@@ -35,22 +34,41 @@ def on_threads(count: int | None) -> Iterator[None]:
 
 
 @functools.cache
+def _cpu_facts() -> dict[str, str]:
+    """What Linux says of the first processor, by name; nothing elsewhere."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    lines = (line.partition(":") for line in text.strip().partition("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in lines}
+
+
+def cpu_features() -> frozenset[str]:
+    """The instruction sets of the processor as Linux names them (``avx2``, ``amx_bf16``, ...); empty elsewhere."""
+    facts = _cpu_facts()
+    return frozenset((facts.get("flags") or facts.get("Features") or "").split())
+
+
+@functools.cache
 def has_narrow_products() -> bool:
     """Whether torch's float32 products use half of the processor's vectors: MKL's on an AMD processor with AVX-512.
 
     MKL takes AVX2 on processors of others than Intel, whatever they have.
     """
-    others = processor.cpu_facts().get("vendor_id") == "AuthenticAMD"
-    return others and "avx512f" in processor.cpu_features() and torch.backends.mkl.is_available()
+    others = _cpu_facts().get("vendor_id") == "AuthenticAMD"
+    return others and "avx512f" in cpu_features() and torch.backends.mkl.is_available()
 
 
 @functools.cache
 def fast_bfloat16(device: torch.device | str = "cpu") -> bool:
-    """Whether ``device`` multiplies bfloat16 matrices in hardware, not by emulation."""
+    """Whether ``device`` multiplies bfloat16 matrices in hardware (AMX or AVX-512 on a CPU), not by emulation."""
     kind = torch.device(device).type
     if kind == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return kind == "cpu" and processor.multiplies_bfloat16()
+    if kind == "cpu":
+        return bool(cpu_features() & {"amx_bf16", "avx512_bf16"}) or platform.machine() == "arm64"
+    return False
 
 
 def command_line() -> str:
@@ -67,13 +85,18 @@ def circumstances() -> dict[str, Any]:
 
 def describe_machine() -> dict[str, Any]:
     """Processor, memory, threads and versions as JSON values: what a figure needs beside it."""
+    import psutil
     import transformers
 
+    extensions = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
     held = os.environ.get("ONEDNN_MAX_CPU_ISA")
     return {
-        **processor.describe_processor(),
+        "processor": _cpu_facts().get("model name") or platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "extensions": [flag for flag in extensions if flag in cpu_features()],
         **({"onednn_max_cpu_isa": held} if held else {}),  # what torch's products were kept from using
+        "memory_bytes": psutil.virtual_memory().total,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "system": platform.platform(),
         "python": platform.python_version(),

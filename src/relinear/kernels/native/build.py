@@ -1,9 +1,4 @@
-"""Builds the C++ kernels with torch's extension loader at their first use, and keeps them on disk.
-
-Where they are is known without torch, which ``relinear doctor`` asks.
-"""
-
-from __future__ import annotations
+"""Builds the C++ kernels with torch's extension loader at their first use, and keeps them on disk."""
 
 import functools
 import hashlib
@@ -17,16 +12,13 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from relinear.system.files import fingerprint
+from relinear.system.machine import cpu_features
 from relinear.system.own import check_own, own_folder
-from relinear.system.processor import cpu_features
-
-if TYPE_CHECKING:
-    import torch
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
@@ -73,8 +65,6 @@ def _was_built() -> bool:
 @functools.cache
 def is_loaded() -> bool:
     """Return whether the kernels can be called: loaded, and built where they have to be, when this is first asked."""
-    import torch
-
     try:
         path = library_path()
         path = own_folder(path.parent) / path.name  # what is loaded from there runs as this user
@@ -111,7 +101,7 @@ def library_path() -> Path:
     depends = [
         *texts,
         *FLAGS,
-        version("torch"),
+        torch.__version__,
         platform.machine(),
         *(sorted(cpu_features()) or [platform.processor()]),
     ]
