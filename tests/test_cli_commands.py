@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import typing
+from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -112,7 +113,8 @@ def test_names_are_listed_without_torch_and_are_those_that_there_are(tmp_path, m
     for what, line in zip(everything._WHAT, listed, strict=True):  # that none is missing: test_docs_run.py
         names = line.partition(": ")[2].split(", ")
         assert (line.partition(":")[0], [n for n in everything._listed(what) if n in names]) == (what, names)
-    monkeypatch.setattr(plugins, "offered", lambda family: {"btt": None} if family == "operator" else {})
+    offered = {plugins.GROUPS["operator"]: [metadata.EntryPoint("btt", "package:BTT", "")]}
+    monkeypatch.setattr(metadata, "entry_points", lambda group: offered.get(group, []))
     assert main(["list"]) == 0
     assert re.search(r"operators: block_hadamard, .*, transponder, btt\n", capfd.readouterr().out)
 
