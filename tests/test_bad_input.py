@@ -640,6 +640,15 @@ def test_names_of_models(name, tmp_path):
     assert model_place(str(tmp_path)) == "directory"
 
 
+def test_a_preset_that_is_a_directory_too_is_not_guessed_at(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    assert model_place("tiny") == "preset"
+    (tmp_path / "tiny" / "config.json").write_text("{}")
+    refused(lambda: model_place("tiny"), "'tiny'", "write ./tiny")
+    assert model_place("./tiny") == model_place("tiny", presets=False) == "directory"
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -192,9 +192,14 @@ def model_place(name: str, *, presets: bool = True) -> Literal["preset", "direct
 
     Raises:
         ValueError, FileNotFoundError, NotADirectoryError: as ``core.places.saved_place``, if it can be none of these.
+        ValueError: it is a preset and a directory with a model, too.
     """
     known = preset_names() if presets else []
-    return "preset" if isinstance(name, str) and name in known else saved_place(name, presets=known)
+    if not isinstance(name, str) or name not in known:
+        return saved_place(name, presets=known)
+    if isfile(Path(name, "config.json")):
+        raise ValueError(f"{name!r} is a preset and a directory with a model: write ./{name}, or leave for the preset")
+    return "preset"
 
 
 def model_folder(name: str) -> str:
