@@ -477,7 +477,7 @@ MORE = {
     "compress {model} --data {text} --keep 80": "for 80 % write 0.8",
     "compress {model} --data {text} --menu nosuch": "unknown operator kind 'nosuch'",
     "compress {model} --data {text} --speed-table nosuch": "nosuch: No such file",
-    "compress {model} --data {text} --export nosuch": "--export must be one of plain, gguf, got 'nosuch'",
+    "compress {model} --data {text} --export nosuch": "must be one of plain, gguf, compressed-tensors, got 'nosuch'",
     "eval {model} --data ./no/such": "no data at './no/such'",
     "explore nosuch": "unknown model 'nosuch'",
     "bench --operator hdpl:rank=0": "rank must be at least 1",

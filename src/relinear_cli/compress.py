@@ -38,8 +38,8 @@ def command(
         bool, typer.Option("--frontier", help="Print and draw the loss at many budgets, some measured, and stop.")
     ] = False,
     export: Annotated[
-        Literal["plain", "gguf"] | None,
-        typer.Option(help="Also write DIR/plain, which loads without relinear, or DIR/model.gguf."),
+        Literal["plain", "gguf", "compressed-tensors"] | None,
+        typer.Option(help="Also write DIR/plain, DIR/model.gguf or DIR/compressed-tensors, to load without relinear."),
     ] = None,
     evaluate_on: Annotated[
         list[str] | None, typer.Option(help="Other data to judge the result on, given like --data; several times.")

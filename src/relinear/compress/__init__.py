@@ -6,11 +6,21 @@ from typing import Any
 
 from relinear.compress.export import export_plain
 from relinear.compress.export_gguf import export_gguf
+from relinear.compress.export_packed import export_compressed_tensors
 from relinear.compress.heal import HealReport, heal
 from relinear.compress.run import CompressReport, compress
 from relinear.compress.settings import CompressSettings
 
-__all__ = ["CompressReport", "CompressSettings", "HealReport", "compress", "export_gguf", "export_plain", "heal"]
+__all__ = [
+    "CompressReport",
+    "CompressSettings",
+    "HealReport",
+    "compress",
+    "export_compressed_tensors",
+    "export_gguf",
+    "export_plain",
+    "heal",
+]
 
 
 class _Callable(ModuleType):

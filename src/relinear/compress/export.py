@@ -19,6 +19,20 @@ MODELLING_FILE = "modeling_factorized"
 
 
 @torch.no_grad()
+def check_stock(model: Any) -> None:
+    """Raise ValueError, or NotLinearError, unless stock layers can express ``model``."""
+    attached = attachments(model)
+    if attached:
+        kinds = ", ".join(config.kind for config in attached)
+        raise ValueError(f"the model has {kinds} attached, which no stock layer can express; save it with relinear")
+    for name, operator in named_operators(model):
+        try:
+            operator.dense_chain()
+        except NotLinearError as error:
+            raise NotLinearError(f"{name}: {error}; save the model with relinear instead") from error
+
+
+@torch.no_grad()
 def export_plain(model: Any, directory: str | Path, *, tokenizer: Any = None) -> Path:
     """Write ``model`` so that transformers alone loads it; all of it or nothing.
 
@@ -36,15 +50,7 @@ def export_plain(model: Any, directory: str | Path, *, tokenizer: Any = None) ->
         NotLinearError: if an operator has no dense matrix. ValueError: if parts are attached to the model, which stock
             layers cannot express.
     """
-    attached = attachments(model)
-    if attached:
-        kinds = ", ".join(config.kind for config in attached)
-        raise ValueError(f"the model has {kinds} attached, which no stock layer can express; save it with relinear")
-    for name, operator in named_operators(model):
-        try:
-            operator.dense_chain()
-        except NotLinearError as error:
-            raise NotLinearError(f"{name}: {error}; save the model with relinear instead") from error
+    check_stock(model)
     plain = copy.deepcopy(model)
     factors = {
         name: _into_factors(plain, name, operator)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relinear.core.attachment import attachments
+from relinear.compress.export import check_stock
 from relinear.core.aux import named_operators
 from relinear.core.operator import OperatorConfig, plain_linear
 from relinear.system.files import atomic_path
@@ -29,9 +29,7 @@ def check_gguf(model: Any, tokenizer: Any) -> None:
         raise ImportError("GGUF files need the package gguf: pip install 'relinear[gguf]'")
     if type(model).__name__ != _CLASS:
         raise ValueError(f"GGUF files are written of {_CLASS} alone, got {type(model).__name__}; export it as plain")
-    if attachments(model):
-        kinds = ", ".join(config.kind for config in attachments(model))
-        raise ValueError(f"the model has {kinds} attached, which no GGUF file can express; save it with relinear")
+    check_stock(model)
     config = model.config
     unlike = {
         "attention_bias": bool(getattr(config, "attention_bias", False)),

@@ -4,7 +4,7 @@ import copy
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
@@ -19,8 +19,9 @@ from relinear.compress.budget import Budget, at_half_precision, budget_of, round
 from relinear.compress.calibrate import Calibration
 from relinear.compress.corpus import Corpus, read_corpus, read_elsewhere
 from relinear.compress.corrections import MeasuredPoint
-from relinear.compress.export import export_plain
+from relinear.compress.export import check_stock, export_plain
 from relinear.compress.export_gguf import check_gguf, check_gguf_operators, export_gguf
+from relinear.compress.export_packed import check_packable, export_compressed_tensors
 from relinear.compress.heal import HealReport, check_heal, check_healable, heal, original_copy
 from relinear.compress.menu import Operators, menu_of
 from relinear.compress.plan import CompressPlan
@@ -48,8 +49,10 @@ from relinear.system.lock import only_process_in
 from relinear.system.machine import PeakMemory, command_line
 from relinear.system.written import remove_written
 
-#: the model, and what is exported beside it, as they are called in the directory
-MODEL, PLAIN, GGUF = "model", "plain", "model.gguf"
+#: the model, and the one export that is a file, as they are called in the directory; others are called as asked for
+MODEL, GGUF = "model", "model.gguf"
+EXPORTS: dict[str, Callable[..., Path]]
+EXPORTS = {"plain": export_plain, "gguf": export_gguf, "compressed-tensors": export_compressed_tensors}
 #: layers that take less than these seconds together are not refused for their speed: a call costs as much as its work
 LEAST_SECONDS = 1e-3
 #: what two measurements of one speed may differ by
@@ -70,7 +73,7 @@ def compress(
     frontier: bool = False,
     speed_table: SpeedTable | str | Path | None = None,
     out_dir: str | Path | None = None,
-    export: Literal["plain", "gguf"] | None = None,
+    export: Literal["plain", "gguf", "compressed-tensors"] | None = None,
     evaluate_on: Mapping[str, Iterable[Any]] | None = None,
     on_progress: OnProgress = lambda phase, done, total: None,
 ) -> CompressReport:
@@ -94,7 +97,8 @@ def compress(
             that another call left, perhaps on the machine that the model is for.
         evaluate_on: texts of other kinds, by name, that the result is also judged on; of each ``evaluation_tokens``.
         export: "plain" also writes ``out_dir/plain``, a directory that loads without relinear (``export_plain``);
-            "gguf" writes ``out_dir/model.gguf`` of a Llama without factors (``export_gguf``).
+            "gguf" writes ``out_dir/model.gguf`` of a Llama without factors (``export_gguf``); "compressed-tensors"
+            writes ``out_dir/compressed-tensors``, where integers stay packed (``export_compressed_tensors``).
         out_dir: where statistics, plan, state, report (``report.json``, ``report.html``) and model are kept. Killed
             and called again with the same arguments, it goes on from where it was; another budget or menu uses the
             same statistics. None keeps nothing.
@@ -112,16 +116,17 @@ def compress(
         >>> report.bytes < report.bytes_before
         True
     """
-    check_choice("export", export or "plain", ["plain", "gguf"])
+    check_choice("export", export or "plain", EXPORTS)
     given = settings.model_dump() if isinstance(settings, CompressSettings) else dict(settings or {})
     chosen = CompressSettings.load(given if keep is None else given | {"keep": keep}, "compress settings")
     check_heal(chosen)
     if export is not None and out_dir is None:
-        raise ValueError(
-            f"export={export!r} writes into out_dir, and none is given: give it, or export_{export}(model, ...)"
-        )
+        by = EXPORTS[export].__name__
+        raise ValueError(f"export={export!r} writes into out_dir, and none is given: give it, or {by}(model, ...)")
     if export == "gguf":
         check_gguf(model, tokenizer)
+    elif export is not None:
+        check_stock(model)
     table = SpeedTable.load(speed_table) if isinstance(speed_table, str | Path) else speed_table
     check_type("speed_table", table, SpeedTable, type(None))
     if out_dir is not None:
@@ -168,12 +173,11 @@ def proposal(folder: Path, name: str) -> Path:
 def _save(model: Any, folder: Path, tokenizer: Any, export: str | None) -> None:
     # first what an earlier call exported: none is ever beside a model that it does not hold
     (folder / GGUF).unlink(missing_ok=True)
-    remove_written(folder / PLAIN)
+    for name in EXPORTS:
+        remove_written(folder / name)
     save_pretrained(model, folder / MODEL, tokenizer=tokenizer)
-    if export == "plain":
-        export_plain(model, folder / PLAIN, tokenizer=tokenizer)
-    if export == "gguf":
-        export_gguf(model, folder / GGUF, tokenizer=tokenizer)
+    if export is not None:
+        EXPORTS[export](model, folder / (GGUF if export == "gguf" else export), tokenizer=tokenizer)
 
 
 class _Job:
@@ -200,6 +204,9 @@ class _Job:
         left = tuple(entry.in_words() for entry in out_of_reach(coverage(self.model, {}, {})))
         if self.export == "gguf":
             self._check_gguf(self.work.tables)
+        if self.export == "compressed-tensors":
+            offered = ((n, c) for n, layer in self.modules.items() for c in self.menu.sizes(linear_features(layer)))
+            check_packable(self.model, offered if given_plan is None else given_plan.replaced.items())
         if self._asks_for_speed:
             self._prepare_speed(given_plan, plan_only)
         self._lap("speed")

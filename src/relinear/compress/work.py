@@ -138,7 +138,8 @@ def check_directory(folder: Path) -> None:
     if found is not None:
         raise ValueError(f"{folder} holds other work ({found}): give a directory of its own")
     check_ours(folder, "compress")
-    check_ours(folder / "plain", "saved")  # an export that is no longer true goes, another program's model stays
+    for name in ("plain", "compressed-tensors"):  # an export that is no longer true goes, another program's model stays
+        check_ours(folder / name, "saved")
 
 
 @torch.no_grad()

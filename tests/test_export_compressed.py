@@ -1,0 +1,185 @@
+"""Checkpoints of compressed-tensors: loaded by transformers without relinear, they hold the same integers."""
+
+import importlib.util
+import itertools
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+import relinear
+from relinear.compress import compress, export_compressed_tensors
+from relinear.compress.budget import round_to_half_, stored_bytes
+from relinear.data.tokenizers import load_tokenizer
+from tiny_models import make_family
+
+NEEDS_READER = pytest.mark.skipif(
+    importlib.util.find_spec("compressed_tensors") is None,
+    reason="reading needs compressed-tensors: pip install 'relinear[compressed]'",
+)
+ALONE = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "relinear":
+            raise ImportError("there is no relinear here")
+sys.meta_path.insert(0, Blocked())
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+for directory in sys.argv[1:]:
+    for dtype in ("float32", "bfloat16"):
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+        ids = torch.arange(3, 19)[None]
+        found = {"logits": model(ids).logits.contiguous()}
+        found["made"] = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        found |= {n: m.weight.clone() for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+        save_file(found, f"{directory}/{dtype}")
+"""
+CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config}
+SYMMETRIC = {
+    r".*\.(q|k|v)_proj": relinear.Quantized(bits=4, group=32, symmetric=True),
+    r".*\.(gate|up)_proj": relinear.Quantized(bits=8, group=64, symmetric=True),
+    r".*\.o_proj": relinear.Quantized(bits=5, group=32, symmetric=True),
+    r".*\.down_proj": relinear.Quantized(bits=3, group=256, symmetric=True),
+}
+ODD = {
+    "embed_tokens": relinear.Quantized(bits=8),
+    r".*\.q_proj": relinear.Quantized(bits=4, group=32, symmetric=True),
+    r".*\.o_proj": relinear.Quantized(bits=4, group=48, symmetric=True),
+    r".*\.up_proj": relinear.LowRank(rank=8),
+}
+ZERO_POINTS = {
+    r".*\.(q|k|v)_proj": relinear.Quantized(bits=4, group=32),
+    r".*\.(gate|up|down)_proj": relinear.Quantized(bits=8, group=64),
+}
+
+
+OPERATORS = {"symmetric": SYMMETRIC, "zero_points": ZERO_POINTS, "odd": ODD}
+
+
+def model_of(kind: str, operators: dict, **settings):
+    """In single precision, its parameters rounded to half, as ``compress`` by bytes leaves them."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 260, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind](**sizes | settings)).eval()
+    if operators:
+        relinear.replace_(model, operators, init="from_weight")
+    round_to_half_(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> dict:
+    """Models, folders, warnings, and what one process without relinear reads: logits, tokens, matrices of layers."""
+    made = {}
+    for kind, operators in itertools.product(CONFIGS, OPERATORS):
+        model = model_of(kind, OPERATORS[operators], tie_word_embeddings=operators == "odd")
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        folder = tmp_path_factory.mktemp("packed") / f"{kind}-{operators}"
+        with pytest.warns(UserWarning, match="compressed-tensors holds") as said:
+            export_compressed_tensors(model, folder, tokenizer=load_tokenizer("bytes"))
+        assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+        made[kind, operators] = model, folder, str(said[0].message)
+    command = [sys.executable, "-c", ALONE, *(str(folder) for _, folder, _ in made.values())]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
+    assert ran.returncode == 0, ran.stderr
+    return {
+        case: (model, folder, said, load_file(folder / "float32"), load_file(folder / "bfloat16"))
+        for case, (model, folder, said) in made.items()
+    }
+
+
+def assert_same(found: dict, model, atol: float) -> None:
+    ids = torch.arange(3, 19)[None]
+    with torch.no_grad():
+        assert torch.allclose(found["logits"], model(ids).logits, atol=atol)
+        made = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(found["made"], made)
+
+
+def operators_of(model) -> dict:
+    return {name: module for name, module in model.named_modules() if isinstance(module, relinear.Operator)}
+
+
+@NEEDS_READER
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_symmetric_integers_come_back_to_the_bit(kind: str, exported) -> None:
+    model, folder, said, found, half = exported[kind, "symmetric"]
+    assert "4 layers take more bits, and dense are none" in said
+    described = json.loads((folder / "config.json").read_text())["quantization_config"]
+    groups = {(g["weights"]["num_bits"], g["weights"]["group_size"]): g for g in described["config_groups"].values()}
+    targets = {sizes: len(group["targets"]) for sizes, group in groups.items()}
+    assert targets == {(4, 32): 6, (8, 64): 4, (8, 32): 2, (4, 128): 2}
+    assert described["ignore"] == ["lm_head"], "what is not packed vLLM must be told"
+    for name, operator in operators_of(model).items():
+        assert torch.equal(half[name], operator.to_dense().bfloat16()), name
+        assert torch.equal(found[name], operator.to_dense()), name
+    assert_same(found, model, atol=1e-4)
+
+
+@NEEDS_READER
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_zero_points_take_eight_bits_and_are_nearly_exact(kind: str, exported) -> None:
+    model, _, said, found, _ = exported[kind, "zero_points"]
+    assert "6 layers take more bits" in said
+    exact = 0.0
+    for name, operator in operators_of(model).items():
+        dense = operator.to_dense().unflatten(1, (-1, operator.config.group))
+        missed = (found[name].view_as(dense) - dense).abs()
+        assert bool((missed.square().mean(2).sqrt() <= dense.abs().amax(2) * 1.01 / 254).all()), name
+        exact += float((missed.amax(2) == 0).float().mean()) * (operator.config.bits == 4)
+    assert exact > 0, "zero points near the middle are held to the bit"
+    with torch.no_grad():  # of logits up to 6
+        assert torch.allclose(found["logits"], model(torch.arange(3, 19)[None]).logits, atol=0.2)
+
+
+@NEEDS_READER
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_cannot_be_held_is_dense_and_said(kind: str, exported) -> None:
+    model, folder, said, found, _ = exported[kind, "odd"]
+    assert "0 layers take more bits, and dense are model.embed_tokens, model.layers.0.self_attn.o_proj" in said
+    more = (folder / "model.safetensors").stat().st_size - stored_bytes(model)
+    assert f"{more:,} bytes larger" in said
+    written = load_file(folder / "model.safetensors")
+    assert written["model.layers.0.self_attn.o_proj.weight"].dtype == torch.bfloat16
+    assert "model.layers.0.self_attn.q_proj.weight_packed" in written
+    assert "lm_head.weight" not in written
+    assert_same(found, model, atol=0.2)
+
+
+def test_models_without_a_packed_form_are_refused(tmp_path) -> None:
+    integers = relinear.Quantized(bits=4, group=16, symmetric=True)
+    for family, operator, match in (
+        ("llama", relinear.LowRank(rank=4), "and there is none"),
+        ("gpt2", integers, "and there is none"),
+        ("mixtral", integers, "reads no MixtralForCausalLM"),
+        ("falcon", integers, "reads no FalconForCausalLM"),
+        ("llama", relinear.HDPL(rank=4, blocks=2), "save the model with relinear"),
+    ):
+        model = make_family(family)
+        relinear.replace_(model, {"all-linear": operator})
+        with pytest.raises(ValueError, match=match):
+            export_compressed_tensors(model, tmp_path / "packed")
+        assert not (tmp_path / "packed").exists()
+
+
+def test_compress_exports_integers_and_refuses_others_before_any_work(tmp_path) -> None:
+    settings = {"tokens": 512, "sequence_length": 16, "bits": 5.0, "evaluate": False}
+    ids = [torch.randint(1, 260, (1024,), generator=torch.Generator().manual_seed(0))]
+    asked = {"out_dir": tmp_path, "export": "compressed-tensors"}
+    with pytest.raises(ValueError, match="and there is none"):
+        compress(model_of("llama", {}), ids, settings=settings | {"menu": ["low_rank"]}, **asked)
+    assert not list(tmp_path.glob("calibration/*"))
+    packing = settings | {"menu": ["quantized:symmetric=true"]}
+    with pytest.warns(UserWarning, match="compressed-tensors holds"):
+        compress(model_of("llama", {}), ids, settings=packing, **asked)
+    written = json.loads((tmp_path / "compressed-tensors" / "config.json").read_text())
+    assert written["quantization_config"]["format"] == "pack-quantized"
+    compress(model_of("llama", {}), ids, settings=packing | {"bits": 6.0}, out_dir=tmp_path)
+    assert not (tmp_path / "compressed-tensors").exists()
