@@ -1,0 +1,116 @@
+"""Exports of SmolLM2 as programs without relinear read them: size, logits, greedy tokens, and tokens a second.
+
+    python results/compress/exports.py models/smollm2 --out results/compress/exports.jsonl
+
+Layers become integers by rounding to nearest, in groups of 64: 4 bits, values and ``down_proj`` 8. One row for each
+export, all in bfloat16. A fresh process that cannot import relinear reads it by transformers, with the package
+compressed-tensors where that is the format. Both sides compute in float32 on one thread, and continue a prompt by 64
+greedy tokens; seconds are the processor's, of two turns the fewer. ``logits`` is the largest difference over the
+prompts of ``llama_cpp.py``, ``spread`` the standard deviation of those logits. ``greedy`` counts the prompts, of ten,
+with 24 equal tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+if __name__ == "__main__" and sys.argv[1:2] == ["read"]:
+    sys.modules["relinear"] = None  # whoever imports it here fails
+    from transformers import AutoModelForCausalLM
+else:
+    from llama_cpp import PROMPTS
+    from transformers import AutoModelForCausalLM
+
+    import relinear
+    from relinear.compress import export_compressed_tensors, export_plain
+    from relinear.compress.budget import at_half_precision, round_to_half_, stored_bytes
+    from relinear.data.tokenizers import load_tokenizer
+    from relinear.system.machine import circumstances
+
+EXPORTS = (("plain", True), ("compressed-tensors", True), ("compressed-tensors", False))
+
+
+@torch.no_grad()
+def observed(model, prompts: list[list[int]]) -> dict:
+    """Logits of all prompts in a row, and 24 greedy tokens after each; tokens a second of 64 greedy ones."""
+    torch.set_num_threads(1)
+    found = {"logits": torch.cat([model(torch.tensor([ids])).logits[0] for ids in prompts])}
+    how = {"do_sample": False, "pad_token_id": 0}
+    found["made"] = [model.generate(torch.tensor([ids]), max_new_tokens=24, **how)[0].tolist() for ids in prompts]
+    seconds = []
+    for _ in range(2):
+        start = time.process_time()  # of a thread alone: what else the machine does hardly counts
+        model.generate(torch.tensor([prompts[0]]), max_new_tokens=64, min_new_tokens=64, **how)
+        seconds.append(time.process_time() - start)
+    return found | {"speed": 64 / min(seconds)}
+
+
+def read(directory: str, prompts: str, out: str) -> None:
+    """What the process without relinear does."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    found = observed(model, json.loads(prompts))
+    save_file({"logits": found.pop("logits")}, f"{out}.safetensors")
+    Path(f"{out}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def main() -> None:
+    """Export, have it read, and write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    tokenizer, rows = load_tokenizer(given.model), []
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    for export, symmetric in EXPORTS:
+        model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
+        four, eight = (relinear.Quantized(bits=bits, group=64, symmetric=symmetric) for bits in (4, 8))
+        wide = r".*\.(v|down)_proj"
+        relinear.replace_(model, {r".*\.(q|k|o|gate|up)_proj": four, wide: eight}, init="from_weight")
+        round_to_half_(model)
+        own = observed(model, prompts)
+        with tempfile.TemporaryDirectory() as work, warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            write = export_plain if export == "plain" else export_compressed_tensors
+            with at_half_precision(model):
+                folder = write(model, Path(work) / "export")
+            command = [sys.executable, __file__, "read", str(folder), json.dumps(prompts), f"{work}/read"]
+            subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            theirs = json.loads(Path(f"{work}/read.json").read_text(encoding="utf-8"))
+            logits = load_file(f"{work}/read.safetensors")["logits"]
+            size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        rows.append(
+            {
+                "export": export,
+                "integers": f"4 bits, v and down 8, group 64, {'symmetric' if symmetric else 'zero points'}",
+                "bytes": size,
+                "bytes_relinear": stored_bytes(model),
+                "logits": float((own["logits"] - logits).abs().max()),
+                "spread": float(logits.std()),
+                "greedy": sum(a == b for a, b in zip(own["made"], theirs["made"], strict=True)),
+                "tokens_per_second": {"export": round(theirs["speed"], 2), "relinear": round(own["speed"], 2)},
+                "said": [str(one.message) for one in said if "compressed-tensors holds" in str(one.message)],
+                "compressed_tensors": version("compressed-tensors"),
+            }
+            | circumstances()
+        )
+        print(json.dumps(rows[-1], indent=1))
+    given.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["read"]:
+        read(*sys.argv[2:])
+    else:
+        main()
