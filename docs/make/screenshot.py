@@ -14,13 +14,26 @@ import sys
 import tempfile
 from pathlib import Path
 
+from PIL import Image, ImageChops
+
 PICTURES = Path(__file__).resolve().parents[1] / "pictures"
-WIDTH, HEIGHT, SCALE = 400, 640, 2
+WIDTH, HEIGHT, SCALE = 400, 1200, 2
+#: pixels that are left below the last line
+BELOW = 12
 #: what the picture leaves out: what stands between verdict and figure, and all that follows
 STYLE = """<style>
 p.soft, .entries, figcaption, figure ~ * { display: none !important }
 body { padding: 12px 14px 0 !important } figure { margin: 0 }
 </style></head>"""
+
+
+def crop(picture: Path) -> None:
+    """Take away what is empty at the foot of the picture; the window is higher than any report's first figure."""
+    with Image.open(picture) as image:
+        shown = image.convert("RGB")
+    empty = Image.new("RGB", shown.size, shown.getpixel((0, shown.height - 1)))
+    _, _, _, bottom = ImageChops.difference(shown, empty).getbbox()
+    shown.crop((0, 0, shown.width, bottom + BELOW * SCALE)).save(picture, optimize=True)
 
 
 def main(report: Path) -> int:
@@ -39,6 +52,7 @@ def main(report: Path) -> int:
             command += [f"--force-device-scale-factor={SCALE}", f"--window-size={WIDTH},{HEIGHT}"]
             picture = PICTURES / f"demo-{theme}.png"
             subprocess.run([*command, f"--screenshot={picture}", page.as_uri()], check=True, stderr=subprocess.DEVNULL)
+            crop(picture)
             print(f"{picture}: {picture.stat().st_size:,} bytes")
     return 0
 
