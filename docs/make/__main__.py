@@ -74,10 +74,9 @@ def measured_of(kind: str) -> str:
     if kind == "pivoted_low_rank":
         parts.append(measured.compression_table())
     if kind == "quantized":
-        parts.append(
-            "SmolLM2, nats above the original, and repeated 4-grams ([how](../../results/compress/README.md)):"
-        )
-        parts.append(frontier.frontier_table())
+        how = "[how](../../results/compress/README.md)"
+        parts.append(f"SmolLM2 turned off its file's 4-bit grid, nats above the original ({how}):")
+        parts.append(frontier.turned_table())
     if measured.timed(kind)[1]:
         parts.append(measured.speed_table(kind))
     return "\n\n".join(parts)
@@ -115,11 +114,12 @@ def pages() -> dict[Path, str]:
     found |= {DOCS / "pictures" / f"guide-{name}.svg": guides.picture(name) for name in guides.PICTURES}
     large = (DOCS / "large_models.md").read_text(encoding="utf-8")
     found[DOCS / "pictures" / "guide-large_models.svg"] = guides.large_models(large)
-    found |= {DOCS / "pictures" / f"{frontier.PICTURE}-{t}.svg": frontier.picture(t) for t in forest.THEMES}
+    for which in frontier.CHARTS:
+        found |= {DOCS / "pictures" / f"{which}-{t}.svg": frontier.chart(t, which) for t in forest.THEMES}
     for which in frontier.EQUAL:
         found |= {DOCS / "pictures" / f"{which}-{t}.svg": frontier.equal_bytes(t, which) for t in forest.THEMES}
     page = DOCS / "compress.md"
-    of_page = {"frontier": frontier.frontier_table, "picture": frontier.in_page, **frontier.ROUNDED}
+    of_page = {"frontier": frontier.frontier_table, **frontier.ROUNDED}
     found[page] = filled(page.read_text(encoding="utf-8"), of_page, "compression")
     made_of = (
         {"compress": {"frontier": frontier.frontier_table, **frontier.ROUNDED}, "speed": speed.PARTS, "gpu": gpu.PARTS},

@@ -1,17 +1,19 @@
-"""What a model of fewer bits loses: a table and a picture of results/compress/frontier.jsonl."""
+"""What a model of fewer bits loses: tables and pictures of results/compress."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import svg
-from measured import gap, mean, ranged, read, table
+from measured import gap, mean, ranged, read, signed, table
 
-__all__ = ["EQUAL", "PICTURE", "ROUNDED", "equal_bytes", "frontier_table", "in_page", "picture"]
+__all__ = ["CHARTS", "EQUAL", "ROUNDED", "chart", "equal_bytes", "frontier_table", "turned_table"]
 
-RECORD, PICTURE, EQUAL_BYTES = "compress/frontier.jsonl", "compress-frontier", "compress-equal-bytes"
+RECORD, EQUAL_BYTES, SPEEDS = "compress/frontier.jsonl", "compress-equal-bytes", "compress/speed_bits.json"
 ROUNDING, ALLOCATION, LLAMA_CPP = "compress/rounding.jsonl", "compress/allocation.json", "compress/llama_cpp.jsonl"
 GROUPS, TRAINED = "compress/groups_of_64.jsonl", "compress/trained.jsonl"
 #: of a picture of equal bytes: whose, the record, bits, nats at its right edge and between its lines
@@ -23,6 +25,7 @@ EQUAL = {
 NAMES = {
     "nearest": "{} bits, to nearest",
     "minmax": "{} bits, to nearest, not clipped",
+    "absmax": "{} bits, to nearest, no zero points, not clipped",
     "hqq": "{} bits, HQQ",
     "awq": "{} bits, AWQ",
     "gptq-order": "{} bits, GPTQ in order",
@@ -36,7 +39,8 @@ NAMES = {
     "keep": "`compress --keep {}`",
 }
 #: of the record on rounding: the models, and which rows are held against which
-MODELS = {"smollm2-rotated": "turned", "smollm2": "as it is"}
+TURNED = "smollm2-rotated"
+MODELS = {TURNED: "turned", "smollm2": "as it is"}
 RIVALS = (
     ("bits:4.25", "gptq:4@96"),
     ("bits:4.25", "gptq-order:4@96"),
@@ -45,13 +49,16 @@ RIVALS = (
     ("bits:3.0", "gptq-order:3@576"),
     ("bits:2.5", "gptq-order:2@48"),
     ("bits:4.25", "awq:4@96"),
+    ("bits:8.25", "gptq-order:8@96"),
 )
+#: nats that a rival loses at least where a share of them is told
+LEAST = 0.002
 #: what is held against which over draws of calibration
 DRAWS = {"bits:4.25": "gptq-order:4@96", "bits:3.5": "gptq-order:3@48"}
 DRAWS_TRAINED = {"bits:4.375": "gptq-order:4@64", "bits:3.375": "gptq-order:3@64"}
-#: what the picture shows
+#: what a picture of bits shows, and its names there
 MOST = 1.0  # nats; what loses more is in the table alone
-SHOWN = ("nearest", "gptq", "uniform", "bits", "keep")
+SHOWN = {"bits": "compress", "gptq-order": "GPTQ in order", "awq": "AWQ", "nearest": "to nearest"}
 OURS = ("uniform", "bits", "bits-order", "heal", "keep")
 #: of a picture of equal bytes: height of a row, where names end
 ROW, LABELS = 24, 190
@@ -102,11 +109,26 @@ def rounding_table() -> str:
     columns = [(model, text) for model, losses in originals.items() for text in losses]
     lines = [["original", "16.00", *(f"{originals[model][text]:.3f} nats" for model, text in columns)]]
     methods = {name: row["bits"] for (_, name), row in found.items() if name != "original"}
+    file = ["the file it came in, Q4_1", "5.00", *("" if model == TURNED else "+0.000" for model, _ in columns)]
     for name in sorted(methods, key=lambda name: (-round(methods[name], 1), _mean_rise(found, name))):
         over = [found.get((model, name), {}).get("against", {}).get(text) for model, text in columns]
         cells = ["" if at is None else f"{at['nats']:+.3f} ± {at['interval']:.3f}" for at in over]
+        if methods[name] < 5 and file not in lines:
+            lines.append(file)
         lines.append([_called(name), f"{methods[name]:.2f}", *cells])
     return table(["", "bits a weight", *(f"{MODELS[model]}, {text}" for model, text in columns)], lines)
+
+
+def turned_table() -> str:
+    """The turned model at every size: what `compress` loses, and its strongest rival."""
+    found, texts = _rounding(), ("wikitext2", "ptb")
+    losses = found[TURNED, "original"]["loss"]
+    lines = [["original", "16.00", *(f"{losses[text]:.3f} nats" for text in texts)]]
+    pairs = sorted((pair for pair in RIVALS if pair[1].startswith("gptq-order")), reverse=True)
+    for row in (found[TURNED, name] for pair in pairs for name in pair):
+        over = [f"{signed(at['nats'], 3)} ± {at['interval']:.3f}" for at in (row["against"][text] for text in texts)]
+        lines.append([_name(row).partition(", groups")[0], f"{row['bits']:.2f}", *over])
+    return table(["", "bits a weight", *texts], lines)
 
 
 def _mean_rise(found: dict[tuple[str, str], dict[str, Any]], name: str) -> float:
@@ -128,8 +150,11 @@ def rivals() -> str:
                 if text not in a["against"] or text not in b["against"]:
                     cells.append("")
                     continue
-                share = a["against"][text]["nats"] / b["against"][text]["nats"]
-                cells.append(f"{share:.2f} ({gap(a['losses'][text], b['losses'][text])})")
+                mine, other = (row["against"][text]["nats"] for row in (a, b))
+                if other < LEAST:  # both lose nothing
+                    cells.append(gap(a["losses"][text], b["losses"][text], 4))
+                else:
+                    cells.append(f"{mine / other:.2f} ({gap(a['losses'][text], b['losses'][text])})")
             lines.append([_called(ours), _called(theirs), MODELS[model], *cells])
     return table(["", "beside", "model", *texts], lines)
 
@@ -225,49 +250,95 @@ def allocation_table() -> str:
     return table(["model", "4.38 bits in all", "by layer", "share", "least by layer", "least by row"], lines)
 
 
-def picture(theme: str) -> str:
-    """The SVG: loss on the first text against bits a weight."""
-    ink, soft, line, ours, theirs = svg.THEMES[theme]
-    text = next(iter(read(RECORD)[0]["loss"]))
-    points = [(row["bits"], row["against"][text], row["row"].partition(":")[0], _name(row)) for row in rows()]
-    points = [point for point in points if point[2] in SHOWN and point[1]["nats"] < MOST]
-    bits, top = [p[0] for p in points], max(p[1]["nats"] + p[1]["interval"] for p in points)
-    low, high = min(bits) - 0.5, max(bits) + 1.5
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Points of a picture: across, and the row's nats with their interval; joined where there are several."""
 
-    def at(x: float, y: float) -> tuple[float, float]:
+    name: str
+    ours: bool
+    points: Sequence[tuple[float, Mapping[str, Any]]]
+
+
+def _by_bits(text: str) -> list[Curve]:
+    """The turned model's rows: nats against bits, methods of several sizes as lines."""
+    found: dict[str, list[tuple[float, Mapping[str, Any]]]] = {}
+    for (model, name), row in _rounding().items():
+        method = name.partition(":")[0]
+        if model == TURNED and method in SHOWN and row["against"][text]["nats"] < MOST:
+            found.setdefault(method, []).append((row["bits"], row["against"][text]))
+    return [Curve(SHOWN[method], method in OURS, sorted(points, key=_across)) for method, points in found.items()]
+
+
+def _by_speed(text: str) -> list[Curve]:
+    """The same budgets: nats against decoding, times as fast as the original."""
+    curves, losses = [Curve("original", False, [(1.0, {"nats": 0.0, "interval": 0.0})])], _rounding()
+    rows = read(SPEEDS)["rows"]
+    for threads in dict.fromkeys(row["threads"] for row in rows):
+        for row in (row for row in rows if row["threads"] == threads):
+            bits = row["model"].partition("-")[2]
+            point = row["decode"]["ratio"], losses[TURNED, f"bits:{bits}"]["against"][text]
+            curves.append(Curve(f"{bits} bits" + ", 2 threads" * (threads == 2), True, [point]))
+    return curves
+
+
+def _across(point: tuple[float, Mapping[str, Any]]) -> float:
+    return point[0]
+
+
+#: a picture: its curves, what stands across, where that begins and ends, and its ticks
+CHARTS = {
+    "compress-frontier": (_by_bits, "bits a weight, scales included", (1.0, 9.0), range(2, 10)),
+    "compress-speed": (
+        _by_speed,
+        "decoding, times as fast as the original",
+        (0.8, 3.4),
+        (1, 1.5, 2, 2.5, 3),
+    ),
+}
+
+
+def chart(theme: str, which: str) -> str:
+    """The SVG: loss on the first text against bits a weight, or against speed."""
+    ink, soft, line, ours, theirs = svg.THEMES[theme]
+    found, title, (low, high), ticks = CHARTS[which]
+    text = next(iter(read(ROUNDING)[0]["loss"]))
+    curves = found(text)
+    top = max(at["nats"] + at["interval"] for curve in curves for _, at in curve.points)
+
+    def place(x: float, y: float) -> tuple[float, float]:
         across = LEFT + (x - low) / (high - low) * (WIDTH - LEFT - 20)
         return across, HEIGHT - BOTTOM - max(0.0, y) / top * (HEIGHT - BOTTOM - TOP)
 
     parts = [svg.text(LEFT, 16, f"nats a token above the original, {text}", soft, "start")]
-    for tick in [tick / 10 for tick in range(0, int(10 * top) + 1, 1 if top < 0.8 else 2)]:
-        y = at(low, tick)[1]
+    step = 0.02 if top < 0.2 else 0.2
+    for tick in [step * index for index in range(int(top / step) + 1)]:
+        y = place(low, tick)[1]
         parts.append(svg.line(LEFT, y, WIDTH - 20, y, line, 1))
-        parts.append(svg.text(LEFT - 8, y + 4, f"{tick:.1f}", soft, "end"))
-    for tick in range(int(low) + 1, int(high) + 1):
-        parts.append(svg.text(at(tick, 0)[0], HEIGHT - BOTTOM + 18, str(tick), soft))
-    parts.append(svg.text((LEFT + WIDTH) / 2, HEIGHT - 8, "bits a weight, scales included", soft))
-    written: list[float] = []  # heights of names: none stands on another
-    for x, found, method, name in points:
-        colour = ours if method in OURS else theirs
-        (across, y), (_, up), (_, down) = (at(x, found["nats"] + sign * found["interval"]) for sign in (0, 1, -1))
-        parts.append(svg.line(across, up, across, down, colour, 2.4))
-        parts.append(svg.circle(across, y, colour, method == "nearest"))
-        low_enough = next(y + 4 - up for up in range(0, 200, 2) if all(abs(y + 4 - up - w) >= 13 for w in written))
-        written.append(low_enough)
-        aside = (across - 10, "end") if across > WIDTH / 2 else (across + 10, "start")
-        parts.append(svg.text(aside[0], low_enough, name.replace("`", ""), ink, aside[1]))
-    return svg.whole(WIDTH, HEIGHT, _described(), parts)
+        parts.append(svg.text(LEFT - 8, y + 4, f"{tick:.{2 if step < 0.1 else 1}f}", soft, "end"))
+    parts += [svg.text(place(tick, 0)[0], HEIGHT - BOTTOM + 18, f"{tick:g}", soft) for tick in ticks]
+    parts.append(svg.text((LEFT + WIDTH) / 2, HEIGHT - 8, title, soft))
+    for curve in curves:
+        colour = ours if curve.ours else theirs
+        places = [place(x, at["nats"]) for x, at in curve.points]
+        parts += [svg.line(*here, *there, colour, 1.2) for here, there in itertools.pairwise(places)]
+        for x, at in curve.points:
+            (across, up), (_, down) = (place(x, at["nats"] + sign * at["interval"]) for sign in (1, -1))
+            parts += [svg.line(across, up, across, down, colour, 2.4), svg.circle(*place(x, at["nats"]), colour)]
+        (x, y), *more = places
+        aside = (x - 10, y + 4, "end") if more and curve.ours else (x + 10, y - 8, "start")
+        parts.append(svg.text(*aside[:2], curve.name, ink, aside[2]))
+    return svg.whole(WIDTH, HEIGHT, _described(which, text), parts)
 
 
-def _described() -> str:
-    text = next(iter(read(RECORD)[0]["loss"]))
-    told = [f"{_name(r).replace('`', '')} at {r['bits']:.2f} bits {r['against'][text]['nats']:+.3f}" for r in rows()]
-    return f"Nats a token above the original on {text}: {'; '.join(told)}."
+def _described(which: str, text: str) -> str:
+    curves, title, *_ = CHARTS[which][0](text), CHARTS[which][1]
+    told = [f"{c.name} " + ", ".join(f"{signed(at['nats'], 3)} at {x:.2f}" for x, at in c.points) for c in curves]
+    return f"Nats a token above the original on {text}, turned SmolLM2, against {title}: {'; '.join(told)}."
 
 
-def in_page(folder: str = "pictures") -> str:
-    """The picture in a page, in light and in dark."""
-    return svg.themed(f"{folder}/{PICTURE}", _described())
+def chart_in_page(folder: str, which: str) -> str:
+    """A picture in a page, in light and in dark."""
+    return svg.themed(f"{folder}/{which}", _described(which, next(iter(read(ROUNDING)[0]["loss"]))))
 
 
 def equal_bytes(theme: str, which: str = EQUAL_BYTES) -> str:
@@ -339,7 +410,8 @@ def trained_table() -> str:
     for row in others:
         over = [f"{row['against'][text]['nats']:+.4f} ± {row['against'][text]['interval']:.4f}" for text in texts]
         lines.append([_called(row["row"]), f"{row['bits']:.2f}", *over])
-    return table(["", "bits a weight", *texts], lines)
+    lines = [[*line, f"{row['repeated']:.0%}"] for line, row in zip(lines, [original, *others], strict=True)]
+    return table(["", "bits a weight", *texts, "repeated 4-grams"], lines)
 
 
 def by_llama_cpp() -> str:
@@ -357,7 +429,7 @@ def by_llama_cpp() -> str:
 def speeds(told: str) -> str:
     """Decoding and prefill of rounded models, times as fast as the original; ``told``: how a ratio is written."""
     times: dict[str, list[str]] = {}
-    for row in read("compress/speed_bits.json")["rows"]:
+    for row in read(SPEEDS)["rows"]:
         line = times.setdefault(row["model"].partition("-")[2], [])
         line += [told.format_map(row[what]) for what in ("decode", "prefill")]
     lines = [[bits, one, two, prompt] for bits, (one, prompt, two, _) in times.items()]
@@ -365,11 +437,12 @@ def speeds(told: str) -> str:
 
 
 ROUNDED = {
-    "speeds": functools.partial(speeds, "{ratio:.1f}"),
+    "speeds": functools.partial(speeds, "{ratio:.2f}"),
     "speeds_ranged": functools.partial(speeds, "{ratio:.2f} ({ratio_low:.2f} to {ratio_high:.2f})"),
     "rounding": rounding_table,
     "rivals": rivals,
     "equal_bytes": at_equal_bytes_in_page,
+    "speed_picture": functools.partial(chart_in_page, "../../docs/pictures", "compress-speed"),
     "allocation": allocation_table,
     "predictions": predictions_table,
     "drawn_labels": drawn_table,

@@ -8,7 +8,7 @@ and are judged on the same windows, spread over each text. Integers have a zero 
 many as a row says ("@48"); scales and zero points are counted.
 
     nearest     every layer rounded to nearest, on grids that are clipped to the least squared error
-    minmax, hqq, awq    to nearest as others do it, in rivals.py
+    minmax, absmax, hqq, awq    to nearest as others do it, in rivals.py
     gptq        GPTQ: every layer rounded under the second moment of its inputs in the original, all to the same bits
     gptq-order  the same from the first decoder layer to the last, on the inputs that the rounded model has
     uniform     our rounding, under the moments of inputs and output gradients, all layers to the same bits
@@ -181,8 +181,10 @@ def main() -> None:
     model, settings = fresh(), CompressSettings(**base)
     blocks = read_corpus(corpora, {}, tokenizer, settings, plan_only=True).blocks
     state.mkdir(parents=True, exist_ok=True)
-    calibration = Work(model, linear_layers(model), settings, state, lambda *_: None).calibrate(blocks)
-    names = calibration.names
+    work = Work(model, linear_layers(model), settings, state, lambda *_: None)
+    unseen = all(row.partition(":")[0] in GRIDS for row in given.rows)  # these calibrate nothing
+    calibration = None if unseen else work.calibrate(blocks)
+    names = list(work.modules)
     written = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
     about = {"model": Path(given.model).name, "seed": given.seed}
     done = {row["row"] for row in written if about.items() <= row.items()}
@@ -205,7 +207,7 @@ def main() -> None:
         start, model, predicted = time.monotonic(), fresh(), None
         if method in ("nearest", "gptq", "gptq-order", "uniform", "awq", *GRIDS):
             bits, _, group = number.partition("@")
-            config = relinear.Quantized(bits=int(bits), group=int(group or 64))
+            config = relinear.Quantized(bits=int(bits), group=int(group or 64), symmetric=method == "absmax")
             if method == "gptq-order":
                 round_in_order_(model, dict.fromkeys(names, config), blocks)
             elif method == "awq" or method in GRIDS:

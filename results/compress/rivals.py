@@ -1,6 +1,7 @@
 """Roundings of the field for frontier.py, written from their papers; none has another number of bits for any layer.
 
     minmax  a group's range in even steps
+    absmax  even steps about zero, as far as a group's largest magnitude; no zero points
     hqq     the same scales with zero points that minimise |W - W'|^0.7, half-quadratically (Badri and Shaji 2023)
     awq     inputs scaled by mean |x|^alpha, alpha from 0 to 0.95 by the least output error of the layers that share an
             input, folded into what comes before (Lin et al. 2306.00978); then to nearest on clipped grids
@@ -48,6 +49,13 @@ def minmax(weight: Tensor, config: Quantized) -> Grid:
     return _grid(scale, zero, config.bits)
 
 
+def absmax(weight: Tensor, config: Quantized) -> Grid:
+    """Grids about zero from the largest magnitude of each group; the largest code is cut, as it is in the field."""
+    magnitude = _groups(weight, config)[0].abs().amax(2)
+    scale = (magnitude / (2 ** (config.bits - 1) - 0.5)).clamp_min(2.0**-17)
+    return _grid(scale, torch.full_like(scale, 2.0 ** (config.bits - 1)), config.bits)
+
+
 def hqq(weight: Tensor, config: Quantized) -> Grid:
     """The same with HQQ's zero points."""
     w, scale, zero = _groups(weight, config)
@@ -66,7 +74,7 @@ def hqq(weight: Tensor, config: Quantized) -> Grid:
     return _grid(scale[..., 0], found[..., 0], config.bits)
 
 
-GRIDS = {"minmax": minmax, "hqq": hqq}
+GRIDS = {"minmax": minmax, "absmax": absmax, "hqq": hqq}
 
 
 @torch.no_grad()
