@@ -87,7 +87,8 @@ class CompressReport:
                 f"Its greedy text repeats itself ({after:.0%} of 4-grams, the original's {before:.0%}): "
                 + ", ".join(said)
             )
-        return ", ".join([*said, "writes as the original does"])
+        more = "no more" if after <= before else "hardly more"
+        return ", ".join([*said, f"repeats itself {more} than the original"])
 
     @property
     def remarks(self) -> list[str]:
