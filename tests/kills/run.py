@@ -79,15 +79,16 @@ def attempt(
 def run(kills: int, seed: int = 0, names: list[str] | None = None, minutes: float = math.inf) -> dict[str, Any]:
     """So many kills over all works in turn; counts by work, and what came out otherwise than in peace.
 
-    The work "compressions" stands for all of ``COMPRESSIONS``, which are counted by each of their axes. After so many
-    ``minutes`` no further work is begun.
+    The work "compressions" stands for all of ``COMPRESSIONS``, a word of their names for those that have it; they are
+    counted by each of their axes. After so many ``minutes`` no further work is begun.
     """
     import torch
 
     from kills.works import COMPRESSIONS, WORKS, come_to
 
     torch.set_num_threads(1)
-    names = [name for work in names or WORKS for name in (COMPRESSIONS if work == "compressions" else [work])]
+    ways = {work: [name for name in COMPRESSIONS if work in ("compressions", *name.split())] for work in names or WORKS}
+    names = [name for work, found in ways.items() for name in ([work] if work in WORKS else found)]
     survived: collections.Counter[str] = collections.Counter()
     failures: list[str] = []
     begun = time.monotonic()
@@ -98,17 +99,17 @@ def run(kills: int, seed: int = 0, names: list[str] | None = None, minutes: floa
         data.write_text("\n\n".join(f"paragraph {i} says {i * i} and {i % 7}" for i in range(60)))
         peace: dict[str, Any] = {}
         number = 0
-        while sum(survived.values()) < kills and time.monotonic() - begun < 60 * minutes:
+        while sum(survived.values()) < kills > len(failures) and time.monotonic() - begun < 60 * minutes:
             name = names[number % len(names)]
             rng = random.Random(f"{seed} {number}")
             number += 1
-            if name not in peace:
-                _, events, took = attempt(name, data, home / f"{name}-peace")
-                peace[name] = (come_to(home / f"{name}-peace"), events, took)
-            expected, events, took = peace[name]
             out = home / f"{name}-{number}"
             moments = []
             try:
+                if name not in peace:
+                    _, events, took = attempt(name, data, home / f"{name}-peace")
+                    peace[name] = (come_to(home / f"{name}-peace"), events, took)
+                expected, events, took = peace[name]
                 for _ in range(rng.choice([1, 1, 2, 3])):
                     by_event = rng.random() < 0.5
                     at = rng.randrange(1, events + 1) if by_event else rng.uniform(0, took)

@@ -94,13 +94,22 @@ def _tokenizer() -> Any:
     return train_bpe([text], 300, len(text))
 
 
-def _compress_by(anchor: bool, heal: str, points: bool, plan: str, export: str) -> Callable[[Path, Path], None]:
-    """A compression with all that it keeps state of; its figures are compared, times are not waited for."""
+def _compress_by(
+    anchor: bool, heal: str, points: bool, plan: str, export: str, bits: float | None = None
+) -> Callable[[Path, Path], None]:
+    """A compression with all that it keeps state of; its figures are compared, times are not waited for.
+
+    With ``bits`` it is by bytes: integers, the embedding among them. The plan "frontier" is made by a second command,
+    behind one that shows many budgets.
+    """
     # a GGUF file has no layers of two matrices
     operator = "monarch:blocks=4" if export == "gguf" else "low_rank:rank=4"
     chosen = {"tokens": 128, "sequence_length": 16, "batch_size": 4, "anchor": anchor, "anchor_tokens": 64}
     chosen |= {"menu": [operator], "measured_points": int(points), "evaluation_tokens": 32, "sample_tokens": 2}
-    chosen |= {"allow_slower": True}
+    chosen |= {"keep": 0.8, "allow_slower": True}
+    if bits is not None:
+        del chosen["keep"], chosen["menu"]
+        chosen |= {"bits": bits} | ({"menu": ["quantized:symmetric=true"]} if export == "gguf" else {})
     if heal:
         chosen |= {"heal": heal, "heal_tokens": 192, "heal_held_out_tokens": 32, "heal_learning_rate": 1e-3}
 
@@ -108,6 +117,11 @@ def _compress_by(anchor: bool, heal: str, points: bool, plan: str, export: str) 
         beside.SPEED_SECONDS, beside.PREFILL_TOKENS, beside.DECODED_TOKENS = 0.01, 4, 2
         torch.manual_seed(0)
         model, given = make_tiny_llama(vocab_size=320), {}
+        shown = out.with_name(f"shown-{out.name}")
+        if plan == "frontier" and not shown.exists():
+            shared = {"tokenizer": _tokenizer(), "settings": chosen, "out_dir": out}
+            relinear.compress(model, _ids(20), frontier=True, **shared)
+            shown.touch()
         if plan == "given":
             found = [name for name, module in model.named_modules() if is_linear(module) and "layers.1" not in name]
             layers = {name: {"operator": operator} for name in found if name != "lm_head"}
@@ -115,7 +129,7 @@ def _compress_by(anchor: bool, heal: str, points: bool, plan: str, export: str) 
             given["plan_file"].write_text(json.dumps({"layers": layers}))
         if export:
             given["export"] = export
-        relinear.compress(model, _ids(20), keep=0.8, tokenizer=_tokenizer(), settings=chosen, out_dir=out, **given)
+        relinear.compress(model, _ids(20), tokenizer=_tokenizer(), settings=chosen, out_dir=out, **given)
 
     return work
 
@@ -153,6 +167,20 @@ COMPRESSIONS: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
+#: of integers: every way of healing and exporting, with and without a frontier before; and with anchor and points.
+#: No adapters: they go on layers that stay dense, and none does
+_INTEGERS = [
+    *((False, heal, False, plan, export) for export, plan, heal in itertools.product(
+        ("", "gguf", "plain"), ("frontier", "made"), ("operators", "", "all"))),
+    *((True, heal, True, "frontier", "") for heal in ("operators", "", "all")),
+]  # fmt: skip
+COMPRESSIONS |= {
+    f"compress bits=4.25 anchor={way[0]} heal={way[1] or None} points={way[2]} plan={way[3]} "
+    f"export={way[4] or None}": _compress_by(*way, bits=4.25)
+    for way in _INTEGERS
+}
+
+
 def come_to(out: Path) -> dict[str, Any]:
     """Every result and every bit of every model below ``out``, without what tells of time and place."""
     found: dict[str, Any] = {}
@@ -167,7 +195,8 @@ def come_to(out: Path) -> dict[str, Any]:
             found[str(name)] = digest.hexdigest()
         elif path.suffix == ".gguf":
             found[str(name)] = hashlib.sha256(path.read_bytes()).hexdigest()
-        elif path.name in ("run.json", "results.json", "sweep.json", "report.json", "plan.json", "healed.json"):
+        elif path.name in ("run.json", "results.json", "sweep.json", "report.json", "plan.json", "healed.json",
+                           "frontier.json"):  # fmt: skip
             found[str(name)] = _lasting(json.loads(path.read_text()))
         elif path.name == "metrics.jsonl":
             found[str(name)] = [_lasting(json.loads(line)) for line in path.read_text().splitlines()]
