@@ -1,7 +1,8 @@
-"""Every public name's docstring shows an example that runs as printed, of at most five lines."""
+"""Every public name's docstring reads as a reference page, with an example that runs as printed, of at most 5 lines."""
 
 import doctest
 import inspect
+import operator
 import re
 
 import pytest
@@ -13,11 +14,35 @@ from relinear.core import config as registry
 #: names whose example needs more than this machine has: they are read, not run
 NOT_RUN = {"lm_eval": "network"}
 NAMES = [name for name in relinear.__all__ if name != "__version__"]
+NAMES += [f"clifford.{name}" for name in relinear.clifford.__all__]
+#: what first lines begin with; a new verb is added here, in the imperative
+VERBS = """
+Add Attach Change Describe Divide Freeze Gate Give Hold Keep Let Load Make Map Modulate Normalise Predict Put Raise Read
+Replace Resolve Return Run Save Say Set Split Start Store Tabulate Take Tokenise Train Turn Weigh
+"""
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
+def text(name: str) -> str:
+    return inspect.getdoc(operator.attrgetter(name)(relinear)) or ""
+
+
 def examples(name: str) -> list[doctest.Example]:
-    return doctest.DocTestParser().get_examples(inspect.getdoc(getattr(relinear, name)) or "", name)
+    return doctest.DocTestParser().get_examples(text(name), name)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "clifford"])
+def test_it_begins_with_a_verb_and_says_what_goes_in_and_comes_out(name: str) -> None:
+    value = operator.attrgetter(name)(relinear)
+    first, _, rest = text(name).partition("\n")
+    assert first.split()[0] in VERBS.split(), first
+    assert len(first) <= 120
+    assert not rest or rest.startswith("\n"), "the first line is a paragraph"
+    if not inspect.isclass(value):  # a class has its fields, and what it is
+        signature = inspect.signature(value)
+        assert "\nArgs:\n" in rest or not signature.parameters
+        nothing = signature.return_annotation in (None, "None")
+        assert nothing or first.startswith("Return ") or "\nReturns:\n" in rest
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -26,7 +51,9 @@ def test_an_example_runs_as_printed(name: str, tmp_path, monkeypatch) -> None:
     found = examples(name)
     assert found, f"{name} has no example"
     assert sum(len(one.source.splitlines()) for one in found) <= 5, name
-    assert any(re.search(rf"\b{name}\b", one.source) for one in found), f"the example of {name} does not use it"
+    assert any(re.search(rf"\b{re.escape(name)}\b", one.source) for one in found), (
+        f"the example of {name} does not use it"
+    )
     skipped = [one for one in found if doctest.SKIP in one.options]
     assert bool(skipped) == (name in NOT_RUN)
     if skipped:

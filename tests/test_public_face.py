@@ -1,7 +1,6 @@
 """What ``import relinear`` and ``relinear --help`` give, to people and to type checkers, and how little they import."""
 
 import ast
-import inspect
 import re
 import subprocess
 import sys
@@ -161,14 +160,3 @@ def test_the_version_is_one_and_the_changelog_speaks_of_it() -> None:
     section = text.split(f"\n## {relinear.__version__} ")[1].split("\n## ")[0]
     assert len(re.sub(r"(?m)^(-|#+) ", "", section).split()) <= 900
     assert set(re.findall(r"(?m)^### (.*)", text)) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
-
-
-def test_docstrings_of_public_functions_begin_with_a_verb_and_fit_a_line() -> None:
-    verbs = "Attach Change Freeze Let Load Make Predict Put Raise Read Replace Resolve Return Run Save"
-    verbs += " Tabulate Tokenise Train Turn"
-    for name in relinear.__all__:
-        value = getattr(relinear, name)
-        if inspect.isfunction(value):
-            first = (inspect.getdoc(value) or "").splitlines()[0]
-            assert first.split()[0] in verbs.split(), f"{name}: {first}"
-            assert len(first) <= 120

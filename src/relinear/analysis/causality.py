@@ -83,6 +83,9 @@ def check_causality(
         seed: of the tokens.
         raises: False returns the report of a leak in place of raising.
 
+    Returns:
+        The report: ``causal``, and where it is False the first module, layer and position that leak.
+
     Raises:
         CausalityError: naming the first module, layer and position that leak.
         ValueError: if the inputs do not fit, or two equal calls differ (nothing can be said then).

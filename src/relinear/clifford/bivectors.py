@@ -23,7 +23,19 @@ def _pairs(n: int) -> np.ndarray:
 
 
 def bivector_to_matrix(beta: Tensor) -> Tensor:
-    """Return the antisymmetric matrix (..., n, n) with K_ij = beta_ij for i < j, of a bivector (..., P)."""
+    """Return the antisymmetric matrix (..., n, n) with K_ij = beta_ij for i < j, of a bivector (..., P).
+
+    Args:
+        beta: (..., P).
+
+    Raises:
+        ValueError: if the last dimension is no n(n-1)/2 for n from 1 to 12.
+
+    Examples:
+        >>> relinear.clifford.bivector_to_matrix(torch.tensor([2.0]))
+        tensor([[ 0.,  2.],
+                [-2.,  0.]])
+    """
     n = bivector_dimension(beta)
     rows, columns = device_table(_pairs, n, beta)
     upper = beta.new_zeros(*beta.shape[:-1], n * n).index_copy(-1, rows * n + columns, beta).unflatten(-1, (n, n))
@@ -31,7 +43,15 @@ def bivector_to_matrix(beta: Tensor) -> Tensor:
 
 
 def bivector_from_matrix(matrix: Tensor) -> Tensor:
-    """Return the bivector (..., P) of the antisymmetric part of a matrix (..., n, n)."""
+    """Return the bivector (..., P) of the antisymmetric part of a matrix (..., n, n).
+
+    Args:
+        matrix: (..., n, n), n from 1 to 12; its symmetric part is left out.
+
+    Examples:
+        >>> relinear.clifford.bivector_from_matrix(torch.tensor([[1.0, 2.0], [-2.0, 1.0]]))
+        tensor([2.])
+    """
     rows, columns = device_table(_pairs, matrix.shape[-1], matrix)
     antisymmetric = (matrix - matrix.mT) / 2
     return antisymmetric[..., rows, columns]

@@ -38,7 +38,18 @@ def unit(size: int) -> np.ndarray:
 
 
 def multivector_dimension(x: Tensor) -> int:
-    """n of a multivector (..., 2^n). Raises ValueError for any other last size, or n outside 1..12."""
+    """Return n of a multivector (..., 2^n).
+
+    Args:
+        x: (..., V).
+
+    Raises:
+        ValueError: if the last dimension is no power of two from 2 to 4096.
+
+    Examples:
+        >>> relinear.clifford.multivector_dimension(torch.randn(5, 8))
+        3
+    """
     size = x.shape[-1] if x.ndim else 0
     n = size.bit_length() - 1
     if size != 1 << max(n, 0) or not 1 <= n <= MAX_DIMENSION:
@@ -50,7 +61,18 @@ def multivector_dimension(x: Tensor) -> int:
 
 
 def bivector_dimension(beta: Tensor) -> int:
-    """n of a bivector (..., n(n-1)/2); no coordinates at all means n = 1. Raises ValueError for any other size."""
+    """Return n of a bivector (..., n(n-1)/2); no coordinates at all means n = 1.
+
+    Args:
+        beta: (..., P).
+
+    Raises:
+        ValueError: if the last dimension is no n(n-1)/2 for n from 1 to 12.
+
+    Examples:
+        >>> relinear.clifford.bivector_dimension(torch.randn(5, 6))
+        4
+    """
     size = beta.shape[-1] if beta.ndim else -1
     n = (1 + math.isqrt(max(1 + 8 * size, 0))) // 2
     if size < 0 or n * (n - 1) // 2 != size or n > MAX_DIMENSION:
@@ -67,14 +89,36 @@ def bivector_slice(n: int) -> slice:
 
 
 def embed_bivector(beta: Tensor) -> Tensor:
-    """Return the bivector (..., P) as a multivector (..., V)."""
+    """Return the bivector (..., P) as a multivector (..., V).
+
+    Args:
+        beta: (..., P).
+
+    Raises:
+        ValueError: if the last dimension is no n(n-1)/2 for n from 1 to 12.
+
+    Examples:
+        >>> relinear.clifford.embed_bivector(torch.tensor([2.0]))
+        tensor([0., 0., 0., 2.])
+    """
     n = bivector_dimension(beta)
     where = bivector_slice(n)
     return torch.nn.functional.pad(beta, (where.start, 2**n - where.stop))
 
 
 def take_bivector(x: Tensor) -> Tensor:
-    """Return the grade-2 part (..., P) of a multivector (..., V)."""
+    """Return the grade-2 part (..., P) of a multivector (..., V).
+
+    Args:
+        x: (..., V) in blade coordinates.
+
+    Raises:
+        ValueError: if the last dimension is no power of two from 2 to 4096.
+
+    Examples:
+        >>> relinear.clifford.take_bivector(torch.arange(4.0))
+        tensor([3.])
+    """
     return x[..., bivector_slice(multivector_dimension(x))]
 
 

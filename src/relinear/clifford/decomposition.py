@@ -224,6 +224,12 @@ def decompose(beta: Tensor, *, method: str = "spectral", iterations: int = 1000,
 
     Raises:
         ValueError: on a size that is no n(n-1)/2, an unknown method, or power iteration of a complex bivector.
+
+    Examples:
+        >>> beta = torch.randn(6, dtype=torch.float64)
+        >>> parts = relinear.clifford.decompose(beta)
+        >>> parts.shape, torch.allclose(parts.sum(0), beta)
+        (torch.Size([2, 6]), True)
     """
     n = bivector_dimension(beta)
     if method not in ("spectral", "power_iteration"):

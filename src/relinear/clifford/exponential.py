@@ -221,6 +221,10 @@ def exp(beta: Tensor) -> Tensor:
 
     Raises:
         ValueError: if the last dimension is no n(n-1)/2 for n from 1 to 12.
+
+    Examples:
+        >>> relinear.clifford.exp(torch.tensor([torch.pi / 4]))  # turns by a right angle
+        tensor([0.7071, 0.0000, 0.0000, 0.7071])
     """
     n = bivector_dimension(beta)
     exact = beta.to(compute_dtype(beta.dtype))

@@ -145,6 +145,10 @@ def log(rotor: Tensor) -> Tensor:
 
     Raises:
         ValueError: if the rotor is complex, not even or not normalised, or is -1 in Cl(1).
+
+    Examples:
+        >>> relinear.clifford.log(relinear.clifford.exp(torch.tensor([0.5])))
+        tensor([0.5000])
     """
     n = multivector_dimension(rotor)
     if rotor.is_complex():

@@ -71,6 +71,13 @@ def to_matrix(x: Tensor) -> Tensor:
 
     Returns:
         (..., S, K, K), complex; S = 1 for even n and 2 for odd n. The scalar 1 gives the identity.
+
+    Raises:
+        ValueError: if the last dimension is no power of two from 2 to 4096.
+
+    Examples:
+        >>> relinear.clifford.to_matrix(torch.randn(8)).shape
+        torch.Size([2, 2, 2])
     """
     n = multivector_dimension(x)
     size = 2 ** (n // 2)
@@ -84,7 +91,16 @@ def to_matrix(x: Tensor) -> Tensor:
 
 
 def from_matrix(matrix: Tensor) -> Tensor:
-    """Return the complex blade coordinates (..., V) of matrices (..., S, K, K): inverse of ``to_matrix``."""
+    """Return the complex blade coordinates (..., V) of matrices (..., S, K, K): inverse of ``to_matrix``.
+
+    Args:
+        matrix: (..., S, K, K), complex.
+
+    Examples:
+        >>> x = torch.randn(8)
+        >>> torch.allclose(relinear.clifford.from_matrix(relinear.clifford.to_matrix(x)).real, x, atol=1e-6)
+        True
+    """
     blocks, size = matrix.shape[-3], matrix.shape[-1]
     n = 2 * (size.bit_length() - 1) + (blocks == 2)
     coefficients = strings_from_matrix(matrix)

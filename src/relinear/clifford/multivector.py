@@ -97,7 +97,7 @@ def _names(n: int, first: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Algebra:
-    """The Clifford algebra Cl(p, q, r) of n = p + q + r vectors, n from 1 to 6.
+    """Describe the Clifford algebra Cl(p, q, r) of n = p + q + r vectors, n from 1 to 6.
 
     The first r vectors square to 0, the next p to 1 and the last q to -1, as in the ``clifford`` package. Vectors are
     named e1 ... en, or e0 ... e(n-1) where r = 1, as is usual for projective algebras.
@@ -107,6 +107,10 @@ class Algebra:
 
     Raises:
         ValueError: for negative numbers or n outside 1..6.
+
+    Examples:
+        >>> relinear.clifford.Algebra(2).names
+        ('1', 'e1', 'e2', 'e12')
     """
 
     p: int
@@ -236,7 +240,7 @@ def _dimensions_taken(index: Any) -> int:
 
 
 class Multivector:
-    """Coordinates (..., V) of an algebra, with its operations.
+    """Hold coordinates (..., V) of an algebra, with its operations.
 
     ``+``, ``-``, ``*`` (geometric product), ``^`` (outer product), ``|`` (inner product, zero with scalars, as in the
     ``clifford`` package), ``&`` (regressive product), ``~`` (reverse), ``/`` (by scalars and by what has an inverse)
@@ -249,6 +253,11 @@ class Multivector:
 
     Raises:
         ValueError: if the last dimension is not V.
+
+    Examples:
+        >>> e1, e2 = (relinear.clifford.Multivector(row, relinear.clifford.Algebra(2)) for row in torch.eye(4)[1:3])
+        >>> (e1 * e2).values
+        tensor([0., 0., 0., 1.])
     """
 
     __slots__ = ("algebra", "values")

@@ -72,6 +72,13 @@ def reverse(a: Tensor) -> Tensor:
 
     Args:
         a: (..., V).
+
+    Raises:
+        ValueError: if the last dimension is no power of two from 2 to 4096.
+
+    Examples:
+        >>> relinear.clifford.reverse(torch.ones(4))
+        tensor([ 1.,  1.,  1., -1.])
     """
     return a * device_table(_reverse_signs, multivector_dimension(a), a, a.dtype)
 
@@ -87,13 +94,20 @@ def geometric_product(a: Tensor, b: Tensor) -> Tensor:
 
     Raises:
         ValueError: if the last dimensions differ or are no power of two from 2 to 4096.
+
+    Examples:
+        >>> _, e1, e2, e12 = torch.eye(4)
+        >>> torch.equal(relinear.clifford.geometric_product(e1, e2), e12)
+        True
     """
     factors, dtype = _common(a, b)
     return _product(*factors).to(dtype)
 
 
 def sandwich(r: Tensor, x: Tensor, s: Tensor | None = None) -> Tensor:
-    """r x s~, with s = r where it is not given (Lemma 1 and the rotor sandwich of arXiv 2507.11688).
+    """Return r x s~, with s = r where it is not given.
+
+    It is the map of Lemma 1 and the rotor sandwich of arXiv 2507.11688.
 
     Args:
         r, x, s: (..., V), batch dimensions broadcast.
@@ -103,6 +117,11 @@ def sandwich(r: Tensor, x: Tensor, s: Tensor | None = None) -> Tensor:
 
     Raises:
         ValueError: if the last dimensions differ or are no power of two from 2 to 4096.
+
+    Examples:
+        >>> r, e1 = relinear.clifford.exp(torch.tensor([torch.pi / 4])), torch.eye(4)[1]
+        >>> relinear.clifford.sandwich(r, e1).abs().round()  # e2 or its opposite
+        tensor([0., 0., 1., 0.])
     """
     (r, x, s), dtype = _common(r, x, r if s is None else s)
     return _product(r, x, reverse(s)).to(dtype)

@@ -43,7 +43,14 @@ LEFT, RIGHT = 0, 1
 
 
 class SpinShape(NamedTuple):
-    """Sizes of the spin representation: S blocks, K rows, F components of a number, K columns; S K F K = 2^n."""
+    """Hold the sizes of the spin representation of Cl(n): S K F K = 2^n.
+
+    The fields are S blocks, K rows, F components of a number, K columns.
+
+    Examples:
+        >>> relinear.clifford.spin_shape(3) == relinear.clifford.SpinShape(blocks=1, rows=2, components=2, columns=2)
+        True
+    """
 
     blocks: int
     rows: int
@@ -108,7 +115,15 @@ def _generators(n: int) -> tuple[_Element, ...]:
 
 
 def spin_shape(n: int) -> SpinShape:
-    """(S, K, F, K) of Cl(n), n from 1 to 12."""
+    """Return the sizes (S, K, F, K) of the spin representation of Cl(n).
+
+    Args:
+        n: from 1 to 12.
+
+    Examples:
+        >>> relinear.clifford.spin_shape(4)
+        SpinShape(blocks=1, rows=2, components=4, columns=2)
+    """
     components = {3: 2, 5: 2, 4: 4}.get(n % 8, 1)
     blocks = 2 if n % 8 in (1, 7) else 1
     rows = 2 ** ((n - (components * blocks).bit_length() + 1) // 2)
@@ -145,29 +160,53 @@ def _signs(n: int) -> np.ndarray:
 
 
 def string_tables(n: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what ``to_spin`` is made of, for kernels that apply it themselves, on the device of ``like``.
+    """Return what ``to_spin`` is made of, for kernels that apply it themselves.
+
+    Args:
+        n: from 1 to 12.
+        like: a tensor on the device that the tables are for.
 
     Returns:
         The blade of every string in (S, F, a, b), int32 (V,), its sign and scale (V,), and the Walsh-Hadamard matrix
         (K, K), both in single precision.
+
+    Examples:
+        >>> [tuple(table.shape) for table in relinear.clifford.string_tables(3, torch.empty(0))]
+        [(8,), (8,), (2, 2)]
     """
     walsh = device_table(hadamard, spin_shape(n).rows.bit_length() - 1, like, torch.float32)
     return device_table(_order, n, like, torch.int32), device_table(_signs, n, like, torch.float32), walsh
 
 
 def string_places(n: int, like: Tensor) -> Tensor:
-    """Return the string of every blade, int32 (V,): the inverse of the first of ``string_tables``."""
+    """Return the string of every blade, int32 (V,): the inverse of the first of ``string_tables``.
+
+    Args:
+        n: from 1 to 12.
+        like: a tensor on the device that the table is for.
+
+    Examples:
+        >>> relinear.clifford.string_places(3, torch.empty(0)).shape
+        torch.Size([8])
+    """
     return device_table(_index, n, like, torch.int32)
 
 
 def to_spin(x: Tensor) -> Tensor:
-    """Spin coordinates of a multivector; an orthogonal map.
+    """Return the spin coordinates of a multivector; an orthogonal map.
 
     Args:
         x: (..., V) in blade coordinates.
 
     Returns:
         (..., V), which is X of shape ``spin_shape(n)`` flattened.
+
+    Raises:
+        ValueError: if the last dimension is no power of two from 2 to 4096.
+
+    Examples:
+        >>> relinear.clifford.to_spin(torch.randn(5, 8)).shape
+        torch.Size([5, 8])
     """
     n = multivector_dimension(x)
     blocks, rows, components, _ = spin_shape(n)
@@ -181,7 +220,19 @@ def to_spin(x: Tensor) -> Tensor:
 
 
 def from_spin(x: Tensor) -> Tensor:
-    """Blade coordinates (..., V) of spin coordinates (..., V): inverse and transpose of ``to_spin``."""
+    """Return blade coordinates (..., V) of spin coordinates (..., V): inverse and transpose of ``to_spin``.
+
+    Args:
+        x: (..., V) in spin coordinates.
+
+    Raises:
+        ValueError: if the last dimension is no power of two from 2 to 4096.
+
+    Examples:
+        >>> x = torch.randn(8)
+        >>> torch.allclose(relinear.clifford.from_spin(relinear.clifford.to_spin(x)), x, atol=1e-6)
+        True
+    """
     n = multivector_dimension(x)
     blocks, rows, _, _ = shape = spin_shape(n)
     dtype = compute_dtype(x.dtype)
@@ -217,6 +268,13 @@ def left_multiplication(a: Tensor) -> Tensor:
 
     Returns:
         (..., S, K F, K F): one matrix for each block.
+
+    Raises:
+        ValueError: if the last dimension is no power of two from 2 to 4096.
+
+    Examples:
+        >>> relinear.clifford.left_multiplication(relinear.clifford.to_spin(torch.randn(8))).shape
+        torch.Size([1, 4, 4])
     """
     matrix = _element_matrix(a)
     units = device_table(_unit_matrices, (matrix.shape[-2], LEFT), a, matrix.dtype)
@@ -224,7 +282,18 @@ def left_multiplication(a: Tensor) -> Tensor:
 
 
 def right_multiplication(b: Tensor) -> Tensor:
-    """Return the matrices of x -> x b, as weights for ``F.linear`` on (S, K, F K): see ``left_multiplication``."""
+    """Return the matrices of x -> x b, as weights for ``F.linear`` on (S, K, F K): see ``left_multiplication``.
+
+    Args:
+        b: (..., V), spin coordinates.
+
+    Raises:
+        ValueError: if the last dimension is no power of two from 2 to 4096.
+
+    Examples:
+        >>> relinear.clifford.right_multiplication(relinear.clifford.to_spin(torch.randn(8))).shape
+        torch.Size([1, 4, 4])
+    """
     matrix = _element_matrix(b)
     units = device_table(_unit_matrices, (matrix.shape[-2], RIGHT), b, matrix.dtype)
     return torch.einsum("...lhr,hdc->...crdl", matrix, units).flatten(-4, -3).flatten(-2)
@@ -260,18 +329,34 @@ def left_factor(beta: Tensor) -> Tensor:
 
     Returns:
         (..., K F, K F) in at least single precision; orthogonal for real beta.
+
+    Raises:
+        ValueError: if the last dimension is no n(n-1)/2 for n from 1 to 12.
+
+    Examples:
+        >>> relinear.clifford.left_factor(torch.randn(3)).shape
+        torch.Size([4, 4])
     """
     return _factor(beta, LEFT)
 
 
 def right_factor(beta: Tensor) -> Tensor:
-    """B with X @ B^T = x s~ for the rotor s = exp(beta), X seen as (S, K, F K): a weight for ``F.linear``.
+    """Return B with X @ B^T = x s~ for the rotor s = exp(beta), X seen as (S, K, F K).
+
+    It is a weight for ``F.linear``.
 
     Args:
         beta: bivectors (..., P).
 
     Returns:
         (..., F K, F K) in at least single precision; orthogonal for real beta.
+
+    Raises:
+        ValueError: if the last dimension is no n(n-1)/2 for n from 1 to 12.
+
+    Examples:
+        >>> relinear.clifford.right_factor(torch.randn(3)).shape
+        torch.Size([4, 4])
     """
     return _factor(beta, RIGHT)
 

@@ -22,7 +22,7 @@ KEEP = 0.8
 
 
 class CompressSettings(Settings):
-    """Settings of ``compress``. Unknown keys and values out of range are errors.
+    """Hold the settings of ``compress``; unknown keys and values out of range are errors.
 
     Args:
         keep: share that is left, between 0 and 1; 0.8 where no ``speed`` is asked for.
@@ -73,6 +73,9 @@ class CompressSettings(Settings):
         passages: how many are continued to see whether the model repeats itself; 0 leaves that out.
         prompts: that samples continue.
         sample_tokens: new tokens of a sample at most.
+
+    Raises:
+        ValueError: for an unknown key (names the nearest) or a value out of range.
 
     Examples:
         >>> settings = relinear.CompressSettings(bits=4.25, tokens=16384)

@@ -20,7 +20,9 @@ _ATTRIBUTE = "_relinear_attachments"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttachmentConfig(Config):
-    """Base of model-level settings; ``apply_`` is the public way to use one.
+    """Hold the settings of a model-level part: the base of context managers and residual methods.
+
+    ``relinear.attach_`` puts the part into a model. A part of your own overrides ``check`` and ``attach``.
 
     Examples:
         >>> relinear.AttachmentConfig.read("context_manager:dim=8")

@@ -38,6 +38,9 @@ def aux_losses(model: nn.Module) -> dict[str, Tensor]:
     Their sum is what was added to ``outputs.loss`` (before the scaling for gradient accumulation). Empty in eval. An
     operator that one forward calls several times (a module at two places) has the term of its last call.
 
+    Args:
+        model: a model with operators in it, after a forward in training mode.
+
     Raises:
         ValueError: if ``model`` is no model.
 

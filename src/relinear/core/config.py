@@ -85,6 +85,13 @@ def nearest(name: str, known: Iterable[str], count: int = 3, most: int = _LISTED
 def register(cls: C) -> C:
     """Make a config loadable by its ``kind`` within its ``family``, and a frozen dataclass of keywords if it is none.
 
+    Args:
+        cls: a subclass of ``OperatorConfig``, ``AttachmentConfig`` or ``ObjectiveConfig`` with a class variable
+            ``kind``.
+
+    Returns:
+        ``cls`` itself, so that ``register`` serves as a decorator.
+
     Raises:
         ValueError: if ``cls`` is no class of settings with both, or another class has this kind.
 

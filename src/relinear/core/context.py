@@ -34,14 +34,17 @@ _carrier = _Carrier()
 
 
 class context:
-    """``with relinear.context(c): y = module(x)`` gives a conditioned operator its context by hand.
-
-    Args:
-        c: (..., T, C), the leading sizes those of the operator's input, or ones to broadcast.
+    """Give a conditioned operator its context by hand, for the length of a ``with`` block.
 
     Blocks nest; the innermost counts. Inside a model that has a context manager, the manager's context counts, except
     in a block that is opened within the forward pass. Recomputation by gradient checkpointing sees a block only if the
     block lies inside the checkpointed function.
+
+    Args:
+        c: (..., T, C), the leading sizes those of the operator's input, or ones to broadcast.
+
+    Raises:
+        ValueError: if ``c`` is no floating-point tensor, or, where an operator reads it, does not fit its input.
 
     Examples:
         >>> layer = relinear.CCL(rank=8, context_dim=4).build(16, 32)

@@ -78,6 +78,13 @@ def latents(model: nn.Module) -> AbstractContextManager[Latents]:
     checkpointing the latents are those of the forward itself, never of its recomputation; under ``torch.compile``
     entering and leaving the block recompiles.
 
+    Args:
+        model: a model with operators that have a latent (``HDPL``).
+
+    Returns:
+        A context manager; its block gets ``z``, where ``z[name]`` has z, mu and sigma (..., R) of the operator of this
+        name.
+
     Raises:
         ValueError: at the call, if no operator of ``model`` has a latent.
 
@@ -166,7 +173,14 @@ class _OnDims(Edit):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Clamp(_OnDims):
-    """Keep z within bounds. minimum, maximum: numbers or (R,); dims: the latent dimensions it applies to, or all.
+    """Keep z, or some of its dimensions, within bounds.
+
+    Args:
+        minimum, maximum: numbers or (R,); at least one of them.
+        dims: the dimensions of z that it applies to; all of them if None.
+
+    Raises:
+        ValueError: by ``intervene``, if a shape or a dimension does not fit the site.
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
@@ -191,7 +205,15 @@ class Clamp(_OnDims):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Add(_OnDims):
-    """z + scale * direction. direction: a number, (R,) or anything that broadcasts to z (..., R).
+    """Add ``scale * direction`` to z, or to some of its dimensions.
+
+    Args:
+        direction: a number, (R,) or anything that broadcasts to z (..., R).
+        scale: factor of the direction.
+        dims: the dimensions of z that it applies to; all of them if None.
+
+    Raises:
+        ValueError: by ``intervene``, if a shape or a dimension does not fit the site.
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
@@ -209,7 +231,14 @@ class Add(_OnDims):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replace(_OnDims):
-    """Set z, or some dimensions of it, to given values: a number, (R,) or anything that broadcasts to z (..., R).
+    """Set z, or some of its dimensions, to given values.
+
+    Args:
+        value: a number, (R,) or anything that broadcasts to z (..., R).
+        dims: the dimensions of z that it applies to; all of them if None.
+
+    Raises:
+        ValueError: by ``intervene``, if a shape or a dimension does not fit the site.
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
@@ -232,6 +261,9 @@ class Inject(Edit):
     Args:
         source: a tensor that broadcasts to z (..., R), or a function of the ``Latent`` (z, mu, sigma) that returns one;
             gradients flow into it.
+
+    Raises:
+        ValueError: by ``intervene``, if the source is neither, or its last dimension is not R.
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
@@ -279,6 +311,9 @@ def intervene(model: nn.Module, edits: Mapping[str, Edit | Sequence[Edit]]) -> A
             "transformer.context"), what a linear layer puts out the layer's and "output" ("o_proj.output").
             A name is exact or a dotted suffix ("q_proj" means that of every layer); a site that several
             names reach takes the edits of all, in their order. Blocks nest, the outer edits come first.
+
+    Returns:
+        A context manager: forwards within its block are edited.
 
     Raises:
         ValueError: at the call, on a name that is none of these (naming the nearest ones) and on values of
@@ -356,6 +391,9 @@ def moment_alignment(a: Recorded, b: Recorded, *, names: Mapping[str, str] | Non
         a, b: models within ``relinear.latents`` blocks that have run a forward, what those blocks returned, or moments
             by operator name (``relinear.read_moments``).
         names: operator name in ``a`` -> name in ``b``; by default equal names.
+
+    Returns:
+        A scalar tensor, at least 0, zero where all moments agree.
 
     Raises:
         ValueError: if no forward was recorded, the names do not match, or two latents differ in size.

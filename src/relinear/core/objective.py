@@ -20,7 +20,9 @@ def kl_terms(logits: Tensor, wanted: Tensor, temperature: float = 1.0) -> Tensor
 
 
 class ObjectiveConfig(Config):
-    """Base of objectives that are named in recipes and on the command line: ``relinear.register`` makes one known.
+    """Hold the settings of an objective that recipes and the command line name.
+
+    ``relinear.register`` makes a subclass known; ``prepare`` gives the function that training minimises.
 
     Examples:
         >>> relinear.ObjectiveConfig.read("distill:teacher=runs/big,temperature=2.0")

@@ -23,7 +23,9 @@ Init = Literal["fresh", "from_weight"]
 
 
 class NotLinearError(ValueError):
-    """Raised by ``to_dense`` where an operator is no context-free linear map (HDPL's SiLU path, gates on x).
+    """Say that an operator is no context-free linear map, so that ``to_dense`` has no matrix to return.
+
+    HDPL's SiLU path and gates on x are of this kind. ``relinear.fold_`` leaves such operators in place.
 
     Examples:
         >>> try:
@@ -36,7 +38,7 @@ class NotLinearError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OperatorConfig(Config):
-    """Settings of an operator, independent of the layer's size: one config serves layers of many shapes.
+    """Hold the settings of an operator, independent of the layer's size: one config serves layers of many shapes.
 
     Examples:
         >>> config = relinear.OperatorConfig.read("low_rank:rank=8")
@@ -131,7 +133,9 @@ class OperatorConfig(Config):
 
 
 class Operator(TokenTerms, CachingModule):
-    """A module with the contract of ``nn.Linear``: (..., in_features) -> (..., out_features), never a tuple.
+    """Map (..., in_features) to (..., out_features), as ``nn.Linear`` does: the base of all operators.
+
+    It returns a tensor, never a tuple.
 
     Subclasses create their parameters in ``create`` (or in an ``__init__`` of these arguments, which then creates the
     bias and calls ``reset_parameters`` last, too), and implement ``reset_parameters``, ``forward`` and

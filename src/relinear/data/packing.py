@@ -95,6 +95,10 @@ def prepare_data(
         settings: which text and tokenizer: ``DataSettings`` or a mapping of its fields.
         on_progress: called with a phrase and the characters done so far, every million characters and at the end.
 
+    Returns:
+        The data: ``train`` and ``validation``, datasets of ``{"input_ids": (T,), "labels": (T,)}``, the tokenizer,
+        ``vocab_size`` and a description.
+
     Raises:
         ValueError: if these are no settings; if the corpus is absent, empty, has no training split or is too short for
             one block.

@@ -18,7 +18,7 @@ def check_whole_blocks(settings: Any, *names: str) -> None:
 
 
 class DistillSettings(Settings):
-    """Settings of ``distill_``. Unknown keys and values out of range are errors.
+    """Hold the settings of ``distill_``; unknown keys and values out of range are errors.
 
     Args:
         tokens: to fit on. They are recorded: with the width of the layer they decide the memory (or disk) needed.
@@ -46,6 +46,9 @@ class DistillSettings(Settings):
         retrain_learning_rate: of these.
         on_disk: keep recorded activations in memory-mapped files rather than in memory.
         seed: of fresh parameters and the order of tokens.
+
+    Raises:
+        ValueError: for an unknown key (names the nearest) or a value out of range.
 
     Examples:
         >>> settings = relinear.DistillSettings(tokens=4096, loss="cosine")

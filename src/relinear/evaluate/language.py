@@ -67,6 +67,9 @@ def perplexity(
         max_tokens: use the first tokens only.
         batch_size: windows a forward pass.
 
+    Returns:
+        ``loss`` (nats a token), ``perplexity`` (its exponential) and the number of ``tokens`` that were predicted.
+
     Raises:
         ValueError: if there is nothing to predict, or an argument is missing or does not fit.
 
@@ -126,6 +129,9 @@ def lambada(
         max_examples: use the first texts only.
         batch_size: texts a forward pass; texts of like length go together.
 
+    Returns:
+        ``accuracy`` (a share), ``perplexity`` (exp of the mean loss in nats a word) and the number of ``examples``.
+
     Raises:
         ValueError: if there are no texts, or one has fewer than two words.
 
@@ -164,7 +170,7 @@ def lambada(
 def lm_eval(
     model: nn.Module, tokenizer: Any, tasks: str | Sequence[Any], *, batch_size: int = 8, **settings: Any
 ) -> dict[str, dict[str, Any]]:
-    """Run tasks of EleutherAI's evaluation harness on a model with operators in it; metrics by task.
+    """Run tasks of EleutherAI's evaluation harness on a model with operators in it.
 
     Args:
         model: a Hugging Face causal language model.
@@ -172,6 +178,9 @@ def lm_eval(
         tasks: names of tasks (``"lambada_openai"``, ``["arc_easy", "piqa"]``), or their settings as mappings.
         batch_size: requests a forward pass.
         **settings: further arguments of ``lm_eval.simple_evaluate``: ``limit``, ``num_fewshot``, ``task_manager`` ...
+
+    Returns:
+        Metrics by task and name: ``{"piqa": {"acc,none": ..., ...}}``.
 
     Raises:
         ValueError: if lm-eval is not installed, a task is unknown, or its data cannot be had.

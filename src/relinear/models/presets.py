@@ -87,6 +87,9 @@ _PRESETS = {
 def preset_names() -> tuple[str, ...]:
     """Return every name that ``from_preset`` takes.
 
+    Returns:
+        Names, such as "tiny".
+
     Examples:
         >>> relinear.preset_names()[:2]
         ('tiny', 'gpt2-ccl-64')

@@ -73,7 +73,7 @@ class BlockHadamardLinear(Operator):
 
 @register
 class BlockHadamard(OperatorConfig):
-    """Hadamard transforms alternated with block-diagonal products.
+    """Replace a linear layer by Hadamard transforms alternated with block-diagonal products.
 
     Sizes that the transform or the blocks do not divide are padded with zeros inside (see
     ``functional.block_hadamard.block_hadamard_sizes``).

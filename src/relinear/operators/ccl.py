@@ -261,7 +261,7 @@ def _affine(layer: Any) -> tuple[Any, Any]:
 
 @register
 class CCL(OperatorConfig):
-    """A context-conditioned linear layer (CCL, Eq. 1 to 4): low-rank, its basis and outputs gated by the context.
+    """Replace a linear layer by a low-rank one whose basis and outputs a context gates (CCL, Eq. 1 to 4).
 
     Args:
         rank: R, width of the basis (d_basis in the paper); may exceed the layer's own sizes.

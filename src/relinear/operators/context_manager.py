@@ -293,7 +293,7 @@ def _valid_tokens(mask: Any, tokens: int, cache: Any) -> Tensor | None:
 
 @register
 class ContextManager(AttachmentConfig):
-    """One causal context a token, shared by all conditioned layers of a model: ``relinear.attach_(model, this)``.
+    """Give every token one causal context, shared by all conditioned layers: ``relinear.attach_(model, this)``.
 
     The paper (CCL, Section 3.1) leaves the manager open; its parameter count implies a token embedding of its own.
     c_t depends on tokens 0..t only, by construction.

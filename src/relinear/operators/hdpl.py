@@ -191,7 +191,7 @@ def _orthogonal_(matrix: Tensor) -> None:
 
 @register
 class HDPL(OperatorConfig):
-    """A block-diagonal detail path plus a variational bottleneck (Eq. 1-9).
+    """Replace a linear layer by a block-diagonal detail path plus a variational bottleneck (Eq. 1-9).
 
     Args:
         rank: R, latent dimensions of the context path.

@@ -119,7 +119,7 @@ class RankConfig(OperatorConfig):
 
 @register
 class LowRank(RankConfig):
-    """A product of two thin matrices.
+    """Replace a linear layer by a product of two thin matrices.
 
     Args:
         rank: R, the width of the bottleneck; at most min(in_features, out_features).

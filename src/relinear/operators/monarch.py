@@ -74,7 +74,7 @@ class MonarchLinear(Operator):
 
 @register
 class Monarch(OperatorConfig):
-    """Two block-diagonal factors with fixed permutations; R K (I + O) parameters.
+    """Replace a linear layer by two block-diagonal factors with fixed permutations; R K (I + O) parameters.
 
     Sizes that ``blocks`` does not divide are padded with zeros inside, as the authors do.
 

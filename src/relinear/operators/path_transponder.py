@@ -22,7 +22,7 @@ def modulate_output(module: nn.Module, args: tuple, kwargs: dict[str, Any], outp
 
 @register
 class PathTransponder(ModulatorSettings, AttachmentConfig):
-    """Y_l = Y_{l-1} + F(Y_{l-1}) * G(Y_{l-1}): one modulator for every self-attention and MLP of the decoder.
+    """Modulate every self-attention and MLP of the decoder: Y_l = Y_{l-1} + F(Y_{l-1}) * G(Y_{l-1}).
 
     Each modulator is the submodule ``relinear_modulator`` of its sub-block, which PEFT's
     ``modules_to_save=["modulator"]`` finds too. Table 1's Modulator-path-scalar is ``channel=False``,

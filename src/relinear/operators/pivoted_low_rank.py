@@ -90,7 +90,7 @@ class PivotedLowRankLinear(RankLinear):
 
 @register
 class PivotedLowRank(RankConfig):
-    """A product of two thin matrices, the first of which holds an identity that is neither stored nor computed.
+    """Replace a linear layer by two thin matrices, the first with an identity that is neither stored nor computed.
 
     The same maps as ``LowRank`` of this rank with R^2 fewer parameters: R (I + O - R), which is below the dense
     matrix's count at every rank that is not full.

@@ -170,7 +170,7 @@ class QuantizedLinear(Operator):
 
 @register
 class Quantized(OperatorConfig):
-    """Weights of few bits: integers, and a scale for each group of neighbouring inputs.
+    """Store a linear layer in few bits: integers, and a scale for each group of neighbouring inputs.
 
     A weight takes ``bits`` + 24 / ``group`` bits in half precision, ``bits`` + 16 / ``group`` where symmetric.
 

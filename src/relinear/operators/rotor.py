@@ -282,7 +282,7 @@ class RotorLinear(Operator):
 
 @register
 class Rotor(OperatorConfig):
-    """Rotors of a Clifford algebra in place of a matrix (arXiv 2507.11688): O(log^2 d) parameters.
+    """Replace a matrix by rotors of a Clifford algebra (arXiv 2507.11688): O(log^2 d) parameters.
 
     A window of the largest power of two that fits, V = 2^n, is an element of Cl(n); a rotor pair turns it into
     r x s~. Sizes that are no power of two are covered by wrapping, overlapping windows; each pair of an input and an

@@ -358,7 +358,7 @@ class TransponderLinear(Wrapper):
 
 @register
 class Transponder(ModulatorSettings, WrapperConfig):
-    """Contextual modulators on the projection that is there, or on another operator.
+    """Put contextual modulators on the projection that is there, or on another operator.
 
     Modulator-layer-channel-scalar, the paper's default, is ``Transponder()``; its other projection-level variants are
     ``channel=False`` and ``scalar=False``; the path-level ones are ``PathTransponder``.

@@ -59,7 +59,7 @@ class _Gate(Gated, nn.Module):
 
 @register
 class SDPAGate(AttachmentConfig):
-    """Y' = Y * sigmoid(X W_theta), Y being what the attention returns and X what its block reads (Eq. 5).
+    """Gate what the attention returns: Y' = Y * sigmoid(X W_theta), X being what its block reads (Eq. 5).
 
     The paper's best position, G1: after scaled dot-product attention, before the output projection. It goes with any
     residual method and any operator. It starts near Y / 2, so a pretrained model's outputs change. The gate on every

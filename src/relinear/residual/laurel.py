@@ -112,7 +112,7 @@ def _check_rank(rank: int, model: nn.Module) -> None:
 
 @register
 class LaurelRW(ResidualConfig):
-    """x_{i+1} = alpha f(x_i) + beta x_i with learnt alpha and beta (Section 2.1).
+    """Weigh both sides of the residual connection: x_{i+1} = alpha f(x_i) + beta x_i, both learnt (Section 2.1).
 
     The paper keeps both bounded "using a normalization function such as softmax or sigmoid". Here that function is
     doubled, alpha, beta = 2 softmax(a, b), so that a = b = 0 is the plain residual connection.
@@ -137,7 +137,7 @@ class LaurelRW(ResidualConfig):
 
 @register
 class LaurelLR(ResidualConfig):
-    """x_{i+1} = f(x_i) + B A x_i + x_i with learnt thin matrices (Section 2.2, Eq. 3).
+    """Add learnt thin matrices to the residual connection: x_{i+1} = f(x_i) + B A x_i + x_i (Section 2.2, Eq. 3).
 
     Args:
         rank: R; the paper finds 32 to 64 to work well for language models.
@@ -243,7 +243,7 @@ class _PreviousJunction(Junction):
 
 @register
 class LaurelPA(ResidualConfig):
-    """x_{i+1} = f(x_i) + x_i + sum over j < K of gamma_{i,j} h_i(x_{i-j}) (Section 2.3, Eq. 4).
+    """Add earlier streams: x_{i+1} = f(x_i) + x_i + sum over j < K of gamma_{i,j} h_i(x_{i-j}) (Section 2.3, Eq. 4).
 
     x_i is the stream before the i-th residual connection, two a decoder layer; the first few see fewer than K. The
     streams of all layers are kept until the end of the forward pass, because gradient checkpointing may need them.

@@ -31,7 +31,7 @@ class _PostNorm(nn.Module):
 
 @register
 class PostLN(ResidualConfig):
-    """x_{l+1} = LN(x_l + F(x_l)), as in the original Transformer (Vaswani et al., 2017).
+    """Normalise after every addition, x_{l+1} = LN(x_l + F(x_l)), as the original Transformer (Vaswani et al., 2017).
 
     The norm before each sub-block is moved behind its addition (it keeps its weights and becomes ``relinear_residual.
     norm`` of the sub-block), and the norm before the output head is removed, as the last layer ends with one. The
@@ -69,11 +69,11 @@ class PostLN(ResidualConfig):
 
 @register
 class DeepNorm(PostLN):
-    """x_{l+1} = LN(alpha x_l + F(x_l)) (Wang et al., "DeepNet: scaling Transformers to 1,000 layers", 2022, Figure 2).
+    """Weigh the stream and normalise after the sum: x_{l+1} = LN(alpha x_l + F(x_l)) (Wang et al., 2022, Figure 2).
 
-    For a decoder of L layers alpha = (2 L)^(1/4), and the projections of values, of the attention's output and of the
-    MLP are initialised by Xavier's normal with gain beta = (8 L)^(-1/4), those of queries and keys with gain 1. Biases
-    start at zero.
+    The paper is "DeepNet: scaling Transformers to 1,000 layers". For a decoder of L layers alpha = (2 L)^(1/4), and the
+    projections of values, of the attention's output and of the MLP are initialised by Xavier's normal with gain beta =
+    (8 L)^(-1/4), those of queries and keys with gain 1. Biases start at zero.
 
     Args:
         final_norm: keep the norm before the output head as well.

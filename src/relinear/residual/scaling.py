@@ -31,10 +31,10 @@ class _Scale(nn.Module):
 
 @register
 class ReZero(ResidualConfig):
-    """x_{i+1} = x_i + alpha_i F(x_i), alpha_i = 0 at first (Bachlechner et al., "ReZero is all you need", 2021, Eq. 2).
+    """Start as the identity: x_{i+1} = x_i + alpha_i F(x_i), alpha_i = 0 at first (Bachlechner et al., 2021, Eq. 2).
 
-    Every layer starts as the identity, so that the model starts as embedding, final norm and head. As in the paper's
-    Transformer, both sub-blocks of a layer share one alpha, and there is no normalisation inside the layers.
+    At first the model is embedding, final norm and head ("ReZero is all you need"). As in the paper's Transformer, both
+    sub-blocks of a layer share one alpha, and there is no normalisation inside the layers.
 
     Args:
         shared: one alpha a layer (the paper); False gives each sub-block its own.
@@ -69,10 +69,10 @@ def scale_output(norm: nn.Module, args: tuple, output: Any) -> Any:
 
 @register
 class LayerNormScaling(ResidualConfig):
-    """norm(x) / sqrt(l) before both sub-blocks of layer l = 1, 2, ... (Sun et al., "The curse of depth", 2025, Eq. 6).
+    """Divide the norms of the l-th layer by sqrt(l), l from 1 (Sun et al., "The curse of depth", 2025, Eq. 6).
 
-    Nothing is learnt. The paper trains from scratch with it; a pretrained model's outputs change, as every layer but
-    the first now reads a smaller input.
+    Both sub-blocks read norm(x) / sqrt(l). Nothing is learnt. The paper trains from scratch with it; a pretrained
+    model's outputs change, as every layer but the first now reads a smaller input.
 
     Examples:
         >>> model = relinear.from_preset("tiny")

@@ -58,11 +58,11 @@ def add_embedding(mlp: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...
 
 @register
 class SecondEmbedding(AttachmentConfig):
-    """mlp(norm(x)) becomes mlp(norm(x) + W e_t), e_t a second, learnt embedding of token t, the same in every layer.
+    """Add a second, learnt embedding e_t of token t to what every MLP reads: mlp(norm(x) + W e_t).
 
-    It gives a dense model what CCL's default context gives its gates, knowledge of the token that has not passed
-    through the stream, without any gate: a lead of CCL over this model is the gates'. It travels as CCL's context
-    does, so that a model has this or a context manager.
+    It is the same in every layer. It gives a dense model what CCL's default context gives its gates, knowledge of the
+    token that has not passed through the stream, without any gate: a lead of CCL over this model is the gates'. It
+    travels as CCL's context does, so that a model has this or a context manager.
 
     Args:
         dim: C, width of the embedding; the model's own by default, and then there is no W.

@@ -16,6 +16,9 @@ from relinear.residual.junction import ResidualConfig
 def residual_methods() -> dict[str, type[AttachmentConfig]]:
     """Return every residual method and attention gate by kind.
 
+    Returns:
+        Settings classes by kind: ``{"rezero": relinear.ReZero, ...}``.
+
     Examples:
         >>> relinear.residual_methods()["rezero"]()
         ReZero(shared=True, keep_norms=False)

@@ -296,6 +296,9 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
         auto_class: the class whose ``from_pretrained`` is called; ``AutoModelForCausalLM`` by default.
         **kwargs: handed to it (``dtype``, ``device_map``, ...).
 
+    Returns:
+        The model, in eval mode, with operators and attached parts in place.
+
     Raises:
         ValueError: for missing or unknown keys, damaged files, unknown operators, a newer format version, and where
             ``directory`` is neither a directory nor can be a name of the Hub.
@@ -414,6 +417,9 @@ def save_pretrained(model: Any, directory: str | Path, *, tokenizer: Any = None,
         tokenizer: saved along if given. What ends and pads a text is then written into the model's config too: for a
             model that was built from a config whatever the tokenizer says, else where the config says nothing.
         **kwargs: handed to ``model.save_pretrained`` (``max_shard_size``, ...).
+
+    Returns:
+        ``directory`` as a ``Path``.
 
     Raises:
         ValueError: if ``model`` is no Hugging Face model, or ``directory`` names none, or holds files of others

@@ -41,6 +41,9 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
             default a few fixed pseudo-random tokens where the model is a language model.
         verbose: print the report.
 
+    Returns:
+        A report: the names that were folded, why others were left, and the largest difference of the logits.
+
     Raises:
         ValueError: if the model is itself an operator, or holds no operator. Nothing has changed then.
 

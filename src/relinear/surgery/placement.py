@@ -22,6 +22,9 @@ _PLACEMENTS: dict[str, tuple[str, int | None]] = {
 def placement_names() -> tuple[str, ...]:
     """Return every name that ``placement`` takes.
 
+    Returns:
+        Names, such as "attention"; ``placement`` says what each means.
+
     Examples:
         >>> relinear.placement_names()[:3]
         ('all', 'attention', 'mlp')
@@ -37,6 +40,9 @@ def placement(name: str, operator: OperatorConfig) -> dict[str, Any]:
             "last" (all projections of the first or last decoder layer alone), "qk", "without_up_gate" (all but the
             MLP's up and gate projections). The last two need Llama's names: GPT-2 has neither.
         operator: settings of the operator.
+
+    Returns:
+        Keyword arguments, ``mapping`` among them.
 
     Raises:
         ValueError: for an unknown name.

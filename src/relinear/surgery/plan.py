@@ -116,6 +116,9 @@ def plan(
         init: "fresh" draws new parameters (with a warning where the model is pretrained), "from_weight" fits the
             weight that is there (``from_linear``).
 
+    Returns:
+        The plan, to print or to carry out by ``apply_()``.
+
     Raises:
         ValueError: a pattern without a match (with the nearest names), a size that the operator cannot take, a tied
             weight, a root that is itself a linear layer, a quantized model, an operator that cannot be fitted.
@@ -190,6 +193,9 @@ def replace_(
 ) -> Summary:
     """Replace linear layers of ``model`` in place: ``plan(...)`` with the same arguments, applied.
 
+    Args:
+        model, mapping, layers, exclude, filter_fn, init: as in ``plan``.
+
     Returns:
         A summary to print: layer, operator, parameters and FLOPs a token, before and after.
 
@@ -209,7 +215,9 @@ def replace_(
 def attach_(model: nn.Module, attachment: AttachmentConfig | str) -> None:
     """Attach a model-level part (context manager, residual method, ...) in place, so that checkpoints restore it.
 
-    The part may be written as text, as on the command line: ``"context_manager:dim=64"``.
+    Args:
+        model: a model that the part fits, as a rule a Hugging Face decoder.
+        attachment: the part's settings, or text as on the command line: ``"context_manager:dim=64"``.
 
     Raises:
         ValueError: if ``model`` cannot take it; the model is then unchanged.

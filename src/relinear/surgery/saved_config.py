@@ -37,7 +37,7 @@ _HOW_TO_LOAD = (
 
 
 class SavedConfig(PreTrainedConfig):
-    """Reads a ``config.json`` that ``write_config`` wrote; what it returns is the stock config (``LlamaConfig``, ...).
+    """Read a ``config.json`` that ``write_config`` wrote, as the stock config that it describes (``LlamaConfig``, ...).
 
     ``AutoConfig`` calls it, by the model type once relinear is imported, else through the loader beside the checkpoint.
 

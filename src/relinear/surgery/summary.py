@@ -139,6 +139,9 @@ def summary(
             where a name is missing, and nothing where an attached part has no shape.
         left: why linear layers stayed as they are, by name, for the lines below the table.
 
+    Returns:
+        The table to print; its fields hold rows, parameters and forward FLOPs a token, now and before.
+
     Examples:
         >>> model = relinear.from_preset("tiny")
         >>> _ = relinear.replace_(model, {"all-linear": relinear.LowRank(rank=8)})

@@ -21,7 +21,7 @@ _SUMS = ("tokens", "mu", "mu_squared", "variance")
 
 
 class LatentMoments(TrainerCallback):
-    """Keeps the running mean and standard deviation of every latent: of the mixture of N(mu, sigma^2) over tokens.
+    """Keep the running mean and standard deviation of every latent: of the mixture of N(mu, sigma^2) over tokens.
 
     Sums over tokens are discounted by ``decay`` a step that is looked at, so that the moments follow the training.
     Written to ``latent_moments.json`` in every checkpoint (and read from there on resume) and, at the end, in the run's
@@ -30,6 +30,9 @@ class LatentMoments(TrainerCallback):
     Args:
         every: look at one step in so many (its forwards compute nothing extra; a compiled model has a second graph).
         decay: discount of what was seen before, for each such step; 1 weighs the whole run equally.
+
+    Raises:
+        ValueError: if ``every`` is below 1 or ``decay`` outside of (0, 1].
 
     Examples:
         >>> moments = relinear.LatentMoments(every=1)  # relinear.fit(model, data, callbacks=[moments], out_dir="run")
@@ -93,10 +96,14 @@ class LatentMoments(TrainerCallback):
 
 
 def read_moments(path: str | Path) -> dict[str, Moments]:
-    """Return the moments by operator name that ``LatentMoments`` wrote to a file, or to the run's directory ``path``.
+    """Return the moments by operator name that ``LatentMoments`` wrote.
+
+    Args:
+        path: the file, or the run's directory that holds it.
 
     Raises:
-        ValueError: if the file is no such file. FileNotFoundError if there is none.
+        ValueError: if the file is no such file.
+        FileNotFoundError: if there is none.
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (8, 32))

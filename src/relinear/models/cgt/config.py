@@ -32,7 +32,9 @@ _OF_TRANSFORMERS = frozenset(
 
 
 class CGTConfig(GPT2Config):
-    """A GPT-2 of width ``n_embd`` (the x stream) whose upper layers are modulated by a context (the y stream).
+    """Hold the settings of a CGT: a GPT-2 whose upper layers are modulated by a context.
+
+    The GPT-2 of width ``n_embd`` is the x stream, the context the y stream.
 
     Everything of ``transformers.GPT2Config`` is kept and describes the x stream, so that a specialised model is a GPT-2
     with these very settings; dropout is 0 by default, as in the paper.

@@ -306,7 +306,18 @@ class _CGTWithHead(CGTPreTrainedModel):
 
 
 class CGTForCausalLM(_CGTWithHead, GenerationMixin):
-    """A CGT with a language-model head on the x stream, tied to its token embedding as in GPT-2.
+    """Predict the next token with a CGT; its head on the x stream is tied to the token embedding, as in GPT-2.
+
+    ``model(input_ids)`` takes token ids (B, T), T at most ``n_positions``. It returns ``logits`` (B, T, V) and
+    ``context`` (B, T, E), and with ``labels`` (B, T) the ``loss``, in nats a token. A ``frozen_context`` (B, E) takes
+    the place of the computed one. ``forward`` lists the other inputs.
+
+    Args:
+        config: sizes and settings; ``input_features`` must be None.
+
+    Raises:
+        ValueError: if ``config`` is no ``CGTConfig`` or has ``input_features``. A call raises it for an unknown
+            argument, a shape that does not fit, or a cache without a memory of y where y is to be computed.
 
     Examples:
         >>> sizes = {"n_embd": 32, "n_head": 2, "context_size": 8, "context_heads": 2}
@@ -376,13 +387,23 @@ class CGTForCausalLM(_CGTWithHead, GenerationMixin):
 
 
 class CGTForRegression(_CGTWithHead):
-    """A CGT that reads vectors and predicts vectors, for in-context regression (CGT, Section 4.1).
+    """Predict vectors from vectors with a CGT, for in-context regression (CGT, Section 4.1).
+
+    ``model(vectors)`` takes (B, T, input_features) and returns predictions, ``logits``, (B, T, output_features). With
+    ``targets`` of this shape it also returns the ``loss``, their mean squared error.
 
     With ``vector_input="padded"`` a vector enters as in the paper: padded with zeros to the width of the embedding, so
     that the x stream starts from it and the y stream from its position alone. By default that fixed linear map is
     learnt (one for both streams). It starts at the scale of the position embeddings, as GPT-2's token embedding does:
     were it larger, as padded vectors are, positions, which tell which x belongs to which y, would hardly be seen. The
     read-out, of which the paper says nothing, is learnt in both.
+
+    Args:
+        config: sizes and settings, ``input_features`` and ``output_features`` among them.
+
+    Raises:
+        ValueError: if ``config`` is no ``CGTConfig`` or lacks one of the two. A call raises it for an unknown argument
+            or a shape that does not fit.
 
     Examples:
         >>> sizes = {"n_embd": 32, "n_head": 2, "context_size": 8, "context_heads": 2}

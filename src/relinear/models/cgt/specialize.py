@@ -26,12 +26,11 @@ def specialize(
     context: Tensor | None = None,
     first_position: int = 0,
 ) -> GPT2LMHeadModel:
-    """Read ``prefix_ids`` once, freeze y at its end, fold every T(.; y), and return what is left: a plain GPT-2.
+    """Read ``prefix_ids`` once, freeze y at its end and fold every T(.; y): a plain GPT-2 is left.
 
-    T follows a normalisation and precedes a projection W, b, so it goes into the latter: W A and W t + b for
-    T(x) = A x + t. Operators in place of projections of the x stream are multiplied out first. The result has the x
-    stream's width and nothing of the y stream; its logits are those of ``model(ids, frozen_context=y)``. It is
-    independent of ``model`` (no shared storage) and needs no relinear.
+    T follows a normalisation and precedes a projection W, b, so it goes into the latter: W A and W t + b for T(x) = A x
+    + t. Operators in place of projections of the x stream are multiplied out first. The result has the x stream's width
+    and nothing of the y stream; its logits are those of ``model(ids, frozen_context=y)``.
 
     Args:
         model: a ``CGTForCausalLM``.
@@ -39,6 +38,9 @@ def specialize(
         context: (E,) or (1, E), a y to use as it is.
         first_position: the position that the first token after the prefix takes. 0 (the auxiliary loss's default)
             starts again; the length of the prefix goes on counting, which leaves that many positions fewer.
+
+    Returns:
+        A ``GPT2LMHeadModel`` that shares no storage with ``model`` and needs no relinear.
 
     Raises:
         ValueError: if the model is no CGT language model, the prefix is empty or a batch, both or neither of the two
