@@ -15,7 +15,7 @@ from torch import Tensor
 
 from relinear.functional.block_diagonal import block_diagonal, zero_padded
 from relinear.functional.block_hadamard import hadamard as butterflies
-from relinear.kernels.forms import Call, is_traced, is_transformed
+from relinear.kernels.forms import Call, Form, dispatch, is_traced, is_transformed
 
 LARGEST_FACTOR = 64  # beyond it the product costs more than another pass over memory
 
@@ -45,15 +45,14 @@ def _matrix(size: int, like: Tensor) -> Tensor:
     return _constant(size, like.dtype, like.device)
 
 
-def hadamard(x: Tensor) -> Tensor:
-    """``functional.block_hadamard.hadamard``: H_P (x) I_Q along the last dimension."""
-    if Call(x).emulated:
-        return butterflies(x)
-    size = x.shape[-1]
-    power = size & -size
-    left, right = 1, size
+def _refuses_products(call: Call) -> str:
+    return "bfloat16 takes longer than additions" if call.emulated else ""
+
+
+def _products(x: Tensor) -> Tensor:
+    left, right = 1, x.shape[-1]
     y = x
-    for factor in _factors(power):
+    for factor in _factors(right & -right):
         right //= factor
         matrix = _matrix(factor, x)
         if right == 1:
@@ -62,6 +61,9 @@ def hadamard(x: Tensor) -> Tensor:
             y = matrix @ y.reshape(*x.shape[:-1], left, factor, right)
         left *= factor
     return y.reshape(x.shape)
+
+
+hadamard = dispatch(Form("products", _refuses_products, _products), otherwise="additions")(butterflies)
 
 
 def hadamard_flops(size: int) -> int:
