@@ -232,19 +232,19 @@ def figures(options):
 
 def pieces(study, out):
     """Yield what a plan has to run, (record, options, whether it tunes); final runs once their arm is tuned."""
-    arms = [arm for arm in study.arms if arm != _SHUFFLED]
-    steps = study.settings["tuning_steps"]
-    for arm in arms:
-        tried = {}
-        for values in itertools.product(*study.grid.values()):
-            given = dict(zip(study.grid, values, strict=True))
-            path = out / "tuning" / f"{'-'.join([arm, *(f'{value:g}' for value in values)])}.json"
-            yield path, {"name": arm, "seed": max(study.seeds) + 1, "steps": steps, **given}, True
-            if path.exists():
-                tried[json.loads(path.read_text())["loss"]] = given
-        if len(tried) == len(list(itertools.product(*study.grid.values()))):
+    grid = [dict(zip(study.grid, values, strict=True)) for values in itertools.product(*study.grid.values())]
+    for arm in (arm for arm in study.arms if arm != _SHUFFLED):
+        paths = [
+            out / "tuning" / f"{'-'.join([arm, *(f'{value:g}' for value in tried.values())])}.json" for tried in grid
+        ]
+        for path, tried in zip(paths, grid, strict=True):
+            given = {"name": arm, "seed": max(study.seeds) + 1, "steps": study.settings["tuning_steps"], **tried}
+            yield path, given, True
+        if all(path.exists() for path in paths):
+            losses = [json.loads(path.read_text())["loss"] for path in paths]
+            best = grid[int(np.argmin(losses))]
             for seed in study.seeds:
-                yield out / f"{arm}-{seed}.json", {"name": arm, "seed": seed, **tried[min(tried)]}, False
+                yield out / f"{arm}-{seed}.json", {"name": arm, "seed": seed, **best}, False
 
 
 @contextlib.contextmanager
@@ -264,11 +264,7 @@ def carry_out(options):
     """Run what is left of a plan and nobody else runs; the last process draws the figures."""
     study = read_plan(options.plan).study
     options = argparse.Namespace(**vars(options) | {"source": study.settings["sources"]})
-    wanted = (len(study.arms) - 1) * len(study.seeds)
-    while True:
-        left = [piece for piece in pieces(study, options.out) if not piece[0].exists()]
-        if not left and len(list(options.out.glob("*-[0-9].json"))) >= wanted:
-            break
+    while left := [piece for piece in pieces(study, options.out) if not piece[0].exists()]:
         for path, given, tuning in left:
             with claimed(path) as mine:
                 if mine:
