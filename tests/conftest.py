@@ -13,6 +13,16 @@ os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
+#: the head of a program in which there is no relinear
+WITHOUT_RELINEAR = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "relinear":
+            raise ImportError("there is no relinear here")
+sys.meta_path.insert(0, Blocked())
+"""
+
 
 def mostly_slow(values, *fast):
     """Parameters of a test of which all but ``fast`` run in the slow tests alone."""

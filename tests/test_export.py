@@ -10,18 +10,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import relinear
-from conftest import mostly_slow
+from conftest import WITHOUT_RELINEAR, mostly_slow
 from relinear.compress import export_plain
 from relinear.data.tokenizers import load_tokenizer
 from tiny_models import make_family
 
-ALONE = """
-import json, sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "relinear":
-            raise ImportError("there is no relinear here")
-sys.meta_path.insert(0, Blocked())
+ALONE = (
+    WITHOUT_RELINEAR
+    + """
+import json
 import torch
 from transformers import AutoModelForCausalLM
 directory, trust = sys.argv[1], sys.argv[2] == "trust"
@@ -30,6 +27,7 @@ ids = torch.arange(3, 13)[None]
 made = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
 print(json.dumps({"logits": model(ids).logits.tolist(), "made": made.tolist(), "class": type(model).__name__}))
 """
+)
 
 MODELS = {
     "llama": LlamaConfig(

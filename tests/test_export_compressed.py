@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 import relinear
+from conftest import WITHOUT_RELINEAR
 from relinear.compress import compress, export_compressed_tensors
 from relinear.compress.budget import round_to_half_, stored_bytes
 from relinear.data.tokenizers import load_tokenizer
@@ -21,13 +22,9 @@ NEEDS_READER = pytest.mark.skipif(
     importlib.util.find_spec("compressed_tensors") is None,
     reason="reading needs compressed-tensors: pip install 'relinear[compressed]'",
 )
-ALONE = """
-import sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "relinear":
-            raise ImportError("there is no relinear here")
-sys.meta_path.insert(0, Blocked())
+ALONE = (
+    WITHOUT_RELINEAR
+    + """
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
@@ -40,6 +37,7 @@ for directory in sys.argv[1:]:
         found |= {n: m.weight.clone() for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
         save_file(found, f"{directory}/{dtype}")
 """
+)
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config}
 SYMMETRIC = {
     r".*\.(q|k|v)_proj": relinear.Quantized(bits=4, group=32, symmetric=True),
