@@ -40,6 +40,7 @@ def test_help_shows_options_in_groups(capfd):
     for command, groups in (
         ("compress", ("Model", "Data", "Budget", "Output", "Speed")),
         ("train", ("Model", "Budget")),
+        ("bench", ("Cases", "Speed")),
     ):
         assert main([command, "--help"]) == 0
         printed = capfd.readouterr().out

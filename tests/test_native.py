@@ -692,4 +692,4 @@ def test_the_kernels_can_be_turned_off(off, tmp_path):
 def test_a_wrong_wish_for_kernels_is_refused(monkeypatch):
     monkeypatch.setenv("RELINEAR_COMPILE_KERNELS", "never")
     with pytest.raises(ValueError, match=r"RELINEAR_COMPILE_KERNELS='never' .* expected one of '1', 'on'"):
-        build.has_compiler.__wrapped__()
+        build.compiler.__wrapped__()

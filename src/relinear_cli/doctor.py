@@ -77,8 +77,8 @@ def _extras() -> Iterator[_Finding]:
         if extra in ("", "dev", "docs", "outside", "ecosystem"):
             continue
         lacking = [unmet for line in lines if (unmet := _unmet(line))]
-        found = f"{'; '.join(lacking)}: pip install 'relinear[{extra}]'" if lacking else ", ".join(lines)
-        yield LACKS if lacking else GOOD, f"[{extra}]", found
+        to_do = f"{'; '.join(lacking)}: pip install {' '.join(map(repr, lines))}"
+        yield LACKS if lacking else GOOD, f"[{extra}]", to_do if lacking else ", ".join(lines)
 
 
 def _machine() -> Iterator[_Finding]:
@@ -92,17 +92,18 @@ def _machine() -> Iterator[_Finding]:
     yield GOOD, "processor", f"{facts['processor']}, {facts['cores']} cores, {memory:.0f} GiB; {extensions}; {bfloat16}"
     gpus = ", ".join(facts["gpus"])
     yield GOOD if gpus else LACKS, "GPU", gpus or "none that torch sees; everything runs on the processor"
-    yield (GOOD, "Triton", "there") if triton.HAS_TRITON else (LACKS, "Triton", "none: it is for NVIDIA GPUs alone")
+    version = metadata.version("triton") if triton.HAS_TRITON else ""
+    yield GOOD if version else LACKS, "Triton", version or "none: it is for NVIDIA GPUs alone"
 
 
 def _kernels() -> Iterator[_Finding]:
     from relinear.kernels.native import build
 
-    if build.has_compiler():
+    compiler = build.compiler()
+    yield GOOD if compiler else LACKS, "compiler", compiler or "no g++ or clang++, or RELINEAR_COMPILE_KERNELS=0"
+    if compiler:
         later = "not built yet: the first large call does it, in about a minute"
         yield GOOD, "C++ kernels", "built" if build.is_built() else later
-    else:
-        yield LACKS, "C++ kernels", "no g++ or clang++, or RELINEAR_COMPILE_KERNELS=0: torch's slower operations run"
 
 
 def _caches() -> Iterator[_Finding]:

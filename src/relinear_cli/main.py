@@ -38,11 +38,13 @@ _OTHER_NAMES = {"--ratio": "--keep", "--lr": "--learning-rate", "--output": "--o
 #: group in the help of a command -> its options, by the names of their parameters; the others are "More"
 _GROUPS = {
     "Model": "model replace attach objective layers exclude target menu operators recipe match first_position",
-    "Data": "data text_column split tokenizer sequences length sequence_length evaluate_on prefix_file lambada tasks",
+    "Data": "data text_column split tokenizer sequences length sequence_length evaluate_on prefix_file lambada tasks "
+    "fisher evaluate",
     "Budget": "bits keep allow_slower budget_of speed speed_for batch steps tokens trials seeds widths base_width "
     "epochs max_tokens limit heal_tokens heal batch_size learning_rate tune parameters",
-    "Output": "out export plan plan_only as_json report index static check",
-    "Speed": "threads on_disk share parallel rounds repeats for_inference peers untuned",
+    "Output": "out export plan plan_only frontier as_json report index static check",
+    "Cases": "shapes dtypes modes passes inference_batches",
+    "Speed": "threads on_disk share parallel rounds repeats for_inference peers untuned speed_table",
 }
 
 

@@ -21,7 +21,7 @@ from relinear.core.config import environment as environment_of_kinds
 from relinear.core.config import parse_setting
 from relinear.core.operator import OperatorConfig
 from relinear.core.settings import Settings, Threads
-from relinear.kernels.native.build import has_compiler, is_loaded
+from relinear.kernels.native.build import compiler, is_loaded
 from relinear.system.allocator import tune_allocator
 from relinear.system.files import write_json
 from relinear.system.machine import circumstances
@@ -106,7 +106,7 @@ def _measure(settings: BenchSettings, report: Callable[[str], None]) -> dict[str
     # At the default of 8 a module compiled for a ninth shape runs uncompiled, and says so only in the log.
     torch._dynamo.config.recompile_limit = 64
     # A few tokens take kernels that are there and do not ask for a build, so that figures would depend on the order.
-    if has_compiler():
+    if compiler():
         is_loaded()
     dtypes = [DTYPES[name] for name in settings.dtypes]
     roofs = {dtype: measure_roofline(dtype) for dtype in dtypes}

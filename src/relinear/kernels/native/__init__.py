@@ -45,7 +45,7 @@ def refuses(call: Call, fewest: int | None = None, may_build: bool = True, size:
         return "no plain tensor on a CPU"
     if call.transformed:
         return call.opaque
-    if not build.has_compiler():
+    if not build.compiler():
         return "no C++ compiler, or RELINEAR_COMPILE_KERNELS=0"
     if not (may_build or build.is_built()):
         return "not worth building the kernels"

@@ -32,8 +32,8 @@ WANTED = {"1": True, "on": True, "": True, "0": False, "off": False}
 
 
 @functools.cache
-def has_compiler() -> bool:
-    """Return whether compiled kernels are wanted and there is a C++ compiler for them: that of CXX, or g++, or clang++.
+def compiler() -> str:
+    """Return the path of the C++ compiler for kernels: CXX's, g++ or clang++; "" where none is wanted or there.
 
     Raises:
         ValueError: RELINEAR_COMPILE_KERNELS is none of ``WANTED``.
@@ -42,11 +42,9 @@ def has_compiler() -> bool:
     if asked.lower() not in WANTED:
         known = ", ".join(repr(value) for value in WANTED)
         raise ValueError(f"RELINEAR_COMPILE_KERNELS={asked!r} in the environment, expected one of {known}")
-    return (
-        WANTED[asked.lower()]
-        and os.name == "posix"
-        and any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
-    )
+    wanted = WANTED[asked.lower()] and os.name == "posix"
+    names = (os.environ.get("CXX", "g++"), "g++", "clang++") if wanted else ()
+    return next(filter(None, map(shutil.which, names)), "")
 
 
 def is_built() -> bool:
@@ -87,7 +85,7 @@ def is_loaded() -> bool:
 
 def is_loaded_beside(parameter: torch.Tensor) -> bool:
     """``is_loaded`` for a layer with this parameter: nothing is built for what is not on a CPU."""
-    return parameter.is_cpu and has_compiler() and is_loaded()
+    return parameter.is_cpu and compiler() and is_loaded()
 
 
 def library_path() -> Path:
