@@ -2,7 +2,7 @@
 
     python results/cgt/sources.py run --name aux --seed 0 --source code=stdlib --source verse=FILE --source ...
     python results/cgt/sources.py figures --source code=stdlib --source verse=FILE --source ...
-    python results/cgt/sources.py plan --out results/cgt/sources-planned
+    python results/cgt/sources.py plan --steps 800 --out results/cgt/sources-planned
 
 A source is what ``--data`` of relinear takes. Its texts are bytes in documents of --characters; every eighth is held
 out, and all measurements are on these. ``gpt2`` is a plain GPT-2 as wide as the guided models, ``gpt2-equal`` one of

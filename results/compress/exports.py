@@ -8,6 +8,9 @@ compressed-tensors where that is the format. Both sides compute in float32 on on
 greedy tokens; seconds are the processor's, of two turns the fewer. ``logits`` is the largest difference over the
 prompts of ``llama_cpp.py``, ``spread`` the standard deviation of those logits. ``greedy`` counts the prompts, of ten,
 with 24 equal tokens.
+
+GGUF files are read by llama.cpp (``pip install xllamacpp``), with caches in float32, once as they are and once of the
+same weights in float32. Its server gives log-probabilities and no logits: ``logits`` are those after each prompt.
 """
 
 from __future__ import annotations
@@ -30,16 +33,22 @@ if __name__ == "__main__" and sys.argv[1:2] == ["read"]:
     sys.modules["relinear"] = None  # whoever imports it here fails
     from transformers import AutoModelForCausalLM
 else:
-    from llama_cpp import PROMPTS
+    from llama_cpp import PROMPTS, asking
     from transformers import AutoModelForCausalLM
 
     import relinear
-    from relinear.compress import export_compressed_tensors, export_plain
+    from relinear.compress import export_compressed_tensors, export_gguf, export_plain
     from relinear.compress.budget import at_half_precision, round_to_half_, stored_bytes
     from relinear.data.tokenizers import load_tokenizer
     from relinear.system.machine import circumstances
 
-EXPORTS = (("plain", True), ("compressed-tensors", True), ("compressed-tensors", False))
+EXPORTS = (
+    ("plain", True),
+    ("compressed-tensors", True),
+    ("compressed-tensors", False),
+    ("gguf", True),
+    ("gguf in float32", True),
+)
 
 
 @torch.no_grad()
@@ -65,6 +74,27 @@ def read(directory: str, prompts: str, out: str) -> None:
     Path(f"{out}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
+def by_transformers(folder: Path, prompts: list[list[int]], work: str) -> dict:
+    """What ``read`` finds of an export in a process of its own."""
+    command = [sys.executable, __file__, "read", str(folder), json.dumps(prompts), f"{work}/read"]
+    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return json.loads(Path(f"{work}/read.json").read_text(encoding="utf-8")) | load_file(f"{work}/read.safetensors")
+
+
+def by_llama_cpp(file: Path, prompts: list[list[int]], vocabulary: int) -> dict:
+    """The same by llama.cpp, with the log-probabilities after each prompt for logits."""
+    ask, logits, seconds = asking(file), torch.full((len(prompts), vocabulary), torch.nan), []
+    for ids, row in zip(prompts, logits, strict=True):
+        for one in ask(ids, n_predict=1, n_probs=vocabulary)["completion_probabilities"][0]["top_logprobs"]:
+            row[one["id"]] = one["logprob"]
+    made = [ids + ask(ids, n_predict=24)["tokens"] for ids in prompts]
+    for _ in range(2):
+        start = time.process_time()
+        ask(prompts[0], n_predict=64, ignore_eos=True)
+        seconds.append(time.process_time() - start)
+    return {"logits": logits, "made": made, "speed": 64 / min(seconds)}
+
+
 def main() -> None:
     """Export, have it read, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -73,6 +103,10 @@ def main() -> None:
     given = parser.parse_args()
     tokenizer, rows = load_tokenizer(given.model), []
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+
+    def text(ids: list[int]) -> list[int]:
+        return [one for one in ids if one != tokenizer.eos_token_id]  # llama.cpp leaves it away
+
     for export, symmetric in EXPORTS:
         model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
         four, eight = (relinear.Quantized(bits=bits, group=64, symmetric=symmetric) for bits in (4, 8))
@@ -82,26 +116,32 @@ def main() -> None:
         own = observed(model, prompts)
         with tempfile.TemporaryDirectory() as work, warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            write = export_plain if export == "plain" else export_compressed_tensors
-            with at_half_precision(model):
-                folder = write(model, Path(work) / "export")
-            command = [sys.executable, __file__, "read", str(folder), json.dumps(prompts), f"{work}/read"]
-            subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-            theirs = json.loads(Path(f"{work}/read.json").read_text(encoding="utf-8"))
-            logits = load_file(f"{work}/read.safetensors")["logits"]
-            size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+            if export.startswith("gguf"):
+                if export != "gguf":
+                    relinear.fold_(model)
+                file = export_gguf(model, Path(work) / "model.gguf", tokenizer=tokenizer)
+                theirs, size = by_llama_cpp(file, prompts, model.config.vocab_size), file.stat().st_size
+                ends = torch.tensor([len(ids) for ids in prompts]).cumsum(0) - 1
+                own["logits"] = own["logits"][ends].log_softmax(-1)
+            else:
+                write = export_plain if export == "plain" else export_compressed_tensors
+                with at_half_precision(model):
+                    folder = write(model, Path(work) / "export")
+                theirs = by_transformers(folder, prompts, work)
+                size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        reader = {"g": "xllamacpp", "c": "compressed-tensors"}.get(export[0], "transformers")
         rows.append(
             {
                 "export": export,
                 "integers": f"4 bits, v and down 8, group 64, {'symmetric' if symmetric else 'zero points'}",
                 "bytes": size,
                 "bytes_relinear": stored_bytes(model),
-                "logits": float((own["logits"] - logits).abs().max()),
-                "spread": float(logits.std()),
-                "greedy": sum(a == b for a, b in zip(own["made"], theirs["made"], strict=True)),
+                "logits": float((own["logits"] - theirs["logits"]).abs().max()),
+                "spread": float(theirs["logits"].std()),
+                "greedy": sum(text(a) == text(b) for a, b in zip(own["made"], theirs["made"], strict=True)),
                 "tokens_per_second": {"export": round(theirs["speed"], 2), "relinear": round(own["speed"], 2)},
                 "said": [str(one.message) for one in said if "compressed-tensors holds" in str(one.message)],
-                "compressed_tensors": version("compressed-tensors"),
+                "read_by": f"{reader} {version(reader)}",
             }
             | circumstances()
         )

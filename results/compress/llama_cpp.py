@@ -37,8 +37,8 @@ PROMPTS = (
 )
 
 
-def by_llama_cpp(file: Path, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    """Token ids that llama.cpp's server gives for prompts of token ids."""
+def asking(file: Path):
+    """A function (token ids, what else is asked) -> the answer of llama.cpp's server, on one thread."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -46,13 +46,14 @@ def by_llama_cpp(file: Path, prompts: list[list[int]], tokens: int) -> list[list
     params.n_ctx, params.cpuparams.n_threads, params.warmup = 512, 1, False
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     server = xllamacpp.Server(params)
-    found = []
-    for ids in prompts:
-        asked = {"prompt": ids, "n_predict": tokens, "temperature": 0, "return_tokens": True, "cache_prompt": False}
+
+    def ask(ids: list[int], **more) -> dict:
+        asked = {"prompt": ids, "temperature": 0, "return_tokens": True, "cache_prompt": False} | more
         where = urllib.request.Request(f"{server.listening_address}/completion", json.dumps(asked).encode())
         with urllib.request.urlopen(where) as answer:
-            found.append(json.load(answer)["tokens"])
-    return found
+            return json.load(answer)
+
+    return ask
 
 
 def rounded(_, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
@@ -91,7 +92,8 @@ def main() -> None:
         if isinstance(module, relinear.Operator):
             module.register_forward_pre_hook(rounded)
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-    theirs = by_llama_cpp(given.file, prompts, given.tokens)
+    ask = asking(given.file)
+    theirs = [ask(ids, n_predict=given.tokens)["tokens"] for ids in prompts]
     rows = []
     for prompt, ids, other in zip(PROMPTS, prompts, theirs, strict=True):
         own, margins = by_transformers(model, ids, given.tokens)
