@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from measured import arms_apart, commands, gap, less, read, table, with_interval
+from measured import arms_apart, commands, gap, less, of_text, read, table, with_interval
 
 __all__ = ["PARTS", "gap_at", "planned", "typed", "whose"]
 
@@ -140,12 +140,24 @@ def planned(folder: str, tokens: int) -> dict[str, list[float]]:
 def whose(folder: str, tokens: int) -> dict[str, str]:
     """What -> the difference of two arms of a plan of HDPL over paired seeds, with its interval, where both ended."""
     losses = planned(folder, tokens)
-    return {what: gap(losses[ours], losses[theirs]) for what, ours, theirs in _WHOSE if {ours, theirs} <= losses.keys()}
+    return {
+        what: gap(losses[ours], losses[theirs], error=_error(folder, tokens, ours, theirs))
+        for what, ours, theirs in _WHOSE
+        if {ours, theirs} <= losses.keys()
+    }
+
+
+def _error(folder: str, tokens: int, ours: str, theirs: str) -> float:
+    """Of the held-out text, as far as losses by block were kept: in gaps to the reference, and of runs of one budget."""
+    found = read(_BUDGETS[folder])
+    if theirs == found["reference"]:
+        return _entry(folder, tokens, ours)["gap"]["standard_error"]
+    return of_text(found["runs"], ours, theirs)
 
 
 def whose_table(folder: str, tokens: int) -> str:
     """The same as a table."""
-    return arms_apart(planned(folder, tokens), _WHOSE, "token")
+    return arms_apart(_WHOSE, whose(folder, tokens), "token")
 
 
 #: folder -> part -> what makes it

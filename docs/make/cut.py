@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from measured import arms_apart, commands, less, mean, read, signed, table, with_interval
+from measured import arms_apart, commands, gap, less, mean, of_text, read, signed, table, with_interval
 
-__all__ = ["PARTS", "against", "best", "cut_short", "evaluated", "on_the_way"]
-__all__ += ["printed_gap", "shared", "trained", "typed"]
+__all__ = ["PARTS", "against", "best", "controls_apart", "cut_short", "ended", "evaluated", "on_the_way"]
+__all__ += ["printed_gap", "printed_loss", "shared", "trained", "turned", "typed"]
 
 #: folder of results/ -> its record
 _RECORDS = {
@@ -31,6 +31,12 @@ _GAP = "gap [95 %]"
 def against(folder: str, entry: str, part: str) -> str:
     """An entry's gap to the reference with its interval; part: ``tuning_gaps`` or ``gaps``."""
     return with_interval(read(_RECORDS[folder])[part][entry])
+
+
+def turned(folder: str, entry: str) -> str:
+    """The reference less an entry, with its interval."""
+    found = read(_RECORDS[folder])["gaps"][entry]
+    return with_interval(found | {"mean": -found["mean"], "values": [-one for one in found["values"]]})
 
 
 def _rows_of(found: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
@@ -127,6 +133,17 @@ def printed_gap(folder: str, name: str) -> str:
     return "{mean:+.3f} [{low:+.3f}, {high:+.3f}]".format(**read(_RECORDS[f"{folder}-plan"])["printed"]["gaps"][name])
 
 
+def printed_loss(folder: str, name: str) -> float:
+    """An entry's mean loss as its plan's own table has it."""
+    return read(_RECORDS[f"{folder}-plan"])["printed"]["entries"][name]["mean"]
+
+
+def ended(folder: str, name: str) -> list[float]:
+    """Losses of an entry's final runs that ended."""
+    runs = read(_RECORDS[folder])["runs"][name].values()
+    return [run["validation_loss"] for run in runs if run["validation_loss"] is not None]
+
+
 def as_printed(folder: str) -> str:
     """Final runs as the command's own table has them, where the runs themselves were lost."""
     found = read(_RECORDS[folder])
@@ -212,7 +229,15 @@ def controls() -> dict[str, list[float]]:
 
 def whose() -> str:
     """What the plan of rotors asks, as differences over paired seeds."""
-    return arms_apart(controls(), _WHOSE, "byte")
+    found = controls()
+    apart = {what: controls_apart(ours, theirs) for what, ours, theirs in _WHOSE if {ours, theirs} <= found.keys()}
+    return arms_apart(_WHOSE, apart, "byte")
+
+
+def controls_apart(ours: str, theirs: str) -> str:
+    """The difference of two arms of the rotors' plan, with its interval."""
+    found, runs = controls(), read(_RECORDS["rotor-control"])["runs"]
+    return gap(found[ours], found[theirs], error=of_text(runs, ours, theirs))
 
 
 #: folder -> part -> what makes it

@@ -1,7 +1,8 @@
 """Rules of evidence: gaps of methods to their controls, what of the paper's effect they could see, and the verdict.
 
 An interval is Student's t over paired seeds. "Not seen" takes a half-width below half of the paper's effect, in the
-same unit; else it is "no power". One seed has no interval and no verdict.
+same unit; else it is "no power". One seed has no interval and no verdict. A row says which best settings lay at an end
+of what was tried, and what was not tuned.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any
 
 import curves
 import cut
-from measured import losses, mean, read, signed, table
+from measured import losses, mean, of_text, read, signed, table
 from relinear.system.student import half_width
 
-__all__ = ["AHEAD", "BEHIND", "NO_POWER", "ONE_SEED", "UNSEEN", "Row", "in_results", "powered", "rows", "told"]
+__all__ = ["AHEAD", "BEHIND", "NO_POWER", "ONE_SEED", "OPEN", "UNSEEN", "Row", "in_results", "powered", "rows", "told"]
 
-AHEAD, BEHIND, UNSEEN, NO_POWER, ONE_SEED = "ahead", "behind", "not seen", "no power", "one seed"
+AHEAD, BEHIND, UNSEEN, NO_POWER, ONE_SEED, OPEN = "ahead", "behind", "not seen", "no power", "one seed", "open"
 #: of English text, to a token of Llama's vocabulary: the papers' nats a token are so many times ours a byte
 BYTES = 4.25
 #: tokens that the papers train on
@@ -39,6 +40,9 @@ class Row:
         of: seeds that a gap is the mean of, where it alone was kept.
         error: standard error of the evaluation, where losses by block were kept.
         printed: half of the interval's width where the command's own table alone was kept.
+        ends: best settings that lay at an end of what was tried.
+        fixed: what was not tuned.
+        unlike: whether the arms differ in more than the claim, so that no verdict follows.
     """
 
     method: str
@@ -51,6 +55,9 @@ class Row:
     of: int = 0
     error: float = 0.0
     printed: float | None = None
+    ends: str = ""
+    fixed: str = ""
+    unlike: bool = False
 
     @property
     def seeds(self) -> int:
@@ -72,6 +79,8 @@ class Row:
     @property
     def verdict(self) -> str:
         """What follows from the gaps."""
+        if self.unlike:
+            return OPEN
         if self.bounds is None:
             return ONE_SEED if self.seeds == 1 else NO_POWER
         if self.bounds[1] < 0:
@@ -110,8 +119,20 @@ def told(found: Sequence[Row], unit: str) -> str:
     effect = "The paper prints no effect in this unit"
     if effects:
         effect = f"The paper's effect{' at its least' * (len(effects) > 1)}: {min(effects):.2g} {unit} ({where})"
-    reached = " to ".join(dict.fromkeys(f"{pick(halves):.3f}" for pick in (min, max))) if halves else "none, one seed"
-    return f"{effect}. Half-width reached: {reached}"
+    most = max(row.seeds for row in found)
+    reached = "none, one seed" if most == 1 else f"none, of {most} seeds only the mean was kept"
+    if halves:
+        reached = " to ".join(dict.fromkeys(f"{pick(halves):.3f}" for pick in (min, max)))
+    said = [effect, f"Half-width reached: {reached}"]
+    said += [
+        f"At {row.budget} tokens losses by seed are lost: the figure is what the command printed"
+        for row in found
+        if row.printed is not None
+    ]
+    for head, what in (("At an end of what was tried", "ends"), ("Not tuned", "fixed")):
+        named = ", ".join(dict.fromkeys(one for row in found for one in getattr(row, what).split(", ") if one))
+        said += [f"{head}: {named}"] * bool(named)
+    return ". ".join(said)
 
 
 def per_byte(ours: float, theirs: float) -> float:
@@ -130,12 +151,39 @@ def kept(found: Mapping[str, Any], sign: int = 1) -> dict[str, Any]:
     return {"gaps": [sign * one for one in found["values"]], "error": found.get("standard_error") or 0.0}
 
 
+#: a setting that is tuned -> its word
+_SETTINGS = {"learning_rate": "rate", "initializer_range": "initialisation", "warmup_ratio": "warm-up"}
+
+
+def _warmed(run: Mapping[str, Any]) -> dict[str, Any]:
+    """A run with the share of its steps for warm-up."""
+    return {"warmup_ratio": round(run["warmup"] / run["steps"], 1)} | dict(run) if "warmup" in run else dict(run)
+
+
+def ends(record: str, named: Mapping[str, str]) -> str:
+    """What of a record's chosen settings is the least or the most that was tried; ``named``: entries by their words."""
+    found, said = read(record), []
+    told = [*found.get("entries", ()), *(entry for one in found.get("budgets", ()) for entry in one["entries"])]
+    for word, name in named.items():
+        own = [entry for entry in told if entry["name"] == name]
+        tried = [_warmed(run) for run in found.get("tuning", {}).get(name, ())]
+        tried += [trial for entry in own if entry["tuning"] for trial in entry["tuning"]["trials"]]
+        last = [_warmed(run) for run in found["runs"][name].values()] if name in found.get("runs", {}) else own
+        last += [entry["tuning"] for entry in own if entry["tuning"]]
+        for setting, told_as in _SETTINGS.items():
+            values = {run[setting] for run in tried if run.get(setting) is not None}
+            chosen = next((run[setting] for run in last if run.get(setting) is not None), None)
+            if len(values) > 1 and chosen in (min(values), max(values)):
+                said.append(f"{told_as} {chosen:g} of {word}")
+    return ", ".join(said)
+
+
 @functools.cache
 def rows() -> tuple[Row, ...]:
     """Every gap of a claim, from top to bottom of the picture."""
     ccl = losses("ccl/claims-1M/results.json")
     long = {name: runs["seed-0"] for name, runs in read("hdpl/claims-5M/runs.json")["runs"].items()}
-    scratch, whose = read("rotor/scratch/runs.json")["gaps"], cut.controls()
+    whose, control = cut.controls(), "rotor/control/runs.json"
     fits = {one["projection"]: one for one in read("rotor/biased.json")["rows"] if one["method"] == "rotor, double"}
     warmed = kept(read("hdpl/warmup/runs.json")["gaps"]["hdpl"])
     late = kept(read("ccl/claims-20M/runs.json")["tuning_gaps"]["ccl"])
@@ -160,56 +208,97 @@ def rows() -> tuple[Row, ...]:
     #: of q, k and v: LLaMA-2, WikiText-2
     printed = {"block-Hadamard, 64 blocks": (2.636, 2.700, 2.779), "low rank 1": (2.688, 3.455, 4.956)}
     ours = (2.629, 2.717, 2.818)
-    planned = curves.planned("hdpl-5M-plan", 1_000_000)
+    planned, later = curves.planned("hdpl-5M-plan", 1_000_000), "hdpl/plan-5M/runs.json"
     against_equal = [at("hdpl", 1_000_000, name)["gaps"] for name in ("hdpl", "dense-equal-parameters")]
     rate = long["hdpl"]["validation_loss"] - long["dense-0.002"]["validation_loss"]
-    one_million = {"tokens": 1e6, "folder": "ccl"}
+    one_million = {"tokens": 1e6, "folder": "ccl", "fixed": "warm-up"}
+    at_plan = "transponder/plan/runs.json"
+    gates |= {"ends": ends(at_plan, {"Transponder": "transponder-rank-2", "the plain model": "dense"})}
+
+    def beside(name: str, entry: str) -> Row:
+        """Rotors from scratch less an arm of their plan."""
+        named = {"rotors": "rotor", name.partition(",")[0]: entry}
+        error = of_text(read(control)["runs"], "rotor", entry)
+        gaps = less(whose["rotor"], whose[entry])
+        more = {"ends": ends(control, named), "fixed": "warm-up"}
+        return Row("Rotor from scratch", name, gaps, 0.25e6, folder="rotor", error=error, **more)
+
+    def biased_end(method: str, projection: str) -> str:
+        """The rate of a control's fit where it is an end of what could be tried."""
+        own = [r for r in read("rotor/biased.json")["rows"] if (r["method"], r["projection"]) == (method, projection)]
+        return ", ".join(f"rate {row['rate']:g} of {method.partition(',')[0]}" for row in own if row["edge"])
+
     return (
-        Row("HDPL", "dense, usual warm-up", **at("hdpl", 1_000_000, "hdpl"), **hdpl),
-        Row("HDPL", "dense, longer warm-up", **warmed, tokens=1e6, **hdpl),
-        Row("HDPL", "dense, tuned in all", less(planned["hdpl"], planned["dense"]), 1e6, **hdpl),
+        Row("HDPL", "dense, usual warm-up", **at("hdpl", 1_000_000, "hdpl"), **hdpl, fixed="warm-up"),
+        # after the longer warm-up dense had three rates from 0.02 and from 0.05, HDPL after the short one nine settings
+        Row(
+            "HDPL",
+            "dense, longer warm-up",
+            **warmed,
+            tokens=1e6,
+            **hdpl,
+            ends="initialisation 0.02 of dense, warm-up 0.5 of dense, warm-up 0.1 of HDPL",
+        ),
+        Row(
+            "HDPL",
+            "dense, tuned in all",
+            less(planned["hdpl"], planned["dense"]),
+            1e6,
+            **hdpl,
+            error=of_text(read(later)["runs"], "hdpl", "dense"),
+            ends=ends(later, {"HDPL": "hdpl", "dense": "dense"}),
+        ),
         Row(
             "HDPL",
             "dense, HDPL's initialisation",
             less(planned["hdpl"], planned["dense-from-hdpl"]),
             1e6,
             folder="hdpl",
+            error=of_text(read(later)["runs"], "hdpl", "dense-from-hdpl"),
+            ends=ends(later, {"HDPL": "hdpl", "dense from its matrices": "dense-from-hdpl"}),
         ),
-        Row("HDPL", "dense of its size", less(*against_equal), 1e6, folder="hdpl"),
-        Row("HDPL", "dense, twice the rate", [rate], 5e6, **hdpl),
+        Row("HDPL", "dense of its size", less(*against_equal), 1e6, folder="hdpl", fixed="warm-up"),
+        Row("HDPL", "dense, twice the rate", [rate], 5e6, **hdpl, fixed="warm-up, HDPL's rate at this length"),
         Row("CCL", "dense of its width", less(ccl["ccl"], ccl["dense-64"]), **one_million, **wide),
         Row("CCL", "dense, second embedding", less(ccl["ccl"], ccl["dense-second-embedding"]), **one_million),
         Row("CCL", "dense of its size", less(ccl["ccl"], ccl["dense-equal-parameters"]), **one_million),
-        Row("CCL", "dense of its size", **at("ccl", 3_000_000, "ccl"), folder="ccl"),
-        Row("CCL", "dense of its size", **late, tokens=5.1e6, folder="ccl"),
-        Row("CCL", "dense of its size", **as_printed("ccl", "ccl"), folder="ccl"),
+        Row("CCL", "dense of its size", **at("ccl", 3_000_000, "ccl"), folder="ccl", fixed="warm-up"),
+        Row("CCL", "dense of its size", **late, tokens=5.1e6, folder="ccl", fixed="initialisation, warm-up"),
+        Row("CCL", "dense of its size", **as_printed("ccl", "ccl"), folder="ccl", fixed="warm-up"),
         Row("Transponder", "plain model", **at("transponder", 300_000, "transponder-rank-2", "plan"), **gates),
         Row("Transponder", "plain model", **as_printed("transponder", "transponder-rank-2"), **gates),
-        *(
-            Row("Rotor from scratch", name, **kept(scratch[entry], sign=-1), tokens=0.25e6, folder="rotor")
-            for name, entry in (("low rank", "low_rank"), ("block-Hadamard", "block_hadamard"), ("dense", "dense"))
-        ),
-        *(
-            Row("Rotor from scratch", name, less(whose["rotor"], whose[entry]), 0.25e6, folder="rotor")
-            for name, entry in (
-                ("low rank, fixed network", "low_rank-network"),
-                ("block-Hadamard, fixed network", "block_hadamard-network"),
-                ("dense, fixed network", "dense-network"),
-            )
-        ),
+        beside("low rank", "low_rank"),
+        beside("block-Hadamard", "block_hadamard"),
+        beside("dense", "dense"),
+        beside("low rank, fixed network", "low_rank-network"),
+        beside("block-Hadamard, fixed network", "block_hadamard-network"),
+        beside("dense, fixed network", "dense-network"),
         *(
             Row(
                 "Rotor fitted to SmolLM2",
-                f"{control.partition(',')[0]} in {p}",
-                **kept(fits[f"{p}_proj"]["wikitext2"][control]),
+                f"{against.partition(',')[0]} in {p}",
+                **kept(fits[f"{p}_proj"]["wikitext2"][against]),
                 effect=mine - theirs,
                 where="main table",
                 folder="rotor",
+                ends=biased_end(against, f"{p}_proj"),
+                unlike=against == "low rank 1",
             )
-            for control, of in printed.items()
+            for against, of in printed.items()
             for p, mine, theirs in zip("qkv", ours, of, strict=True)
         ),
-        Row("CGT", "GPT-2, 8 % larger", [sources], 3.7e6, -0.23 / BYTES, "Figure 5", "cgt", of=2),
+        Row(
+            "CGT",
+            "GPT-2, 8 % larger",
+            [sources],
+            3.7e6,
+            -0.23 / BYTES,
+            "Figure 5",
+            "cgt",
+            of=2,
+            fixed="initialisation",
+            unlike=True,
+        ),
     )
 
 
@@ -223,6 +312,7 @@ def in_results() -> str:
         effect = "–" if row.effect is None else signed(row.effect, 3)
         seeds = f"{row.budget or 'a fit'}, {row.seeds} seed{'s' * (row.seeds > 1)}"
         claim = f"[{row.method}]({row.folder}/README.md) less {row.control}"
+        claim += "".join(f"; {head}: {said}" for head, said in (("at an end", row.ends), ("not tuned", row.fixed)) if said)
         half = "–" if row.half is None else f"{row.half:.3f}"
         lines.append([claim, seeds, found, effect, half, f"**{row.verdict}**"])
     return table(["gap", "tokens, seeds", "nats [95 %]", "paper's", "half-width", "verdict"], lines)

@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from relinear.compare.gaps import gap as paired
 from relinear.system.student import half_width
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,32 +34,32 @@ def mean(values: Sequence[float]) -> float:
     return statistics.fmean(values)
 
 
-def interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """An interval of 95 % for the mean of a few independent values; None for a single one."""
-    half = half_width(values)
-    return None if half is None else (mean(values) - half, mean(values) + half)
-
-
 def ranged(values: Sequence[float], digits: int = 3) -> str:
     """1.796 (1.774 to 1.808): the mean, and over several seeds the lowest and the highest."""
     text = f"{mean(values):.{digits}f}"
     return text if len(values) < 2 else f"{text} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-def gap(ours: Sequence[float], theirs: Sequence[float], digits: int = 3) -> str:
-    """Ours less theirs, seed by seed: +0.012 [-0.004, +0.028]; without an interval where there is one seed."""
+def gap(ours: Sequence[float], theirs: Sequence[float], digits: int = 3, error: float = 0.0) -> str:
+    """Ours less theirs, seed by seed: +0.012 [-0.004, +0.028]; without an interval where there is one seed.
+
+    ``error``: of the held-out text, which widens the interval.
+    """
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
-    text, bounds = signed(mean(differences), digits), interval(differences)
-    return text if bounds is None else f"{text} [{signed(bounds[0], digits)}, {signed(bounds[1], digits)}]"
+    return with_interval({"mean": mean(differences), "values": differences, "standard_error": error}, digits)
 
 
-def arms_apart(losses: Mapping[str, Sequence[float]], asked: Sequence[tuple[str, str, str]], unit: str) -> str:
-    """A table of (what, arm, the arm it is less), of those whose losses are there: gaps over paired seeds."""
-    lines = [
-        [what, f"`{ours}`", f"`{theirs}`", gap(losses[ours], losses[theirs])]
-        for what, ours, theirs in asked
-        if {ours, theirs} <= losses.keys()
-    ]
+def of_text(runs: Mapping[str, Any], ours: str, theirs: str) -> float:
+    """Standard error of the held-out text in the gap of two arms' final runs; 0 where losses by block were not kept."""
+    losses = [[run.get("block_losses") for run in runs.get(name, {}).values()] for name in (ours, theirs)]
+    if not all(losses) or None in losses[0] + losses[1] or len(losses[0]) != len(losses[1]):
+        return 0.0
+    return paired(*(list(map(np.array, one)) for one in losses))["standard_error"]
+
+
+def arms_apart(asked: Sequence[tuple[str, str, str]], apart: Mapping[str, str], unit: str) -> str:
+    """A table of (what, arm, the arm it is less), of those whose gap is there; ``apart``: gaps by what they are of."""
+    lines = [[what, f"`{ours}`", f"`{theirs}`", apart[what]] for what, ours, theirs in asked if what in apart]
     return table(["what", "arm", "less", f"nats a {unit} [95 %]"], lines)
 
 
