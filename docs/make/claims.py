@@ -1042,8 +1042,8 @@ def cgt() -> Paper:
     ]
     summary = (
         "On arithmetic that it has mastered, freezing costs it nothing. On a harder task it costs a fifth of the right "
-        "answers. On text no verdict follows. The paper's models took 400,000 steps at batch 128; ours took minutes, on "
-        "smaller tasks."
+        "answers. On text no verdict follows. The paper's models took 400,000 steps at batch 128; ours took minutes, "
+        "on smaller tasks."
     )
     return Paper(
         "cgt",
@@ -1227,16 +1227,16 @@ def rotor() -> Paper:
             "Over half the lead is a fixed network's",
             "limitations",
             BEYOND,
-            "In q, k and v of a tiny model, rotors are ahead of low rank and block-Hadamard of their parameters at 0.25 "
-            "million tokens. **Beside dense, which has more, the planned runs have no power.** An earlier run without a "
-            f"plan, tuned over two warm-ups, has them ahead of dense: {cut.turned('rotor', 'dense')}. "
+            "In q, k and v of a tiny model, rotors are ahead of low rank and block-Hadamard of their parameters at "
+            "0.25 million tokens. **Beside dense, which has more, the planned runs have no power.** An earlier run "
+            f"without a plan, tuned over two warm-ups, has them ahead of dense: {cut.turned('rotor', 'dense')}. "
             "**Whose is the lead?** Fresh rotor layers hold a fixed network: a permutation, LayerNorm and PReLU. "
             "**More than half of the lead over low rank is that network's, in each of three seeds. Beside dense that "
             "has it the runs have no power.** A rotor layer spends "
             f"{quoted('rotor/README.md', 'the rotor network 41,984').split()[-1]} FLOPs a token and projection, low "
             f"rank {quoted('rotor/README.md', 'low rank 512').split()[-1]}, dense "
-            f"{quoted('rotor/README.md', 'dense 32,768').split()[-1]}. After 80 steps, small bivectors are ahead, which "
-            "does not say what ends best",
+            f"{quoted('rotor/README.md', 'dense 32,768').split()[-1]}. After 80 steps, small bivectors are ahead, "
+            "which does not say what ends best",
             "C, F, G, I",
             shown="\n\n".join(
                 [

@@ -148,7 +148,7 @@ def whose(folder: str, tokens: int) -> dict[str, str]:
 
 
 def _error(folder: str, tokens: int, ours: str, theirs: str) -> float:
-    """Of the held-out text, as far as losses by block were kept: in gaps to the reference, and of runs of one budget."""
+    """Of the held-out text, as far as losses by block were kept: gaps to the reference have it, and final runs."""
     found = read(_BUDGETS[folder])
     if theirs == found["reference"]:
         return _entry(folder, tokens, ours)["gap"]["standard_error"]

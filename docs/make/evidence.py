@@ -312,7 +312,9 @@ def in_results() -> str:
         effect = "–" if row.effect is None else signed(row.effect, 3)
         seeds = f"{row.budget or 'a fit'}, {row.seeds} seed{'s' * (row.seeds > 1)}"
         claim = f"[{row.method}]({row.folder}/README.md) less {row.control}"
-        claim += "".join(f"; {head}: {said}" for head, said in (("at an end", row.ends), ("not tuned", row.fixed)) if said)
+        claim += "".join(
+            f"; {head}: {said}" for head, said in (("at an end", row.ends), ("not tuned", row.fixed)) if said
+        )
         half = "–" if row.half is None else f"{row.half:.3f}"
         lines.append([claim, seeds, found, effect, half, f"**{row.verdict}**"])
     return table(["gap", "tokens, seeds", "nats [95 %]", "paper's", "half-width", "verdict"], lines)

@@ -52,7 +52,7 @@ def picture(theme: str, paper: str = "") -> str:
     key = [svg.circle(8, 10, ours), svg.text(20, 14, "3 seeds or more, 95 %", soft, "start")]
     key += [svg.circle(208, 10, ours, hollow=True), svg.text(220, 14, "fewer seeds", soft, "start")]
     key += [svg.diamond(8, 31, papers), svg.text(20, 35, "the paper's effect, in the same unit", soft, "start")]
-    key.append(svg.text(0, 52, "* a setting at an end", soft, "start"))
+    key.append(svg.text(0, 52, "* best setting at an end", soft, "start"))
     key.append(svg.text(WIDTH, 52, "tokens, share of the paper's, seeds", soft, "end"))
     return svg.whole(WIDTH, bottom + 42, described(paper), [*axis, *key, *parts])
 
