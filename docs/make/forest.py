@@ -5,6 +5,8 @@ A row is a line of words above a line of marks, so that the picture is readable 
 
 from __future__ import annotations
 
+import collections
+
 import evidence
 import svg
 from evidence import Row
@@ -13,12 +15,15 @@ from measured import mean, signed
 __all__ = ["THEMES", "in_page", "picture", "rows"]
 
 THEMES = svg.THEMES
-WIDTH, EDGE, STEP, TOP = 400, 14, 33, 92
+WIDTH, EDGE, STEP, TOP = 400, 14, 37, 112
 ALT = (
     "Forest plot: gaps in nats of HDPL, CCL, Transponder, rotors and CGT to their controls, with intervals over seeds, "
     "beside the papers' effects"
 )
-LOW, HIGH, TICKS = -0.5, 0.2, (-0.4, -0.2, 0.0, 0.2)
+#: so that zero leaves room to its right for what a row says there, and the last tick for its number
+LOW, HIGH, TICKS = -0.46, 0.25, (-0.4, -0.2, 0.0, 0.2)
+#: size of what stands at a row's right, and where the words that stand in for a far mark end
+SMALL, FAR = 12, 80
 #: below this many seeds a mark is hollow
 SEEDS = 3
 
@@ -33,34 +38,49 @@ def picture(theme: str, paper: str = "") -> str:
     ink, soft, line, ours, papers = THEMES[theme]
     y, parts, method = TOP, [], None
     axis: list[str] = []
-    for row in rows(paper):
+    found = rows(paper)
+    named = collections.Counter((row.method, row.control) for row in found)
+    for row in found:
         if row.method != method:
             method, y = row.method, y + 8
             parts.append(svg.text(0, y, f"{method} against", ink, "start", weight=600))
             y += 22
-        parts.append(svg.text(8, y, row.control + " *" * bool(row.ends), ink, "start"))
-        parts.append(svg.text(WIDTH, y, _amount(row), soft, "end"))
+        several = named[row.method, row.control] > 1  # told apart by their tokens
+        label = f"{row.control}, {row.budget} tokens" if several else row.control
+        parts.append(svg.text(8, y, label + " *" * bool(row.ends), ink, "start"))
+        parts.append(svg.text(WIDTH, y, _amount(row, not several), soft, "end", size=SMALL))
         # lines end where words stand
-        axis += [svg.line(_place(at), y + 5, _place(at), y + 21, ink if at == 0 else line, 1.4) for at in TICKS]
+        axis += [
+            svg.line(_place(at), y + 5, _place(at), y + 21, ink if at == 0 else line, 1.4)
+            for at in TICKS
+            if not _far(row) or _place(at) > FAR
+        ]
         parts += _marks(row, y + 13, ours, papers)
         y += STEP
-    bottom = y - 12
-    axis += [svg.text(_place(at), bottom + 15, f"{at:+.1f}".replace("-", "−") if at else "0", soft) for at in TICKS]
-    axis.append(svg.text(_place(0) - 8, 68, "← method better", soft, "end"))
-    axis.append(svg.text(_place(0) + 8, 68, "worse →", soft, "start"))
+    bottom = y - 16
+    for height in (TOP - 18, bottom + 15):
+        axis += [svg.text(_place(at), height, svg.number(at), soft) for at in TICKS]
+    axis.append(svg.text(_place(0) - 8, TOP - 38, "← method better", soft, "end"))
+    axis.append(svg.text(_place(0) + 8, TOP - 38, "worse →", soft, "start"))
+    axis.append(svg.text(WIDTH, TOP - 38, "in nats", soft, "end"))
     axis.append(svg.text(WIDTH / 2, bottom + 34, "gap in validation loss, nats a token or byte", soft))
     key = [svg.circle(8, 10, ours), svg.text(20, 14, "3 seeds or more, 95 %", soft, "start")]
     key += [svg.circle(208, 10, ours, hollow=True), svg.text(220, 14, "fewer seeds", soft, "start")]
     key += [svg.diamond(8, 31, papers), svg.text(20, 35, "the paper's effect, in the same unit", soft, "start")]
-    key.append(svg.text(0, 52, "* best setting at an end", soft, "start"))
-    key.append(svg.text(WIDTH, 52, "tokens, share of the paper's, seeds", soft, "end"))
+    key.append(svg.text(0, 52, "* best setting at an end", soft, "start", size=SMALL))
+    key.append(svg.text(WIDTH, 52, "tokens, share of the paper's, seeds", soft, "end", size=SMALL))
     return svg.whole(WIDTH, bottom + 42, described(paper), [*axis, *key, *parts])
 
 
-def _amount(row: Row) -> str:
-    """Tokens, their share of the paper's, and seeds."""
+def _amount(row: Row, tokens: bool) -> str:
+    """Tokens where asked for, their share of the paper's, and seeds."""
     seeds = f"{row.seeds} seed{'s' * (row.seeds > 1)}"
-    return ", ".join(part for part in (row.budget, row.share, seeds) if part)
+    return ", ".join(part for part in (row.budget * tokens, row.share, seeds) if part)
+
+
+def _far(row: Row) -> bool:
+    """Whether the paper's effect is left of the picture."""
+    return row.effect is not None and row.effect < LOW
 
 
 def described(paper: str = "") -> str:
@@ -88,10 +108,10 @@ def _place(value: float) -> float:
 
 def _marks(row: Row, y: float, ours: str, papers: str) -> list[str]:
     parts = []
-    if row.effect is not None and row.effect >= LOW:
-        parts.append(svg.diamond(_place(row.effect), y, papers))
+    if _far(row):
+        parts.append(svg.text(0, y + 4, f"← ◆ {svg.number(row.effect, '.2f')}", papers, "start"))
     elif row.effect is not None:
-        parts.append(svg.text(0, y + 4, f"← ◆ {row.effect:.2f}".replace("-", "−"), papers, "start"))
+        parts.append(svg.diamond(_place(row.effect), y, papers))
     if row.bounds is not None:
         low, high = (_place(min(max(bound, LOW), HIGH)) for bound in row.bounds)
         parts.append(svg.line(low, y, high, y, ours, 2.4))

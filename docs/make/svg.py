@@ -45,8 +45,16 @@ def line(x: float, y: float, to_x: float, to_y: float, colour: str, width: float
     return f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" stroke="{colour}" stroke-width="{width}"/>'
 
 
-def text(x: float, y: float, said: str, colour: str, anchor: str = "middle", weight: int = 400) -> str:
+def text(
+    x: float, y: float, said: str, colour: str, anchor: str = "middle", weight: int = 400, size: int | None = None
+) -> str:
     """Return words at (x, y), which is their middle or what ``anchor`` says."""
     bold = f' font-weight="{weight}"' if weight != 400 else ""
+    high = f' font-size="{size}"' if size else ""
     place = f'x="{x:.1f}" y="{y:.1f}" fill="{colour}" text-anchor="{anchor}"'
-    return f"<text {place}{bold}>{html.escape(said)}</text>"
+    return f"<text {place}{bold}{high}>{html.escape(said)}</text>"
+
+
+def number(value: float, said: str = "+.1f") -> str:
+    """Return a number at a tick: its sign is a minus, and zero has none."""
+    return f"{value:{said}}".replace("-", "−") if value else "0"
