@@ -18,6 +18,7 @@ import biased
 import claims
 import curves
 import cut
+import effects
 import evidence
 import forest
 import frontier
@@ -29,56 +30,29 @@ import speed
 from settings import settings_table
 
 DOCS = Path(__file__).resolve().parents[1]
-#: methods of results/rotor that an operator's page shows
-_FITS = {
-    "low_rank": ("low rank 1", "low rank 4"),
-    "block_hadamard": ("block-Hadamard, 64 blocks",),
-    "hdpl": ("HDPL, rank 8, 8 blocks",),
-    "rotor": ("rotor, double", "rotor, single", "Lemma-1 terms, depth 0, 3 terms"),
-}
-#: files of one budget, their reference, and the entries that an operator's page shows
-_LOSSES = {
-    "ccl": (
-        ("ccl/claims-1M/results.json",),
-        "dense-equal-parameters",
-        ("dense-64", "dense-second-embedding", "static", "ccl"),
-    ),
-    "transponder": (
-        ("transponder/runs.json",),
-        "dense",
-        (
-            "path_scalar",
-            "path_channel",
-            "layer_scalar",
-            "layer_channel",
-            "transponder",
-            "dense_same_parameters",
-            "dense_same_time",
-        ),
-    ),
-    "output_gate": (("transponder/runs.json",), "dense", ("all_gate", "sdpa_gate_head", "transponder")),
-}
 
 
 def measured_of(kind: str) -> str:
-    """What was measured of an operator: losses, fits, compression, time, as far as results/ has them."""
-    parts = []
-    if kind in _LOSSES:
-        names, reference, entries = _LOSSES[kind]
+    """What was measured of an operator: its figure, and folded the tables behind it, as far as results/ has them."""
+    parts = [effects.in_page(kind)] if kind in effects.FIGURES else []
+    if kind in effects.LOSSES:
+        names, reference, entries = effects.LOSSES[kind]
         folder = names[0].split("/")[0]
-        parts.append("Trained from scratch at tuned learning rates, nats a token:")
-        parts.append(measured.losses_table(names, entries, reference))
-        parts.append(f"Budget, command and what it does not show: [{folder}](../../results/{folder}/README.md).")
-    if kind in _FITS:
-        parts.append(measured.fits_table(_FITS[kind]))
+        told = "Trained from scratch at tuned learning rates, nats a token:"
+        what = f"Budget, command and what it does not show: [{folder}](../../results/{folder}/README.md)."
+        inside = [told, measured.losses_table(names, entries, reference), what]
+        parts.append(measured.folded("Table of losses and gaps", "\n\n".join(inside)))
+    if kind in effects.FITS:
+        parts.append(measured.folded("Table of fits to SmolLM2", measured.fits_table(effects.FITS[kind])))
     if kind == "pivoted_low_rank":
-        parts.append(measured.compression_table())
+        parts.append(measured.folded("Table of losses on three texts", measured.compression_table()))
     if kind == "quantized":
         how = "[how](../../results/compress/README.md)"
-        parts.append(f"SmolLM2 turned off its file's 4-bit grid, nats above the original ({how}):")
-        parts.append(frontier.turned_table())
+        told = f"SmolLM2 turned off its file's 4-bit grid, nats above the original ({how}):"
+        parts.append(measured.folded("Table of losses on two texts", f"{told}\n\n{frontier.turned_table()}"))
     if measured.timed(kind)[1]:
-        parts.append(measured.speed_table(kind))
+        summary = f"Table of times relative to dense: {measured.faster(kind)}"
+        parts.append(measured.folded(summary, measured.speed_table(kind)))
     return "\n\n".join(parts)
 
 
@@ -133,6 +107,9 @@ def pages() -> dict[Path, str]:
         parts = {name: functools.partial(make, page.stem) for name, make in PARTS.items()}
         found[page] = filled(page.read_text(encoding="utf-8"), parts, page.stem)
         found[page.with_suffix(".svg")] = pictures.picture(page.stem)
+    for kind in effects.FIGURES:
+        named = DOCS / "pictures" / effects.file_name(kind)
+        found |= {Path(f"{named}-{theme}.svg"): effects.picture(theme, kind) for theme in forest.THEMES}
     return found
 
 

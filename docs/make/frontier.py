@@ -11,7 +11,7 @@ from typing import Any
 import svg
 from measured import gap, mean, ranged, read, signed, table
 
-__all__ = ["CHARTS", "EQUAL", "ROUNDED", "chart", "equal_bytes", "frontier_table", "turned_table"]
+__all__ = ["CHARTS", "EQUAL", "ROUNDED", "chart", "equal_bytes", "frontier_table", "turned_pairs", "turned_table"]
 
 RECORD, EQUAL_BYTES, SPEEDS = "compress/frontier.jsonl", "compress-equal-bytes", "compress/speed_bits.json"
 ROUNDING, ALLOCATION, LLAMA_CPP = "compress/rounding.jsonl", "compress/allocation.json", "compress/llama_cpp.jsonl"
@@ -119,13 +119,18 @@ def rounding_table() -> str:
     return table(["", "bits a weight", *(f"{MODELS[model]}, {text}" for model, text in columns)], lines)
 
 
+def turned_pairs() -> list[list[dict[str, Any]]]:
+    """Rows of the turned model at every size: `compress`, and its strongest rival."""
+    pairs = sorted((pair for pair in RIVALS if pair[1].startswith("gptq-order")), reverse=True)
+    return [[_rounding()[TURNED, name] for name in pair] for pair in pairs]
+
+
 def turned_table() -> str:
     """The turned model at every size: what `compress` loses, and its strongest rival."""
-    found, texts = _rounding(), ("wikitext2", "ptb")
-    losses = found[TURNED, "original"]["loss"]
+    texts = "wikitext2", "ptb"
+    losses = _rounding()[TURNED, "original"]["loss"]
     lines = [["original", "16.00", *(f"{losses[text]:.3f} nats" for text in texts)]]
-    pairs = sorted((pair for pair in RIVALS if pair[1].startswith("gptq-order")), reverse=True)
-    for row in (found[TURNED, name] for pair in pairs for name in pair):
+    for row in itertools.chain(*turned_pairs()):
         over = [f"{signed(at['nats'], 3)} ± {at['interval']:.3f}" for at in (row["against"][text] for text in texts)]
         lines.append([_name(row).partition(", groups")[0], f"{row['bits']:.2f}", *over])
     return table(["", "bits a weight", *texts], lines)

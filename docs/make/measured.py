@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import statistics
@@ -102,6 +103,11 @@ def spread(values: Sequence[float], digits: int = 3, sign: str = "+") -> str:
     return text if len(values) < 2 else f"{text} ± {statistics.stdev(values):.{digits}f}"
 
 
+def folded(summary: str, inside: str) -> str:
+    """What a reader opens: tables behind a figure."""
+    return f'<details markdown="1">\n<summary>{summary}</summary>\n\n{inside}\n\n</details>'
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
@@ -156,8 +162,14 @@ def timed(kind: str) -> tuple[str, list[dict[str, Any]]]:
     return "", []
 
 
+def faster(kind: str) -> str:
+    """How often the layer is faster than dense."""
+    rows = timed(kind)[1]
+    return f"faster in {sum(row['ratio'] < 1 for row in rows)} of {len(rows)} cases"
+
+
 def speed_table(kind: str) -> str:
-    """Time of the layer relative to dense by shape and dtype, and how often it is faster; results/speed has ranges."""
+    """Time of the layer relative to dense by shape and dtype; results/speed has ranges."""
     rows = timed(kind)[1]
     if not rows:
         return "Not timed."
@@ -172,8 +184,7 @@ def speed_table(kind: str) -> str:
         "dtype",
         *(f"{what}, {tokens:,} {'token' if tokens == 1 else 'tokens'}" for what, tokens in columns),
     ]
-    faster = sum(row["ratio"] < 1 for row in rows)
-    said = f"Time relative to dense (`{rows[0]['contender']}`, eager). Faster in {faster} of {len(rows)} cases. "
+    said = f"Time relative to dense (`{rows[0]['contender']}`, eager). "
     return f"{said}Ranges, machine and command: [speed](../../results/speed/README.md).\n\n{table(head, lines)}"
 
 
@@ -188,7 +199,7 @@ def machine(values: Mapping[str, Any]) -> str:
 
 # Fits to SmolLM2's projections
 
-_METHODS = {
+METHODS = {
     "rotor, double": "double rotor",
     "rotor, single": "single rotor",
     "Lemma-1 terms, depth 0, 3 terms": "Lemma-1 terms",
@@ -216,26 +227,22 @@ def constant(projection: str, layer: str) -> float:
 
 
 def fits_table(methods: Sequence[str]) -> str:
-    """Projections down, methods across: parameters, fit error, and what WikiText-2 loses."""
-    rows = []
-    for layer in ("12", "20"):
-        for projection in ("q", "k", "v"):
-            cells = [f"{projection} of layer {layer}", f"{constant(projection, layer):.3f}"]
-            for method in methods:
-                found = fits(projection, layer, method)
-                error = mean([row["error"] for row in found])
-                loss = spread(over_original(found, "wikitext2"))
-                cells.append(f"{error:.3f}; {loss} ({found[0]['parameters']:,})")
-            rows.append(cells)
-    return "\n\n".join(
-        [
-            "One projection of SmolLM2-135M-Instruct replaced. A cell holds the relative squared error on held-out "
-            "tokens, the nats a token that WikiText-2 loses (mean ± standard deviation, three seeds) and the "
-            "parameters. The constant is the mean output alone, without any matrix.",
-            table(["projection", "constant", *(_METHODS.get(method, method) for method in methods)], rows),
-            "Records and commands: [rotor](../../results/rotor/README.md).",
-        ]
-    )
+    """For every method a table of projections: fit errors, what WikiText-2 loses, and parameters."""
+    parts = [
+        "One projection of SmolLM2-135M-Instruct replaced. Errors are relative squared errors on held-out tokens. "
+        "Losses are nats a token above the original on WikiText-2 (mean ± standard deviation, three seeds). The constant "
+        "is the mean output alone, without any matrix."
+    ]
+    head = ["projection", "error", "error of the constant", "loss", "parameters"]
+    for method in methods:
+        rows = []
+        for layer, projection in itertools.product(("12", "20"), "qkv"):
+            found = fits(projection, layer, method)
+            error, loss = mean([row["error"] for row in found]), spread(over_original(found, "wikitext2"))
+            cells = [f"{error:.3f}", f"{constant(projection, layer):.3f}", loss, f"{found[0]['parameters']:,}"]
+            rows.append([f"{projection} of layer {layer}", *cells])
+        parts += [f"**{METHODS.get(method, method)}**"] * (len(methods) > 1) + [table(head, rows)]
+    return "\n\n".join([*parts, "Records and commands: [rotor](../../results/rotor/README.md)."])
 
 
 # Compression
@@ -245,16 +252,20 @@ def fits_table(methods: Sequence[str]) -> str:
 _COMPRESSED = {"pivoted": "pivoted", "allocated": "low rank"}
 
 
+def compressed() -> tuple[list[float], dict[tuple[str, float], dict[str, Sequence[float]]]]:
+    """Shares of parameters kept, and (method, share) -> text -> nats above the original and half of their interval."""
+    rows: dict[tuple[str, float], dict[str, Sequence[float]]] = {}
+    for row in read("compress/methods.jsonl"):
+        # those calibrated on one text alone are another table's; a text may have been added later
+        if not row.get("skip") and row.get("keep") and len(row.get("calibrated_on", "both")) > 1:
+            rows[row["method"], row["keep"]] = rows.get((row["method"], row["keep"]), {}) | row["over_dense"]
+    return sorted({keep for method, keep in rows if method == "pivoted"}, reverse=True), rows
+
+
 def compression_table() -> str:
     """What low-rank layers cost a pretrained model, pivoted or not, by text and share of parameters kept."""
-    every = [row for row in read("compress/methods.jsonl") if not row.get("skip")]
-    dense = next(row for row in every if row["method"] == "dense")
-    rows: dict[tuple, dict] = {}
-    for row in every:  # those calibrated on one text alone are another table's; a text may have been added later
-        if row.get("keep") and len(row.get("calibrated_on", "both")) > 1:
-            rows[row["method"], row["keep"]] = rows.get((row["method"], row["keep"]), {}) | row["over_dense"]
-    kept = sorted({keep for method, keep in rows if method == "pivoted"}, reverse=True)
-    lines = []
+    dense = next(row for row in read("compress/methods.jsonl") if row["method"] == "dense")
+    (kept, rows), lines = compressed(), []
     for text, loss in dense["loss"].items():
         for method, name in _COMPRESSED.items():
             found = [rows.get((method, keep), {}).get(text) for keep in kept]
