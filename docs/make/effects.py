@@ -55,7 +55,6 @@ DOT, RING, DIAMOND, ALONE = "dot", "ring", "diamond", "alone"
 STEPS, FEW = (0.02, 0.05, 0.1, 0.2, 0.5), 7
 #: ticks of times relative to dense, which stand at equal ratios
 TIMES = (0.5, 1.0, 2.0, 4.0)
-SPANS_ZERO = "interval spans zero"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +93,8 @@ class Figure:
 
 def _gaps(told: str, groups: Sequence[tuple[str, Sequence[tuple[str, evidence.Row]]]], whose: str = "") -> Figure:
     """Gaps to a reference under headings; the reading says what is ahead and what behind."""
-    rows, verdicts = [], {}
+    rows: list[Row] = []
+    verdicts: dict[str, list[str]] = {}
     for heading, found in groups:
         rows.append(Row(heading))
         for label, row in found:
@@ -102,22 +102,20 @@ def _gaps(told: str, groups: Sequence[tuple[str, Sequence[tuple[str, evidence.Ro
             low, high = row.bounds or (at, at)
             said = _minus(at) + (", one seed" if row.bounds is None else "")
             rows.append(Row(label, said, [Mark(at, low, high, RING if row.bounds is None else DOT)]))
-            verdict = SPANS_ZERO if row.verdict in (evidence.UNSEEN, evidence.NO_POWER) else row.verdict
-            verdicts.setdefault(verdict, []).append(label)
+            verdicts.setdefault(row.verdict, []).append(label)
     every = sum(map(len, verdicts.values()))
-    reading = whose + "; ".join(
-        f"{verdict}: {_listed(verdicts[verdict], every)}" for verdict in _ORDER if verdict in verdicts
-    )
+    apart = [f"{verdict}: {_listed(verdicts[verdict], every)}" for verdict in _ORDER if verdict in verdicts]
+    reading = whose + "; ".join(apart) if apart else "every interval spans zero"
     key = [(DOT, "mean and 95 % interval over seeds")]
     key += [(RING, "one seed")] * (evidence.ONE_SEED in verdicts)
     return Figure(reading[0].upper() + reading[1:], f"gap in validation loss to {told}, nats", key, rows)
 
 
-_ORDER = (evidence.AHEAD, evidence.BEHIND, SPANS_ZERO, evidence.ONE_SEED)
+_ORDER = (evidence.AHEAD, evidence.BEHIND)
 
 
 def _listed(labels: Sequence[str], every: int) -> str:
-    return ", ".join(labels) if len(labels) < 5 else f"{len(labels)} of {every} rows"
+    return ", ".join(labels) if len(labels) < 5 else f"{len(labels)} of {every} comparisons"
 
 
 def _entries(kind: str) -> list[tuple[str, evidence.Row]]:
@@ -145,6 +143,14 @@ _SPELT = {
 }
 
 
+def _budget() -> str:
+    """Tokens and seeds of the Transponder's runs."""
+    runs = {name: run for name, run in measured.read("transponder/runs.json")["runs"].items() if "/dense/" in name}
+    seeds = [run["settings"] for name, run in runs.items() if name.startswith("runs/")]
+    tokens = seeds[0]["steps"] * seeds[0]["batch_size"] * seeds[0]["data"]["sequence_length"]
+    return f"{tokens / 1e6:.2g} M tokens, {len(seeds)} seeds"
+
+
 def _budgets(method: str, control: str, above: float = 0) -> list[tuple[str, evidence.Row]]:
     """A claim's gaps to one control by tokens."""
     rows = [row for row in evidence.rows() if (row.method, row.control) == (method, control) and row.tokens > above]
@@ -165,16 +171,16 @@ def _hdpl() -> Figure:
 
 def _transponder() -> Figure:
     more = _budgets("Transponder", "plain model")
-    return _gaps("the plain model", [("3 seeds", _entries("transponder")), ("12 seeds", more)])
+    return _gaps("the plain model", [(_budget(), _entries("transponder")), (f"{more[0][1].seeds} seeds", more)])
 
 
 def _output_gate() -> Figure:
-    return _gaps("the plain model", [("3 seeds", _entries("output_gate"))])
+    return _gaps("the plain model", [(_budget(), _entries("output_gate"))])
 
 
 def _fits(kind: str, methods: Sequence[tuple[str, str]]) -> Figure:
     """Fit errors of stand-ins for projections, beside that of the mean output alone; the first method is read."""
-    rows, better = [], 0
+    rows, gained = [], []
     for layer in ("12", "20"):
         for projection in "qkv":
             errors = [[row["error"] for row in measured.fits(projection, layer, method)] for _, method in methods]
@@ -183,11 +189,13 @@ def _fits(kind: str, methods: Sequence[tuple[str, str]]) -> Figure:
             for (shape, _), found in zip(methods, errors, strict=True):
                 low, high = measured.interval(found) or (mean(found), mean(found))
                 marks.append(Mark(mean(found), low, high, shape))
-            better += mean(errors[0]) < alone
+            gained.append((projection, alone - mean(errors[0])))
             rows.append(Row(f"{projection} of layer {layer}", ", ".join(f"{mean(e):.3f}" for e in errors), marks))
     named = [measured.METHODS.get(method, method) for _, method in methods]
     who = named[0][0].upper() + named[0][1:]
-    reading = f"{who} fits better than the mean output alone in {better} of {len(rows)} projections"
+    better, most = sum(by > 0 for _, by in gained), max(by for projection, by in gained if projection in "qk")
+    reading = f"{who} fits better than the mean output alone in {better} of {len(rows)} projections, on q and k "
+    reading += f"by at most {most:.3f}" if most > 0 else "in none"
     key = [
         *((shape, name) for (shape, _), name in zip(methods, named, strict=True)),
         (ALONE, "mean output alone; lines: 95 %"),
@@ -361,7 +369,7 @@ def described(kind: str) -> str:
             values = ", ".join(_said(mark.at, len(row.marks)) for mark in row.marks)
             told.append(f"{heading}{row.label} {values}")
             several = len(row.marks) > 1
-            of = " (" + ", ".join(names[mark.shape] for mark in row.marks) + ")" if several else ""
+            of = ", " + ", ".join(names[mark.shape] for mark in row.marks) if several else ""
         heading = "" if row.marks else f"{row.label}: "
     return f"{figure.reading}. {figure.unit[0].upper()}{figure.unit[1:]}{of}: {'; '.join(told)}."
 

@@ -230,8 +230,8 @@ def fits_table(methods: Sequence[str]) -> str:
     """For every method a table of projections: fit errors, what WikiText-2 loses, and parameters."""
     parts = [
         "One projection of SmolLM2-135M-Instruct replaced. Errors are relative squared errors on held-out tokens. "
-        "Losses are nats a token above the original on WikiText-2 (mean ± standard deviation, three seeds). The constant "
-        "is the mean output alone, without any matrix."
+        "Losses are nats a token above the original on WikiText-2 (mean ± standard deviation, three seeds). The "
+        "constant is the mean output alone, without any matrix."
     ]
     head = ["projection", "error", "error of the constant", "loss", "parameters"]
     for method in methods:
