@@ -27,11 +27,12 @@ def test_generated_parts_are_up_to_date() -> None:
 
 @pytest.mark.parametrize("page", OPERATORS, ids=lambda page: page.stem)
 def test_a_page_has_its_parts(page) -> None:
-    """Idea, formula, picture, measurements, settings with every field."""
+    """Idea, formula, picture, measurements with their figure, settings with every field."""
     text = page.read_text(encoding="utf-8")
     assert "$$" in text
     assert f"]({page.stem}.svg)" in text
     assert (page.with_suffix(".svg")).stat().st_size < 20_000
+    assert f"../pictures/measured-{page.stem}-dark.svg" in text
     idea = re.sub(r"\s+", " ", text.split("\n\n")[1])
     assert 4 <= len(re.findall(r"[.?)](?: |$)", idea)) <= 9, "the idea in about five sentences"
     for part in ("measured", "settings"):
