@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import svg
-from measured import gap, mean, ranged, read, signed, table
+from measured import gap, low_rank_tables, mean, ranged, read, signed, table
 
 __all__ = ["CHARTS", "EQUAL", "ROUNDED", "chart", "equal_bytes", "frontier_table", "turned_pairs", "turned_table"]
 
@@ -165,7 +165,10 @@ def rivals() -> str:
 
 
 def draws_table(record: str, model: str, pairs: Mapping[str, str], digits: int, texts: Sequence[str]) -> str:
-    """Means over draws of calibration, and the difference to the strongest rival with its interval over draws."""
+    """Means over draws of calibration, and the difference to the strongest rival with its interval over draws.
+
+    A share of the rival's loss is told where every draw loses something.
+    """
     found: dict[str, list[dict[str, Any]]] = {}
     for row in read(record):
         if row["model"] == model and row["row"] in {*pairs, *pairs.values()}:
@@ -178,7 +181,8 @@ def draws_table(record: str, model: str, pairs: Mapping[str, str], digits: int, 
         for text in texts:
             mine, other = [row["against"][text]["nats"] for row in rows], [both[r["seed"]][text]["nats"] for r in rows]
             apart = gap(mine, other, digits)
-            cells.append(f"{ranged(mine, digits)}; {mean(mine) / mean(other):.2f} ({apart})")
+            share = f"{mean(mine) / mean(other):.2f} ({apart})" if min(*mine, *other) > 0 else apart
+            cells.append(f"{ranged(mine, digits)}; {share}")
         lines.append([_called(ours), _called(theirs), str(len(rows)), *cells])
     return table(["", "beside", "draws", *texts], lines)
 
@@ -455,7 +459,8 @@ ROUNDED = {
     "draws": functools.partial(draws_table, ROUNDING, "smollm2-rotated", DRAWS, 3, ("wikitext2", "books", "ptb")),
     "trained": trained_table,
     "trained_picture": functools.partial(at_equal_bytes_in_page, "../../docs/pictures", "compress-trained"),
-    "trained_draws": functools.partial(draws_table, TRAINED, "trained", DRAWS_TRAINED, 4, ("books",)),
+    "trained_draws": functools.partial(draws_table, TRAINED, "trained", DRAWS_TRAINED, 4, ("books", "wikitext2")),
     "written": written_table,
     "llama": by_llama_cpp,
+    "low_rank": low_rank_tables,
 }

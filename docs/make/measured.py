@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import math
+import runpy
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -248,17 +249,27 @@ def fits_table(methods: Sequence[str]) -> str:
 # Compression
 
 
+def by_table(name: str) -> Any:
+    """What the script that prints the record of low rank calls NAME."""
+    return runpy.run_path(str(RESULTS / "compress/table.py"))[name]
+
+
+def low_rank_tables() -> str:
+    """Low rank and other methods of the field: a table for each text."""
+    return by_table("tables")(read("compress/methods.jsonl"))
+
+
 #: methods of results/compress that a page shows, and what they are called there
 _COMPRESSED = {"pivoted": "pivoted", "allocated": "low rank"}
 
 
 def compressed() -> tuple[list[float], dict[tuple[str, float], dict[str, Sequence[float]]]]:
     """Shares of parameters kept, and (method, share) -> text -> nats above the original and half of their interval."""
-    rows: dict[tuple[str, float], dict[str, Sequence[float]]] = {}
+    rows, over_dense = dict[tuple[str, float], dict[str, Sequence[float]]](), by_table("over_dense")
     for row in read("compress/methods.jsonl"):
         # those calibrated on one text alone are another table's; a text may have been added later
         if not row.get("skip") and row.get("keep") and len(row.get("calibrated_on", "both")) > 1:
-            rows[row["method"], row["keep"]] = rows.get((row["method"], row["keep"]), {}) | row["over_dense"]
+            rows[row["method"], row["keep"]] = rows.get((row["method"], row["keep"]), {}) | over_dense(row)
     return sorted({keep for method, keep in rows if method == "pivoted"}, reverse=True), rows
 
 
@@ -274,8 +285,8 @@ def compression_table() -> str:
                 lines.append([f"{text} (original {loss:.3f})" if first else "", name, *map(_over, found)])
     return "\n\n".join(
         [
-            "SmolLM2-135M-Instruct with a share of its linear layers' parameters kept, without training. Nats a token "
-            "above the original [95 %, paired over windows].",
+            "SmolLM2-135M-Instruct with a share of its linear layers' parameters kept, untrained. Nats a token "
+            "above the original [95 %, 4 to 10 windows].",
             table(["text", "layers", *(f"{keep:g} kept" for keep in kept)], lines),
             "Record and command: [compress](../../results/compress/README.md).",
         ]

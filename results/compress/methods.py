@@ -20,8 +20,8 @@ where two are given, and differs in what it is about only:
     int8, int4  round to nearest, per row and group of 64 inputs: not the same bytes, which are stated
     pivoted+int8, pivoted+int4, allocated+int8, allocated+int4: both, the factors rounded like weights
 
-Losses are in nats a token over windows of 1,024, intervals of 95 % for the paired difference to the original over
-windows; a text that ends in .jsonl is read as LAMBADA's (loss a last word, a passage for each 100 tokens).
+Losses are in nats a token over windows of 1,024, from a text's first token on; intervals of 95 % are Student's t, for the
+paired difference to the original over windows; a text that ends in .jsonl is read as LAMBADA's (loss a last word, a passage for each 100 tokens).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import math
 import time
 from functools import partial
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 import torch
 from torch import nn
@@ -49,6 +49,7 @@ from relinear.distill.record import token_blocks
 from relinear.evaluate import lambada, perplexity
 from relinear.functional.low_rank import weighted_spectrum
 from relinear.system.machine import describe_machine
+from relinear.system.student import half_width
 
 UNIFORM = ("random", "plain", "scaled", "whitened", "shared", "two-sided")
 ROUNDED = {"int8": 8, "int4": 4}
@@ -177,7 +178,7 @@ class OneWindow(Dataset):
 def paired(values: list[float], reference: list[float]) -> list[float]:
     """The mean difference and half the width of its interval of 95 %, over parts."""
     differences = [a - b for a, b in zip(values, reference, strict=True)]
-    return [round(mean(differences), 4), round(1.96 * stdev(differences) / len(differences) ** 0.5, 4)]
+    return [round(mean(differences), 4), round(half_width(differences), 4)]
 
 
 def main() -> None:
@@ -229,6 +230,7 @@ def main() -> None:
         if method == "dense":
             dense.update(found)
         else:
+            line["windows"] = {name: len(values) for name, values in found.items()}
             line["over_dense"] = {name: paired(values, dense[name]) for name, values in found.items()}
         given.out.parent.mkdir(parents=True, exist_ok=True)
         with given.out.open("a", encoding="utf-8") as file:

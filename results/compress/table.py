@@ -2,7 +2,21 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+from relinear.system.student import student
+
+#: windows of a text, or groups of passages, in rows that do not tell: these hold 1.96 standard errors
+WINDOWS = {"wikitext2": 10, "books": 6, "ptb": 4, "lambada": 10}
+
+
+def over_dense(row: dict) -> dict[str, tuple[float, float]]:
+    """By text: the loss above the original's, and half the width of Student's interval of 95 %."""
+    if "windows" in row:
+        return row["over_dense"]
+    wider = {text: student(count - 1) / 1.96 for text, count in WINDOWS.items()}
+    return {text: (over, half * wider[text]) for text, (over, half) in row["over_dense"].items()}
 
 
 def cell(rows: list[dict], text: str) -> str:
@@ -22,9 +36,8 @@ def label(row: dict) -> str:
     return row["method"] + (f", {alone[0]} alone" if len(alone) == 1 else "")
 
 
-def main() -> None:
+def tables(rows: Sequence[dict]) -> str:
     """A table for each text: methods down, budgets across."""
-    rows = [json.loads(line) for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()]
     originals: dict[str, float] = {}
     found: dict[tuple, dict[int, dict]] = {}
     for row in rows:
@@ -32,11 +45,13 @@ def main() -> None:
             originals = row["loss"] | originals
             continue
         seen = found.setdefault((label(row), row["keep"]), {}).setdefault(row["skip"], {"over_dense": {}})
-        seen.update(row, over_dense=seen["over_dense"] | row["over_dense"])
+        seen.update(row, over_dense=seen["over_dense"] | over_dense(row))
     keeps = sorted({keep for _, keep in found if keep is not None}, reverse=True)
+    lines = []
     for text, loss in originals.items():
-        print(f"**{text}** (original {loss:.3f} nats)\n")
-        print("| method | bits | " + " | ".join(f"{keep:g}" for keep in keeps) + " |\n|" + " --- |" * (len(keeps) + 2))
+        lines += [f"**{text}** (original {loss:.3f} nats)", ""]
+        lines += ["| method | bits | " + " | ".join(f"{keep:g}" for keep in keeps) + " |"]
+        lines += ["|" + " --- |" * (len(keeps) + 2)]
         for method in dict.fromkeys(method for method, _ in found):
             own = {
                 keep: [rows[skip] for skip in sorted(rows) if text in rows[skip]["over_dense"]]
@@ -49,9 +64,10 @@ def main() -> None:
             cells = [cell(own.get(keep, []), text) for keep in keeps]
             if None in own:  # rounded, and nothing else
                 cells = [f"all kept: {cell(own[None], text)}", *[""] * (len(keeps) - 1)]
-            print(f"| {method} | {bits:g} | " + " | ".join(cells) + " |")
-        print()
+            lines.append(f"| {method} | {bits:g} | " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines).strip()
 
 
 if __name__ == "__main__":
-    main()
+    print(tables([json.loads(line) for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()]))
