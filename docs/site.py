@@ -41,6 +41,10 @@ WORDS = 25
 NARROW = 16, 40
 #: a table of four and more columns that has more rows is folded
 MOST_ROWS = 14
+#: characters of a signature on one line
+LINE = 72
+#: a public name in a docstring
+NAMED = re.compile(r"<code>relinear\.((?:clifford\.)?\w+)(\(.*?\))?</code>")
 FORMULA = re.compile(r"^\$\$(.+?)\$\$", flags=re.S | re.M)
 
 
@@ -86,6 +90,8 @@ def on_page_content(content, page, config, files):
     Of the pages of results/ every section is folded but the first: they hold long tables and commands.
     """
     content = re.sub(r"<table>.*?</table>", labelled, content, flags=re.S)
+    if page.file.src_uri.startswith("reference/"):
+        content = NAMED.sub(lambda found: linked(found, files), content)
     content = CODE.sub(lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), content)
     # the site has a switch of its own between light and dark, which a <picture> would not follow
     content = PICTURE.sub(r"\2\3#only-light\4\2\1#only-dark\4", content)
@@ -101,6 +107,12 @@ def on_page_content(content, page, config, files):
         inside = "</p>".join(opening[3:])
         first = "</p>".join(opening[:3]) + f"</p><details><summary>The whole record</summary>{inside}</details>"
     return first
+
+
+def linked(found, files):
+    """A public name in a docstring as a link to its page."""
+    there = files.get_file_from_path(f"reference/{found[1]}.md")
+    return found[0] if there is None else f'<a href="{found[1]}.html">{found[0]}</a>'
 
 
 def formula(text):
@@ -191,11 +203,45 @@ def reference():
         whole = inspect.ismodule(value)
         place = value.__name__ if whole else f"{value.__module__}.{value.__qualname__}"
         options = "    options: {members: []}\n" if whole else ""
-        made[f"reference/{name}.md"] = f"# relinear.{name}\n\n[All names](../reference.md)\n\n::: {place}\n{options}"
+        called = "" if whole else f"```{{.python .doc-signature}}\n{signature(name, value)}\n```\n\n"
+        head = f"# relinear.{name}\n\n[All names](../reference.md)\n\n"
+        made[f"reference/{name}.md"] = f"{head}{called}::: {place}\n{options}"
         said = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
         said = re.sub(r"``(.+?)``", r"`\1`", said).replace("|", r"\|")
         listed.append(f"| [`{name}`](reference/{name}.md) | {said} |")
     return made | {"reference.md": "\n".join(listed) + "\n"}
+
+
+def signature(name, value):
+    """How a public name is called, with types and defaults; a parameter a line where they are many."""
+    try:
+        found = inspect.signature(value)
+    except ValueError:  # an exception that adds nothing to its class
+        return f"{name}(*args)"
+    parts, named = [], False
+    for one in found.parameters.values():
+        if one.kind is one.KEYWORD_ONLY and not named:
+            parts.append("*")
+        named = named or one.kind in (one.KEYWORD_ONLY, one.VAR_POSITIONAL)
+        said = str(one.replace(annotation=one.empty, default=one.empty))  # with its stars
+        said += "" if one.annotation is one.empty else f": {kind(one.annotation)}"
+        default = "..." if inspect.isfunction(one.default) else repr(one.default)
+        parts.append(said if one.default is one.empty else f"{said} = {default}")
+    given = found.return_annotation
+    returns = "" if inspect.isclass(value) or given is found.empty else f" -> {kind(given)}"
+    line = f"{name}({', '.join(parts)}){returns}"
+    if len(line) <= LINE:
+        return line
+    return f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){returns}"
+
+
+def kind(annotation):
+    """A type as code would write it: without the modules that its names come from, and without bounds."""
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    text = re.sub(r"(?<![\w'\"])(?:\w+\.)+(?=\w)", "", text)
+    text = re.sub(r"\bAnnotated\[([^\[\]]+?), \w+\([^\[\]]*\)\]", r"\1", text)
+    text = re.sub(r"\bOptional\[(.+)\]", r"\1 | None", text)
+    return re.sub(r"\bCount\b", "int", re.sub(r"\bNonNegative\b", "float", text)).replace("~", "")
 
 
 def commands_and_settings():

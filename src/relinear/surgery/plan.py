@@ -191,16 +191,22 @@ def replace_(
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     init: Init = "fresh",
 ) -> Summary:
-    """Replace linear layers of ``model`` in place: ``plan(...)`` with the same arguments, applied.
+    """Replace linear layers of ``model`` in place: ``relinear.plan(...)`` with the same arguments, applied.
 
     Args:
-        model, mapping, layers, exclude, filter_fn, init: as in ``plan``.
+        model: any ``nn.Module``; changed in place.
+        mapping: pattern -> operator config, or its text ``"low_rank:rank=8"``; ``None`` leaves a layer alone. A plain key
+            is a name or dotted suffix, anything else a regular expression matched in full; the first match wins.
+        layers: indices of decoder layers to stay within (negative ones count from the end); all by default.
+        exclude: patterns of layers to leave alone.
+        filter_fn: ``filter_fn(module, name) -> bool``; False leaves the layer alone.
+        init: "fresh" draws new parameters, "from_weight" fits the weight that is there.
 
     Returns:
         A summary to print: layer, operator, parameters and FLOPs a token, before and after.
 
     Raises:
-        ValueError: as ``plan``; the model is then unchanged.
+        ValueError: as ``relinear.plan``; the model is then unchanged.
 
     Examples:
         >>> model = relinear.from_preset("tiny")
