@@ -59,7 +59,7 @@ def test_the_readme_is_short() -> None:
 
 
 #: pages that list everything need no picture
-LISTS = {"CHANGELOG", "cli", "command_line"}
+LISTS = {"CHANGELOG", "cli"}
 
 
 def test_pages_are_short_and_show_something(monkeypatch) -> None:

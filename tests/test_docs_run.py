@@ -42,7 +42,7 @@ NOT_RUN: dict[str, Counter] = {
     "docs/families.md": Counter(minutes=1),
     "docs/speed.md": Counter(minutes=1),
     "docs/start/operator.md": Counter(network=1),
-    "docs/tutorial.md": Counter(network=2, gpu=1),
+    "docs/tutorial.md": Counter(network=1),
     "README.md": Counter(network=1),
 }
 
@@ -165,7 +165,7 @@ def run_shell(text: str, language: str) -> None:
 LONG = [
     f"docs/{name}.md"
     for name in (
-        *("cli", "compare", "compress", "data", "distributed", "speed", "training", "transfer", "tutorial"),
+        *("cli", "command_line", "compare", "compress", "data", "distributed", "speed", "training", "transfer"),
         *("start/compress", "start/operator"),
     )
 ]
