@@ -166,7 +166,7 @@ LONG = [
     f"docs/{name}.md"
     for name in (
         *("cli", "command_line", "compare", "compress", "data", "distributed", "speed", "training", "transfer"),
-        *("start/compress", "start/operator"),
+        *("export", "start/compress", "start/operator"),
     )
 ]
 

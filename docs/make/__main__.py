@@ -92,7 +92,7 @@ def pages() -> dict[Path, str]:
         found |= {DOCS / "pictures" / f"{which}-{t}.svg": frontier.chart(t, which) for t in forest.THEMES}
     for which in frontier.EQUAL:
         found |= {DOCS / "pictures" / f"{which}-{t}.svg": frontier.equal_bytes(t, which) for t in forest.THEMES}
-    page = DOCS / "compress.md"
+    page = DOCS / "compression_found.md"
     of_page = {"frontier": frontier.frontier_table, **frontier.ROUNDED}
     found[page] = filled(page.read_text(encoding="utf-8"), of_page, "compression")
     made_of = (

@@ -167,6 +167,20 @@ PICTURES: dict[str, tuple[str, Sequence[tuple[str, Sequence[str]]]]] = {
             ("the same operators", ["*replaced|trained, saved, loaded"]),
         ],
     ),
+    "compress": (
+        "Text and a budget go in; a plan, a smaller model and a report come out",
+        [
+            ("relinear compress", ["text, budget|of a model", "*plan.json|bits by layer", "model/|and report.html"]),
+            ("then:", ["--plan|edit it, run again", "--heal-tokens|train further", "--export|other programs"]),
+        ],
+    ),
+    "export": (
+        "The checkpoint of relinear, and what else --export writes beside it",
+        [
+            ("relinear compress --export WHAT", ["*DIR/model|loads with relinear"]),
+            ("and, by WHAT:", ["plain|transformers", "compressed-tensors|transformers", "gguf|llama.cpp"]),
+        ],
+    ),
     "compression": (
         "Moments of every layer give candidates a price, one price of a byte decides, layers are fitted and judged",
         [

@@ -195,8 +195,8 @@ def replace_(
 
     Args:
         model: any ``nn.Module``; changed in place.
-        mapping: pattern -> operator config, or its text ``"low_rank:rank=8"``; ``None`` leaves a layer alone. A plain key
-            is a name or dotted suffix, anything else a regular expression matched in full; the first match wins.
+        mapping: pattern -> operator config, or its text ``"low_rank:rank=8"``; ``None`` leaves a layer alone. A plain
+            key is a name or dotted suffix, anything else a regular expression matched in full; the first match wins.
         layers: indices of decoder layers to stay within (negative ones count from the end); all by default.
         exclude: patterns of layers to leave alone.
         filter_fn: ``filter_fn(module, name) -> bool``; False leaves the layer alone.
