@@ -209,7 +209,7 @@ PICTURES: dict[str, tuple[str, Sequence[tuple[str, Sequence[str]]]]] = {
         [
             ("compress, distill", ["a model|and text", "*new layers|chosen, fitted", "a checkpoint|and report.html"]),
             ("train, compare, sweep, scale", ["a recipe|and text", "*runs|resume after a kill", "models|and a table"]),
-            ("report", ["runs|of any of these", "*report.html|--analyze looks inside"]),
+            ("report", ["directories|one or several", "*report.html|--analyze looks inside"]),
             ("a model is read by:", ["inspect, bench|size, time", "eval, analyze|loss, figures", "explore|its units"]),
         ],
     ),
