@@ -16,6 +16,7 @@ import frontier
 import measured
 import svg
 from measured import mean, signed
+from relinear.system.student import half_width
 
 __all__ = ["FIGURES", "FITS", "LOSSES", "file_name", "in_page", "picture"]
 
@@ -187,8 +188,8 @@ def _fits(kind: str, methods: Sequence[tuple[str, str]]) -> Figure:
             alone = measured.constant(projection, layer)
             marks = [Mark(alone, alone, alone, ALONE)]
             for (shape, _), found in zip(methods, errors, strict=True):
-                low, high = measured.interval(found) or (mean(found), mean(found))
-                marks.append(Mark(mean(found), low, high, shape))
+                half = half_width(found) or 0.0
+                marks.append(Mark(mean(found), mean(found) - half, mean(found) + half, shape))
             gained.append((projection, alone - mean(errors[0])))
             rows.append(Row(f"{projection} of layer {layer}", ", ".join(f"{mean(e):.3f}" for e in errors), marks))
     named = [measured.METHODS.get(method, method) for _, method in methods]
