@@ -435,6 +435,24 @@ def by_llama_cpp() -> str:
     return table(["matrices in the file", "inputs in transformers", "prompts alike", "tokens before they part"], lines)
 
 
+def exports_table() -> str:
+    """Each export as a program without relinear reads it: size, logits, texts, speed."""
+    lines = []
+    for row in read("compress/exports.jsonl"):
+        speed, written = row["tokens_per_second"], row["integers"].rpartition(", ")[2]
+        said = [
+            f"{row['bytes'] / 1e6:.1f} MB",
+            f"{row['logits']:.4f}",
+            f"{row['spread']:.1f}",
+            f"{row['greedy']} of 10",
+        ]
+        lines.append(
+            [f"{row['export']}, {written}", row["read_by"], *said, f"{speed['export'] / speed['relinear']:.2f}"]
+        )
+    head = ["export", "read by", "size", "logits off by", "their spread", "texts alike", "speed, relinear = 1"]
+    return table(head, lines)
+
+
 def speeds(told: str) -> str:
     """Decoding and prefill of rounded models, times as fast as the original; ``told``: how a ratio is written."""
     times: dict[str, list[str]] = {}
@@ -462,5 +480,6 @@ ROUNDED = {
     "trained_draws": functools.partial(draws_table, TRAINED, "trained", DRAWS_TRAINED, 4, ("books", "wikitext2")),
     "written": written_table,
     "llama": by_llama_cpp,
+    "exports": exports_table,
     "low_rank": low_rank_tables,
 }
