@@ -170,7 +170,7 @@ PICTURES: dict[str, tuple[str, Sequence[tuple[str, Sequence[str]]]]] = {
     "compress": (
         "Text and a budget go in; a plan, a smaller model and a report come out",
         [
-            ("relinear compress", ["text, budget|of a model", "*plan.json|bits by layer", "model/|and report.html"]),
+            ("relinear compress", ["a model, text|and a budget", "*plan.json|bits by layer", "model/|and report.html"]),
             ("then:", ["--plan|edit it, run again", "--heal-tokens|train further", "--export|other programs"]),
         ],
     ),
@@ -178,7 +178,7 @@ PICTURES: dict[str, tuple[str, Sequence[tuple[str, Sequence[str]]]]] = {
         "The checkpoint of relinear, and what else --export writes beside it",
         [
             ("relinear compress --export WHAT", ["*DIR/model|loads with relinear"]),
-            ("and, by WHAT:", ["plain|transformers", "compressed-tensors|transformers", "gguf|llama.cpp"]),
+            ("and, by WHAT:", ["DIR/plain|transformers", "integers|compressed-tensors", "DIR/model.gguf|llama.cpp"]),
         ],
     ),
     "compression": (
