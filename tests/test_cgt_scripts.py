@@ -220,7 +220,7 @@ def test_unlike_sources_run_and_are_held_apart(tmp_path, monkeypatch):
 
     study = {
         "arms": {"gpt2-equal": "a GPT-2", "aux": "CGT", "shuffled": "CGT with another y"},
-        "settings": {"tuning_steps": 1, "sources": [source.partition("=")[2] for source in sources]},
+        "settings": {"steps": 2, "tuning_steps": 1, "sources": [source.partition("=")[2] for source in sources]},
         "grid": {"initializer_range": [0.02, 0.1], "learning_rate": [0.001]},
         "seeds": [0, 1],
     }
@@ -239,7 +239,7 @@ def test_unlike_sources_run_and_are_held_apart(tmp_path, monkeypatch):
     assert set(tuned) == {f"{arm}-{start}-0.001" for arm in ("aux", "gpt2-equal") for start in ("0.02", "0.1")}
     best = min(("0.02", "0.1"), key=lambda start: tuned[f"aux-{start}-0.001"])
     final = json.loads((tmp_path / "planned" / "aux-1.json").read_text())
-    assert final["options"]["initializer_range"] == best
+    assert (final["options"]["initializer_range"], final["options"]["steps"]) == (best, "2")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "planned").rglob("*.json")}
     module.carry_out(module.parse(planned))
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "planned").rglob("*.json")}

@@ -26,6 +26,11 @@ def test_specialize_command(tmp_path, capsys, tiny_gpt2):
     with torch.no_grad():
         torch.testing.assert_close(stock(ids).logits, model(ids, frozen_context=y).logits, atol=1e-5, rtol=1e-5)
 
+    before = (tmp_path / "cgt" / "model.safetensors").read_bytes()
+    assert main([*arguments, "--out", str(tmp_path / "cgt")]) == 2
+    assert "is the model that is read" in capsys.readouterr().err
+    assert (tmp_path / "cgt" / "model.safetensors").read_bytes() == before
+
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("{}")
     assert main([*arguments, "--out", str(tmp_path / "mine")]) == 2

@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
@@ -76,6 +78,17 @@ def test_it_is_saved_generates_and_looks_nowhere_ahead(make, tmp_path):
     settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     cached, whole = (model.generate(IDS, use_cache=cache, **settings) for cache in (True, False))
     assert torch.equal(cached, whole)
+
+
+def test_integers_in_its_place_are_refused(tmp_path):
+    treated(make_tiny_llama, dim=5).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    state = load_file(path)
+    (key,) = (key for key in state if key.endswith("relinear_context.embedding.weight"))
+    save_file(state | {key: state[key].to(torch.int64)}, path, metadata={"format": "pt"})
+    for load in (relinear.from_pretrained, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(ValueError, match="of another shape or kind"):
+            load(tmp_path)
 
 
 def test_it_is_refused_where_it_cannot_be_right():

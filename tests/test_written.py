@@ -20,7 +20,7 @@ from relinear.system import files
 from relinear.system.files import atomic_path, write_json, write_text
 from relinear.system.lock import only_process_in
 from relinear.system.written import _MARK_SAYS, check_ours, remove_written
-from relinear.train import fit
+from relinear.train import fit, train
 from relinear.train.run import clear_run
 from relinear.train.settings import TrainSettings
 from relinear_cli.main import main
@@ -153,6 +153,37 @@ def test_a_model_is_saved_beside_files_of_others(tmp_path):
     assert project.stat().st_mode & 0o777 == 0o700
     relinear.from_pretrained(project)
     assert [path.name for path in tmp_path.iterdir()] == ["project"]
+
+
+def test_a_tokenizer_of_others_in_a_folder_of_ours_stays(tmp_path):
+    model, tokenizer = make_tiny_llama(vocab_size=260), load_tokenizer("bytes")
+    relinear.save_pretrained(model, tmp_path / "own", tokenizer=tokenizer)
+    relinear.save_pretrained(model, tmp_path / "own", tokenizer=tokenizer)
+    relinear.save_pretrained(model, tmp_path / "mixed")
+    (tmp_path / "mixed" / "tokenizer.json").write_text('{"mine": 1}')
+    before = snapshot(tmp_path / "mixed")
+    with pytest.raises(ValueError, match=r"tokenizer\.json would be replaced, and belongs to something else"):
+        relinear.save_pretrained(model, tmp_path / "mixed", tokenizer=tokenizer)
+    assert snapshot(tmp_path / "mixed") == before
+
+
+def test_a_model_is_saved_where_the_process_stands(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for _ in range(2):
+        relinear.save_pretrained(make_tiny_llama(), ".")
+        assert Path.cwd() == tmp_path / "here", "and not in a folder that was removed"
+        relinear.from_pretrained(".")
+
+
+def test_a_run_does_not_discard_the_model_that_it_starts_from(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "run" / "model")
+    words = ("settings", "accumulation", "learning_rate", "optimizer")
+    write_json(tmp_path / "run" / "run.json", dict.fromkeys(words, 1))
+    before = snapshot(tmp_path)
+    with pytest.raises(ValueError, match="which the run starts from, would be discarded"):
+        train({"model": str(tmp_path / "run" / "model")}, tmp_path / "run", resume=False)
+    assert snapshot(tmp_path) == before
 
 
 def test_a_model_of_others_is_not_replaced(tmp_path):

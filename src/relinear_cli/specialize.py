@@ -32,6 +32,8 @@ def command(
 
     if not (model / "config.json").is_file():
         raise ValueError(f"{model} is no directory of a saved model: it has no config.json")
+    if out.resolve() == model.resolve():
+        raise ValueError(f"{out} is the model that is read, and would be replaced; give another --out")
     check_ours(out, "saved")
     prefix = read_text(prefix_file)
     import torch

@@ -259,7 +259,7 @@ def _check_own_weights(model: Any, quantizer: HfQuantizer, files: list[str]) -> 
     """Refuse a checkpoint whose operators and attached parts have not exactly the weights that their record asks for.
 
     What else is missing or unknown (a fresh head for another task, say) is left to transformers, and so are tables of
-    another vocabulary, which a caller may ask to have drawn anew (``ignore_mismatched_sizes``).
+    another vocabulary (not of another kind), which a caller may ask to have drawn anew (``ignore_mismatched_sizes``).
     """
     tables = {id(table.weight) for table in token_tables(model)}
     of_tokens = {key for key, value in model.named_parameters() if id(value) in tables}
@@ -270,7 +270,7 @@ def _check_own_weights(model: Any, quantizer: HfQuantizer, files: list[str]) -> 
     expected = {k: _Form.of(v.shape, v.dtype) for k, v in model.state_dict().items() if k.startswith(tuple(own))}
     missing = expected.keys() - stored.keys() - set(getattr(model, "all_tied_weights_keys", {}))
     unknown = stored.keys() - expected.keys()
-    differ = {key for key, form in expected.items() if stored.get(key, form) != form} - of_tokens
+    differ = {k for k, form in expected.items() if stored.get(k, form)[k in of_tokens :] != form[k in of_tokens :]}
     other = [f"{key} {stored[key]} for {expected[key]}" for key in differ]
     found = {"missing": missing, "unknown": unknown, "of another shape or kind": other}
     if any(found.values()):

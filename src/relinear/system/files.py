@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from relinear.system.written import MARK, check_ours, is_ours, is_saved, not_ours, parts_of, sign
+from relinear.system.written import MARK, check_ours, is_saved, not_ours, parts_of, replaceable, sign
 
 MANIFEST = "manifest.json"
 #: what libraries say whose own file writers fail, in place of an OSError
@@ -94,14 +94,15 @@ def _settle(new: Path, path: Path, work: str) -> None:
         new.chmod(_open_to(0o777))
         new.replace(path)
         return
-    ours = is_saved(path) or is_ours(path, work)
+    ours = replaceable(path, work)
     fresh = {part.name for part in new.iterdir()}
     there = {part.name: part for part in path.iterdir() if part != new}
     stale = {part.name for part in parts_of(path, work)} - fresh if ours else set()
     for name in fresh & there.keys():
-        if not ours and not (there[name].is_file() and filecmp.cmp(there[name], new / name, shallow=False)):
+        if name not in ours and not (there[name].is_file() and filecmp.cmp(there[name], new / name, shallow=False)):
             raise not_ours(there[name])
     plain = new.parent != path and not any(part.is_symlink() or part.is_dir() for part in there.values())
+    plain = plain and not os.path.samefile(path, os.curdir)  # who stands in it would stand in what is removed
     new.chmod(stat.S_IMODE(path.stat().st_mode))
     if plain and there.keys() <= fresh | stale and _exchange(new, path):
         return

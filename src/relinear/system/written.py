@@ -97,11 +97,7 @@ def _listed(folder: Path) -> list[Path]:
 
 def remove_written(folder: Path) -> None:
     """Remove the model, or whatever else was written as a whole, from ``folder``; what others put there stays."""
-    for part in (
-        *parts_of(folder, "saved"),
-        *_listed(folder),
-        folder / MARK,
-    ):  # its config first: half of it loads as nothing
+    for part in (*parts_of(folder, "saved"), *_listed(folder), folder / MARK):  # config first: half loads as nothing
         part.unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()
@@ -115,6 +111,14 @@ def is_temporary(path: Path) -> bool:
 def is_ours(folder: Path, work: str) -> bool:
     """Return whether ``folder`` carries a record of such a work, of this version or an earlier one."""
     return any(_says(folder / name, *words.split(_AND)) for name, words in _WORKS[work].records.items())
+
+
+def replaceable(folder: Path, work: str) -> set[str]:
+    """Return names in ``folder`` that a work may replace: those it writes and those in the mark; all in one without."""
+    if not (is_saved(folder) or is_ours(folder, work)):
+        return set()
+    listed = {part.name for part in _listed(folder)}
+    return listed | {MARK, *(part.name for part in (parts_of(folder, work) if listed else folder.iterdir()))}
 
 
 def check_ours(folder: str | Path, work: str) -> None:

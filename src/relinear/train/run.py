@@ -230,6 +230,8 @@ def train(
     settings = TrainSettings.load(settings)
     out_dir = Path(out_dir)
     check_ours(out_dir, "train")
+    if not resume and os.path.exists(settings.model) and out_dir.resolve() in Path(settings.model).resolve().parents:
+        raise ValueError(f"{settings.model}, which the run starts from, would be discarded; give another directory")
     if resume and (ended := read_ended(settings, out_dir)) is not None:
         return ended
     open_corpus(settings.data)
