@@ -2,7 +2,7 @@
 
     python results/cgt/sources.py run --name aux --seed 0 --source code=stdlib --source verse=FILE --source ...
     python results/cgt/sources.py figures --source code=stdlib --source verse=FILE --source ...
-    python results/cgt/sources.py plan --steps 800 --out results/cgt/sources-planned
+    python results/cgt/sources.py plan --out results/cgt/sources-planned
 
 A source is what ``--data`` of relinear takes. Its texts are bytes in documents of --characters; every eighth is held
 out, and all measurements are on these. ``gpt2`` is a plain GPT-2 as wide as the guided models, ``gpt2-equal`` one of
@@ -120,7 +120,7 @@ def run(options, path=None, tuning=False):
         "objective": None if objective is None else dataclasses.asdict(objective),
         "settings": settings.model_dump(mode="json"),
         "model": model.config.to_diff_dict(),
-        "options": {key: str(value) for key, value in vars(options).items()},
+        "options": {key: str(value) for key, value in vars(options).items() if key != "plan"},
         "machine": describe_machine(),
     }
     model = model.cpu().eval()
@@ -186,7 +186,7 @@ def count(options, train, blocks, vocabulary):
 def apart(own, reference):
     """Mean, interval and values by seed of own - reference, lists over seeds of arrays by block."""
     found = gap(own, reference)
-    return {key: found[key] for key in ("mean", "low", "high", "values")}
+    return {key: found[key] for key in ("mean", "low", "high", "values", "standard_error")}
 
 
 def figures(options):
@@ -243,8 +243,9 @@ def pieces(study, out):
         if all(path.exists() for path in paths):
             losses = [json.loads(path.read_text())["loss"] for path in paths]
             best = grid[int(np.argmin(losses))]
+            given = {"name": arm, "steps": study.settings["steps"], **best}
             for seed in study.seeds:
-                yield out / f"{arm}-{seed}.json", {"name": arm, "seed": seed, **best}, False
+                yield out / f"{arm}-{seed}.json", given | {"seed": seed}, False
 
 
 @contextlib.contextmanager
