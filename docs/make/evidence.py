@@ -290,7 +290,7 @@ def rows() -> tuple[Row, ...]:
         *(
             Row(
                 "CGT",
-                f"GPT-2, 8 % larger{more}",
+                control,
                 **kept(sources[arm]["minus_gpt2_equal"]),
                 tokens=2.46e6,
                 effect=-0.23 / BYTES,
@@ -299,7 +299,7 @@ def rows() -> tuple[Row, ...]:
                 ends="rate 0.008 of GPT-2",
                 fixed="warm-up",
             )
-            for arm, more in (("no-aux", ""), ("aux", "; with the auxiliary loss"))
+            for arm, control in (("no-aux", "GPT-2, 8 % larger"), ("aux", "GPT-2, auxiliary loss"))
         ),
     )
 
