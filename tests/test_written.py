@@ -155,11 +155,15 @@ def test_a_model_is_saved_beside_files_of_others(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["project"]
 
 
-def test_a_tokenizer_of_others_in_a_folder_of_ours_stays(tmp_path):
+def test_files_of_others_in_a_folder_of_ours_stay(tmp_path):
     model, tokenizer = make_tiny_llama(vocab_size=260), load_tokenizer("bytes")
     relinear.save_pretrained(model, tmp_path / "own", tokenizer=tokenizer)
     relinear.save_pretrained(model, tmp_path / "own", tokenizer=tokenizer)
     relinear.save_pretrained(model, tmp_path / "mixed")
+    for name in ("model-00001-of-00002.safetensors", "modeling_factorized.py"):  # as relinear might call its own
+        (tmp_path / "mixed" / name).write_text("mine")
+        relinear.save_pretrained(model, tmp_path / "mixed")
+        assert (tmp_path / "mixed" / name).read_text() == "mine"
     (tmp_path / "mixed" / "tokenizer.json").write_text('{"mine": 1}')
     before = snapshot(tmp_path / "mixed")
     with pytest.raises(ValueError, match=r"tokenizer\.json would be replaced, and belongs to something else"):

@@ -51,7 +51,7 @@ def static_page(
         on_progress: called with what is done and the total of these measurements.
 
     Raises:
-        ValueError: if the page would have more than 10 MB.
+        ValueError: if the page would have more than 1 MB.
     """
     overviews = [subject.overview() for subject in subjects]
     chosen = [(subject, _most_spread(subject, effects)) for subject in subjects]

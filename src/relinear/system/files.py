@@ -97,7 +97,7 @@ def _settle(new: Path, path: Path, work: str) -> None:
     ours = replaceable(path, work)
     fresh = {part.name for part in new.iterdir()}
     there = {part.name: part for part in path.iterdir() if part != new}
-    stale = {part.name for part in parts_of(path, work)} - fresh if ours else set()
+    stale = {part.name for part in parts_of(path, work)} & ours - fresh
     for name in fresh & there.keys():
         if name not in ours and not (there[name].is_file() and filecmp.cmp(there[name], new / name, shallow=False)):
             raise not_ours(there[name])

@@ -114,11 +114,10 @@ def is_ours(folder: Path, work: str) -> bool:
 
 
 def replaceable(folder: Path, work: str) -> set[str]:
-    """Return names in ``folder`` that a work may replace: those it writes and those in the mark; all in one without."""
+    """Return names in ``folder`` that a work may replace or remove: those in its mark; all where it lists none."""
     if not (is_saved(folder) or is_ours(folder, work)):
         return set()
-    listed = {part.name for part in _listed(folder)}
-    return listed | {MARK, *(part.name for part in (parts_of(folder, work) if listed else folder.iterdir()))}
+    return {MARK, *(part.name for part in (_listed(folder) or folder.iterdir()))}
 
 
 def check_ours(folder: str | Path, work: str) -> None:
