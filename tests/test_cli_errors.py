@@ -429,6 +429,8 @@ WRONG = {
     "train --steps -1": "steps must be above 0, got -1",
     "train --data ./no/such": "no data at './no/such'",
     "train -r all-linear=hdpl:rnk=3": "unknown setting 'rnk'; did you mean 'rank'?",
+    "train -r q_prjo=low_rank": "pattern 'q_prjo' matches no module; nearest: q_proj",
+    "inspect gpt2-ccl-64 -r attn.c_atn=low_rank": "pattern 'attn.c_atn' matches no module; nearest: c_attn",
     "compare -o hdpl:rank=0": "rank must be at least 1, got 0",
     "compare --recipe {recipe}": "no valid YAML",
     "scale scale --sizes 3": "sizes.widths must be a list of at least 4",

@@ -66,6 +66,7 @@ def command(
     if plan is not None:
         read_layers(plan)
     table = None if speed_table is None else SpeedTable.load(speed_table)
+    options.check_patterns(model, [*(target or []), *(exclude or [])])
     options.prepare_process(threads, models=[model], texts=[text for text, _ in (*corpora.values(), *judges.values())])
     reader = options.load_model_tokenizer(model, tokenizer)
     which: Any = {"targets": target or "all-linear", "exclude": exclude, "settings": settings, "speed_table": table}

@@ -4,14 +4,14 @@ from typing import Annotated
 
 import typer
 
-from relinear_cli.options import PresetFields, Replace, ReplaceLayers, load_model, operator_mapping, parse_layers
+from relinear_cli import options
 
 
 def command(
     model: Annotated[str, typer.Argument(help="A preset, or the directory of a saved model.", metavar="MODEL")],
-    replace: Replace = None,
-    layers: ReplaceLayers = None,
-    overrides: PresetFields = None,
+    replace: options.Replace = None,
+    layers: options.ReplaceLayers = None,
+    overrides: options.PresetFields = None,
     causality: Annotated[
         bool, typer.Option("--causality", help="Also run the model and check that no output sees a later token.")
     ] = False,
@@ -29,10 +29,11 @@ def command(
     import relinear
     from relinear.compare.recipe import parse_overrides
 
-    mapping = operator_mapping(replace or [])
-    loaded = load_model(model, parse_overrides(overrides or []), meta=not causality)
+    mapping = options.operator_mapping(replace or [])
+    options.check_patterns(model, mapping)
+    loaded = options.load_model(model, parse_overrides(overrides or []), meta=not causality)
     if mapping:
-        table = relinear.replace_(loaded, mapping, layers=parse_layers(layers))
+        table = relinear.replace_(loaded, mapping, layers=options.parse_layers(layers))
     else:
         table = relinear.summary(loaded)
     report = relinear.check_causality(loaded) if causality else None

@@ -72,6 +72,14 @@ def prepare_process(
     tune_allocator()
 
 
+def check_patterns(model: str, patterns: Iterable[str]) -> None:
+    """Raise ValueError for a misspelt layer of a stock model, without making the model."""
+    from relinear.models import model_folder, stock_type
+    from relinear.surgery.patterns import check_misspelt
+
+    check_misspelt(patterns, stock_type(model_folder(model)))
+
+
 def parse_operators(texts: list[str]) -> dict[str, dict[str, Any] | None]:
     """``PATTERN=KIND:KEY=VALUE`` texts as the mapping that recipes hold; a bare setting means "all-linear".
 

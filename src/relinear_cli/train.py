@@ -46,6 +46,7 @@ def command(
     from relinear.train import TrainSettings, train
 
     settings = TrainSettings.load(values, recipe or "settings")
+    options.check_patterns(settings.model, settings.operators)
     options.prepare_process(models=[settings.model])
     with resumable("start the same command again"), watch_training(settings.model) as on_progress:
         result = train(settings, out, resume=not start_over, on_progress=on_progress)

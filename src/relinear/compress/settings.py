@@ -29,7 +29,7 @@ class CompressSettings(Settings):
         budget_of: what ``keep`` is a share of: the parameters of the ``layers`` that may be replaced, those of the
             whole ``model``, its stored ``bytes`` (at no more than half precision, in which the result is saved then),
             or the ``flops`` of these layers for a token.
-        bits: in place of ``keep``, how many bits a weight of these layers takes on average, scales included.
+        bits: in place of ``keep``, how many bits a weight of these layers takes on average, below 16, scales included.
         speed: in place of ``keep``, how many times as fast these layers shall be together, by a table measured here.
         speed_for: what is to be fast: ``decode`` (a token after the other) or ``prefill`` (whole prompts).
         speed_batch: sequences at once, for speeds.

@@ -9,6 +9,7 @@ from relinear.models.presets import (
     model_place,
     preset_config,
     preset_names,
+    stock_type,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "model_place",
     "preset_config",
     "preset_names",
+    "stock_type",
 ]

@@ -1,5 +1,6 @@
 """Patterns for names: PEFT's rules, with regular expressions in a time that is bounded."""
 
+import difflib
 import functools
 import math
 import re
@@ -15,6 +16,11 @@ _PLAIN = re.compile(r"[\w.\-]+")
 _LONGEST = 1_000  # characters of a pattern
 _REPEATS = 10_000  # least ones, of braces within braces
 _SECONDS = 1.0  # for one name
+#: types of models -> what the names of their linear layers end in
+_ENDS = {
+    "llama mistral qwen2 qwen3": "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj",
+    "gpt2": "c_attn c_proj c_fc",
+}
 
 
 def is_plain(pattern: str) -> bool:
@@ -50,6 +56,19 @@ def check_patterns(patterns: Iterable[Any]) -> None:
                 re.compile(pattern)  # what PEFT would say
             except (re.error, regex.error, RecursionError, OverflowError) as error:
                 raise ValueError(f"pattern {shown(pattern)} is no valid regular expression: {error}") from error
+
+
+def check_misspelt(patterns: Iterable[str], model_type: str) -> None:
+    """Raise ValueError for what is nearly the name of a layer; of the most common types, whose layers need not be made.
+
+    All other patterns are judged by the model, once it is there.
+    """
+    ends = next((ends.split() for types, ends in _ENDS.items() if model_type in types.split()), [])
+    for pattern in patterns:
+        last = pattern.rpartition(".")[2]
+        close = difflib.get_close_matches(last, ends, n=3, cutoff=0.75)
+        if close and last not in ends and is_plain(pattern):
+            raise ValueError(f"pattern {shown(pattern)} matches no module; nearest: {', '.join(close)}")
 
 
 @functools.lru_cache(maxsize=256)

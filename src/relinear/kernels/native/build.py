@@ -85,7 +85,7 @@ def is_loaded() -> bool:
 
 def is_loaded_beside(parameter: torch.Tensor) -> bool:
     """``is_loaded`` for a layer with this parameter: nothing is built for what is not on a CPU."""
-    return parameter.is_cpu and compiler() and is_loaded()
+    return parameter.is_cpu and compiler() != "" and is_loaded()
 
 
 def library_path() -> Path:
