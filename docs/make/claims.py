@@ -1417,7 +1417,7 @@ def hdpl() -> Paper:
                         "rate, initialisation, warm-up",
                         "HDPL less HDPL without noise",
                         whose["noise and divergence"],
-                        "",
+                        later["noise and divergence"],
                         "",
                     ],
                     [
