@@ -6,6 +6,7 @@ A row is a line of words above a line of marks, as in the forest plot of claims.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -276,6 +277,12 @@ FIGURES: dict[str, Callable[[], Figure]] = {
 }
 
 
+@functools.cache
+def figure_of(kind: str) -> Figure:
+    """The figure of an operator: two pictures, their titles and a page show it."""
+    return FIGURES[kind]()
+
+
 # How it is drawn
 
 
@@ -283,7 +290,7 @@ def picture(theme: str, kind: str) -> str:
     """The SVG, for a light or a dark page."""
     ink, soft, line, ours, theirs = svg.THEMES[theme]
     colours = {DOT: ours, RING: ours, DIAMOND: theirs, ALONE: soft}
-    figure = FIGURES[kind]()
+    figure = figure_of(kind)
     marks = [mark for row in figure.rows for mark in row.marks]
     low, high = min(mark.low for mark in marks), max(mark.high for mark in marks)
     scaled: Callable[[float], float] = math.log if figure.ratios else float
@@ -362,7 +369,7 @@ def _sides(sides: tuple[str, str], x: float, y: float, colour: str) -> Iterator[
 
 def described(kind: str) -> str:
     """The reading and every row in words."""
-    figure = FIGURES[kind]()
+    figure = figure_of(kind)
     names = {shape: name.partition(";")[0] for shape, name in figure.key}
     told, heading = [], ""
     for row in figure.rows:

@@ -120,16 +120,17 @@ def main() -> None:
                 if export != "gguf":
                     relinear.fold_(model)
                 file = export_gguf(model, Path(work) / "model.gguf", tokenizer=tokenizer)
+                reader = "xllamacpp"
                 theirs, size = by_llama_cpp(file, prompts, model.config.vocab_size), file.stat().st_size
                 ends = torch.tensor([len(ids) for ids in prompts]).cumsum(0) - 1
                 own["logits"] = own["logits"][ends].log_softmax(-1)
             else:
-                write = export_plain if export == "plain" else export_compressed_tensors
+                plain = export == "plain"
+                write, reader = (export_plain, "transformers") if plain else (export_compressed_tensors, export)
                 with at_half_precision(model):
                     folder = write(model, Path(work) / "export")
                 theirs = by_transformers(folder, prompts, work)
                 size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        reader = {"g": "xllamacpp", "c": "compressed-tensors"}.get(export[0], "transformers")
         rows.append(
             {
                 "export": export,

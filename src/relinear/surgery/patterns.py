@@ -68,7 +68,12 @@ def check_misspelt(patterns: Iterable[str], model_type: str) -> None:
         last = pattern.rpartition(".")[2]
         close = difflib.get_close_matches(last, ends, n=3, cutoff=0.75)
         if close and last not in ends and is_plain(pattern):
-            raise ValueError(f"pattern {shown(pattern)} matches no module; nearest: {', '.join(close)}")
+            raise no_match(pattern, close)
+
+
+def no_match(pattern: str, close: Iterable[str]) -> ValueError:
+    """Return what is raised about a pattern that names no module, with the nearest names."""
+    return ValueError(f"pattern {shown(pattern)} matches no module; nearest: {', '.join(close)}")
 
 
 @functools.lru_cache(maxsize=256)

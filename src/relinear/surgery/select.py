@@ -13,7 +13,7 @@ from relinear.core.anatomy import layer_finder, unwrapped
 from relinear.core.config import layer_indices, shown
 from relinear.core.operator import Operator, is_embedding, is_linear
 from relinear.core.readers import reader_of_weight
-from relinear.surgery.patterns import ALL_LINEAR, check_patterns, is_plain, matches
+from relinear.surgery.patterns import ALL_LINEAR, check_patterns, is_plain, matches, no_match
 
 OWN_PREFIX = "relinear_"  # submodules that an attachment adds
 OUTPUT_HEAD = "output head"
@@ -135,9 +135,7 @@ def _no_match(pattern: str, found: Iterable[tuple[nn.Module, list[str]]]) -> Val
     linear = sorted({part for name, module in modules.items() if is_linear(module) for part in _suffixes(name)})
     known = [*linear, ALL_LINEAR] if linear and pattern != ALL_LINEAR else linear
     close = difflib.get_close_matches(pattern[:_LONGEST_NAME], known, n=3, cutoff=0.3) or linear[:8]
-    return ValueError(
-        f"pattern {shown(pattern)} matches no module; nearest: {', '.join(close) or 'none, no linear layer'}"
-    )
+    return no_match(pattern, close or ["none, no linear layer"])
 
 
 def _patterns(exclude: Any) -> list[str]:
