@@ -187,13 +187,12 @@ def main(out_dir: Path, reference: str, later: list[Path]) -> dict[str, Any]:
         cut = [while_training(ours, theirs) for ours, theirs in pairs if told(ours)["validation_loss"] is None]
         if any(cut):
             found["training_gaps"][name] = [one for one in cut if one]
-    if found["budgets"]:
-        found["budgets"].append(last_budget(found))
+    found["budgets"].append(last_budget(found))
     return found
 
 
 def last_budget(found: dict[str, Any]) -> dict[str, Any]:
-    """The budget that was cut off, as those that ended are told, with the entries that had all their runs."""
+    """The largest budget, cut off or not, as others are told, with the entries that had all their runs."""
     entries = []
     for name, runs in found["runs"].items():
         losses = [run["validation_loss"] for run in runs.values()]

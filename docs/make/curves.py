@@ -16,8 +16,10 @@ _BUDGETS = {
     "hdpl": "hdpl/budgets/runs.json",
     "hdpl-plan": "hdpl/plan/runs.json",
     "hdpl-5M-plan": "hdpl/plan-5M/runs.json",
+    "hdpl-5M-seeds-plan": "hdpl/plan-5M-seeds/runs.json",
     "transponder": "transponder/budgets/results.json",
     "transponder-plan": "transponder/plan/runs.json",
+    "transponder-5M-plan": "transponder/plan-5M/runs.json",
 }
 _SCALE = "scale/scale.json"
 
@@ -179,6 +181,13 @@ PARTS["hdpl"] |= {
     "longer_gaps": functools.partial(gaps, "hdpl-5M-plan"),
     "longer_whose": functools.partial(whose_table, "hdpl-5M-plan", 1_000_000),
     "longer_command": functools.partial(commands, _BUDGETS["hdpl-5M-plan"]),
+    "longest_gaps": functools.partial(gaps, "hdpl-5M-seeds-plan"),
+    "longest_whose": functools.partial(whose_table, "hdpl-5M-seeds-plan", 5_000_000),
+    "longest_command": functools.partial(commands, _BUDGETS["hdpl-5M-seeds-plan"]),
 }
-PARTS["transponder"]["curve_gaps_plan"] = functools.partial(gaps, "transponder-plan")
+PARTS["transponder"] |= {
+    "curve_gaps_plan": functools.partial(gaps, "transponder-plan"),
+    "longer_gaps": functools.partial(gaps, "transponder-5M-plan"),
+    "longer_command": functools.partial(commands, _BUDGETS["transponder-5M-plan"]),
+}
 PARTS["transponder"]["curve_shared"] = functools.partial(shared, "transponder", "transponder-rank-2")

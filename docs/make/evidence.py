@@ -182,7 +182,6 @@ def ends(record: str, named: Mapping[str, str]) -> str:
 def rows() -> tuple[Row, ...]:
     """Every gap of a claim, from top to bottom of the picture."""
     ccl = losses("ccl/claims-1M/results.json")
-    long = {name: runs["seed-0"] for name, runs in read("hdpl/claims-5M/runs.json")["runs"].items()}
     whose, control = cut.controls(), "rotor/control/runs.json"
     fits = {one["projection"]: one for one in read("rotor/biased.json")["rows"] if one["method"] == "rotor, double"}
     warmed = kept(read("hdpl/warmup/runs.json")["gaps"]["hdpl"])
@@ -208,12 +207,18 @@ def rows() -> tuple[Row, ...]:
     #: of q, k and v: LLaMA-2, WikiText-2
     printed = {"block-Hadamard, 64 blocks": (2.636, 2.700, 2.779), "low rank 1": (2.688, 3.455, 4.956)}
     ours = (2.629, 2.717, 2.818)
-    planned, later = curves.planned("hdpl-5M-plan", 1_000_000), "hdpl/plan-5M/runs.json"
     against_equal = [at("hdpl", 1_000_000, name)["gaps"] for name in ("hdpl", "dense-equal-parameters")]
-    rate = long["hdpl"]["validation_loss"] - long["dense-0.002"]["validation_loss"]
+    as_before = "initialisation and warm-up, which are 1 M's"
     one_million = {"tokens": 1e6, "folder": "ccl", "fixed": "warm-up"}
-    at_plan = "transponder/plan/runs.json"
-    gates |= {"ends": ends(at_plan, {"Transponder": "transponder-rank-2", "the plain model": "dense"})}
+    transponder = {"Transponder": "transponder-rank-2", "the plain model": "dense"}
+
+    def tuned(part: str, tokens: int, control: str, entry: str, name: str, **more: Any) -> Row:
+        """HDPL less an arm of one of its plans."""
+        planned, record = curves.planned(f"hdpl-{part}-plan", tokens), f"hdpl/plan-{part}/runs.json"
+        apart, error = less(planned["hdpl"], planned[entry]), of_text(read(record)["runs"], "hdpl", entry)
+        return Row(
+            "HDPL", control, apart, tokens, error=error, ends=ends(record, {"HDPL": "hdpl", name: entry}), **more
+        )
 
     def beside(name: str, entry: str) -> Row:
         """Rotors from scratch less an arm of their plan."""
@@ -239,34 +244,37 @@ def rows() -> tuple[Row, ...]:
             **hdpl,
             ends="initialisation 0.02 of dense, warm-up 0.5 of dense, warm-up 0.1 of HDPL",
         ),
-        Row(
-            "HDPL",
-            "dense, tuned in all",
-            less(planned["hdpl"], planned["dense"]),
-            1e6,
-            **hdpl,
-            error=of_text(read(later)["runs"], "hdpl", "dense"),
-            ends=ends(later, {"HDPL": "hdpl", "dense": "dense"}),
-        ),
-        Row(
-            "HDPL",
-            "dense, HDPL's initialisation",
-            less(planned["hdpl"], planned["dense-from-hdpl"]),
-            1e6,
-            folder="hdpl",
-            error=of_text(read(later)["runs"], "hdpl", "dense-from-hdpl"),
-            ends=ends(later, {"HDPL": "hdpl", "dense from its matrices": "dense-from-hdpl"}),
+        tuned("5M", 1_000_000, "dense, tuned in all", "dense", "dense", **hdpl),
+        tuned(
+            "5M", 1_000_000, "dense, HDPL's initialisation", "dense-from-hdpl", "dense from its matrices", folder="hdpl"
         ),
         Row("HDPL", "dense of its size", less(*against_equal), 1e6, folder="hdpl", fixed="warm-up"),
-        Row("HDPL", "dense, twice the rate", [rate], 5e6, **hdpl, fixed="warm-up, HDPL's rate at this length"),
+        tuned("5M-seeds", 5_000_000, "dense, rate tuned", "dense", "dense", **hdpl, fixed=as_before),
+        tuned(
+            "5M-seeds",
+            5_000_000,
+            "dense, HDPL's initialisation",
+            "dense-from-hdpl",
+            "dense from its matrices",
+            folder="hdpl",
+            fixed=as_before,
+        ),
         Row("CCL", "dense of its width", less(ccl["ccl"], ccl["dense-64"]), **one_million, **wide),
         Row("CCL", "dense, second embedding", less(ccl["ccl"], ccl["dense-second-embedding"]), **one_million),
         Row("CCL", "dense of its size", less(ccl["ccl"], ccl["dense-equal-parameters"]), **one_million),
         Row("CCL", "dense of its size", **at("ccl", 3_000_000, "ccl"), folder="ccl", fixed="warm-up"),
         Row("CCL", "dense of its size", **late, tokens=5.1e6, folder="ccl", fixed="initialisation, warm-up"),
         Row("CCL", "dense of its size", **as_printed("ccl", "ccl"), folder="ccl", fixed="warm-up"),
-        Row("Transponder", "plain model", **at("transponder", 300_000, "transponder-rank-2", "plan"), **gates),
-        Row("Transponder", "plain model", **as_printed("transponder", "transponder-rank-2"), **gates),
+        *(
+            Row(
+                "Transponder",
+                "plain model",
+                **at("transponder", tokens, "transponder-rank-2", part),
+                **gates,
+                ends=ends(f"transponder/{part}/runs.json", transponder),
+            )
+            for tokens, part in ((300_000, "plan"), (1_000_000, "plan-5M"))
+        ),
         beside("low rank", "low_rank"),
         beside("block-Hadamard", "block_hadamard"),
         beside("dense", "dense"),
@@ -299,7 +307,7 @@ def rows() -> tuple[Row, ...]:
                 ends="rate 0.008 of GPT-2",
                 fixed="warm-up",
             )
-            for arm, control in (("no-aux", "GPT-2, 8 % larger"), ("aux", "GPT-2, auxiliary loss"))
+            for arm, control in (("no-aux", "GPT-2, 8 % larger"), ("aux", "GPT-2; CGT with auxiliary loss"))
         ),
     )
 
