@@ -65,12 +65,12 @@ def test_the_plot_of_claims_has_intervals_of_three_seeds_and_leaves_the_rest_hol
     for row in rows:
         assert (row.bounds is None) == (row.seeds < 3)
         if row.bounds and row.printed is None:  # contains Student's t over its seeds
-            half = {3: 4.30265, 12: 2.20099}[row.seeds] * statistics.stdev(row.gaps) / row.seeds**0.5
+            half = {3: 4.30265, 6: 2.57058, 12: 2.20099}[row.seeds] * statistics.stdev(row.gaps) / row.seeds**0.5
             assert row.bounds[0] <= statistics.fmean(row.gaps) - half + 1e-6
             assert row.bounds[1] >= statistics.fmean(row.gaps) + half - 1e-6
     for theme in forest.THEMES:
         drawn = forest.picture(theme)
-        assert drawn.count('fill="none"') - 1 == sum(row.seeds < 3 for row in rows) >= 2  # one is in the key
+        assert drawn.count('fill="none"') - 1 == sum(row.seeds < 3 for row in rows) >= 1  # one is in the key
         assert drawn.count("<circle") == len(rows) + 2
     for name in ("forest", "evidence", "measured"):
         sys.modules.pop(name)
