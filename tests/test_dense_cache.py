@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import relinear
-from relinear.core import dense_cache
 
 X = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
 
@@ -88,19 +87,3 @@ def test_large_layers_stay_structured(operator):
     dense = sys.modules[type(operator).__module__]._DENSE
     for dtype in dense.kept:
         assert not dense.in_inference(8192, 8192, dtype, 4096)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_single_tokens_in_half_precision_are_matrix_vector_products(bias, monkeypatch):
-    monkeypatch.setattr(dense_cache, "VECTOR_ENTRIES", 1)
-    operator = relinear.for_inference_(relinear.LowRank(rank=4).build(12, 20, bias=bias, dtype=torch.bfloat16))
-    vectors = []
-    monkeypatch.setattr(torch, "mv", lambda *a, mv=torch.mv: vectors.append(1) or mv(*a))
-    monkeypatch.setattr(torch, "addmv", lambda *a, addmv=torch.addmv: vectors.append(1) or addmv(*a))
-    for shape in ((12,), (1, 1, 12), (2, 12)):
-        x = torch.randn(*shape, dtype=torch.bfloat16)
-        with torch.no_grad():
-            y = operator(x)
-        assert y.shape == (*shape[:-1], 20)
-        torch.testing.assert_close(y, operator(x).detach(), atol=3e-2, rtol=3e-2)
-    assert len(vectors) == 2

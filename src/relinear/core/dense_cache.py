@@ -13,9 +13,6 @@ from torch.nn.functional import linear
 from relinear.core.inference import ParameterCache
 from relinear.core.operator import Operator, dense_in_float32
 
-#: from this many entries of a bfloat16 matrix on torch's matrix-vector product beats its matrix product of one row
-VECTOR_ENTRIES = 512 * 512
-
 
 def dense_inference(
     operator: Operator, x: Tensor, prefers: Callable[[int, int, torch.dtype, int], bool]
@@ -46,13 +43,4 @@ def _form(operator: Operator, cache: ParameterCache, x: Tensor, prefers) -> Call
     if not prefers(inputs, outputs, x.dtype, tokens):
         return None
     weight, bias = cache.get("dense", lambda: dense_in_float32(operator))
-    halved = x.dtype == weight.dtype == torch.bfloat16
-    if not (halved and tokens == 1 and weight.numel() >= VECTOR_ENTRIES):
-        return lambda x: linear(x, weight, bias)
-
-    def single(x: Tensor) -> Tensor:
-        row = x.reshape(inputs)
-        y = torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
-        return y.view(*x.shape[:-1], outputs)
-
-    return single
+    return lambda x: linear(x, weight, bias)
