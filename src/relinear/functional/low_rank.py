@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from relinear.functional.moments import moment_roots
-
 
 def low_rank(x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = (x down^T) up^T + bias.
@@ -36,6 +34,21 @@ def low_rank_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     u, s, vh = torch.linalg.svd(weight.detach().double(), full_matrices=False)
     root = s[:rank].sqrt()
     return root[:, None] * vh[:rank], u[:, :rank] * root
+
+
+def moment_roots(moment: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    """(S, S^+) with S S = ``moment`` + ``ridge`` times its mean diagonal, and the inverse of S, both (K, K), float64.
+
+    By eigenvalues, so that singular moments work; a moment of zero counts as the identity.
+    """
+    moment = moment.double()
+    scale = float(moment.diagonal().mean())
+    if scale <= 0:
+        identity = torch.eye(len(moment), dtype=torch.float64, device=moment.device)
+        return identity, identity
+    values, vectors = torch.linalg.eigh(moment)
+    roots = (values.clamp_min(0) + ridge * scale).sqrt()
+    return (vectors * roots) @ vectors.T, (vectors / roots) @ vectors.T
 
 
 class WeightedSpectrum(NamedTuple):
