@@ -261,9 +261,16 @@ class Operator(TokenTerms, CachingModule):
     @torch.no_grad()
     def copy_bias_(self, linear: nn.Module) -> None:
         """Take over the bias of ``linear`` (zero where it has none), if this operator has one."""
+        bias = dense_bias(linear)
+        if self.bias is None or bias is None:
+            self.zero_bias_()
+        else:
+            self.bias.copy_(bias)
+
+    def zero_bias_(self) -> None:
+        """Set the bias to zero, if this operator has one."""
         if self.bias is not None:
-            bias = dense_bias(linear)
-            self.bias.copy_(bias) if bias is not None else self.bias.zero_()
+            nn.init.zeros_(self.bias)
 
     def flops_per_token(self) -> int:
         """Floating-point operations of the forward pass for one token (a multiply-add counts as two)."""
@@ -412,30 +419,25 @@ def plain_linear(operator: Operator) -> nn.Module:
     if operator.config.conditioned:
         raise NotLinearError(f"{operator.config.kind} depends on the context of each token")
     reference = next(operator.parameters())
-    trainable = reference.requires_grad
-    dtype = reference.dtype
     weight, bias = dense_in_float32(operator)
     if weight.ndim != 2:
         raise NotLinearError(f"{operator.config.kind} has one matrix per token")
     if bias is not None and operator.bias is None:
         raise NotLinearError(f"{operator.config.kind} has an offset that the bias-free layer it replaced cannot hold")
     linear: Any
+    kw: Any = {"device": reference.device, "dtype": reference.dtype}
     if operator.replaces_conv1d:
         from transformers.pytorch_utils import Conv1D
 
-        linear = Conv1D(operator.out_features, operator.in_features).to(reference.device, dtype)
-        linear.weight.copy_(weight.T)
+        linear, weight = Conv1D(operator.out_features, operator.in_features).to(**kw), weight.T
     elif operator.num_embeddings is not None:
-        linear = nn.Embedding(operator.num_embeddings, operator.in_features, device=reference.device, dtype=dtype)
-        linear.weight.copy_(weight)
+        linear = nn.Embedding(operator.num_embeddings, operator.in_features, **kw)
     else:
-        linear = nn.Linear(
-            operator.in_features, operator.out_features, bias is not None, device=reference.device, dtype=dtype
-        )
-        linear.weight.copy_(weight)
+        linear = nn.Linear(operator.in_features, operator.out_features, bias is not None, **kw)
+    linear.weight.copy_(weight)
     if getattr(linear, "bias", None) is not None:
         linear.bias.zero_() if bias is None else linear.bias.copy_(bias)
-    return linear.train(operator.training).requires_grad_(trainable)
+    return linear.train(operator.training).requires_grad_(reference.requires_grad)
 
 
 def dense_bias(module: Any) -> Tensor | None:

@@ -100,11 +100,8 @@ class Wrapper(Operator):
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None, inner=None):
         super().__init__(config, in_features, out_features)
         if inner is None:
-            kw = {"device": device, "dtype": dtype}
-            if config.base is None:
-                inner = nn.Linear(in_features, out_features, bias=bias, **kw)
-            else:
-                inner = config.base.build(in_features, out_features, bias, **kw)
+            build = nn.Linear if config.base is None else config.base.build
+            inner = build(in_features, out_features, bias, device, dtype)
         self.base = inner
 
     @property

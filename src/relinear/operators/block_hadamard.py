@@ -43,8 +43,7 @@ class BlockHadamardLinear(Operator):
             # The transform spreads the energy of the real inputs over the padded width of the first stage.
             padding = 1.0 if index or not self.config.mix_input else stage.shape[0] * stage.shape[2] / self.in_features
             nn.init.normal_(stage, std=math.sqrt(padding / stage.shape[2]))
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        self.zero_bias_()
 
     def forward(self, x: Tensor) -> Tensor:
         dense = dense_inference(self, x, _DENSE.in_inference)

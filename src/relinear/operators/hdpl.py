@@ -82,8 +82,7 @@ class HDPLLinear(LatentOperator):
                 _orthogonal_(matrix)
         _orthogonal_(self.mu.weight)
         _orthogonal_(self.decoder.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        self.zero_bias_()
         if self.logvar is not None:
             nn.init.zeros_(self.logvar.weight)
         bound = 1 / math.sqrt(self.in_features)

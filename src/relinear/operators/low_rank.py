@@ -71,8 +71,7 @@ class LowRankLinear(RankLinear):
         """Both factors with variance 1 / fan-in, so that unit-variance inputs give unit-variance outputs; zero bias."""
         nn.init.normal_(self.down, std=1 / math.sqrt(self.in_features))
         nn.init.normal_(self.up, std=1 / math.sqrt(self.config.rank))
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        self.zero_bias_()
 
     def forward(self, x: Tensor) -> Tensor:
         dense = dense_inference(self, x, _DENSE.in_inference)

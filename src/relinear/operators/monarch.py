@@ -16,10 +16,7 @@ from relinear.core.operator import Operator, OperatorConfig
 from relinear.functional.monarch import monarch, monarch_dense, monarch_factors
 from relinear.kernels.cpu.dense import Dense
 
-_DENSE = Dense(
-    "monarch",
-    kept={torch.float32: ((8, 1024), (math.inf, 256)), torch.bfloat16: ((math.inf, 1024),)},
-)
+_DENSE = Dense("monarch", kept={torch.float32: ((8, 1024), (math.inf, 256)), torch.bfloat16: ((math.inf, 1024),)})
 
 
 class MonarchLinear(Operator):
@@ -48,8 +45,7 @@ class MonarchLinear(Operator):
         """Both factors with variance 1 / fan-in: unit-variance inputs give unit-variance outputs; zero bias."""
         for factor in (self.right, self.left):
             nn.init.normal_(factor, std=1 / math.sqrt(factor.shape[2]))
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        self.zero_bias_()
 
     def forward(self, x: Tensor) -> Tensor:
         dense = dense_inference(self, x, _DENSE.in_inference)

@@ -19,10 +19,7 @@ from relinear.kernels.cpu.dense import Dense
 from relinear.kernels.pivoted_low_rank import pivoted_low_rank
 from relinear.operators.low_rank import RankConfig, RankLinear
 
-_DENSE = Dense(
-    "pivoted_low_rank",
-    kept={torch.float32: ((8, 256),), torch.bfloat16: ((8, 576), (math.inf, 256))},
-)
+_DENSE = Dense("pivoted_low_rank", kept={torch.float32: ((8, 256),), torch.bfloat16: ((8, 576), (math.inf, 256))})
 
 
 class PivotedLowRankLinear(RankLinear):
@@ -54,8 +51,7 @@ class PivotedLowRankLinear(RankLinear):
             self.order.copy_(torch.cat((pivots, rest.nonzero().flatten())))
         nn.init.normal_(self.mix, std=1 / math.sqrt(inputs))
         nn.init.normal_(self.up, std=1 / math.sqrt(rank * (2 - rank / inputs)))
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        self.zero_bias_()
 
     def forward(self, x: Tensor) -> Tensor:
         dense = dense_inference(self, x, _DENSE.in_inference)

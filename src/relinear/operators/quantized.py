@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -45,17 +45,12 @@ class QuantizedLinear(Operator):
     codes: Tensor
     zeros: Tensor | None
 
-    def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
-        super().__init__(config, in_features, out_features)
-        kw = {"device": device, "dtype": dtype}
-        groups = group_count(in_features, config.group)
-        width = packed_width(in_features, config.bits)
-        self.register_buffer("codes", torch.empty(out_features, width, dtype=torch.uint8, device=device))
-        zeros = None if config.symmetric else torch.empty(out_features, groups, dtype=torch.uint8, device=device)
-        self.register_buffer("zeros", zeros)
-        self.scales = nn.Parameter(torch.empty(out_features, groups, **kw))
-        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
-        self.reset_parameters()
+    def create(self, **kw: Any) -> None:
+        outputs, groups = self.out_features, group_count(self.in_features, self.config.group)
+        width, integers = packed_width(self.in_features, self.config.bits), kw | {"dtype": torch.uint8}
+        self.register_buffer("codes", torch.empty(outputs, width, **integers))
+        self.register_buffer("zeros", None if self.config.symmetric else torch.empty(outputs, groups, **integers))
+        self.scales = nn.Parameter(torch.empty(outputs, groups, **kw))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -64,8 +59,7 @@ class QuantizedLinear(Operator):
         if self.zeros is not None:
             self.zeros.fill_(int(2 ** (8 - self.config.bits) * (2**self.config.bits - 1) / 2))
         nn.init.constant_(self.scales, math.sqrt(12 / (4**self.config.bits - 1) / self.in_features))
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        self.zero_bias_()
 
     def build_kernels(self) -> None:
         is_loaded_beside(self.scales)

@@ -135,8 +135,7 @@ class RotorLinear(Operator):
             stage.reset_parameters()
         if self.slope is not None:
             nn.init.constant_(self.slope, _SLOPE)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        self.zero_bias_()
 
     def _prefers_dense(self, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
         if not self.config.linear:
