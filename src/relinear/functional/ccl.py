@@ -67,41 +67,14 @@ def ccl_gated(
     """``ccl`` with the gates themselves.
 
     Args:
-        g_basis, g_out: (..., R) and (..., O), or None for ones.
+        g_basis, g_out: (..., R) and (..., O), or None for ones. With a share of every template in place of g_basis,
+            repeated over its R / E features, template e is the low-rank map U_e V_e of part e of ``mix`` and ``basis``:
+            without norm and output gate this is y = sum_e shares_e U_e V_e x + b.
         x, basis, mix, bias, norm_gain, norm_offset, gate_bias, eps: as in ``ccl``.
     """
     h = _basis_features(x, basis, norm_gain, norm_offset, eps)
     h = h if g_basis is None else h * g_basis
     return _mixed(h, g_out, mix, bias, gate_bias).to(x.dtype)
-
-
-def ccl_templates(
-    x: Tensor,
-    features: Tensor | None,
-    shares: Tensor,
-    basis: Tensor,
-    mix: Tensor,
-    bias: Tensor | None = None,
-    norm_gain: Tensor | None = None,
-    norm_offset: Tensor | None = None,
-    output_gate: Tensor | None = None,
-    output_gate_bias: Tensor | None = None,
-    gate_bias: bool = True,
-    eps: float = 1e-5,
-) -> Tensor:
-    """``ccl`` with the basis in E templates of R / E features each, and a share of every template in place of g_basis.
-
-    Template e is the low-rank map U_e V_e of part e of ``mix`` and ``basis``: without norm and output gate this is
-    y = sum_e shares_e U_e V_e x + b. All templates are computed, also those of no share.
-
-    Args:
-        shares: (..., E), of ``template_shares`` or ``largest_shares``.
-        x, features, basis, mix, bias, norm_gain, norm_offset, output_gate, output_gate_bias, gate_bias, eps: as in
-            ``ccl``.
-    """
-    g_basis = shares.repeat_interleave(basis.shape[0] // shares.shape[-1], -1)
-    g_out = _gate(features, output_gate, output_gate_bias)
-    return ccl_gated(x, g_basis, g_out, basis, mix, bias, norm_gain, norm_offset, gate_bias, eps)
 
 
 def template_shares(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from relinear.core.inference import prepared
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig
 from relinear.core.parameters import AffineParameters, are_affine
 from relinear.core.sites import Gated
-from relinear.functional.ccl import ccl_dense, ccl_gated, ccl_templates, gate, largest_shares, template_shares
+from relinear.functional.ccl import ccl_dense, ccl_gated, gate, largest_shares, template_shares
 from relinear.functional.low_rank import low_rank_factors
 from relinear.kernels.ccl import ccl, few_rows
 from relinear.kernels.native import refuses_rows
@@ -67,8 +67,7 @@ class CCLLinear(Gated, Operator):
         """
         nn.init.normal_(self.basis, std=1 / math.sqrt(self.in_features))
         nn.init.normal_(self.mix, std=1 / math.sqrt(self.config.rank))
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        self.zero_bias_()
         if self.norm is not None:
             self.norm.reset_parameters()
         for index, layer in enumerate(self.trunk):
@@ -101,33 +100,32 @@ class CCLLinear(Gated, Operator):
                 return y
         if context is not None:
             features = self._features(context)
-        factors, norm, outer = (self.basis, self.mix, self.bias), _affine(self.norm), _affine(self.output_gate)
-        shares = None
+        factors, shares = (self.basis, self.mix, self.bias, *_affine(self.norm)), None
         if self.config.composition != "gates":
             assert features is not None
             probabilities = template_shares(features, *_affine(self.basis_gate))
             shares = self._shares(probabilities)
             if self.training and self.config.composition == "selection" and self.config.balance:
                 self._balance(probabilities, shares)
-        if self._taps is not None and features is not None:
-            gates = self._through_taps(x, features, shares)
-            if self._is_edited:
-                return ccl_gated(x, *gates, self.basis, self.mix, self.bias, *norm, self.config.gate_bias)
-        if shares is None:
-            return ccl(x, features, *factors, *norm, *_affine(self.basis_gate), *outer, self.config.gate_bias)
-        return ccl_templates(x, features, shares, *factors, *norm, *outer, self.config.gate_bias)
+        if features is not None and (self._taps is not None or shares is not None):
+            inner, outer = self._through_taps(x, features, shares)
+            if self._is_edited or shares is not None:
+                inner = None if inner is None else self._of_features(inner)
+                return ccl_gated(x, inner, outer, *factors, self.config.gate_bias)
+        gates = *_affine(self.basis_gate), *_affine(self.output_gate)
+        return ccl(x, features, *factors, *gates, self.config.gate_bias)
 
     def tap_sizes(self) -> dict[str, int]:
         sizes = {"basis_gate": self.config.basis_gates, "output_gate": self.out_features}
         return {name: size for name, size in sizes.items() if getattr(self, name) is not None}
 
     def _through_taps(self, x: Tensor, features: Tensor, shares: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """The gates (..., R) and (..., O) of the tokens of x, as the taps give them back; None for what is off."""
+        """``_gates`` of the tokens of x, as the taps give them back."""
         inner, outer = (
-            value if value is None else self._tapped(name, value.expand(*x.shape[:-1], -1))
+            value if value is None or self._taps is None else self._tapped(name, value.expand(*x.shape[:-1], -1))
             for name, value in zip(("basis_gate", "output_gate"), self._gates(features, shares), strict=True)
         )
-        return None if inner is None else self._of_features(inner), outer
+        return inner, outer
 
     def _gates(self, features: Tensor, shares: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """The gates of the basis (..., R), or the shares of templates (..., E), and of the outputs (..., O)."""
