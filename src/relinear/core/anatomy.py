@@ -23,6 +23,12 @@ def unwrapped(model: Any) -> Any:
     return inside() if callable(inside) and hasattr(model, "peft_config") else model
 
 
+def output_head(model: Any) -> Any:
+    """Return the layer that makes a model's logits; None where it has none, or does not name it."""
+    getter = getattr(unwrapped(model), "get_output_embeddings", None)
+    return getter() if callable(getter) else None
+
+
 def model_name(model: Any) -> str:
     """Return what a model is called: the last part of where it was loaded from (for RUN/model RUN), or its class."""
     parts = Path(getattr(model, "name_or_path", "") or type(model).__name__).parts

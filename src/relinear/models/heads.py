@@ -1,10 +1,11 @@
 """Parts on the output head that stock GPT-2 and Llama models cannot be configured to have: a bias, a fixed factor."""
 
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from relinear.core.anatomy import output_head
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import NonNegative, register
 
@@ -12,16 +13,12 @@ from relinear.core.config import NonNegative, register
 SCALE = "relinear_readout_scale"
 
 
-def _head(model: Any) -> Any:
-    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-
-
 class _OnHead(AttachmentConfig):
     """What is attached to the output head, where there is one."""
 
     def for_part(self, model: nn.Module) -> Self | None:
         """Return nothing, where ``model`` has no output head."""
-        return None if _head(model) is None else self
+        return None if output_head(model) is None else self
 
 
 @register
@@ -36,7 +33,7 @@ class HeadBias(_OnHead):
 
     def check(self, model: nn.Module) -> None:
         """Raise ValueError if ``model`` has no plain linear output head, or one that has a bias already."""
-        head = _head(model)
+        head = output_head(model)
         if type(head) is not nn.Linear:
             raise ValueError(
                 f"head_bias needs a model whose output head is an nn.Linear; {type(model).__name__} has "
@@ -47,7 +44,7 @@ class HeadBias(_OnHead):
 
     def attach(self, model: nn.Module) -> None:
         """Register ``bias`` (vocabulary,) on the head, on the weight's device and in its dtype."""
-        head = _head(model)
+        head = output_head(model)
         head.bias = nn.Parameter(torch.zeros(head.out_features, device=head.weight.device, dtype=head.weight.dtype))
 
 
@@ -81,7 +78,7 @@ class ReadoutScale(_OnHead):
 
     def check(self, model: nn.Module) -> None:
         """Raise ValueError if ``model`` has no output head, or one that is scaled already."""
-        head = _head(model)
+        head = output_head(model)
         if head is None:
             raise ValueError(f"readout_scale needs a model with an output head; {type(model).__name__} has none")
         if hasattr(head, SCALE):
@@ -89,6 +86,6 @@ class ReadoutScale(_OnHead):
 
     def attach(self, model: nn.Module) -> None:
         """Scale what the head reads."""
-        head = _head(model)
+        head = output_head(model)
         setattr(head, SCALE, self.factor)
         head.register_forward_pre_hook(scale_input)

@@ -4,12 +4,12 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from relinear.core.adapters import BASE_LAYER, stock_name
-from relinear.core.anatomy import layer_finder, unwrapped
+from relinear.core.anatomy import layer_finder, output_head, unwrapped
 from relinear.core.config import layer_indices, shown
 from relinear.core.operator import Operator, is_embedding, is_linear
 from relinear.core.readers import reader_of_weight
@@ -30,13 +30,6 @@ class Target:
     aliases: tuple[str, ...]
     module: nn.Module
     pattern: str
-
-
-class Selection(NamedTuple):
-    """What a mapping means: the modules to replace, and why other linear layers are left, by their first names."""
-
-    targets: list[Target]
-    left: dict[str, str]
 
 
 def _descends_from(module: Any, *names: str) -> bool:
@@ -73,11 +66,8 @@ def _named_aliases(model: nn.Module) -> dict[int, tuple[nn.Module, list[str]]]:
 
 def heads(model: Any) -> set[int]:
     """Identities of the output heads that "all-linear" leaves out."""
-    model = unwrapped(model)
-    getter = getattr(model, "get_output_embeddings", None)
-    head = getter() if callable(getter) else None
-    found = {id(child) for name, child in model.named_children() if name in _HEADS}
-    return found | ({id(head)} if head is not None else set())
+    named = {id(child) for name, child in unwrapped(model).named_children() if name in _HEADS}
+    return named | {id(output_head(model))}
 
 
 def _embedding(model: Any) -> Any:
@@ -180,8 +170,8 @@ def select_targets(
     layers: Iterable[int] | int | None = None,
     exclude: str | Iterable[str] | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
-) -> Selection:
-    """Return the modules that ``mapping`` means, in the model's order, each once with all its names, and what is left.
+) -> tuple[list[Target], dict[str, str]]:
+    """Return the modules that ``mapping`` means, in the model's order, each once, and why others stay.
 
     Raises:
         ValueError: for a pattern that is malformed or matches nothing, a layer that does not exist, or no target left.
@@ -230,4 +220,4 @@ def select_targets(
             raise _no_match(pattern, found.values())
     if not chosen:
         raise ValueError("every matching module was left out by layers=, exclude= or filter_fn=: nothing to replace")
-    return Selection(chosen, left)
+    return chosen, left

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from relinear.core.anatomy import unwrapped
+from relinear.core.anatomy import output_head, unwrapped
 from relinear.core.drawn import swap_module
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, embeds, linear_features, linear_of
 from relinear.core.record import sync_record
@@ -56,8 +56,7 @@ def check_rows(config: OperatorConfig, source: nn.Module, name: str) -> None:
 def tied_head(model: Any, table: nn.Module) -> Any:
     """Return the output head of ``model`` that shares the matrix of its embedding ``table``; None if none does."""
     model = unwrapped(model)
-    getter = getattr(model, "get_output_embeddings", None)
-    head = getter() if embeds(table) and callable(getter) else None
+    head = output_head(model) if embeds(table) else None
     if isinstance(head, TiedHead):
         return head if head.table is table else None
     if not isinstance(head, nn.Linear):
@@ -92,8 +91,7 @@ def swap_layer(model: Any, names: Iterable[str], source: nn.Module, target: Any)
 def settle_head_(model: Any) -> None:
     """Where embedding and head are no longer tied, as after PEFT merged a copy of one, model and config say so."""
     model = unwrapped(model)
-    getter = getattr(model, "get_output_embeddings", None)
-    head: Any = getter() if callable(getter) else None
+    head = output_head(model)
     if isinstance(head, TiedHead):
         if any(module is head.table for module in model.modules()):
             return
