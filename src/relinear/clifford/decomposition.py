@@ -16,10 +16,7 @@ import torch
 from torch import Tensor
 
 from relinear.clifford.bivectors import bivector_from_matrix, bivector_to_matrix
-from relinear.clifford.blades import (
-    bivector_dimension,
-    compute_dtype,
-)
+from relinear.clifford.blades import bivector_dimension, compute_dtype
 
 
 def plane_basis(columns: Tensor) -> Tensor:
@@ -83,7 +80,19 @@ def first_order(backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-class _Decompose(torch.autograd.Function):
+class SpectralFunction(torch.autograd.Function):
+    """Base of functions that also return a basis of planes and angles in it, for the backward pass alone."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        _, basis, angles = output
+        ctx.save_for_backward(*inputs, basis, angles)
+        ctx.mark_non_differentiable(basis, angles)
+
+
+class _Decompose(SpectralFunction):
     """K (..., n, n) -> the matrices of its simple parts (..., J, n, n), by norm, descending; their basis and angles.
 
     b_j is a spectral function of the Hermitian matrix i K, equal to the eigenvalue on its own plane and to 0 elsewhere.
@@ -95,8 +104,6 @@ class _Decompose(torch.autograd.Function):
     in which the second term, infinite at a repeated plane, vanishes for whatever depends on the sum alone, such as the
     exponential. At an exact repeat, where the single parts are undefined, it is left out.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,12 +117,6 @@ class _Decompose(torch.autograd.Function):
         angles = (p * (matrix @ q)).sum(-2)
         plane = torch.einsum("...ij,...kj->...jik", p, q)
         return angles[..., None, None] * (plane - plane.mT), basis, angles
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        _, basis, angles = output
-        ctx.save_for_backward(*inputs, basis, angles)
-        ctx.mark_non_differentiable(basis, angles)
 
     @staticmethod
     @first_order

@@ -26,7 +26,7 @@ from relinear.clifford.blades import (
     unit,
     values_are_at_hand,
 )
-from relinear.clifford.decomposition import first_order, plane_basis, spectral_basis
+from relinear.clifford.decomposition import SpectralFunction, first_order, plane_basis, spectral_basis
 from relinear.clifford.exponential import exp
 from relinear.clifford.products import geometric_product
 
@@ -72,14 +72,12 @@ def _planes(turn: Tensor) -> Tensor:
     return frame @ plane_basis(torch.where(together, columns, 0.0))
 
 
-class _Log(torch.autograd.Function):
+class _Log(SpectralFunction):
     """rotor (..., V) -> K (..., n, n) with exp of its bivector equal to the rotor, on the manifold of rotors.
 
     d exp(B) = exp(B) Psi(dB), Psi = (1 - exp(-ad_B)) / ad_B, so that dB = Psi^-1 of the bivector part of r~ dr. In the
     eigenbasis of i K, ad_B is multiplication by differences of eigenvalues.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(rotor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,12 +97,6 @@ class _Log(torch.autograd.Function):
         around = angles + math.pi * (1 - 2 * (angles > 0).to(angles.dtype))
         angles = torch.where(wrong & first, around, angles)
         return (angles[..., None, None] * plane).sum(-3), basis, angles
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        _, basis, angles = output
-        ctx.save_for_backward(*inputs, basis, angles)
-        ctx.mark_non_differentiable(basis, angles)
 
     @staticmethod
     @first_order
