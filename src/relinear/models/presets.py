@@ -132,8 +132,12 @@ def preset_config(name: str, **overrides: Any) -> Any:
     try:
         return AutoConfig.for_model(preset.model_type, **settings)
     except Exception as error:  # transformers raises many kinds for a bad value; to a user they are one
-        stated = ", ".join(f"{key}={shown(value)}" for key, value in overrides.items())
-        raise ValueError(f"preset {name!r} cannot be built with {cut(stated)}: {cut(str(error), 1_000)}") from error
+        raise _not_built(name, overrides, error) from error
+
+
+def _not_built(name: str, overrides: dict[str, Any], error: Exception) -> ValueError:
+    stated = ", ".join(f"{key}={shown(value)}" for key, value in overrides.items())
+    return ValueError(f"preset {name!r} cannot be built with {cut(stated)}: {cut(str(error), 1_000)}")
 
 
 def from_preset(name: str, **overrides: Any) -> Any:
@@ -159,8 +163,7 @@ def from_preset(name: str, **overrides: Any) -> Any:
     try:
         model = AutoModelForCausalLM.from_config(config)
     except (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError, AttributeError, AssertionError) as error:
-        stated = ", ".join(f"{key}={shown(value)}" for key, value in overrides.items())
-        raise ValueError(f"preset {name!r} cannot be built with {cut(stated)}: {cut(str(error), 1_000)}") from error
+        raise _not_built(name, overrides, error) from error
     for attachment in _preset(name).attachments:
         attachment.apply_(model)
         sync_record(model)
