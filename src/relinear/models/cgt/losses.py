@@ -1,11 +1,11 @@
 """What keeps a context slow, spread out and informative: the regularisers of the CGT paper, one function an equation.
 
 Sums over positions and samples that the paper writes with a proportionality sign are averages here, so that a weight
-means the same for every length and batch size. ``real`` (B, T) bool marks the positions that are not padding; only they
-enter. ``shares`` (B,) are the weights of the samples in the average, equal by default: with numbers of target tokens,
-the regularisers that look at one sample at a time add up over accumulated batches to those of one big batch. Those of
-statistics of the batch (``decorrelation``, ``gaussian_process_matching``, ``moment_matching``) are what they are for
-each batch.
+means the same for every length and batch size. ``real`` (B, T) bool marks the positions that are not padding, all by
+default; only they enter. ``shares`` (B,) are the weights of the samples in the average, equal by default: with numbers
+of target tokens, the regularisers that look at one sample at a time add up over accumulated batches to those of one big
+batch. Those of statistics of the batch (``decorrelation``, ``gaussian_process_matching``, ``moment_matching``) are what
+they are for each batch.
 """
 
 # Legend: B batch, T positions, E width of y
@@ -27,6 +27,11 @@ def _weights(weights: Tensor | None, length: int, like: Tensor) -> Tensor:
     if weights.shape != (length,):
         raise ValueError(f"a weight profile of {length} values is needed, got shape {tuple(weights.shape)}")
     return (weights / weights.mean()).to(like)
+
+
+def _real(real: Tensor | None, y: Tensor) -> Tensor:
+    """``real``, which is everywhere by default."""
+    return torch.ones(y.shape[:2], dtype=torch.bool, device=y.device) if real is None else real
 
 
 def _average(values: Tensor, shares: Tensor | None) -> Tensor:
@@ -57,8 +62,7 @@ def continuity(
     n = _directions(y)
     steps = (n[:, 1:] - n[:, :-1]).square().sum(-1)
     zeta = _weights(None if weights is None else weights[1:], steps.shape[1], y)
-    if real is None:
-        return _average((steps * zeta).mean(1), shares)
+    real = _real(real, y)
     return _average(_masked_mean(steps, zeta.expand_as(steps), real[:, 1:] & real[:, :-1], 1), shares)
 
 
@@ -72,16 +76,9 @@ def decorrelation(y: Tensor, weights: Tensor | None = None, *, real: Tensor | No
         weights: zeta(s), (T,), scaled to mean one; None for 1.
         real: see the head of this file; a pair counts at positions that are real in both.
     """
-    batch = y.shape[0]
-    if batch < 2:
-        return y.new_zeros(())
     n = _directions(y).transpose(0, 1)
-    zeta = _weights(weights, y.shape[1], y)
-    if real is None:
-        products = (n @ n.mT).square().sum((-1, -2)) - n.square().sum(-1).square().sum(-1)
-        return (products * zeta).mean() / (batch * (batch - 1))
-    both = real.T.unsqueeze(-1) & real.T.unsqueeze(-2)
-    both = both & ~torch.eye(batch, dtype=torch.bool, device=y.device)
+    zeta, there = _weights(weights, y.shape[1], y), _real(real, y).T
+    both = there.unsqueeze(-1) & there.unsqueeze(-2) & ~torch.eye(len(y), dtype=torch.bool, device=y.device)
     products = (n @ n.mT).square()
     return _masked_mean(products.flatten(), zeta[:, None, None].expand_as(products).flatten(), both.flatten(), 0)
 
@@ -206,11 +203,8 @@ def gaussian_process_kl(
     return 0.5 * _average(total / divisors[reduction], shares)
 
 
-def _moments(y: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _moments(y: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean (T, E) and deviations (B, T, E) (0 at padding) of each position, and how many samples it has (T,)."""
-    if real is None:
-        mean = y.mean(0)
-        return mean, y - mean, None
     inside, counts = real.unsqueeze(-1), real.sum(0)
     mean = torch.where(inside, y, 0.0).sum(0) / counts.clamp(min=1).unsqueeze(-1)
     return mean, torch.where(inside, y - mean, 0.0), counts
@@ -230,16 +224,14 @@ def gaussian_process_matching(
         real: see the head of this file; <dy_s dy_t> runs over the samples that are real at both, and pairs of positions
             without any are left out.
     """
+    real = _real(real, y)
     if positions is not None:
-        y, kernel = y[:, positions], kernel[positions][:, positions]
-        real = None if real is None else real[:, positions]
+        y, kernel, real = y[:, positions], kernel[positions][:, positions], real[:, positions]
     batch, length, width = y.shape
     mean, deviation, counts = _moments(y, real)
     flat = deviation.reshape(batch, length * width)
     covariance = (flat.T @ flat).view(length, width, length, width)
     wanted = kernel.to(y)[:, None, :, None] * torch.eye(width, dtype=y.dtype, device=y.device)[None, :, None, :]
-    if real is None or counts is None:
-        return mean.square().sum() / length + (covariance / batch - wanted).square().sum() / length**2
     pairs = real.to(y).T @ real.to(y)
     errors = (covariance / pairs.clamp(min=1)[:, None, :, None] - wanted).square().sum((1, 3))
     there = (pairs > 0).sum().clamp(min=1)
@@ -253,9 +245,8 @@ def moment_matching(y: Tensor, *, real: Tensor | None = None) -> Tensor:
         y: (B, T, E); <.> is the mean over the batch and dy = y - <y>.
         real: see the head of this file; positions that are padding in every sample are left out.
     """
-    mean, deviation, counts = _moments(y, real)
+    mean, deviation, samples = _moments(y, _real(real, y))
     deviation = deviation.transpose(0, 1)
-    samples = torch.full((y.shape[1],), y.shape[0], device=y.device) if counts is None else counts
     covariance = deviation.mT @ deviation / samples.clamp(min=1)[:, None, None]
     eye = torch.eye(y.shape[-1], dtype=y.dtype, device=y.device)
     values = mean.square().sum(-1) + (covariance - eye).square().sum((-1, -2))
