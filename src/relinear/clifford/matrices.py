@@ -12,14 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relinear.clifford.blades import (
-    blade_masks,
-    compute_dtype,
-    device_table,
-    grades,
-    multivector_dimension,
-    take_last,
-)
+from relinear.clifford.blades import blade_masks, compute_dtype, device_table, grades, multivector_dimension, take_last
 from relinear.clifford.strings import string_signs, strings_from_matrix, strings_to_matrix
 
 

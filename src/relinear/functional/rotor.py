@@ -134,12 +134,7 @@ def branch_permutation(window: int, branches: int, seed: int, step: int) -> np.n
 
 
 def mixed_branches(
-    x: Tensor,
-    order: Tensor | None,
-    slopes: Tensor,
-    mix: Tensor,
-    normalize: bool = True,
-    activation: str = "prelu",
+    x: Tensor, order: Tensor | None, slopes: Tensor, mix: Tensor, normalize: bool = True, activation: str = "prelu"
 ) -> Tensor:
     """Return what stands between two layers of rotors: branches permuted, normalised and activated, then mixed.
 

@@ -14,12 +14,7 @@ from relinear.functional import hdpl as reference
 from relinear.functional.hdpl import HDPLOutput
 from relinear.kernels import native, triton
 from relinear.kernels.autograd import differentiable_as, save
-from relinear.kernels.cpu.products import (
-    block_low_rank,
-    block_low_rank_gradient,
-    product,
-    product_gradient,
-)
+from relinear.kernels.cpu.products import block_low_rank, block_low_rank_gradient, product, product_gradient
 from relinear.kernels.forms import Call, Form, dispatch, shape_of, tell
 from relinear.system.machine import has_narrow_products
 

@@ -128,9 +128,7 @@ def _in_cpp(x, weight, bias, down, channel, scalar, channel_alpha, scalar_alpha)
 
 
 modulated_linear = dispatch(
-    Form("Triton", _refuses_triton, _triton),
-    Form("gates in C++", _refuses_cpp, _in_cpp),
-    otherwise="reference",
+    Form("Triton", _refuses_triton, _triton), Form("gates in C++", _refuses_cpp, _in_cpp), otherwise="reference"
 )(reference.modulated_linear)
 
 

@@ -166,11 +166,7 @@ class SharedContext(ContextOwner):
         return flops + (0 if self.memory is None else self.memory.flops_per_token())
 
     def forward(
-        self,
-        source: Tensor,
-        valid: Tensor | None = None,
-        state: Tensor | None = None,
-        starts: Tensor | None = None,
+        self, source: Tensor, valid: Tensor | None = None, state: Tensor | None = None, starts: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the context and the state to go on with.
 

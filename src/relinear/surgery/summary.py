@@ -126,10 +126,7 @@ def _dense_flops(module: Any) -> int:
 
 
 def summary(
-    model: nn.Module,
-    *,
-    before: Mapping[str, tuple[int, int]] | None = None,
-    left: Mapping[str, str] | None = None,
+    model: nn.Module, *, before: Mapping[str, tuple[int, int]] | None = None, left: Mapping[str, str] | None = None
 ) -> Summary:
     """Tabulate the linear layers, operators and attached parts of ``model``.
 

@@ -6,28 +6,16 @@ from typing import Any
 
 from transformers import AutoConfig, GPT2Config
 
-from relinear.core.config import UnknownSettingError, check_at_least, check_choice, check_type, nearest, shown
+from relinear.core.config import UnknownSettingError, check_at_least, check_choice, nearest, shown
 from relinear.core.record import without_loader
 
 #: keywords that any configuration of transformers takes beside its fields, or has written in earlier versions
 _OF_TRANSFORMERS = frozenset(
-    {
-        "attn_implementation",
-        "auto_map",
-        "experts_implementation",
-        "gradient_checkpointing",
-        "is_decoder",
-        "model_type",
-        "n_ctx",
-        "name_or_path",
-        "num_labels",
-        "output_attentions",
-        "per_layer_config",
-        "quantization_config",
-        "task_specific_params",
-        "tokenizer_class",
-        "torch_dtype",
-    }
+    (
+        *("attn_implementation", "auto_map", "experts_implementation", "gradient_checkpointing", "is_decoder"),
+        *("model_type", "n_ctx", "name_or_path", "num_labels", "output_attentions", "per_layer_config"),
+        *("quantization_config", "task_specific_params", "tokenizer_class", "torch_dtype"),
+    )
 )
 
 
@@ -115,7 +103,6 @@ class CGTConfig(GPT2Config):
         for name in ("n_layer", "n_embd", "n_head", "context_size", "context_heads", "rank", "templates"):
             check_at_least(name, getattr(self, name), 1)
         for name in ("context_inner", "input_features", "output_features"):
-            check_type(name, getattr(self, name), int, type(None))
             if getattr(self, name) is not None:
                 check_at_least(name, getattr(self, name), 1)
         check_choice("mixing", self.mixing, ("tanh", "softmax"))

@@ -437,11 +437,7 @@ class CGTForRegression(_CGTWithHead):
 
     @can_return_tuple
     def forward(
-        self,
-        vectors: Tensor,
-        targets: Tensor | None = None,
-        target_mask: Tensor | None = None,
-        **kwargs: Any,
+        self, vectors: Tensor, targets: Tensor | None = None, target_mask: Tensor | None = None, **kwargs: Any
     ) -> CGTOutput:
         """Predictions (in ``logits``) for every position and their mean squared error.
 

@@ -20,11 +20,7 @@ from relinear.models.heads import ReadoutScale
 
 @torch.no_grad()
 def specialize(
-    model: CGTForCausalLM,
-    prefix_ids: Tensor | None = None,
-    *,
-    context: Tensor | None = None,
-    first_position: int = 0,
+    model: CGTForCausalLM, prefix_ids: Tensor | None = None, *, context: Tensor | None = None, first_position: int = 0
 ) -> GPT2LMHeadModel:
     """Read ``prefix_ids`` once, freeze y at its end and fold every T(.; y): a plain GPT-2 is left.
 
