@@ -217,20 +217,32 @@ class Operator(TokenTerms, CachingModule):
         """Return the additive bias that goes with ``to_dense``, or None."""
         return self.bias
 
+    @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:
         """Overwrite the parameters with the best fit of ``linear`` (nn.Linear, Conv1D or an operator with to_dense).
 
         Raises:
             ValueError: if this operator cannot be fitted in closed form, or the shapes differ.
         """
+        self.fit_(self.source_weight(linear))
+        self.copy_bias_(linear)
+        return self
+
+    def fit_(self, weight: Tensor) -> None:
+        """Overwrite all parameters but the bias with the best fit of a matrix (out_features, in_features).
+
+        Raises:
+            ValueError: if there is none in closed form.
+        """
         raise ValueError(f"{self.config.kind} has no closed-form fit of a given weight; {self.config.fit_hint}")
 
+    @torch.no_grad()
     def from_moments(self, linear: nn.Module, moments: Moments, *, steps: int = 100) -> Self:
         """Overwrite the parameters with the best fit of ``linear`` under what the data are like.
 
         Minimises tr(G (W - W') A (W - W')^T) over the operator's own dense matrix W', the moments A and G given. Here
         by descent (L-BFGS in the moments' precision) from where ``from_linear`` ends, or from the present parameters
-        where there is no such fit; operators with an exact solution override this. The bias is taken over as it is.
+        where there is no such fit (``fit_moments_``). The bias is taken over as it is.
 
         Args:
             linear: nn.Linear, Conv1D or an operator with ``to_dense``.
@@ -242,11 +254,15 @@ class Operator(TokenTerms, CachingModule):
         """
         weight = self.source_weight(linear)
         moments.check(self.in_features, self.out_features)
-        if self.config.fits_weight:
-            self.from_linear(linear)
+        self.fit_moments_(weight, moments, steps)
         self.copy_bias_(linear)
-        descend_(self, weight, moments, steps)
         return self
+
+    def fit_moments_(self, weight: Tensor, moments: Moments, steps: int) -> None:
+        """``fit_`` under moments, in at most so many ``steps``; operators with an exact solution override this."""
+        if self.config.fits_weight:
+            self.from_linear(linear_of(weight))
+        descend_(self, weight, moments, steps)
 
     def source_weight(self, linear: nn.Module) -> Tensor:
         """Return the matrix that ``from_linear`` is to fit, checked: of this shape, and no bias that would be lost."""

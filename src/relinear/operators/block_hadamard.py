@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -54,14 +54,11 @@ class BlockHadamardLinear(Operator):
     def to_dense(self) -> Tensor:
         return block_hadamard_dense(self.blocks(), self.in_features, self.config.mix_input)[: self.out_features]
 
-    @torch.no_grad()
-    def from_linear(self, linear: nn.Module) -> Self:
-        """Return the least-squares fit of the weight (see ``block_hadamard_fit``): closed form at depth 1."""
-        fits = block_hadamard_fit(self.source_weight(linear), list(self.blocks), self.config.mix_input)
+    def fit_(self, weight: Tensor) -> None:
+        """Take the least-squares fit of the weight (see ``block_hadamard_fit``): closed form at depth 1."""
+        fits = block_hadamard_fit(weight, list(self.blocks), self.config.mix_input)
         for stage, fitted in zip(self.blocks, fits, strict=True):
             stage.copy_(fitted)
-        self.copy_bias_(linear)
-        return self
 
     def flops_per_token(self) -> int:
         """Of the form that runs, which takes the transform as products of small matrices, not as butterflies."""

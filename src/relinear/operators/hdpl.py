@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -149,16 +149,14 @@ class HDPLLinear(LatentOperator):
         ``divergence``: nats a token between posterior and prior, before any bound."""
         return super().metrics()
 
-    @torch.no_grad()
-    def from_linear(self, linear: nn.Module) -> Self:
-        """Block-diagonal part plus a low-rank part of rank R // 2, which the context path holds exactly in eval.
+    def fit_(self, weight: Tensor) -> None:
+        """Take a block-diagonal part plus a low-rank part of rank R // 2, which the context path holds exactly in eval.
 
         The identity silu(z) - silu(-z) = z makes two latent dimensions with opposite encoders and opposite decoders one
         exactly linear dimension, at any scale of the input. Blocks and low-rank part are fitted together
         (``functional.hdpl.hdpl_fit``). Dimensions left over keep a fresh encoder and a zero decoder. The variance
         encoder is set to log sigma^2 = -8, so that noise in training stays near 2 % of a latent of unit variance.
         """
-        weight = self.source_weight(linear)
         pairs = min(self.config.rank // 2, *weight.shape)
         blocks, down, up = hdpl_fit(weight, self.config.blocks, pairs)
         self.blocks.copy_(blocks)
@@ -168,8 +166,6 @@ class HDPLLinear(LatentOperator):
         if self.logvar is not None:
             self.logvar.weight.zero_()
             self.logvar.bias.fill_(_FITTED_LOGVAR)
-        self.copy_bias_(linear)
-        return self
 
     def flops_per_token(self) -> int:
         """Of a training forward; eval saves the variance encoder's 2 R I, which there is none of without noise."""

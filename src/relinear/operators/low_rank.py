@@ -38,21 +38,13 @@ class RankLinear(Operator):
         down, up = self.dense_chain()
         return up @ down
 
-    @torch.no_grad()
-    def from_linear(self, linear: nn.Module) -> Self:
-        """Truncated SVD of the weight: the best fit of this rank in the Frobenius norm."""
-        self.set_factors_(*low_rank_factors(self.source_weight(linear), self.config.rank))
-        self.copy_bias_(linear)
-        return self
+    def fit_(self, weight: Tensor) -> None:
+        """Take the truncated SVD of the weight: the best fit of this rank in the Frobenius norm."""
+        self.set_factors_(*low_rank_factors(weight, self.config.rank))
 
-    @torch.no_grad()
-    def from_moments(self, linear: nn.Module, moments: Moments, *, steps: int = 100) -> Self:
-        """Return the exact solution: G^(-1/2) [G^(1/2) W A^(1/2)]_R A^(-1/2); ``steps`` has no meaning here."""
-        weight = self.source_weight(linear)
-        moments.check(self.in_features, self.out_features)
+    def fit_moments_(self, weight: Tensor, moments: Moments, steps: int) -> None:
+        """Take the exact solution: G^(-1/2) [G^(1/2) W A^(1/2)]_R A^(-1/2); ``steps`` has no meaning here."""
         self.set_factors_(*weighted_spectrum(weight, moments.inputs, moments.outputs).factors(weight, self.config.rank))
-        self.copy_bias_(linear)
-        return self
 
 
 class LowRankLinear(RankLinear):
@@ -80,7 +72,6 @@ class LowRankLinear(RankLinear):
     def dense_chain(self) -> tuple[Tensor, ...]:
         return self.down, self.up
 
-    @torch.no_grad()
     def set_factors_(self, down: Tensor, up: Tensor) -> None:
         self.down.copy_(down)
         self.up.copy_(up)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -54,15 +54,12 @@ class MonarchLinear(Operator):
     def to_dense(self) -> Tensor:
         return monarch_dense(self.right, self.left, self.in_features, self.out_features)
 
-    @torch.no_grad()
-    def from_linear(self, linear: nn.Module) -> Self:
-        """Return the closest Monarch matrix in the Frobenius norm: a truncated SVD of every sub-block."""
+    def fit_(self, weight: Tensor) -> None:
+        """Take the closest Monarch matrix in the Frobenius norm: a truncated SVD of every sub-block."""
         rank = self.right.shape[1] // self.config.blocks
-        right, left = monarch_factors(self.source_weight(linear), self.config.blocks, rank)
+        right, left = monarch_factors(weight, self.config.blocks, rank)
         self.right.copy_(right)
         self.left.copy_(left)
-        self.copy_bias_(linear)
-        return self
 
     def flops_per_token(self) -> int:
         return 2 * (self.right.numel() + self.left.numel())

@@ -61,7 +61,6 @@ class PivotedLowRankLinear(RankLinear):
         identity = torch.eye(self.config.rank, dtype=self.mix.dtype, device=self.mix.device)
         return torch.cat((identity, self.mix), 1)[:, self.order.argsort()], self.up
 
-    @torch.no_grad()
     def set_factors_(self, down: Tensor, up: Tensor) -> None:
         for own, given in zip((self.order, self.mix, self.up), pivoted_factors(down, up), strict=True):
             own.copy_(given)

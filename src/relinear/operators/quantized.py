@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -113,36 +113,31 @@ class QuantizedLinear(Operator):
         parts = {"packed": words(codes + 2 ** (held - 1), held), "scale": scales, "shape": shape}
         return {"num_bits": held, "group_size": group}, parts
 
-    @torch.no_grad()
-    def from_linear(self, linear: nn.Module) -> Self:
+    def fit_(self, weight: Tensor) -> None:
         """Round to nearest, on grids that are clipped and shifted to the least squared error of every group."""
-        weight = self.source_weight(linear).float()
+        weight = weight.float()
         grid = self.config.grid(weight)
-        return self._take_(linear, grid, nearest(weight, grid, self.config.group))
+        self._take_(grid, nearest(weight, grid, self.config.group))
 
-    @torch.no_grad()
-    def from_moments(self, linear: nn.Module, moments: Moments, *, steps: int = 100) -> Self:
+    def fit_moments_(self, weight: Tensor, moments: Moments, steps: int) -> None:
         """Round input by input, errors made up for under A (GPTQ), then descend in codes under A and G.
 
         ``steps`` has no meaning here. Both moments are drawn towards their diagonals: a descent under a sample's own
         correlations of gradients can end farther from another sample's optimum than it began.
         """
-        weight = self.source_weight(linear).float()
-        moments.check(self.in_features, self.out_features)
+        weight = weight.float()
         grid, group = self.config.grid(weight, moments), self.config.group
         inputs = steadied(moments.inputs.to(weight), INPUTS_SHRINKAGE)
         outputs = None if moments.outputs is None else steadied(moments.outputs.to(weight), OUTPUTS_SHRINKAGE)
         start = gptq(weight, grid, group, inputs)
         codes = descend(weight, start, grid, group, inputs, outputs, change=code_changer(weight))
-        return self._take_(linear, grid, codes)
+        self._take_(grid, codes)
 
-    def _take_(self, linear: nn.Module, grid: Grid, codes: Tensor) -> Self:
+    def _take_(self, grid: Grid, codes: Tensor) -> None:
         self.codes.copy_(pack(codes, self.config.bits))
         self.scales.copy_(grid.scale)
         if self.zeros is not None:
             self.zeros.copy_(grid.zero * 2 ** (8 - self.config.bits))
-        self.copy_bias_(linear)
-        return self
 
     def param_roles(self) -> dict[str, ParamRole]:
         """Scales are gains: they sum over nothing, and a decay would shrink the weights that stay."""

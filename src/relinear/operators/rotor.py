@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -237,13 +237,11 @@ class RotorLinear(Operator):
         eye = torch.eye(self.in_features, dtype=self.entry.left.dtype, device=self.entry.left.device)
         return self._without_bias(eye).T
 
-    @torch.no_grad()
-    def from_linear(self, linear: nn.Module) -> Self:
-        """Return the nearest sum of Kronecker products, where the settings are one (see ``Rotor.fits_weight``)."""
-        weight = self.source_weight(linear)
+    def fit_(self, weight: Tensor) -> None:
+        """Take the nearest sum of Kronecker products, where the settings are one (see ``Rotor.fits_weight``)."""
         size = self.entry.window
         if not self.config.fits_weight or self.in_features != size or self.out_features != size:
-            return super().from_linear(linear)
+            super().fit_(weight)
         left, right = nearest_kronecker(weight, *self.entry.factor_sizes, self.config.width)
         assert self.entry.right is not None
         nn.init.zeros_(self.entry.left)  # terms beyond the L^2 that suffice for any matrix
@@ -252,8 +250,6 @@ class RotorLinear(Operator):
         self.entry.right[: len(right), 0, 0].copy_(right)
         if self.entry.scale is not None:
             nn.init.ones_(self.entry.scale)
-        self.copy_bias_(linear)
-        return self
 
     def flops_per_token(self) -> int:
         activated = self.config.width * self.config.depth + self.config.activate_entry
