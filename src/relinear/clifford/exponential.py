@@ -116,32 +116,16 @@ def _by_matrices(beta: Tensor) -> Tensor:
     return rotor if beta.is_complex() else rotor.real
 
 
-def _mean_by_matrices(beta: Tensor, x: Tensor) -> Tensor:
-    """``_mean`` from the exponential of one matrix of twice the size, [[2 K, X], [0, 2 K]]: differentiable."""
+def _mean(beta: Tensor, x: Tensor) -> Tensor:
+    """The mean of exp(s B) X exp(-s B) over s in (0, 1), for bivectors B and X (..., P).
+
+    From the exponential of one matrix of twice the size, [[2 K, X], [0, 2 K]]: as often differentiable as needed.
+    """
     turn, x = 2 * bivector_to_matrix(beta), bivector_to_matrix(x)
     upper, lower = torch.cat((turn, x), dim=-1), torch.cat((torch.zeros_like(turn), turn), dim=-1)
     both = matrix_exp(torch.cat((upper, lower), dim=-2))
     n = turn.shape[-1]
     return bivector_from_matrix(both[..., :n, n:] @ both[..., :n, :n].mT)
-
-
-def _mean_by_eigenvectors(beta: Tensor, x: Tensor) -> Tensor:
-    """``_mean`` of real bivectors in the eigenbasis of i K, where turning is a factor exp(-2 i s (l_j - l_k))."""
-    turn = bivector_to_matrix(beta)
-    # eigensolvers refuse a whole batch for one entry that is not a number
-    finite = turn.isfinite().all(-1).all(-1)[..., None, None]
-    eigenvalues, u = torch.linalg.eigh(torch.complex(torch.zeros_like(turn), torch.where(finite, turn, 0.0)))
-    gap = eigenvalues.unsqueeze(-1) - eigenvalues.unsqueeze(-2)
-    factor = torch.polar(torch.sinc(gap / math.pi), -gap)
-    mean = (u @ (u.mH @ bivector_to_matrix(x).to(u.dtype) @ u * factor) @ u.mH).real
-    return bivector_from_matrix(torch.where(finite, mean, math.nan))
-
-
-def _mean(beta: Tensor, x: Tensor) -> Tensor:
-    """The mean of exp(s B) X exp(-s B) over s in (0, 1), for bivectors B and X (..., P)."""
-    if beta.is_complex() or torch.is_grad_enabled():  # of eigenvectors there is no second derivative
-        return _mean_by_matrices(beta, x)
-    return _mean_by_eigenvectors(beta, x)
 
 
 def _represented(beta: Tensor, generators: Tensor) -> Tensor:
