@@ -9,6 +9,7 @@ these are is read off the source, not off a list of models.
 import ast
 import functools
 import inspect
+import operator
 import textwrap
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -154,20 +155,35 @@ def _below_self(node: ast.expr, elements: Mapping[str, str] = MappingProxyType({
     return ".".join(reversed(parts)) or None
 
 
-#: what a test on settings alone is made of: calls, and what is or is not None, may say something else when it runs
-_TEST = (
-    *(ast.BoolOp, ast.boolop, ast.UnaryOp, ast.Not, ast.Compare, ast.Gt, ast.Lt, ast.Eq, ast.NotEq),
-    *(ast.Attribute, ast.Name, ast.Constant, ast.expr_context),
-)
-
-
 def _known_value(test: ast.expr, module: Any) -> bool | None:
     """Outcome of a test on settings of ``module``, such as ``self.pretraining_tp > 1``; None where it may vary."""
-    parts = list(ast.walk(test))
-    if not all(isinstance(part, _TEST) and getattr(part, "attr", "") != "training" for part in parts):
-        return None
-    try:
-        value = eval(compile(ast.Expression(test), "a test", "eval"), {"__builtins__": {}, "self": module})
-    except (NameError, AttributeError, TypeError):
-        return None
+    if isinstance(test, ast.BoolOp):
+        values = [_known_value(value, module) for value in test.values]
+        decisive = isinstance(test.op, ast.Or)
+        if decisive in values:
+            return decisive
+        return None if None in values else not decisive
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        value = _known_value(test.operand, module)
+        return None if value is None else not value
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        compare = _COMPARISONS.get(type(test.ops[0]))
+        left, right = _setting(test.left, module), _setting(test.comparators[0], module)
+        return compare(left, right) if compare and left is not None and right is not None else None
+    value = _setting(test, module)
     return value if isinstance(value, bool) else None
+
+
+_COMPARISONS = {ast.Gt: operator.gt, ast.Lt: operator.lt, ast.Eq: operator.eq, ast.NotEq: operator.ne}
+
+
+def _setting(node: ast.expr, module: Any) -> Any:
+    """A constant, or a number or boolean that ``module`` holds; None for everything else, and for its mode."""
+    if isinstance(node, ast.Constant):
+        value = node.value
+    else:
+        path = _below_self(node)
+        value = module
+        for part in path.split(".") if path and path != "training" else [""]:
+            value = getattr(value, part, None)
+    return value if isinstance(value, int | float) else None
