@@ -6,7 +6,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from relinear.compare.results import comparison_result
 from relinear.compare.run import _Comparison, compare
@@ -18,7 +17,9 @@ from relinear.compare.speed import _figures
 from relinear.compare.tune import beside
 from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
+from relinear.system.timing import Timing
 from relinear.train.run import read_result
+from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
 from relinear_cli.main import main
 from test_compare_engine import trials_in
@@ -102,12 +103,11 @@ def test_settings_that_would_be_overruled_are_refused(changes, said):
 
 
 def test_speeds_are_of_tokens_where_batches_differ():
-    times = {"train": [2.0, 2.0], "inference": [1.0, 1.0]}
-    small = SimpleNamespace(ids=torch.zeros(2, 8), seconds=times)
-    large = SimpleNamespace(ids=torch.zeros(4, 8), seconds={name: [2 * t for t in one] for name, one in times.items()})
-    figures = _figures(large, small, "small")
-    assert figures["train_ratio"] == figures["inference_ratio"] == 1
-    assert figures["train_tokens_per_second"] == _figures(small, small, "small")["train_tokens_per_second"] == 8
+    small, large = (TrainSettings(batch_size=size, data={"sequence_length": 8}) for size in (2, 4))
+    figures = _figures("train", Timing(4.0, 2.0, 2.0, 2.0, 3), large, small)
+    assert figures == {"train_ratio": 1, "train_tokens_per_second": 8}
+    same = _figures("train", Timing(2.0, 1.0, 1.0, 1.0, 3), small, small)
+    assert same == {"train_ratio": 1, "train_tokens_per_second": 8}
 
 
 def test_later_budgets_are_checked_where_the_recipe_asks_for_it_and_tell_of_edges():

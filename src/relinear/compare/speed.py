@@ -1,7 +1,6 @@
 """Throughput of several models as ratios: measured in one process, one after another within every round."""
 
 import contextlib
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from relinear.core.inference import for_inference_
 from relinear.system.machine import describe_machine, on_threads
+from relinear.system.timing import Timing, interleave
 from relinear.train.fit import checkpointing, compiled
 from relinear.train.optim import build_optimizer
 from relinear.train.run import build_model
@@ -42,50 +42,34 @@ def training_step(
     return step
 
 
-class _Subject:
-    """A model with a training step and an inference pass to be timed, on random tokens of the training's shape."""
+def _calls(settings: TrainSettings, vocab_size: int) -> tuple[Any, dict[str, Callable[[], Any]]]:
+    """A model, and what is timed of it: a training step and a pass of inference, on random tokens of its batches."""
+    device = training_device(settings)
+    model = build_model(settings, vocab_size).to(device)
+    if settings.dtype == "pure_bfloat16":
+        model.to(torch.bfloat16)
+    if settings.gradient_checkpointing:
+        checkpointing(model, True)
+    model.config.use_cache = False
+    dtype = training_dtype(settings, device)
+    lowered = None if settings.dtype == "pure_bfloat16" or dtype == torch.float32 else dtype
+    shape = (settings.batch_size, settings.data.sequence_length)
+    ids = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
+    replayed = settings.compile == "reduce-overhead"
+    step = training_step(model, ids, build_optimizer(model, settings), lowered, replayed)
 
-    def __init__(self, settings: TrainSettings, vocab_size: int) -> None:
-        self.device = training_device(settings)
-        self.model = build_model(settings, vocab_size).to(self.device)
-        if settings.dtype == "pure_bfloat16":
-            self.model.to(torch.bfloat16)
-        if settings.gradient_checkpointing:
-            checkpointing(self.model, True)
-        self.compile = settings.compile
-        self.model.config.use_cache = False
-        dtype = training_dtype(settings, self.device)
-        self.autocast = None if settings.dtype == "pure_bfloat16" or dtype == torch.float32 else dtype
-        shape = (settings.batch_size, settings.data.sequence_length)
-        self.ids = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(self.device)
-        optimizer, replayed = build_optimizer(self.model, settings), settings.compile == "reduce-overhead"
-        self.step = training_step(self.model, self.ids, optimizer, self.autocast, replayed)
-        self.seconds: dict[str, list[float]] = {"train": [], "inference": []}
-
-    def train(self) -> None:
-        self.model.train()
-        self.step()
+    def train() -> None:
+        model.train()
+        step()
 
     @torch.no_grad()
-    def inference(self) -> None:
-        if self.model.training:
-            for_inference_(self.model)
-        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            self.model(input_ids=self.ids)
+    def infer() -> None:
+        if model.training:
+            for_inference_(model)
+        with torch.autocast(device.type, dtype=lowered, enabled=lowered is not None):
+            model(input_ids=ids)
 
-    def time(self, what: str) -> float:
-        work = getattr(self, what)
-        if what == "inference":
-            work()  # what operators prepare once for new weights is no part of inference
-        self._wait()
-        start = time.perf_counter()
-        work()
-        self._wait()
-        return time.perf_counter() - start
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    return model, {"train": train, "inference": infer}
 
 
 def measure_speed(
@@ -98,10 +82,8 @@ def measure_speed(
 ) -> dict[str, dict[str, Any]]:
     """Return tokens per second of training steps and of inference passes (whole sequences), and their ratios.
 
-    Inference is that of ``relinear.for_inference_``.
-
-    Every round times every model once, so that what slows the machine slows all of them; a ratio is the median over
-    rounds of (time of the reference / time of the model) in the same round.
+    Inference is that of ``relinear.for_inference_``. Training first, then inference: every round times every model
+    once, so that what slows the machine slows all of them, and ratios are of times in the same round.
 
     Args:
         settings: name -> TrainSettings (or a mapping of them); they give batch size, precision and threads.
@@ -109,7 +91,7 @@ def measure_speed(
         vocab_size: of the tokenizer.
         seconds: about how long to measure, warm-up included; at least three rounds are made.
         rounds: at most so many.
-        on_progress: called with ``{"step", "steps"}`` after every round.
+        on_progress: called with ``{"step", "steps"}`` before every round.
 
     Returns:
         name -> train_ratio, inference_ratio, train_tokens_per_second, inference_tokens_per_second, rounds, reference,
@@ -118,32 +100,32 @@ def measure_speed(
     loaded = {name: TrainSettings.load(value) for name, value in settings.items()}
     with contextlib.ExitStack() as stack:
         stack.enter_context(on_threads(loaded[reference].threads))
-        subjects = {name: _Subject(value, vocab_size) for name, value in loaded.items()}
-        for subject in subjects.values():
-            stack.enter_context(compiled(subject.model, subject.compile))
+        made = {name: _calls(value, vocab_size) for name, value in loaded.items()}
+        for name, (model, _) in made.items():
+            stack.enter_context(compiled(model, loaded[name].compile))
         start = time.perf_counter()
-        for _ in range(2):  # first touches of memory, compilation
-            for subject in subjects.values():
-                subject.train()
-                subject.inference()
+        for call in 2 * [call for _, calls in made.values() for call in calls.values()]:
+            call()  # first touches of memory, compilation
         warm = time.perf_counter() - start
         count = max(3, min(rounds, int(2 * (seconds - warm) / warm)))
-        for done in range(count):
-            for subject in subjects.values():
-                for what, times in subject.seconds.items():
-                    times.append(subject.time(what))
-            on_progress({"step": done + 1, "steps": count})
-    machine = describe_machine()
-    on_gpu = subjects[reference].device.type == "cuda"
-    processor = {"processor": ", ".join(machine["gpus"]) if on_gpu else machine["processor"]}
-    return {name: _figures(subject, subjects[reference], reference) | processor for name, subject in subjects.items()}
+        machine = describe_machine()
+        on_gpu = training_device(loaded[reference]).type == "cuda"
+        about = {"reference": reference, "rounds": count}
+        about["processor"] = ", ".join(machine["gpus"]) if on_gpu else machine["processor"]
+        figures: dict[str, dict[str, Any]] = {name: dict(about) for name in made}
+        for number, what in enumerate(("train", "inference")):
 
+            def tell(done: int, before: int = number * count) -> None:
+                on_progress({"step": before + done + 1, "steps": 2 * count})
 
-def _figures(subject: _Subject, reference: _Subject, name: str) -> dict[str, Any]:
-    figures: dict[str, Any] = {"reference": name, "rounds": len(subject.seconds["train"])}
-    for what, times in subject.seconds.items():
-        more = subject.ids.numel() / reference.ids.numel()  # batches of entries may differ
-        ratios = [more * base / own for base, own in zip(reference.seconds[what], times, strict=True)]
-        figures[f"{what}_ratio"] = statistics.median(ratios)
-        figures[f"{what}_tokens_per_second"] = subject.ids.numel() / statistics.median(times)
+            calls = {name: one[what] for name, (_, one) in made.items()}
+            timings = interleave(calls, reference, rounds=count, min_seconds=0.0, warmup=1, on_round=tell)
+            for name, timing in timings.items():
+                figures[name] |= _figures(what, timing, loaded[name], loaded[reference])
     return figures
+
+
+def _figures(what: str, timing: Timing, own: TrainSettings, reference: TrainSettings) -> dict[str, float]:
+    """Of tokens, where batches of entries differ."""
+    tokens, others = (one.batch_size * one.data.sequence_length for one in (own, reference))
+    return {f"{what}_ratio": tokens / others / timing.ratio, f"{what}_tokens_per_second": tokens / timing.seconds}
