@@ -16,7 +16,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from pydantic import ConfigDict, ValidationError, create_model
+
 from relinear.core.config import shown
+from relinear.core.settings import readable
 from relinear.explore.changes import Change, effect, try_change
 from relinear.explore.page import live_page, policy_of
 from relinear.explore.prefix import prefix_view
@@ -29,46 +32,18 @@ _DISCARDED, _CHUNK = 1 << 23, 1 << 16
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{name} must be a text, got {shown(value)}")
+def _called(function: Callable[..., Any], values: Mapping[str, Any], subjects: Sequence[Subject], strict: bool) -> Any:
+    """What a function of a subject gives for the values of a request; ``strict`` takes no text for a number."""
+    _, *parameters = inspect.signature(function, eval_str=True).parameters.values()
+    fields: dict[str, Any] = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
+    wanted = create_model("Request", model=(int, 0), **fields, __config__=ConfigDict(allow_inf_nan=False))
     try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{name} holds half a character (a lone surrogate) and is no text") from None
-    return value
-
-
-def _whole(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | str) or not str(value).lstrip("-").isdecimal():
-        raise ValueError(f"{name} must be a whole number, got {shown(value)}")
-    if len(str(value)) > 15:
-        raise ValueError(f"{name} is too large")
-    return int(value)
-
-
-def _real(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} must be a number, got {shown(value)}")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{name} is too large") from None
-
-
-_READ: dict[type, Callable[[str, Any], Any]] = {str: _text, int: _whole, float: _real}
-
-
-def _called(function: Callable[..., Any], values: Mapping[str, Any], subjects: Sequence[Subject]) -> Any:
-    """What a function of a subject gives for the values of a request, each of the type of its parameter."""
-    number = _whole("model", values.get("model", 0))
+        given = dict(wanted.model_validate(values, strict=strict))
+    except ValidationError as error:
+        raise ValueError(readable(error)) from None
+    number = given.pop("model")
     if not 0 <= number < len(subjects):
         raise ValueError(f"model must be 0 to {len(subjects) - 1}, got {number}")
-    _, *parameters = inspect.signature(function, eval_str=True).parameters.values()
-    given = {}
-    for one in parameters:
-        value = values.get(one.name, None if one.default is one.empty else one.default)
-        given[one.name] = _READ[one.annotation](one.name, value)
     return function(subjects[number], **given)
 
 
@@ -148,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
             if answer is None:
                 raise _Refused(404, f"nothing is at {method} {parts.path}")
             values = self._body() if method == "POST" else dict(parse_qsl(parts.query, keep_blank_values=True))
-            self._send_json(200, _called(answer, values, self.server.subjects))
+            self._send_json(200, _called(answer, values, self.server.subjects, strict=method == "POST"))
         except _Refused as refused:
             self._send_json(refused.status, {"error": str(refused)})
         except ValueError as error:
@@ -184,8 +159,9 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(413, f"a request has at most {LARGEST_BODY:,} bytes")
         try:
             values = json.loads(self.rfile.read(int(length)))
+            json.dumps(values, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
-            raise _Refused(400, "the request is not valid JSON") from None
+            raise _Refused(400, "the request is not valid JSON, or holds half a character (a lone surrogate)") from None
         if not isinstance(values, dict):
             raise _Refused(400, "the request must be a JSON object")
         return values
