@@ -36,7 +36,6 @@ def command(
     from relinear.compress.atlas import AtlasSettings, atlas, write_atlas
     from relinear.core.operator import OperatorConfig
     from relinear.data import iter_texts
-    from relinear_cli.errors import resumable
     from relinear_cli.progress import watch_compression
 
     named = {"operators": operators, "layers": options.parse_layers(layers)}
@@ -47,7 +46,7 @@ def command(
     options.prepare_process(threads, models=[model], texts=[corpus])
     reader = options.load_model_tokenizer(model, tokenizer)
     loaded = options.load_model(model)
-    with resumable("start the same command again"), watch_compression() as on_progress:
+    with watch_compression() as on_progress:
         texts = iter_texts(corpus, split, conversations=True)
         record = atlas(loaded, texts, tokenizer=reader, settings=settings, out_dir=out, on_progress=on_progress)
     for path in write_atlas(record, out):

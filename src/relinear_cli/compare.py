@@ -40,7 +40,6 @@ def command(
     **Example:** `relinear compare -o dense -o low_rank:rank=48 -o hdpl:rank=16,blocks=4 --match parameters --steps 300`
     """
     from relinear.compare.recipe import apply_overrides, read_recipe
-    from relinear_cli.errors import resumable
     from relinear_cli.progress import watch_comparison
     from relinear_cli.table import print_results
 
@@ -65,7 +64,7 @@ def command(
 
     settings = CompareSettings.load(values, recipe or "settings") if plan is None else planned(plan)
     prepare_process()
-    with resumable("start the same command again"), watch_comparison() as on_event:
+    with watch_comparison() as on_event:
         results = compare(settings, out, shared=share, parallel=parallel, on_event=on_event)
     report = write_report(out)
     print_results(results)

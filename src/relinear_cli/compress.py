@@ -57,7 +57,6 @@ def command(
     from relinear.compress.plan import read_layers
     from relinear.compress.speed import SpeedTable
     from relinear.compress.work import check_directory
-    from relinear_cli.errors import resumable
     from relinear_cli.progress import watch_compression
 
     settings = CompressSettings.load(given, "settings")
@@ -73,7 +72,7 @@ def command(
     what: Any = {"plan_file": plan, "plan_only": plan_only, "frontier": frontier, "export": export, "out_dir": out}
     loaded = options.load_model(model)
     texts: Any = {"tokenizer": reader, "evaluate_on": _read(judges)}
-    with resumable("start the same command again"), watch_compression() as on_progress:
+    with watch_compression() as on_progress:
         report = compress(loaded, _read(corpora), **texts, **which, **what, on_progress=on_progress)
     print(report)
     _say_where(out, proposed=plan_only or frontier)

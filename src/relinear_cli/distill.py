@@ -42,7 +42,6 @@ def command(
     from relinear.distill.report import distill_section
     from relinear.pages.blocks import read_values
     from relinear.pages.page import write_page
-    from relinear_cli.errors import resumable
     from relinear_cli.progress import watch_distillation
 
     settings = DistillSettings.load(given, "settings")
@@ -53,7 +52,7 @@ def command(
     options.prepare_process(threads, models=[model], texts=[text])
     how |= {"tokenizer": options.load_model_tokenizer(model, tokenizer), "resume": not start_over, "out_dir": out}
     loaded = options.load_model(model)
-    with resumable("start the same command again"), watch_distillation() as on_progress:
+    with watch_distillation() as on_progress:
         texts = iter_texts(text, split, conversations=True)
         report = distill_(loaded, mapping, texts, **how, on_progress=on_progress)
     print(report)

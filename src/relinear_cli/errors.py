@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from relinear_cli.terminal import fitted
 
@@ -25,20 +24,6 @@ _DISK = "what was whole before still is. Make room or mend the disk, then start 
 # Exceptions of other packages that no common base class covers, by the name of a class among their bases: naming them
 # here avoids importing their packages just to catch them.
 _FOREIGN = {"YAMLError", "SafetensorError", "HfHubHTTPError", "HTTPError", "RequestException"}
-
-
-@contextlib.contextmanager
-def resumable(how: str) -> Iterator[None]:
-    """On Ctrl-C or SIGTERM within the block, end in an orderly way and tell the user ``how`` to go on."""
-    from relinear.system.signals import Terminated, on_terminate, raise_terminated
-
-    try:
-        with on_terminate(raise_terminated):
-            yield
-    except KeyboardInterrupt as error:
-        what = "ended by SIGTERM" if isinstance(error, Terminated) else "interrupted"
-        print(f"\n{what}; to go on: {how}", file=sys.stderr)
-        raise
 
 
 def is_user_error(error: BaseException) -> bool:

@@ -88,13 +88,29 @@ def _detail(values: Mapping[str, Any]) -> str:
     return "  ".join(text.format(values[key]) for key, text in names.items() if values.get(key) is not None)
 
 
-def _watch(make: Callable[..., Callable[..., None]]) -> Callable[..., contextlib.AbstractContextManager[Any]]:
+@contextlib.contextmanager
+def _resumable() -> Iterator[None]:
+    """On Ctrl-C or SIGTERM within the block, end in an orderly way and tell the user how to go on."""
+    from relinear.system.signals import Terminated, on_terminate, raise_terminated
+
+    try:
+        with on_terminate(raise_terminated):
+            yield
+    except KeyboardInterrupt as error:
+        what = "ended by SIGTERM" if isinstance(error, Terminated) else "interrupted"
+        print(f"\n{what}; to go on: start the same command again", file=sys.stderr)
+        raise
+
+
+def _watch(
+    make: Callable[..., Callable[..., None]], resumable: bool = True
+) -> Callable[..., contextlib.AbstractContextManager[Any]]:
     """Turn ``make(view, ...)``, which gives a callback, into a context whose block the view is there for."""
 
     @contextlib.contextmanager
     @functools.wraps(make)
     def watched(*given: Any) -> Iterator[Callable[..., None]]:
-        with _view() as view:
+        with _resumable() if resumable else contextlib.nullcontext(), _view() as view:
             yield make(view, *given)
 
     return watched
@@ -157,13 +173,13 @@ def watch_trials(view: Any, trials: int) -> Callable[..., None]:
     return on_progress
 
 
-@_watch
+@functools.partial(_watch, resumable=False)
 def watch_steps(view: Any, title: str) -> Callable[..., None]:
     """A callback ``(done, total)`` for work of one kind."""
     return lambda done, total: view.show(title, done, total, "")
 
 
-@_watch
+@functools.partial(_watch, resumable=False)
 def watch_reports(view: Any, title: str) -> Callable[..., None]:
     """A callback for the ``report`` of benchmarks: texts, those of cases with ``3/20  `` before them."""
 

@@ -24,7 +24,6 @@ def command(
     **Example:** `relinear scale scale --out runs/scale`
     """
     from relinear.compare.recipe import apply_overrides, read_recipe
-    from relinear_cli.errors import resumable
     from relinear_cli.progress import watch_comparison
     from relinear_cli.table import print_scale
 
@@ -37,7 +36,7 @@ def command(
 
     settings = CompareSettings.load(values, recipe)
     prepare_process()
-    with resumable("start the same command again"), watch_comparison() as on_event:
+    with watch_comparison() as on_event:
         results = scale(settings, out, shared=share, on_event=on_event)
     print_scale(results)
     print(f"\nreport: {write_page(out / 'report.html', [scale_section(out)]).resolve()}")

@@ -29,7 +29,6 @@ def command(
     **Example:** `relinear sweep -r low_rank -p learning_rate=1e-4..1e-2:log -p operators.all-linear.rank=8,16`
     """
     from relinear.compare.recipe import apply_overrides, find_recipe, read_yaml
-    from relinear_cli.errors import resumable
     from relinear_cli.progress import watch_trials
 
     values: dict[str, Any] = {"save_model": False, "model": "tiny"}
@@ -42,7 +41,7 @@ def command(
     searched = [parse_parameter(text) for text in parameters]
     settings = TrainSettings.load(values, recipe or "settings")
     prepare_process()
-    with resumable("start the same command again"), watch_trials(trials) as on_progress:
+    with watch_trials(trials) as on_progress:
         rows = sweep(settings, searched, out, trials=trials, seed=seed, shared=share, on_progress=on_progress)
     names = [parameter.name for parameter in searched]
     print("  ".join(["validation loss", "perplexity", *names, "folder"]))

@@ -31,7 +31,6 @@ def command(
     **Example:** `relinear train --model tiny -r all-linear=low_rank:rank=16 --steps 200 --out runs/low-rank`
     """
     from relinear.compare.recipe import apply_overrides, find_recipe, read_yaml
-    from relinear_cli.errors import resumable
     from relinear_cli.progress import watch_training
 
     written = {
@@ -48,7 +47,7 @@ def command(
     settings = TrainSettings.load(values, recipe or "settings")
     options.check_patterns(settings.model, settings.operators)
     options.prepare_process(models=[settings.model])
-    with resumable("start the same command again"), watch_training(settings.model) as on_progress:
+    with watch_training(settings.model) as on_progress:
         result = train(settings, out, resume=not start_over, on_progress=on_progress)
     if not is_first_rank():  # of several under torchrun one tells
         return
