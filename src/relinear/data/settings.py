@@ -1,8 +1,9 @@
 """The one setting of text data that every command shares."""
 
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from relinear.core.settings import Settings
 from relinear.data.tokenizers import check_tokenizer_name
@@ -27,16 +28,10 @@ class DataSettings(Settings):
 
     data: str = Field(default="stdlib", min_length=1)
     text_column: str | None = None
-    tokenizer: str = "bytes"
+    tokenizer: Annotated[str, AfterValidator(check_tokenizer_name)] = "bytes"
     sequence_length: int = Field(default=256, ge=2)
     validation_fraction: float = Field(default=0.05, gt=0, le=0.5)
     max_documents: int | None = Field(default=None, ge=1)
     max_validation_tokens: int | None = Field(default=None, ge=2)
     cache_dir: Path | None = None
     seed: int = 0
-
-    @field_validator("tokenizer")
-    @classmethod
-    def _tokenizer(cls, value: str) -> str:
-        check_tokenizer_name(value)
-        return value

@@ -35,11 +35,12 @@ def trained_size(name: str) -> int | None:
     return int(number)
 
 
-def check_tokenizer_name(name: str) -> None:
-    """Raise ValueError if ``name`` cannot name a tokenizer; whether one is there is seen when it is loaded."""
+def check_tokenizer_name(name: str) -> str:
+    """Return ``name``. Raises ValueError if it cannot name a tokenizer; if one is there is seen when it is loaded."""
     trained_size(name)
     if not name.strip():
         raise ValueError("tokenizer must be 'bytes', 'bpe:N', or the name or folder of a Hugging Face tokenizer")
+    return name
 
 
 def _wrap(tokenizer: Any) -> Any:

@@ -71,20 +71,11 @@ class DistillReport:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        error = "KL (nats)" if self.loss == "kl" else "error"
-        together = any(fit.joint_error is not None for fit in self.layers)
-        joint = ("start joint error", "joint error") if together else ()
-        rows = [("layer", "operator", "parameters", "before", f"start {error}", error, "cosine", *joint, "")]
-        for fit in self.layers:
-            cosine = "" if fit.cosine is None else f"{fit.cosine:.4f}"
-            operator = "retrained" if fit.retrained else fit.operator
-            sizes = f"{fit.parameters:,}", f"{fit.parameters_before:,}"
-            errors = f"{fit.start_error:.4f}", f"{fit.error:.4f}"
-            remark = "worse than an output of zeros" if fit.worse_than_zeros else ""
-            pair = (fit.joint_start_error, fit.joint_error) if together else ()
-            ends = ["" if value is None else f"{value:.4f}" for value in pair]
-            rows.append((fit.name, operator, *sizes, *errors, cosine, *ends, remark))
-        table = columns(rows, left=2)
+        shown = _table([vars(fit) for fit in self.layers], self.loss)
+        rows = [[cell.text for cell in row.shown] for row in shown.rows]
+        for fit, row in zip(self.layers, rows, strict=True):
+            row.append("worse than an output of zeros" if fit.worse_than_zeros else "")
+        table = columns([[*shown.head, ""], *rows], left=2)
         if self.perplexity_before is not None and self.perplexity is not None:
             stated = f"{self.perplexity_before:,.2f} before, {self.perplexity:,.2f} after"
             table += f"\nperplexity on tokens that were not fitted on: {stated}"
@@ -108,7 +99,7 @@ def distill_section(report: Mapping[str, Any]) -> Section:
     blocks += [
         _chart(layers, error),
         Text("Layers", heading=True),
-        _table(layers, error),
+        _table(layers, report["loss"]),
         Text(f"{error}: {what}, on validation tokens; the smaller, the nearer to the layer it replaced.", soft=True),
         *what_ran(report),
     ]
@@ -117,14 +108,18 @@ def distill_section(report: Mapping[str, Any]) -> Section:
     return Section("Distillation", "distill", blocks, note=about(report, report.get("model")))
 
 
-def _table(layers: list[Mapping[str, Any]], error: str) -> Table:
-    rows = []
+def _table(layers: list[Mapping[str, Any]], loss: str) -> Table:
+    """A row a layer, for the page and for printing; joint errors where the layers were trained together, too."""
+    error, rows = "KL (nats)" if loss == "kl" else "error", []
+    errors = {"start_error": f"start {error}", "error": error, "cosine": "cosine"}
+    if any(fit.get("joint_error") is not None for fit in layers):
+        errors |= {"joint_start_error": "start joint error", "joint_error": "joint error"}
     for fit in layers:
         operator = "retrained" if fit.get("retrained") else fit["operator"]
         kept = Cell(f"{fit['parameters']:,}", fit["parameters"], f"{fit['parameters'] / fit['parameters_before']:.3g}×")
-        errors = [Cell.of(fit[key], ".4f") for key in ("start_error", "error", "cosine")]
-        rows.append(Row([fit["name"], operator, kept, f"{fit['parameters_before']:,}", *errors]))
-    return Table(["layer", "operator", "parameters", "before", f"start {error}", error, "cosine"], rows, (0, 1))
+        found = (Cell.of(fit.get(key), ".4f") for key in errors)
+        rows.append(Row([fit["name"], operator, kept, f"{fit['parameters_before']:,}", *found]))
+    return Table(["layer", "operator", "parameters", "before", *errors.values()], rows, (0, 1))
 
 
 def _chart(layers: list[Mapping[str, Any]], error: str) -> Chart:

@@ -161,7 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
             values = json.loads(self.rfile.read(int(length)))
             json.dumps(values, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
-            raise _Refused(400, "the request is not valid JSON, or holds half a character (a lone surrogate)") from None
+            raise _Refused(400, "the request is not valid JSON, or a text in it holds half a character") from None
         if not isinstance(values, dict):
             raise _Refused(400, "the request must be a JSON object")
         return values

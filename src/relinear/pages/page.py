@@ -1,7 +1,5 @@
 """Sections -> one page that holds everything inline: it opens from a file, without a network, and can be mailed."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -9,15 +7,13 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from markupsafe import Markup, escape
 
 from relinear.pages.blocks import Chart, Section, Text, as_yaml
 from relinear.pages.figures import described
 from relinear.system.files import write_text
 from relinear.system.written import check_signed
-
-if TYPE_CHECKING:
-    from markupsafe import Markup
 
 TEMPLATE = "pages/base.html"
 #: bytes of a page; figures and pictures beyond are left out, and the page says so
@@ -54,8 +50,6 @@ def render(sections: Sequence[Section]) -> str:
 
 def _breakable(text: str) -> Markup:
     """A name that may go on in the next line behind what joins its parts."""
-    from markupsafe import Markup, escape
-
     parts = re.split(r"(?<=[._,:/])(?=\S)", text)
     return Markup("<wbr>").join(map(escape, parts))
 
@@ -85,6 +79,4 @@ def _shown(chart: Chart) -> bool:
 
 
 def _bytes(chart: Chart, part: str) -> int:
-    from markupsafe import escape
-
     return len(chart.image or "") if part == "image" else len(escape(json.dumps(described(chart.panel))))

@@ -25,6 +25,7 @@ from relinear.core.settings import Batch, Patterns, Seed, Settings, Threads
 from relinear.data import DataSettings
 
 Schedule = Literal["onecycle", "cosine", "noam", "constant"]
+_Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class FitSettings(Settings):
@@ -85,7 +86,7 @@ class FitSettings(Settings):
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     weight_decay: NonNegativeFloat = 0.1
     decay_embeddings: bool = False
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     max_grad_norm: NonNegativeFloat = 1.0
     fan_in_base: PositiveInt | None = None
@@ -114,13 +115,6 @@ class FitSettings(Settings):
         except ValidationError:
             raise ValueError(f"expected true, false or 'reduce-overhead', got {shown(value)}") from None
 
-    @field_validator("betas")
-    @classmethod
-    def _betas_in_range(cls, betas: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas must lie in [0, 1), got {betas}")
-        return betas
-
     @model_validator(mode="after")
     def _warmup_fits(self) -> FitSettings:
         if self.warmup_steps is not None and self.warmup_steps >= self.steps and self.schedule != "noam":
@@ -128,34 +122,24 @@ class FitSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _gradients_outlive_the_pass(self) -> FitSettings:
+    def _consistent(self) -> FitSettings:
         if self.compile == "reduce-overhead" and self.accumulation > 1:
             raise ValueError(
                 f"compile='reduce-overhead' replays CUDA graphs, which overwrite the gradients of the pass before, and "
                 f"accumulation={self.accumulation} adds them up; use compile=True, or accumulation=1 and a larger "
                 "batch_size"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_warmup(self) -> FitSettings:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio:g} both say how long the "
                 "warm-up is; give one of them"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _parametrization_fits(self) -> FitSettings:
-        if self.parametrization == "standard":
-            return self
-        if self.fan_in_base is not None:
+        if self.parametrization == "mup" and self.fan_in_base is not None:
             raise ValueError(
                 f"fan_in_base={self.fan_in_base} and parametrization='mup' both scale learning rates by the fan-in; "
                 "give one of them"
             )
-        if self.optimizer == "adam" and self.weight_decay:
+        if self.parametrization == "mup" and self.optimizer == "adam" and self.weight_decay:
             raise ValueError(
                 f"parametrization='mup' has no multiplier for weight_decay={self.weight_decay:g} with "
                 "optimizer='adam', which adds it to a gradient that falls with the width; use optimizer='adamw', or "
