@@ -40,7 +40,8 @@ def command(
     **Example:** `relinear explore runs/ccl/model runs/static/model --static compared.html`
     """
     from relinear.data import DataSettings
-    from relinear.explore.page import static_page, write_static_page
+    from relinear.explore.page import static_page
+    from relinear.pages.page import write_html
     from relinear.system.written import check_signed
     from relinear_cli.progress import watch_steps
 
@@ -57,7 +58,7 @@ def command(
     ]
     if static is not None:
         with watch_steps("measuring effects") as on_progress:
-            written = write_static_page(static, static_page(subjects, effects, on_progress))
+            written = write_html(static, static_page(subjects, effects, on_progress))
         print(f"written: {written.resolve()}")
         return
     _serve(subjects, host, port)

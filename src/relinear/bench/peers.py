@@ -8,7 +8,7 @@ as its authors published it, not as one would write it for speed.
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -68,41 +68,22 @@ class DenseSandwich(nn.Module):
         return nn.functional.linear(x, self.rotor.to_dense())
 
 
-def _adapted(config: Any, in_features: int, out_features: int) -> nn.Module:
+def _adapted(kind: str, in_features: int, out_features: int, **settings: int) -> nn.Module:
     """A dense layer with a PEFT adapter on it, injected the way PEFT does it in a model."""
-    from peft import inject_adapter_in_model
+    import peft
 
+    config = getattr(peft, f"{kind}Config")(target_modules=["proj"], **settings)
     host = nn.ModuleDict({"proj": nn.Linear(in_features, out_features)})
-    return inject_adapter_in_model(config, host).get_submodule("proj")
-
-
-def _lora(in_features: int, out_features: int) -> nn.Module:
-    from peft import LoraConfig
-
-    config = LoraConfig(r=8, lora_alpha=16, target_modules=["proj"])
-    return _adapted(config, in_features, out_features)
-
-
-def _oft(in_features: int, out_features: int) -> nn.Module:
-    from peft import OFTConfig
-
-    return _adapted(OFTConfig(r=0, oft_block_size=32, target_modules=["proj"]), in_features, out_features)
-
-
-def _boft(in_features: int, out_features: int) -> nn.Module:
-    from peft import BOFTConfig
-
-    config = BOFTConfig(boft_block_size=32, target_modules=["proj"])  # more than one factor needs PEFT's CUDA code
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of that code missing
-        return _adapted(config, in_features, out_features)
+        warnings.simplefilter("ignore", UserWarning)  # of BOFT's missing CUDA code, which more than one factor needs
+        return peft.inject_adapter_in_model(config, host).get_submodule("proj")
 
 
 #: name -> (the operator kind it does the same job as, builder)
 PEERS: dict[str, tuple[str, Builder]] = {
-    "peft LoRA r=8": ("transponder", _lora),
-    "peft OFT b=32": ("rotor", _oft),
-    "peft BOFT b=32": ("rotor", _boft),
+    "peft LoRA r=8": ("transponder", partial(_adapted, "Lora", r=8, lora_alpha=16)),
+    "peft OFT b=32": ("rotor", partial(_adapted, "OFT", r=0, oft_block_size=32)),
+    "peft BOFT b=32": ("rotor", partial(_adapted, "BOFT", boft_block_size=32)),
     "HDPL as grouped Conv1d": ("hdpl", Conv1dHDPL),
     "Monarch as two products": ("monarch", TwoProducts),
     "rotor as dense sandwich": ("rotor", DenseSandwich),

@@ -18,7 +18,6 @@ from relinear.bench.operators import DENSE, Mode, Pass, bench_case, cases, phase
 from relinear.bench.peers import PEERS
 from relinear.bench.roofline import measure_roofline
 from relinear.core.config import environment as environment_of_kinds
-from relinear.core.config import parse_setting
 from relinear.core.operator import OperatorConfig
 from relinear.core.settings import Settings, Threads
 from relinear.kernels.native.build import compiler, is_loaded
@@ -51,10 +50,6 @@ def _shape(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def _operator(text: str) -> OperatorConfig:
-    return OperatorConfig.from_dict(parse_setting(text))
-
-
 def _read_by(read: Callable[[str], Any]) -> AfterValidator:
     """Have a text be one that can be read, and stay as it is."""
     return AfterValidator(lambda text: [text, read(text)][0])
@@ -81,7 +76,7 @@ class BenchSettings(Settings):
         threads: of torch; all cores by default.
     """
 
-    operators: tuple[Annotated[str, _read_by(_operator)], ...] = DEFAULT_OPERATORS
+    operators: tuple[Annotated[str, _read_by(OperatorConfig.read)], ...] = DEFAULT_OPERATORS
     shapes: tuple[Annotated[str, _read_by(_shape)], ...] = ("2048->2048", "512->2048", "512->1376")
     tokens: tuple[PositiveInt, ...] = (1, 64, 4096)
     dtypes: tuple[Dtype, ...] = ("fp32", "bf16")
@@ -96,7 +91,7 @@ class BenchSettings(Settings):
 
     def parsed_operators(self) -> list[tuple[str, OperatorConfig]]:
         """Return the operators as (name, config)."""
-        return [(text, _operator(text)) for text in self.operators]
+        return [(text, OperatorConfig.read(text)) for text in self.operators]
 
 
 def _measure(settings: BenchSettings, report: Callable[[str], None]) -> dict[str, Any]:

@@ -123,11 +123,8 @@ class Corpus:
                 empty = False
                 yield _encodable(text)
         if empty:
-            raise ValueError(
-                f"{self.settings.data!r} has no text in its {split!r} split"
-                if split != "all"
-                else f"{self.settings.data!r} has no text in it"
-            )
+            where = "it" if split == "all" else f"its {split!r} split"
+            raise ValueError(f"{self.settings.data!r} has no text in {where}")
 
     def _divided(self, split: str) -> Iterator[str]:
         # Held out of the source's training documents, for want of a validation split.

@@ -140,8 +140,8 @@ def prepare_data(
 
     key = {"corpus": corpus.key, "tokenizer": tokenizer_key}
     folder, counts = cached(root, "tokens", key, build)
-    for split, length in (("train", counts["train"]["tokens"]), ("validation", counts["validation"]["tokens"])):
-        if length < settings.sequence_length:
+    for split in ("train", "validation"):
+        if (length := counts[split]["tokens"]) < settings.sequence_length:
             advice = " or raise validation_fraction" if split == "validation" else ""
             raise ValueError(
                 f"the {split} split of {settings.data!r} has {length} tokens, too few for one sequence of "

@@ -16,10 +16,7 @@ from relinear.system.text import cut
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 #: what files and Hub splits are called, and what that is to us
-SPLIT_NAMES = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation"} | {
-    "dev": "validation",
-    "test": "test",
-}
+SPLIT_NAMES = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 _SPLIT_PATTERN = re.compile(rf"({'|'.join(SPLIT_NAMES)})(?:[-_.].*)?")
 # Tests are half of the library and say little that the library does not; the codec tables and their like are near
 # copies of each other, which would let a model recite the validation split.

@@ -21,6 +21,9 @@ from relinear.core.objective import kl_terms
 from relinear.core.operator import Operator
 from relinear.distill.record import output_of
 
+#: recorded tokens that are judged at a time
+_ROWS = 4096
+
 
 @dataclasses.dataclass(frozen=True)
 class FitError:
@@ -98,7 +101,12 @@ def improve(
     for module in modules:
         module.train().requires_grad_(True)
     operators = [module for module in modules if isinstance(module, Operator)]
-    groups = [group for module in modules for group in _parameter_groups(module, course.learning_rate)]
+    groups = []
+    for module in modules:
+        roles = module.param_roles() if isinstance(module, Operator) else {}
+        for name, parameter in module.named_parameters():
+            rate = course.learning_rate * (roles[name].lr_multiplier if name in roles else 1.0)
+            groups.append({"params": [parameter], "lr": rate})
     optimizer = torch.optim.Adam(groups)
     order = course.steps(goal.samples)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 0.5 * (1 + math.cos(math.pi * at / len(order))))
@@ -120,15 +128,6 @@ def improve(
     for module, start in zip(modules, starts, strict=True):
         module.load_state_dict(start)
     return before, before
-
-
-def _parameter_groups(module: nn.Module, learning_rate: float) -> list[dict]:
-    """Adam's groups, with the learning-rate multipliers that an operator asks for."""
-    roles = module.param_roles() if isinstance(module, Operator) else {}
-    return [
-        {"params": [parameter], "lr": learning_rate * (roles[name].lr_multiplier if name in roles else 1.0)}
-        for name, parameter in module.named_parameters()
-    ]
 
 
 # Outputs, by how far they are from the wanted ones
@@ -170,16 +169,13 @@ class Pairs:
     def run(self, module: nn.Module, rows: Tensor | slice) -> Tensor:
         """Return what ``module`` gives for these rows."""
         reference = next(module.parameters())
-        given: contextlib.AbstractContextManager = contextlib.nullcontext()
-        if self.contexts is not None:
-            given = context(self.contexts[rows].to(reference))
-        with given:
+        with contextlib.nullcontext() if self.contexts is None else context(self.contexts[rows].to(reference)):
             return module(self.inputs[rows].to(reference))
 
-    def both(self, module: nn.Module, rows: slice, chunk: int = 4096) -> Iterator[tuple[Tensor, Tensor]]:
+    def both(self, module: nn.Module, rows: slice) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield what ``module`` gives for the rows and what it is to give, some rows at a time."""
-        for start in range(rows.start, rows.stop, chunk):
-            part = slice(start, min(start + chunk, rows.stop))
+        for start in range(rows.start, rows.stop, _ROWS):
+            part = slice(start, min(start + _ROWS, rows.stop))
             yield self.run(module, part), self.outputs(part)
 
 

@@ -68,14 +68,7 @@ def _encoded(items: Iterator[str | list[int]], tokenizer: Any) -> Iterator[list[
             yield from chained  # type: ignore[misc]
 
 
-def token_blocks(
-    data: Iterable[Any],
-    tokenizer: Any,
-    sequence_length: int,
-    count: int,
-    what: str = "tokens plus validation_tokens",
-    spare: int = 0,
-) -> Tensor:
+def token_blocks(data: Iterable[Any], tokenizer: Any, sequence_length: int, count: int) -> Tensor:
     """Return the first ``count`` blocks (N, T) of a corpus, read no further than needed.
 
     Args:
@@ -85,8 +78,6 @@ def token_blocks(
         tokenizer: of the model, for texts.
         sequence_length: T.
         count: N.
-        what: the settings that decide the count, for the message.
-        spare: up to so many more, where the corpus has them.
 
     Raises:
         ValueError: if the corpus is too short, is none, or its items are of another kind.
@@ -97,14 +88,12 @@ def token_blocks(
     ids: list[int] = []
     for document in _encoded(documents(data, tokenizer), tokenizer):
         ids += document
-        if len(ids) >= wanted + spare * sequence_length:
-            break
-    if len(ids) < wanted:
-        raise ValueError(
-            f"the corpus has {len(ids):,} tokens; {wanted:,} are to be recorded ({what}): give more text or lower these"
-        )
-    blocks = min(count + spare, len(ids) // sequence_length)
-    return torch.tensor(ids[: blocks * sequence_length]).view(blocks, sequence_length)
+        if len(ids) >= wanted:
+            return torch.tensor(ids[:wanted]).view(count, sequence_length)
+    raise ValueError(
+        f"the corpus has {len(ids):,} tokens; {wanted:,} are to be recorded (tokens plus validation_tokens): give more "
+        "text or lower these"
+    )
 
 
 class _Done(Exception):
@@ -155,14 +144,9 @@ class Recording:
         file = str(self.folder / f"{len(self._stores)}.bin")
         return torch.from_file(file, shared=True, size=math.prod(shape), dtype=rows.dtype).view(shape)
 
-    def values(self, name: str) -> Tensor | None:
-        """Return what was stored under ``name``."""
-        return self._stores.get(self._where.get(name, name))
-
     def inputs(self, name: str) -> Tensor:
         """Return the inputs (M, I) of the module ``name``."""
-        stored = self.values(name)
-        if stored is None:
+        if (stored := self._values(name)) is None:
             raise ValueError(
                 f"{name} was never called in a forward pass of the model, so there is nothing to fit it to"
             )
@@ -170,7 +154,10 @@ class Recording:
 
     def contexts(self, name: str) -> Tensor | None:
         """Return the context (M, C) of every input of ``name``, where it was asked for."""
-        return self.values(f"{name} context")
+        return self._values(f"{name} context")
+
+    def _values(self, name: str) -> Tensor | None:
+        return self._stores.get(self._where.get(name, name))
 
 
 @torch.no_grad()

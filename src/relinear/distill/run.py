@@ -24,7 +24,6 @@ from relinear.core.operator import Operator, OperatorConfig, is_linear
 from relinear.core.vocabulary import check_tokenizer_fits
 from relinear.distill.fit import (
     Course,
-    FitError,
     Pairs,
     Within,
     held_out_perplexity,
@@ -143,19 +142,14 @@ def _carried_out(run: _Run, groups: list[list[Replacement]], whole: Plan, resume
             run.write_layer(number, group, done)
         after = run.perplexity("after")
     report = DistillReport(tuple(fit for fits in done for fit in fits), run.settings.loss, before, after)
-    _warn_of_bad_fits(report)
-    return report
-
-
-def _warn_of_bad_fits(report: DistillReport) -> None:
-    bad = [fit for fit in report.layers if fit.worse_than_zeros]
-    if bad:
+    if bad := [fit for fit in report.layers if fit.worse_than_zeros]:
         warnings.warn(
             f"{len(bad)} of {len(report.layers)} layers were fitted worse than an output of zeros would be (error 1): "
             f"{', '.join(f'{fit.name} ({fit.error:.3g})' for fit in bad[:5])}{' ...' if len(bad) > 5 else ''}. Try "
             "more tokens or epochs, another learning_rate, a larger operator, or loss='mse'",
-            stacklevel=4,
+            stacklevel=3,
         )
+    return report
 
 
 def _as_written(whole: Plan, state: Mapping[str, Any]) -> list[list]:
@@ -406,7 +400,10 @@ class _Run:
             course, joint = self._by_blocks, dict[str, Any]()
             within = Within(self.model, everywhere, self.originals, self.blocks, self.train_blocks, course.batch)
             if not by_logits:
-                errors = {name: self._fit_outputs(operators[name], pairs[name], name) for name in operators}
+                by_rows, errors = self._by_rows(self.settings.learning_rate), {}
+                for name, operator in operators.items():
+                    goal = to_outputs(operator, pairs[name], self.train_tokens, self.settings.loss)
+                    errors[name] = improve([operator], goal, by_rows, self._told("fit", name))
             if self.settings.joint:  # then on what the nearest module that holds them all gives
                 holder = _common_parent(group)
                 goal = within.to_output(holder, self.settings.loss)
@@ -424,10 +421,6 @@ class _Run:
             fits.append(LayerFit(r.name, str(r.config), *sizes, start.relative, end.relative, end.cosine, **joint))
         place_(self.model, group, flat_states(operators))
         return fits
-
-    def _fit_outputs(self, operator: Operator, pairs: Pairs, name: str) -> tuple[FitError, FitError]:
-        goal = to_outputs(operator, pairs, self.train_tokens, self.settings.loss)
-        return improve([operator], goal, self._by_rows(self.settings.learning_rate), self._told("fit", name))
 
     def _by_rows(self, learning_rate: float) -> Course:
         """How one module is trained, on recorded tokens."""

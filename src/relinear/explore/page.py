@@ -6,7 +6,6 @@ import base64
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +16,6 @@ from relinear.explore.subject import Subject
 from relinear.explore.units import BINS, TOP
 from relinear.pages.blocks import Part, Section
 from relinear.pages.page import LIMIT, render
-from relinear.system.files import write_text
-from relinear.system.written import check_signed
 
 _TEMPLATE = "explore/explore.html"
 _LIVE = (
@@ -71,13 +68,6 @@ def static_page(
             "with --sites, or take fewer or shorter texts"
         )
     return page
-
-
-def write_static_page(path: str | Path, page: str) -> Path:
-    """Write the page and return where. Raises OSError."""
-    check_signed(path)
-    write_text(path, page)
-    return Path(path)
 
 
 def policy_of(page: str) -> str:

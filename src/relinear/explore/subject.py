@@ -103,16 +103,16 @@ class Subject:
         """Return every unit of a site in few words: mean, spread, and the tokens at which it is highest."""
         facts, tensors = self.index.facts(site), self.index.tensors
         rows = slice(facts.start, facts.start + facts.size)
-        marked = self._marked("most", rows)[:, :3].tolist()
+        marked = self._marked(rows)[:, :3].tolist()
         means, spreads = tensors["mean"][rows].tolist(), tensors["std"][rows].tolist()
         return [
             {"unit": unit, "mean": mean, "std": std, "tokens": self.tokens(token for token in tokens if token >= 0)}
             for unit, (mean, std, tokens) in enumerate(zip(means, spreads, marked, strict=True))
         ]
 
-    def _marked(self, end: str, rows: slice = slice(None)) -> Tensor:
-        """(units, K) ids of the marked tokens; -1 where there is no text."""
-        texts, tokens = (self.index.tensors[f"{end}_{what}"][rows].long() for what in ("row", "token"))
+    def _marked(self, rows: slice) -> Tensor:
+        """(units, K) ids of the tokens at which units are highest; -1 where there is no text."""
+        texts, tokens = (self.index.tensors[f"most_{what}"][rows].long() for what in ("row", "token"))
         return self.index.ids.long()[texts.clamp_min(0), tokens].where(texts >= 0, torch.tensor(-1))
 
     def unit(self, site: str, unit: int) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Subject:
         wanted = query.strip().lower()
         if not wanted:
             raise ValueError("type a part of a token to look for")
-        marked = self._marked("most")
+        marked = self._marked(slice(None))
         known = marked[marked >= 0].unique()
         hits = [token for token in known.tolist() if wanted in self.token_text(token).lower()]
         counts = torch.isin(marked, torch.tensor(hits, dtype=torch.long)).sum(1)

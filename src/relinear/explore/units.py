@@ -74,12 +74,8 @@ def _outputs_of_layers(model: nn.Module, every: Mapping[str, Site]) -> dict[str,
     find = layer_finder(model)
     outputs = [name for name, site in every.items() if site.kind == OUTPUT]
     inside = [name for name in outputs if find(name.removesuffix(f".{OUTPUT}")) is not None]
-    return {name: every[name] for name in inside if not any(_lies_in(name, other) for other in inside)}
-
-
-def _lies_in(name: str, other: str) -> bool:
-    """Whether the layer of one output lies within the layer of another one."""
-    return name != other and name.startswith(other.removesuffix(OUTPUT))
+    within = {n for n in inside for other in inside if n != other and n.startswith(other.removesuffix(OUTPUT))}
+    return {name: every[name] for name in inside if name not in within}
 
 
 @dataclasses.dataclass(frozen=True)

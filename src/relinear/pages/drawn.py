@@ -69,12 +69,9 @@ def save_panels(panels: Sequence[Panel], stem: str | Path, title: str = "") -> l
     """Draw ``panels`` as one figure and write it (``save_figure``); a map that has a surface gets its file, too."""
     surfaces = [panel for panel in panels for heat in panel.shown if isinstance(heat, Heat) and heat.surface]
     if surfaces:
-        save_figure(drawn(surfaces, title, surface=True), Path(stem).with_name(_surface(surfaces[0])))
+        name = next(heat.surface for heat in surfaces[0].shown if isinstance(heat, Heat))
+        save_figure(drawn(surfaces, title, surface=True), Path(stem).with_name(name))
     return save_figure(drawn(panels, title), stem)
-
-
-def _surface(panel: Panel) -> str:
-    return next(heat.surface for heat in panel.shown if isinstance(heat, Heat))
 
 
 def plain_text(text: str) -> str:

@@ -23,8 +23,13 @@ _TEXTS = 200_000  # of these for tables, texts and the page's own script
 
 def write_page(path: str | Path, sections: Sequence[Section]) -> Path:
     """Write the page on ``sections`` and return its path. Raises as ``render``, and OSError."""
+    return write_html(path, render(sections))
+
+
+def write_html(path: str | Path, page: str) -> Path:
+    """Write a page, unless that would replace a file of others, and return its path. Raises ValueError, OSError."""
     check_signed(path)
-    write_text(path, render(sections))
+    write_text(path, page)
     return Path(path)
 
 

@@ -39,7 +39,11 @@ def run_section(directory: Path) -> Section:
         panel = Panel(curves, Axis(title="training tokens"), Axis(title="loss (nats per token)"))
         blocks.append(Chart("Loss against training tokens.", panel))
     if result:
-        kept = dict(_fact(name, value) for name, value in result.items() if type(value) in (int, float))
+        kept = {}
+        for name, value in result.items():
+            if type(value) in (int, float):
+                shown = in_words(name, value) if name.endswith("_bytes") else f"{value:,.6g}"
+                kept[name.removesuffix("_bytes").replace("_", " ")] = shown
         blocks += [Text("Results", heading=True), Facts(kept)]
     facts = {name: str(settings.get(name)) for name in ("model", "steps", "seed")}
     blocks += [*what_ran(record, facts), Listing("settings", as_yaml(settings))]
@@ -57,10 +61,3 @@ def _verdict(record: Mapping[str, Any], result: Mapping[str, Any], tokens: int) 
         f"A validation loss of {result['validation_loss']:.3f} after {tokens:,} tokens: "
         f"perplexity {result['perplexity']:,.2f}{fell}."
     )
-
-
-def _fact(name: str, value: float) -> tuple[str, str]:
-    """A result by its name in words."""
-    if name.endswith("_bytes"):
-        return name.removesuffix("_bytes").replace("_", " "), in_words(name, value)
-    return name.replace("_", " "), f"{value:,.6g}"

@@ -86,15 +86,9 @@ def _check_model(settings: TrainSettings) -> None:
         with torch.device("meta"):
             _check_memory(build_model(settings))
         return
-    if settings.model_overrides:
-        raise ValueError(
-            f"model_overrides change the config of a preset, and {name!r} is none; {nearest(name, preset_names())}"
-        )
-    if settings.model_start != "config":
-        raise ValueError(
-            f"model_start={settings.model_start!r} draws the weights of a preset, and {name!r} brings its own; "
-            f"{nearest(name, preset_names())}"
-        )
+    if settings.model_overrides or settings.model_start != "config":
+        which = "model_overrides" if settings.model_overrides else f"model_start={settings.model_start!r}"
+        raise ValueError(f"{which} is for presets, and {name!r} is none; {nearest(name, preset_names())}")
     try:
         with checkpoint_room.reading_config(name):
             AutoConfig.from_pretrained(name)
