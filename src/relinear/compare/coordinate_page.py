@@ -20,7 +20,7 @@ from relinear.pages.blocks import (
     what_ran,
 )
 from relinear.pages.drawn import save_panels
-from relinear.pages.figures import PALETTE, Axis, Panel, Series
+from relinear.pages.figures import PALETTE, Axis, Panel, Series, blend
 
 FILE = "coordinates.json"
 _STEM = "coordinates"
@@ -67,8 +67,7 @@ def write_plot(found: Mapping[str, Any], out: str | Path) -> None:
 def _steps(found: Mapping[str, Any], name: str, kind: str) -> Panel:
     values, shown = found["parametrizations"][name][kind], []
     for step in range(found["steps"] + 1):
-        share = step / found["steps"]
-        shade = "#" + "".join(f"{round(l + share * (d - l)):02x}" for l, d in zip(_EARLY, _LATE, strict=True))
+        shade = blend(_EARLY, _LATE, step / found["steps"])
         heights = [math.nan if scale[step] is None else scale[step] for scale in values["scale"]]
         shown.append(Series(name=f"step {step}", colour=shade, x=found["widths"], y=heights, size=5))
     return Panel(shown, *_axes(found["widths"]), title=f"{name}: {kind} (factor {_factor(values['spread'])})")

@@ -24,10 +24,6 @@ def amount(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 10 or value == int(value) else f"{value:.3g}"
 
 
-def _choice(candidates: Sequence[Candidate], price: float) -> Candidate:
-    return min(candidates, key=lambda c: (c.nats + price * c.cost, c.cost))
-
-
 def allocate(
     candidates: Mapping[str, Sequence[Candidate]], budget: float, unit: str = "parameters"
 ) -> dict[str, Candidate]:
@@ -46,7 +42,10 @@ def allocate(
         )
 
     def at(price: float) -> dict[str, Candidate]:
-        return {name: _choice(options, price) for name, options in candidates.items()}
+        best = {}
+        for name, options in candidates.items():
+            best[name] = min(options, key=lambda c: (c.nats + price * c.cost, c.cost))
+        return best
 
     def cost(chosen: Mapping[str, Candidate]) -> float:
         return sum(c.cost for c in chosen.values())

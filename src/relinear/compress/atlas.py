@@ -23,7 +23,7 @@ from relinear.core.operator import NotLinearError, OperatorConfig, dense_weight,
 from relinear.core.settings import Settings
 from relinear.pages.blocks import Block, Cell, Chart, Row, Section, Table, Text, about, what_ran
 from relinear.pages.drawn import save_panels
-from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
+from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series, colours
 from relinear.pages.page import write_page
 from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
@@ -277,8 +277,7 @@ def _at_half(points: Sequence[Mapping[str, Any]], layer: Mapping[str, Any]) -> f
 
 
 def _colours(record: Mapping[str, Any]) -> dict[str, str]:
-    kinds = [one["kind"] for one in record["operators"]]
-    return {kind: PALETTE[place % len(PALETTE)] for place, kind in enumerate(kinds)}
+    return colours([one["kind"] for one in record["operators"]])
 
 
 def _number(place: int) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,16 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from relinear.compress.speed import timed
 from relinear.core.inference import build_for_inference
 from relinear.core.operator import linear_features
 from relinear.core.vocabulary import entries_of, most_positions
 from relinear.system.student import half_width
-from relinear.system.timing import Timing, interleave
 
 #: bytes of random stand-ins: more than processors cache, less than a large model
 STAND_IN_BYTES = 256 * 2**20
-#: seconds that the rounds of one measurement of speed may take, about
-SPEED_SECONDS = 8.0
+#: seconds that the rounds of one measurement of speed may take, about, and how many there are
+SPEED_SECONDS, ROUNDS = 8.0, (3, 15)
 PREFILL_TOKENS, DECODED_TOKENS = 128, 16
 #: tokens of a passage that is continued, and of its continuation
 PASSAGE_TOKENS, CONTINUED_TOKENS = 32, 64
@@ -303,18 +302,10 @@ def measure_speed(original: Any, compressed: Any, batch: int) -> dict[str, Any]:
 
     found: dict[str, Any] = {"batch": batch, "prefill_tokens": tokens, "decoded_tokens": decoded}
     for what, make, count in (("prefill", prefill, tokens), ("decode", decode, decoded)):
-        timings = _timed({name: make(one) for name, one in contenders.items()})
+        calls = {name: make(one) for name, one in contenders.items()}
+        timings = timed(calls, "compressed", SPEED_SECONDS, ROUNDS)
         before, after = timings["original"], timings["compressed"]
         ratios = {name: getattr(before, name) for name in ("ratio", "ratio_low", "ratio_high")}
         found[what] = ratios | {"original_tokens_per_second": batch * count / before.seconds}
         found[what]["compressed_tokens_per_second"] = batch * count / after.seconds
     return found
-
-
-def _timed(calls: Mapping[str, Callable[[], object]]) -> dict[str, Timing]:
-    """Rounds for as long as they may take, three at least."""
-    start = time.perf_counter()
-    for call in calls.values():
-        call()
-    rounds = max(3, min(15, int(SPEED_SECONDS / (time.perf_counter() - start)) - 2))
-    return interleave(calls, "compressed", rounds=rounds, min_seconds=0.0, warmup=1)

@@ -222,7 +222,7 @@ def read_corpus(
         seen.append(sorted(taken[:blocks]))
         behind.append(taken[blocks:])
         judging.append(left)
-    own, heals, left = (_in_turns(part) for part in (seen, behind, judging))
+    own, heals, left = ([block for turn in zip(*part) for block in turn] for part in (seen, behind, judging))
     own, unseen = own[:count], bool(left)
     left = left[:spare] or own[len(own) - spare :]
     return Corpus(
@@ -253,10 +253,6 @@ def _shares(texts: _Texts, blocks: int, count: int, spare: int, what: str) -> tu
             "lower these"
         )
     return end_to_end[:count], end_to_end[count : count + spare]
-
-
-def _in_turns(shares: Sequence[list]) -> list:
-    return [block for turn in zip(*shares, strict=False) for block in turn]
 
 
 def _stack(blocks: Sequence[tuple[Excerpt, list[int]]], length: int) -> Tensor:

@@ -41,8 +41,6 @@ EVALUATIONS = 8
 #: steps in which the learning rate rises, as a share of all
 WARMUP = 0.1
 
-OnHeal = Callable[[str, int, int], None]
-
 
 @dataclasses.dataclass(frozen=True)
 class HealReport:
@@ -110,7 +108,7 @@ def heal(
     settings: CompressSettings | None = None,
     dense: Iterable[str] = (),
     folder: str | Path | None = None,
-    on_progress: OnHeal = lambda phase, done, total: None,
+    on_progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
 ) -> HealReport:
     """Train ``model`` in place to give the logits of ``teacher``; what was best on the held-out part is kept.
 
@@ -207,7 +205,8 @@ class _Healing:
             if tuner is not None:
                 self._own_dense_()  # merging writes into weights that the teacher may hold as well
                 tuner.merge_and_unload()
-                _forget_adapters(self.model)
+                for name in ("peft_config", "active_adapter", "_hf_peft_config_loaded"):  # PEFT's notes: none is left
+                    self.model.__dict__.pop(name, None)
         remove_checkpoints(self.folder / "checkpoints")
         return report
 
@@ -280,8 +279,9 @@ class _Healing:
         return HealReport(settings.heal, tokens, self.steps, step, first, loss).to_dict()
 
     def _told(self, progress: Any) -> None:
-        if progress.phase == "evaluate":
-            self._keep_if_best(progress.step, progress.validation_loss)
+        loss = progress.validation_loss
+        if progress.phase == "evaluate" and loss < self._best_so_far()[1]:
+            save_tensors(self.best, self._trained(), {"step": str(progress.step), "loss": repr(loss)})
         if progress.phase in ("train", "save"):
             self.on_progress("heal", progress.step, progress.steps)
 
@@ -291,18 +291,8 @@ class _Healing:
         _, about = load_tensors(self.best)
         return int(about["step"]), float(about["loss"])
 
-    def _keep_if_best(self, step: int, loss: float) -> None:
-        if loss < self._best_so_far()[1]:
-            save_tensors(self.best, self._trained(), {"step": str(step), "loss": repr(loss)})
-
     @torch.no_grad()
     def _take_best(self) -> None:
         values, _ = load_tensors(self.best)
         for name, parameter in self._trained().items():
             parameter.copy_(values[name])
-
-
-def _forget_adapters(model: Any) -> None:
-    """Take from a model what PEFT noted on it: no adapter is left."""
-    for name in ("peft_config", "active_adapter", "_hf_peft_config_loaded"):
-        model.__dict__.pop(name, None)

@@ -88,12 +88,16 @@ class InOrder:
         parts = blocks.to(next(self.model.parameters()).device).split(self.work.settings.batch_size)
         embedded, streams = [self.layers.embed(part) for part in parts], Streams(self.folder, len(parts))
         start = min(max(streams.indices(kind), default=0) for kind in KINDS)
-        self._restore(start)
+        for index in sorted(index for index, names in self.names.items() if names and index < start):  # they are done
+            weights, _ = load_tensors(self._file(index))
+            place_(self.model, [self.planned[name] for name in self.names[index] if name in self.planned], weights)
+            load_states_(self.model, self.kept.get(index, ()), weights)
         self.wanted, self.states = (list(streams.read(kind, start)) if start else embedded for kind in KINDS)
         last = max(index for index, names in self.names.items() if names)
         for index in range(start, last + 1):
             self._fit_layer(index)
-            if weights := self._weights(index):  # then the hidden states behind it, which say that it is done
+            if names := self.names.get(index):  # then the hidden states behind it, which say that it is done
+                weights = flat_states({name: self.model.get_submodule(name) for name in names})
                 save_tensors(self._file(index), weights)
             for kind, batches in zip(KINDS, (self.wanted, self.states), strict=True):
                 streams.write(kind, index + 1, batches)
@@ -103,16 +107,6 @@ class InOrder:
 
     def _file(self, index: int) -> Path:
         return self.folder / f"layer-{index:04d}.safetensors"
-
-    def _weights(self, index: int) -> dict[str, Tensor]:
-        return flat_states({name: self.model.get_submodule(name) for name in self.names.get(index, ())})
-
-    def _restore(self, start: int) -> None:
-        """Put back the layers that are done, those before ``start``."""
-        for index in sorted(index for index, names in self.names.items() if names and index < start):
-            weights, _ = load_tensors(self._file(index))
-            place_(self.model, [self.planned[name] for name in self.names[index] if name in self.planned], weights)
-            load_states_(self.model, self.kept.get(index, ()), weights)
 
     def _fit_layer(self, index: int) -> None:
         """Fit what is planned of a layer, and carry both models' hidden states to behind it."""

@@ -78,7 +78,10 @@ class LayerByLayer:
         """Return the hidden states (B, T, D) that enter the first layer, for token ids (B, T)."""
         calls: list[_Call] = []
         entered: list[Tensor] = []
-        self._note_output(ids)
+        if not self._calls:  # see once whether layers return tuples
+            with torch.no_grad():
+                seen = first_call(self.layers[0], lambda: self._run(ids[:1, :2]))
+            self._returns_tuple = seen is not None and isinstance(seen[1], tuple)
 
         def hand_on(index: int) -> Callable:
             def forward(*args: Any, **kwargs: Any) -> Any:
@@ -141,13 +144,6 @@ class LayerByLayer:
 
     def _as_output(self, hidden: Tensor) -> Any:
         return (hidden,) if self._returns_tuple else hidden
-
-    def _note_output(self, ids: Tensor) -> None:
-        """See once whether layers return tuples."""
-        if not self._calls:
-            with torch.no_grad():
-                seen = first_call(self.layers[0], lambda: self._run(ids[:1, :2]))
-            self._returns_tuple = seen is not None and isinstance(seen[1], tuple)
 
 
 def _without_hidden(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple, dict[str, Any]]:

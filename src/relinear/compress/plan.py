@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -127,12 +126,14 @@ class CompressPlan:
             module = modules.get(name)
             if module is None or not is_linear(module) or isinstance(module, Operator):
                 raise ValueError(f"{path}: the model has no linear layer {shown(name)}; the plan is for another model")
-            with _named(f"{path}: {name}"):
+            try:
                 stated = layer.get("operator")
                 stated = parse_setting(stated) if isinstance(stated, str) else stated
                 operator = None if stated is None else OperatorConfig.from_dict(stated)
                 nats = _nats(layer, operator, size_of(module, operator).parameters)
                 plans[name] = LayerPlan.of(module, operator, nats)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path}: {name}: {error}") from error
         _check_linear({name: p.operator for name, p in plans.items() if p.operator is not None}, modules, Path(path))
         return cls.of(model, plans)
 
@@ -173,15 +174,6 @@ def holds_integers(layers: Mapping[str, Mapping[str, Any]]) -> bool:
 def layer_type(name: str) -> str:
     """Return what layers of one type share: the last part of the name."""
     return name.rpartition(".")[2]
-
-
-@contextlib.contextmanager
-def _named(where: str) -> Iterator[None]:
-    """Say where a fault within the block lies."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{where}: {error}") from error
 
 
 def _nats(layer: Mapping[str, Any], operator: OperatorConfig | None, size: int) -> float | None:

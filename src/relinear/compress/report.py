@@ -14,7 +14,7 @@ from relinear.compress.speed import PlannedSpeed
 from relinear.core.operator import OperatorConfig
 from relinear.pages import page as pages
 from relinear.pages.blocks import Chart, Part, Section, about, what_ran
-from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Panel, Series
+from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Panel, Series, blend
 from relinear.system.machine import circumstances
 
 #: times the original's share of repeated 4-grams from which greedy text is said to degenerate
@@ -173,6 +173,8 @@ def _evaluation_lines(found: Mapping[str, Any], predicted: float | None) -> list
 
 
 TEMPLATE = "compress/report.html"
+#: of a layer of which little is kept, and of one of which nearly all is
+_DARK, _LIGHT = (18, 60, 120), (196, 219, 246)
 
 
 def write_page(path: str | Path, report: Mapping[str, Any]) -> Path:
@@ -262,17 +264,10 @@ def _picture(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         operator = None if layer["operator"] is None else OperatorConfig.from_dict(layer["operator"])
         nats = "" if layer["nats"] is None else f", predicted {layer['nats']:+.4f} nats"
         title = f"{name}: {'stays dense' if operator is None else operator}, {told}{nats}"
-        fill = None if operator is None else _shade(kept)
+        fill = None if operator is None else blend(_DARK, _LIGHT, kept)
         number = "" if fill is None else f"{layer['bits'] if in_bits else 100 * kept:.0f}"
         at = {"column": depth, "row": places.index(place)}
         cells.append(at | {"title": title, "kept": kept, "fill": fill, "number": number})
     columns = 1 + max((_depth(name)[0] for name in layers), default=0)
     named = {place: layer_type(place) or place for place in places}
     return {"cells": cells, "places": named, "columns": columns, "in_bits": in_bits}
-
-
-def _shade(kept: float) -> str:
-    """From light where nearly all is kept to dark where little is."""
-    share = min(max(kept, 0.0), 1.0)
-    dark, light = (18, 60, 120), (196, 219, 246)
-    return "#" + "".join(f"{round(d + share * (l - d)):02x}" for d, l in zip(dark, light, strict=True))

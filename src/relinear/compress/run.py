@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from relinear.compress.beside import Observation, compared, like_before, measure_speed, observe
 from relinear.compress.budget import Budget, at_half_precision, budget_of, round_to_half_, saved_bytes, stored_bytes
@@ -286,7 +285,13 @@ class _Job:
         self._lap("fit")
         healing = None
         if teacher is not None:
-            healing = self._heal(teacher, corpus.further, dense)
+            # some of the blocks judge, spread evenly over them
+            judge = torch.linspace(0, len(corpus.further) - 1, self.settings.held_out_blocks).round().long()
+            kept = torch.ones(len(corpus.further), dtype=torch.bool)
+            kept[judge] = False
+            how: dict[str, Any] = {"dense": dense, "folder": self.folder, "on_progress": self.work.on_progress}
+            parts = corpus.further[kept], corpus.further[judge]
+            healing = heal(self.model, teacher, *parts, settings=self.settings, **how)
             self._lap("heal")
         if self.settings.by_bytes:
             round_to_half_(self.model)  # what is judged is what is saved
@@ -385,11 +390,3 @@ class _Job:
             return None
         asked = settings.prompts, settings.sample_tokens, corpus.elsewhere, settings.passages
         return observe(self.model, corpus.judging, tokenizer, *asked, on_step=self.work.told(phase))
-
-    def _heal(self, teacher: Any, blocks: Tensor, dense: list[str]) -> HealReport:
-        """Train the compressed model on ``blocks``, but for some, spread evenly over them, that judge."""
-        judge = torch.linspace(0, len(blocks) - 1, self.settings.held_out_blocks).round().long()
-        kept = torch.ones(len(blocks), dtype=torch.bool)
-        kept[judge] = False
-        how: dict[str, Any] = {"settings": self.settings, "folder": self.folder, "on_progress": self.work.on_progress}
-        return heal(self.model, teacher, blocks[kept], blocks[judge], dense=dense, **how)

@@ -21,7 +21,7 @@ from relinear.core.operator import OperatorConfig, linear_features
 from relinear.system.files import read_json, write_json
 from relinear.system.machine import describe_machine
 from relinear.system.text import cut
-from relinear.system.timing import interleave
+from relinear.system.timing import Timing, interleave
 
 #: (in_features, out_features) of a layer
 Shape = tuple[int, int]
@@ -189,17 +189,23 @@ def _measure(
                 layers = some if config is None else [config.convert(module).eval() for module in some]
                 build_for_inference(nn.ModuleList(layers))
                 calls[shape, config] = _next_of(layers, x)
-    start = time.perf_counter()
-    for _ in range(2):
-        for call in calls.values():
-            call()
-    rounds = max(ROUNDS[0], min(ROUNDS[1], int(2 * SECONDS / (time.perf_counter() - start))))
-    named = {str(i): call for i, call in enumerate(calls.values())}  # names are for ``interleave`` alone
-    timings = interleave(named, "0", rounds=rounds, min_seconds=0.0, warmup=1)
+    named = {str(i): call for i, call in enumerate(calls.values())}
+    timings = timed(named, "0", SECONDS, ROUNDS)
     rows: dict[Shape, dict[OperatorConfig | None, float]] = {shape: {} for shape in groups}
     for (shape, config), timing in zip(calls, timings.values(), strict=True):
         rows[shape][config] = timing.seconds
     return rows
+
+
+def timed(
+    calls: Mapping[str, Callable[[], object]], baseline: str, seconds: float, rounds: tuple[int, int]
+) -> dict[str, Timing]:
+    """Time calls in turns (``interleave``) for about so many seconds, with the least and the most rounds given."""
+    start = time.perf_counter()
+    for call in 2 * [*calls.values()]:
+        call()
+    count = max(rounds[0], min(rounds[1], int(2 * seconds / (time.perf_counter() - start))))
+    return interleave(calls, baseline, rounds=count, min_seconds=0.0, warmup=1)
 
 
 def _next_of(layers: Sequence[nn.Module], x: Tensor) -> Callable[[], object]:

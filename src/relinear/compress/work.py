@@ -70,9 +70,15 @@ class Work:
                 f"tokens={self.settings.tokens}, in whole blocks of sequence_length={self.settings.sequence_length} "
                 f"{seen:,}, are fewer than the widest layer has inputs, {widest:,}; use more"
             )
-
-        if self.settings.embedding is not None:
-            self.tables.update(_tables(self.model, OperatorConfig.read(self.settings.embedding)))
+        if self.settings.embedding is None:
+            return
+        config = OperatorConfig.read(self.settings.embedding)
+        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        for name, module in self.model.named_modules():
+            if any(module is end for end in ends) and not isinstance(module, Operator):
+                with suppress(ValueError):  # an embedding that scales, a head that is tied (it goes with it) or shared
+                    plan(self.model, {name: config}, init="from_weight")
+                    self.tables[name] = config
 
     @property
     def bytes_of_tables(self) -> int:
@@ -99,17 +105,6 @@ class Work:
         how: dict[str, Any] = {"batch": chosen.batch_size, "fisher": chosen.fisher, "seed": chosen.seed}
         how |= {"on_layer": self.on_progress}
         return calibrate(self.model, blocks, self.by_layer, where, **how)
-
-
-def _tables(model: Any, config: OperatorConfig) -> dict[str, OperatorConfig]:
-    """Embedding and head of ``model`` that ``config`` can take the place of; a head that is tied goes with it."""
-    ends, found = (model.get_input_embeddings(), model.get_output_embeddings()), dict[str, OperatorConfig]()
-    for name, module in model.named_modules():
-        if any(module is end for end in ends) and not isinstance(module, Operator):
-            with suppress(ValueError):  # an embedding that scales, a head that is tied or read elsewhere
-                plan(model, {name: config}, init="from_weight")
-                found[name] = config
-    return found
 
 
 def linear_layers(

@@ -101,6 +101,12 @@ def colours(names: Sequence[str], reference: str | None = None) -> dict[str, str
     return {name: chosen.get(name, REFERENCE) for name in names}
 
 
+def blend(first: Sequence[int], second: Sequence[int], share: float) -> str:
+    """Return the colour that has ``share`` of the second one, the rest of the first: red, green and blue up to 255."""
+    share = min(max(share, 0.0), 1.0)
+    return "#" + "".join(f"{round(a + share * (b - a)):02x}" for a, b in zip(first, second, strict=True))
+
+
 def numbered(words: Sequence[str]) -> list[str]:
     """Return words with their places in front, which tell equal ones apart along an axis."""
     return [f"{place} {word}" for place, word in enumerate(words)]
