@@ -24,11 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from relinear.compare.counting import count_ngrams
 from relinear.compare.figures import budgets
 from relinear.compare.folder import BLOCK_LOSSES
 from relinear.compare.gaps import gap
-from relinear.compare.series import budget_row
+from relinear.compare.results import budget_row, count_ngrams
 from relinear.compare.settings import CompareSettings
 from relinear.data import prepare_data
 from relinear.pages.drawn import save_panels

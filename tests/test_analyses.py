@@ -11,7 +11,7 @@ import torch
 
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
-from relinear.analysis.analyses import Subject, analyze, applying
+from relinear.analysis.analyses import HeldOutText, Subject, analyze, applying
 from relinear.analysis.effective_rank import effective_rank, effective_ranks, operator_gram, realised_spectra
 from relinear.analysis.fingerprints import context_fingerprints
 from relinear.analysis.gates import gate_statistics
@@ -19,7 +19,6 @@ from relinear.analysis.latents import latent_statistics
 from relinear.analysis.planes import plane_angles
 from relinear.analysis.recording import record_contexts, record_gates
 from relinear.analysis.report import analyses_blocks
-from relinear.analysis.tokens import HeldOutText
 from relinear.analysis.top_tokens import top_tokens
 from relinear.clifford import bivector_to_matrix
 from relinear.core.context import context_owner

@@ -9,9 +9,8 @@ from torch import nn
 
 import relinear
 from relinear.bench import peers
-from relinear.bench.check import of_runs, slower
 from relinear.bench.operators import Case, bench_case
-from relinear.bench.run import BenchSettings, table
+from relinear.bench.run import BenchSettings, of_runs, slower, table
 from relinear.core.operator import OperatorConfig
 from relinear_cli.main import main
 

@@ -16,7 +16,7 @@ import typer
 
 import relinear
 from conftest import REPOSITORY
-from relinear.compare.plan import plan_comparison
+from relinear.compare.match import plan_comparison
 from relinear.compare.recipe import BUNDLED, apply_overrides, find_recipe, parse_overrides, read_recipe, read_yaml
 from relinear.compare.settings import CompareSettings
 from relinear.compare.worker import InProcess

@@ -14,12 +14,10 @@ import pytest
 
 import relinear
 from relinear.compare.gaps import gap, interval, replicates, too_small
-from relinear.compare.match import matched, measure_size
-from relinear.compare.plan import plan_comparison
-from relinear.compare.results import gap_notes
+from relinear.compare.match import matched, measure_size, plan_comparison
+from relinear.compare.results import at_budget, gap_notes
 from relinear.compare.run import compare
 from relinear.compare.scaling import at_size, crossing, fit_power_law, scale
-from relinear.compare.series import at_budget
 from relinear.compare.settings import CompareSettings, Tune
 from relinear.compare.sharing import carry_out
 from relinear.compare.tune import Trials, beside, grid_search

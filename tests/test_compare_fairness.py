@@ -7,10 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from relinear.compare.results import comparison_result
+from relinear.compare.results import at_budget, comparison_result, over_budgets
 from relinear.compare.run import _Comparison, compare
 from relinear.compare.scaling import at_size
-from relinear.compare.series import at_budget, over_budgets
 from relinear.compare.settings import CompareSettings, Tune
 from relinear.compare.sharing import Piece, carry_out, share_out
 from relinear.compare.speed import _figures

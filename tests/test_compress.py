@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import relinear
 from relinear.compress import CompressSettings, compress, layerwise
-from relinear.compress.allocate import Candidate, allocate, best_uniform
+from relinear.compress.budget import Candidate, allocate, best_uniform
 from relinear.compress.calibrate import calibrate
 from relinear.compress.plan import CompressPlan
 from relinear.compress.speed import SpeedConditions, SpeedTable

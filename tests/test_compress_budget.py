@@ -10,12 +10,18 @@ import torch
 
 import relinear
 from relinear.compress import CompressSettings, compress, menu, run, speed
-from relinear.compress.allocate import Candidate
 from relinear.compress.beside import like_before, measure_speed, observe
-from relinear.compress.budget import Budget, budget_of
+from relinear.compress.budget import Budget, Candidate, budget_of
 from relinear.compress.calibrate import calibrate
-from relinear.compress.corrections import Correction, MeasuredPoint, choose_points, correct, corrections, measure_points
-from relinear.compress.plan import layer_candidates
+from relinear.compress.plan import (
+    Correction,
+    MeasuredPoint,
+    choose_points,
+    correct,
+    corrections,
+    layer_candidates,
+    measure_points,
+)
 from relinear.compress.report import write_page
 from relinear.compress.speed import SpeedConditions, SpeedTable, speed_table
 from relinear.compress.work import Work

@@ -9,9 +9,8 @@ from safetensors import safe_open
 
 import relinear
 from relinear.compress import CompressSettings, beside, compress
-from relinear.compress.allocate import Candidate
 from relinear.compress.beside import observe
-from relinear.compress.budget import stored_bytes
+from relinear.compress.budget import Candidate, stored_bytes
 from relinear.compress.plan import layer_candidates
 from relinear.compress.report import write_page
 from test_compress import SETTINGS, speeds, tiny, tokens

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from conftest import REPOSITORY
 from relinear.compare import gaps
 from relinear.compare.figures import budgets
-from relinear.compare.preregistration import Plan, planned
+from relinear.compare.settings import Plan, planned
 from relinear.system.student import half_width, seeds_needed, student
 
 #: two-sided 95 %, by degrees of freedom
@@ -125,7 +125,7 @@ def test_a_plan_has_a_comparison_or_the_study_of_a_script(tmp_path):
 )
 def test_the_committed_plans_are_plans(name):
     # in a process of its own: an operator of results/ is no operator of the library
-    asked = "import sys; from relinear.compare.preregistration import read_plan; print(read_plan(sys.argv[1]).command)"
+    asked = "import sys; from relinear.compare.settings import read_plan; print(read_plan(sys.argv[1]).command)"
     path = REPOSITORY / "results" / "plans" / f"{name}.yaml"
     places = [str(REPOSITORY / "results" / folder) for folder in ("rotor", "fair", "hdpl")]
     more = {"RELINEAR_IMPORT": "added,field,dense_start", "PYTHONPATH": os.pathsep.join(places)}
@@ -225,7 +225,7 @@ def test_records_differ_from_their_plan_as_their_page_says():
     """A record of a plan names it in its command, and lies in the folder that the plan's name begins with."""
     results, seen = REPOSITORY / "results", []
     read = (
-        "import json, sys; from relinear.compare.preregistration import planned; "
+        "import json, sys; from relinear.compare.settings import planned; "
         "print(json.dumps(planned(sys.argv[1]).model_dump(mode='json')))"
     )
     for plan in sorted((results / "plans").glob("*.yaml")):

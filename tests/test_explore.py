@@ -15,8 +15,8 @@ from relinear.data.tokenizers import byte_tokenizer
 from relinear.explore import units as units_module
 from relinear.explore.changes import Change, effect, try_change
 from relinear.explore.page import static_page
-from relinear.explore.prepare import prepare_subject
 from relinear.explore.server import LARGEST_BODY, make_server
+from relinear.explore.subject import prepare_subject
 from relinear.explore.units import BINS, TOP, choose_sites, index_units, read_index, values_of
 from relinear_cli.main import main
 from test_cgt import make_cgt
@@ -267,7 +267,7 @@ def test_search_finds_units_by_their_marked_tokens(subject) -> None:
 
 
 def test_a_prefix_is_shown_as_weights(tmp_path, texts) -> None:
-    from relinear.explore.prefix import prefix_view
+    from relinear.explore.changes import prefix_view
 
     subject = prepared(saved(with_prefixes(), tmp_path / "cgt"), texts, sequences=4)
     found = prefix_view(subject, "a prefix", "a text")

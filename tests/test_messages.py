@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 
 import relinear
 from conftest import make_tiny_llama
-from relinear.compare.plan import match_target, plan_comparison
+from relinear.compare.match import match_target, plan_comparison
 from relinear.compare.recipe import read_value
 from relinear.compare.settings import CompareSettings
 from relinear.core.operator import OperatorConfig

@@ -17,7 +17,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import relinear
-from relinear.compress.allocate import Candidate, allocate
+from relinear.compress.budget import Candidate, allocate
 from relinear.compress.calibrate import Calibration
 from relinear.core.operator import linear_features
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from relinear.compare.coordinate_page import FILE, coordinates_text, write_plot
-from relinear.compare.coordinates import KINDS, check_coordinates
+from relinear.compare.coordinates import FILE, KINDS, check_coordinates, coordinates_text, write_plot
 from relinear.pages.drawn import save_panels
 from relinear.pages.figures import Axis, Guide, Panel, Series
 from relinear.system.files import read_json, write_json

@@ -79,9 +79,9 @@ from relinear.surgery.saved_config import SavedConfig as SavedConfig
 from relinear.surgery.summary import summary as summary
 from relinear.system.allocator import tune_allocator as tune_allocator
 from relinear.system.version import __version__ as __version__
+from relinear.train.callbacks import LatentMoments as LatentMoments
+from relinear.train.callbacks import read_moments as read_moments
 from relinear.train.fit import fit as fit
-from relinear.train.latents import LatentMoments as LatentMoments
-from relinear.train.latents import read_moments as read_moments
 
 #: what is imported above, of the rooms the algebra alone
 __all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]

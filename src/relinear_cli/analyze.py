@@ -10,8 +10,7 @@ import typer
 from relinear_cli.options import TextColumn, Tokenizer, load_model, load_model_tokenizer, prepare_process
 
 if TYPE_CHECKING:
-    from relinear.analysis.analyses import Result
-    from relinear.analysis.tokens import HeldOutText
+    from relinear.analysis.analyses import HeldOutText, Result
 
 
 def command(
@@ -29,9 +28,8 @@ def command(
 
     **Example:** `relinear analyze runs/ccl/model --control runs/static/model --data books/ --out runs/look`
     """
-    from relinear.analysis.analyses import check_names
+    from relinear.analysis.analyses import HeldOutText, check_names
     from relinear.analysis.report import analyses_section
-    from relinear.analysis.tokens import HeldOutText
     from relinear.data import DataSettings
     from relinear.pages.page import write_page
     from relinear.system.written import check_ours
@@ -69,9 +67,8 @@ def analyze_saved(
     """
     import dataclasses
 
-    from relinear.analysis.analyses import Subject, analyze
+    from relinear.analysis.analyses import Subject, analyze, tokens_of
     from relinear.analysis.report import RECORD
-    from relinear.analysis.tokens import tokens_of
     from relinear.core.vocabulary import check_length_fits, check_tokenizer_fits, most_positions
     from relinear.system.files import write_json
     from relinear.system.machine import circumstances

@@ -57,8 +57,7 @@ def command(
 
     **Example:** `relinear bench --model llama-60m --operator transponder --passes step`
     """
-    from relinear.bench.check import read_record
-    from relinear.bench.run import BenchSettings
+    from relinear.bench.run import BenchSettings, read_record
 
     texts = {"shapes": ",".join(given.get("shapes", ())), "passes": passes}
     texts |= {"inference_batches": inference_batches if model else None}
@@ -104,7 +103,7 @@ def _layers(settings: BenchSettings, out: Path) -> dict[str, Any]:
 
 
 def _report_slower(recorded: dict[str, Any], result: dict[str, Any]) -> None:
-    from relinear.bench.check import slower
+    from relinear.bench.run import slower
 
     before, now = (machine["machine"]["processor"] for machine in (recorded, result))
     if before != now:
@@ -123,7 +122,7 @@ def _whole_models(given: dict[str, Any], operators: list[str], out: Path) -> Non
     from relinear.system.allocator import tune_allocator
     from relinear_cli.options import operator_mapping
     from relinear_cli.progress import watch_reports
-    from relinear_cli.table import print_table
+    from relinear_cli.terminal import print_table
 
     if wrong := [name for name in ("shapes", "tokens", "repeats", "check") if name in given]:
         raise ValueError(f"--{wrong[0]} is about single layers; with --model use --sequence-length and --batch-size")

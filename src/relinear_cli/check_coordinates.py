@@ -33,8 +33,7 @@ def command(
 
     **Example:** `relinear check-coordinates tiny --replace all-linear=hdpl --set num_hidden_layers=2`
     """
-    from relinear.compare.coordinate_page import FILE, coordinates_section, coordinates_text, write_plot
-    from relinear.compare.coordinates import check_coordinates
+    from relinear.compare.coordinates import FILE, check_coordinates, coordinates_section, coordinates_text, write_plot
     from relinear.compare.recipe import parse_overrides
     from relinear.pages.page import write_page
     from relinear.system.files import write_json

@@ -41,7 +41,7 @@ def command(
     """
     from relinear.compare.recipe import apply_overrides, read_recipe
     from relinear_cli.progress import watch_comparison
-    from relinear_cli.table import print_results
+    from relinear_cli.terminal import print_results
 
     if plan is not None and (recipe is not None or operators or tune or given):
         raise ValueError("--plan takes no other settings than --out and --share: what it says was fixed beforehand")
@@ -57,10 +57,9 @@ def command(
         written["tune"] = True
     values = apply_overrides(values, written | given)
 
-    from relinear.compare.preregistration import planned
     from relinear.compare.report import write_report
     from relinear.compare.run import compare
-    from relinear.compare.settings import CompareSettings
+    from relinear.compare.settings import CompareSettings, planned
 
     settings = CompareSettings.load(values, recipe or "settings") if plan is None else planned(plan)
     prepare_process()

@@ -40,7 +40,7 @@ def command(
     from relinear.compare.report import RESULTS, read_results
     from relinear.compare.scaling import SCALE, read_scale
     from relinear.system.written import check_signed
-    from relinear_cli.table import print_results, print_scale
+    from relinear_cli.terminal import print_results, print_scale
 
     check_signed(page_of(runs, out))
     if analyze:
@@ -78,8 +78,7 @@ def analyze_models(folders: list[Path]) -> None:
     Raises:
         ValueError: where a text is too short, or a record damaged.
     """
-    from relinear.analysis.analyses import applying
-    from relinear.analysis.tokens import HeldOutText
+    from relinear.analysis.analyses import HeldOutText, applying
     from relinear_cli.analyze import analyze_saved
     from relinear_cli.options import load_model, prepare_process
 
@@ -152,8 +151,8 @@ def section_of(run: Path) -> Section:
 def _section(run: Path) -> Section:
     from relinear.analysis.report import analyses_blocks, analyses_section
     from relinear.bench.report import layers_section, models_section
-    from relinear.compare.coordinate_page import FILE as COORDINATES
-    from relinear.compare.coordinate_page import coordinates_section
+    from relinear.compare.coordinates import FILE as COORDINATES
+    from relinear.compare.coordinates import coordinates_section
     from relinear.compare.report import RESULTS, results_section, scale_section
     from relinear.compare.scaling import SCALE
     from relinear.compress.atlas import RECORD as ATLAS

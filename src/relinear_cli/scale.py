@@ -25,7 +25,7 @@ def command(
     """
     from relinear.compare.recipe import apply_overrides, read_recipe
     from relinear_cli.progress import watch_comparison
-    from relinear_cli.table import print_scale
+    from relinear_cli.terminal import print_scale
 
     values = apply_overrides(read_recipe(recipe), given)
 

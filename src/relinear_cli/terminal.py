@@ -1,8 +1,16 @@
-"""Text in the terminal's width."""
+"""Text in the terminal's width, and the tables of pages on a terminal."""
 
+from __future__ import annotations
+
+import os
 import shutil
+import sys
 import textwrap
-from typing import TextIO
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from relinear.pages.blocks import Table
 
 
 def fitted(text: str, stream: TextIO, indent: int = 2) -> str:
@@ -18,3 +26,49 @@ def fitted(text: str, stream: TextIO, indent: int = 2) -> str:
         fill.subsequent_indent = fill.initial_indent + " " * indent
         lines.append(fill.fill(words))
     return "\n".join(lines)
+
+
+def print_results(results: Mapping[str, Any]) -> None:
+    """Print results.json as a table with its notes on stdout."""
+    from relinear.compare.report import budget_table, results_table
+
+    print_table(results_table(results), results["name"])
+    by_budget = budget_table(results)
+    if by_budget is not None:
+        print_table(by_budget, f"gap to {results['reference']} by budget")
+    _remark(results["budget"], results["match"]["text"], *results["notes"])
+
+
+def print_scale(results: Mapping[str, Any]) -> None:
+    """Print scale.json: a row an entry with its fit and its losses by width, then where it crosses the dense ones."""
+    from relinear.compare.report import scale_table
+
+    print_table(scale_table(results), results["name"])
+    _remark("loss = a x^-b", *results["verdicts"])
+
+
+def print_table(table: Table, title: str = "") -> None:
+    """Print a table of a page on stdout: names in full, what is best in bold."""
+    import rich.table
+    from rich import box
+
+    shown = rich.table.Table(
+        title=title or None, title_justify="left", title_style="bold", header_style="bold", box=box.SIMPLE_HEAD
+    )
+    for place, name in enumerate(table.head):
+        short = place == 0 or name.startswith("gap")
+        shown.add_column(name, justify="left" if place in table.words else "right", no_wrap=short)
+    for row in table.rows:
+        shown.add_row(*(cell.text for cell in row.shown), style="bold" if row.best and len(table.rows) > 1 else None)
+    _console().print(shown)
+
+
+def _remark(*texts: str) -> None:
+    _console().print(*texts, sep="\n", style="dim")
+
+
+def _console() -> Any:
+    """A pipe or a log has no width: rich would take 80 columns and fold the table."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 160)), highlight=False)

@@ -35,9 +35,9 @@ from relinear.distill.settings import DistillSettings
 from relinear.evaluate.language import _lambada_rows
 from relinear.surgery.summary import summary
 from relinear.train import FitSettings, TrainSettings, fit, read_metrics, read_result
-from relinear.train.latents import read_moments
+from relinear.train.callbacks import read_moments
 from relinear.train.run import _check_model
-from relinear_cli import options, table
+from relinear_cli import options, terminal
 from train_helpers import Tokens
 
 __all__ = ["KINDS"]
@@ -291,7 +291,7 @@ def comparison_results(rng: random.Random, folder: Path) -> None:
     json_file(folder, "results.json", results(), rng)
     found = report.read_results(folder)
     with contextlib.redirect_stdout(io.StringIO()):
-        table.print_results(found)
+        terminal.print_results(found)
     with mock.patch.object(report, "save_panels"):  # the pictures take a second
         report.results_section(folder)
     if rng.random() < 0.02:

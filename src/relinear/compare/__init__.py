@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from relinear.system.lazy import imported_on_first_use
 
 if TYPE_CHECKING:
-    from relinear.compare.plan import Event, plan_comparison
+    from relinear.compare.match import Event, plan_comparison
     from relinear.compare.report import read_results, write_report
     from relinear.compare.run import compare
     from relinear.compare.scaling import scale

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from relinear.compare.plan import Planned
+from relinear.compare.match import Planned
 from relinear.compare.settings import CompareSettings
 from relinear.core.config import shown
 from relinear.data import PackedData

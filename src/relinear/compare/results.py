@@ -1,15 +1,22 @@
-"""What a comparison came to, as JSON: statistics over seeds, and the sentences that say what was measured."""
+"""What a comparison came to, as JSON: statistics over seeds, the line of counting, sentences on what was measured."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from relinear.compare.folder import precision
 from relinear.compare.gaps import too_small
-from relinear.compare.plan import Planned, match_target
-from relinear.compare.settings import CompareSettings
+from relinear.compare.match import Planned, match_target
+from relinear.compare.settings import CompareSettings, shortened
 from relinear.core.config import Config
+from relinear.evaluate import KneserNey
+from relinear.system.files import atomic_path
 from relinear.train.settings import TrainSettings
+from relinear.train.trainer import SteadySampler
 
 
 def _statistic(values: list[float]) -> dict[str, Any]:
@@ -219,3 +226,158 @@ def _counting_notes(counted: Mapping[str, Any] | None, entries: list[dict[str, A
         f"Kneser-Ney {counted['order']}-grams, counted in {counted['tokens']:,} of the tokens that the entries see, "
         f"come to {loss:.3f} on the same blocks.{lost}"
     ]
+
+
+# Counting the same tokens
+
+
+NGRAM, LOSSES = "ngram.json", "ngram_block_losses.npy"
+# Beyond this the counts outgrow the memory of the machines that budgets of this size are trained on.
+_MOST_TOKENS = 100_000_000
+
+
+def count_ngrams(recipe: CompareSettings, data: Any, out_dir: Path) -> dict[str, Any]:
+    """Return loss of a Kneser-Ney model on the blocks that a run of the recipe is evaluated on.
+
+    It counts the blocks that the first seed's run trains on, each block once however often the run passes over it, and
+    sees no more context than a model does: nothing from before a block.
+
+    Args:
+        recipe: gives the budget, the seed and the order.
+        data: what ``prepare_data`` returned.
+        out_dir: of the comparison, which gets the losses by block.
+
+    Returns:
+        order, tokens (counted), validation_loss, perplexity.
+    """
+    train, validation = data.train, data.validation
+    length = train.sequence_length
+    wanted = min(recipe.steps * recipe.train.batch_size * recipe.train.accumulation, len(train))
+    wanted = max(1, min(wanted, _MOST_TOKENS // length))
+    chosen = np.sort(np.fromiter(SteadySampler(len(train), wanted, recipe.seeds[0]), dtype=np.int64))
+    blocks = np.asarray(train.tokens[: len(train) * length]).reshape(-1, length)[chosen]
+    order = min(recipe.ngram_order or 1, length)
+    while data.vocab_size**order >= 1 << 63:
+        order -= 1
+    held_out = np.asarray(validation.tokens[: len(validation) * length]).reshape(-1, length)
+    losses = KneserNey(blocks, data.vocab_size, order).losses(held_out).mean(1)
+    with atomic_path(out_dir / LOSSES) as temporary, temporary.open("wb") as file:
+        np.save(file, losses.astype(np.float32), allow_pickle=False)
+    loss = float(losses.mean())
+    return {"order": order, "tokens": int(blocks.size), "validation_loss": loss, "perplexity": math.exp(loss)}
+
+
+# Several budgets: every entry is trained to each with a schedule of its own, as a comparison in ``budgets/TOKENS/``. A
+# prefix of a longer run is no shorter run: its learning rate has not come down. What is tuned at one budget is handed
+# on to the next.
+
+
+BUDGETS = "budgets"
+
+
+def chosen_by(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return what tuning has found for every entry in the results of comparisons, the later ones last."""
+    chosen: dict[str, dict[str, float]] = {}
+    for results in found:
+        for entry in results["entries"]:
+            chosen.setdefault(entry["name"], {}).update(_choice(entry))
+    return chosen
+
+
+def over_budgets(recipe: CompareSettings, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the results of the largest budget, with ``budgets``: what each of them came to.
+
+    Args:
+        recipe: with ``budgets``.
+        found: the results of the comparison at each.
+    """
+    rows = [
+        budget_row(tokens, f"{BUDGETS}/{tokens}", results)
+        for tokens, results in zip(recipe.budgets or (), found, strict=True)
+    ]
+    return {**found[-1], "name": recipe.name, BUDGETS: rows, "notes": found[-1]["notes"] + _budget_notes(recipe, rows)}
+
+
+def at_budget(recipe: CompareSettings, index: int, chosen: Mapping[str, Mapping[str, float]]) -> CompareSettings:
+    """Return the comparison at one budget.
+
+    Args:
+        recipe: with ``budgets``.
+        index: of the budget.
+        chosen: what smaller budgets have found, as ``with_choices`` takes it.
+    """
+    budgets = recipe.budgets or ()
+    share = budgets[index] / budgets[-1]
+    values = recipe.model_dump(exclude_unset=True)
+    values |= {"budgets": None, "tokens": budgets[index], "name": f"{recipe.name} at {budgets[index]:,} tokens"}
+    values["train"] = shortened(values.get("train", {}), share)
+    values["entries"] = {
+        name: entry | {"set": shortened(entry.get("set", {}), share)} for name, entry in values["entries"].items()
+    }
+    if index < len(budgets) - 1:
+        values["speed"] = {"seconds": 0}  # the same at every budget
+    if recipe.tune is not None and recipe.tune.at == "smallest" and index:
+        values["entries"] = with_choices(values["entries"], chosen)
+        checked = index == 1 or recipe.tune.check_full_length
+        values["tune"] = recipe.tune.model_dump() | {"check_full_length": True} if checked else None
+    return CompareSettings.load(values, f"budget of {budgets[index]:,} tokens")
+
+
+def with_choices(
+    entries: Mapping[str, dict[str, Any]], chosen: Mapping[str, Mapping[str, float]]
+) -> dict[str, dict[str, Any]]:
+    """Entries with the ``learning_rate`` and, where they were tuned, the initialisation and the warm-up of each."""
+    found = {}
+    for name, entry in entries.items():
+        choice = chosen[name]
+        found[name] = entry | {"learning_rate": choice["learning_rate"]}
+        change: dict[str, float | None] = {}
+        if "initializer_range" in choice:
+            # by its dotted name: the overrides that all entries share stay as they are
+            change["model_overrides.initializer_range"] = choice["initializer_range"]
+        if "warmup_ratio" in choice:
+            change |= {"warmup_ratio": choice["warmup_ratio"], "warmup_steps": None}
+        if change:
+            found[name] |= {"set": entry.get("set", {}) | change}
+    return found
+
+
+def _choice(entry: Mapping[str, Any]) -> dict[str, float]:
+    choice = {"learning_rate": entry["learning_rate"]}
+    tuned = entry["tuning"] or {}
+    return choice | {key: tuned[key] for key in ("initializer_range", "warmup_ratio") if key in tuned}
+
+
+def budget_row(tokens: int, folder: str, results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the results of a whole tell of one budget: ``results`` are its own, in ``folder``."""
+    kept = ("name", "learning_rate", "tuning", "validation_loss", "gap")
+    entries = []
+    for entry in results["entries"]:
+        runs = [{key: run[key] for key in ("seed", "steps", "tokens_per_second")} for run in entry["runs"]]
+        overrides = entry["settings"]["model_overrides"]
+        spread = {"initializer_range": overrides.get("initializer_range")}
+        warmup = {"warmup_ratio": entry["settings"].get("warmup_ratio")}
+        entries.append({key: entry[key] for key in kept} | spread | warmup | {"runs": runs})
+    return {"tokens": tokens, "folder": folder, "ngram": results["ngram"], "entries": entries}
+
+
+def _budget_notes(recipe: CompareSettings, rows: list[dict[str, Any]]) -> list[str]:
+    budgets = recipe.budgets or ()
+    notes = [
+        f"Every entry was trained to each of {len(budgets)} budgets with a complete schedule; the table is of the last."
+    ]
+    if recipe.tune is not None and len(budgets) > 1:
+        at = {
+            "smallest": "at the smallest budget, and held against their neighbours in whole runs at "
+            + ("each after it" if recipe.tune.check_full_length else "the next"),
+            "each": "at each budget",
+        }
+        notes.append(f"Learning rates were tuned {at[recipe.tune.at]}.")
+        kept = {"initialisation": recipe.tune.initializer_range, "warm-up": recipe.tune.warmup_ratio}
+        tuned = [what for what, grid in kept.items() if grid is not None]
+        if tuned and recipe.tune.at == "smallest":
+            notes.append(f"The {' and the '.join(tuned)} of an entry: the smallest budget's best throughout.")
+    # of the last budget the table itself tells
+    for row in rows[:-1]:
+        notes += [f"At {row['tokens']:,} tokens: {note}" for note in tuning_notes(row["entries"])]
+    return notes

@@ -10,12 +10,19 @@ from typing import Any, Literal
 
 import numpy as np
 
-from relinear.compare.counting import NGRAM, count_ngrams
 from relinear.compare.folder import BLOCK_LOSSES, FORMAT, RESULTS, RUN, SPEED, check_same, now, record_start
 from relinear.compare.gaps import gap
-from relinear.compare.plan import Event, OnEvent, Planned, plan_comparison
-from relinear.compare.results import comparison_result, entry_result
-from relinear.compare.series import BUDGETS, at_budget, chosen_by, over_budgets
+from relinear.compare.match import Event, OnEvent, Planned, plan_comparison
+from relinear.compare.results import (
+    BUDGETS,
+    NGRAM,
+    at_budget,
+    chosen_by,
+    comparison_result,
+    count_ngrams,
+    entry_result,
+    over_budgets,
+)
 from relinear.compare.settings import CompareSettings, Tune, lasting
 from relinear.compare.sharing import Piece, Work, all_of, alone_at, carry_out, kept, side_by_side
 from relinear.compare.tune import Trials, beside, grid_search

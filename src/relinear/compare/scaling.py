@@ -15,8 +15,7 @@ import numpy as np
 
 from relinear.compare.folder import BLOCK_LOSSES, check_same
 from relinear.compare.gaps import interval, replicates
-from relinear.compare.match import at_width, config_of_preset, measure_size, scaled_operators
-from relinear.compare.plan import Event, OnEvent
+from relinear.compare.match import Event, OnEvent, at_width, config_of_preset, measure_size, scaled_operators
 from relinear.compare.run import Way, carried_out, circumstances, comparison, held
 from relinear.compare.settings import CompareSettings
 from relinear.compare.sharing import Work, kept

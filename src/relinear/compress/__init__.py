@@ -4,9 +4,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from relinear.compress.export import export_plain
+from relinear.compress.export import export_compressed_tensors, export_plain
 from relinear.compress.export_gguf import export_gguf
-from relinear.compress.export_packed import export_compressed_tensors
 from relinear.compress.heal import HealReport, heal
 from relinear.compress.run import CompressReport, compress
 from relinear.compress.settings import CompressSettings

@@ -1,7 +1,9 @@
-"""A compressed model as a directory that needs no relinear: stock layers and one short modelling file."""
+"""A compressed model as a directory that needs no relinear: stock layers and a short modelling file, or integers."""
 
 import copy
 import string
+import warnings
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from relinear.compress.budget import at_half_precision, stored_bytes
 from relinear.core.attachment import attachments
 from relinear.core.aux import named_operators
-from relinear.core.operator import NotLinearError, Operator, embeds, linear_of
+from relinear.core.operator import (
+    NotLinearError,
+    Operator,
+    OperatorConfig,
+    embeds,
+    is_conv1d,
+    linear_features,
+    linear_of,
+)
 from relinear.surgery.fold import fold_
 from relinear.system.files import atomic_directory, read_json, write_json, write_text
 
@@ -112,3 +123,82 @@ def _describe(model: Any, factors: dict[str, Any], folder: Path) -> None:
         "AutoModelForCausalLM": f"{MODELLING_FILE}.Factorized{model_class}",
     }
     write_json(folder / "config.json", config)
+
+
+# With integers that stay integers
+
+
+_FORMAT = "pack-quantized"
+
+
+def check_packable(model: Any, becomes: Iterable[tuple[str, OperatorConfig]]) -> None:
+    """Raise ValueError unless transformers would load ``model`` packed, and a layer, by name, can be packed."""
+    experts = any("experts" in name and value.ndim > 2 for name, value in model.named_parameters())
+    if experts or model.config.model_type == "falcon":
+        raise ValueError(f"transformers reads no {type(model).__name__} of compressed-tensors; export it as plain")
+    if not any(_packs(model, model.get_submodule(name), config) for name, config in becomes):
+        raise ValueError(
+            "compressed-tensors packs linear layers of integers whose group divides their inputs, and there is none. "
+            "Give the menu quantized:symmetric=true and a budget of bits, or export the model as plain"
+        )
+
+
+def _packs(model: Any, layer: Any, config: Any) -> bool:
+    if embeds(layer) or layer is model.get_output_embeddings():  # vLLM reads them dense alone
+        return False
+    transposed, inputs = is_conv1d(layer) or getattr(layer, "replaces_conv1d", False), linear_features(layer)[0]
+    return not transposed and hasattr(config.module_class, "packed") and not inputs % min(config.group, inputs)
+
+
+@torch.no_grad()
+def export_compressed_tensors(model: Any, directory: str | Path, *, tokenizer: Any = None) -> Path:
+    """Write ``model`` so that transformers with the package compressed-tensors loads it; all of it or nothing.
+
+    ``Quantized`` layers stay integers: symmetric ones as they are, in 4 or 8 bits, those with zero points in 8, to a
+    254th of a group's largest weight. Embedding, head and what else the format cannot hold become dense; a warning
+    says what that costs. Parameters in single precision are written in bfloat16.
+
+    Args:
+        model: a Hugging Face decoder with ``Quantized`` layers; stays as it is.
+        directory: where to write; what relinear wrote there before is replaced, files of others stay.
+        tokenizer: saved along if given.
+
+    Raises:
+        ValueError: as ``export_plain`` does, and if there is no layer to pack.
+    """
+    check_stock(model)
+    check_packable(model, ((name, operator.config) for name, operator in named_operators(model)))
+    stock = copy.deepcopy(model)
+    with at_half_precision(stock):
+        operators, own = dict[str, Any](named_operators(stock)), stored_bytes(stock)
+        packed = {name: one.packed() for name, one in operators.items() if _packs(stock, one, one.config)}
+        fold_(stock, verbose=False)
+        state, groups = stock.state_dict(), dict[str, Any]()
+        for name, (scheme, parts) in packed.items():
+            del state[f"{name}.weight"]
+            state |= {f"{name}.weight_{part}": value for part, value in parts.items()}
+            weights = {"type": "int", "strategy": "group", "symmetric": True, **scheme}
+            group = groups.setdefault(str(scheme), {"targets": [], "weights": weights, "format": _FORMAT})
+            group["targets"].append(name)
+        stock.config.quantization_config = {
+            "quant_method": "compressed-tensors",
+            "format": _FORMAT,
+            "quantization_status": "compressed",
+            "config_groups": {f"group_{n}": group for n, group in enumerate(groups.values())},
+            "ignore": [n for n, m in stock.named_modules() if isinstance(m, nn.Linear) and n not in packed],
+        }
+        with atomic_directory(directory) as folder:
+            stock.save_pretrained(folder, state_dict=state)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            written = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    dense = [name for name in operators if name not in packed]
+    wider = sum(scheme["num_bits"] > operators[name].config.bits for name, (scheme, _) in packed.items())
+    if dense or wider:
+        warnings.warn(
+            f"compressed-tensors holds 4 or 8 bits without zero points: {wider} layers take more bits, and dense are "
+            f"{', '.join(dense[:3] + ['...'] * (len(dense) > 3)) or 'none'}. The files are "
+            f"{written - own:,} bytes larger than relinear's",
+            stacklevel=3,
+        )
+    return Path(directory)

@@ -16,15 +16,23 @@ from typing import Any
 
 from torch import Tensor
 
-from relinear.compress.allocate import Candidate
 from relinear.compress.beside import read
-from relinear.compress.budget import Budget, round_to_half_, saved_bytes, size_of, stored_bytes
+from relinear.compress.budget import Budget, Candidate, round_to_half_, saved_bytes, size_of, stored_bytes
 from relinear.compress.calibrate import Calibration
 from relinear.compress.corpus import Corpus
-from relinear.compress.corrections import MeasuredPoint, choose_points, correct, corrections, measure_points
 from relinear.compress.in_order import InOrder, fit_without_order
 from relinear.compress.neurons import NEURONS, Neurons
-from relinear.compress.plan import CompressPlan, check_fittable, layer_candidates, make_plan
+from relinear.compress.plan import (
+    CompressPlan,
+    MeasuredPoint,
+    check_fittable,
+    choose_points,
+    correct,
+    corrections,
+    layer_candidates,
+    make_plan,
+    measure_points,
+)
 from relinear.compress.speed import Shape, SpeedTable, planned_speed
 from relinear.compress.work import Work
 from relinear.core.operator import OperatorConfig, linear_features

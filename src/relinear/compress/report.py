@@ -7,9 +7,8 @@ from typing import Any
 
 from relinear.compress.budget import Budget
 from relinear.compress.corpus import Corpus
-from relinear.compress.corrections import MeasuredPoint
 from relinear.compress.heal import HealReport
-from relinear.compress.plan import CompressPlan, by_type, holds_integers, layer_type
+from relinear.compress.plan import CompressPlan, MeasuredPoint, by_type, holds_integers, layer_type
 from relinear.compress.speed import PlannedSpeed
 from relinear.core.operator import OperatorConfig
 from relinear.pages import page as pages

@@ -17,13 +17,11 @@ from relinear.compress.beside import Observation, compared, like_before, measure
 from relinear.compress.budget import Budget, at_half_precision, budget_of, round_to_half_, saved_bytes, stored_bytes
 from relinear.compress.calibrate import Calibration
 from relinear.compress.corpus import Corpus, read_corpus, read_elsewhere
-from relinear.compress.corrections import MeasuredPoint
-from relinear.compress.export import check_stock, export_plain
+from relinear.compress.export import check_packable, check_stock, export_compressed_tensors, export_plain
 from relinear.compress.export_gguf import check_gguf, check_gguf_operators, export_gguf
-from relinear.compress.export_packed import check_packable, export_compressed_tensors
 from relinear.compress.heal import HealReport, check_heal, check_healable, heal, original_copy
 from relinear.compress.menu import Operators, menu_of
-from relinear.compress.plan import CompressPlan
+from relinear.compress.plan import CompressPlan, MeasuredPoint
 from relinear.compress.report import CompressReport, write_page
 from relinear.compress.settings import CompressSettings
 from relinear.compress.speed import PlannedSpeed, Shape, SpeedConditions, SpeedTable, planned_speed, speed_table

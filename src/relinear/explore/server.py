@@ -20,9 +20,8 @@ from pydantic import ConfigDict, ValidationError, create_model
 
 from relinear.core.config import shown
 from relinear.core.settings import readable
-from relinear.explore.changes import Change, effect, try_change
+from relinear.explore.changes import Change, effect, prefix_view, try_change
 from relinear.explore.page import live_page, policy_of
-from relinear.explore.prefix import prefix_view
 from relinear.explore.subject import Subject
 
 #: bytes of a request

@@ -1,23 +1,30 @@
-"""A loaded model with its index: what the page asks of it, as JSON values."""
+"""A model on disk -> what the page is about: sites, texts, an index, and what the page asks of it, as JSON values."""
 
 # Legend: T tokens, R units of a site, V vocabulary
 
 import contextlib
 import dataclasses
+import hashlib
+import os
 import random
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from relinear.analysis.analyses import HeldOutText, tokens_of
 from relinear.core.latents import Edit, intervene
 from relinear.core.modes import evaluating
 from relinear.core.sites import Site
-from relinear.core.vocabulary import most_positions
-from relinear.explore.units import Index, values_of
+from relinear.core.vocabulary import check_length_fits, check_tokenizer_fits, most_positions
+from relinear.data import DataSettings
+from relinear.data.cache import cache_folder, digest
+from relinear.explore.units import Index, choose_sites, index_units, read_index, values_of
+from relinear.system.own import check_own
+from relinear.system.written import check_ours
 
 #: tokens of a typed text
 MOST_TOKENS = 512
@@ -220,3 +227,67 @@ class Subject:
         from relinear.models.cgt.config import CGTConfig
 
         return isinstance(self.model.config, CGTConfig)
+
+
+# From a model on disk
+
+
+def prepare_subject(
+    name: str,
+    model: Any,
+    tokenizer: Any,
+    *,
+    data: DataSettings | None = None,
+    sequences: int = 256,
+    length: int = 64,
+    wanted: Sequence[str] = (),
+    folder: Path | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Subject:
+    """Return the model with its index: the one that is kept, if it was made from the same things, else a new one.
+
+    Args:
+        name: the directory that the model was loaded from, or its name on the Hub.
+        model, tokenizer: as loaded.
+        data: where texts come from; the Python standard library by default.
+        sequences, length: how many texts, and the tokens in each.
+        wanted: names of sites (``choose_sites``).
+        folder: where the index is kept; by default ``explore`` in the model's directory, or in the cache for a model
+            that has none which can be written to.
+        on_progress: called with the texts that are done and all of them while a new index is made.
+
+    Raises:
+        ValueError: if the tokenizer is not the model's, a site does not exist, or there is too little text.
+        OSError: if the index cannot be written.
+    """
+    check_tokenizer_fits(tokenizer, model)
+    check_length_fits(length, model)
+    places = choose_sites(model, wanted)
+    data = data or DataSettings()
+    ids = tokens_of(HeldOutText(data, sequences, length), tokenizer)
+    made_from = {
+        "data": data.data,
+        "weights": _weights(Path(name)),
+        "sites": list(places),
+        "texts": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
+    }
+    folder = folder or _usual_folder(name)
+    index = read_index(folder, made_from)
+    if index is None:
+        check_ours(folder, "index")
+        index = index_units(model, ids, places, made_from, on_progress)
+        index.save(folder)
+    return Subject(name, model, tokenizer, places, index)
+
+
+def _usual_folder(name: str) -> Path:
+    directory = Path(name)
+    if directory.is_dir() and os.access(directory, os.W_OK):
+        return directory / "explore"
+    return check_own(cache_folder() / "explore" / digest([name]))
+
+
+def _weights(directory: Path) -> list[list[Any]]:
+    """What changes when another model is saved in the directory; nothing for a name."""
+    files = sorted(path for path in directory.glob("*") if path.suffix in (".safetensors", ".json"))
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]

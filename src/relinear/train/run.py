@@ -26,9 +26,8 @@ from relinear.system.text import cut
 from relinear.system.written import check_ours, remove_written
 from relinear.train.callbacks import Progress, read_metrics
 from relinear.train.fit import TrainResult, fit, remove_checkpoints
-from relinear.train.optim import check_readout, width_ratio
+from relinear.train.optim import check_readout, scale_added_, scale_stock_, width_ratio
 from relinear.train.settings import TrainSettings
-from relinear.train.start import scale_added_, scale_stock_
 from relinear.train.trainer import NonFiniteLossError
 
 #: settings that a continued run may change: they alter neither the weights nor the rows that are logged
