@@ -73,7 +73,13 @@ def test_corpora_in_turns_that_are_too_short_or_none(tmp_path) -> None:
 
 def test_sequences_longer_than_the_model_takes(tmp_path) -> None:
     settings = SETTINGS | {"sequence_length": 64}
-    refused(tiny("gpt2"), tokens(), "sequence_length=64 is more than the 32 positions", tmp_path, settings=settings)
+    refused(
+        tiny("gpt2"),
+        tokens(),
+        "texts of 64 tokens are too long for this model, which reads 32",
+        tmp_path,
+        settings=settings,
+    )
 
 
 @pytest.mark.parametrize(

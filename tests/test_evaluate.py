@@ -200,7 +200,7 @@ def test_lm_eval_says_how_to_get_it(monkeypatch, model, tokenizer):
     ("settings", "said"),
     [
         ({"sequence_length": 1}, "at least 2"),
-        ({"sequence_length": 500}, "max_position_embeddings=128"),
+        ({"sequence_length": 500}, "texts of 500 tokens are too long for this model, which reads 128"),
         ({"stride": 0}, "stride must be from 1 to sequence_length=128"),
         ({"stride": 129}, "got 129"),
         ({"batch_size": 0}, "batch_size must be a positive integer"),

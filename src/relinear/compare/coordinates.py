@@ -85,10 +85,8 @@ def check_coordinates(
         for sized in models.values():
             build_model(sized, data.vocab_size)
     if len(data.train) < settings.batch_size:
-        raise ValueError(
-            f"the text has {len(data.train)} sequences of {settings.data.sequence_length} tokens to train on, "
-            f"{settings.batch_size} are asked for; give more text, or ask for fewer or shorter ones"
-        )
+        there = f"{len(data.train)} sequences of {settings.data.sequence_length} tokens to train on"
+        raise ValueError(f"the text has {there}, {settings.batch_size} are asked for; give more text, or ask for less")
     batch = torch.stack([data.train[index]["input_ids"] for index in range(settings.batch_size)])
     found: dict[str, Any] = {}
     total = len(PARAMETRIZATIONS) * len(widths) * len(seeds)
@@ -129,10 +127,8 @@ def at_heads(settings: TrainSettings, width: int) -> TrainSettings:
             and values as those of the preset do.
     """
     if settings.model not in preset_names():
-        raise ValueError(
-            f"a model is built at several widths, and {settings.model!r} has the one it was saved with; give a preset "
-            f"({', '.join(preset_names())})"
-        )
+        known = ", ".join(preset_names())
+        raise ValueError(f"{settings.model!r} has the one width it was saved with; give a preset ({known})")
     config = preset_config(settings.model, **settings.model_overrides)
     head = config.hidden_size // config.num_attention_heads
     if width < head or width % head:

@@ -41,10 +41,8 @@ def check_same(out_dir: Path, described: Mapping[str, Any]) -> None:
     differing = list(_differences(CompareSettings.completed(before), json.loads(json.dumps(described))))
     if differing:
         lines = "\n  ".join(differing[:_TOLD] + ([f"and {len(differing) - _TOLD} more"] if differing[_TOLD:] else []))
-        raise ValueError(
-            f"{out_dir} holds a comparison with another recipe; give another --out, or go back to the old settings:"
-            f"\n  {lines}"
-        )
+        said = f"{out_dir} holds a comparison with another recipe; give another --out, or go back to the old settings:"
+        raise ValueError(f"{said}\n  {lines}")
 
 
 def _differences(before: Any, now: Any, path: str = "") -> Iterator[str]:

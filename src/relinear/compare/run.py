@@ -344,10 +344,8 @@ class _Comparison:
             results = yield from side_by_side([grid_search(tune, trials, written) for trials in searches])
             found, trials, ratio = min(zip(results, searches, ratios, strict=True), key=lambda each: each[0].loss)
             if not math.isfinite(found.loss):
-                raise ValueError(
-                    f"training diverged at every learning rate of the grid {list(tune.learning_rates)}; lower "
-                    "tune.learning_rates"
-                )
+                grid = list(tune.learning_rates)
+                raise ValueError(f"training diverged at every learning rate of the grid {grid}; lower it")
             rate, spread = found.rate, found.initializer_range
             tuning = _Tuning(
                 [row for each in searches for row in each.rows()],
@@ -389,10 +387,8 @@ class _Comparison:
             diverged.append(rate)
             below = [other for other in lower if other < rate]
             if not below:
-                raise ValueError(
-                    f"final runs diverged at {', '.join(f'{r:g}' for r in diverged)}, and no lower learning "
-                    "rate was tried; take a lower grid (tune.learning_rates)"
-                )
+                at = ", ".join(f"{r:g}" for r in diverged)
+                raise ValueError(f"final runs diverged at {at}, and no lower learning rate was tried; lower the grid")
             rate = max(below)
         return _Choice(choice.settings.updated(learning_rate=rate), dataclasses.replace(tuning, diverged=diverged))
 

@@ -189,10 +189,7 @@ def _claim(folder: Path, mark: str) -> None:
     if not (path.is_file() or (folder / "calibration.json").is_file()):
         write_record(path, {"fingerprint": mark})
     elif read_record(path).get("fingerprint") != mark:
-        raise ValueError(
-            f"{folder} holds the calibration of another model, corpus, setting or version; give another directory, or "
-            "remove it"
-        )
+        raise ValueError(f"{folder} holds the calibration of another model, corpus, setting or version; remove it")
 
 
 class _Calibrating:

@@ -248,10 +248,8 @@ def _shares(texts: _Texts, blocks: int, count: int, spare: int, what: str) -> tu
     end_to_end = texts.end_to_end()  # a corpus this short has no halves: one block after the other
     if len(end_to_end) < count:
         size = sum(len(ids) for _, ids in end_to_end) + texts.left
-        raise ValueError(
-            f"the corpus has {size:,} tokens; {count * texts.length:,} are to be recorded ({what}): give more text or "
-            "lower these"
-        )
+        wanted = f"{count * texts.length:,} are to be recorded ({what})"
+        raise ValueError(f"the corpus has {size:,} tokens; {wanted}: give more text or lower these")
     return end_to_end[:count], end_to_end[count : count + spare]
 
 

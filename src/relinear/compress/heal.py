@@ -134,10 +134,8 @@ def heal(
     check_heal(chosen)
     check_healable(chosen, sum(1 for _ in named_operators(model)), len(dense))
     if len(blocks) < chosen.heal_batch or not len(held_out):
-        raise ValueError(
-            f"healing takes at least {chosen.heal_batch} blocks (heal_batch) to train on and one that is held out, got "
-            f"{len(blocks)} and {len(held_out)}"
-        )
+        least, got = f"{chosen.heal_batch} blocks (heal_batch)", f"{len(blocks)} and {len(held_out)}"
+        raise ValueError(f"healing takes at least {least} to train on and one that is held out, got {got}")
     with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as home, _in_float32(model, teacher):
         return _Healing(model, teacher, blocks, held_out, chosen, dense, Path(home), on_progress).run()
 

@@ -258,10 +258,7 @@ def _mlp(index: int, layer: nn.Module, names: Mapping[int, str]) -> _Mlp:
     found = {names[id(m)]: m for m in layer.modules() if is_linear(m) and id(m) not in inside}
     where = f"layer {index} ({type(layer).__name__})"
     if len(found) < 2:
-        raise ValueError(
-            f"neurons: {where} has no MLP of plain linear layers (experts held as one tensor have none); use another "
-            "menu, such as low_rank"
-        )
+        raise ValueError(f"neurons: {where} has no MLP of plain linear layers; use another menu, such as low_rank")
     *readers, writer_name = found
     writer = found[writer_name]
     width, hidden = linear_features(writer)

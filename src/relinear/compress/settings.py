@@ -178,10 +178,8 @@ class CompressSettings(Settings):
                 raise ValueError(f"heal={self.heal!r} says how, heal_tokens=0 that nothing is healed; give heal_tokens")
             return
         if self.heal_blocks < self.heal_batch:
-            raise ValueError(
-                f"heal_tokens={self.heal_tokens} is less than one step of heal_batch={self.heal_batch} blocks of "
-                f"sequence_length={self.sequence_length}"
-            )
+            step = f"heal_batch={self.heal_batch} blocks of sequence_length={self.sequence_length}"
+            raise ValueError(f"heal_tokens={self.heal_tokens} is less than one step of {step}")
         if self.heal_batch > self.batch_size and self.heal_batch % self.batch_size:
             raise ValueError(f"heal_batch={self.heal_batch} must be a multiple of batch_size={self.batch_size}")
 

@@ -18,7 +18,7 @@ from relinear.compress.calibrate import Calibration, calibrate
 from relinear.compress.settings import CompressSettings
 from relinear.core.anatomy import layer_finder
 from relinear.core.operator import Operator, OperatorConfig, linear_features
-from relinear.core.vocabulary import entries_of, most_positions
+from relinear.core.vocabulary import check_length_fits, entries_of
 from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.plan import plan, replace_
 from relinear.system.written import check_ours
@@ -143,11 +143,7 @@ def check_model(model: Any, sequence_length: int) -> None:
     kind, config = type(model).__name__, getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{kind} has an encoder beside its decoder; decoders alone are compressed")
-    longest = most_positions(model)
-    if longest is not None and sequence_length > longest:
-        raise ValueError(
-            f"sequence_length={sequence_length} is more than the {longest} positions of {kind}; ask for at most as many"
-        )
+    check_length_fits(sequence_length, model)
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"{kind}: {name} has no values (it is on the meta device, or off-loaded); load the model")

@@ -86,10 +86,8 @@ def cached(root: Path, kind: str, key: Any, build: Callable[[Path], dict[str, An
         lock = FileLock(folder.with_suffix(".lock"))
         lock.acquire()
     except OSError as error:
-        raise OSError(
-            f"the cache {root} cannot be used ({error.filename or root}: {error.strerror or error}); set cache_dir or "
-            "RELINEAR_CACHE to a folder of your own"
-        ) from error
+        said = f"the cache {root} cannot be used ({error.filename or root}: {error.strerror or error})"
+        raise OSError(f"{said}; set cache_dir or RELINEAR_CACHE to a folder of your own") from error
     try:
         if (value := _read(folder)) is None:
             with writing(folder):

@@ -112,10 +112,8 @@ def prepare_data(
         torch.Size([64])
     """
     if not isinstance(settings, DataSettings | Mapping):
-        raise ValueError(
-            "prepare_data takes relinear.data.DataSettings(data=..., tokenizer=...) or a mapping of its fields, got "
-            f"{shown(settings)}"
-        )
+        wanted = "relinear.data.DataSettings(data=..., tokenizer=...) or a mapping of its fields"
+        raise ValueError(f"prepare_data takes {wanted}, got {shown(settings)}")
     settings = DataSettings.load(settings, "data settings")
     root = cache_folder(settings.cache_dir)
     corpus = open_corpus(settings)

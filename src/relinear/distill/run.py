@@ -250,17 +250,13 @@ class _Run:
         # earlier versions had fewer settings: what they wrote decided their fingerprint
         marks = [self.fingerprint(whole, before, written) for written in _as_written(whole, values)]
         if DistillSettings.completed(before) != described or known not in marks:
-            raise ValueError(
-                f"{self.folder} holds a distillation of another model, mapping, corpus or setting; give another "
-                "directory, or resume=False (--start-over) to discard it"
-            )
+            what = "a distillation of another model, mapping, corpus or setting"
+            raise ValueError(f"{self.folder} holds {what}; give another, or resume=False (--start-over) to discard it")
         for number, group in enumerate(groups[: len(done)]):
             path = self._weights(number)
             if not path.is_file() or self.weights.get(path.name, fingerprint(path)) != fingerprint(path):
-                raise ValueError(
-                    f"{path} is missing or not what was written; restore it from a copy, or give resume=False "
-                    "(--start-over) to discard the distillation"
-                )
+                advice = "restore it from a copy, or start over with resume=False (--start-over)"
+                raise ValueError(f"{path} is missing or not what was written; {advice}")
             self.originals.update(self._copies(group))
             weights = safetensors.torch.load_file(path)
             place_(self.model, group, weights)

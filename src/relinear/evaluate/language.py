@@ -19,7 +19,7 @@ from relinear.core.aux import IGNORED_LABEL
 from relinear.core.inference import caching_for_inference
 from relinear.core.modes import evaluating
 from relinear.core.operator import check_model
-from relinear.core.vocabulary import check_tokenizer_fits, most_positions
+from relinear.core.vocabulary import check_length_fits, check_tokenizer_fits, most_positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,13 +226,11 @@ def _evaluating(model: nn.Module) -> Iterator[torch.device]:
 
 
 def _sequence_length(model: nn.Module, wanted: int | None) -> int:
-    longest = most_positions(model)
     if wanted is None:
-        return min(1024, longest or 1024)
+        return min(1024, most_positions(model) or 1024)
     if not isinstance(wanted, int) or wanted < 2:
         raise ValueError(f"sequence_length must be an integer of at least 2, got {wanted!r}")
-    if longest is not None and wanted > longest:
-        raise ValueError(f"sequence_length={wanted} exceeds the model's max_position_embeddings={longest}")
+    check_length_fits(wanted, model)
     return wanted
 
 

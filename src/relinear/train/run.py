@@ -12,7 +12,7 @@ from transformers import AutoConfig, TrainerCallback
 
 from relinear.core.config import nearest, shown
 from relinear.core.context import check_context_is_there
-from relinear.core.vocabulary import most_positions
+from relinear.core.vocabulary import check_length_fits
 from relinear.data import prepare_data
 from relinear.data.corpora import open_corpus
 from relinear.models import draw_as_torch_, from_preset, model_place, preset_names
@@ -118,12 +118,7 @@ def _check_fit(model: Any, settings: TrainSettings, vocab_size: int | None) -> N
             f"the tokenizer {settings.data.tokenizer!r} has {vocab_size} entries, model {settings.model!r} embeds "
             f"{entries}; use the model's own tokenizer, or (for a preset) model_overrides: vocab_size"
         )
-    positions = most_positions(model)
-    if positions is not None and settings.data.sequence_length > positions:
-        raise ValueError(
-            f"data.sequence_length={settings.data.sequence_length}, but model {settings.model!r} has {positions} "
-            "positions; shorten the sequences, or (for a preset) model_overrides: max_position_embeddings"
-        )
+    check_length_fits(settings.data.sequence_length, model)
 
 
 def read_result(out_dir: str | Path) -> TrainResult | None:
@@ -177,10 +172,8 @@ def _check_same(out_dir: Path, record: Mapping[str, Any], now: Mapping[str, Any]
         differing = [key for key in differing if key not in ("batch_size", "accumulation")]
     if differing:
         stated = ", ".join(f"{key} {shown(before.get(key))} -> {shown(now[key])}" for key in differing)
-        raise ValueError(
-            f"{out_dir} holds a run with other settings ({stated}); give another directory, or start over with "
-            "resume=False (--start-over)"
-        )
+        advice = "give another directory, or start over with resume=False (--start-over)"
+        raise ValueError(f"{out_dir} holds a run with other settings ({stated}); {advice}")
 
 
 def _ranks() -> int:

@@ -130,15 +130,11 @@ class FitSettings(Settings):
                 "batch_size"
             )
         if self.warmup_steps is not None and self.warmup_ratio is not None:
-            raise ValueError(
-                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio:g} both say how long the "
-                "warm-up is; give one of them"
-            )
+            both = f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio:g}"
+            raise ValueError(f"{both} both say how long the warm-up is; give one of them")
         if self.parametrization == "mup" and self.fan_in_base is not None:
-            raise ValueError(
-                f"fan_in_base={self.fan_in_base} and parametrization='mup' both scale learning rates by the fan-in; "
-                "give one of them"
-            )
+            both = f"fan_in_base={self.fan_in_base} and parametrization='mup'"
+            raise ValueError(f"{both} both scale learning rates by the fan-in; give one of them")
         if self.parametrization == "mup" and self.optimizer == "adam" and self.weight_decay:
             raise ValueError(
                 f"parametrization='mup' has no multiplier for weight_decay={self.weight_decay:g} with "

@@ -464,10 +464,8 @@ def _damage(checkpoint: str | None) -> Iterator[None]:
     except (SafetensorError, RuntimeError, UnpicklingError, EOFError) as error:
         if isinstance(error, torch.OutOfMemoryError) or "alloc" in str(error):
             raise
-        raise ValueError(
-            f"{checkpoint} is damaged or cut off, or of another model ({str(error).splitlines()[0]}); remove it to "
-            "start over"
-        ) from error
+        said = f"is damaged or cut off, or of another model ({str(error).splitlines()[0]})"
+        raise ValueError(f"{checkpoint} {said}; remove it to start over") from error
 
 
 def save_model(model: Any, directory: Path) -> None:
