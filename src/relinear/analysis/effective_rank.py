@@ -52,30 +52,6 @@ def singular_values(gram: Tensor) -> Tensor:
     return torch.linalg.eigvalsh(gram.double()).clamp_min(0).sqrt().flip(0)
 
 
-def operator_gram(
-    left: Tensor, right: Tensor | None, inner: Tensor | None = None, outer: Tensor | None = None, tokens: int = 1
-) -> Tensor:
-    """<W_s, W_t> (Frobenius) for all pairs of tokens, W_t = diag(outer_t) left diag(inner_t) right.
-
-    Args:
-        left: (O, R).
-        right: (R, I), or None for the identity.
-        inner: (T, R) gates of the basis, None for ones.
-        outer: (T, O) gates of the outputs, None for ones.
-        tokens: T where both gates are None.
-
-    Returns:
-        (T, T) in float64.
-    """
-    gram = None
-    for rows in _realised(left, right, inner, outer, tokens):
-        flat = rows.flatten(1)
-        part = flat @ flat.T
-        gram = part if gram is None else gram + part
-    assert gram is not None
-    return gram
-
-
 def _realised(left: Tensor, right: Tensor | None, inner: Any, outer: Any, tokens: int) -> Any:
     """Blocks of rows of every W_t in an orthonormal basis of the rows of ``right``: (T, rows, R)."""
     left = left.double()
@@ -95,17 +71,22 @@ def _realised(left: Tensor, right: Tensor | None, inner: Any, outer: Any, tokens
 def realised_spectra(
     left: Tensor, right: Tensor | None, inner: Tensor | None = None, outer: Tensor | None = None, tokens: int = 1
 ) -> dict[str, Tensor]:
-    """Singular values, largest first, in the three spaces of this file's head; arguments as in ``operator_gram``."""
+    """Singular values, largest first, in the three spaces of this file's head.
+
+    Args:
+        left: (O, R).
+        right: (R, I), or None for the identity.
+        inner: (T, R) gates of the basis, None for ones.
+        outer: (T, O) gates of the outputs, None for ones.
+        tokens: T where both gates are None.
+    """
     blocks = list(_realised(left, right, inner, outer, tokens))
+    gram = sum(b.flatten(1) @ b.flatten(1).T for b in blocks)  # <W_s, W_t> (Frobenius) of all pairs of tokens
     read = sum(torch.einsum("tor,tos->rs", b, b) for b in blocks)
     # (O, O) in tiles: rows of two blocks meet over all tokens.
     write = torch.cat([torch.cat([torch.einsum("tor,tpr->op", a, b) for b in blocks], dim=1) for a in blocks], dim=0)
-    gram = operator_gram(left, right, inner, outer, tokens)
-    return {
-        "operators": singular_values(gram),
-        "outputs": singular_values(write),
-        "inputs": singular_values(torch.as_tensor(read)),
-    }
+    found = {"operators": torch.as_tensor(gram), "outputs": write, "inputs": torch.as_tensor(read)}
+    return {space: singular_values(products) for space, products in found.items()}
 
 
 @torch.no_grad()

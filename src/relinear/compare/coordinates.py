@@ -35,6 +35,7 @@ from relinear.pages.blocks import (
 )
 from relinear.pages.drawn import save_panels
 from relinear.pages.figures import PALETTE, Axis, Panel, Series, blend
+from relinear.system.text import columns
 from relinear.train.optim import build_optimizer
 from relinear.train.run import build_model
 from relinear.train.settings import TrainSettings
@@ -241,13 +242,18 @@ _HOW_TO_READ = (
 
 def coordinates_text(found: Mapping[str, Any]) -> str:
     """Return a line for every kind of activation, and what follows for each parametrisation."""
-    first, last = found["widths"][0], found["widths"][-1]
-    lines = [f"{'':<18}{'standard':>12}{'mup':>12}   largest / smallest of widths {first} to {last}, last step"]
+    first, last, shown = found["widths"][0], found["widths"][-1], _table(found)
+    lines = [f"largest / smallest of widths {first} to {last}, last step"]
+    lines.append(columns([shown.head, *([cell.text for cell in row.shown] for row in shown.rows)]))
+    return "\n".join([*lines, *(f"{name}: {_verdict(found, name)}" for name in PARAMETRIZATIONS)])
+
+
+def _table(found: Mapping[str, Any]) -> Table:
+    rows = []
     for kind in KINDS:
         spreads = [found["parametrizations"][name][kind]["spread"] for name in PARAMETRIZATIONS]
-        lines.append(f"{kind:<18}" + "".join(f"{_factor(spread):>12}" for spread in spreads))
-    lines += [f"{name}: {_verdict(found, name)}" for name in PARAMETRIZATIONS]
-    return "\n".join(lines)
+        rows.append(Row([kind, *(Cell(_factor(spread), spread) for spread in spreads)]))
+    return Table(["activation", *(f"{name}: factor" for name in PARAMETRIZATIONS)], rows)
 
 
 def _verdict(found: Mapping[str, Any], name: str) -> str:
@@ -286,16 +292,12 @@ def _axes(widths: Sequence[int]) -> tuple[Axis, Axis]:
 def coordinates_section(directory: Path) -> Section:
     """What a page says of the check in ``directory``. Raises as ``read_values``; LookupError for a damaged file."""
     found = read_values(directory / FILE)
-    rows = []
-    for kind in KINDS:
-        spreads = [found["parametrizations"][name][kind]["spread"] for name in PARAMETRIZATIONS]
-        rows.append(Row([kind, *(Cell(_factor(spread), spread) for spread in spreads)]))
     said = "; ".join(f"{name}: {_verdict(found, name)}" for name in PARAMETRIZATIONS)
     blocks: list[Block] = [
         Text(f"{said}.", lead=True),
         *(_figure(found, kind) for kind in KINDS),
         Text(_HOW_TO_READ, soft=True),
-        Table(["activation", *(f"{name}: factor" for name in PARAMETRIZATIONS)], rows),
+        _table(found),
         Chart("All steps: a row a parametrisation, a line a step.", image=picture_of(directory / _STEM)),
         *what_ran(found, {"operators": str(found["operators"] or "none"), "base width": str(found["base_width"])}),
     ]

@@ -84,8 +84,8 @@ def compare(
         raise ValueError("the recipe has sizes: start it with relinear scale (relinear.compare.scale)")
     if shared and parallel != "never":
         raise ValueError(f"shared work is done run by run, not with parallel={parallel!r}; give one of them")
-    done = functools.partial(carried_out, comparison, recipe, Path(out_dir), isolate=isolate, shared=shared)
-    return done(parallel=parallel, on_event=on_event)
+    how: dict[str, Any] = {"isolate": isolate, "shared": shared, "parallel": parallel, "on_event": on_event}
+    return carried_out(comparison, recipe, Path(out_dir), **how)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,7 +339,9 @@ class _Comparison:
         tuning, trials = None, None
         if self.recipe.entries[planned.name].learning_rate is None:
             ratios = (None,) if self.recipe.keeps_warmup(planned.name) else (tune.warmup_ratio or (None,))
-            written = None if tune.initializer_range is None else self._written_range(planned)
+            written = None
+            if tune.initializer_range is not None and not self.recipe.keeps_initialisation(planned.name):
+                written = preset_config(settings.model, **settings.model_overrides).initializer_range
             searches = [self._trials(planned.name, settings, tune.fraction, ratio) for ratio in ratios]
             results = yield from side_by_side([grid_search(tune, trials, written) for trials in searches])
             found, trials, ratio = min(zip(results, searches, ratios, strict=True), key=lambda each: each[0].loss)
@@ -391,11 +393,6 @@ class _Comparison:
                 raise ValueError(f"final runs diverged at {at}, and no lower learning rate was tried; lower the grid")
             rate = max(below)
         return _Choice(choice.settings.updated(learning_rate=rate), dataclasses.replace(tuning, diverged=diverged))
-
-    def _written_range(self, planned: Planned) -> float | None:
-        if self.recipe.keeps_initialisation(planned.name):
-            return None
-        return preset_config(planned.settings.model, **planned.settings.model_overrides).initializer_range
 
     def _trials(
         self, name: str, settings: TrainSettings, fraction: float, ratio: float | None, full: bool = False

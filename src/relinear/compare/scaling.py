@@ -212,7 +212,13 @@ def _summary(recipe: CompareSettings, out_dir: Path, found: Mapping[int, dict[st
     for name in names:
         axes = {axis: _axis(name, axis, points, drawn, dense) for axis in AXES}
         entries.append({"name": name, "dense": name in dense, "points": points[name]} | axes)
-    return {"reference": recipe.reference, "entries": entries, "verdicts": _verdicts(entries)}
+    verdicts = [
+        f"{entry['name']} and {other}, by {unit}: {_verdict(meeting)}"
+        for entry in entries
+        for axis, unit in AXES.items()
+        for other, meeting in ((entry[axis] or {}).get("crossings") or {}).items()
+    ]
+    return {"reference": recipe.reference, "entries": entries, "verdicts": verdicts}
 
 
 def _point(width: int, results: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -298,15 +304,6 @@ def _crossing(own: tuple[Fit, Fit], other: tuple[Fit, Fit], low: float, high: fl
 
 def _at(fit: Fit, place: float) -> np.ndarray:
     return np.exp(fit[0] - fit[1] * math.log(place))
-
-
-def _verdicts(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [
-        f"{entry['name']} and {other}, by {unit}: {_verdict(found)}"
-        for entry in entries
-        for axis, unit in AXES.items()
-        for other, found in ((entry[axis] or {}).get("crossings") or {}).items()
-    ]
 
 
 def _verdict(found: Mapping[str, Any] | None) -> str:

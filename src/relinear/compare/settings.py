@@ -266,10 +266,9 @@ class CompareSettings(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> CompareSettings:
-        if isinstance(self.match.to, str) and self.match.to not in self.entries:
-            raise ValueError(f"match.to names no entry: {self.match.to!r}; {nearest(self.match.to, self.entries)}")
-        if self.reference is not None and self.reference not in self.entries:
-            raise ValueError(f"reference names no entry: {self.reference!r}; {nearest(self.reference, self.entries)}")
+        for key, name in (("match.to", self.match.to), ("reference", self.reference)):
+            if isinstance(name, str) and name not in self.entries:
+                raise ValueError(f"{key} names no entry: {name!r}; {nearest(name, self.entries)}")
         if self.train.operators or self.train.attachments:
             raise ValueError("train.operators and train.attachments belong to the entries of a comparison")
         if self.tokens is not None and "steps" in self.train.model_fields_set:

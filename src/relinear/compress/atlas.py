@@ -299,22 +299,14 @@ def _map(record: Mapping[str, Any]) -> Panel:
             (rows[layers[name]["type"]], layers[name]["depth"], name) for name in best if best[name][0] == kind
         )
         if own:
-            series = Series(
-                name=kind,
-                colour=colour,
-                number=_number(number),
-                x=[depth for _, depth, _ in own],
-                y=[layers[name]["type"] for _, _, name in own],
-                texts=[f"{name}: {kind}, {best[name][1]:.3g} nats" for _, _, name in own],
-                mode="points",
-                size=14,
-            )
-            shown.append(series)
+            place: dict[str, Any] = {"x": [depth for _, depth, _ in own], "y": [layers[n]["type"] for _, _, n in own]}
+            texts = [f"{name}: {kind}, {best[name][1]:.3g} nats" for _, _, name in own]
+            look: dict[str, Any] = {"number": _number(number), "mode": "points", "size": 14}
+            shown.append(Series(name=kind, colour=colour, texts=texts, **place, **look))
     depths = sorted({layer["depth"] for layer in layers.values()})
     title = shown[0].name if len(shown) == 1 else ""  # a single entry has no legend
-    return Panel(
-        shown, Axis(title="decoder layer", ticks={depth: str(depth) for depth in depths}), Axis(rows=True), title=title
-    )
+    bottom = Axis(title="decoder layer", ticks={depth: str(depth) for depth in depths})
+    return Panel(shown, bottom, Axis(rows=True), title=title)
 
 
 def _costs(record: Mapping[str, Any]) -> list[Panel]:

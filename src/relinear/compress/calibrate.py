@@ -125,10 +125,6 @@ class Sums:
             self._seen.append((x, name))
             _add(self.inputs, name, x)
 
-    def add_outputs(self, name: str, grad: Tensor) -> None:
-        """Add gradients (..., O) at the output of ``name``."""
-        _add(self.outputs, name, grad)
-
     def means(self) -> dict[str, Tensor]:
         """Means over the tokens that each layer saw, in the place of the sums."""
         for sums in (self.inputs, self.outputs):
@@ -326,7 +322,7 @@ def watched(modules: Mapping[str, nn.Module], sums: Sums, *, gradients: bool) ->
     def seen(name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
         sums.add_inputs(name, args[0])
         if gradients and output.requires_grad:
-            output.register_hook(lambda grad: sums.add_outputs(name, grad))
+            output.register_hook(lambda grad: _add(sums.outputs, name, grad))
 
     with watching(modules.items(), seen):
         yield

@@ -30,13 +30,9 @@ FORMAT = 1
 BATCH = 8
 #: bytes of the index of one unit, and of all of them
 _BYTES, _MOST_BYTES = 4 * (6 * TOP + BINS + 6), 1 << 30
-_SHAPES = {f"{end}_{what}": (TOP,) for end in ("most", "least") for what in ("value", "row", "token")} | {
-    "counts": (BINS,),
-    "low": (),
-    "width": (),
-    "mean": (),
-    "std": (),
-}
+_ENDS = [f"{end}_{what}" for end in ("most", "least") for what in ("value", "row", "token")]
+_SHAPES: dict[str, tuple[int, ...]] = dict.fromkeys(_ENDS, (TOP,))
+_SHAPES |= {"counts": (BINS,), **dict.fromkeys(("low", "width", "mean", "std"), ())}
 
 
 def choose_sites(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, Site]:
