@@ -44,7 +44,7 @@ from relinear.compress.corpus import read_corpus, read_elsewhere
 from relinear.compress.layerwise import LayerByLayer
 from relinear.compress.work import Work, linear_layers
 from relinear.core.moments import Moments
-from relinear.core.operator import dense_weight, linear_features
+from relinear.core.operator import Operator, dense_weight, linear_features
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import load_tokenizer
 from relinear.evaluate import lambada
@@ -71,14 +71,21 @@ def rounded(source: nn.Module, config: relinear.Quantized, moments: Moments | No
         return operator.from_moments(source, moments)
     weight = dense_weight(source).detach().float()
     grid = config.grid(weight, moments)
-    return operator._take_(source, grid, gptq(weight, grid, config.group, moments.inputs))
+    return taken(operator, source, grid, gptq(weight, grid, config.group, moments.inputs))
 
 
 @torch.no_grad()
 def on_grid(source: nn.Module, config: relinear.Quantized, grid: Grid) -> nn.Module:
     """A layer of ``config``, to nearest on ``grid``."""
     weight = dense_weight(source).detach()
-    return config.convert(source)._take_(source, grid, nearest(weight, grid, config.group))
+    return taken(config.convert(source), source, grid, nearest(weight, grid, config.group))
+
+
+def taken(operator: Operator, source: nn.Module, grid: Grid, codes: Tensor) -> nn.Module:
+    """The operator with these codes on this grid, and the source's bias."""
+    operator._take_(grid, codes)
+    operator.copy_bias_(source)
+    return operator
 
 
 def put_(model: nn.Module, name: str, layer: nn.Module) -> None:
