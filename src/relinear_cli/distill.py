@@ -10,8 +10,7 @@ from relinear_cli.fields import from_settings
 
 
 @from_settings(
-    "distill",
-    *("tokens", "epochs", "learning_rate", "loss", "target", "joint", "bias", "retrain", "on_disk", "seed"),
+    "distill", *("tokens", "epochs", "learning_rate", "loss", "target", "joint", "bias", "retrain", "on_disk", "seed")
 )
 def command(
     given: dict[str, Any],

@@ -119,8 +119,7 @@ def record_modulators(model: Any, ids: Tensor, *, keep: str | None = None, token
 
     with watching(found.items(), look), evaluating(model):
         model(ids.to(next(model.parameters()).device), use_cache=False)
-    ordered = {name: statistics[name] for name in found if name in statistics}
-    return GateRecord(ordered, scalar, channel)
+    return GateRecord({name: statistics[name] for name in found if name in statistics}, scalar, channel)
 
 
 def _gate_names(module: Any) -> set[str]:

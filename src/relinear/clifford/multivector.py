@@ -482,8 +482,7 @@ class Multivector:
         """
         if self.algebra.r:
             return self._complement()
-        pseudoscalar = self.algebra.pseudoscalar.to(self.values)
-        return self * pseudoscalar.reverse() * (-1) ** self.algebra.q
+        return self * self.algebra.pseudoscalar.to(self.values).reverse() * (-1) ** self.algebra.q
 
     def undual(self) -> Multivector:
         """Return the inverse of ``dual``."""

@@ -115,10 +115,7 @@ def _operator_sizes(
         high *= 2
     for _ in range(24):  # beyond this, no rank below a million differs
         middle = math.sqrt(low * high)
-        if at(middle) < target:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if at(middle) < target else (low, middle)
 
 
 def _shapes(settings: TrainSettings, vocab_size: int) -> dict[str, list[tuple[int, int]]]:

@@ -60,8 +60,7 @@ def parse_parameter(text: str) -> Parameter:
         raise ValueError(f"--param {shown(text)}: write it as name=LOW..HIGH, name=LOW..HIGH:log or name=A,B,C")
     found = _RANGE.fullmatch(values)
     if not found:
-        choices = read_value(f"[{values}]", f"--param {shown(text)}")
-        return Parameter(name, choices=tuple(choices))
+        return Parameter(name, choices=tuple(read_value(f"[{values}]", f"--param {shown(text)}")))
     low, high = (read_value(found[end], f"--param {shown(text)}") for end in ("low", "high"))
     if not all(isinstance(end, int | float) and not isinstance(end, bool) for end in (low, high)) or not low < high:
         raise ValueError(f"--param {shown(text)}: a range goes from a lower to a higher number")
@@ -160,8 +159,7 @@ class _Sweep:
         """Do whatever trial nobody else holds, until all have ended."""
         with self._noted():
             pass  # first, so that whoever joins with other settings is refused
-        pieces = [self._piece(number) for number in range(trials)]
-        carry_out(self.out_dir, all_of(pieces), self.shared)
+        carry_out(self.out_dir, all_of([self._piece(number) for number in range(trials)]), self.shared)
         return self._read()["trials"]
 
     def _read(self) -> dict[str, Any]:

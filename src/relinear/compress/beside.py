@@ -140,8 +140,7 @@ def read(model: Any, blocks: Tensor, told: Callable[[], None] = lambda: None) ->
 def _passages(blocks: Tensor, count: int) -> Tensor:
     """``count`` beginnings of passages (P, T'), spread over the windows; several of each where there are too few."""
     length = max(1, min(PASSAGE_TOKENS, blocks.shape[1] // 2))
-    starts = blocks.unfold(1, length, length).transpose(0, 1).flatten(0, 1)  # the first of each window first
-    return starts[:count]
+    return blocks.unfold(1, length, length).transpose(0, 1).flatten(0, 1)[:count]  # the first of each window first
 
 
 @torch.no_grad()

@@ -171,8 +171,7 @@ def calibrate(
     """
     folder = Path(folder)
     names = [name for group in targets.values() for name in group]
-    mark = fingerprint(model, blocks, names, {"fisher": fisher, "batch": batch, "labels": seed})
-    _claim(folder, mark)
+    _claim(folder, fingerprint(model, blocks, names, {"fisher": fisher, "batch": batch, "labels": seed}))
     if (folder / "calibration.json").is_file():
         return Calibration(folder)
     with frozen(model):
@@ -218,8 +217,7 @@ class _Calibrating:
         for index in self.targets:
             counts |= json.loads(load_tensors(self.folder / _file(index))[1]["counts"])
         write_record(
-            self.folder / "calibration.json",
-            {"tokens": self.tokens, "loss": loss, "layers": where, "counts": counts},
+            self.folder / "calibration.json", {"tokens": self.tokens, "loss": loss, "layers": where, "counts": counts}
         )
         for kind in ("hidden", "gradient"):
             for index in self.streams.indices(kind):

@@ -27,10 +27,7 @@ def linear_recurrence(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
     step = 1
     while step < tokens:
         total = total + decay * F.pad(total, (0, 0, step, 0))[:, :tokens]
-        if shared:
-            decay = decay * decay
-        else:
-            decay = decay * F.pad(decay, (0, 0, step, 0), value=1.0)[:, :tokens]
+        decay = decay * (decay if shared else F.pad(decay, (0, 0, step, 0), value=1.0)[:, :tokens])
         step *= 2
     return total
 

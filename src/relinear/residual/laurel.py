@@ -35,10 +35,7 @@ class _Weights(nn.Module):
         nn.init.zeros_(self.logits)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        if self.normalize == "softmax":
-            alpha, beta = 2 * torch.softmax(self.logits, 0)
-        else:
-            alpha, beta = 2 * torch.sigmoid(self.logits)
+        alpha, beta = 2 * (torch.softmax(self.logits, 0) if self.normalize == "softmax" else torch.sigmoid(self.logits))
         return alpha, beta
 
 

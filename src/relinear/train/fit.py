@@ -110,11 +110,7 @@ def _prepared(model: Any, settings: FitSettings) -> Iterator[None]:
     if settings.gradient_checkpointing:
         checkpointing(model, True)
     try:
-        with (
-            on_threads(settings.threads),
-            same_modes(model),
-            compiled(model, settings.compile),
-        ):
+        with on_threads(settings.threads), same_modes(model), compiled(model, settings.compile):
             yield
     finally:
         if settings.gradient_checkpointing:

@@ -103,10 +103,7 @@ SAMPLES = {
         cgt,
         "modulate",
         reference_cgt.modulate,
-        (
-            cgt_arguments((5,), (1,), 24, 5, 7),
-            cgt_arguments((2, 35), (2, 1), 70, 16, 4),
-        ),
+        (cgt_arguments((5,), (1,), 24, 5, 7), cgt_arguments((2, 35), (2, 1), 70, 16, 4)),
         training=False,
     ),
     "rotor": Sample(
