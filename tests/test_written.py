@@ -259,7 +259,7 @@ def test_what_lies_in_directories_of_ours_stays(tmp_path):
     assert (tmp_path / "model" / "tokenizer.json").exists()
     clear_run(tmp_path)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == {*names}
+    assert left == {*names, "run.json"}
     assert not (tmp_path / "checkpoints" / "checkpoint-3").exists()
 
 

@@ -434,6 +434,7 @@ class _Comparison:
         def do() -> None:
             if self._outdated(name, folder, settings):
                 clear_run(folder)
+                (folder / RUN).unlink()
             what = name if len(self.recipe.seeds) == 1 else f"{name}, seed {seed}"
             try:
                 self._run("train", what, settings, folder)

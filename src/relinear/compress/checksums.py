@@ -90,7 +90,7 @@ class Streams:
     def write(self, kind: str, index: int, batches: Iterable[Tensor]) -> None:
         """Write the batches as they come, one in memory at a time."""
         self.remove(kind, index)
-        with atomic_directory(self._place(kind, index)) as temporary:
+        with atomic_directory(self._place(kind, index), "streams") as temporary:
             for batch, states in enumerate(batches):
                 save_tensors(temporary / f"{batch}.safetensors", {"states": states})
 

@@ -25,19 +25,12 @@ from relinear.compress.plan import CompressPlan, MeasuredPoint
 from relinear.compress.report import CompressReport, write_page
 from relinear.compress.settings import CompressSettings
 from relinear.compress.speed import PlannedSpeed, Shape, SpeedConditions, SpeedTable, planned_speed, speed_table
-from relinear.compress.work import (
-    OnProgress,
-    Work,
-    check_directory,
-    check_ids,
-    check_model,
-    linear_layers,
-)
+from relinear.compress.work import OnProgress, Work, check_directory, check_ids, check_model, linear_layers
 from relinear.core.anatomy import model_name
 from relinear.core.config import check_choice, check_type
 from relinear.core.modes import evaluating
 from relinear.core.operator import OperatorConfig, linear_features
-from relinear.surgery.checkpoint import save_pretrained
+from relinear.surgery.checkpoint import check_place, save_pretrained
 from relinear.surgery.coverage import coverage, out_of_reach
 from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.tied import tied_head
@@ -132,6 +125,8 @@ def compress(
     check_type("speed_table", table, SpeedTable, type(None))
     if out_dir is not None:
         check_directory(Path(out_dir))
+        for name in () if plan_only or frontier else (MODEL, *({export} - {None, "gguf"})):
+            check_place(Path(out_dir, name), tokenizer)
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
         raise ValueError(
             f"{type(model).__name__} is quantised; compress the model in floating point, then quantise the result"

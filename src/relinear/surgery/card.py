@@ -10,25 +10,19 @@ from torch import nn
 from relinear.core.attachment import attachments
 from relinear.core.aux import named_operators
 from relinear.system.files import write_text
-
-_MARK = "<!-- Written by relinear; a card without this line is never overwritten. -->"
-
-
-def is_own_card(path: Path) -> bool:
-    """Return whether ``path`` is free for a card: nothing is there, or one that relinear wrote."""
-    return not path.exists() or (path.is_file() and _MARK in path.read_text(encoding="utf-8", errors="replace"))
+from relinear.system.written import CARD, CARD_LINE, is_own_card, signed_card
 
 
 def write_card(model: Any, directory: Path) -> None:
-    """Write ``README.md`` into ``directory``, unless there is one that somebody else wrote."""
-    path = directory / "README.md"
-    if is_own_card(path):
+    """Write ``README.md`` into ``directory``, unless there is one that somebody else wrote, or changed."""
+    path = directory / CARD
+    if not path.exists() or is_own_card(path):
         write_text(path, _card(model))
 
 
 def foreign_card(directory: Path) -> str | None:
-    """Return the text of ``README.md`` in ``directory`` if somebody else wrote it."""
-    path = directory / "README.md"
+    """Return the text of ``README.md`` in ``directory`` if somebody else wrote it, or changed it."""
+    path = directory / CARD
     return None if is_own_card(path) or not path.is_file() else path.read_text(encoding="utf-8", errors="replace")
 
 
@@ -37,10 +31,12 @@ def settle_card(model: Any, directory: Path, kept: str | None) -> None:
 
     That is what transformers does before it uploads ``directory``: it puts the Hub's own card there, or its template.
     """
-    path = directory / "README.md"
+    path = directory / CARD
+    card = ModelCard.load(path)
+    card.data.tags = [tag for tag in card.data.tags or [] if tag not in (model.model_tags or [])]  # added to the Hub's
     if kept is not None:
         write_text(path, kept)
-    elif is_own_card(path) or ModelCard.load(path).text == _template().text:
+    elif is_own_card(str(card)) or card.text == _template().text:
         write_text(path, _card(model))
 
 
@@ -55,9 +51,8 @@ def _template() -> ModelCard:
 
 def remove_card(directory: Path) -> None:
     """Remove ``README.md`` from ``directory`` if it is relinear's: it tells of a model that is no longer there."""
-    path = directory / "README.md"
-    if is_own_card(path):
-        path.unlink(missing_ok=True)
+    if is_own_card(directory / CARD):
+        (directory / CARD).unlink()
 
 
 def _card(model: Any) -> str:
@@ -67,9 +62,9 @@ def _card(model: Any) -> str:
     front += [f"base_model: {name}"] if name else []
     front += ["pipeline_tag: text-generation"] if causal else []
     origin = f"[{name}](https://huggingface.co/{name})" if name else f"a `{type(model).__name__}`"
-    lines = ["---", *front, "---", _MARK, "", f"# {origin} with layers of relinear", ""]
+    lines = ["---", *front, "---", CARD_LINE, "", f"# {origin} with layers of relinear", ""]
     lines += [*_table(model), "", *_how_to_load(causal), ""]
-    return "\n".join(lines)
+    return signed_card("\n".join(lines))
 
 
 def _base_model(model: Any) -> str | None:

@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -31,12 +32,12 @@ from relinear.core.operator import OperatorConfig, check_model, is_embedding, is
 from relinear.core.places import saved_place
 from relinear.core.record import FORMAT_VERSION, METHOD, config_record, own_record, sync_record
 from relinear.core.vocabulary import token_tables
-from relinear.surgery.card import is_own_card
 from relinear.surgery.saved_config import as_in_memory_
 from relinear.surgery.select import OWN_PREFIX
 from relinear.surgery.tied import swap_layer
 from relinear.system.files import atomic_directory, read_json, writing
 from relinear.system.text import cut
+from relinear.system.written import CARD, check_ours, digest_of, is_own_card, not_ours, replaceable
 
 _T = TypeVar("_T")
 _KEYS = {"quant_method", "format_version", "operators", "attachments"}
@@ -430,13 +431,31 @@ def save_pretrained(model: Any, directory: str | Path, *, tokenizer: Any = None,
         sync_record(model)
         if tokenizer is not None:
             _take_special_tokens_(model, tokenizer)
-        card = Path(directory) / "README.md"
-        if not is_own_card(card):
+        card = Path(directory) / CARD
+        if card.is_file() and not is_own_card(card):
             shutil.copyfile(card, temporary / card.name)
         model.save_pretrained(temporary, **kwargs)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
     return Path(directory)
+
+
+def check_place(directory: str | Path, tokenizer: Any = None) -> None:
+    """Raise ValueError where ``save_pretrained`` would replace in ``directory`` what relinear did not write.
+
+    Args:
+        directory: need not be there. tokenizer: saved along; written to a temporary place, if others have files there.
+    """
+    directory = Path(directory)
+    check_ours(directory, "saved")
+    others = {part.name for part in directory.glob("*")} - replaceable(directory, "saved")
+    if tokenizer is None or not others:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        for part in Path(folder).iterdir():
+            if part.name in others and digest_of(part) != digest_of(directory / part.name):
+                raise not_ours(directory / part.name)
 
 
 def _check_saving(model: Any, directory: Any) -> None:

@@ -7,7 +7,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from relinear.surgery.lora import lora_on_operators_
 from relinear.surgery.saved_config import as_in_memory_, needs_loader, remove_loader, write_config
 from relinear.surgery.select import is_adapted
 from relinear.surgery.tied import settle_head_
+from relinear.system.files import kept_up
 
 _MARK = "_relinear_original"
 
@@ -93,11 +94,12 @@ def _to_json_file(original: Any, config: Any, json_file_path: Any, use_diff: boo
 
 def _save_pretrained(original: Any, model: Any, save_directory: Any, /, *args: Any, **kwargs: Any) -> None:
     settle_head_(model)
-    with _record_of_this_model(model), _card_noted(Path(save_directory)):
+    directory, is_main = Path(save_directory), args[0] if args else kwargs.get("is_main_process", True)
+    ours = kept_up(directory) if is_main and record(model) is not None else nullcontext()
+    with _record_of_this_model(model), _card_noted(directory), ours:
         original(model, save_directory, *args, **kwargs)
-        is_main = args[0] if args else kwargs.get("is_main_process", True)
-        if is_main and (Path(save_directory) / "config.json").is_file():
-            _write_beside(model, Path(save_directory))
+        if is_main and (directory / "config.json").is_file():
+            _write_beside(model, directory)
 
 
 #: the card that somebody wrote in the directory which is being saved to

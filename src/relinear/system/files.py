@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import errno
-import filecmp
 import hashlib
 import json
 import os
@@ -15,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from relinear.system.written import MARK, check_ours, is_saved, not_ours, parts_of, replaceable, sign
+from relinear.system import written
+from relinear.system.written import MARK
 
 MANIFEST = "manifest.json"
 #: what libraries say whose own file writers fail, in place of an OSError
@@ -59,7 +59,8 @@ def _open_to(mode: int) -> int:
 def atomic_directory(path: str | Path, work: str = "saved") -> Iterator[Path]:
     """A temporary directory whose content takes its place in ``path`` when the block ends without an error.
 
-    What relinear wrote there before goes; what others wrote stays, and is refused where it would be replaced. A
+    What relinear wrote there before goes; what others wrote, or changed, stays, and is refused where it would be
+    replaced: before the block what is known to be, after it what it turns out to write. A
     directory of relinear's alone is exchanged in one step. Beside files of others, at a mount point and through links
     the files are put in place one by one, ``config.json`` last, without which no model is there.
 
@@ -67,13 +68,14 @@ def atomic_directory(path: str | Path, work: str = "saved") -> Iterator[Path]:
         path: the directory, made if need be. work: as in ``check_ours``.
 
     Raises:
-        NotADirectoryError: if it is a file. ValueError: if a file in it that relinear did not write would be replaced.
+        NotADirectoryError: if it is a file. ValueError: if a file in it would be replaced that relinear did not write,
+            or that was changed since.
     """
     given, path = path, Path(os.path.realpath(path))
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{given} is a file; choose a directory")
-    if not is_saved(path):
-        check_ours(path, work)
+    written.check_ours(path, work)
+    ours = written.replaceable(path, work)
     inside = os.path.ismount(path) or (path.exists() and not os.access(path.parent, os.W_OK))
     home = path if inside else path.parent
     home.mkdir(parents=True, exist_ok=True)
@@ -81,40 +83,55 @@ def atomic_directory(path: str | Path, work: str = "saved") -> Iterator[Path]:
         temporary = Path(tempfile.mkdtemp(dir=home, prefix=f".{path.name}.", suffix=MARK))
         try:
             yield temporary
-            sign(temporary, path, work)
+            meanwhile = written.sign(temporary, path, work, ours)
             sync_files(temporary)
-            _settle(temporary, path, work)
+            _settle(temporary, path, work, ours, meanwhile)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _settle(new: Path, path: Path, work: str) -> None:
+def _settle(new: Path, path: Path, work: str, ours: set[str], meanwhile: str) -> None:
     """Put what is in ``new`` in place."""
     if not path.exists():
         new.chmod(_open_to(0o777))
         new.replace(path)
         return
-    ours = replaceable(path, work)
     fresh = {part.name for part in new.iterdir()}
     there = {part.name: part for part in path.iterdir() if part != new}
-    stale = {part.name for part in parts_of(path, work)} & ours - fresh
-    for name in fresh & there.keys():
-        if name not in ours and not (there[name].is_file() and filecmp.cmp(there[name], new / name, shallow=False)):
-            raise not_ours(there[name])
+    stale = {part.name for part in written.parts_of(path, work)} & ours - fresh
+    same = (fresh & there.keys()) - ours
+    for name in same:
+        if written.digest_of(there[name]) != written.digest_of(new / name):
+            raise written.not_ours(there[name])
     plain = new.parent != path and not any(part.is_symlink() or part.is_dir() for part in there.values())
     plain = plain and not os.path.samefile(path, os.curdir)  # who stands in it would stand in what is removed
     new.chmod(stat.S_IMODE(path.stat().st_mode))
     if plain and there.keys() <= fresh | stale and _exchange(new, path):
         return
-    for name in sorted((fresh & there.keys()) | stale, key=lambda name: name != "config.json"):
-        if name in stale or (name == "config.json" and not there[name].is_symlink()):
-            there[name].unlink()
-    for name in sorted(fresh, key=lambda name: name == "config.json"):
+    write_text(path / MARK, meanwhile)
+    for name in sorted(stale | {"config.json"} & fresh & ours, key=lambda name: name != "config.json"):
+        if name in stale or not there[name].is_symlink():
+            written.remove(there[name])
+    for name in sorted(fresh - same, key=lambda name: (name == MARK, name == "config.json")):
         if (path / name).is_symlink():  # to a larger disk, say
             with atomic_path(path / name) as temporary:
                 shutil.copyfile(new / name, temporary)
         else:
+            if (path / name).is_dir():  # which can only take the place of an empty one
+                written.remove(path / name)
             (new / name).replace(path / name)
+
+
+@contextlib.contextmanager
+def kept_up(folder: Path) -> Iterator[None]:
+    """Have the mark in ``folder``, if there is one that knows contents, know what the block writes there, too."""
+    noted = written.noted_in(folder)
+    before = {part: written.digest_of(part) for part in written.parts_of(folder, "saved")} if noted else {}
+    yield
+    if noted:
+        after = {part: written.digest_of(part) for part in written.parts_of(folder, "saved")}
+        noted |= {part.name: {digest} for part, digest in after.items() if digest != before.get(part)}
+        write_text(folder / MARK, written.as_mark(noted))
 
 
 def sync_files(directory: Path) -> None:
@@ -239,10 +256,10 @@ def check_manifest(directory: str | Path) -> dict[str, Any] | None:
     files = noted.get("files") if isinstance(noted, dict) else None
     if not isinstance(files, dict) or not files:
         raise ValueError(f"{directory / MANIFEST} is damaged; restore it from a copy")
-    for name, written in files.items():
+    for name, as_noted in files.items():
         path = directory / name
         if not path.is_file():
             raise ValueError(f"{directory} lacks {name}, which was a part of it; restore it from a copy")
-        if fingerprint(path) != written:
+        if fingerprint(path) != as_noted:
             raise ValueError(f"{path} is not what was written: it is damaged, or was changed; restore it from a copy")
     return noted

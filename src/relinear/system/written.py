@@ -1,16 +1,20 @@
 """What relinear wrote, which alone it removes or replaces: known by a record that lies beside it.
 
-A file may be replaced where its folder carries the record of the work that writes files of this name. Anything else is
-somebody else's, and is refused by name before any work.
+A file may be replaced where its folder carries the record of the work that writes files of this name, and its content
+is what the mark there notes. Anything else is somebody else's, and is refused by name before any work.
 """
 
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-#: in every directory that is written as a whole: lists what was written. Ends the names of what is not whole yet, too
+import xxhash
+
+#: in every directory that is written as a whole: lists what was written, as ``xxh128sum`` does (earlier versions: the
+#: names, or nothing). Ends the names of what is not whole yet, too
 MARK = ".relinear"
 _MARK_SAYS = "relinear wrote this directory, and replaces what it wrote"
 _PAGE = "report.html"
@@ -32,7 +36,10 @@ _CHECKPOINT = (
     "model.safetensors.index.json",
     *("configuration_relinear.py", "modeling_factorized.py"),
 )
-_CARD = "Written by relinear"
+CARD = "README.md"
+#: in a model card: knows its other lines by their hash, which earlier versions did not
+CARD_LINE = "<!-- Written by relinear; a card that was changed, or lacks this line, is never overwritten. -->"
+_CARD_LINE = re.compile(r"<!-- Written by relinear(?: \(([0-9a-f]{16})\))?; a card [^>]* is never overwritten\. -->")
 _FIT = ("metrics.jsonl", "block_losses.npy", "latent_moments.json", "checkpoints")
 _RUNS = ("run.json", "results.json", "scale.json", "speed.json", "ngram*", "tuning", "runs", "budgets", "sizes")
 _LOOKS = ("effective_rank", "gates", "top_tokens", "fingerprints", "modulators", "latents", "planes")
@@ -40,11 +47,15 @@ _STATE = (
     *("calibration", "plan.json", "frontier.json", "speed.json", "points.json", "fit-*", "heal-*", "proposed-*"),
     "plain",
 )
+_LINE = re.compile(r"(?:([0-9a-f]{32})  )?(.*)")
+#: files of a checkpoint without which there is none
+_WHOLE = {"config.json", "model.safetensors"}
 #: between words of a record that all have to be there
 _AND = " & "
 _RUN = '"settings" & "accumulation" & "learning_rate" & "optimizer"'
 _WORKS = {
-    "saved": _Work({MARK: _MARK_SAYS, "config.json": '"relinear', "README.md": _CARD}, _CHECKPOINT),
+    "saved": _Work({MARK: _MARK_SAYS, "config.json": '"relinear'}, _CHECKPOINT),
+    "streams": _Work({MARK: _MARK_SAYS}, ()),
     "index": _Work({MARK: _MARK_SAYS, "index.json": '"made_from"'}, ("index.json", "units.safetensors")),
     "fit": _Work({"metrics.jsonl": '"step" & "tokens"', "run.json": _RUN}, _FIT),
     "train": _Work({"run.json": _RUN}, ("run.json", "model", *_FIT)),
@@ -77,30 +88,105 @@ def parts_of(folder: Path, work: str) -> Iterator[Path]:
     """Yield what is in ``folder`` under the names that a work writes, whoever wrote it."""
     for pattern in _WORKS[work].names:
         yield from sorted(folder.glob(pattern))
-    if work == "saved" and _says(folder / "README.md", _CARD):
-        yield folder / "README.md"
+    if work == "saved" and is_own_card(folder / CARD):
+        yield folder / CARD
 
 
-def sign(folder: Path, over: Path, work: str) -> None:
-    """Leave the mark in ``folder``, which takes the place of ``over``: it lists what is there, and what stays."""
-    staying = {part.name for part in _listed(over)} - {part.name for part in parts_of(over, work)}
-    names = sorted({part.name for part in folder.iterdir()} | staying)
-    (folder / MARK).write_text("\n".join([_MARK_SAYS, *names]) + "\n", encoding="utf-8")
+def signed_card(text: str) -> str:
+    """Return a model card that holds ``CARD_LINE`` so that ``is_own_card`` knows it."""
+    return text.replace(CARD_LINE, CARD_LINE.replace(";", f" ({_short_digest(text)});"))
 
 
-def _listed(folder: Path) -> list[Path]:
-    """What the mark in ``folder`` lists and is there; nothing where earlier versions listed nothing."""
-    ours = _says(folder / MARK, _MARK_SAYS)
+def is_own_card(card: Path | str) -> bool:
+    """Whether a model card, a file or its text, is as relinear wrote it; one that somebody added to is theirs."""
+    if isinstance(card, Path):
+        card = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    line = _CARD_LINE.search(card)
+    return line is not None and line[1] in (None, _short_digest(card.replace(line[0], CARD_LINE)))
+
+
+def _short_digest(text: str) -> str:
+    return xxhash.xxh3_64_hexdigest(text.encode())
+
+
+def digest_of(path: Path) -> str:
+    """Return XXH3, 128 bits, of a file, or of such a list of what is below a folder.
+
+    It takes a tenth of the time of writing the file, which SHA-256 doubles; nobody is to be kept from forging a mark.
+    """
+    digest = xxhash.xxh3_128()
+    if path.is_dir():
+        inside = {str(part.relative_to(path)): {digest_of(part)} for part in path.rglob("*") if part.is_file()}
+        digest.update(_as_text(inside).encode())
+    elif path.is_file():
+        with path.open("rb") as file:
+            while part := file.read(1 << 20):
+                digest.update(part)
+    return digest.hexdigest()
+
+
+def sign(folder: Path, over: Path, work: str, ours: set[str]) -> str:
+    """Leave the mark in ``folder``, which takes the place of ``over``: it notes what is there, and what stays.
+
+    Args:
+        folder, over, work: as in ``atomic_directory``. ours: names in ``over`` that may be replaced; what others have
+            there under a name in ``folder`` is the same or is refused, and remains theirs.
+
+    Returns:
+        The mark for as long as files are replaced one by one: it knows them before and after, wherever that ends.
+    """
+    there = {part.name for part in over.iterdir()} if over.exists() else set()
+    fresh = {part.name for part in folder.iterdir()} - (there - ours)
+    going = {part.name for part in parts_of(over, work)} & ours - fresh
+    before = noted_in(over)
+    # states between layers are large, and have checksums of their own
+    noted = {name: {digest_of(folder / name)} if work != "streams" else {""} for name in fresh}
+    both = {name: {""} for name in going | fresh & there} | before
+    both |= {name: noted[name] | both.get(name, set()) for name in fresh}
+    noted |= {name: digests for name, digests in before.items() if name in there - going - fresh}
+    (folder / MARK).write_text(as_mark(noted), encoding="utf-8")
+    return as_mark(both)
+
+
+def as_mark(noted: Mapping[str, set[str]]) -> str:
+    """Return the text of a mark that lists contents by name."""
+    return f"{_MARK_SAYS}\n{_as_text(noted)}"
+
+
+def _as_text(noted: Mapping[str, set[str]]) -> str:
+    rows = [f"{digest}  {name}\n" if digest else f"{name}\n" for name in sorted(noted) for digest in noted[name]]
+    return "".join(rows)
+
+
+def noted_in(folder: Path) -> dict[str, set[str]]:
+    """Return what the mark in ``folder`` lists: by name which contents are relinear's, "" for whatever is there."""
+    ours, noted = _says(folder / MARK, _MARK_SAYS), dict[str, set[str]]()
     lines = (folder / MARK).read_text(encoding="utf-8", errors="replace").splitlines() if ours else []
-    return [folder / name for name in lines[1:] if name == Path(name).name and (folder / name).is_file()]
+    for digest, name in (match.groups("") for line in lines[1:] if (match := _LINE.fullmatch(line))):
+        if name == Path(name).name:
+            noted.setdefault(name, set()).add(digest)
+    return noted
 
 
 def remove_written(folder: Path) -> None:
-    """Remove the model, or whatever else was written as a whole, from ``folder``; what others put there stays."""
-    for part in (*parts_of(folder, "saved"), *_listed(folder), folder / MARK):  # config first: half loads as nothing
-        part.unlink(missing_ok=True)
+    """Remove from ``folder`` what was written as a whole, a model say, and is as it was; what is others' stays."""
+    ours, noted = replaceable(folder, "saved"), noted_in(folder)
+    names = [part.name for part in parts_of(folder, "saved")]  # config first: half loads as nothing
+    for name in (*names, *noted.keys() - {*names}):
+        if name in ours:
+            remove(folder / name)
+    if MARK in ours and not any((folder / name).exists() for name in noted):  # last: it tells whose the others are
+        remove(folder / MARK)
     with suppress(OSError):
         folder.rmdir()
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def is_temporary(path: Path) -> bool:
@@ -114,10 +200,16 @@ def is_ours(folder: Path, work: str) -> bool:
 
 
 def replaceable(folder: Path, work: str) -> set[str]:
-    """Return names in ``folder`` that a work may replace or remove: those in its mark; all where it lists none."""
+    """Return names in ``folder`` that a work may replace or remove: what is as its mark notes; all where it notes none.
+
+    A card tells itself whether it is as it was.
+    """
     if not (is_saved(folder) or is_ours(folder, work)):
         return set()
-    return {MARK, *(part.name for part in (_listed(folder) or folder.iterdir()))}
+    noted, card = noted_in(folder), {CARD} if is_own_card(folder / CARD) else set()
+    there = {name for name in noted.keys() - {CARD} if (folder / name).exists()}
+    as_noted = {name for name in there if "" in noted[name] or digest_of(folder / name) in noted[name]}
+    return {MARK} | card | (as_noted if noted else {part.name for part in folder.glob("*")})
 
 
 def check_ours(folder: str | Path, work: str) -> None:
@@ -133,11 +225,13 @@ def check_ours(folder: str | Path, work: str) -> None:
         raise ValueError(f"{folder} is a file; give a directory")
     if MARK in _WORKS[work].records:
         check_signed(folder / MARK)
-    ours = is_ours(folder, work)
+    ours = is_saved(folder) if work == "saved" else is_ours(folder, work)
+    noted = noted_in(folder) if MARK in _WORKS[work].records else {}
+    changed = (noted.keys() | _WHOLE) - replaceable(folder, work) - {CARD} if noted else set()
     for path in parts_of(folder, work):
         if path.suffix in (".html", ".gguf"):
             check_signed(path)
-        elif not ours and not _holds_nothing(path):
+        elif path.name in changed or not (ours or _holds_nothing(path)):
             raise not_ours(path)
 
 
@@ -150,7 +244,7 @@ def _holds_nothing(path: Path) -> bool:
 
 def is_saved(directory: Path) -> bool:
     """Whether relinear saved a model in ``directory``, or fills it; models without operators once had no mark."""
-    works = [work for work in ("train", "distill", "compress") if directory.name in _WORKS[work].names]
+    works = ("train", "distill", "compress") if directory.name == "model" else ()
     return is_ours(directory, "saved") or any(is_ours(directory.parent, work) for work in works)
 
 

@@ -220,19 +220,23 @@ def train(
         raise ValueError(f"{settings.model}, which the run starts from, would be discarded; give another directory")
     if resume and (ended := read_ended(settings, out_dir)) is not None:
         return ended
+    first = is_first_rank()
+    if first:
+        checkpoint_room.check_place(out_dir / "model")
     open_corpus(settings.data)
     if settings.minimised is not None:
         settings.minimised.check()
     _check_model(settings)
     data = prepare_data(settings.data)
+    if first and settings.save_model:
+        checkpoint_room.check_place(out_dir / "model", data.tokenizer)
     model = build_model(settings, data.vocab_size)
-    first = is_first_rank()
     with only_process_in(out_dir) if first else contextlib.nullcontext():
         if resume and (ended := read_ended(settings, out_dir)) is not None:  # by another process since
             return ended
         objective = None if settings.minimised is None else settings.minimised.prepare(model)
-        if not resume and first:
-            clear_run(out_dir)
+        if not resume and first:  # killed at any moment, it is this run that goes on, or the one before
+            remove_checkpoints(out_dir / "checkpoints")
         out_dir.mkdir(parents=True, exist_ok=True)
         record = described(settings, model, data)
 
@@ -241,6 +245,8 @@ def train(
                 write_json(out_dir / "run.json", record | changes)
 
         note()
+        if not resume and first:
+            clear_run(out_dir)
         given: dict[str, Any] = {"objective": objective, "resume": resume, "callbacks": callbacks}
         try:
             result = fit(model, data, settings, out_dir=out_dir, on_progress=on_progress, **given)
@@ -278,8 +284,8 @@ def read_ended(settings: TrainSettings, out_dir: Path) -> TrainResult | None:
 
 
 def clear_run(out_dir: Path) -> None:
-    """Remove what an earlier run wrote, and nothing else."""
+    """Remove what an earlier run wrote, and nothing else. The record stays, by which files in ``model`` are known."""
     remove_checkpoints(out_dir / "checkpoints")
     remove_written(out_dir / "model")
-    for name in ("run.json", "metrics.jsonl", "block_losses.npy", "latent_moments.json"):
+    for name in ("metrics.jsonl", "block_losses.npy", "latent_moments.json"):
         (out_dir / name).unlink(missing_ok=True)
