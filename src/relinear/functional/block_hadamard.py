@@ -4,7 +4,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -51,12 +51,7 @@ def block_hadamard_sizes(in_features: int, out_features: int, blocks: int, depth
 
 
 def block_hadamard(
-    x: Tensor,
-    blocks: Sequence[Tensor],
-    out_features: int,
-    bias: Tensor | None = None,
-    mix_input: bool = True,
-    transform: Callable[[Tensor], Tensor] = hadamard,
+    x: Tensor, blocks: Sequence[Tensor], out_features: int, bias: Tensor | None = None, mix_input: bool = True
 ) -> Tensor:
     """y = B_L H ... B_1 H x + bias, the input padded with zeros, the output cut to ``out_features``.
 
@@ -66,11 +61,10 @@ def block_hadamard(
         out_features: O.
         bias: (O,) or None.
         mix_input: whether there is a transform in front of the first product, too.
-        transform: ``hadamard`` or its twin.
     """
     y = zero_padded(x, blocks[0].shape[0] * blocks[0].shape[2])
     for index, stage in enumerate(blocks):
-        y = block_diagonal(transform(y) if index or mix_input else y, stage)
+        y = block_diagonal(hadamard(y) if index or mix_input else y, stage)
     y = y[..., :out_features]
     return y if bias is None else y + bias.to(y.dtype)  # autocast gives products half precision
 

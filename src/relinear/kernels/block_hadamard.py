@@ -8,11 +8,12 @@ that of memory.
 # Legend: N width, P the largest power of two that divides N, Q = N / P, S size of one small transform
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from relinear.functional import block_hadamard as reference
+from relinear.functional.block_diagonal import block_diagonal, zero_padded
 from relinear.functional.block_hadamard import hadamard as butterflies
 from relinear.kernels.forms import Call, Form, dispatch, is_traced, is_transformed
 
@@ -70,5 +71,12 @@ def hadamard_flops(size: int) -> int:
     return 2 * size * sum(_factors(size & -size))
 
 
-#: ``functional.block_hadamard.block_hadamard`` with this module's transform
-block_hadamard = functools.partial(reference.block_hadamard, transform=hadamard)
+def block_hadamard(
+    x: Tensor, blocks: Sequence[Tensor], out_features: int, bias: Tensor | None = None, mix_input: bool = True
+) -> Tensor:
+    """``functional.block_hadamard.block_hadamard`` with this module's transform."""
+    y = zero_padded(x, blocks[0].shape[0] * blocks[0].shape[2])
+    for index, stage in enumerate(blocks):
+        y = block_diagonal(hadamard(y) if index or mix_input else y, stage)
+    y = y[..., :out_features]
+    return y if bias is None else y + bias.to(y.dtype)  # autocast gives products half precision
