@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cases import CASES, TWINS, Case, Twin, every_case, leaves_of
 from conftest import mostly_slow
-from relinear.clifford import blades
+from relinear.clifford import tables
 from relinear.kernels import autograd, hdpl, native, pivoted_low_rank
 from relinear.testing.conformance import assert_close, build, call, given, inputs
 
@@ -254,7 +254,7 @@ def test_in_place_operations_after_an_operator(case: Case, recomputed: bool, dty
 @every_case
 def test_what_a_transform_meets_first_outlives_it(case: Case) -> None:
     """Tables that every later call reads may be made inside the innermost of several transforms."""
-    blades._on_device.cache_clear()
+    tables._on_device.cache_clear()
     module = build(case).eval()
     x, context = inputs(case, (2,))
     first, second = (torch.func.hessian(lambda x: call(module, x.tanh(), context).sum())(x) for _ in range(2))

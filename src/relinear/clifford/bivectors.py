@@ -9,7 +9,8 @@ and bivectors, as matrices, by K' -> exp(2 K) K' exp(-2 K).
 import numpy as np
 from torch import Tensor
 
-from relinear.clifford.blades import bivector_dimension, blade_masks, device_table, multivector_dimension, take_last
+from relinear.clifford.blades import bivector_dimension, blade_masks, multivector_dimension
+from relinear.clifford.tables import device_table, take_last
 
 
 def _pairs(n: int) -> np.ndarray:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from relinear.clifford.bivectors import bivector_from_matrix, bivector_to_matrix
-from relinear.clifford.blades import bivector_dimension, compute_dtype
+from relinear.clifford.blades import bivector_dimension
+from relinear.clifford.tables import compute_dtype
 
 
 def plane_basis(columns: Tensor) -> Tensor:

@@ -16,17 +16,10 @@ import torch
 from torch import Tensor
 
 from relinear.clifford.bivectors import bivector_from_matrix, bivector_to_matrix, divided_bivector
-from relinear.clifford.blades import (
-    bivector_dimension,
-    bivector_slice,
-    blade_masks,
-    compute_dtype,
-    device_table,
-    embed_bivector,
-    take_last,
-)
+from relinear.clifford.blades import bivector_dimension, bivector_slice, blade_masks, embed_bivector
 from relinear.clifford.matrices import blade_matrices, from_matrix, matrix_exp
 from relinear.clifford.products import geometric_product
+from relinear.clifford.tables import compute_dtype, device_table, take_last
 
 SERIES_TERMS = 16
 # Below these sizes the gradient of torch's matrix exponential takes less time than the one written here.

@@ -17,18 +17,11 @@ import torch
 from torch import Tensor
 
 from relinear.clifford.bivectors import bivector_from_matrix, turned_vectors
-from relinear.clifford.blades import (
-    compute_dtype,
-    device_table,
-    embed_bivector,
-    grades,
-    multivector_dimension,
-    unit,
-    values_are_at_hand,
-)
+from relinear.clifford.blades import embed_bivector, grades, multivector_dimension, unit
 from relinear.clifford.decomposition import SpectralFunction, first_order, plane_basis, spectral_basis
 from relinear.clifford.exponential import exp
 from relinear.clifford.products import geometric_product
+from relinear.clifford.tables import compute_dtype, device_table, is_concrete
 
 WIDEST = 0.7  # cosines within +-0.7 are where the two kinds of planes may be told apart
 
@@ -151,13 +144,13 @@ def log(rotor: Tensor) -> Tensor:
     even = exact * device_table(_is_even, n, rotor, exact.dtype)
     error = torch.maximum((exact - even).norm(dim=-1), (even.norm(dim=-1) - 1).abs()).detach()
     valid = error < torch.finfo(exact.dtype).eps ** 0.25
-    if values_are_at_hand(rotor) and not bool(valid.all()):
+    if is_concrete(rotor) and not bool(valid.all()):
         raise ValueError(
             "log needs rotors (even, r r~ = 1); the worst one here has an odd part or an error of its norm of "
             f"{float(error.max()):.3g}; exp of a bivector gives rotors"
         )
     if n == 1:
-        if values_are_at_hand(rotor) and bool((exact[..., 0] < 0).any()):
+        if is_concrete(rotor) and bool((exact[..., 0] < 0).any()):
             raise ValueError("-1 has no logarithm in Cl(1), which has no bivectors")
         return rotor[..., :0]
     # eigensolvers refuse a whole batch for one entry that is not a number

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relinear.clifford.blades import blade_masks, compute_dtype, device_table, grades, multivector_dimension, take_last
+from relinear.clifford.blades import blade_masks, grades, multivector_dimension
 from relinear.clifford.strings import string_signs, strings_from_matrix, strings_to_matrix
+from relinear.clifford.tables import compute_dtype, device_table, take_last
 
 
 @functools.cache

@@ -23,22 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relinear.clifford.blades import (
-    bivector_slice,
-    blade_masks,
-    compute_dtype,
-    device_table,
-    embed_bivector,
-    grades,
-    take_bivector,
-    unit,
-    values_are_at_hand,
-)
+from relinear.clifford.blades import bivector_slice, blade_masks, embed_bivector, grades, take_bivector, unit
 from relinear.clifford.decomposition import decompose
 from relinear.clifford.exponential import exp
 from relinear.clifford.logarithm import log
 from relinear.clifford.products import geometric_product, geometric_table, reverse, table_product
 from relinear.clifford.regular import left_matrix, regular_exp, regular_log
+from relinear.clifford.tables import compute_dtype, device_table, is_concrete
 
 LARGEST_ALGEBRA = 6
 
@@ -513,7 +504,7 @@ class Multivector:
         matrix = left_matrix(exact, self.algebra.signature)
         one = device_table(unit, 2**self.algebra.n, exact, exact.dtype).expand(exact.shape)
         found = torch.linalg.solve_ex(matrix, one.unsqueeze(-1)).result.squeeze(-1)
-        if values_are_at_hand(found):
+        if is_concrete(found):
             condition = matrix.detach().flatten(-2).norm(dim=-1) * found.detach().norm(dim=-1)
             if not bool((condition < 0.1 / torch.finfo(exact.dtype).eps).all()):
                 raise ValueError("a multivector without an inverse: it, or a product with it, is zero")
@@ -541,7 +532,7 @@ class Multivector:
     @property
     def _is_bivector(self) -> bool:
         """Whether it is known to be one."""
-        return values_are_at_hand(self.values) and self.grades() <= {2}
+        return is_concrete(self.values) and self.grades() <= {2}
 
     def exp(self) -> Multivector:
         """Return the exponential: of a bivector a rotor, or a motor in a projective and conformal algebra.
@@ -577,7 +568,7 @@ class Multivector:
                 f"decompose is for algebras whose vectors all square to 1, (n, 0, 0); got {self.algebra}: with other "
                 "signatures there need not be such a decomposition"
             )
-        if values_are_at_hand(self.values) and not self.grades() <= {2}:
+        if is_concrete(self.values) and not self.grades() <= {2}:
             raise ValueError(f"decompose is of bivectors; this multivector has grades {sorted(self.grades())}")
         parts = decompose(take_bivector(self.values))
         return [self._made(embed_bivector(part)) for part in parts.unbind(-2)]

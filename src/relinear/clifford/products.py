@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relinear.clifford.blades import blade_masks, compute_dtype, device_table, grades, multivector_dimension
+from relinear.clifford.blades import blade_masks, grades, multivector_dimension
 from relinear.clifford.matrices import from_matrix, to_matrix
+from relinear.clifford.tables import compute_dtype, device_table
 
 LARGEST_TABLE = 4
 

@@ -12,16 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relinear.clifford.blades import (
-    compute_dtype,
-    device_table,
-    grades,
-    multivector_dimension,
-    unit,
-    values_are_at_hand,
-)
+from relinear.clifford.blades import grades, multivector_dimension, unit
 from relinear.clifford.matrices import matrix_exp
 from relinear.clifford.products import geometric_table, reverse, table_product
+from relinear.clifford.tables import compute_dtype, device_table, is_concrete
 
 ROOTS = 6
 ITERATIONS = 12  # of a root: converges quadratically, from any rotor but those near -1 within ten
@@ -126,7 +120,7 @@ def regular_log(rotor: Tensor, signature: tuple[int, int, int]) -> Tensor:
         only = torch.nn.functional.pad(bivector, (1, found.shape[-1] - 1 - planes))
         missed = (matrix_exp(_matrix(only, table))[..., 0] - even).abs().amax(-1)
         reached = missed < 4 * tolerance * even.abs().amax(-1)
-    if values_are_at_hand(rotor) and not bool((valid & reached).all()):
+    if is_concrete(rotor) and not bool((valid & reached).all()):
         raise ValueError(
             f"log needs rotors (even, r ~r = 1; here an error of {float(error.max()):.3g}) that have a logarithm on "
             "the principal branch: none that is -1 or turns by nearly as much, and no -1 times a boost"

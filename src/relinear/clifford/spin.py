@@ -24,20 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relinear.clifford.blades import (
-    bivector_dimension,
-    bivector_slice,
-    blade_masks,
-    compute_dtype,
-    device_table,
-    multivector_dimension,
-    take_last,
-)
+from relinear.clifford.blades import bivector_dimension, bivector_slice, blade_masks, multivector_dimension
 from relinear.clifford.exponential import exp, represented_exp
 from relinear.clifford.strings import hadamard, string_signs, strings_from_matrix, strings_to_matrix
+from relinear.clifford.tables import compute_dtype, device_table, take_last
 
-# Fewer factors than these are sooner there by a matrix exponential than by way of closed forms.
-FEWEST_CLOSED = 64
+# From this dimension on factors are sooner there by way of blades, whose exponentials have smaller matrices.
+SMALLEST_BY_BLADES = 12
 
 LEFT, RIGHT = 0, 1
 
@@ -314,7 +307,7 @@ def _bivector_factors(n: int, side: int) -> np.ndarray:
 
 def _factor(beta: Tensor, side: int) -> Tensor:
     beta = beta.to(compute_dtype(beta.dtype))
-    if not _by_blades(beta):
+    if bivector_dimension(beta) < SMALLEST_BY_BLADES:
         # The right action of s~ = exp(-beta) on row vectors is exp(-R); R is antisymmetric, so its transpose is exp(R).
         return represented_exp(beta, _bivector_factors, side)
     multiplication, beta = (right_multiplication, -beta) if side else (left_multiplication, beta)
@@ -359,9 +352,3 @@ def right_factor(beta: Tensor) -> Tensor:
         torch.Size([4, 4])
     """
     return _factor(beta, RIGHT)
-
-
-def _by_blades(beta: Tensor) -> bool:
-    """Whether factors are made from the rotor, which pays where it has a closed form or much smaller matrices."""
-    n = bivector_dimension(beta)
-    return n > 10 or (n <= 4 and beta.shape[:-1].numel() >= FEWEST_CLOSED)

@@ -9,7 +9,7 @@ A product of strings is a string: X^a Z^b X^a' Z^b' = (-1)^(b.a') X^(a^a') Z^(b^
 import numpy as np
 from torch import Tensor
 
-from relinear.clifford.blades import device_table, take_last
+from relinear.clifford.tables import device_table, take_last
 
 
 def string_signs(b: int, columns: int) -> np.ndarray:

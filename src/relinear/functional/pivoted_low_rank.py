@@ -9,7 +9,7 @@ factor an identity takes away R^2 numbers and as many multiplications, and chang
 import torch
 from torch import Tensor
 
-from relinear.clifford.blades import take_last
+from relinear.clifford.tables import take_last
 
 #: entries of a pivoted basis stay below this in magnitude, so that nothing is lost in rounding
 LARGEST_PIVOTED = 1.05

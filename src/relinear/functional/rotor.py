@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from relinear import clifford
-from relinear.clifford.blades import device_table, take_last
 from relinear.clifford.decomposition import largest_part, power_step
+from relinear.clifford.tables import device_table, take_last
 
 
 def _elu(x: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from relinear.clifford.blades import MAX_DIMENSION, device_table
+from relinear.clifford.blades import MAX_DIMENSION
+from relinear.clifford.tables import device_table
 from relinear.core.config import MOST_LAYERS, Bounds, Count, NonNegative, check_choice, register
 from relinear.core.dense_cache import dense_inference
 from relinear.core.inference import ParameterCache

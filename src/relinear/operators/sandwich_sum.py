@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear import clifford
-from relinear.clifford.blades import device_table
+from relinear.clifford.tables import device_table
 from relinear.core.inference import CachingModule, ParameterCache
 from relinear.functional.rotor import (
     from_windows,
