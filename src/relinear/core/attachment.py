@@ -9,8 +9,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from relinear.core.adapters import say_adapters_leave_out, train_new_parameters
-from relinear.core.anatomy import unwrapped
+from relinear.core.anatomy import say_adapters_leave_out, train_new_parameters, unwrapped
 from relinear.core.config import Config
 from relinear.core.drawn import mark_drawn_
 

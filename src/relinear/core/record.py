@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from relinear.core.adapters import stock_name
-from relinear.core.anatomy import unwrapped
+from relinear.core.anatomy import stock_name, unwrapped
 from relinear.core.attachment import attachments
 from relinear.core.aux import install_aux_hooks, named_operators
 from relinear.core.config import shown

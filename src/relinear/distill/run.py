@@ -16,8 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from relinear.core.adapters import stock_name
-from relinear.core.anatomy import layer_index, model_name
+from relinear.core.anatomy import layer_index, model_name, stock_name
 from relinear.core.config import first_settings
 from relinear.core.modes import evaluating
 from relinear.core.operator import Operator, OperatorConfig, is_linear

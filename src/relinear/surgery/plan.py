@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from relinear.core.adapters import say_adapters_leave_out, train_new_parameters
-from relinear.core.anatomy import unwrapped
+from relinear.core.anatomy import say_adapters_leave_out, train_new_parameters, unwrapped
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import check_choice, shown
 from relinear.core.context import check_conditioned

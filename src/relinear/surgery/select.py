@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from relinear.core.adapters import BASE_LAYER, stock_name
-from relinear.core.anatomy import layer_finder, output_head, unwrapped
+from relinear.core.anatomy import BASE_LAYER, layer_finder, output_head, stock_name, unwrapped
 from relinear.core.config import layer_indices, shown
 from relinear.core.operator import Operator, is_embedding, is_linear
 from relinear.core.readers import reader_of_weight
