@@ -61,8 +61,9 @@ class TokenTerms(nn.Module):
         What a layer finds when gradient checkpointing runs it again, during the backward pass, is not kept: it is that
         of a forward whose means have been taken, and nobody would tell again which tokens count.
         """
-        again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        if not (again and self._aux_losses):  # a whole model that is run again has forgotten its terms first
+        # a whole model that is run again has forgotten its terms first
+        again = self._aux_losses and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        if not again:
             # past nn.Module's own, which looks for parameters
             object.__setattr__(self, "_aux_losses", aux_losses)
             object.__setattr__(self, "_metrics", metrics)

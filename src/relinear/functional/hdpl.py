@@ -61,8 +61,8 @@ def hdpl_results(*given: Tensor | None) -> tuple[Tensor, ...]:
 
 def hdpl_sample(mu: Tensor, logvar: Tensor, noise: Tensor) -> Tensor:
     """z = mu + exp(logvar / 2) * noise (Eq. 6), in at least float32, returned in mu's dtype; all (..., R)."""
-    mean, logvar = _upcast(mu, logvar)
-    return torch.addcmul(mean, torch.exp(0.5 * logvar), noise).to(mu.dtype)
+    wide = torch.promote_types(mu.dtype, torch.float32)
+    return torch.addcmul(mu.to(wide), torch.exp(0.5 * logvar.to(wide)), noise).to(mu.dtype)
 
 
 def hdpl_decode(x: Tensor, z: Tensor, blocks: Tensor, decoder: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -72,7 +72,8 @@ def hdpl_decode(x: Tensor, z: Tensor, blocks: Tensor, decoder: Tensor, bias: Ten
 
 def gaussian_kl(mu: Tensor, logvar: Tensor) -> Tensor:
     """KL(N(mu, sigma^2) || N(0, 1)) of each dimension, in nats (a summand of Eq. 8); (..., R), at least float32."""
-    mu, logvar = _upcast(mu, logvar)
+    wide = torch.promote_types(mu.dtype, torch.float32)
+    mu, logvar = mu.to(wide), logvar.to(wide)
     return 0.5 * (mu.square() + torch.expm1(logvar) - logvar)
 
 
@@ -122,7 +123,8 @@ def geometric_jsd(mu: Tensor, logvar: Tensor) -> Tensor:
     Returns:
         (...,) in float32 or better.
     """
-    mu, logvar = _upcast(mu, logvar)
+    wide = torch.promote_types(mu.dtype, torch.float32)
+    mu, logvar = mu.to(wide), logvar.to(wide)
     half = 0.5 * logvar
     # In forms that do not overflow before v does: log cosh a = |a| + log((1 + exp(-2 |a|)) / 2), and
     # cosh(l) / (1 + v) = (v + 1/v) / (2 (1 + v)).
@@ -157,8 +159,3 @@ def hdpl_fit(weight: Tensor, blocks: int, rank: int, sweeps: int = 16) -> tuple[
     local = block_diagonal_of(weight - up @ down, blocks)
     u, s, down = torch.linalg.svd(down, full_matrices=False)
     return local, down, up @ (u * s)
-
-
-def _upcast(mu: Tensor, logvar: Tensor) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(mu.dtype, torch.float32)
-    return mu.to(wide), logvar.to(wide)

@@ -17,15 +17,7 @@ from relinear.core.inference import prepared
 from relinear.core.latents import Latent, LatentOperator
 from relinear.core.operator import OperatorConfig
 from relinear.core.parameters import AffineParameters, are_affine
-from relinear.functional.hdpl import (
-    bounded_kl,
-    free_bits_kl,
-    gaussian_kl,
-    geometric_jsd,
-    hdpl_decode,
-    hdpl_fit,
-    hdpl_sample,
-)
+from relinear.functional import hdpl as reference
 from relinear.kernels.hdpl import few_rows, hdpl
 from relinear.kernels.native import refuses_rows
 from relinear.kernels.native.build import is_loaded_beside
@@ -105,6 +97,8 @@ class HDPLLinear(LatentOperator):
             if run is not None:
                 return run(x)
         parts: Any = self._modules  # where they are: attributes of modules take a while
+        own: Any = self._parameters
+        blocks, bias = (own["blocks"], own["bias"]) if own.keys() >= {"blocks", "bias"} else (self.blocks, self.bias)
         noise, to_mu, decoder = None, parts["mu"](), parts["decoder"]()[0]
         to_logvar: Any = (None, None)
         if parts.get("logvar") is not None:
@@ -115,16 +109,15 @@ class HDPLLinear(LatentOperator):
                 noise = torch.randn(*x.shape[:-1], self.config.rank, device=x.device, dtype=dtype)
         tap = None if self._taps is None else self._latent_tap
         if tap is None or not tap.edits:
-            given: Any = x, self.blocks, *to_mu, *to_logvar, decoder, self.bias, noise
-            y, z, mu, logvar = hdpl(*given)
+            y, z, mu, logvar = hdpl(x, blocks, *to_mu, *to_logvar, decoder, bias, noise)
             if tap is not None:
                 tap(Latent(z, mu, _log_variance(x, mu, *to_logvar) if logvar is None else logvar))
         else:
             mu = affine(x, *to_mu)
             logvar = _log_variance(x, mu, *to_logvar)
-            z = mu if noise is None else hdpl_sample(mu, logvar, noise)
+            z = mu if noise is None else reference.hdpl_sample(mu, logvar, noise)
             z = tap(Latent(z, mu, logvar))
-            y = hdpl_decode(x, z, self.blocks, decoder, self.bias)
+            y = reference.hdpl_decode(x, z, blocks, decoder, bias)
         if noise is not None and logvar is not None:
             self._regularise(mu, logvar)
         return y
@@ -132,13 +125,14 @@ class HDPLLinear(LatentOperator):
     def _regularise(self, mu: Tensor, logvar: Tensor) -> None:
         config = self.config
         if config.bound == "geometric_jsd":
-            divergence = loss = geometric_jsd(mu, logvar)
+            divergence = loss = reference.geometric_jsd(mu, logvar)
             clamped = torch.zeros_like(loss)
         else:
-            kl = gaussian_kl(mu, logvar)
+            kl = reference.gaussian_kl(mu, logvar)
             divergence = kl.sum(-1)
-            free = config.bound == "free_bits"
-            loss, clamped = free_bits_kl(kl, config.free_nats_per_dim) if free else bounded_kl(divergence)
+            loss, clamped = reference.bounded_kl(divergence)
+            if config.bound == "free_bits":
+                loss, clamped = reference.free_bits_kl(kl, config.free_nats_per_dim)
         self.note(
             {"latent": config.beta * loss},
             {"clamped": clamped.to(loss.dtype).detach(), "divergence": divergence.detach()},
@@ -158,7 +152,7 @@ class HDPLLinear(LatentOperator):
         encoder is set to log sigma^2 = -8, so that noise in training stays near 2 % of a latent of unit variance.
         """
         pairs = min(self.config.rank // 2, *weight.shape)
-        blocks, down, up = hdpl_fit(weight, self.config.blocks, pairs)
+        blocks, down, up = reference.hdpl_fit(weight, self.config.blocks, pairs)
         self.blocks.copy_(blocks)
         self.mu.weight[: 2 * pairs].copy_(torch.cat([down, -down]))
         self.decoder.weight.copy_(nn.functional.pad(torch.cat([up, -up], 1), (0, self.config.rank - 2 * pairs)))
