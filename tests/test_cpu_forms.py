@@ -6,7 +6,7 @@ from cases import ccl_results
 from relinear import functional
 from relinear.functional.block_hadamard import hadamard as butterflies
 from relinear.kernels import block_hadamard, ccl, forms, native
-from relinear.kernels.cpu.portions import row_portions
+from relinear.kernels.autograd import row_portions
 
 
 def test_rows_are_covered_once():

@@ -13,8 +13,7 @@ from cases import ccl_results
 from relinear.functional import hdpl as functional_hdpl
 from relinear.functional import rounding
 from relinear.functional import transponder as reference
-from relinear.kernels import ccl, hdpl, native, quantized, transponder
-from relinear.kernels.cpu import products
+from relinear.kernels import autograd, ccl, hdpl, native, quantized, transponder
 from relinear.kernels.forms import Call
 from relinear.kernels.native import build
 from relinear.system import machine
@@ -65,9 +64,9 @@ def modulated_arguments(tokens, inputs, outputs, rank, scalar):
 @pytest.mark.parametrize("scalar", [True, False], ids=["both-gates", "channel-gate"])
 @pytest.mark.parametrize("rank", [1, 4, 7, 16])
 @pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(37, 24, 40), (1, 3, 1), (50, 70, 1030)])
-@pytest.mark.parametrize("portion", [400, transponder.BACKWARD_PORTION], ids=["portions", "whole"])
+@pytest.mark.parametrize("portion", [400, autograd.BACKWARD_PORTION], ids=["portions", "whole"])
 def test_modulated_output_and_gradients(portion, tokens, inputs, outputs, rank, scalar, dtype, any_size, monkeypatch):
-    monkeypatch.setattr(transponder, "BACKWARD_PORTION", portion)
+    monkeypatch.setattr(autograd, "BACKWARD_PORTION", portion)
     drawn = modulated_arguments(tokens, inputs, outputs, rank, scalar)
     given = [t.to(dtype) for t in drawn[:4]] + drawn[4:]
     exact = [None if t is None else t.double().requires_grad_() for t in given]
@@ -82,9 +81,9 @@ def test_modulated_output_and_gradients(portion, tokens, inputs, outputs, rank, 
         close(mine, theirs, dtype, roundings=2)
 
 
-@pytest.mark.parametrize("portion", [400, transponder.BACKWARD_PORTION], ids=["portions", "whole"])
+@pytest.mark.parametrize("portion", [400, autograd.BACKWARD_PORTION], ids=["portions", "whole"])
 def test_gradients_of_a_modulated_layer_whose_weight_is_frozen(portion, any_size, monkeypatch):
-    monkeypatch.setattr(transponder, "BACKWARD_PORTION", portion)
+    monkeypatch.setattr(autograd, "BACKWARD_PORTION", portion)
     drawn, results = modulated_arguments(37, 24, 40, 8, True), []
     for layer, dtype in ((transponder.modulated_linear, torch.float32), (reference.modulated_linear, torch.float64)):
         given = [t.to(dtype).requires_grad_(at not in (1, 2)) for at, t in enumerate(drawn)]
@@ -256,10 +255,10 @@ def test_products_and_their_gradients(rows, inputs, outputs, any_size, monkeypat
     try:
         for offset in (bias, None):
             exact = x.double() @ weight.double().T + (0 if offset is None else offset.double())
-            close(products.product(x, weight, offset), exact, torch.float32)
+            close(hdpl.product(x, weight, offset), exact, torch.float32)
         for _ in range(2):
-            close(products.product_gradient(grad, x), grad.double().T @ x.double(), torch.float32)
-            monkeypatch.setattr(products, "LARGEST_GRADIENT", 0)
+            close(hdpl.product_gradient(grad, x), grad.double().T @ x.double(), torch.float32)
+            monkeypatch.setattr(hdpl, "LARGEST_GRADIENT", 0)
     finally:
         torch.use_deterministic_algorithms(False)
     assert len(calls) == 3

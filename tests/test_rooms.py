@@ -128,10 +128,11 @@ def test_kernels_show_twins_and_the_choice_between_their_forms() -> None:
         "forms",
         "first_check",
         "autograd",
+        "dense",
     }
     assert stems <= {path.stem for path in (SOURCE / "functional").glob("*.py")}
     folders = {path.parent.name for path in (SOURCE / "kernels").glob("*/__init__.py")}
-    assert folders == {"cpu", "native", "triton"}
+    assert folders == {"native", "triton"}
 
 
 def test_the_readme_shows_every_room() -> None:

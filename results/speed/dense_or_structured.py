@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import relinear
-from relinear.kernels.cpu.dense import Dense
+from relinear.kernels.dense import Dense
 from relinear.system.machine import describe_machine
 from relinear.system.timing import interleave
 

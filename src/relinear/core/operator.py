@@ -218,6 +218,15 @@ class Operator(TokenTerms, CachingModule):
         return self.bias
 
     @torch.no_grad()
+    def dense_in_float32(self) -> tuple[Tensor, Tensor | None]:
+        """``to_dense()`` and ``dense_bias()``, multiplied out in float32 at least and cast back to the own dtype."""
+        dtype = next(self.parameters()).dtype
+        # A copy, so that the operator stays as it is.
+        wide = self if dtype in (torch.float32, torch.float64) else deepcopy(self).float()
+        weight, bias = wide.to_dense().to(dtype).contiguous(), wide.dense_bias()
+        return weight, None if bias is None else bias.to(dtype)
+
+    @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:
         """Overwrite the parameters with the best fit of ``linear`` (nn.Linear, Conv1D or an operator with to_dense).
 
@@ -416,16 +425,6 @@ def dense_weight(module: Any) -> Tensor:
 
 
 @torch.no_grad()
-def dense_in_float32(operator: Operator) -> tuple[Tensor, Tensor | None]:
-    """``to_dense()`` and ``dense_bias()``, multiplied out in float32 at least and cast back to the operator's dtype."""
-    dtype = next(operator.parameters()).dtype
-    # A copy, so that the operator stays as it is.
-    wide = operator if dtype in (torch.float32, torch.float64) else deepcopy(operator).float()
-    weight, bias = wide.to_dense().to(dtype).contiguous(), wide.dense_bias()
-    return weight, None if bias is None else bias.to(dtype)
-
-
-@torch.no_grad()
 def plain_linear(operator: Operator) -> nn.Module:
     """Return the stock layer (nn.Linear, Conv1D, nn.Embedding) that a context-free operator stands for, multiplied out.
 
@@ -435,7 +434,7 @@ def plain_linear(operator: Operator) -> nn.Module:
     if operator.config.conditioned:
         raise NotLinearError(f"{operator.config.kind} depends on the context of each token")
     reference = next(operator.parameters())
-    weight, bias = dense_in_float32(operator)
+    weight, bias = operator.dense_in_float32()
     if weight.ndim != 2:
         raise NotLinearError(f"{operator.config.kind} has one matrix per token")
     if bias is not None and operator.bias is None:

@@ -10,16 +10,8 @@ from torch import Tensor, nn
 
 from relinear.core.aux import named_operators
 from relinear.core.config import shown
-from relinear.core.operator import (
-    Init,
-    Operator,
-    OperatorConfig,
-    ParamRole,
-    dense_bias,
-    dense_weight,
-    is_conv1d,
-    linear_features,
-)
+from relinear.core.operator import Init, Operator, OperatorConfig, dense_bias, dense_weight, is_conv1d, linear_features
+from relinear.core.roles import ParamRole
 from relinear.core.token_terms import TokenTerms
 
 

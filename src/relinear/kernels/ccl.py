@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from relinear.functional import ccl as reference
-from relinear.kernels import native
-from relinear.kernels.autograd import as_given, differentiable_as, lowered, save, was_changed, watched
-from relinear.kernels.cpu.portions import BACKWARD_PORTION, row_portions
+from relinear.kernels import autograd, native
+from relinear.kernels.autograd import as_given, differentiable_as, lowered, row_portions, save, was_changed, watched
 from relinear.kernels.forms import Call, Form, dispatch, is_plain, shape_of, tell
 
 #: of the LayerNorm
@@ -170,7 +169,7 @@ class _GatedLinear(torch.autograd.Function):
             _add_product(to_mix, to_value.T, h[rows], rows.start == 0)
             _add_product(to_weight, to_logits.T, features[rows], rows.start == 0)
 
-        for rows in row_portions(y, BACKWARD_PORTION):
+        for rows in row_portions(y, autograd.BACKWARD_PORTION):
             add(rows)
         to_bias, to_gate_bias = to_biases.to(mix.dtype)
         grads = to_h, to_mix.to(mix.dtype), None if bias is None else to_bias

@@ -1,6 +1,6 @@
 """Twin of ``functional.hdpl``: one kernel for a few rows, and products in C++ where torch's library is slower."""
 
-# Legend: N tokens, I in, O out, K blocks, R latent size
+# Legend: N tokens, I in, O out, K blocks, R latent size or columns of a low-rank part
 
 import functools
 from collections.abc import Callable
@@ -14,12 +14,13 @@ from relinear.functional import hdpl as reference
 from relinear.functional.hdpl import HDPLOutput
 from relinear.kernels import native, triton
 from relinear.kernels.autograd import differentiable_as, save
-from relinear.kernels.cpu.products import block_low_rank, block_low_rank_gradient, product, product_gradient
 from relinear.kernels.forms import Call, Form, dispatch, shape_of, tell
 from relinear.system.machine import has_narrow_products
 
 #: tokens from which one C++ kernel takes less time than torch's products: it copies weights
 FEWEST_NATIVE_TOKENS = 512
+#: entries of a gradient up to which its sums, which are added to some rows at a time, stay in the second cache
+LARGEST_GRADIENT = 1 << 19
 
 
 _refuses_triton = functools.partial(
@@ -82,6 +83,37 @@ def few_rows(x: Tensor, *parameters: Tensor | None) -> Callable[[Tensor], Tensor
     layer = native.kernels().hdpl_layer.default
     tell("hdpl", "C++ for a few rows, prepared", shape_of(x), {})
     return lambda x: layer(x, *parameters)[0]
+
+
+# Float32 products of matrices in ``products.cpp``
+
+
+def block_low_rank(x: Tensor, s: Tensor, blocks: Tensor, up: Tensor, bias: Tensor | None) -> Tensor:
+    """diag(blocks) x + up s + bias (N, O), without a graph, of x (N, I), s (N, R), blocks (K, O/K, I/K), up (O, R)."""
+    y, bias = x.new_empty(x.shape[0], up.shape[0]), None if bias is None else bias.contiguous()
+    native.kernels().block_low_rank(y, x.contiguous(), blocks, s.contiguous(), up, bias)
+    return y
+
+
+def block_low_rank_gradient(grad: Tensor, x: Tensor, s: Tensor, blocks: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of blocks and up from that (N, O) of ``block_low_rank``'s result."""
+    found = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in (blocks, up)]
+    native.kernels().block_low_rank_gradient(*found, grad.contiguous(), x.contiguous(), s.contiguous())
+    return found[0], found[1]
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x weight^T + bias (N, O), without a graph, of x (N, I) and weight (O, I)."""
+    return block_low_rank(x, x.new_empty(x.shape[0], 0), weight[None], weight.new_empty(weight.shape[0], 0), bias)
+
+
+def product_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """grad^T x (O, I) of grad (N, O) and x (N, I), in C++ where it is small enough for it."""
+    outputs, inputs = grad.shape[1], x.shape[1]
+    if outputs * inputs > LARGEST_GRADIENT:
+        return grad.T @ x
+    empty = x.new_empty(x.shape[0], 0), x.new_empty(1, outputs, inputs), x.new_empty(outputs, 0)
+    return block_low_rank_gradient(grad, x, *empty)[0][0]
 
 
 def _results(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise) -> tuple[Tensor, ...]:

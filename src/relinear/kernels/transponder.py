@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from relinear.functional import transponder as reference
-from relinear.kernels import native, triton
-from relinear.kernels.autograd import as_given, differentiable_as, lowered, save, was_changed, watched
-from relinear.kernels.cpu.portions import BACKWARD_PORTION, row_portions
+from relinear.kernels import autograd, native, triton
+from relinear.kernels.autograd import as_given, differentiable_as, lowered, row_portions, save, was_changed, watched
 from relinear.kernels.forms import Call, Form, dispatch, is_plain, shape_of, tell
 
 Alpha = Tensor | float
@@ -64,7 +63,7 @@ class _ModulatedLinear(torch.autograd.Function):
             if need[2]:
                 to_bias.add_(to_z.sum(0))
 
-        for rows in row_portions(y, BACKWARD_PORTION):
+        for rows in row_portions(y, autograd.BACKWARD_PORTION):
             add(rows)
         to_scalar = None
         if scalar is not None:

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import MOST_LAYERS, Bounds, Count, check_fits, register
-from relinear.core.dense_cache import dense_inference
 from relinear.core.operator import Operator, OperatorConfig
 from relinear.core.parameters import ListedParameters
 from relinear.functional.block_hadamard import block_hadamard_dense, block_hadamard_fit, block_hadamard_sizes
 from relinear.kernels.block_hadamard import block_hadamard, hadamard_flops
-from relinear.kernels.cpu.dense import Dense
+from relinear.kernels.dense import Dense, dense_inference
 
 _DENSE = Dense(
     "block_hadamard",

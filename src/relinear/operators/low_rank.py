@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import Count, check_fits, register
-from relinear.core.dense_cache import dense_inference
 from relinear.core.moments import Moments
 from relinear.core.operator import Operator, OperatorConfig, dense_weight, linear_features
 from relinear.functional.low_rank import low_rank, low_rank_factors, weighted_spectrum
-from relinear.kernels.cpu.dense import Dense
+from relinear.kernels.dense import Dense, dense_inference
 
 #: in training never: two products are few
 _DENSE = Dense("low_rank", {torch.float32: ((8, 256),), torch.bfloat16: ((8, 512), (math.inf, 256))})

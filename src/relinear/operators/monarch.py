@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import Count, check_fits, register
-from relinear.core.dense_cache import dense_inference
 from relinear.core.operator import Operator, OperatorConfig
 from relinear.functional.monarch import monarch, monarch_dense, monarch_factors
-from relinear.kernels.cpu.dense import Dense
+from relinear.kernels.dense import Dense, dense_inference
 
 _DENSE = Dense("monarch", kept={torch.float32: ((8, 1024), (math.inf, 256)), torch.bfloat16: ((math.inf, 1024),)})
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.config import register
-from relinear.core.dense_cache import dense_inference
 from relinear.core.operator import OperatorConfig, ParamRole
 from relinear.functional.pivoted_low_rank import pivoted_factors
-from relinear.kernels.cpu.dense import Dense
+from relinear.kernels.dense import Dense, dense_inference
 from relinear.kernels.pivoted_low_rank import pivoted_low_rank
 from relinear.operators.low_rank import RankConfig, RankLinear
 

@@ -14,16 +14,7 @@ from torch import Tensor, nn
 from relinear.core.config import Bounds, Count, register
 from relinear.core.moments import Moments
 from relinear.core.operator import Operator, OperatorConfig, ParamRole, dense_weight
-from relinear.functional.quantized import (
-    centred,
-    dequantized,
-    gguf_rows,
-    group_count,
-    pack,
-    packed_width,
-    unpack,
-    words,
-)
+from relinear.functional import quantized as reference
 from relinear.functional.rounding import Grid, descend, gptq, nearest, nearest_grid, steadied
 from relinear.kernels.native.build import is_loaded_beside
 from relinear.kernels.quantized import code_changer, quantized
@@ -46,8 +37,8 @@ class QuantizedLinear(Operator):
     zeros: Tensor | None
 
     def create(self, **kw: Any) -> None:
-        outputs, groups = self.out_features, group_count(self.in_features, self.config.group)
-        width, integers = packed_width(self.in_features, self.config.bits), kw | {"dtype": torch.uint8}
+        outputs, groups = self.out_features, reference.group_count(self.in_features, self.config.group)
+        width, integers = reference.packed_width(self.in_features, self.config.bits), kw | {"dtype": torch.uint8}
         self.register_buffer("codes", torch.empty(outputs, width, **integers))
         self.register_buffer("zeros", None if self.config.symmetric else torch.empty(outputs, groups, **integers))
         self.scales = nn.Parameter(torch.empty(outputs, groups, **kw))
@@ -71,11 +62,12 @@ class QuantizedLinear(Operator):
         config, at = self.config, ids.flatten()
         codes, scales = self.codes.index_select(0, at), self.scales.index_select(0, at)  # refuses negative ids
         zeros = None if self.zeros is None else self.zeros.index_select(0, at)
-        return dequantized(codes, scales, zeros, config.bits, config.group, self.in_features).unflatten(0, ids.shape)
+        found = reference.dequantized(codes, scales, zeros, config.bits, config.group, self.in_features)
+        return found.unflatten(0, ids.shape)
 
     def to_dense(self) -> Tensor:
         config = self.config
-        return dequantized(self.codes, self.scales, self.zeros, config.bits, config.group, self.in_features)
+        return reference.dequantized(self.codes, self.scales, self.zeros, config.bits, config.group, self.in_features)
 
     def gguf_type(self) -> str:
         """Return the type of GGUF's blocks that holds these integers as they are. Raises ValueError if none does."""
@@ -92,7 +84,7 @@ class QuantizedLinear(Operator):
     def gguf_rows(self) -> Tensor:
         """Return the weights (O, bytes) in blocks of ``gguf_type``."""
         config = self.config
-        return gguf_rows(self.codes, self.scales, self.zeros, config.bits, config.group, self.in_features)
+        return reference.gguf_rows(self.codes, self.scales, self.zeros, config.bits, config.group, self.in_features)
 
     @torch.no_grad()
     def packed(self) -> tuple[dict[str, int], dict[str, Tensor]]:
@@ -103,14 +95,14 @@ class QuantizedLinear(Operator):
         """
         bits, group, scales = self.config.bits, min(self.config.group, self.in_features), self.scales.detach()
         held = 4 if bits <= 4 and self.zeros is None else 8
-        codes = unpack(self.codes, bits, self.in_features).to(torch.int16)
+        codes = reference.unpack(self.codes, bits, self.in_features).to(torch.int16)
         if self.zeros is None:
             codes -= 2 ** (bits - 1)
         else:
             steps = (codes << (8 - bits)).unflatten(1, (-1, group)) - self.zeros.to(torch.int16).unsqueeze(2)
-            scales, codes = centred(steps, scales * 2.0 ** (bits - 8), 2 ** (8 - bits))
+            scales, codes = reference.centred(steps, scales * 2.0 ** (bits - 8), 2 ** (8 - bits))
         shape = torch.tensor([self.out_features, self.in_features])
-        parts = {"packed": words(codes + 2 ** (held - 1), held), "scale": scales, "shape": shape}
+        parts = {"packed": reference.words(codes + 2 ** (held - 1), held), "scale": scales, "shape": shape}
         return {"num_bits": held, "group_size": group}, parts
 
     def fit_(self, weight: Tensor) -> None:
@@ -134,7 +126,7 @@ class QuantizedLinear(Operator):
         self._take_(grid, codes)
 
     def _take_(self, grid: Grid, codes: Tensor) -> None:
-        self.codes.copy_(pack(codes, self.config.bits))
+        self.codes.copy_(reference.pack(codes, self.config.bits))
         self.scales.copy_(grid.scale)
         if self.zeros is not None:
             self.zeros.copy_(grid.zero * 2 ** (8 - self.config.bits))

@@ -14,21 +14,11 @@ from torch import Tensor, nn
 from relinear.clifford.blades import MAX_DIMENSION
 from relinear.clifford.tables import device_table
 from relinear.core.config import MOST_LAYERS, Bounds, Count, NonNegative, check_choice, register
-from relinear.core.dense_cache import dense_inference
 from relinear.core.inference import ParameterCache
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, ParamRole
-from relinear.functional.rotor import (
-    ACTIVATIONS,
-    NetworkForm,
-    branch_orders,
-    branch_permutation,
-    mixed_branches,
-    nearest_kronecker,
-    through_network,
-    window_size,
-)
+from relinear.functional import rotor as reference
 from relinear.kernels.autograd import lowered
-from relinear.kernels.cpu.dense import prefers_dense
+from relinear.kernels.dense import dense_inference, prefers_dense
 from relinear.kernels.forms import is_plain
 from relinear.kernels.rotor import PreparedNetwork, rotor_network, rotor_step, takes_network, takes_step
 from relinear.operators.sandwich_sum import SandwichSum, exponentials, tiled
@@ -45,14 +35,14 @@ def _mixed(config: Rotor, x: Tensor, window: int, step: int, slopes: Tensor, mix
     """
     branches, order = x.reshape(-1, len(mix), window), None
     if config.permute:
-        order = device_table(branch_permutation, (window, len(mix), config.seed, step), x, torch.int32)
-    y = mixed_branches(branches, order, slopes, mix, config.normalize, config.activation)
+        order = device_table(reference.branch_permutation, (window, len(mix), config.seed, step), x, torch.int32)
+    y = reference.mixed_branches(branches, order, slopes, mix, config.normalize, config.activation)
     return y.view(*x.shape[:-1], window)
 
 
 def _slopes(activation: str, learnt: Tensor | None, mix: Tensor) -> Tensor:
     """Those of the PReLU of a step's branches (W,); of an activation that is none, what nobody reads."""
-    slope = ACTIVATIONS[activation]
+    slope = reference.ACTIVATIONS[activation]
     if learnt is not None:
         return learnt.expand(len(mix))
     return mix.new_full(mix.shape, slope if isinstance(slope, float) else 1.0)
@@ -109,12 +99,12 @@ class RotorLinear(Operator):
 
     def create(self, **kw: Any) -> None:
         config, in_features, out_features = self.config, self.in_features, self.out_features
-        window = window_size(in_features, out_features)
+        window = reference.window_size(in_features, out_features)
         self.inner = inner = config.inner_size(in_features, out_features)
         if config.depth:
-            self.entry = SandwichSum(config, in_features, inner, window_size(in_features, inner), 1, **kw)
+            self.entry = SandwichSum(config, in_features, inner, reference.window_size(in_features, inner), 1, **kw)
             self.hidden = nn.ModuleList(_Branches(config, inner, k, **kw) for k in range(config.depth))
-            self.exit = SandwichSum(config, inner, out_features, window_size(inner, out_features), 1, **kw)
+            self.exit = SandwichSum(config, inner, out_features, reference.window_size(inner, out_features), 1, **kw)
         else:
             self.entry = SandwichSum(config, in_features, out_features, window, config.width, **kw)
             self.hidden, self.exit = nn.ModuleList(), None
@@ -196,10 +186,10 @@ class RotorLinear(Operator):
         orders = None
         if config.permute:
             steps = self.inner, config.width, config.depth, config.activate_entry, config.seed
-            orders = device_table(branch_orders, steps, self.entry.left, torch.int32)
+            orders = device_table(reference.branch_orders, steps, self.entry.left, torch.int32)
         windows = tuple(s.window for s in sums)
         settings = config.basis, config.windows, config.normalize, config.activate_entry, config.residual
-        form = NetworkForm(self.out_features, windows, *settings, config.activation)
+        form = reference.NetworkForm(self.out_features, windows, *settings, config.activation)
         return left, right, orders, torch.cat(slopes), torch.cat(mix), form
 
     def _rotors(self, x: Tensor) -> Sequence[tuple[Tensor, Tensor] | None]:
@@ -217,7 +207,7 @@ class RotorLinear(Operator):
             for step, rotors in zip(self.hidden, inner, strict=True)
         )
         entry, exit = functools.partial(self._enter, rotors=first), functools.partial(self.exit, rotors=last)
-        return through_network(x, entry, hidden, exit, self.config.residual)
+        return reference.through_network(x, entry, hidden, exit, self.config.residual)
 
     def _enter(self, x: Tensor, rotors: tuple[Tensor, Tensor] | None) -> Tensor:
         y = self.entry(x, rotors)
@@ -243,7 +233,7 @@ class RotorLinear(Operator):
         size = self.entry.window
         if not self.config.fits_weight or self.in_features != size or self.out_features != size:
             super().fit_(weight)
-        left, right = nearest_kronecker(weight, *self.entry.factor_sizes, self.config.width)
+        left, right = reference.nearest_kronecker(weight, *self.entry.factor_sizes, self.config.width)
         assert self.entry.right is not None
         nn.init.zeros_(self.entry.left)  # terms beyond the L^2 that suffice for any matrix
         nn.init.zeros_(self.entry.right)
@@ -362,7 +352,7 @@ class Rotor(OperatorConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("activation", self.activation, ACTIVATIONS)
+        check_choice("activation", self.activation, reference.ACTIVATIONS)
         if not self.init_std > 0:
             raise ValueError(f"init_std must be positive, got {self.init_std!r}: equal rotors would stay equal")
         sizes = {1 << n for n in range(1, MAX_DIMENSION + 1)}
@@ -418,7 +408,7 @@ class Rotor(OperatorConfig):
         """Return the width within the network."""
         if isinstance(self.inner, int):
             return self.inner
-        return window_size(in_features, in_features if self.inner == "input" else out_features)
+        return reference.window_size(in_features, in_features if self.inner == "input" else out_features)
 
     def check_shape(self, in_features: int, out_features: int) -> None:
         if min(in_features, out_features) < 2:

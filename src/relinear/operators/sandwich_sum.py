@@ -15,16 +15,8 @@ from torch import Tensor, nn
 from relinear import clifford
 from relinear.clifford.tables import device_table
 from relinear.core.inference import CachingModule, ParameterCache
-from relinear.functional.rotor import (
-    from_windows,
-    product_of_simple_rotors,
-    rotor_layer,
-    simple_parts,
-    term_orders,
-    turned_vectors,
-    window_count,
-)
-from relinear.kernels.cpu.dense import factored_cost, prefers_dense
+from relinear.functional import rotor as reference
+from relinear.kernels.dense import factored_cost, prefers_dense
 from relinear.kernels.forms import is_transformed
 from relinear.kernels.rotor import sandwich_windows
 from relinear.system.machine import cpu_features
@@ -60,7 +52,7 @@ class SandwichSum(CachingModule):
         self.config, self.in_features, self.out_features, self.window = config, in_features, out_features, window
         n = window.bit_length() - 1
         self.shape = clifford.spin_shape(n)
-        counts = (terms, window_count(out_features, window), window_count(in_features, window))
+        counts = (terms, reference.window_count(out_features, window), reference.window_count(in_features, window))
         kw = {"device": device, "dtype": dtype}
         left, right = {
             "rotor": ((n * (n - 1) // 2,),) * 2,
@@ -120,10 +112,10 @@ class SandwichSum(CachingModule):
     def _rotor_factors(self) -> tuple[Tensor, Tensor]:
         if self.exponentiates:
             return exponentials([self])[0]
-        a, b = product_of_simple_rotors(self._parts(self.left, "left_vectors"))
+        a, b = reference.product_of_simple_rotors(self._parts(self.left, "left_vectors"))
         if self.right is None:
             return a, b
-        return a, product_of_simple_rotors(self._parts(self.right, "right_vectors"))[1]
+        return a, reference.product_of_simple_rotors(self._parts(self.right, "right_vectors"))[1]
 
     def _parts(self, beta: Tensor, name: str) -> Tensor:
         """Simple parts by Algorithms 1 and 2 of the paper, from where the last ones in training ended."""
@@ -131,13 +123,13 @@ class SandwichSum(CachingModule):
         beta, stored = beta.to(wide), getattr(self, name)
         again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         if again:  # gradient checkpointing: what the forward pass found is there
-            return simple_parts(beta, stored.to(wide, copy=True))
+            return reference.simple_parts(beta, stored.to(wide, copy=True))
         assert self.config.power_iterations is not None
-        vectors = turned_vectors(beta, stored.to(wide), self.config.power_iterations)
+        vectors = reference.turned_vectors(beta, stored.to(wide), self.config.power_iterations)
         if self.training and torch.is_grad_enabled() and not is_transformed():
             with torch.no_grad():
                 stored.copy_(vectors)
-        return simple_parts(beta, vectors)
+        return reference.simple_parts(beta, vectors)
 
     def factors(self, rotors: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Left (W, o, i, S, L, L) and right (W, o, i, S, R, R) matrices, in at least single precision.
@@ -167,9 +159,9 @@ class SandwichSum(CachingModule):
         """Return the map itself, with factors in the dtype of ``x``."""
         orders, terms = None, self.counts[0]
         if self.config.permute_terms and terms > 1:
-            orders = device_table(term_orders, (self.window, terms, self.config.seed), x)
+            orders = device_table(reference.term_orders, (self.window, terms, self.config.seed), x)
         settings = self.config.basis, sandwich_windows, self.config.windows, orders
-        return rotor_layer(x, left, right, self.out_features, self.window, *settings)
+        return reference.rotor_layer(x, left, right, self.out_features, self.window, *settings)
 
     def dense(self) -> Tensor:
         """Return the (O, I) matrix in at least single precision."""
@@ -193,7 +185,7 @@ class SandwichSum(CachingModule):
         return size, size
 
     def factored_cost(self, tokens: int, dtype: torch.dtype) -> float:
-        """Of the factored form in inference on a CPU, as ``kernels.cpu.dense.dense_cost``."""
+        """Of the factored form in inference on a CPU, as ``kernels.dense.dense_cost``."""
         blade = self.config.basis == "blade"
         sizes = self.in_features, self.out_features, min(self.factor_sizes)
         return factored_cost(*sizes, math.prod(self.counts), self.flops_per_token(), blade, tokens, tiled(dtype))
@@ -256,7 +248,7 @@ class SandwichSum(CachingModule):
             if len(found) == 1:
                 return found[0].view(*x.shape[:-1], -1)
             windows = torch.stack([y.view(-1, self.window) for y in found], 1)
-            return from_windows(windows, self.out_features, self.config.windows).view(*x.shape[:-1], -1)
+            return reference.from_windows(windows, self.out_features, self.config.windows).view(*x.shape[:-1], -1)
 
         return direct
 

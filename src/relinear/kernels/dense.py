@@ -1,9 +1,16 @@
-"""Where a dense matrix on a CPU is faster than the structured product that it stands for."""
+"""A dense matrix in place of a structured product, where that is the faster form of a linear operator on a CPU.
+
+A structured product has fewer FLOPs than a dense one and more operations. Below a certain size the operations cost
+more than the FLOPs saved: in inference with weights that stay (``relinear.for_inference_``) the matrix is cached.
+"""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import linear
 
 from relinear.kernels.forms import tell
 
@@ -29,6 +36,34 @@ class Dense:
         """Return whether the kept matrix is the faster form."""
         largest = next((size for most, size in self.kept.get(dtype, ()) if tokens <= most), 0)
         return _told(in_features * out_features <= largest**2, self.kind, in_features, out_features, dtype, tokens)
+
+
+def dense_inference(operator: Any, x: Tensor, prefers: Callable[[int, int, torch.dtype, int], bool]) -> Tensor | None:
+    """``operator(x)`` through its dense matrix, or None where the structured form is to be used.
+
+    None outside of ``relinear.for_inference_``, in training, wherever gradients are recorded, off the CPU and inside
+    ``torch.compile``.
+
+    Args:
+        operator: one with a context-free ``to_dense``.
+        x: (..., in_features).
+        prefers: says for in_features, out_features, dtype and number of tokens whether dense is faster.
+    """
+    cache = operator.parameter_cache
+    if cache is None or operator.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not x.is_cpu:
+        return None
+    # sizes up to a power of two, so that one decision serves many; a single token has a power of its own
+    key = x.numel().bit_length(), x.dtype
+
+    def product() -> Callable[[Tensor], Tensor] | None:
+        tokens = ((1 << key[0]) - 1) // operator.in_features
+        if not prefers(operator.in_features, operator.out_features, x.dtype, tokens):
+            return None
+        weight, bias = cache.get("dense", operator.dense_in_float32)
+        return lambda x: linear(x, weight, bias)
+
+    run = cache.get(key, product)
+    return None if run is None else run(x)
 
 
 def prefers_dense(
