@@ -195,7 +195,7 @@ def hub(monkeypatch):
         return {split: part.to_iterable_dataset() if streaming else part for split, part in loaded.items()}
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr("relinear.data.hub.hub_in_reach", lambda: True)
+    monkeypatch.setattr("relinear.data.sources.hub_in_reach", lambda: True)
     return asked
 
 
@@ -213,7 +213,7 @@ def test_a_part_of_hub_data_is_streamed_once(hub, tmp_path):
 
 
 def test_the_hub_out_of_reach_is_one_error(monkeypatch):
-    monkeypatch.setattr("relinear.data.hub.hub_in_reach", lambda: False)
+    monkeypatch.setattr("relinear.data.sources.hub_in_reach", lambda: False)
     with pytest.raises(ValueError, match=r"'nobody/some' is no local file.*out of reach"):
         texts("nobody/some")
 

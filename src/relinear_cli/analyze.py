@@ -29,10 +29,9 @@ def command(
     **Example:** `relinear analyze runs/ccl/model --control runs/static/model --data books/ --out runs/look`
     """
     from relinear.analysis.analyses import HeldOutText, check_names
-    from relinear.analysis.report import analyses_section
     from relinear.data import DataSettings
-    from relinear.pages.page import write_page
     from relinear.system.written import check_ours
+    from relinear_cli.report import write_report_of
 
     names = [name.strip() for name in only.split(",")] if only else []
     check_names(names)
@@ -43,7 +42,7 @@ def command(
     for name, result in results.items():
         print(f"\n{name}\n{result.text}")
     print(f"\nnumbers and figures: {out.resolve()}")
-    print(f"report: {write_page(out / 'report.html', [analyses_section(out)])}")
+    print(f"report: {write_report_of([out])}")
 
 
 def analyze_saved(

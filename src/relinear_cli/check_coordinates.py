@@ -33,13 +33,13 @@ def command(
 
     **Example:** `relinear check-coordinates tiny --replace all-linear=hdpl --set num_hidden_layers=2`
     """
-    from relinear.compare.coordinates import FILE, check_coordinates, coordinates_section, coordinates_text, write_plot
+    from relinear.compare.coordinates import FILE, check_coordinates, coordinates_text, write_plot
     from relinear.compare.recipe import parse_overrides
-    from relinear.pages.page import write_page
     from relinear.system.files import write_json
     from relinear.system.machine import circumstances
     from relinear.system.written import check_ours
     from relinear.train.settings import TrainSettings
+    from relinear_cli.report import write_report_of
 
     check_ours(out, "coordinates")
     sizes = parse_numbers("--widths", widths) or []
@@ -62,7 +62,7 @@ def command(
     write_plot(found, out)
     print(coordinates_text(found))
     print(f"\nnumbers and figure: {out.resolve()}")
-    print(f"report: {write_page(out / 'report.html', [coordinates_section(out)])}")
+    print(f"report: {write_report_of([out])}")
 
 
 def _told(done: int, total: int) -> None:

@@ -38,10 +38,8 @@ def command(
     """
     from relinear.data import iter_texts
     from relinear.distill import DistillSettings, distill_
-    from relinear.distill.report import distill_section
-    from relinear.pages.blocks import read_values
-    from relinear.pages.page import write_page
     from relinear_cli.progress import watch_distillation
+    from relinear_cli.report import write_report_of
 
     settings = DistillSettings.load(given, "settings")
     mapping = options.operator_mapping(replace)
@@ -56,4 +54,4 @@ def command(
         report = distill_(loaded, mapping, texts, **how, on_progress=on_progress)
     print(report)
     print(f"model: {(out / 'model').resolve()}")
-    print(f"report: {write_page(out / 'report.html', [distill_section(read_values(out / 'report.json'))])}")
+    print(f"report: {write_report_of([out])}")

@@ -182,7 +182,7 @@ def load_model_tokenizer(model: str, tokenizer: str | None, *, separates: bool =
 
 def find_model(name: str, *, presets: bool = True) -> str:
     """``models.model_place``; a damaged directory, or a Hub name without a network, is refused at once."""
-    from relinear.data.hub import hub_in_reach
+    from relinear.data.sources import hub_in_reach
     from relinear.models import is_fetched, missing_directory, model_place
     from relinear.surgery.checkpoint import check_files
 

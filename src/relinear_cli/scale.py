@@ -29,14 +29,13 @@ def command(
 
     values = apply_overrides(read_recipe(recipe), given)
 
-    from relinear.compare.report import scale_section
     from relinear.compare.scaling import scale
     from relinear.compare.settings import CompareSettings
-    from relinear.pages.page import write_page
+    from relinear_cli.report import write_report_of
 
     settings = CompareSettings.load(values, recipe)
     prepare_process()
     with watch_comparison() as on_event:
         results = scale(settings, out, shared=share, on_event=on_event)
     print_scale(results)
-    print(f"\nreport: {write_page(out / 'report.html', [scale_section(out)]).resolve()}")
+    print(f"\nreport: {write_report_of([out]).resolve()}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from relinear.data.cache import cache_folder
 from relinear.data.chat import Conversation
-from relinear.data.hub import hub_sources
+from relinear.data.sources import hub_sources
 from relinear.data.settings import DataSettings
 from relinear.data.sources import Source, local_sources, stdlib_source
 

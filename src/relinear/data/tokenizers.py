@@ -9,7 +9,7 @@ import numpy as np
 
 from relinear.core.config import shown
 from relinear.data.chat import Closed, spoken
-from relinear.data.hub import hub_in_reach
+from relinear.data.sources import hub_in_reach
 from relinear.system.text import cut
 
 END, PAD = "<|endoftext|>", "<|pad|>"
