@@ -193,10 +193,11 @@ def _check_tunable(recipe: CompareSettings, name: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tuning:
-    """What was tried for an entry and found best; ``results.json`` has it without what is None."""
+class _Choice:
+    """An entry's settings, and what tuning tried and found best; ``trials`` is None where nothing was tried."""
 
-    trials: list[dict[str, Any]]
+    settings: TrainSettings
+    trials: list[dict[str, Any]] | None = None
     edge: bool = False
     initializer_edge: bool | None = None
     warmup_ratio: float | None = None
@@ -205,17 +206,12 @@ class _Tuning:
     diverged: list[float] | None = None
     initializer_range: float | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    @property
+    def tuning(self) -> dict[str, Any] | None:
         """As ``results.json`` has it."""
-        return {key: value for key, value in vars(self).items() if value is not None}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Choice:
-    """An entry's settings with what tuning found, and what it tried (None where nothing was)."""
-
-    settings: TrainSettings
-    tuning: _Tuning | None
+        if self.trials is None:
+            return None
+        return {key: value for key, value in vars(self).items() if value is not None and key != "settings"}
 
 
 def _at(settings: TrainSettings, rate: float, initializer_range: float | None) -> TrainSettings:
@@ -276,8 +272,7 @@ class _Comparison:
                 blocks = [round(float(loss), 5) for loss in self._losses(name, seed)]
                 run = {"seed": seed, **result.to_dict(), "curve": result.curve, "block_losses": blocks}
                 runs.append(run | {"stacked": read_json(self._folder(name, seed) / RUN).get("stacked")})
-            tuning = choice.tuning and choice.tuning.to_dict()
-            entry = entry_result(planned, choice.settings, tuning, runs, speed.get(name))
+            entry = entry_result(planned, choice.settings, choice.tuning, runs, speed.get(name))
             entries.append(entry | {"dense": self.recipe.entries[name].dense, "gap": gaps.get(name)})
         return {
             "format": FORMAT,
@@ -322,7 +317,7 @@ class _Comparison:
         """Tune an entry, then train it on every seed; where a final run diverges, all take a lower rate."""
         name = planned.name
         try:
-            tuned = _Choice(planned.settings, None)
+            tuned = _Choice(planned.settings)
             if self.recipe.tune is not None:
                 tuned = yield from self._tuned(planned, self.recipe.tune)
             while True:
@@ -336,7 +331,7 @@ class _Comparison:
     def _tuned(self, planned: Planned, tune: Tune) -> Work[_Choice]:
         """The rate, initialisation and warm-up that are found best, in short runs and in runs of full length."""
         settings, rate, spread, ratio = planned.settings, planned.settings.learning_rate, None, None
-        tuning, trials = None, None
+        tuning, trials = dict[str, Any](), None
         if self.recipe.entries[planned.name].learning_rate is None:
             ratios = (None,) if self.recipe.keeps_warmup(planned.name) else (tune.warmup_ratio or (None,))
             written = None
@@ -349,24 +344,19 @@ class _Comparison:
                 grid = list(tune.learning_rates)
                 raise ValueError(f"training diverged at every learning rate of the grid {grid}; lower it")
             rate, spread = found.rate, found.initializer_range
-            tuning = _Tuning(
-                [row for each in searches for row in each.rows()],
-                found.edge,
-                found.initializer_edge,
-                ratio,
-                # with two of them each is an end
-                None if ratio is None else len(ratios) > 2 and ratio in (ratios[0], ratios[-1]),
-                initializer_range=spread,
-            )
+            tuning = {"trials": [row for each in searches for row in each.rows()], "edge": found.edge}
+            tuning |= {"initializer_edge": found.initializer_edge, "initializer_range": spread, "warmup_ratio": ratio}
+            if ratio is not None:  # with two of them each is an end
+                tuning["warmup_edge"] = len(ratios) > 2 and ratio in (ratios[0], ratios[-1])
         if tune.check_full_length:
             if trials is None or tune.fraction < 1:  # else tuning's own are of full length
                 trials = self._trials(planned.name, settings, 1.0, ratio, full=True)
             full = yield from beside(tune, trials, rate, spread)
             told = {"trials": trials.rows(), "from": rate, "moved": full.rate != rate, "edge": full.edge}
             # the edge that is told is that of the rate that is used
-            tuning = dataclasses.replace(tuning or _Tuning([]), edge=full.edge, full_length=told)
+            tuning = {"trials": [], **tuning, "edge": full.edge, "full_length": told}
             rate = full.rate
-        return _Choice(_at(_warmed(settings, ratio), rate, spread), tuning)
+        return _Choice(_at(_warmed(settings, ratio), rate, spread), **tuning)
 
     def _given_up(self, name: str) -> list[float]:
         """The rates at which a final run of an entry diverged."""
@@ -375,15 +365,15 @@ class _Comparison:
 
     def _below_diverged(self, name: str, choice: _Choice) -> _Choice:
         """``choice``, or that at the next lower rate of those tried at which no final run has diverged."""
-        given_up, rate, tuning, diverged = self._given_up(name), choice.settings.learning_rate, choice.tuning, []
-        if tuning is None or rate not in given_up:
+        given_up, rate, diverged = self._given_up(name), choice.settings.learning_rate, []
+        if choice.trials is None or rate not in given_up:
             return choice
         lower = [
             trial["learning_rate"]
-            for trial in [*tuning.trials, *(tuning.full_length or {}).get("trials", ())]
+            for trial in [*choice.trials, *(choice.full_length or {}).get("trials", ())]
             if trial["validation_loss"] is not None
-            and trial.get("initializer_range") == tuning.initializer_range
-            and trial.get("warmup_ratio") in (None, tuning.warmup_ratio)
+            and trial.get("initializer_range") == choice.initializer_range
+            and trial.get("warmup_ratio") in (None, choice.warmup_ratio)
         ]
         while rate in given_up:
             diverged.append(rate)
@@ -392,7 +382,7 @@ class _Comparison:
                 at = ", ".join(f"{r:g}" for r in diverged)
                 raise ValueError(f"final runs diverged at {at}, and no lower learning rate was tried; lower the grid")
             rate = max(below)
-        return _Choice(choice.settings.updated(learning_rate=rate), dataclasses.replace(tuning, diverged=diverged))
+        return dataclasses.replace(choice, settings=choice.settings.updated(learning_rate=rate), diverged=diverged)
 
     def _trials(
         self, name: str, settings: TrainSettings, fraction: float, ratio: float | None, full: bool = False
@@ -439,7 +429,7 @@ class _Comparison:
             try:
                 self._run("train", what, settings, folder)
             except NonFiniteLossError:
-                if choice.tuning is None:
+                if choice.trials is None:
                     raise
                 given_up = sorted({*self._given_up(name), settings.learning_rate})
                 write_json(self.out_dir / TUNING / name / DIVERGED, given_up)

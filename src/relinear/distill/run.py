@@ -133,8 +133,10 @@ def _carried_out(run: _Run, groups: list[list[Replacement]], whole: Plan, resume
     """Fit what an earlier call did not."""
     with evaluating(run.model):
         before = run.perplexity("before")
-    if run.settings.bias:
-        _give_biases_(run.model, whole)
+    if run.settings.bias:  # of zeros, to every target that has none, so that its operator has one, in checkpoints too
+        bare = [stock_name(r.name) for r in whole.replacements if getattr(r.target.module, "bias", None) is None]
+        if bare:
+            attach_(run.model, LayerBias(layers=tuple(bare)))
     done = run.restore(groups, whole, resume)
     with evaluating(run.model):
         for number, group in enumerate(groups[len(done) :], start=len(done)):
@@ -187,13 +189,6 @@ def _check_biases(whole: Plan) -> None:
                 f"bias=True: {r.name} is an operator without a bias already ({r.target.module.config}), and only plain "
                 "linear layers can be given one; leave it out with exclude="
             )
-
-
-def _give_biases_(model: nn.Module, whole: Plan) -> None:
-    """A bias of zeros to every target that has none, so that its operator has one, in checkpoints too."""
-    names = [stock_name(r.name) for r in whole.replacements if getattr(r.target.module, "bias", None) is None]
-    if names:
-        attach_(model, LayerBias(layers=tuple(names)))
 
 
 @dataclasses.dataclass

@@ -264,9 +264,8 @@ def _dataset_windows(dataset: Any, max_tokens: int | None) -> Iterator[tuple[Ten
     used = 0
     for index in range(len(dataset)):
         item = dataset[index]
-        ids, labels = torch.as_tensor(item["input_ids"]), torch.as_tensor(item["labels"])
-        if max_tokens is not None:
-            ids, labels = ids[: max_tokens - used], labels[: max_tokens - used]
+        left = None if max_tokens is None else max_tokens - used
+        ids, labels = (torch.as_tensor(item[name])[:left] for name in ("input_ids", "labels"))
         if len(ids) > 1:
             yield ids, labels
         used += len(ids)

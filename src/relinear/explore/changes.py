@@ -4,6 +4,8 @@
 
 import random
 from collections.abc import Mapping
+from importlib import resources
+from string import Template
 from typing import Any, NamedTuple
 
 import torch
@@ -101,26 +103,11 @@ def _side_by_side(subject: Subject, sides: Mapping[str, Mapping[str, Any]]) -> d
 
 def code(subject: Subject, text: str, change: Change, new: int) -> str:
     """Return a program that repeats a change."""
-    lines = [
-        "import torch",
-        "from transformers import AutoTokenizer",
-        "",
-        "import relinear",
-        "",
-        f"model = relinear.from_pretrained({subject.path!r}).eval()",
-        f"tokenizer = AutoTokenizer.from_pretrained({subject.tokenizer.name_or_path!r})",
-        f"ids = torch.tensor([tokenizer({text!r}, add_special_tokens=False)['input_ids']])",
-        f"with torch.no_grad(), relinear.intervene(model, {change.code()}):",
-        "    shares = model(ids).logits[0, -1].softmax(-1)",
-    ]
-    if new:
-        settings = f"max_new_tokens={new}, do_sample=False, pad_token_id={subject.padding()}"
-        lines.append(f"    written = model.generate(ids, attention_mask=torch.ones_like(ids), {settings})")
-    lines.append("for share, token in zip(*shares.topk(5)):")
-    lines.append("    print(f'{share:.3f}', repr(tokenizer.decode([token])))")
-    if new:
-        lines.append("print(tokenizer.decode(written[0, ids.shape[1]:]))")
-    return "\n".join(lines) + "\n"
+    program = resources.files("relinear.explore").joinpath("change.txt").read_text(encoding="utf-8")
+    given = {"path": subject.path, "tokenizer": subject.tokenizer.name_or_path, "text": text, "new": new}
+    shown = {name: repr(value) for name, value in given.items()} | {"change": change.code()}
+    lines = program.splitlines() if new else [line for line in program.splitlines() if "written" not in line]
+    return Template("\n".join(lines)).substitute(shown, padding=subject.padding()) + "\n"
 
 
 def effect(subject: Subject, site: str, unit: int, seed: int = 0) -> dict[str, Any]:
