@@ -15,18 +15,9 @@ from relinear.compare.report import read_results, results_section, results_table
 from relinear.compare.worker import InProcess
 from relinear.distill.report import distill_section
 from relinear.pages import page as pages
-from relinear.pages.blocks import (
-    Cell,
-    Chart,
-    Listing,
-    Row,
-    Section,
-    Table,
-    Text,
-    as_yaml,
-    picture_of,
-)
+from relinear.pages.blocks import Cell, Chart, Listing, Row, Section, Table, Text
 from relinear.pages.figures import Axis, Panel, Series, described
+from relinear.pages.records import as_yaml, picture_of
 from relinear_cli.main import main
 
 RESULTS = Path(__file__).parents[1] / "results"

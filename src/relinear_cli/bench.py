@@ -78,8 +78,8 @@ def command(
 def _layers(settings: BenchSettings, out: Path) -> dict[str, Any]:
     from relinear.bench.report import layers_section
     from relinear.bench.run import run_bench, table
-    from relinear.pages.blocks import picture_of
     from relinear.pages.page import write_page
+    from relinear.pages.records import picture_of
     from relinear.system.text import columns
     from relinear_cli.progress import watch_reports
 

@@ -95,7 +95,7 @@ def analyze_models(folders: list[Path]) -> None:
 def _data_of(folder: Path) -> DataSettings:
     """What a run was trained on. Raises ValueError where its run.json does not say so."""
     from relinear.data import DataSettings
-    from relinear.pages.blocks import read_values
+    from relinear.pages.records import read_values
 
     try:
         return DataSettings(**read_values(folder / "run.json")["settings"]["data"])
@@ -159,7 +159,7 @@ def _section(run: Path) -> Section:
     from relinear.compress.atlas import atlas_section
     from relinear.compress.report import report_section
     from relinear.distill.report import distill_section
-    from relinear.pages.blocks import picture_of, read_values
+    from relinear.pages.records import picture_of, read_values
     from relinear.train.report import run_section
 
     for name, of_directory in ((SCALE, scale_section), (RESULTS, results_section), (COORDINATES, coordinates_section)):

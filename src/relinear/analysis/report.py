@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from relinear.analysis.analyses import analysis, known_analyses
-from relinear.pages.blocks import Block, Chart, Listing, Section, Text, about, picture_of, read_values, what_ran
+from relinear.pages.blocks import Block, Chart, Listing, Section, Text
+from relinear.pages.records import about, picture_of, read_values, what_ran
 
 #: what ``relinear analyze`` was asked, and where it ran
 RECORD = "analyze.json"

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from relinear.bench.operators import DENSE, phase_of
-from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text, about, as_yaml, what_ran
+from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text
 from relinear.pages.drawn import save_panels
 from relinear.pages.figures import Axis, Guide, Panel, Series, colours
+from relinear.pages.records import about, as_yaml, what_ran
 
 
 def layers_section(values: Mapping[str, Any], image: str | None = None) -> Section:

@@ -20,21 +20,10 @@ from relinear.core.anatomy import decoder_layers, paths
 from relinear.core.modes import watching
 from relinear.data import prepare_data
 from relinear.models import preset_config, preset_names
-from relinear.pages.blocks import (
-    Block,
-    Cell,
-    Chart,
-    Row,
-    Section,
-    Table,
-    Text,
-    about,
-    picture_of,
-    read_values,
-    what_ran,
-)
+from relinear.pages.blocks import Block, Cell, Chart, Row, Section, Table, Text
 from relinear.pages.drawn import save_panels
 from relinear.pages.figures import PALETTE, Axis, Panel, Series, blend
+from relinear.pages.records import about, picture_of, read_values, what_ran
 from relinear.system.text import columns
 from relinear.train.optim import build_optimizer
 from relinear.train.run import build_model

@@ -11,23 +11,11 @@ from typing_extensions import TypedDict  # pydantic asks for it before Python 3.
 from relinear.compare import figures
 from relinear.core.config import shown
 from relinear.core.settings import readable
-from relinear.pages.blocks import (
-    Block,
-    Cell,
-    Chart,
-    Listing,
-    Row,
-    Section,
-    Table,
-    Text,
-    about,
-    as_yaml,
-    picture_of,
-    what_ran,
-)
+from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text
 from relinear.pages.drawn import save_panels
 from relinear.pages.figures import Panel, colours
 from relinear.pages.page import write_page
+from relinear.pages.records import about, as_yaml, picture_of, what_ran
 from relinear.system.files import read_json
 from relinear.system.student import half_width
 

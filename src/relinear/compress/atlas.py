@@ -21,10 +21,11 @@ from relinear.core.modes import evaluating
 from relinear.core.moments import Moments
 from relinear.core.operator import NotLinearError, OperatorConfig, dense_weight, linear_features
 from relinear.core.settings import Settings
-from relinear.pages.blocks import Block, Cell, Chart, Row, Section, Table, Text, about, what_ran
+from relinear.pages.blocks import Block, Cell, Chart, Row, Section, Table, Text
 from relinear.pages.drawn import save_panels
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series, colours
 from relinear.pages.page import write_page
+from relinear.pages.records import about, what_ran
 from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
 from relinear.system.machine import circumstances

@@ -12,8 +12,9 @@ from relinear.compress.plan import CompressPlan, MeasuredPoint, by_type, holds_i
 from relinear.compress.speed import PlannedSpeed
 from relinear.core.operator import OperatorConfig
 from relinear.pages import page as pages
-from relinear.pages.blocks import Chart, Part, Section, about, what_ran
+from relinear.pages.blocks import Chart, Part, Section
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Panel, Series, blend
+from relinear.pages.records import about, what_ran
 from relinear.system.machine import circumstances
 
 #: times the original's share of repeated 4-grams from which greedy text is said to degenerate

@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text, about, as_yaml, what_ran
+from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text
 from relinear.pages.figures import PALETTE, Axis, Panel, Series
+from relinear.pages.records import about, as_yaml, what_ran
 from relinear.system.text import columns
 
 

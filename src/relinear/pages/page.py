@@ -10,8 +10,9 @@ from pathlib import Path
 
 from markupsafe import Markup, escape
 
-from relinear.pages.blocks import Chart, Section, Text, as_yaml
+from relinear.pages.blocks import Chart, Section, Text
 from relinear.pages.figures import described
+from relinear.pages.records import as_yaml
 from relinear.system.files import write_text
 from relinear.system.written import check_signed
 

@@ -1,0 +1,63 @@
+"""What pages say of what commands leave in their directories: pictures, settings, how a record was made."""
+
+import base64
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from relinear.pages.blocks import Block, Facts, Text
+from relinear.system.files import read_json
+
+#: a picture with more bytes than this goes in as pixels, where there are any
+_LARGEST_SVG = 400_000
+
+
+def picture_of(stem: str | Path) -> str | None:
+    """STEM.svg, or where it is large or missing STEM.png, as a data URI; None where there is neither."""
+    svg, png = Path(f"{stem}.svg"), Path(f"{stem}.png")
+    if svg.is_file() and (svg.stat().st_size <= _LARGEST_SVG or not png.is_file()):
+        return f"data:image/svg+xml;base64,{base64.b64encode(svg.read_bytes()).decode('ascii')}"
+    if png.is_file():
+        return f"data:image/png;base64,{base64.b64encode(png.read_bytes()).decode('ascii')}"
+    return None
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError for a file that is none, FileNotFoundError where there is none."""
+    values = read_json(path)
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no JSON object; delete it and carry out its command again")
+    return values
+
+
+def as_yaml(value: Any) -> str:
+    """Return settings as they are written in a recipe. Raises ValueError for ones that are nested without end."""
+    import yaml
+
+    try:
+        return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
+    except RecursionError:
+        raise ValueError("values are nested too deeply to be shown; restore the file from a copy") from None
+
+
+def what_ran(record: Mapping[str, Any], more: Mapping[str, str] | None = None) -> list[Block]:
+    """The paragraph "What was run": command, ``more``, and machine with versions, as far as ``record`` has them."""
+    facts = {"command": str(record["command"])} if record.get("command") else {}
+    facts |= more or {}
+    facts |= {
+        name.removesuffix("_bytes").replace("_", " "): in_words(name, value)
+        for name, value in (record.get("machine") or {}).items()
+    }
+    return [Text("What was run", heading=True), Facts(facts)] if facts else []
+
+
+def about(record: Mapping[str, Any], *words: str | None) -> str:
+    """Return the line under a page's title: ``words`` and the date of ``record``, as far as they are known."""
+    return " · ".join(map(str, filter(None, [*words, record.get("date")])))
+
+
+def in_words(name: str, value: Any) -> str:
+    """Return a fact as a reader takes it: what is called bytes in GiB, lists with commas."""
+    if name.endswith("bytes") and isinstance(value, int | float):
+        return f"{value / 2**30:.2f} GiB"
+    return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
