@@ -8,17 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from relinear.compare.recipe import apply_overrides, read_yaml
 from relinear.core.config import nearest, parse_setting
@@ -67,6 +57,14 @@ def _entry(value: Any) -> Any:
     return {"operator": dict(value)} if isinstance(value, Mapping) and "kind" in value else value
 
 
+def _without_own_places(value: dict[str, Any]) -> dict[str, Any]:
+    elsewhere = {"learning_rate": "the entry's own learning_rate", "seed": "the recipe's seeds"}
+    for key, place in elsewhere.items():
+        if key in value:
+            raise ValueError(f"set.{key} would be overruled, or overrule what tuning finds; use {place}")
+    return value
+
+
 _Operator = Annotated[dict[str, Any] | None, BeforeValidator(_operator)]
 
 
@@ -96,16 +94,7 @@ class Entry(Settings):
     learning_rate: PositiveFloat | None = None
     duration: PositiveFloat = 1.0
     resize: Literal["operator", "width", "fixed"] | None = None
-    set: dict[str, Any] = Field(default_factory=dict)
-
-    @field_validator("set")
-    @classmethod
-    def _has_no_place_of_its_own(cls, value: dict[str, Any]) -> dict[str, Any]:
-        elsewhere = {"learning_rate": "the entry's own learning_rate", "seed": "the recipe's seeds"}
-        for key, place in elsewhere.items():
-            if key in value:
-                raise ValueError(f"set.{key} would be overruled, or overrule what tuning finds; use {place}")
-        return value
+    set: Annotated[dict[str, Any], AfterValidator(_without_own_places)] = Field(default_factory=dict)
 
     @property
     def dense(self) -> bool:
@@ -159,7 +148,7 @@ class Tune(Settings):
     warmup_ratio: Annotated[_Shares | None, _or_default((0.1, 0.3, 0.5))] = None
     fraction: float = Field(default=0.25, gt=0, le=1)
     seed: Seed = 1000
-    extensions: NonNegativeInt = 2
+    extensions: int = Field(default=2, ge=0)
     check_full_length: bool = False
     at: Literal["smallest", "each"] = "smallest"
 
@@ -172,7 +161,7 @@ class Speed(Settings):
         rounds: at most so many rounds through all models.
     """
 
-    seconds: NonNegativeFloat = 30
+    seconds: float = Field(default=30, ge=0)
     rounds: PositiveInt = 25
 
 
@@ -200,6 +189,19 @@ class _SharedTrainSettings(TrainSettings):
         return self
 
 
+def _as_written(value: Any) -> Any:
+    return value.model_dump(exclude_unset=True) if isinstance(value, TrainSettings) else value
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, Mapping) and value:
+        for name in value:
+            if not _NAME.fullmatch(str(name)):
+                raise ValueError(f"entry name {name!r}: use letters, digits and _ . + = - (it becomes a folder)")
+        return value
+    raise ValueError("expected a mapping of name -> operator setting with at least one entry")
+
+
 class CompareSettings(Settings):
     """A whole comparison.
 
@@ -224,9 +226,9 @@ class CompareSettings(Settings):
 
     name: str = "comparison"
     description: str = ""
-    entries: dict[str, Annotated[Entry, BeforeValidator(_entry)]]
+    entries: Annotated[dict[str, Annotated[Entry, BeforeValidator(_entry)]], BeforeValidator(_named)]
     target: Patterns = ("all-linear",)
-    train: _SharedTrainSettings = _SharedTrainSettings()
+    train: Annotated[_SharedTrainSettings, BeforeValidator(_as_written)] = _SharedTrainSettings()
     tokens: _Tokens | None = None
     budgets: Annotated[tuple[_Tokens, ...], Field(min_length=1), Different, _ASCENDING] | None = None
     sizes: Annotated[Sizes | None, BeforeValidator(_widths)] = None
@@ -248,21 +250,6 @@ class CompareSettings(Settings):
             if found is not values:
                 return found
         return saved
-
-    @field_validator("train", mode="before")
-    @classmethod
-    def _of_settings(cls, value: Any) -> Any:
-        return value.model_dump(exclude_unset=True) if isinstance(value, TrainSettings) else value
-
-    @field_validator("entries", mode="before")
-    @classmethod
-    def _named(cls, value: Any) -> Any:
-        if isinstance(value, Mapping) and value:
-            for name in value:
-                if not _NAME.fullmatch(str(name)):
-                    raise ValueError(f"entry name {name!r}: use letters, digits and _ . + = - (it becomes a folder)")
-            return value
-        raise ValueError("expected a mapping of name -> operator setting with at least one entry")
 
     @model_validator(mode="after")
     def _consistent(self) -> CompareSettings:

@@ -323,24 +323,3 @@ class Within:
             return _loss(loss, given(ids, placed), wanted(ids), mean_square)
 
         return Goal(self.train_blocks, value, error, loss == "cosine")
-
-
-@torch.no_grad()
-def held_out_perplexity(
-    model: nn.Module, blocks: Tensor, batch: int, on_progress: Callable[[int, int], None] = lambda done, total: None
-) -> float | None:
-    """Return exp of the mean loss of every token but the first of each block (N, T), by a model in eval mode.
-
-    None if the model returns no logits.
-    """
-    device, total = next(model.parameters()).device, 0.0
-    for start in range(0, len(blocks), batch):
-        ids = blocks[start : start + batch].to(device)
-        logits = getattr(model(input_ids=ids), "logits", None)
-        if logits is None:
-            return None
-        for row, wanted in zip(logits[:, :-1], ids[:, 1:], strict=True):  # in float32 a whole batch may be gigabytes
-            total += float(torch.nn.functional.cross_entropy(row.float(), wanted, reduction="sum"))
-        on_progress(min(start + batch, len(blocks)), len(blocks))
-    loss = total / blocks[:, 1:].numel()
-    return math.exp(loss) if loss < 700 else math.inf

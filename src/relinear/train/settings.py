@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, PositiveInt, ValidationError, field_validator, model_validator
 
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import Config, shown
@@ -79,16 +69,16 @@ class FitSettings(Settings):
     batch_size: Batch = 16
     accumulation: PositiveInt = 1
     optimizer: Literal["adamw", "adam"] = "adamw"
-    learning_rate: PositiveFloat = 1e-3
+    learning_rate: float = Field(default=1e-3, gt=0)
     schedule: Schedule = "cosine"
-    warmup_steps: NonNegativeInt | None = None
+    warmup_steps: int | None = Field(default=None, ge=0)
     warmup_ratio: float | None = Field(default=None, ge=0, lt=1)
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    weight_decay: NonNegativeFloat = 0.1
+    weight_decay: float = Field(default=0.1, ge=0)
     decay_embeddings: bool = False
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    max_grad_norm: NonNegativeFloat = 1.0
+    eps: float = Field(default=1e-8, gt=0)
+    max_grad_norm: float = Field(default=1.0, ge=0)
     fan_in_base: PositiveInt | None = None
     parametrization: Literal["standard", "mup"] = "standard"
     parametrization_base_width: PositiveInt = 64
@@ -98,9 +88,9 @@ class FitSettings(Settings):
     seed: Seed = 0
     threads: Threads | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    eval_every: NonNegativeInt = 0
+    eval_every: int = Field(default=0, ge=0)
     log_every: PositiveInt = 10
-    save_every: NonNegativeInt | None = None
+    save_every: int | None = Field(default=None, ge=0)
     eval_batch_size: Batch | None = None
     eval_start_tokens: PositiveInt | None = None
     report_to: tuple[str, ...] = ()
