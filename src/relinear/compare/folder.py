@@ -14,8 +14,8 @@ from relinear.system.files import read_json, write_json
 from relinear.system.machine import command_line, describe_machine
 from relinear.system.text import cut
 from relinear.system.written import check_ours
+from relinear.train.fit import training_device, training_dtype
 from relinear.train.settings import TrainSettings
-from relinear.train.trainer import training_device, training_dtype
 
 RUN, RESULTS, SPEED = "run.json", "results.json", "speed.json"
 BLOCK_LOSSES = "block_losses.npy"

@@ -11,11 +11,10 @@ from torch import Tensor
 from relinear.core.inference import for_inference_
 from relinear.system.machine import describe_machine, on_threads
 from relinear.system.timing import Timing, interleave
-from relinear.train.fit import checkpointing, compiled
+from relinear.train.fit import checkpointing, compiled, training_device, training_dtype
 from relinear.train.optim import build_optimizer
 from relinear.train.run import build_model
 from relinear.train.settings import TrainSettings
-from relinear.train.trainer import training_device, training_dtype
 
 
 def training_step(

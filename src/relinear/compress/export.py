@@ -14,15 +14,7 @@ from torch import Tensor, nn
 from relinear.compress.budget import at_half_precision, stored_bytes
 from relinear.core.attachment import attachments
 from relinear.core.aux import named_operators
-from relinear.core.operator import (
-    NotLinearError,
-    Operator,
-    OperatorConfig,
-    embeds,
-    is_conv1d,
-    linear_features,
-    linear_of,
-)
+from relinear.core.operator import NotLinearError, OperatorConfig, embeds, is_conv1d, linear_features, linear_of
 from relinear.surgery.fold import fold_
 from relinear.system.files import atomic_directory, read_json, write_json, write_text
 
@@ -99,7 +91,7 @@ def _pivots(thin: Tensor) -> Tensor | None:
     return found.argmax(1) if bool(found.any(1).all()) else None
 
 
-def _into_factors(model: nn.Module, name: str, operator: Operator) -> dict[str, Any]:
+def _into_factors(model: nn.Module, name: str, operator: Any) -> dict[str, Any]:
     """Two plain layers in place of ``operator``; what the config says of them."""
     first, second = operator.dense_chain()
     pivots = _pivots(first)

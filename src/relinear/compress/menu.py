@@ -22,28 +22,15 @@ from relinear.compress.calibrate import Calibration
 from relinear.compress.corpus import Corpus
 from relinear.compress.in_order import InOrder, fit_without_order
 from relinear.compress.neurons import NEURONS, Neurons
-from relinear.compress.plan import (
-    CompressPlan,
-    MeasuredPoint,
-    check_fittable,
-    choose_points,
-    correct,
-    corrections,
-    layer_candidates,
-    make_plan,
-    measure_points,
-)
+from relinear.compress.plan import CompressPlan, MeasuredPoint, check_fittable, corrected, layer_candidates, make_plan
 from relinear.compress.speed import Shape, SpeedTable, planned_speed
 from relinear.compress.work import Work
 from relinear.core.operator import OperatorConfig, linear_features
 from relinear.surgery.plan import plan
 from relinear.surgery.states import flat_states, place_
-from relinear.system.files import read_json, write_json
 
 #: budgets that are predicted, from the smallest to the whole; predicted nats near which one is measured
 BUDGETS, MEASURED_NEAR = 32, (0.01, 0.03, 0.1, 0.2, 0.4)
-#: windows that single fits are tried on
-POINT_WINDOWS = 4
 
 
 def menu_of(work: Work) -> Neurons | Operators:
@@ -96,25 +83,8 @@ class Operators:
         for done, (name, module) in enumerate(work.modules.items(), start=1):
             candidates[name] = layer_candidates(module, name, calibration, self.entries, budget)
             work.on_progress("candidates", done, len(work.modules))
-        chosen = choose_points(candidates, work.settings.measured_points)
-        points = self._points(chosen, calibration, judging[:POINT_WINDOWS]) if chosen else []
-        self.candidates = correct(candidates, corrections(points))
+        self.candidates, points = corrected(work, candidates, calibration, judging)
         return make_plan(work, self.candidates, budget), points
-
-    def _points(
-        self, chosen: list[tuple[str, Candidate]], calibration: Calibration, judging: Tensor
-    ) -> list[MeasuredPoint]:
-        """The chosen points, measured once a directory."""
-        what = [[name, c.config.to_dict(), c.nats] for name, c in chosen if c.config is not None]
-        mark = hashlib.sha256(json.dumps(what).encode() + judging.numpy().tobytes()).hexdigest()
-        path = self.work.folder / "points.json"
-        if path.is_file():
-            kept = read_json(path)
-            if kept["mark"] == mark:
-                return [MeasuredPoint.from_dict(values) for values in kept["points"]]
-        points = measure_points(self.work, judging, calibration, chosen)
-        write_json(path, {"mark": mark, "points": [point.to_dict() for point in points]})
-        return points
 
     def carry_out_(self, whole: CompressPlan, calibration: Calibration, blocks: Tensor) -> None:
         """Fit the planned operators and put them into the model."""

@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -274,6 +276,8 @@ def make_plan(work: Work, candidates: Mapping[str, list[Candidate]], budget: Bud
 #: corrections stay within this factor, and powers within these bounds: points are few
 LARGEST_FACTOR = 8.0
 POWERS = (0.5, 1.5)
+#: windows that single fits are tried on
+POINT_WINDOWS = 4
 #: with fewer points than these what layers of one type differ in passes for a power
 POWER_POINTS = 6
 
@@ -323,6 +327,33 @@ def choose_points(candidates: Mapping[str, Sequence[Candidate]], count: int) -> 
             place = 0.1 + 0.5 * ((i * 0.618 + 0.5) % 1)
             chosen.append((name, options[min(len(options) - 1, int(place * len(options)))]))
     return chosen
+
+
+def corrected(
+    work: Work, candidates: Mapping[str, Sequence[Candidate]], calibration: Calibration, judging: Tensor
+) -> tuple[dict[str, list[Candidate]], list[MeasuredPoint]]:
+    """Return the candidates with nats corrected by points that are measured on windows (N, T), and these points."""
+    chosen = choose_points(candidates, work.settings.measured_points)
+    points = _measured_once(work, judging[:POINT_WINDOWS], calibration, chosen) if chosen else []
+    changes, found = corrections(points), dict[str, list[Candidate]]()
+    for name, options in candidates.items():
+        change = changes.get(layer_type(name), Correction())
+        found[name] = [c if c.config is None else dataclasses.replace(c, nats=change(c.nats)) for c in options]
+    return found, points
+
+
+def _measured_once(
+    work: Work, blocks: Tensor, calibration: Calibration, chosen: Sequence[tuple[str, Candidate]]
+) -> list[MeasuredPoint]:
+    """The chosen points, measured once a directory."""
+    what = [[name, c.config.to_dict(), c.nats] for name, c in chosen if c.config is not None]
+    mark = hashlib.sha256(json.dumps(what).encode() + blocks.numpy().tobytes()).hexdigest()
+    path = work.folder / "points.json"
+    if path.is_file() and (kept := read_json(path))["mark"] == mark:
+        return [MeasuredPoint.from_dict(values) for values in kept["points"]]
+    points = measure_points(work, blocks, calibration, chosen)
+    write_json(path, {"mark": mark, "points": [point.to_dict() for point in points]})
+    return points
 
 
 @torch.no_grad()
@@ -394,16 +425,3 @@ def _fit(points: Sequence[MeasuredPoint]) -> Correction:
     power = min(max(power, POWERS[0]), POWERS[1])
     level = min(max(y - x, -math.log(LARGEST_FACTOR)), math.log(LARGEST_FACTOR))  # at the points' middle
     return Correction(math.exp(x + level - power * x), power)
-
-
-def correct(
-    candidates: Mapping[str, Sequence[Candidate]], found: Mapping[str, Correction]
-) -> dict[str, list[Candidate]]:
-    """Yield the candidates with corrected nats."""
-
-    def corrected(name: str, options: Sequence[Candidate]) -> Iterator[Candidate]:
-        change = found.get(layer_type(name), Correction())
-        for option in options:
-            yield option if option.config is None else dataclasses.replace(option, nats=change(option.nats))
-
-    return {name: list(corrected(name, options)) for name, options in candidates.items()}

@@ -3,13 +3,19 @@
 from typing import TYPE_CHECKING
 
 from relinear.system.lazy import imported_on_first_use
-from relinear.train.fit import TrainResult, fit
+from relinear.train.fit import TrainResult as TrainResult
+from relinear.train.fit import fit as fit
 
 if TYPE_CHECKING:
-    from relinear.train.callbacks import Progress, read_metrics
-    from relinear.train.run import build_model, read_result, train
-    from relinear.train.settings import FitSettings, TrainSettings
-    from relinear.train.trainer import NonFiniteLossError, RelinearTrainer
+    from relinear.train.callbacks import Progress as Progress
+    from relinear.train.callbacks import read_metrics as read_metrics
+    from relinear.train.run import build_model as build_model
+    from relinear.train.run import read_result as read_result
+    from relinear.train.run import train as train
+    from relinear.train.settings import FitSettings as FitSettings
+    from relinear.train.settings import TrainSettings as TrainSettings
+    from relinear.train.trainer import NonFiniteLossError as NonFiniteLossError
+    from relinear.train.trainer import RelinearTrainer as RelinearTrainer
 
 # Imported on first use: transformers' Trainer takes seconds to import, and settings can be checked without it.
 _LAZY = {
@@ -19,18 +25,6 @@ _LAZY = {
     "trainer": ("NonFiniteLossError", "RelinearTrainer"),
 }
 
-__all__ = [
-    "FitSettings",
-    "NonFiniteLossError",
-    "Progress",
-    "RelinearTrainer",
-    "TrainResult",
-    "TrainSettings",
-    "build_model",
-    "fit",
-    "read_metrics",
-    "read_result",
-    "train",
-]
+__all__ = ["TrainResult", "fit", *(name for names in _LAZY.values() for name in names)]
 
 __getattr__ = imported_on_first_use(__name__, _LAZY)

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from relinear.core.modes import same_modes
 from relinear.core.objective import GuidedTraining, Objective
 from relinear.surgery.summary import summary
-from relinear.system.machine import PeakMemory, is_first_rank, on_threads
+from relinear.system.machine import PeakMemory, fast_bfloat16, is_first_rank, on_threads
 from relinear.system.signals import Terminated, on_terminate
 from relinear.system.written import check_ours
 from relinear.train.settings import FitSettings
@@ -95,6 +95,20 @@ def _datasets(data: Any) -> tuple[Dataset, Dataset | None]:
     if len(train) == 0:
         raise ValueError("the training data has no samples")
     return train, validation if validation is not None and len(validation) > 0 else None
+
+
+def training_device(settings: FitSettings) -> torch.device:
+    """Where runs of these settings are trained on this machine. Raises ValueError where they ask for a GPU in vain."""
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda', but torch sees no GPU here; use device='cpu' or 'auto'")
+    return torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def training_dtype(settings: FitSettings, device: torch.device) -> torch.dtype:
+    """Return what matrix products are computed in: the setting, with "auto" resolved for ``device``."""
+    if settings.dtype == "auto":
+        return torch.bfloat16 if fast_bfloat16(device) else torch.float32
+    return torch.float32 if settings.dtype == "float32" else torch.bfloat16
 
 
 @contextlib.contextmanager

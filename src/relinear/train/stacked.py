@@ -27,18 +27,11 @@ from relinear.system.files import write_json, write_text
 from relinear.system.lock import only_process_in
 from relinear.system.machine import PeakMemory, on_threads
 from relinear.train.callbacks import Progress
-from relinear.train.fit import TrainResult
+from relinear.train.fit import TrainResult, training_device, training_dtype
 from relinear.train.optim import build_optimizer, build_schedule
 from relinear.train.run import build_model, described
 from relinear.train.settings import TrainSettings
-from relinear.train.trainer import (
-    DIVERGED,
-    SteadySampler,
-    block_losses,
-    training_device,
-    training_dtype,
-    write_block_losses,
-)
+from relinear.train.trainer import DIVERGED, SteadySampler, block_losses, write_block_losses
 
 #: settings in which the runs of a stack may differ
 _FREE = ("seed", "learning_rate", "warmup_steps", "warmup_ratio")

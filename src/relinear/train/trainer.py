@@ -29,7 +29,7 @@ from relinear.core.modes import evaluating
 from relinear.core.objective import GuidedTraining
 from relinear.core.record import sync_record
 from relinear.system.files import atomic_path, check_manifest, sync_files, write_manifest, writing
-from relinear.system.machine import fast_bfloat16
+from relinear.train.fit import training_device, training_dtype
 from relinear.train.optim import build_optimizer, build_schedule
 from relinear.train.settings import FitSettings
 
@@ -74,20 +74,6 @@ class SteadySampler(Sampler[int]):
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
             order = torch.randperm(self.size, generator=generator)
             yield from order[: self.total - number * self.size].tolist()
-
-
-def training_device(settings: FitSettings) -> torch.device:
-    """Where runs of these settings are trained on this machine. Raises ValueError where they ask for a GPU in vain."""
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda', but torch sees no GPU here; use device='cpu' or 'auto'")
-    return torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def training_dtype(settings: FitSettings, device: torch.device) -> torch.dtype:
-    """Return what matrix products are computed in: the setting, with "auto" resolved for ``device``."""
-    if settings.dtype == "auto":
-        return torch.bfloat16 if fast_bfloat16(device) else torch.float32
-    return torch.float32 if settings.dtype == "float32" else torch.bfloat16
 
 
 def check_checkpoint(checkpoint: Path) -> None:
