@@ -125,8 +125,10 @@ def compress(
     check_type("speed_table", table, SpeedTable, type(None))
     if out_dir is not None:
         check_directory(Path(out_dir))
-        for name in () if plan_only or frontier else (MODEL, *({export} - {None, "gguf"})):
-            check_place(Path(out_dir, name), tokenizer)
+        written = () if plan_only or frontier else (MODEL, export)
+        for name in written:
+            if name not in (None, "gguf"):
+                check_place(Path(out_dir, name), tokenizer)
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
         raise ValueError(
             f"{type(model).__name__} is quantised; compress the model in floating point, then quantise the result"

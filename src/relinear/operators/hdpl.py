@@ -109,7 +109,8 @@ class HDPLLinear(LatentOperator):
                 noise = torch.randn(*x.shape[:-1], self.config.rank, device=x.device, dtype=dtype)
         tap = None if self._taps is None else self._latent_tap
         if tap is None or not tap.edits:
-            y, z, mu, logvar = hdpl(x, blocks, *to_mu, *to_logvar, decoder, bias, noise)
+            given: Any = x, blocks, *to_mu, *to_logvar, decoder, bias, noise
+            y, z, mu, logvar = hdpl(*given)
             if tap is not None:
                 tap(Latent(z, mu, _log_variance(x, mu, *to_logvar) if logvar is None else logvar))
         else:
@@ -130,9 +131,9 @@ class HDPLLinear(LatentOperator):
         else:
             kl = reference.gaussian_kl(mu, logvar)
             divergence = kl.sum(-1)
-            loss, clamped = reference.bounded_kl(divergence)
-            if config.bound == "free_bits":
-                loss, clamped = reference.free_bits_kl(kl, config.free_nats_per_dim)
+            free = config.bound == "free_bits"
+            bound = reference.free_bits_kl(kl, config.free_nats_per_dim) if free else reference.bounded_kl(divergence)
+            loss, clamped = bound
         self.note(
             {"latent": config.beta * loss},
             {"clamped": clamped.to(loss.dtype).detach(), "divergence": divergence.detach()},
