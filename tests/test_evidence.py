@@ -119,6 +119,7 @@ def test_a_plan_has_a_comparison_or_the_study_of_a_script(tmp_path):
         "fair",
         "fair-flops",
         "rotor",
+        "rotor-1M",
         *(f"hdpl{size}" for size in ("", "-5M", "-5M-seeds", "-67M")),
         *(f"transponder{size}" for size in ("", "-5M", "-20M")),
     ],
