@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import html
 import math
 import re
@@ -464,7 +463,8 @@ def transponder() -> Paper:
             "and at 1 million tokens, everything tuned at that length: the paper's gain lies outside both intervals.** "
             "At 0.3 million the plain model is ahead, and Transponder's best warm-up is the longest that was tried. At "
             "1 million no best lies at an edge. Zero is inside the interval, whose half-width is above half of the "
-            "paper's effect. With what 0.3 million tokens had chosen it was behind at 1 million, too. At width 64 the losses are "
+            "paper's effect. With what 0.3 million tokens had chosen it was behind at 1 million, too. At width "
+            "64 the losses are "
             f"{ranged(loss['transponder'])} and {ranged(loss['dense'])} nats a byte. At width 128 the best rate of "
             f"{_at_the_edge(_WIDER, 'dense', 'transponder')} is the lowest that was tried. At 5 million tokens both "
             "models ran at few common settings. At the plain model's best "
