@@ -74,6 +74,14 @@ class CGTPreTrainedModel(GPT2PreTrainedModel):
             raise ValueError(f"{type(self).__name__} takes a relinear.CGTConfig, got {given}")
         super().__init__(config, *args, **kwargs)
 
+    def _get_resized_embeddings(self, old_embeddings: Any, *args: Any, **kwargs: Any) -> Any:
+        if old_embeddings is None:
+            raise ValueError(
+                f"{type(self).__name__} reads vectors of {self.config.input_features} features and has no embedding of "
+                "tokens to resize; a CGTForCausalLM has one"
+            )
+        return super()._get_resized_embeddings(old_embeddings, *args, **kwargs)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         # Shares of order one, an inner product of order one, and a small change of x: every factor of the product gets
@@ -421,8 +429,7 @@ class CGTForRegression(_CGTWithHead):
             )
         self.transformer = CGTModel(config)
         width = config.n_embd + config.context_size
-        learned = config.vector_input == "learned"
-        self.vector_in = nn.Linear(config.input_features, width) if learned else None
+        self.vector_in = nn.Linear(config.input_features, width) if config.vector_input == "learned" else None
         self.head = nn.Linear(config.n_embd, config.output_features)
         self.post_init()
 
