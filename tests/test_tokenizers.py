@@ -141,6 +141,18 @@ def test_wrong_tokenizers(tmp_path, as_bytes, monkeypatch):
     monkeypatch.setattr(tokenizers, "hub_in_reach", lambda: False)
     with pytest.raises(ValueError, match=r"cannot load the tokenizer 'nobody/none'"):
         load_tokenizer("nobody/none")
+    for name, reason in {
+        "nobody/none": "it was not fetched before, and the Hugging Face Hub cannot be reached",
+        "nobody": "it was not fetched before, and the Hugging Face Hub cannot be reached",
+        str(tmp_path / "none"): "there is no such folder",
+        "./none": "there is no such folder",
+        "a/b/none": "there is no such folder",
+        "bpe:800": "one that is trained anew has other tokens",
+        str(tmp_path): "no tokenizer was saved there",
+        __file__: "it is a file",
+    }.items():
+        with pytest.raises(ValueError, match=rf"cannot load the tokenizer '.*' \({reason}.*\): it must be 'bytes'"):
+            load_tokenizer(name)
     silent = byte_tokenizer()
     silent.eos_token = silent.bos_token = silent.pad_token = None
     with pytest.raises(ValueError, match="documents cannot be told apart"):

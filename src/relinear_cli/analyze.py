@@ -72,9 +72,9 @@ def analyze_saved(
     from relinear.system.files import write_json
     from relinear.system.machine import circumstances
 
+    reader = load_model_tokenizer(model, tokenizer, separates=False)
     loaded = load_model(model) if loaded is None else loaded
     second = None if control is None else load_model(control)
-    reader = load_model_tokenizer(model, tokenizer, separates=False)
     if text.fewer:
         text = dataclasses.replace(text, length=min(text.length, most_positions(loaded) or text.length))
     for one in (loaded, second):

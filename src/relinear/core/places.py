@@ -36,11 +36,11 @@ def saved_place(name: Any, *, presets: Iterable[str] = (), cache_dir: Any = None
         kinds = "a preset, a directory or a name of the Hub" if known else "a directory or a name of the Hub"
         raise ValueError(f"a model is named by {kinds}, got {shown(name)}")
     path = Path(name).expanduser()
-    if _exists(path):
+    if exists(path):
         if not path.is_dir():
             raise NotADirectoryError(f"{name} is a file; give the directory that the model was saved to")
         return "directory"
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if is_path(name):
         raise FileNotFoundError(missing_directory(name))
     if "/" in name or name in _WITHOUT_OWNER or is_fetched(name, cache_dir):
         return "hub"
@@ -51,20 +51,26 @@ def saved_place(name: Any, *, presets: Iterable[str] = (), cache_dir: Any = None
     )
 
 
-def _exists(path: Path) -> bool:
+def is_path(name: str) -> bool:
+    """Whether ``name`` is written as a path, and not as a name of the Hub."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def exists(path: Path) -> bool:
+    """Whether something is there; for a name that is too long for a file nothing is."""
     try:
         return path.exists()
-    except OSError:  # a name that is too long for a file
+    except OSError:
         return False
 
 
-def is_fetched(name: str, cache_dir: Any = None) -> bool:
+def is_fetched(name: str, cache_dir: Any = None, file: str = "config.json") -> bool:
     """Whether the Hub's client has kept a model of this name (in ``cache_dir``; by default where it keeps all)."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return isinstance(try_to_load_from_cache(name, "config.json", cache_dir=cache_dir), str)
+        return isinstance(try_to_load_from_cache(name, file, cache_dir=cache_dir), str)
     except HFValidationError:
         return False
 
@@ -72,7 +78,7 @@ def is_fetched(name: str, cache_dir: Any = None) -> bool:
 def missing_directory(name: str) -> str:
     """The message for a path where nothing is, with the nearest names in the last folder on the way that exists."""
     path = Path(name).expanduser()
-    folder = next((parent for parent in path.parents if _exists(parent)), Path("."))
+    folder = next((parent for parent in path.parents if exists(parent)), Path("."))
     wanted = path.relative_to(folder).parts[0]
     there = [child.name for child in folder.iterdir() if child.is_dir()] if folder.is_dir() else []
     there.sort(key=lambda one: (one.startswith("."), one))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from relinear.core.config import shown
+from relinear.core.places import exists, is_fetched, is_path
 from relinear.data.chat import Closed, spoken
 from relinear.data.sources import hub_in_reach
 from relinear.system.text import cut
@@ -101,23 +102,40 @@ def load_tokenizer(name: str, *, separates: bool = True) -> Any:
     """
     if name == "bytes":
         return byte_tokenizer()
+    if reason := _why_none(name):
+        raise _no_tokenizer(name, reason)
     from transformers import AutoTokenizer
 
-    local = Path(name).expanduser().is_dir()
     try:
         # Without a Hub, what was fetched before still serves.
+        local = Path(name).expanduser().is_dir()
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not local and not hub_in_reach())
     except Exception as error:  # hub, file and parse errors of many kinds: to a user there is no such tokenizer
-        reason = cut(" ".join(str(error).split()) or type(error).__name__)
-        if local and not any(any(Path(name).expanduser().glob(part)) for part in ("*tok*", "*vocab*", "*.model")):
-            reason = "no tokenizer was saved there"
-        raise ValueError(
-            f"cannot load the tokenizer {shown(name)} ({reason}): it must be 'bytes', 'bpe:N', a folder that a "
-            "tokenizer was saved to, or a name of the Hugging Face Hub that can be reached"
-        ) from error
+        raise _no_tokenizer(name, cut(" ".join(str(error).split()) or type(error).__name__)) from error
     if separates:
         separator_id(tokenizer)
     return tokenizer
+
+
+def _why_none(name: str) -> str:
+    """Why ``name`` can be no tokenizer that is there, as far as files tell, which takes a moment; else ""."""
+    path = Path(name).expanduser()
+    if exists(path):
+        found = any(any(path.glob(part)) for part in ("*tok*", "*vocab*", "*.model"))
+        return "it is a file" if path.is_file() else "" if found else "no tokenizer was saved there"
+    if name.startswith("bpe:"):
+        return "one that is trained anew has other tokens than those that are asked for"
+    if is_path(name):
+        return "there is no such folder"
+    kept = is_fetched(name) or is_fetched(name, file="tokenizer_config.json")
+    return "" if kept or hub_in_reach() else "it was not fetched before, and the Hugging Face Hub cannot be reached"
+
+
+def _no_tokenizer(name: str, reason: str) -> ValueError:
+    return ValueError(
+        f"cannot load the tokenizer {shown(name)} ({reason}): it must be 'bytes', 'bpe:N', a folder that a "
+        "tokenizer was saved to, or a name of the Hugging Face Hub that can be reached"
+    )
 
 
 def separator_id(tokenizer: Any) -> int:
