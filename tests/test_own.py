@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from relinear.data import cache
+from relinear.explore import units
+from relinear.explore.prepare import _usual_folder
 from relinear.kernels.native import build
 from relinear.system import own
 from relinear.system.own import check_own, own_folder
@@ -118,6 +120,24 @@ def test_tokens_of_another_user_are_not_read(planted, give, tmp_path, monkeypatc
         OSError, match=r"belongs to another user .* set cache_dir or RELINEAR_CACHE to a folder of your own"
     ):
         entry()
+
+
+@pytest.mark.parametrize("planted", [".", "index.json", "units.safetensors"])
+def test_an_index_of_another_user_is_not_read(planted, give, tmp_path, monkeypatch):
+    index = units.Index({}, torch.zeros(0, 0), {}, {})
+    index.save(tmp_path / "explore")
+    give(tmp_path / "explore" / planted, st_uid=OTHER)
+    monkeypatch.setattr(units, "read_json", lambda path: pytest.fail("read"))
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        units.read_index(tmp_path / "explore", {})
+
+
+def test_a_model_that_others_write_to_has_its_index_in_the_cache(give, tmp_path, monkeypatch):
+    monkeypatch.setenv("RELINEAR_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    assert _usual_folder(str(tmp_path / "model")) == tmp_path / "model" / "explore"
+    give(tmp_path / "model", st_uid=OTHER)
+    assert _usual_folder(str(tmp_path / "model")).is_relative_to(tmp_path / "cache")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from relinear.system.files import read_json, write_json, writing
-from relinear.system.own import check_own, own_folder
+from relinear.system.own import check_all_own, own_folder
 
 #: part of every key: raise it when the meaning of cached files changes
 FORMAT = 1
@@ -30,8 +30,7 @@ def cache_folder(setting: Path | None = None) -> Path:
 
 def digest(value: Any) -> str:
     """Return a short name for a JSON value, different for every value."""
-    text = json.dumps([FORMAT, value], sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps([FORMAT, value], sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def checksum(path: Path) -> int:
@@ -62,7 +61,7 @@ def cached(root: Path, kind: str, key: Any, build: Callable[[Path], dict[str, An
     """Return the folder of an entry and what was noted about it, building it first if it is absent or damaged.
 
     Processes that want the same entry at once wait for the one that builds it. An entry appears whole or not at all.
-    Nothing is read that another user could have put there (``check_own``).
+    Nothing is read that another user could have put there (``check_all_own``).
 
     Args:
         root: the cache.
@@ -77,9 +76,7 @@ def cached(root: Path, kind: str, key: Any, build: Callable[[Path], dict[str, An
     from filelock import FileLock
 
     try:
-        folder = check_own(root / kind / digest(key))
-        for part in folder.rglob("*"):  # files, too: the folder may have been open to others before
-            check_own(part)
+        folder = check_all_own(root / kind / digest(key))
         if (value := _read(folder)) is not None:
             return folder, value
         own_folder(folder.parent)

@@ -23,7 +23,7 @@ from relinear.core.vocabulary import check_length_fits, check_tokenizer_fits, mo
 from relinear.data import DataSettings
 from relinear.data.cache import cache_folder, digest
 from relinear.explore.units import Index, choose_sites, index_units, read_index, values_of
-from relinear.system.own import check_own
+from relinear.system.own import check_all_own, check_own
 from relinear.system.written import check_ours
 
 #: tokens of a typed text
@@ -253,7 +253,7 @@ def prepare_subject(
         sequences, length: how many texts, and the tokens in each.
         wanted: names of sites (``choose_sites``).
         folder: where the index is kept; by default ``explore`` in the model's directory, or in the cache for a model
-            that has none which can be written to.
+            that has none which this user, and nobody else, can write to.
         on_progress: called with the texts that are done and all of them while a new index is made.
 
     Raises:
@@ -282,8 +282,10 @@ def prepare_subject(
 
 def _usual_folder(name: str) -> Path:
     directory = Path(name)
-    if directory.is_dir() and os.access(directory, os.W_OK):
-        return directory / "explore"
+    with contextlib.suppress(PermissionError):  # the folder of a model that several people share
+        if directory.is_dir() and os.access(directory, os.W_OK):
+            check_all_own(directory / "explore")
+            return directory / "explore"
     return check_own(cache_folder() / "explore" / digest([name]))
 
 

@@ -23,6 +23,7 @@ from relinear.core.latents import observe_sites
 from relinear.core.modes import evaluating
 from relinear.core.sites import OUTPUT, Latent, Site, sites
 from relinear.system.files import atomic_directory, read_json, write_json
+from relinear.system.own import check_all_own
 
 TOP, BINS = 20, 40
 FORMAT = 1
@@ -135,8 +136,11 @@ class Index:
 
 
 def read_index(directory: str | Path, made_from: Mapping[str, Any]) -> Index | None:
-    """Return the index in ``directory`` if there is a whole one that was made from the same things, else None."""
-    folder = Path(directory)
+    """Return the index in ``directory`` if there is a whole one that was made from the same things, else None.
+
+    Raises PermissionError, before anything is read, if another user could have put it there (``check_all_own``).
+    """
+    folder = check_all_own(directory)
     try:
         values = read_json(folder / "index.json")
         if values["format"] != FORMAT or values["made_from"] != dict(made_from):

@@ -29,6 +29,14 @@ def check_own(path: str | Path) -> Path:
     return real
 
 
+def check_all_own(folder: str | Path) -> Path:
+    """``check_own`` of ``folder`` and of all in it: it may have been open to others before."""
+    folder = check_own(folder)
+    for part in folder.rglob("*"):
+        check_own(part)
+    return folder
+
+
 def own_folder(folder: str | Path) -> Path:
     """``folder``, made if need be, once ``check_own`` has passed it. Raises PermissionError otherwise."""
     folder = check_own(folder)
