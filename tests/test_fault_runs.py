@@ -43,7 +43,7 @@ def test_a_few_faults(tmp_path):
 @pytest.mark.timeout(7_200)
 def test_faults_in_every_command(tmp_path):
     found = faults(tmp_path, "--sample", "10", timeout=7_000)
-    assert len(found["by_command"]) == 17
+    assert len(found["by_command"]) == 18
 
 
 def test_errors_without_a_name_get_it(tmp_path, monkeypatch):

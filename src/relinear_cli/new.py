@@ -38,6 +38,8 @@ def command(
 
     **Example:** `relinear new operator block_circulant`
     """
+    from relinear.system.files import writing
+
     camel = "".join(part.capitalize() for part in name.split("_"))
     bad = camel in _OTHER_CLASSES or keyword.iskeyword(camel) or keyword.iskeyword(name)
     if bad or not re.fullmatch(r"[a-z][a-z0-9_]{0,38}[a-z0-9]", name):
@@ -52,7 +54,9 @@ def command(
     if name in names_of("operators"):
         raise ValueError(f"there is an operator {name!r} already, see `relinear list operators {name}`; choose another")
     words = {"name": name, "dashed": name.replace("_", "-"), "Name": camel}
-    with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f".{folder.name}.") as temporary:
+    place = {"dir": folder.absolute().parent, "prefix": f".{folder.name}."}
+    # once the package is there, an empty folder that a failing disk leaves beside it is no failure
+    with writing(folder), tempfile.TemporaryDirectory(**place, ignore_cleanup_errors=True) as temporary:
         made = Path(temporary) / folder.name
         for path, template in _FILES.items():
             file = made / Template(path).substitute(words)

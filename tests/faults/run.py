@@ -86,6 +86,7 @@ def _arguments() -> dict[str, list[str]]:
             *("--set", "num_hidden_layers=1", "--sequences", "2", "--length", "8"),
         ],
         "inspect": ["inspect", "model"],
+        "new": ["new", "operator", "my_circulant", *out],
     }
 
 
@@ -221,15 +222,18 @@ def _wrong(
         return f"unnamed, at {failed}: {errors[0]}"
     left = _bits(folder)
     if left not in after:
-        after[left] = _differs(folder, arguments, peace)
+        after[left] = _differs(folder, arguments, peace, code == 0)
     return after[left] and f"{after[left]}, after {failed}"
 
 
-def _differs(folder: Path, arguments: list[str], peace: dict[str, Any]) -> str:
-    """What is other than in peace where a command starts from a folder as it is; "" if nothing."""
+def _differs(folder: Path, arguments: list[str], peace: dict[str, Any], done: bool) -> str:
+    """What is other than in peace where a command starts from a folder as it is; "" if nothing.
+
+    What ``new`` has ``done`` it refuses to do again.
+    """
     from kills.works import come_to
 
-    code, told, *_ = _attempt(folder, arguments)
+    code, told, *_ = (0, "") if done and arguments[0] == "new" else _attempt(folder, arguments)
     if code:
         return f"then exit code {code}: {told[-1500:]}"
     found = come_to(folder)
