@@ -104,8 +104,8 @@ MUTANTS = (
     Mutant(
         "Section 3.4: R_D",
         _L,
-        "products = (n @ n.mT).square().sum((-1, -2)) - n.square().sum(-1).square().sum(-1)",
-        "products = (n @ n.mT).abs().sum((-1, -2)) - n.square().sum(-1).square().sum(-1)",
+        "products = (n @ n.mT).square()",
+        "products = (n @ n.mT).abs()",
         "test_cgt_objectives::test_decorrelation",
     ),
     Mutant(
@@ -139,8 +139,8 @@ MUTANTS = (
     Mutant(
         "Appendix A.2: R_P",
         _L,
-        "return mean.square().sum() / length + (covariance / batch - wanted).square().sum() / length**2",
-        "return mean.square().sum() / length + (covariance / batch - wanted).square().sum() / length",
+        "pairs.clamp(min=1)[:, None, :, None] - wanted).square().sum((1, 3))",
+        "pairs.clamp(min=1)[:, None, :, None] - wanted).abs().sum((1, 3))",
         "test_cgt_objectives::test_gaussian_process_matching",
     ),
     Mutant(
@@ -330,8 +330,8 @@ MUTANTS = (
     Mutant(
         "Eq. 6, Algorithm 1",
         f"{_F}/hdpl.py",
-        "return torch.addcmul(mean, torch.exp(0.5 * logvar), noise).to(mu.dtype)",
-        "return torch.addcmul(mean, torch.exp(logvar), noise).to(mu.dtype)",
+        "return torch.addcmul(mu.to(wide), torch.exp(0.5 * logvar.to(wide)), noise).to(mu.dtype)",
+        "return torch.addcmul(mu.to(wide), torch.exp(logvar.to(wide)), noise).to(mu.dtype)",
         "test_hdpl::test_forward_is_the_authors_form",
     ),
     Mutant(
@@ -810,8 +810,8 @@ MUTANTS = (
     Mutant(
         "Section 3.2: o",
         "src/relinear/surgery/select.py",
-        "return found | ({id(head)} if head is not None else set())",
-        "return found - ({id(head)} if head is not None else set())",
+        "return named | {id(output_head(model))}",
+        "return named - {id(output_head(model))}",
         "test_surgery::test_all_linear_leaves_the_head",
     ),
     Mutant(
