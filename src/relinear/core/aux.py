@@ -9,14 +9,13 @@ and neither gradient checkpointing nor compilation can hand them the mask of ano
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from relinear.core.anatomy import outermost
-from relinear.core.operator import Operator, check_model
+from relinear.core.operator import check_model, named_operators
 
 _NO_LOSS = (
     "the auxiliary losses of the operators are in no loss: this trainer computes the loss itself (compute_loss_func, "
@@ -25,11 +24,6 @@ _NO_LOSS = (
 )
 
 IGNORED_LABEL = -100  # transformers' label of positions that do not count
-
-
-def named_operators(model: nn.Module) -> Iterator[tuple[str, Operator]]:
-    """Outermost operators of ``model`` by name, each once; what an operator holds inside belongs to that operator."""
-    return outermost(model, lambda module: isinstance(module, Operator))
 
 
 def aux_losses(model: nn.Module) -> dict[str, Tensor]:

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
+from relinear.core.anatomy import outermost
 from relinear.core.config import Config, shown
 from relinear.core.inference import CachingModule
 from relinear.core.moments import Moments, descend_
@@ -323,6 +324,11 @@ class Operator(TokenTerms, CachingModule):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.config}, bias={self.bias is not None}"
+
+
+def named_operators(model: nn.Module) -> Iterator[tuple[str, Operator]]:
+    """Outermost operators of ``model`` by name, each once; what an operator holds inside belongs to that operator."""
+    return outermost(model, lambda module: isinstance(module, Operator))
 
 
 def _checked(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

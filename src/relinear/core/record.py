@@ -8,8 +8,9 @@ from torch import nn
 
 from relinear.core.anatomy import stock_name, unwrapped
 from relinear.core.attachment import attachments
-from relinear.core.aux import install_aux_hooks, named_operators
+from relinear.core.aux import install_aux_hooks
 from relinear.core.config import shown
+from relinear.core.operator import named_operators
 from relinear.core.plugins import packages_of
 
 METHOD = "relinear"  # the name of the quantizer that rebuilds a model

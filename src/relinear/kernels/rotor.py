@@ -74,16 +74,7 @@ class PreparedNetwork:
         left, right, orders, slopes, mix, form: as for ``rotor_network``.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        left: Sequence[Tensor],
-        right: Sequence[Tensor],
-        orders: Tensor | None,
-        slopes: Tensor,
-        mix: Tensor,
-        form: reference.NetworkForm,
-    ) -> None:
+    def __init__(self, in_features: int, left, right, orders, slopes, mix, form: reference.NetworkForm) -> None:
         self.left, self.right = [_ready(factor) for factor in left], [_ready(factor) for factor in right]
         sizes = zip(form.windows, self.left, self.right, strict=True)
         self.parts = [window // reference.shared_coordinates(window, a, b) for window, a, b in sizes]

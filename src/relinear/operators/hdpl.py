@@ -31,6 +31,9 @@ class HDPLLinear(LatentOperator):
 
     Parameters: ``blocks`` (K, O/K, I/K), ``mu.weight`` (R, I), ``mu.bias`` (R,), ``logvar.weight`` (R, I),
     ``logvar.bias`` (R,), ``decoder.weight`` (O, R), optional ``bias`` (O,). Without noise there is no ``logvar``.
+
+    Metrics: ``clamped``, the share of tokens (of token dimensions with free bits) whose regulariser has no gradient;
+    ``divergence``, nats a token between posterior and prior, before any bound.
     """
 
     config: HDPL
@@ -138,11 +141,6 @@ class HDPLLinear(LatentOperator):
             {"latent": config.beta * loss},
             {"clamped": clamped.to(loss.dtype).detach(), "divergence": divergence.detach()},
         )
-
-    def metrics(self) -> dict[str, Tensor]:
-        """``clamped``: share of tokens (of token dimensions with free bits) whose regulariser has no gradient;
-        ``divergence``: nats a token between posterior and prior, before any bound."""
-        return super().metrics()
 
     def fit_(self, weight: Tensor) -> None:
         """Take a block-diagonal part plus a low-rank part of rank R // 2, which the context path holds exactly in eval.

@@ -8,7 +8,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from torch import nn
 
 from relinear.core.attachment import attachments
-from relinear.core.aux import named_operators
+from relinear.core.operator import named_operators
 from relinear.system.files import write_text
 from relinear.system.written import CARD, CARD_LINE, is_own_card, signed_card
 

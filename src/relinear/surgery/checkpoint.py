@@ -26,9 +26,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from relinear.core.anatomy import named_in
 from relinear.core.attachment import AttachmentConfig, attachments
-from relinear.core.aux import named_operators
 from relinear.core.config import UnknownKindError, nearest, shown
-from relinear.core.operator import OperatorConfig, check_model, is_embedding, is_linear
+from relinear.core.operator import OperatorConfig, check_model, is_embedding, is_linear, named_operators
 from relinear.core.places import saved_place
 from relinear.core.record import FORMAT_VERSION, METHOD, config_record, own_record, sync_record
 from relinear.core.vocabulary import token_tables

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.core.aux import named_operators
 from relinear.core.modes import evaluating
-from relinear.core.operator import NotLinearError, check_model, plain_linear
+from relinear.core.operator import NotLinearError, check_model, named_operators, plain_linear
 from relinear.core.record import sync_record
 from relinear.surgery.tied import settle_head_, swap_layer
 

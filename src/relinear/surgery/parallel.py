@@ -12,8 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from relinear.core.aux import named_operators
-from relinear.core.operator import Operator
+from relinear.core.operator import Operator, named_operators
 from relinear.core.token_terms import TokenTerms
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from relinear.core.attachment import attachments
-from relinear.core.aux import named_operators
-from relinear.core.operator import NotLinearError, plain_linear
+from relinear.core.operator import NotLinearError, named_operators, plain_linear
 from relinear.models.cgt.layers import Modulator
 from relinear.models.cgt.model import CGTForCausalLM
 from relinear.models.heads import ReadoutScale
