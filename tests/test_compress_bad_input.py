@@ -37,7 +37,7 @@ def refused(model, ids, message: str, folder, **more) -> None:
         (lambda: spoilt(float("inf")), r"layers\.1\.mlp\.up_proj\.weight holds values that are not finite"),
         (lambda: tiny().to("meta"), "embed_tokens.weight has no values"),
         (encoder_decoder, "has an encoder beside its decoder"),
-        (lambda: tiny().model, r"gives no logits: load it with its head"),
+        (lambda: tiny().model, r"has no logits: load it with its head"),
     ],
 )
 def test_models_that_cannot_be_compressed(make, message: str, tmp_path) -> None:

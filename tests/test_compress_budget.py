@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import relinear
-from relinear.compress import CompressSettings, compress, menu, run, speed
+from relinear.compress import CompressSettings, compress, run, speed
+from relinear.compress import plan as plan_file
 from relinear.compress.beside import like_before, measure_speed, observe
 from relinear.compress.budget import Budget, Candidate, budget_of
 from relinear.compress.calibrate import calibrate
@@ -214,7 +215,7 @@ def test_a_table_that_is_given_is_held_to_what_is_asked_for_before_calibration(t
         ({"speed": 1000.0}, r"speed=1000.0 of decoding at batch 1 cannot be met"),
         ({"keep": 0.03, "fisher": False}, r"cannot be met: without fisher every layer keeps the same share, 0.030"),
         ({"keep": 0.5, "speed": 1.3}, "keep and speed are two budgets"),
-        ({"budget_of": "flops", "speed": 1.3}, "has no meaning with speed"),
+        ({"budget_of": "flops", "speed": 1.3}, "and speed is no share"),
         ({"speed": 1.3, "fisher": False}, "speed takes fisher"),
         ({"speed": 0.5}, "speed must be above 1"),
         ({"budget_of": "watts"}, "budget_of must be one of 'layers', 'model', 'bytes' or 'flops'"),
@@ -356,7 +357,7 @@ def test_measured_points_change_the_plan_and_are_kept(tmp_path, monkeypatch) -> 
     written = json.loads((tmp_path / "report.json").read_text())["points"]
     assert [p["measured"] for p in written] == [p.measured for p in measured.points]
     assert measured.plan.nats != plain.plan.nats
-    monkeypatch.setattr(menu, "corrections", factors)
+    monkeypatch.setattr(plan_file, "corrections", factors)
     phases.clear()
     again = start(tmp_path, measured_points=3)
     assert "points" not in phases

@@ -72,9 +72,7 @@ def _print(results: dict[str, Any], as_json: bool) -> None:
         print(json.dumps(results, indent=2, default=str))
         return
     for task, figures in results.items():
-        stated = [
-            f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}" for key, value in figures.items()
-        ]
+        stated = [f"{key} {v:.4f}" if isinstance(v, float) else f"{key} {v}" for key, v in figures.items()]
         print(f"{task}: {', '.join(stated)}")
 
 

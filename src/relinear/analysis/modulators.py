@@ -91,9 +91,7 @@ def record_modulators(model: Any, ids: Tensor, *, keep: str | None = None, token
     """
     found = modulators(model)
     if not found:
-        raise ValueError(
-            "the model has no modulator; put some in with relinear.Transponder or relinear.PathTransponder"
-        )
+        raise ValueError("the model has no modulator; put some in with relinear.Transponder or PathTransponder")
     statistics: dict[str, dict[str, Any]] = {}
     scalar: dict[str, Tensor] = {}
     channel: dict[str, Tensor] = {}

@@ -49,9 +49,7 @@ def planes(model: nn.Module) -> dict[str, dict[str, list[list[float]]]]:
 
 def _with_rotors(model: nn.Module) -> dict[str, Any]:
     named = model.named_modules()
-    return {
-        name: module for name, module in named if callable(getattr(module, "bivectors", None)) and module.bivectors()
-    }
+    return {name: m for name, m in named if callable(getattr(m, "bivectors", None)) and m.bivectors()}
 
 
 def applies(model: nn.Module) -> bool:

@@ -143,9 +143,7 @@ def models_section(values: Mapping[str, Any]) -> Section:
     height = 140 + 34 * len({series.y[0] for series in shown})
     preset = values["rows"][0]["preset"]
     speeds = {name: [r["speedup"] for r in values["rows"] if r["variant"] == name] for name in names if name != DENSE}
-    said = (
-        f"{name} runs at {statistics.median(found):.2f} of the stock model's speed" for name, found in speeds.items()
-    )
+    said = (f"{name} runs at {statistics.median(one):.2f} of the stock model's speed" for name, one in speeds.items())
     blocks: list[Block] = [
         Text(f"{'; '.join(said) or 'Only the stock model was timed'}.", lead=True),
         Chart("Speed relative to the stock model, a dot a variant: right of 1 is faster.", panel, None, height),

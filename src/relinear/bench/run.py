@@ -131,9 +131,7 @@ def _child(settings: BenchSettings, *, tuned: bool, report: Callable[[str], None
             for line in process.stdout:
                 report(line.rstrip())
         if process.returncode:
-            raise RuntimeError(
-                f"the benchmark's process ended with exit code {process.returncode}; see its message above"
-            )
+            raise RuntimeError(f"the benchmark's process ended with exit code {process.returncode}; see above")
         return json.loads(out.read_text(encoding="utf-8"))
 
 

@@ -298,6 +298,4 @@ def _figure(found: Mapping[str, Any], kind: str) -> Chart:
     for number, name in enumerate(PARAMETRIZATIONS):
         heights = [scale[-1] for scale in found["parametrizations"][name][kind]["scale"]]
         shown.append(Series(name=name, colour=_PAGE_COLOURS[name], number=number, x=found["widths"], y=heights))
-    return Chart(
-        f"{kind.capitalize()} after step {found['steps']}.", Panel(shown, *_axes(found["widths"])), beside=True
-    )
+    return Chart(f"{kind.capitalize()} at step {found['steps']}.", Panel(shown, *_axes(found["widths"])), beside=True)

@@ -187,9 +187,7 @@ def _check_tunable(recipe: CompareSettings, name: str) -> None:
     tuned = recipe.tune is not None and recipe.tune.initializer_range is not None
     model = recipe.settings_of(name).model
     if tuned and recipe.entries[name].learning_rate is None and model not in preset_names():
-        raise ValueError(
-            f"{name}: tune.initializer_range is for models drawn anew, of presets; {model!r} brings its weights"
-        )
+        raise ValueError(f"{name}: tune.initializer_range is for presets, drawn anew; {model!r} brings its weights")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,9 +259,7 @@ class _Comparison:
             speed = yield from kept(self.out_dir / SPEED, lambda: self._speed(chosen))
         return (yield from kept(self.out_dir / RESULTS, lambda: self._results(chosen, counted, speed)))
 
-    def _results(
-        self, chosen: list[_Choice], counted: dict[str, Any] | None, speed: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def _results(self, chosen: list[_Choice], counted: dict[str, Any] | None, speed: dict[str, Any]) -> dict[str, Any]:
         gaps, entries = self._gaps(), []
         for planned, choice in zip(self.planned, chosen, strict=True):
             name, runs = planned.name, []
@@ -281,9 +277,7 @@ class _Comparison:
             "finished": now(),
         }
 
-    def _tell(
-        self, stage: str, what: str, done: int = 0, total: int = 0, detail: Mapping[str, Any] | None = None
-    ) -> None:
+    def _tell(self, stage: str, what: str, done: int = 0, total: int = 0, detail: dict[str, Any] | None = None) -> None:
         # a search whose best lies at the edge of its grid goes on beyond it
         tried = [
             (len(each.known), 3 if each.prefix.startswith("full-length-") else self.trials) for each in self.searches
@@ -465,9 +459,7 @@ class _Comparison:
             self._tell("speed", what, progress["step"], progress["steps"])
 
         self._tell("speed", what)
-        settings = {
-            p.name: choice.settings.model_dump(mode="json") for p, choice in zip(self.planned, chosen, strict=True)
-        }
+        settings = {p.name: c.settings.model_dump(mode="json") for p, c in zip(self.planned, chosen, strict=True)}
         entries = self.recipe.entries
         full = [p.name for p in self.planned if entries[p.name].dense and entries[p.name].how == "fixed"]
         reference = full[0] if full else "dense at full size"

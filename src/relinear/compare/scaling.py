@@ -151,9 +151,7 @@ def _scaled(recipe: CompareSettings, name: str, width: int, factor: float, vocab
     return changes
 
 
-def _with_overrides(
-    recipe: CompareSettings, changes: Mapping[str, Any], overrides: Mapping[str, Any]
-) -> dict[str, Any]:
+def _with_overrides(recipe: CompareSettings, changes: Mapping[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """An entry's ``set`` that comes to these ``model_overrides``, whatever it said of them."""
     # operators are written out at their size beside it
     kept = {key: value for key, value in changes.items() if key.split(".")[0] not in ("model_overrides", "operators")}

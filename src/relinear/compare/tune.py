@@ -208,7 +208,5 @@ def beside(settings: Tune, trials: Trials, rate: float, initializer_range: float
     along = trials.along_rates(initializer_range)
     best = yield from _descend(settings.learning_rates, rate, settings.extensions, along)
     if not math.isfinite(best.loss):
-        raise ValueError(
-            f"training diverged at {rate:g} and at the learning rates beside it; lower tune.learning_rates"
-        )
+        raise ValueError(f"training diverged at {rate:g} and at the rates beside it; lower tune.learning_rates")
     return Found(best.value, initializer_range, best.loss, best.edge)

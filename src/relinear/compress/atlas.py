@@ -296,9 +296,7 @@ def _map(record: Mapping[str, Any]) -> Panel:
     rows = {kind: place for place, kind in enumerate(_types(record))}
     shown = []
     for number, (kind, colour) in enumerate(_colours(record).items()):
-        own = sorted(
-            (rows[layers[name]["type"]], layers[name]["depth"], name) for name in best if best[name][0] == kind
-        )
+        own = sorted((rows[layers[n]["type"]], layers[n]["depth"], n) for n in best if best[n][0] == kind)
         if own:
             place: dict[str, Any] = {"x": [depth for _, depth, _ in own], "y": [layers[n]["type"] for _, _, n in own]}
             texts = [f"{name}: {kind}, {best[name][1]:.3g} nats" for _, _, name in own]

@@ -29,14 +29,16 @@ class Candidate:
     nats: float
 
 
+#: of every layer, by name
+Choices = Mapping[str, Sequence[Candidate]]
+
+
 def amount(value: float) -> str:
     """Return a cost in words: whole numbers in full, fractions of a second to three digits."""
     return f"{value:,.0f}" if abs(value) >= 10 or value == int(value) else f"{value:.3g}"
 
 
-def allocate(
-    candidates: Mapping[str, Sequence[Candidate]], budget: float, unit: str = "parameters"
-) -> dict[str, Candidate]:
+def allocate(candidates: Choices, budget: float, unit: str = "parameters") -> dict[str, Candidate]:
     """Return one candidate a layer, of least summed ``nats`` with a summed cost of at most ``budget``.
 
     One price of a unit of cost for the whole model (the multiplier of the budget), found by bisection; what the budget
@@ -72,9 +74,7 @@ def allocate(
     return _spend(chosen, candidates, budget - cost(chosen))
 
 
-def _spend(
-    chosen: dict[str, Candidate], candidates: Mapping[str, Sequence[Candidate]], left: float
-) -> dict[str, Candidate]:
+def _spend(chosen: dict[str, Candidate], candidates: Choices, left: float) -> dict[str, Candidate]:
     """Upgrade layer after layer, the most nats a unit of cost first, while something fits."""
     chosen = dict(chosen)
     while True:
@@ -91,7 +91,7 @@ def _spend(
         chosen[name] = option
 
 
-def best_uniform(candidates: Mapping[str, Sequence[Candidate]], share: float) -> dict[str, Candidate]:
+def best_uniform(candidates: Choices, share: float) -> dict[str, Candidate]:
     """Return the best candidate a layer within ``share`` of its own dense cost: every layer shrinks alike.
 
     A layer that can become nothing else stays as it is.

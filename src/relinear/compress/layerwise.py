@@ -69,9 +69,7 @@ class LayerByLayer:
         few = {} if last is None or not self._gives_few_logits else {"logits_to_keep": last}
         output = self.model(input_ids=ids, use_cache=False, **few)
         if not hasattr(output, "logits"):
-            raise ValueError(
-                f"{type(self.model).__name__} gives no logits: load it with its head (AutoModelForCausalLM)"
-            )
+            raise ValueError(f"{type(self.model).__name__} has no logits: load it with its head (AutoModelForCausalLM)")
         return output.logits
 
     def embed(self, ids: Tensor) -> Tensor:

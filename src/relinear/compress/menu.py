@@ -135,9 +135,7 @@ class Operators:
             row = self._row(whole, table, before)
             rows.setdefault(row["bytes"], (row, whole))
         lossy = [row for row, _ in rows.values() if row["predicted"] > 0]
-        near = {
-            min(lossy, key=lambda row: abs(row["predicted"] / nats - 1))["bytes"] for nats in MEASURED_NEAR if lossy
-        }
+        near = {min(lossy, key=lambda row: abs(row["predicted"] / n - 1))["bytes"] for n in MEASURED_NEAR if lossy}
         texts = {"": corpus.judging, **corpus.elsewhere}
         original = {name: read(work.model, blocks) for name, blocks in texts.items()}
         for done, at in enumerate(sorted(near, reverse=True), start=1):

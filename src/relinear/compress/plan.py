@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from relinear.compress.budget import Budget, Candidate, allocate, best_uniform, size_of
+from relinear.compress.budget import Budget, Candidate, Choices, allocate, best_uniform, size_of
 from relinear.compress.calibrate import Calibration
 from relinear.compress.in_order import fit_operator
 from relinear.compress.layerwise import LayerByLayer
@@ -312,7 +312,7 @@ class Correction:
         return self.factor * nats**self.power if nats > 0 else nats
 
 
-def choose_points(candidates: Mapping[str, Sequence[Candidate]], count: int) -> list[tuple[str, Candidate]]:
+def choose_points(candidates: Choices, count: int) -> list[tuple[str, Candidate]]:
     """``count`` choices for every type of layer, spread over its depth and its candidates' costs."""
     types: dict[str, list[str]] = {}
     for name, options in candidates.items():
@@ -329,17 +329,22 @@ def choose_points(candidates: Mapping[str, Sequence[Candidate]], count: int) -> 
     return chosen
 
 
+def correct(candidates: Choices, found: Mapping[str, Correction]) -> dict[str, list[Candidate]]:
+    """Return the candidates with corrected nats."""
+    changed: dict[str, list[Candidate]] = {}
+    for name, options in candidates.items():
+        change = found.get(layer_type(name), Correction())
+        changed[name] = [c if c.config is None else dataclasses.replace(c, nats=change(c.nats)) for c in options]
+    return changed
+
+
 def corrected(
-    work: Work, candidates: Mapping[str, Sequence[Candidate]], calibration: Calibration, judging: Tensor
+    work: Work, candidates: Choices, calibration: Calibration, judging: Tensor
 ) -> tuple[dict[str, list[Candidate]], list[MeasuredPoint]]:
     """Return the candidates with nats corrected by points that are measured on windows (N, T), and these points."""
     chosen = choose_points(candidates, work.settings.measured_points)
     points = _measured_once(work, judging[:POINT_WINDOWS], calibration, chosen) if chosen else []
-    changes, found = corrections(points), dict[str, list[Candidate]]()
-    for name, options in candidates.items():
-        change = changes.get(layer_type(name), Correction())
-        found[name] = [c if c.config is None else dataclasses.replace(c, nats=change(c.nats)) for c in options]
-    return found, points
+    return correct(candidates, corrections(points)), points
 
 
 def _measured_once(

@@ -206,9 +206,7 @@ def _chart(points: Sequence[Mapping[str, Any]]) -> Chart:
     """Predicted against measured nats on logarithmic axes; what did not rise has no place on them."""
     shown = [point for point in points if point["predicted"] > 0 and point["measured"] > 0]
     x, y = [point["predicted"] for point in shown], [point["measured"] for point in shown]
-    texts = [
-        f"{point['name']}: predicted {point['predicted']:.4g}, measured {point['measured']:.4g}" for point in shown
-    ]
+    texts = [f"{p['name']}: predicted {p['predicted']:.4g}, measured {p['measured']:.4g}" for p in shown]
     ends = min([*x, *y], default=0.1), max([*x, *y], default=1.0)
     axes = [Axis(title=f"{what} nats a token", log=True, bounds=ends) for what in ("predicted", "measured")]
     dots = Series(name="layers", colour=PALETTE[0], x=x, y=y, texts=texts, mode="points", legend=False)

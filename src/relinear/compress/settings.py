@@ -142,9 +142,7 @@ class CompressSettings(Settings):
         if len(given) > 1:
             raise ValueError(f"{given[0]} and {given[1]} are two budgets: give one of them")
         if self.keep is None and self.budget_of != "layers":
-            raise ValueError(
-                f"budget_of={self.budget_of} says what keep is a share of; it has no meaning with {given[0]}"
-            )
+            raise ValueError(f"budget_of={self.budget_of} says what keep is a share of, and {given[0]} is no share")
         if self.speed is not None and not self.fisher:
             raise ValueError("speed takes fisher: without it every layer keeps the same share, whatever that saves")
         if self.measured_points and not self.fisher:

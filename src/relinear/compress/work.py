@@ -59,9 +59,7 @@ class Work:
         for name, module in self.modules.items():
             index = find(name)
             if index is None:
-                raise ValueError(
-                    f"{name} lies outside of the decoder layers, which is all that is compressed: exclude it"
-                )
+                raise ValueError(f"{name} lies outside of the decoder layers, all that is compressed: exclude it")
             self.by_layer.setdefault(index, {})[name] = module
         widest = max(linear_features(module)[0] for module in self.modules.values())
         seen = self.settings.blocks * self.settings.sequence_length

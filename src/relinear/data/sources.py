@@ -158,9 +158,7 @@ def _read_parquet(path: Path, text_column: str | None) -> Iterator[str]:
         raise ValueError(f"{path} is no readable parquet file ({str(error).splitlines()[0]})") from error
     with file:
         schema = file.schema_arrow
-        strings = [
-            field.name for field in schema if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)
-        ]
+        strings = [f.name for f in schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
         chats = [field.name for field in schema if _holds_messages(pa, field.type)]
         column = choose_column(str(path), text_column, schema.names, strings, chats)
         try:
@@ -273,9 +271,7 @@ def _open_hub(name: str, text_column: str | None, *, streaming: bool) -> tuple[d
     owner, _, short = repository.partition("/")
     kept = Path(datasets.config.HF_DATASETS_CACHE) / f"{owner}___{camelcase_to_snakecase(short)}"
     if not kept.exists() and not hub_in_reach():
-        raise ValueError(
-            _NOT_HAD.format(name=name, reason="the Hub is out of reach, and no copy is in the local cache")
-        )
+        raise ValueError(_NOT_HAD.format(name=name, reason="the Hub is out of reach, and the cache has no copy"))
     try:
         loaded = datasets.load_dataset(repository, config or None, streaming=streaming)
     except Exception as error:  # network, hub, config and file errors of many kinds: to a user it cannot be had
@@ -294,9 +290,7 @@ def _hub_column(where: str, part: Any, text_column: str | None) -> str:
         columns, strings = list(row), [key for key, value in row.items() if isinstance(value, str)]
     else:
         columns = list(features)
-        strings = [
-            key for key, feature in features.items() if getattr(feature, "dtype", "") in ("string", "large_string")
-        ]
+        strings = [key for key, f in features.items() if getattr(f, "dtype", "") in ("string", "large_string")]
     others = [key for key in columns if key not in strings]
     row = next(iter(part), {}) if others else {}
     return choose_column(where, text_column, columns, strings, [key for key in others if is_conversation(row.get(key))])

@@ -52,9 +52,7 @@ def documents(data: Iterable[Any], tokenizer: Any) -> Iterator[str | list[int]]:
     for item in chained:
         ids = item.get("input_ids") if isinstance(item, Mapping) else item
         if ids is None:
-            raise ValueError(
-                f"data must hold texts, token tensors or mappings with input_ids, got {type(item).__name__}"
-            )
+            raise ValueError(f"data must hold texts, token ids or mappings with input_ids, got {type(item).__name__}")
         yield torch.as_tensor(ids).flatten().tolist()
 
 
@@ -147,9 +145,7 @@ class Recording:
     def inputs(self, name: str) -> Tensor:
         """Return the inputs (M, I) of the module ``name``."""
         if (stored := self._values(name)) is None:
-            raise ValueError(
-                f"{name} was never called in a forward pass of the model, so there is nothing to fit it to"
-            )
+            raise ValueError(f"{name} was never called in a forward pass, so there is nothing to fit it to")
         return stored
 
     def contexts(self, name: str) -> Tensor | None:

@@ -104,9 +104,7 @@ def distill_(
     train_blocks = settings.tokens // length
     blocks = token_blocks(data, tokenizer, length, train_blocks + settings.validation_tokens // length)
     run = _Run(model, settings, blocks, train_blocks, None if out_dir is None else Path(out_dir), on_progress)
-    groups = [
-        list(group) for _, group in itertools.groupby(whole.replacements, key=lambda r: layer_index(model, r.name))
-    ]
+    groups = [list(g) for _, g in itertools.groupby(whole.replacements, key=lambda r: layer_index(model, r.name))]
     for group in groups:  # both refuse what cannot be, before any work
         run._retrained(group)
         if settings.joint:

@@ -77,7 +77,5 @@ class DistillSettings(Settings):
     def _consistent(self) -> DistillSettings:
         check_whole_blocks(self, "tokens", "validation_tokens")
         if self.joint and self.loss == "kl":
-            raise ValueError(
-                "joint=True is for the losses 'mse' and 'cosine': 'kl' fits a decoder layer together anyway"
-            )
+            raise ValueError("joint=True is for losses 'mse' and 'cosine': 'kl' fits a decoder layer together anyway")
         return self

@@ -57,9 +57,7 @@ def choose_sites(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, Site
     if not wanted:
         chosen = inside or _outputs_of_layers(model, every)
     if not chosen:
-        raise ValueError(
-            f"{type(model).__name__} has no units to look at: no latent, no gate and no layer with a linear map"
-        )
+        raise ValueError(f"{type(model).__name__} has no units: no latent, no gate and no layer with a linear map")
     units = sum(site.size for site in chosen.values())
     if units * _BYTES > _MOST_BYTES:
         raise ValueError(f"{units:,} units are too many for one index; name some sites, such as {next(iter(chosen))!r}")

@@ -166,9 +166,7 @@ class RunLog(TrainerCallback):
         else:
             return
         self._last |= {key: row[key] for key in self._last if key in row}
-        row = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
-        }
+        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         if state.is_world_process_zero:
             self.rows.append(row)
             if self.path is not None:

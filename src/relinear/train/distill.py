@@ -58,9 +58,7 @@ class Distill(ObjectiveConfig):
         return against(teacher, model, self.temperature, self.cross_entropy, name=f" {shown(self.teacher)}")
 
 
-def against(
-    teacher: Any, model: Any, temperature: float = 1.0, cross_entropy: float = 0.0, name: str = ""
-) -> Objective:
+def against(teacher: Any, model: Any, temperature: float = 1, cross_entropy: float = 0, name: str = "") -> Objective:
     """The objective of ``Distill`` for a teacher that is in memory; its parameters may be ones that ``model`` shares.
 
     Args:
