@@ -103,6 +103,6 @@ def test_experts_that_are_one_tensor_are_left_and_said_so(tmp_path) -> None:
 def test_quantised_models_are_refused(tmp_path) -> None:
     model = make_family("llama")
     model.is_quantized = True
-    with pytest.raises(ValueError, match="is quantised; compress the model in floating point"):
+    with pytest.raises(ValueError, match="is quantised; compress it in floating point"):
         compress(model, tokens(), settings=SETTINGS, out_dir=tmp_path)
     assert not any(isinstance(m, relinear.Operator) for m in model.modules())

@@ -112,8 +112,5 @@ def _package(thing: Any) -> str:
 def _settings(thing: type) -> dict[str, Any]:
     from dataclasses import MISSING, fields
 
-    made = {
-        field.name: field.default if field.default_factory is MISSING else field.default_factory()
-        for field in fields(thing)
-    }
+    made = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(thing)}
     return {name: "(needed)" if default is MISSING else default for name, default in made.items()}

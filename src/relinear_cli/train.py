@@ -33,11 +33,8 @@ def command(
     from relinear.compare.recipe import apply_overrides, find_recipe, read_yaml
     from relinear_cli.progress import watch_training
 
-    written = {
-        "operators": replace and options.parse_operators(replace),
-        "attachments": attach,
-        "layers": options.parse_layers(layers),
-    }
+    written: dict[str, Any] = {"operators": replace and options.parse_operators(replace), "attachments": attach}
+    written |= {"layers": options.parse_layers(layers)}
     values = {} if recipe is None else read_yaml(find_recipe(recipe))
     values = apply_overrides(values, {key: value for key, value in written.items() if value} | given)
 

@@ -97,9 +97,6 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     bottom = Axis(title="dimension, in the order of its spread")
     side = Axis(title="deviation of its mean over tokens", from_zero=True)
     panel = Panel(shown, bottom, side, [Guide(y=ACTIVE**0.5, text="not active below")])
-    text = (
-        "How far every dimension's mean moves over tokens, largest first, a line a layer; below the dashed "
-        "line it is not active."
-    )
+    text = "How far each dimension's mean moves over tokens, a line a layer; below the dashed line it is not active."
     head = ["layer", "active dimensions", "nats a token", "mean sigma"]
     return [Chart(text, panel, stem="latents"), Table(head, rows)]

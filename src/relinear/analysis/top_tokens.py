@@ -127,10 +127,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     dots = Series(name="gates", colour=PALETTE[0], x=chance, y=purity, texts=texts, **look)
     bottom = Axis(title="share of all positions (chance)", bounds=(0, 1.1 * max(chance, default=1.0) or 1))
     panel = Panel([dots], bottom, Axis(title="purity", bounds=(0, 1.05)), [Guide()])
-    text = (
-        "Every gate: how pure its highest positions are against what chance gives (dashed). Point at a dot "
-        "for its tokens."
-    )
+    text = "Every gate: how pure its highest positions are against chance (dashed). Point at a dot for its tokens."
     rows = [
         layer_row(name, Cell.of(k, "d"), "  ".join(gate["text"]), *(Cell.of(gate[value]) for value in _COLUMNS))
         for name, k, gate in gates[:LISTED]

@@ -17,7 +17,7 @@ from relinear.system.written import check_ours
 from relinear.train.fit import training_device, training_dtype
 from relinear.train.settings import TrainSettings
 
-RUN, RESULTS, SPEED = "run.json", "results.json", "speed.json"
+RUN, RESULTS, SPEED, NGRAM, BUDGETS = "run.json", "results.json", "speed.json", "ngram.json", "budgets"
 BLOCK_LOSSES = "block_losses.npy"
 FORMAT = 1
 #: of what ``tune.tune`` tries: a comparison goes on with the search that it was begun with

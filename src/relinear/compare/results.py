@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from relinear.compare.folder import precision
+from relinear.compare.folder import BUDGETS, FORMAT, precision
 from relinear.compare.gaps import too_small
 from relinear.compare.match import Planned, match_target
 from relinear.compare.settings import CompareSettings, shortened
@@ -107,6 +107,7 @@ def comparison_result(
     )
     budget += f" Other steps: {', '.join(other)}." if other else ""
     return {
+        "format": FORMAT,
         "name": recipe.name,
         "description": recipe.description,
         "budget": budget,
@@ -231,7 +232,7 @@ def _counting_notes(counted: Mapping[str, Any] | None, entries: list[dict[str, A
 # Counting the same tokens
 
 
-NGRAM, LOSSES = "ngram.json", "ngram_block_losses.npy"
+LOSSES = "ngram_block_losses.npy"
 # Beyond this the counts outgrow the memory of the machines that budgets of this size are trained on.
 _MOST_TOKENS = 100_000_000
 
@@ -272,9 +273,6 @@ def count_ngrams(recipe: CompareSettings, data: Any, out_dir: Path) -> dict[str,
 # on to the next.
 
 
-BUDGETS = "budgets"
-
-
 def chosen_by(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Return what tuning has found for every entry in the results of comparisons, the later ones last."""
     chosen: dict[str, dict[str, float]] = {}
@@ -291,10 +289,8 @@ def over_budgets(recipe: CompareSettings, found: Sequence[Mapping[str, Any]]) ->
         recipe: with ``budgets``.
         found: the results of the comparison at each.
     """
-    rows = [
-        budget_row(tokens, f"{BUDGETS}/{tokens}", results)
-        for tokens, results in zip(recipe.budgets or (), found, strict=True)
-    ]
+    budgets = zip(recipe.budgets or (), found, strict=True)
+    rows = [budget_row(tokens, f"{BUDGETS}/{tokens}", results) for tokens, results in budgets]
     return {**found[-1], "name": recipe.name, BUDGETS: rows, "notes": found[-1]["notes"] + _budget_notes(recipe, rows)}
 
 

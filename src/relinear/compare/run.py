@@ -10,19 +10,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from relinear.compare.folder import BLOCK_LOSSES, FORMAT, RESULTS, RUN, SPEED, check_same, now, record_start
+from relinear.compare.folder import BLOCK_LOSSES, BUDGETS, NGRAM, RESULTS, RUN, SPEED, check_same, now, record_start
 from relinear.compare.gaps import gap
 from relinear.compare.match import Event, OnEvent, Planned, plan_comparison
-from relinear.compare.results import (
-    BUDGETS,
-    NGRAM,
-    at_budget,
-    chosen_by,
-    comparison_result,
-    count_ngrams,
-    entry_result,
-    over_budgets,
-)
+from relinear.compare.results import at_budget, chosen_by, comparison_result, count_ngrams, entry_result, over_budgets
 from relinear.compare.settings import CompareSettings, Tune, lasting
 from relinear.compare.sharing import Piece, Work, all_of, alone_at, carry_out, kept, side_by_side
 from relinear.compare.tune import Trials, beside, grid_search
@@ -270,12 +261,8 @@ class _Comparison:
                 runs.append(run | {"stacked": read_json(self._folder(name, seed) / RUN).get("stacked")})
             entry = entry_result(planned, choice.settings, choice.tuning, runs, speed.get(name))
             entries.append(entry | {"dense": self.recipe.entries[name].dense, "gap": gaps.get(name)})
-        return {
-            "format": FORMAT,
-            **comparison_result(self.recipe, self.data, self.planned, entries, counted),
-            **circumstances(self.started),
-            "finished": now(),
-        }
+        found = comparison_result(self.recipe, self.data, self.planned, entries, counted)
+        return found | circumstances(self.started) | {"finished": now()}
 
     def _tell(self, stage: str, what: str, done: int = 0, total: int = 0, detail: dict[str, Any] | None = None) -> None:
         # a search whose best lies at the edge of its grid goes on beyond it
@@ -466,10 +453,5 @@ class _Comparison:
         if not full:
             # its warm-up may be longer than the default number of steps, and does not matter here
             settings[reference] = self.recipe.train.model_dump(mode="json") | {"warmup_steps": None}
-        arguments = {
-            "settings": settings,
-            "reference": reference,
-            "vocab_size": self.data.vocab_size,
-            **self.recipe.speed.model_dump(),
-        }
-        return self.way.worker.run("speed", arguments, tell)
+        given = {"settings": settings, "reference": reference, "vocab_size": self.data.vocab_size}
+        return self.way.worker.run("speed", given | self.recipe.speed.model_dump(), tell)

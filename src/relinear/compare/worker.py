@@ -55,11 +55,7 @@ def _speed(arguments: Mapping[str, Any], on_progress: Progress) -> dict[str, Any
 
 
 #: what a worker can do: name -> function of its arguments and a callback, both JSON
-JOBS: dict[str, Callable[[Mapping[str, Any], Progress], dict[str, Any]]] = {
-    "train": _train,
-    "stack": _stack,
-    "speed": _speed,
-}
+JOBS = {"train": _train, "stack": _stack, "speed": _speed}
 
 
 class InProcess:

@@ -216,9 +216,8 @@ class _Calibrating:
         counts: dict[str, int] = {}
         for index in self.targets:
             counts |= json.loads(load_tensors(self.folder / _file(index))[1]["counts"])
-        write_record(
-            self.folder / "calibration.json", {"tokens": self.tokens, "loss": loss, "layers": where, "counts": counts}
-        )
+        found = {"tokens": self.tokens, "loss": loss, "layers": where, "counts": counts}
+        write_record(self.folder / "calibration.json", found)
         for kind in ("hidden", "gradient"):
             for index in self.streams.indices(kind):
                 self.streams.remove(kind, index)

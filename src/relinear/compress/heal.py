@@ -90,13 +90,9 @@ def check_healable(settings: CompressSettings, operators: int, dense: int) -> No
         operators: how many layers become operators. dense: how many others an adapter could go on.
     """
     if settings.heal == "operators" and not operators:
-        raise ValueError(
-            "heal='operators' trains the operators, and the plan has none; use heal='all', or heal='lora' for adapters"
-        )
+        raise ValueError("heal='operators' trains the operators, and the plan has none; use heal='all' or heal='lora'")
     if settings.heal == "lora" and not dense:
-        raise ValueError(
-            "heal='lora' puts adapters on the layers that stay dense, and the plan leaves none; use heal='operators'"
-        )
+        raise ValueError("heal='lora' adapts layers that stay dense, and the plan leaves none; use heal='operators'")
 
 
 def heal(

@@ -83,10 +83,8 @@ class CompressReport:
         if before is None:
             return ", ".join(said)
         if after > max(DEGENERATE * before, before + 0.05):
-            return (
-                f"Its greedy text repeats itself ({after:.0%} of 4-grams, the original's {before:.0%}): "
-                + ", ".join(said)
-            )
+            degenerate = f"Its greedy text repeats itself ({after:.0%} of 4-grams, the original's {before:.0%})"
+            return f"{degenerate}: {', '.join(said)}"
         more = "no more" if after <= before else "hardly more"
         return ", ".join([*said, f"repeats itself {more} than the original"])
 

@@ -130,9 +130,7 @@ def compress(
             if name not in (None, "gguf"):
                 check_place(Path(out_dir, name), tokenizer)
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
-        raise ValueError(
-            f"{type(model).__name__} is quantised; compress the model in floating point, then quantise the result"
-        )
+        raise ValueError(f"{type(model).__name__} is quantised; compress it in floating point, then quantise that")
     modules = linear_layers(model, targets, exclude)
     check_model(model, chosen.sequence_length)
     with (
@@ -142,9 +140,7 @@ def compress(
     ):
         job = _Job(Work(model, modules, chosen, Path(folder), on_progress), table, export)
         if frontier and (plan_file is not None or not isinstance(job.menu, Operators) or not chosen.fisher):
-            raise ValueError(
-                "frontier weighs operators under many budgets: leave out plan_file, menu=neurons and fisher=False"
-            )
+            raise ValueError("frontier weighs operators by budgets: leave out plan_file, menu=neurons and fisher=False")
         plan_only = plan_only or frontier
         given_plan = None if plan_file is None else job.menu.read_plan(plan_file)
         if given_plan is None:

@@ -231,11 +231,8 @@ class PlannedSpeed:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
-        return dataclasses.asdict(self.conditions) | {
-            "seconds_before": self.before,
-            "seconds": self.after,
-            "ratio": self.ratio,
-        }
+        times = {"seconds_before": self.before, "seconds": self.after, "ratio": self.ratio}
+        return dataclasses.asdict(self.conditions) | times
 
     def __str__(self) -> str:
         times = f"{1e3 * self.before:.3g} -> {1e3 * self.after:.3g} ms"

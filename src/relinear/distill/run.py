@@ -229,11 +229,8 @@ class _Run:
             return []
         described = self.settings.model_dump(mode="json")
         operators = [[r.name, r.config.to_dict()] for r in whole.replacements]
-        self.known_by = {
-            "fingerprint": self.fingerprint(whole, described, operators),
-            "settings": described,
-            "operators": operators,
-        }
+        mark = self.fingerprint(whole, described, operators)
+        self.known_by = {"fingerprint": mark, "settings": described, "operators": operators}
         state = self.folder / "distill.json"
         if not resume or not state.is_file():
             write_json(state, self.known_by | {"done": []})

@@ -40,9 +40,7 @@ class Distill(ObjectiveConfig):
         if self.temperature == 0:
             raise ValueError("temperature must be above 0, got 0")
         if not self.cross_entropy < 1:
-            raise ValueError(
-                f"cross_entropy must be below 1, got {self.cross_entropy!r}: at 1 nothing is learnt from the teacher"
-            )
+            raise ValueError(f"cross_entropy must be below 1, got {self.cross_entropy!r}: the teacher is no part of it")
 
     def check(self) -> None:
         """Raise ValueError or OSError where there is no such teacher."""

@@ -119,13 +119,8 @@ def build_optimizer(model: nn.Module, settings: FitSettings) -> torch.optim.Opti
     """AdamW or Adam over ``parameter_groups``, in torch's fused form (one pass over the memory) where it exists."""
     kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[settings.optimizer]
     fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in model.parameters())
-    return kind(
-        parameter_groups(model, settings),
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.eps,
-        fused=fused,
-    )
+    groups = parameter_groups(model, settings)
+    return kind(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=fused)
 
 
 def build_schedule(optimizer: Any, settings: FitSettings) -> LRScheduler:

@@ -189,10 +189,7 @@ class TrainSettings(FitSettings):
     @property
     def mapping(self) -> dict[str, OperatorConfig | None]:
         """``operators`` as configs, for ``relinear.replace_``."""
-        return {
-            pattern: None if setting is None else OperatorConfig.from_dict(setting)
-            for pattern, setting in self.operators.items()
-        }
+        return {p: None if s is None else OperatorConfig.from_dict(s) for p, s in self.operators.items()}
 
     @property
     def attached(self) -> tuple[AttachmentConfig, ...]:
