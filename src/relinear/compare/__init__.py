@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 # Imported on first use: a recipe is read, and its faults are told, before torch and transformers are there.
 _LAZY = {
-    "plan": ("Event", "plan_comparison"),
+    "match": ("Event", "plan_comparison"),
     "report": ("read_results", "write_report"),
     "run": ("compare",),
     "scaling": ("scale",),
