@@ -120,14 +120,10 @@ def _operator_sizes(
 
 def _shapes(settings: TrainSettings, vocab_size: int) -> dict[str, list[tuple[int, int]]]:
     """The different (in, out) of the layers that each pattern replaces."""
-    replacements = plan(
-        skeleton(settings.updated(operators={}), vocab_size),
-        settings.mapping,
-        layers=settings.layers,
-        exclude=settings.exclude or None,
-    ).replacements
+    model = skeleton(settings.updated(operators={}), vocab_size)
+    whole = plan(model, settings.mapping, layers=settings.layers, exclude=settings.exclude or None)
     shapes: dict[str, list[tuple[int, int]]] = {}
-    for replacement in replacements:
+    for replacement in whole.replacements:
         shape = (replacement.in_features, replacement.out_features)
         seen = shapes.setdefault(replacement.target.pattern, [])
         if shape not in seen:

@@ -162,14 +162,9 @@ class RelinearTrainer(Trainer):
         if eval_dataset is None and settings.eval_every:
             raise ValueError(f"eval_every={settings.eval_every}, but there is no validation data")
         arguments = _arguments(settings, out_dir, device)
-        super().__init__(
-            model=model,
-            args=arguments,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            data_collator=data_collator,
-            callbacks=list(callbacks),
-        )
+        data: dict[str, Any] = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        data |= {"data_collator": data_collator, "callbacks": list(callbacks)}
+        super().__init__(model=model, args=arguments, **data)
         self.remove_callback(PrinterCallback)
         # Trainer counts the targets of a step by the config's loss_type, which some models (GPT-2) leave open; the loss
         # they then fall back on shifts the labels all the same, and would come out smaller by 1 / T.
