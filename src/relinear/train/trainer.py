@@ -337,11 +337,8 @@ class RelinearTrainer(Trainer):
         self._check_finite(value, "validation loss")
         if self._block_losses is not None:  # before the loss is logged: a run with its last loss has these, too
             write_block_losses(self._block_losses, blocks, value)
-        metrics = {
-            f"{metric_key_prefix}_loss": value,
-            f"{metric_key_prefix}_perplexity": math.exp(min(value, 700.0)),
-            f"{metric_key_prefix}_seconds": time.perf_counter() - start,
-        }
+        found = {"loss": value, "perplexity": math.exp(min(value, 700.0)), "seconds": time.perf_counter() - start}
+        metrics = {f"{metric_key_prefix}_{name}": number for name, number in found.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
