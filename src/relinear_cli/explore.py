@@ -52,10 +52,8 @@ def command(
     names = [name.strip() for name in (sites or "").split(",") if name.strip()]
     wanted: Any = {"data": text, "sequences": sequences, "length": length, "wanted": names}
     folders = [index] if second is None else [index and index / one for one in ("first", "second")]
-    subjects = [
-        _subject(name, tokenizer, folder, **wanted)
-        for name, folder in zip(filter(None, [model, second]), folders, strict=True)
-    ]
+    named = zip(filter(None, [model, second]), folders, strict=True)
+    subjects = [_subject(name, tokenizer, folder, **wanted) for name, folder in named]
     if static is not None:
         with watch_steps("measuring effects") as on_progress:
             written = write_html(static, static_page(subjects, effects, on_progress))

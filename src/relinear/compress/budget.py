@@ -125,11 +125,8 @@ def stored_bytes(module: nn.Module) -> int:
     """
     tensors = module.state_dict().values()
     widest = {True: 2, False: 8}
-    distinct = {
-        (t.data_ptr() or id(t), tuple(t.shape)): t.numel() * min(t.element_size(), widest[t.is_floating_point()])
-        for t in tensors
-    }
-    return sum(distinct.values())
+    distinct = {(t.data_ptr() or id(t), tuple(t.shape)): t for t in tensors}.values()
+    return sum(t.numel() * min(t.element_size(), widest[t.is_floating_point()]) for t in distinct)
 
 
 def size_of(module: Any, config: OperatorConfig | None = None) -> Size:

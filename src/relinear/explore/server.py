@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import ConfigDict, ValidationError, create_model
+from pydantic import ConfigDict, StrictFloat, ValidationError, create_model
 
 from relinear.core.config import shown
 from relinear.core.settings import readable
@@ -31,13 +31,14 @@ _DISCARDED, _CHUNK = 1 << 23, 1 << 16
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-def _called(function: Callable[..., Any], values: Mapping[str, Any], subjects: Sequence[Subject], strict: bool) -> Any:
-    """What a function of a subject gives for the values of a request; ``strict`` takes no text for a number."""
+def _called(function: Callable[..., Any], values: Mapping[str, Any], subjects: Sequence[Subject]) -> Any:
+    """What a function of a subject gives for the values of a request, each of the type of its parameter."""
     _, *parameters = inspect.signature(function, eval_str=True).parameters.values()
-    fields: dict[str, Any] = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
+    kinds = {p.name: StrictFloat if p.annotation is float else p.annotation for p in parameters}
+    fields: dict[str, Any] = {p.name: (kinds[p.name], ... if p.default is p.empty else p.default) for p in parameters}
     wanted = create_model("Request", model=(int, 0), **fields, __config__=ConfigDict(allow_inf_nan=False))
     try:
-        given = dict(wanted.model_validate(values, strict=strict))
+        given = dict(wanted.model_validate(values))
     except ValidationError as error:
         raise ValueError(readable(error)) from None
     number = given.pop("model")
@@ -122,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
             if answer is None:
                 raise _Refused(404, f"nothing is at {method} {parts.path}")
             values = self._body() if method == "POST" else dict(parse_qsl(parts.query, keep_blank_values=True))
-            self._send_json(200, _called(answer, values, self.server.subjects, strict=method == "POST"))
+            self._send_json(200, _called(answer, values, self.server.subjects))
         except _Refused as refused:
             self._send_json(refused.status, {"error": str(refused)})
         except ValueError as error:
