@@ -2,8 +2,8 @@
 
     python results/gpu/many.py OUT [--processes 14] > results/gpu/many.json
 
-Every way is the command that a user types, with its start, once the text is prepared. One after the other is three runs: the time of 24 is
-reckoned from the last two of them, by when each was written, and from the start that is left.
+Every way is the command that a user types, with its start, once the text is prepared. One after the other is three
+runs: the time of 24 is reckoned from the last two of them, by when each was written, and from the start that is left.
 """
 
 from __future__ import annotations
