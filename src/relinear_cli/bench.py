@@ -87,8 +87,11 @@ def _layers(settings: BenchSettings, out: Path) -> dict[str, Any]:
         report("measuring the machine")
         result = run_bench(settings, out, report=report)
     print(columns(table(result["rows"]), left=4))
-    told = "not timed: {contender}, {in_features} -> {out_features}, {dtype}: {error}"
-    failed = {told.format_map(row) for row in result["rows"] if row["error"]}
+    failed = {
+        f"not timed: {row['contender']}, {row['in_features']} -> {row['out_features']}, {row['dtype']}: {row['error']}"
+        for row in result["rows"]
+        if row["error"]
+    }
     print("\n".join(sorted(failed)))
     if "forward" in settings.passes:
         print(f"forward: {_inference(settings.for_inference)}")
@@ -140,6 +143,8 @@ def _whole_models(given: dict[str, Any], operators: list[str], out: Path) -> Non
 
 
 def _inference(kept: bool) -> str:
-    if kept:
-        return "inference after relinear.for_inference_: layers keep what they compute from their weights"
-    return "inference that reads the weights at every call, without relinear.for_inference_"
+    return (
+        "inference after relinear.for_inference_: layers keep what they compute from their weights"
+        if kept
+        else "inference that reads the weights at every call, without relinear.for_inference_"
+    )

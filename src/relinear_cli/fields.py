@@ -18,8 +18,16 @@ import typer
 
 FILE = Path(__file__).with_name("fields.json")
 #: type of a field -> that of its option: lists are given several times, numbers and words with commas
-_TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "texts": list[str]}
-_TYPES |= dict.fromkeys(("text", "integers", "numbers", "words"), str)
+_TYPES: dict[str, Any] = {
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "text": str,
+    "texts": list[str],
+    "integers": str,
+    "numbers": str,
+    "words": str,
+}
 #: type of a field that is given with commas -> that of its parts
 _PARTS: dict[str, Callable[[str], Any]] = {"integers": int, "numbers": float, "words": str.strip}
 

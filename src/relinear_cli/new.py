@@ -6,7 +6,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -54,7 +54,7 @@ def command(
     if name in names_of("operators"):
         raise ValueError(f"there is an operator {name!r} already, see `relinear list operators {name}`; choose another")
     words = {"name": name, "dashed": name.replace("_", "-"), "Name": camel}
-    place = {"dir": folder.absolute().parent, "prefix": f".{folder.name}."}
+    place: Any = {"dir": folder.absolute().parent, "prefix": f".{folder.name}."}
     # once the package is there, an empty folder that a failing disk leaves beside it is no failure
     with writing(folder), tempfile.TemporaryDirectory(**place, ignore_cleanup_errors=True) as temporary:
         made = Path(temporary) / folder.name

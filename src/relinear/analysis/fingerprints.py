@@ -42,8 +42,12 @@ def context_fingerprints(model: nn.Module, ids: Tensor) -> dict[str, Any]:
     flat = contexts.flatten(0, 1)
     others = flat[torch.randperm(len(flat), generator=torch.Generator().manual_seed(0))]
     apart = (flat - others).norm(dim=-1).mean()
-    found = {"ids": ids.tolist(), "contexts": contexts.tolist(), "similarity": (means @ means.T).tolist()}
-    return found | {"step": float(step / apart) if apart > 0 else 0.0}
+    return {
+        "ids": ids.tolist(),
+        "contexts": contexts.tolist(),
+        "similarity": (means @ means.T).tolist(),
+        "step": float(step / apart) if apart > 0 else 0.0,
+    }
 
 
 def applies(model: nn.Module) -> bool:
@@ -67,8 +71,12 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     similarity = numbers["similarity"]
     names = [f"input {index + 1}" for index in range(len(similarity))]
     rows = [Row([name, *(Cell.of(v, ".2f") for v in row)]) for name, row in zip(names, similarity, strict=True)]
-    said = f"From token to token the context moves {numbers['step']:.2f} as far as between any two tokens."
-    found: list[Block] = [Table(["cosine of mean contexts", *names], rows), Text(said, soft=True)]
+    found: list[Block] = [
+        Table(["cosine of mean contexts", *names], rows),
+        Text(
+            f"From token to token the context moves {numbers['step']:.2f} as far as between any two tokens.", soft=True
+        ),
+    ]
     flat = sorted(abs(v) for tokens in numbers["contexts"] for row in tokens for v in row)
     limit = flat[int(0.99 * (len(flat) - 1))] or 1.0
     for name, tokens, words in zip(names, numbers["contexts"], numbers["text"], strict=True):

@@ -121,8 +121,12 @@ def record_modulators(model: Any, ids: Tensor, *, keep: str | None = None, token
 
 
 def _gate_names(module: Any) -> set[str]:
-    own = {name for name, _ in module.named_parameters(recurse=False)}
-    return {kind for kind in ("channel", "scalar") if own & {f"{kind}_up", f"{kind}_beta"}}
+    return {
+        kind
+        for kind in ("channel", "scalar")
+        for key, value in module.named_parameters(recurse=False)
+        if key in (f"{kind}_up", f"{kind}_beta") and value is not None
+    }
 
 
 def applies(model: nn.Module) -> bool:
@@ -144,9 +148,13 @@ def run(subject: Subject) -> Result:
             if gate == "channel":
                 line += f"; {np.mean([row['varying'] for row in rows]):.0%} of a module's variance is with the token"
             lines.append(line)
-    scalar = {name: [round(v, 5) for v in gate.tolist()] for name, gate in record.scalar.items()}
-    gates = {"scalar": scalar, "channel": _shown_channels(record)}
-    return Result({"modules": record.statistics, **gates, "tokens": labels}, "\n".join(lines))
+    numbers = {
+        "modules": record.statistics,
+        "scalar": {name: [round(v, 5) for v in gate.tolist()] for name, gate in record.scalar.items()},
+        "channel": _shown_channels(record),
+        "tokens": labels,
+    }
+    return Result(numbers, "\n".join(lines))
 
 
 TOKENS = 48  # tokens shown in surfaces and maps

@@ -63,8 +63,11 @@ def run(subject: Subject) -> Result:
     if not found:
         raise ValueError("no layer of this model has rotors; this analysis is for relinear.Rotor")
     largest = [rotor[0] for row in found.values() for rotors in row.values() for rotor in rotors]
-    said = f"{sum(largest) / len(largest):.1f} degrees on average, {max(largest):.1f} at most"
-    text = f"{len(largest)} rotors in {len(found)} modules: the largest angle of a rotor is {said}"
+    text = (
+        f"{len(largest)} rotors in {len(found)} modules: the largest angle of a rotor is "
+        f"{sum(largest) / len(largest):.1f} degrees "
+        f"on average, {max(largest):.1f} at most"
+    )
     return Result(found, text)
 
 

@@ -15,8 +15,11 @@ from relinear.core.modes import evaluating, watching
 
 def gated_operators(model: nn.Module) -> dict[str, Any]:
     """Return operators of ``model`` that have gates which read the context, by name."""
-    gated = {name: module for name, module in model.named_modules() if callable(getattr(module, "gates", None))}
-    return {name: module for name, module in gated.items() if getattr(module.config, "conditioned", False)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if callable(getattr(module, "gates", None)) and getattr(module.config, "conditioned", False)
+    }
 
 
 @torch.no_grad()

@@ -197,8 +197,13 @@ def run_model_bench(
             rows += bench_models(
                 settings, variants, phase, batch, dtype=DTYPES[dtype], compiled=mode == "compiled", on_round=tell
             )
-    result: dict[str, Any] = {"settings": settings.model_dump(mode="json"), **circumstances()}
-    result |= {"allocator": dict(allocator or {}), "rounds": settings.rounds, "rows": rows}
+    result = {
+        "settings": settings.model_dump(mode="json"),
+        **circumstances(),
+        "allocator": dict(allocator or {}),
+        "rounds": settings.rounds,
+        "rows": rows,
+    }
     write_json(Path(out_dir) / "models.json", result)
     return result
 

@@ -37,9 +37,11 @@ def _verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     if not timed:
         return "Nothing was timed."
     most = max(row["tokens"] for row in timed)
-    cases: dict[str, list[float]] = {}
-    for row in (row for row in timed if row["tokens"] == most):
-        cases.setdefault(row["contender"], []).append(row["ratio"])
+    cases = {
+        r["contender"]: [s["ratio"] for s in timed if (s["contender"], s["tokens"]) == (r["contender"], most)]
+        for r in timed
+        if r["tokens"] == most
+    }
     middle = {name: statistics.median(ratios) for name, ratios in cases.items()}
     name = min(middle, key=lambda one: middle[one])
     faster = f"{sum(value < 1 for value in middle.values())} of {len(middle)} layers are faster than dense there."

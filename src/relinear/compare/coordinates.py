@@ -89,11 +89,19 @@ def check_coordinates(
                 runs[-1].append(_run(build_model(one, data.vocab_size), one, batch, steps))
                 on_progress(sum(map(len, runs)) + len(found) * len(widths) * len(seeds), total)
         found[name] = {kind: _summary(runs, kind) for kind in KINDS}
-    model = {"model": settings.model, "operators": settings.operators, "attachments": list(settings.attachments)}
-    sizes = {"widths": widths, "base_width": settings.parametrization_base_width}
-    course = {"learning_rate": settings.learning_rate, "batch": list(batch.shape), "steps": steps, "seeds": list(seeds)}
-    flat = {name: is_flat(found[name]) for name in PARAMETRIZATIONS}
-    return model | sizes | course | {"parametrizations": found, "flat": flat}
+    return {
+        "model": settings.model,
+        "operators": settings.operators,
+        "attachments": list(settings.attachments),
+        "widths": widths,
+        "base_width": settings.parametrization_base_width,
+        "learning_rate": settings.learning_rate,
+        "batch": list(batch.shape),
+        "steps": steps,
+        "seeds": list(seeds),
+        "parametrizations": found,
+        "flat": {name: is_flat(found[name]) for name in PARAMETRIZATIONS},
+    }
 
 
 def is_flat(kinds: Mapping[str, Mapping[str, Any]]) -> bool:

@@ -76,10 +76,16 @@ def record_start(
         record = read_json(out_dir / RUN)
         _check_as_begun(out_dir, record, planned, tokens)
         return record
-    entries = {}
-    for p in planned:
-        size = {"parameters": p.size.parameters, "flops_per_token": p.size.flops, "deviation": p.deviation}
-        entries[p.name] = size | {"settings": p.settings.model_dump(mode="json"), "computed": _computed(p.settings)}
+    entries = {
+        p.name: {
+            "parameters": p.size.parameters,
+            "flops_per_token": p.size.flops,
+            "deviation": p.deviation,
+            "settings": p.settings.model_dump(mode="json"),
+            "computed": _computed(p.settings),
+        }
+        for p in planned
+    }
     record = {"format": FORMAT, "recipe": described, "entries": entries, "machine": describe_machine()}
     record |= {"tokens": tokens} if tokens else {}
     record["search"] = _SEARCH

@@ -91,12 +91,20 @@ def gap(own: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> dict[str,
     half = half_width(values)
     if half is not None:
         half = math.hypot(half, _NORMAL * (error or 0.0))
-    low, high = (None, None) if half is None else (mean - half, mean + half)
-    ends = {"mean": mean, "low": low, "high": high}
-    return ends | {"values": values, "standard_error": error, "blocks": blocks}
+    return {
+        "mean": mean,
+        "low": None if half is None else mean - half,
+        "high": None if half is None else mean + half,
+        "values": values,
+        "standard_error": error,
+        "blocks": blocks,
+    }
 
 
 def too_small(gaps: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Entries whose gap is less than four paired standard errors of the evaluation: its noise may be what is seen."""
-    known = {name: found for name, found in gaps.items() if found["standard_error"] is not None}
-    return [name for name, found in known.items() if found["standard_error"] > abs(found["mean"]) / 4]
+    return [
+        name
+        for name, found in gaps.items()
+        if found["standard_error"] is not None and found["standard_error"] > abs(found["mean"]) / 4
+    ]

@@ -120,10 +120,14 @@ def _operator_sizes(
 
 def _shapes(settings: TrainSettings, vocab_size: int) -> dict[str, list[tuple[int, int]]]:
     """The different (in, out) of the layers that each pattern replaces."""
-    model = skeleton(settings.updated(operators={}), vocab_size)
-    whole = plan(model, settings.mapping, layers=settings.layers, exclude=settings.exclude or None)
+    replacements = plan(
+        skeleton(settings.updated(operators={}), vocab_size),
+        settings.mapping,
+        layers=settings.layers,
+        exclude=settings.exclude or None,
+    ).replacements
     shapes: dict[str, list[tuple[int, int]]] = {}
-    for replacement in whole.replacements:
+    for replacement in replacements:
         shape = (replacement.in_features, replacement.out_features)
         seen = shapes.setdefault(replacement.target.pattern, [])
         if shape not in seen:

@@ -95,8 +95,11 @@ def comparison_result(
     per_step = settings.tokens_per_step
     counts = data.description["splits"]["train"]
     passes = settings.steps * per_step / counts["tokens"]
-    unlike = [p for p in planned if (p.settings.steps, p.settings.tokens_per_step) != (settings.steps, per_step)]
-    other = [f"{p.name} for {p.settings.steps:,} of {p.settings.tokens_per_step:,}" for p in unlike]
+    other = [
+        f"{p.name} for {p.settings.steps:,} of {p.settings.tokens_per_step:,}"
+        for p in planned
+        if (p.settings.steps, p.settings.tokens_per_step) != (settings.steps, per_step)
+    ]
     budget = (
         f"Every entry was trained for {settings.steps:,} steps of {per_step:,} tokens ({settings.steps * per_step:,} "
         f"tokens, {passes:.2g} passes over the {counts['tokens']:,} training tokens of {settings.data.data}), on "

@@ -216,27 +216,29 @@ def _warmed(settings: TrainSettings, ratio: float | None) -> TrainSettings:
     return settings if ratio is None else settings.updated(warmup_steps=None, warmup_ratio=ratio)
 
 
-@dataclasses.dataclass
 class _Comparison:
     """The work that is left once the sizes are known."""
 
-    recipe: CompareSettings
-    out_dir: Path
-    planned: list[Planned]
-    data: Any
-    way: Way
-    started: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        recipe: CompareSettings,
+        out_dir: Path,
+        planned: list[Planned],
+        data: Any,
+        way: Way,
+        started: Mapping[str, Any],
+    ) -> None:
+        self.recipe, self.out_dir, self.planned, self.data = recipe, out_dir, planned, data
+        self.way, self.started = way, started
         self.searches: list[Trials] = []
         #: final runs that have ended, by folder and learning rate
         self.trained: set[tuple[Path, float]] = set()
-        self.runs, tune = len(self.planned) * len(self.recipe.seeds), self.recipe.tune
-        if tune is not None:
-            self.trials = len(tune.learning_rates) + len(tune.initializer_range or ())
-            tuned = sum(entry.learning_rate is None for entry in self.recipe.entries.values())
-            self.runs += tuned * self.trials * len(tune.warmup_ratio or (None,))
-            self.runs += 3 * len(self.planned) * tune.check_full_length
+        self.runs = len(planned) * len(recipe.seeds)
+        if recipe.tune is not None:
+            self.trials = len(recipe.tune.learning_rates) + len(recipe.tune.initializer_range or ())
+            trials = self.trials * len(recipe.tune.warmup_ratio or (None,))
+            self.runs += sum(entry.learning_rate is None for entry in recipe.entries.values()) * trials
+            self.runs += 3 * len(planned) * recipe.tune.check_full_length
 
     def work(self) -> Work[dict[str, Any]]:
         """Tune and train all entries, then what is done one after the other once all runs have ended."""

@@ -292,9 +292,12 @@ def _crossing(own: tuple[Fit, Fit], other: tuple[Fit, Fit], low: float, high: fl
     for end, place in (("low", low), ("high", high)):
         gap, drawn = (_at(a, place) - _at(b, place) for a, b in zip(own, other, strict=True))
         gaps[end] = {"at": place, "gap": float(gap[0]), "interval": _interval(drawn)}
-    at = float(middle[0]) if math.isfinite(middle[0]) else None
-    share = len(inside) / len(replicated) if len(replicated) > 1 else None
-    return {"at": at, "interval": _interval(inside), "share": share, "ends": gaps}
+    return {
+        "at": float(middle[0]) if math.isfinite(middle[0]) else None,
+        "interval": _interval(inside),
+        "share": len(inside) / len(replicated) if len(replicated) > 1 else None,
+        "ends": gaps,
+    }
 
 
 def _at(fit: Fit, place: float) -> np.ndarray:

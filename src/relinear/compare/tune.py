@@ -35,7 +35,6 @@ class Found:
     initializer_edge: bool | None = None
 
 
-@dataclasses.dataclass(eq=False)
 class Trials:
     """The runs of a search, by learning rate and initialisation: one that has ended is not made again.
 
@@ -47,13 +46,18 @@ class Trials:
         settings: (learning rate, initialisation or None) -> those of the trial's run; None where it is no such run.
     """
 
-    folder: Path
-    run: Callable[[float, float | None, Path], float]
-    prefix: str = ""
-    common: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    settings: Callable[[float, float | None], TrainSettings] | None = None
-    #: the losses of trials that have ended
-    known: dict[Point, float] = dataclasses.field(init=False, default_factory=dict)
+    def __init__(
+        self,
+        folder: Path,
+        run: Callable[[float, float | None, Path], float],
+        prefix: str = "",
+        common: Mapping[str, Any] | None = None,
+        settings: Callable[[float, float | None], TrainSettings] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.folder, self.run, self.prefix, self.common = folder, run, prefix, dict(common or {})
+        #: the losses of trials that have ended
+        self.known: dict[Point, float] = {}
 
     def losses(self, points: Sequence[Point]) -> Work[list[float]]:
         """Return the validation losses at ``points``, made where they are not known; infinite where one diverged."""
@@ -93,7 +97,7 @@ class Trials:
             {"learning_rate": rate}
             | ({} if spread is None else {"initializer_range": spread})
             | {"validation_loss": loss if math.isfinite(loss) else None}
-            | dict(self.common)
+            | self.common
             for (rate, spread), loss in sorted(found.items(), key=lambda item: (item[0][1] or 0.0, item[0][0]))
         ]
 

@@ -169,9 +169,13 @@ def _of_layer(
             if count < dense:
                 points.append({"setting": str(config), "parameters": count, "nats": 0.5 * error})
         operators[entry.kind] = sorted(points, key=lambda point: point["parameters"])
-    nothing = 0.5 * float(moments.error(dense_weight(module).detach().double()))
-    about = {"depth": depth, "type": name.rpartition(".")[2], "parameters": dense, "nothing": nothing}
-    return about | {"operators": operators}
+    return {
+        "depth": depth,
+        "type": name.rpartition(".")[2],
+        "parameters": dense,
+        "nothing": 0.5 * float(moments.error(dense_weight(module).detach().double())),
+        "operators": operators,
+    }
 
 
 def _curve(
@@ -198,7 +202,11 @@ HALF = 0.5
 def write_atlas(record: Mapping[str, Any], out: str | Path) -> list[Path]:
     """Write the figures and the page of ``record``, the values of atlas.json, into ``out``; return their paths."""
     folder = Path(out)
-    figures = save_panels(_costs(record), folder / "costs") + save_panels([_map(record)], folder / "cheapest")
+    figures = [
+        path
+        for name, panels in (("costs", _costs(record)), ("cheapest", [_map(record)]))
+        for path in save_panels(panels, folder / name)
+    ]
     return [*figures, write_page(folder / "report.html", [atlas_section(record)])]
 
 

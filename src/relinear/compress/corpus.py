@@ -225,9 +225,14 @@ def read_corpus(
     own, heals, left = ([block for turn in zip(*part) for block in turn] for part in (seen, behind, judging))
     own, unseen = own[:count], bool(left)
     left = left[:spare] or own[len(own) - spare :]
-    calibrate, heal, judge = (_stack(part, length) for part in (own, heals[:further], left))
-    places = (tuple(excerpt for excerpt, _ in part) for part in (own, left))
-    return Corpus(calibrate, heal, judge, unseen, elsewhere, *places)
+    return Corpus(
+        _stack(own, length),
+        _stack(heals[:further], length),
+        _stack(left, length),
+        unseen,
+        elsewhere,
+        *(tuple(excerpt for excerpt, _ in part) for part in (own, left)),
+    )
 
 
 def _shares(texts: _Texts, blocks: int, count: int, spare: int, what: str) -> tuple[list, list]:

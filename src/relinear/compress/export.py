@@ -55,8 +55,11 @@ def export_plain(model: Any, directory: str | Path, *, tokenizer: Any = None) ->
     """
     check_stock(model)
     plain = copy.deepcopy(model)
-    products = {name: o for name, o in named_operators(plain) if not embeds(o) and len(o.dense_chain()) == 2}
-    factors = {name: _into_factors(plain, name, operator) for name, operator in products.items()}
+    factors = {
+        name: _into_factors(plain, name, operator)
+        for name, operator in list(named_operators(plain))
+        if not embeds(operator) and len(operator.dense_chain()) == 2
+    }
     if list(named_operators(plain)):
         fold_(plain, verbose=False)
     plain.config.__dict__.pop("quantization_config", None)

@@ -209,8 +209,12 @@ class _Healing:
         from peft import LoraConfig, LoraModel
 
         conv = [name for name in self.dense if is_conv1d(self.model.get_submodule(name))]
-        rank, transposed = self.settings.heal_rank, len(conv) == len(self.dense)
-        config = LoraConfig(r=rank, lora_alpha=rank, target_modules=self.dense, fan_in_fan_out=transposed)
+        config = LoraConfig(
+            r=self.settings.heal_rank,
+            lora_alpha=self.settings.heal_rank,
+            target_modules=self.dense,
+            fan_in_fan_out=len(conv) == len(self.dense),
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.settings.seed)
             return LoraModel(self.model, config, "default")
@@ -256,8 +260,13 @@ class _Healing:
         )
         samples = [[{"input_ids": row, "labels": row} for row in part] for part in (self.blocks, self.held_out)]
         with evaluating(self.model):
-            guided = _Judged(self.model, against(self.teacher, self.model))
-            result = fit(guided, tuple(samples), how, out_dir=self.folder, on_progress=self._told)
+            result = fit(
+                _Judged(self.model, against(self.teacher, self.model)),
+                tuple(samples),
+                how,
+                out_dir=self.folder,
+                on_progress=self._told,
+            )
         step, loss = self._best_so_far()
         first = result.curve[0]["validation_loss"]
         tokens = self.steps * settings.heal_batch * self.blocks.shape[1]

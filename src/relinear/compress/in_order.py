@@ -9,7 +9,6 @@ where the data say little. A layer that stays dense takes W* itself, which costs
 # Legend: N blocks, T tokens, D hidden size, I in_features, O out_features
 
 import copy
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -55,30 +54,31 @@ def fit_without_order(
     return fitted
 
 
-@dataclasses.dataclass
 class InOrder:
     """The fit of a plan from the first decoder layer to the last.
 
     Args:
         work: whose model, in eval mode, becomes the compressed one.
         calibration: for the moments of output gradients.
-        planned: replacements, by name of the layer.
+        replacements: by name of the layer.
         kept: index of a decoder layer -> linear layers in it that stay dense, whose weights are to make up for what
             changed before them.
         folder: of the state.
     """
 
-    work: Work
-    calibration: Calibration
-    planned: Mapping[str, Replacement]
-    kept: Mapping[int, Sequence[str]]
-    folder: Path
-
-    def __post_init__(self) -> None:
-        self.model, self.layers = self.work.model, LayerByLayer(self.work.model)
+    def __init__(
+        self,
+        work: Work,
+        calibration: Calibration,
+        replacements: Mapping[str, Replacement],
+        kept: Mapping[int, Sequence[str]],
+        folder: Path,
+    ) -> None:
+        self.work, self.model, self.calibration, self.planned = work, work.model, calibration, replacements
+        self.folder, self.kept, self.layers = folder, kept, LayerByLayer(work.model)
         self.names = {
-            index: [*(name for name in names if name in self.planned), *self.kept.get(index, ())]
-            for index, names in self.work.by_layer.items()
+            index: [*(name for name in names if name in replacements), *kept.get(index, ())]
+            for index, names in work.by_layer.items()
         }
 
     @torch.no_grad()

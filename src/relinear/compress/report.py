@@ -209,8 +209,11 @@ def _chart(points: Sequence[Mapping[str, Any]]) -> Chart:
     axes = [Axis(title=f"{what} nats a token", log=True, bounds=ends) for what in ("predicted", "measured")]
     dots = Series(name="layers", colour=PALETTE[0], x=x, y=y, texts=texts, mode="points", legend=False)
     panel = Panel([dots], axes[0], axes[1], [Guide()])
-    text = "Single layers by themselves: on the dashed line the prediction was right, above it too low."
-    return Chart(text, panel)
+    return Chart(
+        "Single layers tried by themselves: on the dashed line the prediction was right, above it too low. "
+        "Layers that did not rise are in the table alone.",
+        panel,
+    )
 
 
 def _frontier(rows: Sequence[Mapping[str, Any]]) -> list[Chart]:

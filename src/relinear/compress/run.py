@@ -229,13 +229,25 @@ class _Job:
             healing, evaluation = self._make(corpus, calibration, whole, tokenizer)
         if not plan_only:  # only now: killed in the hours before, a model that is there keeps the plan it was made by
             proposal(self.folder, "plan.json").replace(self.folder / "plan.json")
-        seconds = {phase: end - start for (_, start), (phase, end) in pairwise(self.ends.items())}
-        stored = bytes_before - saved_bytes(self.modules, whole.replaced) - tables_saved if self.menu.timed else None
-        asked: dict[str, Any] = {"model": model_name(self.model), "settings": self.settings.model_dump(mode="json")}
-        asked |= {"corpus": corpus, "left": left, "budget": budget, "bytes_before": bytes_before}
-        found: dict[str, Any] = {"bytes": stored, "speed": speed, "points": tuple(points), "budgets": tuple(budgets)}
-        found |= {"healing": healing, "evaluation": evaluation, "peak_memory_bytes": memory.read()}
-        report = CompressReport(whole, calibration.tokens, calibration.loss, seconds, **asked, **found)
+        report = CompressReport(
+            whole,
+            calibration.tokens,
+            calibration.loss,
+            {phase: end - start for (_, start), (phase, end) in pairwise(self.ends.items())},
+            corpus=corpus,
+            model=model_name(self.model),
+            healing=healing,
+            budget=budget,
+            speed=speed,
+            points=tuple(points),
+            budgets=tuple(budgets),
+            bytes_before=bytes_before,
+            bytes=bytes_before - saved_bytes(self.modules, whole.replaced) - tables_saved if self.menu.timed else None,
+            evaluation=evaluation,
+            peak_memory_bytes=memory.read(),
+            settings=self.settings.model_dump(mode="json"),
+            left=left,
+        )
         values = report.to_dict()
         place = partial(proposal, self.folder) if plan_only else self.folder.joinpath
         write_json(place("report.json"), values)

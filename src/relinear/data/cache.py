@@ -98,8 +98,11 @@ def _build(folder: Path, key: Any, build: Callable[[Path], dict[str, Any]]) -> d
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
         value = build(temporary)
-        made = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
-        files = {str(path.relative_to(temporary)): (path.stat().st_size, checksum(path)) for path in made}
+        files = {
+            str(path.relative_to(temporary)): (path.stat().st_size, checksum(path))
+            for path in sorted(temporary.rglob("*"))
+            if path.is_file()
+        }
         write_json(temporary / _MANIFEST, {"key": key, "files": files, "value": value})
         temporary.chmod(0o755)
         shutil.rmtree(folder, ignore_errors=True)  # what is there was found damaged

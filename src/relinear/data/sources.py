@@ -48,8 +48,11 @@ class Source:
 def stdlib_source() -> Source:
     """One document a file of the running Python's standard library, without its tests. Raises ValueError if absent."""
     root = Path(sysconfig.get_path("stdlib"))
-    found = sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix())
-    files = [path for path in found if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts[:-1])]
+    files = [
+        path
+        for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix())
+        if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts[:-1])
+    ]
     if not files:
         raise ValueError(f"this Python has no library sources under {root}; give --data a file, a folder or a Hub name")
 

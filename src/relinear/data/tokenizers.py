@@ -80,9 +80,12 @@ def train_bpe(documents: Iterable[str], size: int, total_characters: int) -> Any
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    start: dict[str, Any] = {"special_tokens": [END, PAD], "show_progress": False}
-    start |= {"initial_alphabet": sorted(pre_tokenizers.ByteLevel.alphabet())}
-    trainer = trainers.BpeTrainer(vocab_size=size, **start)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END, PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
     tokenizer.train_from_iterator((text[: int(len(text) * share) + 1] for text in documents), trainer)
     return _wrap(tokenizer)
 

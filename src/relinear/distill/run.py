@@ -282,8 +282,14 @@ class _Run:
             return {}
         index = layer_index(self.model, group[0].name)
         replaced = {r.name for r in group}
-        others = {n: m for n, m in self.model.named_modules() if is_linear(m) and n not in replaced}
-        found = {n: m for n, m in others.items() if matches(pattern, n) and layer_index(self.model, n) == index}
+        found = {
+            name: module
+            for name, module in self.model.named_modules()
+            if is_linear(module)
+            and name not in replaced
+            and matches(pattern, name)
+            and layer_index(self.model, name) == index
+        }
         if not found:
             raise ValueError(f"retrain={pattern!r} matches no linear layer beside those replaced near {group[0].name}")
         return found

@@ -173,8 +173,12 @@ class Subject:
             [{"unit": u, "value": float(values[t, u]), "away": float(away[t, u])} for u in units]
             for t, units in enumerate(order.tolist())
         ]
-        own = {"tokens": self.tokens(ids.tolist()), "values": values[:, row - facts.start].tolist()}
-        return own | {"moved": away.abs().mean(1).tolist(), "strongest": strongest}
+        return {
+            "tokens": self.tokens(ids.tolist()),
+            "values": values[:, row - facts.start].tolist(),
+            "moved": away.abs().mean(1).tolist(),
+            "strongest": strongest,
+        }
 
     @contextlib.contextmanager
     def _running(self, edits: Mapping[str, Edit]) -> Iterator[None]:
@@ -261,8 +265,12 @@ def prepare_subject(
     places = choose_sites(model, wanted)
     data = data or DataSettings()
     ids = tokens_of(HeldOutText(data, sequences, length), tokenizer)
-    texts = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
-    made_from = {"data": data.data, "weights": _weights(Path(name)), "sites": list(places), "texts": texts}
+    made_from = {
+        "data": data.data,
+        "weights": _weights(Path(name)),
+        "sites": list(places),
+        "texts": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
+    }
     folder = folder or _usual_folder(name)
     index = read_index(folder, made_from)
     if index is None:

@@ -210,9 +210,13 @@ class _Running:
             found[f"{end}_value"] = (sign * self.values[end]).where(known, torch.zeros(()))
             found[f"{end}_row"] = self.rows[end].to(torch.int32)
             found[f"{end}_token"] = self.tokens[end].to(torch.int32)
-        found |= {"counts": self.counts.to(torch.int32), "low": self.low.clone(), "width": self.span / BINS}
-        variance = (self.squares / self.seen - mean.square()).clamp_min(0)
-        return found | {"mean": mean.float(), "std": variance.sqrt().float()}
+        return found | {
+            "counts": self.counts.to(torch.int32),
+            "low": self.low.clone(),
+            "width": self.span / BINS,
+            "mean": mean.float(),
+            "std": (self.squares / self.seen - mean.square()).clamp_min(0).sqrt().float(),
+        }
 
 
 @torch.no_grad()

@@ -45,8 +45,12 @@ def render(sections: Sequence[Section]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"as_yaml": as_yaml, "described": described, "breakable": _breakable}
-    environment.filters["perplexity_of"] = lambda loss: f"{math.exp(loss):,.2f}" if loss < 20 else "–"
+    environment.filters |= {
+        "as_yaml": as_yaml,
+        "perplexity_of": _perplexity,
+        "breakable": _breakable,
+        "described": described,
+    }
     return environment.get_template(TEMPLATE).render(sections=_fitted(sections, LIMIT - _TEXTS))
 
 
@@ -54,6 +58,10 @@ def _breakable(text: str) -> Markup:
     """A name that may go on in the next line behind what joins its parts."""
     parts = re.split(r"(?<=[._,:/])(?=\S)", text)
     return Markup("<wbr>").join(map(escape, parts))
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(loss):,.2f}" if loss < 20 else "–"
 
 
 def _fitted(sections: Sequence[Section], room: int) -> list[Section]:

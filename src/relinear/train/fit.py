@@ -251,10 +251,16 @@ def fit(
         if out_dir is None and settings.save_every is None:
             settings = settings.updated(save_every=0)
         stack.enter_context(_prepared(model, settings))
-        guided = model if objective is None else GuidedTraining(model, objective)
-        more: dict[str, Any] = {"callbacks": callbacks, "data_collator": collate}
-        more |= {"block_losses": None if out_dir is None else home / "block_losses.npy"}
-        trainer = RelinearTrainer(guided, settings, train_data, validation, home / "checkpoints", **more)
+        trainer = RelinearTrainer(
+            model if objective is None else GuidedTraining(model, objective),
+            settings,
+            train_data,
+            validation,
+            home / "checkpoints",
+            callbacks=callbacks,
+            data_collator=collate,
+            block_losses=None if out_dir is None else home / "block_losses.npy",
+        )
         log = RunLog(trainer, None if out_dir is None else home / "metrics.jsonl", on_progress)
         trainer.on_evaluating = lambda *batches: log.tell("evaluating", trainer.state.global_step, batches)
         stop = StopOnTerminate(trainer.accelerator)
@@ -307,7 +313,12 @@ def _run(model: nn.Module, trainer: RelinearTrainer, log: RunLog, stop: StopOnTe
         trainer.evaluate()
     log.tell("done", steps)
     table = summary(model)
-    sizes = {"parameters": table.parameters, "flops_per_token": table.flops_per_token}
-    used = {"tokens_per_second": log.tokens_per_second, "peak_memory_bytes": memory.read()}
-    kept = None if log.path is None else log.path.parent
-    return TrainResult.of_rows(log.rows, steps=steps, out_dir=kept, **sizes, **used)
+    return TrainResult.of_rows(
+        log.rows,
+        parameters=table.parameters,
+        flops_per_token=table.flops_per_token,
+        tokens_per_second=log.tokens_per_second,
+        peak_memory_bytes=memory.read(),
+        steps=steps,
+        out_dir=None if log.path is None else log.path.parent,
+    )

@@ -138,8 +138,13 @@ def build_schedule(optimizer: Any, settings: FitSettings) -> LRScheduler:
         # torch divides by the length of each part: a rise of one step, or a run of one, is the peak at once
         rise = 1 - 1e-6 if settings.warmup == 1 or settings.steps == 1 else settings.warmup
         steps = max(settings.steps, 2)
-        rates = [group["lr"] for group in optimizer.param_groups]
-        return OneCycleLR(optimizer, rates, total_steps=steps, pct_start=rise / steps, cycle_momentum=False)
+        return OneCycleLR(
+            optimizer,
+            max_lr=[group["lr"] for group in optimizer.param_groups],
+            total_steps=steps,
+            pct_start=rise / steps,
+            cycle_momentum=False,
+        )
     if settings.schedule == "noam":
         warmup = max(settings.warmup, 1)
         return optimization.get_inverse_sqrt_schedule(optimizer, warmup, timescale=warmup)

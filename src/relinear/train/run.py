@@ -264,9 +264,14 @@ def train(
 def described(settings: TrainSettings, model: Any, data: Any) -> dict[str, Any]:
     """Return what ``run.json`` says of a run that goes on: settings, machine, command, sizes of the model, data."""
     table = summary(model)
-    sizes = {"parameters": table.parameters, "flops_per_token": table.flops_per_token}
-    asked = {"status": "running", "settings": settings.model_dump(mode="json"), "ranks": _ranks()}
-    return asked | circumstances() | {"model": sizes, "data": data.description}
+    return {
+        "status": "running",
+        "settings": settings.model_dump(mode="json"),
+        "ranks": _ranks(),
+        **circumstances(),
+        "model": {"parameters": table.parameters, "flops_per_token": table.flops_per_token},
+        "data": data.description,
+    }
 
 
 def read_ended(settings: TrainSettings, out_dir: Path) -> TrainResult | None:

@@ -147,9 +147,14 @@ class _Run:
             if self.diverged:
                 record |= {"status": "failed", "error": self.diverged, "diverged": True}
             else:
-                rate = next(r["tokens_per_second"] for r in reversed(self.rows) if "loss" in r)
-                used = {"tokens_per_second": rate, "peak_memory_bytes": peak, "steps": self.settings.steps}
-                result = TrainResult.of_rows(self.rows, **record["model"], **used, out_dir=self.folder)
+                result = TrainResult.of_rows(
+                    self.rows,
+                    **record["model"],
+                    tokens_per_second=next(r["tokens_per_second"] for r in reversed(self.rows) if "loss" in r),
+                    peak_memory_bytes=peak,
+                    steps=self.settings.steps,
+                    out_dir=self.folder,
+                )
                 assert result.validation_loss is not None
                 write_block_losses(self.folder / "block_losses.npy", self.blocks, result.validation_loss)
                 if self.settings.save_model:

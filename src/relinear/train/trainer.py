@@ -162,9 +162,14 @@ class RelinearTrainer(Trainer):
         if eval_dataset is None and settings.eval_every:
             raise ValueError(f"eval_every={settings.eval_every}, but there is no validation data")
         arguments = _arguments(settings, out_dir, device)
-        data: dict[str, Any] = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-        data |= {"data_collator": data_collator, "callbacks": list(callbacks)}
-        super().__init__(model=model, args=arguments, **data)
+        super().__init__(
+            model=model,
+            args=arguments,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            data_collator=data_collator,
+            callbacks=list(callbacks),
+        )
         self.remove_callback(PrinterCallback)
         # Trainer counts the targets of a step by the config's loss_type, which some models (GPT-2) leave open; the loss
         # they then fall back on shifts the labels all the same, and would come out smaller by 1 / T.
@@ -337,8 +342,11 @@ class RelinearTrainer(Trainer):
         self._check_finite(value, "validation loss")
         if self._block_losses is not None:  # before the loss is logged: a run with its last loss has these, too
             write_block_losses(self._block_losses, blocks, value)
-        found = {"loss": value, "perplexity": math.exp(min(value, 700.0)), "seconds": time.perf_counter() - start}
-        metrics = {f"{metric_key_prefix}_{name}": number for name, number in found.items()}
+        metrics = {
+            f"{metric_key_prefix}_loss": value,
+            f"{metric_key_prefix}_perplexity": math.exp(min(value, 700.0)),
+            f"{metric_key_prefix}_seconds": time.perf_counter() - start,
+        }
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
