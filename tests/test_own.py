@@ -12,7 +12,7 @@ import torch
 
 from relinear.data import cache
 from relinear.explore import units
-from relinear.explore.prepare import _usual_folder
+from relinear.explore.subject import _usual_folder
 from relinear.kernels.native import build
 from relinear.system import own
 from relinear.system.own import check_own, own_folder
