@@ -145,7 +145,7 @@ def test_refusals_before_anything_is_computed(settings: dict, message: str, tmp_
 
 def test_plans_that_leave_nothing_to_train_are_refused(tmp_path) -> None:
     settings = HEALED | {"heal": "lora"}
-    with pytest.raises(ValueError, match="adapters on the layers that stay dense, and the plan leaves none"):
+    with pytest.raises(ValueError, match="adapts layers that stay dense, and the plan leaves none"):
         compress(pretrained(), tokens(), keep=0.2, targets="mlp.down_proj", settings=settings, out_dir=tmp_path)
     assert not (tmp_path / "model").exists()
     with pytest.raises(ValueError, match="trains the operators, and the plan has none"):

@@ -85,7 +85,7 @@ def train_stacked(
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:  # what vmap cannot see through
             return {"refused": str(error).splitlines()[0]}
         stack.train(on_progress)
-        stack.leave(measured)
+    stack.leave(measured)  # with the machine as it is for runs alone
     return measured
 
 
