@@ -57,7 +57,10 @@ def test_nan_in_a_whole_run(tmp_path, corpus):  # noqa: F811
         ({"operators": {"q_prj": "low_rank"}}, "q_proj"),
         ({"operators": {"q_proj": "low_rank:rank=500"}}, "rank=500"),
         ({"model_overrides": {"hidden": 3}}, "hidden"),
-        ({"model_overrides": {"max_position_embeddings": 16}}, "data.sequence_length=32.*16 positions"),
+        (
+            {"model_overrides": {"max_position_embeddings": 16}},
+            "texts of 32 tokens are too long for this model, which reads 16",
+        ),
         ({"data": {"data": "/does/not/exist"}}, "/does/not/exist"),
     ],
 )
