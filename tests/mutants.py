@@ -747,8 +747,8 @@ MUTANTS = (
     Mutant(
         "bf16 for weights",
         "src/relinear/train/optim.py",
-        "        eps=settings.eps,",
-        "        eps=1.0,",
+        "eps=settings.eps",
+        "eps=1.0",
         "test_transponder::test_bf16_adam_holds_weights_and_states_in_bf16",
     ),
     Mutant(

@@ -478,7 +478,7 @@ def test_initialisations_of_a_model_that_brings_its_weights_are_not_tuned(text, 
     recipe = small(text, tune={"initializer_range": True})
     recipe["train"] = {k: v for k, v in recipe["train"].items() if k != "model_overrides"}
     recipe["train"]["model"] = str(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"dense: tune.initializer_range is for models drawn anew"):
+    with pytest.raises(ValueError, match=r"dense: tune.initializer_range is for presets"):
         compare(recipe, tmp_path / "out", isolate=False)
     assert not (tmp_path / "out").exists()
 

@@ -7,6 +7,7 @@ travel in ``config.json`` under ``quantization_config``, the weights in safetens
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import shutil
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -220,16 +221,21 @@ class _Form(NamedTuple):
 
 
 def _stored_forms(files: Iterable[str | Path]) -> dict[str, _Form]:
-    """Of all tensors in the files, by their heads alone."""
+    """Of all tensors in the files, by their heads alone: the command line asks before it imports safetensors."""
     forms: dict[str, _Form] = {}
     for file in files:
         if not str(file).endswith(".safetensors"):
             raise ValueError(f"{file}: relinear loads weights from safetensors only")
         try:
-            with writing(file), safe_open(file, "pt") as stored:
-                parts = {key: stored.get_slice(key) for key in stored.keys()}  # noqa: SIM118  no mapping
-                forms |= {key: _Form.of(part.get_shape(), part.get_dtype()) for key, part in parts.items()}
-        except SafetensorError as error:
+            with writing(file), open(file, "rb") as stream:
+                size, end = os.path.getsize(file), 8 + int.from_bytes(stream.read(8), "little")
+                head = json.loads(stream.read(max(min(size, end) - 8, 0)))
+            head.pop("__metadata__", None)
+            forms |= {key: _Form.of(said["shape"], said["dtype"]) for key, said in head.items()}
+            end += max((said["data_offsets"][1] for said in head.values()), default=0)
+            if size != end:
+                raise ValueError(f"it has {size:,} bytes in place of {end:,}")
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{file} is damaged or cut off ({cut(str(error))}); restore it from a copy") from error
     return forms
 
