@@ -79,15 +79,18 @@ def attempt(
 def run(kills: int, seed: int = 0, names: list[str] | None = None, minutes: float = math.inf) -> dict[str, Any]:
     """So many kills over all works in turn; counts by work, and what came out otherwise than in peace.
 
-    The work "compressions" stands for all of ``COMPRESSIONS``, a word of their names for those that have it; they are
-    counted by each of their axes. After so many ``minutes`` no further work is begun.
+    The work "compressions" stands for all of ``COMPRESSIONS``, words of their names, with commas, for those that have
+    them all; they are counted by each of their axes. After so many ``minutes`` no further work is begun.
     """
     import torch
 
     from kills.works import COMPRESSIONS, WORKS, come_to
 
     torch.set_num_threads(1)
-    ways = {work: [name for name in COMPRESSIONS if work in ("compressions", *name.split())] for work in names or WORKS}
+    ways = {
+        work: [name for name in COMPRESSIONS if {*work.split(",")} <= {"compressions", *name.split()}]
+        for work in names or WORKS
+    }
     names = [name for work, found in ways.items() for name in ([work] if work in WORKS else found)]
     survived: collections.Counter[str] = collections.Counter()
     failures: list[str] = []

@@ -167,12 +167,13 @@ COMPRESSIONS: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
-#: of integers: every way of healing and exporting, with and without a frontier before; and with anchor and points.
-#: No adapters: they go on layers that stay dense, and none does
+#: of integers: every way of healing, with anchor or measured points or both, the plan made or behind a frontier;
+#: and of exporting without them. No adapters: they go on layers that stay dense, and none does
 _INTEGERS = [
+    *((anchor, heal, points, "frontier" if anchor and points else "made", "")
+      for heal in ("operators", "", "all") for anchor, points in ((True, True), (True, False), (False, True))),
     *((False, heal, False, plan, export) for export, plan, heal in itertools.product(
         ("", "gguf", "plain"), ("frontier", "made"), ("operators", "", "all"))),
-    *((True, heal, True, "frontier", "") for heal in ("operators", "", "all")),
 ]  # fmt: skip
 COMPRESSIONS |= {
     f"compress bits=4.25 anchor={way[0]} heal={way[1] or None} points={way[2]} plan={way[3]} "
