@@ -26,7 +26,10 @@ def linear_recurrence(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
     total = torch.cat([first, value[:, 1:]], dim=1)
     step = 1
     while step < tokens:
-        total = total + decay * F.pad(total, (0, 0, step, 0))[:, :tokens]
+        if torch.is_grad_enabled():
+            total = total + decay * F.pad(total, (0, 0, step, 0))[:, :tokens]
+        else:  # half the passes over memory, and the same bits
+            total[:, step:] += (decay if shared else decay[:, step:]) * total[:, :-step]
         decay = decay * (decay if shared else F.pad(decay, (0, 0, step, 0), value=1.0)[:, :tokens])
         step *= 2
     return total
