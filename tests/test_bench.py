@@ -57,13 +57,14 @@ def test_contenders_that_are_wrong_are_reported_and_the_others_timed(monkeypatch
 
 
 def test_command(tmp_path, capfd):
-    arguments = ["bench", "--shapes", "64x64", "--tokens", "3", "--modes", "eager", "--rounds", "3", "--no-untuned"]
+    few = ["-o", "rotor", "-o", "low_rank:rank=4", "--tokens", "3", "--modes", "eager", "--rounds", "3", "--no-untuned"]
+    arguments = ["bench", *few, "--shapes", "64x64"]
     arguments += ["--no-peers", "--passes", "forward", "--dtypes", "fp32", "--no-for-inference"]
     assert main([*arguments, "--out", str(tmp_path / "as_it_is")]) == 0
     assert "without relinear.for_inference_" in capfd.readouterr().out
     found = json.loads((tmp_path / "as_it_is" / "bench.json").read_text())
     assert not any(row["for_inference"] for row in found["rows"])
-    arguments = ["--shapes", "64x64,64->172", "--tokens", "3", "--modes", "eager", "--rounds", "3", "--no-untuned"]
+    arguments = [*few, "--shapes", "64x64,64->172"]
     assert main(["bench", *arguments, "--dtypes", "fp32", "--out", str(tmp_path / "bench")]) == 0
     out = capfd.readouterr().out
     assert "rotor" in out
