@@ -21,6 +21,7 @@ _RECORDS = {
     "transponder-plan": "transponder/plan/runs.json",
     "rotor": "rotor/scratch/runs.json",
     "rotor-control": "rotor/control/runs.json",
+    "rotor-1M": "rotor/control-1M/runs.json",
 }
 
 
@@ -220,23 +221,23 @@ _WHOSE = (
 )
 
 
-def controls() -> dict[str, list[float]]:
-    """Entry -> final losses, of those in the rotors' plan whose seeds all ended."""
-    runs = read(_RECORDS["rotor-control"])["runs"]
+def controls(name: str) -> dict[str, list[float]]:
+    """Entry -> final losses, of those in a plan of rotors whose seeds all ended."""
+    runs = read(_RECORDS[name])["runs"]
     found = {name: [run["validation_loss"] for run in seeds.values()] for name, seeds in runs.items()}
     return {name: losses for name, losses in found.items() if len(losses) == 3 and None not in losses}
 
 
-def whose() -> str:
-    """What the plan of rotors asks, as differences over paired seeds."""
-    found = controls()
-    apart = {what: controls_apart(ours, theirs) for what, ours, theirs in _WHOSE if {ours, theirs} <= found.keys()}
+def whose(name: str) -> str:
+    """What a plan of rotors asks, as differences over paired seeds."""
+    known = controls(name).keys()
+    apart = {what: controls_apart(ours, theirs, name) for what, ours, theirs in _WHOSE if {ours, theirs} <= known}
     return arms_apart(_WHOSE, apart, "byte")
 
 
-def controls_apart(ours: str, theirs: str) -> str:
-    """The difference of two arms of the rotors' plan, with its interval."""
-    found, runs = controls(), read(_RECORDS["rotor-control"])["runs"]
+def controls_apart(ours: str, theirs: str, name: str = "rotor-control") -> str:
+    """The difference of two arms of a plan of rotors, with its interval."""
+    found, runs = controls(name), read(_RECORDS[name])["runs"]
     return gap(found[ours], found[theirs], error=of_text(runs, ours, theirs))
 
 
@@ -266,5 +267,8 @@ PARTS["rotor"] = {
     "control_command": functools.partial(commands, _RECORDS["rotor-control"]),
     "control_tuned": functools.partial(tuned, "rotor-control"),
     "control_final": functools.partial(final, "rotor-control"),
-    "control_whose": whose,
+    "control_whose": functools.partial(whose, "rotor-control"),
+    "later_command": functools.partial(commands, _RECORDS["rotor-1M"]),
+    "later_final": functools.partial(final, "rotor-1M"),
+    "later_whose": functools.partial(whose, "rotor-1M"),
 }

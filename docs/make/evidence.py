@@ -182,7 +182,6 @@ def ends(record: str, named: Mapping[str, str]) -> str:
 def rows() -> tuple[Row, ...]:
     """Every gap of a claim, from top to bottom of the picture."""
     ccl = losses("ccl/claims-1M/results.json")
-    whose, control = cut.controls(), "rotor/control/runs.json"
     fits = {one["projection"]: one for one in read("rotor/biased.json")["rows"] if one["method"] == "rotor, double"}
     warmed = kept(read("hdpl/warmup/runs.json")["gaps"]["hdpl"])
     late = kept(read("ccl/claims-20M/runs.json")["tuning_gaps"]["ccl"])
@@ -220,13 +219,14 @@ def rows() -> tuple[Row, ...]:
             "HDPL", control, apart, tokens, error=error, ends=ends(record, {"HDPL": "hdpl", name: entry}), **more
         )
 
-    def beside(name: str, entry: str) -> Row:
+    def beside(name: str, entry: str, tokens: float = 0.25e6) -> Row:
         """Rotors from scratch less an arm of their plan."""
-        named = {"rotors": "rotor", name.partition(",")[0]: entry}
-        error = of_text(read(control)["runs"], "rotor", entry)
-        gaps = less(whose["rotor"], whose[entry])
-        more = {"ends": ends(control, named), "fixed": "warm-up"}
-        return Row("Rotor from scratch", name, gaps, 0.25e6, folder="rotor", error=error, **more)
+        plan, fixed = ("control", "warm-up") if tokens < 1e6 else ("control-1M", "warm-up, initialisation")
+        record, named = f"rotor/{plan}/runs.json", {"rotors": "rotor", name.partition(",")[0]: entry}
+        arms = cut.controls("rotor-1M" if tokens == 1e6 else "rotor-control")
+        error, gaps = of_text(read(record)["runs"], "rotor", entry), less(arms["rotor"], arms[entry])
+        more = {"ends": ends(record, named), "fixed": fixed}
+        return Row("Rotor from scratch", name, gaps, tokens, folder="rotor", error=error, **more)
 
     def biased_end(method: str, projection: str) -> str:
         """The rate of a control's fit where it is an end of what could be tried."""
@@ -281,6 +281,10 @@ def rows() -> tuple[Row, ...]:
         beside("low rank, fixed network", "low_rank-network"),
         beside("block-Hadamard, fixed network", "block_hadamard-network"),
         beside("dense, fixed network", "dense-network"),
+        beside("low rank", "low_rank", 1e6),
+        beside("dense", "dense", 1e6),
+        beside("low rank, fixed network", "low_rank-network", 1e6),
+        beside("dense, fixed network", "dense-network", 1e6),
         *(
             Row(
                 "Rotor fitted to SmolLM2",
