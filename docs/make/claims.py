@@ -1247,7 +1247,7 @@ def rotor() -> Paper:
         ),
         Claim(
             "Training from scratch is untested",
-            "Ahead of low rank, level with dense",
+            "Ahead of low rank, not of dense",
             "limitations",
             BEYOND,
             "In q, k and v of a tiny model, rotors are ahead of low rank of their parameters at 0.25 and 1 million "
