@@ -346,6 +346,17 @@ while True:
 """
 
 
+def test_what_others_put_beside_a_trained_model_outlives_a_run_that_starts_over(tmp_path):
+    train(SETTINGS, tmp_path)
+    theirs = tmp_path / "model" / "model-00001-of-00002.safetensors"
+    theirs.write_bytes(b"weights of others")
+    train(SETTINGS, tmp_path, resume=False)
+    assert theirs.read_bytes() == b"weights of others"
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    train(SETTINGS | {"steps": 3}, tmp_path, resume=False)
+    assert theirs.is_file()
+
+
 @pytest.mark.slow
 def test_saves_that_are_killed_leave_a_folder_that_can_be_saved_to(tmp_path):
     folder = tmp_path / "model"

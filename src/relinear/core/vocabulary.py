@@ -64,5 +64,5 @@ def check_length_fits(length: int, model: Any) -> None:
     """Raise ValueError if texts of ``length`` tokens are longer than what ``model`` reads."""
     positions = most_positions(model)
     if positions is not None and length > positions:
-        more = "shorten them, or build the model with a larger max_position_embeddings"
+        more = "lower sequence_length, or build the model with a larger max_position_embeddings"
         raise ValueError(f"texts of {length} tokens are too long for this model, which reads {positions}; {more}")

@@ -163,7 +163,7 @@ def noted_in(folder: Path) -> dict[str, set[str]]:
     ours, noted = _says(folder / MARK, _MARK_SAYS), dict[str, set[str]]()
     lines = (folder / MARK).read_text(encoding="utf-8", errors="replace").splitlines() if ours else []
     for digest, name in (match.groups("") for line in lines[1:] if (match := _LINE.fullmatch(line))):
-        if name == Path(name).name:
+        if name == Path(name).name and name != "..":  # nothing outside of the folder
             noted.setdefault(name, set()).add(digest)
     return noted
 
@@ -175,7 +175,8 @@ def remove_written(folder: Path) -> None:
     for name in (*names, *noted.keys() - {*names}):
         if name in ours:
             remove(folder / name)
-    if MARK in ours and not any((folder / name).exists() for name in noted):  # last: it tells whose the others are
+    left = {part.name for part in parts_of(folder, "saved")} | {name for name in noted if (folder / name).exists()}
+    if MARK in ours and left <= {MARK}:  # last: it tells whose the others are
         remove(folder / MARK)
     with suppress(OSError):
         folder.rmdir()
