@@ -323,7 +323,7 @@ class _Comparison:
             found, trials, ratio = min(zip(results, searches, ratios, strict=True), key=lambda each: each[0].loss)
             if not math.isfinite(found.loss):
                 grid = list(tune.learning_rates)
-                raise ValueError(f"training diverged at every learning rate of the grid {grid}; lower it")
+                raise ValueError(f"training diverged at every learning rate of {grid}; lower tune.learning_rates")
             rate, spread = found.rate, found.initializer_range
             tuning = {"trials": [row for each in searches for row in each.rows()], "edge": found.edge}
             tuning |= {"initializer_edge": found.initializer_edge, "initializer_range": spread, "warmup_ratio": ratio}
@@ -361,7 +361,7 @@ class _Comparison:
             below = [other for other in lower if other < rate]
             if not below:
                 at = ", ".join(f"{r:g}" for r in diverged)
-                raise ValueError(f"final runs diverged at {at}, and no lower learning rate was tried; lower the grid")
+                raise ValueError(f"final runs diverged at {at}, no lower rate was tried; lower tune.learning_rates")
             rate = max(below)
         return dataclasses.replace(choice, settings=choice.settings.updated(learning_rate=rate), diverged=diverged)
 

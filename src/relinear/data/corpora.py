@@ -13,9 +13,8 @@ from typing import Any
 
 from relinear.data.cache import cache_folder
 from relinear.data.chat import Conversation
-from relinear.data.sources import hub_sources
 from relinear.data.settings import DataSettings
-from relinear.data.sources import Source, local_sources, stdlib_source
+from relinear.data.sources import Source, hub_sources, local_sources, stdlib_source
 
 #: ``all`` is every document of a corpus that brings no splits of its own
 SPLITS = ("train", "validation", "test", "all")

@@ -1,25 +1,20 @@
 """Where documents come from: the standard library, local files, the Hugging Face Hub. Sources yield whole documents."""
 
-import json
-import socket
-import urllib.parse
-import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
-from relinear.data.cache import cached
-from relinear.data.chat import as_document, is_conversation
 import contextlib
 import dataclasses
+import json
 import re
+import socket
 import sys
 import sysconfig
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from relinear.core.config import nearest, shown
+from relinear.data.cache import cached
 from relinear.data.chat import as_document, is_conversation
 from relinear.system.files import parse_json, writing
 from relinear.system.text import cut
