@@ -361,7 +361,8 @@ class _Comparison:
             below = [other for other in lower if other < rate]
             if not below:
                 at = ", ".join(f"{r:g}" for r in diverged)
-                raise ValueError(f"final runs diverged at {at}, no lower rate was tried; lower tune.learning_rates")
+                advice = "no lower learning rate was tried; lower tune.learning_rates"
+                raise ValueError(f"final runs diverged at {at}, and {advice}")
             rate = max(below)
         return dataclasses.replace(choice, settings=choice.settings.updated(learning_rate=rate), diverged=diverged)
 
