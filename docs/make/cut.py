@@ -12,7 +12,7 @@ __all__ = ["PARTS", "against", "best", "controls_apart", "cut_short", "ended", "
 __all__ += ["printed_gap", "printed_loss", "shared", "trained", "turned", "typed"]
 
 #: folder of results/ -> its record
-_RECORDS = {
+RECORDS = {
     "ccl": "ccl/claims-20M/runs.json",
     "hdpl": "hdpl/claims-5M/runs.json",
     "transponder": "transponder/claims-20M/runs.json",
@@ -31,12 +31,12 @@ _GAP = "gap [95 %]"
 
 def against(folder: str, entry: str, part: str) -> str:
     """An entry's gap to the reference with its interval; part: ``tuning_gaps`` or ``gaps``."""
-    return with_interval(read(_RECORDS[folder])[part][entry])
+    return with_interval(read(RECORDS[folder])[part][entry])
 
 
 def turned(folder: str, entry: str) -> str:
     """The reference less an entry, with its interval."""
-    found = read(_RECORDS[folder])["gaps"][entry]
+    found = read(RECORDS[folder])["gaps"][entry]
     return with_interval(found | {"mean": -found["mean"], "values": [-one for one in found["values"]]})
 
 
@@ -46,12 +46,12 @@ def _rows_of(found: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 def best(folder: str, name: str) -> dict[str, Any]:
     """An entry's best tuning run."""
-    return min(_rows_of(read(_RECORDS[folder]), name), key=lambda run: run["validation_loss"])
+    return min(_rows_of(read(RECORDS[folder]), name), key=lambda run: run["validation_loss"])
 
 
 def shared(folder: str, ours: str, theirs: str) -> dict[tuple[float, float], float]:
     """(rate, start) -> loss of one entry less the other's, where a tuning run of both ended."""
-    found = read(_RECORDS[folder])
+    found = read(RECORDS[folder])
     ended = [
         {(run["learning_rate"], run["initializer_range"]): run["validation_loss"] for run in _rows_of(found, name)}
         for name in (ours, theirs)
@@ -61,7 +61,7 @@ def shared(folder: str, ours: str, theirs: str) -> dict[tuple[float, float], flo
 
 def cut_short(folder: str, name: str) -> dict[tuple[float, float], str]:
     """(rate, start) -> steps of an entry's tuning runs that did not end."""
-    runs = read(_RECORDS[folder])["tuning"][name]
+    runs = read(RECORDS[folder])["tuning"][name]
     return {
         (run["learning_rate"], run["initializer_range"]): f"{run['steps_taken']:,} of {run['steps']:,}"
         for run in runs
@@ -71,12 +71,12 @@ def cut_short(folder: str, name: str) -> dict[tuple[float, float], str]:
 
 def trained(folder: str, name: str) -> str:
     """Differences of training losses of runs that were cut off."""
-    return ", ".join(f"{one['mean']:+.3f}" for one in read(_RECORDS[folder])["training_gaps"][name])
+    return ", ".join(f"{one['mean']:+.3f}" for one in read(RECORDS[folder])["training_gaps"][name])
 
 
 def tuned(folder: str) -> str:
     """The best tuning run of every entry: a whole run on fewer tokens."""
-    found = read(_RECORDS[folder])
+    found = read(RECORDS[folder])
     chosen = {name: best(folder, name) for name in found["tuning"] if _rows_of(found, name)}
     lines = []
     for name, run in sorted(chosen.items(), key=lambda pair: pair[1]["validation_loss"]):
@@ -97,7 +97,7 @@ def tuned(folder: str) -> str:
 
 
 def _gap_of(folder: str, name: str) -> str:
-    found = read(_RECORDS[folder])
+    found = read(RECORDS[folder])
     if name == found["reference"]:
         return "reference"
     if name in found["gaps"]:
@@ -109,7 +109,7 @@ def _gap_of(folder: str, name: str) -> str:
 
 def final(folder: str) -> str:
     """Final runs: those that ended, and how far the others came."""
-    found = read(_RECORDS[folder])
+    found = read(RECORDS[folder])
     lines = []
     for name, seeds in found["runs"].items():
         ended = [run["validation_loss"] for run in seeds.values() if run["validation_loss"] is not None]
@@ -131,23 +131,23 @@ def final(folder: str) -> str:
 
 def printed_gap(folder: str, name: str) -> str:
     """An entry's gap as its plan's own table has it."""
-    return "{mean:+.3f} [{low:+.3f}, {high:+.3f}]".format(**read(_RECORDS[f"{folder}-plan"])["printed"]["gaps"][name])
+    return "{mean:+.3f} [{low:+.3f}, {high:+.3f}]".format(**read(RECORDS[f"{folder}-plan"])["printed"]["gaps"][name])
 
 
 def printed_loss(folder: str, name: str) -> float:
     """An entry's mean loss as its plan's own table has it."""
-    return read(_RECORDS[f"{folder}-plan"])["printed"]["entries"][name]["mean"]
+    return read(RECORDS[f"{folder}-plan"])["printed"]["entries"][name]["mean"]
 
 
 def ended(folder: str, name: str) -> list[float]:
     """Losses of an entry's final runs that ended."""
-    runs = read(_RECORDS[folder])["runs"][name].values()
+    runs = read(RECORDS[folder])["runs"][name].values()
     return [run["validation_loss"] for run in runs if run["validation_loss"] is not None]
 
 
 def as_printed(folder: str) -> str:
     """Final runs as the command's own table has them, where the runs themselves were lost."""
-    found = read(_RECORDS[folder])
+    found = read(RECORDS[folder])
     lines = []
     for name, loss in found["printed"]["entries"].items():
         run = next(iter(found["runs"][name].values()))
@@ -160,7 +160,7 @@ def as_printed(folder: str) -> str:
 
 def counting(folder: str) -> str:
     """What n-grams come to on as many tokens."""
-    short, whole = (read(_RECORDS[folder])["ngrams"][part] for part in ("tuning", "runs"))
+    short, whole = (read(RECORDS[folder])["ngrams"][part] for part in ("tuning", "runs"))
     return (
         f"Counting, for comparison: Kneser-Ney {short['order']}-grams reach {short['validation_loss']:.3f} on the "
         f"{short['tokens']:,} tokens of a tuning run and {whole['validation_loss']:.3f} on the {whole['tokens']:,} of "
@@ -170,18 +170,18 @@ def counting(folder: str) -> str:
 
 def typed(folder: str) -> str:
     """The command."""
-    return read(_RECORDS[folder])["command"]
+    return read(RECORDS[folder])["command"]
 
 
 def evaluated(folder: str, name: str, step: int) -> float:
     """The validation loss of an entry's first final run at a step."""
-    run = next(iter(read(_RECORDS[folder])["runs"][name].values()))
+    run = next(iter(read(RECORDS[folder])["runs"][name].values()))
     return dict(map(tuple, run["evaluations"]))[step]
 
 
 def on_the_way(folder: str, name: str, reference: str, step: int) -> list[float]:
     """Gaps of held-out losses at a step of final runs, of every seed of which both entries came that far."""
-    runs = read(_RECORDS[folder])["runs"]
+    runs = read(RECORDS[folder])["runs"]
     at = [
         {seed: dict(map(tuple, run["evaluations"])).get(step) for seed, run in runs[n].items()}
         for n in (name, reference)
@@ -191,7 +191,7 @@ def on_the_way(folder: str, name: str, reference: str, step: int) -> list[float]
 
 def halfway(folder: str) -> str:
     """Gaps of held-out losses before the end of final runs, where there are any."""
-    found = read(_RECORDS[folder])
+    found = read(RECORDS[folder])
     runs = [run for seeds in found["runs"].values() for run in seeds.values()]
     steps = sorted({step for run in runs for step, _ in run["evaluations"] if 0 < step < 0.95 * run["steps"]})
     lines = []
@@ -223,7 +223,7 @@ _WHOSE = (
 
 def controls(name: str) -> dict[str, list[float]]:
     """Entry -> final losses, of those in a plan of rotors whose seeds all ended."""
-    runs = read(_RECORDS[name])["runs"]
+    runs = read(RECORDS[name])["runs"]
     found = {name: [run["validation_loss"] for run in seeds.values()] for name, seeds in runs.items()}
     return {name: losses for name, losses in found.items() if len(losses) == 3 and None not in losses}
 
@@ -237,14 +237,14 @@ def whose(name: str) -> str:
 
 def controls_apart(ours: str, theirs: str, name: str = "rotor-control") -> str:
     """The difference of two arms of a plan of rotors, with its interval."""
-    found, runs = controls(name), read(_RECORDS[name])["runs"]
+    found, runs = controls(name), read(RECORDS[name])["runs"]
     return gap(found[ours], found[theirs], error=of_text(runs, ours, theirs))
 
 
 #: folder -> part -> what makes it
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     folder: {
-        "cut_command": functools.partial(commands, _RECORDS[folder]),
+        "cut_command": functools.partial(commands, RECORDS[folder]),
         "cut_tuned": functools.partial(tuned, folder),
         "cut_final": functools.partial(final, folder),
         "cut_halfway": functools.partial(halfway, folder),
@@ -253,22 +253,22 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     for folder in ("ccl", "hdpl", "transponder")
 }
 PARTS["hdpl"] |= {
-    "warmup_command": functools.partial(commands, _RECORDS["hdpl-warmup"]),
+    "warmup_command": functools.partial(commands, RECORDS["hdpl-warmup"]),
     "warmup_final": functools.partial(final, "hdpl-warmup"),
 }
 for _folder in ("ccl", "transponder"):
     PARTS[_folder] |= {
-        "plan_command": functools.partial(commands, _RECORDS[f"{_folder}-plan"]),
+        "plan_command": functools.partial(commands, RECORDS[f"{_folder}-plan"]),
         "plan_printed": functools.partial(as_printed, f"{_folder}-plan"),
     }
 PARTS["rotor"] = {
-    "scratch_command": functools.partial(commands, _RECORDS["rotor"]),
+    "scratch_command": functools.partial(commands, RECORDS["rotor"]),
     "scratch_final": functools.partial(final, "rotor"),
-    "control_command": functools.partial(commands, _RECORDS["rotor-control"]),
+    "control_command": functools.partial(commands, RECORDS["rotor-control"]),
     "control_tuned": functools.partial(tuned, "rotor-control"),
     "control_final": functools.partial(final, "rotor-control"),
     "control_whose": functools.partial(whose, "rotor-control"),
-    "later_command": functools.partial(commands, _RECORDS["rotor-1M"]),
+    "later_command": functools.partial(commands, RECORDS["rotor-1M"]),
     "later_final": functools.partial(final, "rotor-1M"),
     "later_whose": functools.partial(whose, "rotor-1M"),
 }

@@ -221,9 +221,9 @@ def rows() -> tuple[Row, ...]:
 
     def beside(name: str, entry: str, tokens: float = 0.25e6) -> Row:
         """Rotors from scratch less an arm of their plan."""
-        plan, fixed = ("control", "warm-up") if tokens < 1e6 else ("control-1M", "warm-up, initialisation")
-        record, named = f"rotor/{plan}/runs.json", {"rotors": "rotor", name.partition(",")[0]: entry}
-        arms = cut.controls("rotor-1M" if tokens == 1e6 else "rotor-control")
+        plan, fixed = ("rotor-control", "warm-up") if tokens < 1e6 else ("rotor-1M", "warm-up, initialisation")
+        record, named = cut.RECORDS[plan], {"rotors": "rotor", name.partition(",")[0]: entry}
+        arms = cut.controls(plan)
         error, gaps = of_text(read(record)["runs"], "rotor", entry), less(arms["rotor"], arms[entry])
         more = {"ends": ends(record, named), "fixed": fixed}
         return Row("Rotor from scratch", name, gaps, tokens, folder="rotor", error=error, **more)

@@ -37,7 +37,7 @@ from relinear.surgery.select import OWN_PREFIX
 from relinear.surgery.tied import swap_layer
 from relinear.system.files import atomic_directory, read_json, writing
 from relinear.system.text import cut
-from relinear.system.written import CARD, check_ours, digest_of, is_own_card, not_ours, replaceable
+from relinear.system.written import CARD, check_ours, digest_of, is_own_card, not_ours
 
 _T = TypeVar("_T")
 _KEYS = {"quant_method", "format_version", "operators", "attachments"}
@@ -452,8 +452,8 @@ def check_place(directory: str | Path, tokenizer: Any = None) -> None:
         directory: need not be there. tokenizer: saved along; written to a temporary place, if others have files there.
     """
     directory = Path(directory)
-    check_ours(directory, "saved")
-    others = {part.name for part in directory.glob("*")} - replaceable(directory, "saved")
+    ours = check_ours(directory, "saved")
+    others = {part.name for part in directory.glob("*")} - ours
     if tokenizer is None or not others:
         return
     with tempfile.TemporaryDirectory() as folder:

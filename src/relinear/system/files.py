@@ -74,8 +74,7 @@ def atomic_directory(path: str | Path, work: str = "saved") -> Iterator[Path]:
     given, path = path, Path(os.path.realpath(path))
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{given} is a file; choose a directory")
-    written.check_ours(path, work)
-    ours = written.replaceable(path, work)
+    ours = written.check_ours(path, work)
     inside = os.path.ismount(path) or (path.exists() and not os.access(path.parent, os.W_OK))
     home = path if inside else path.parent
     home.mkdir(parents=True, exist_ok=True)

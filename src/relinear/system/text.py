@@ -58,7 +58,6 @@ def requirement(fault: str, value: Any, limits: Mapping[str, Any], shown: str) -
         return None
     text = f"must be {must_be.format_map(limits)}, got {shown}"
     share = re.fullmatch(r"(\d{1,3}(?:\.\d+)?) ?(%?)", str(value)[:20])
-    is_share = limits.get("lt", limits.get("le")) == 1
-    if share and (share[2] or (is_share and float(share[1]) >= 5)) and float(share[1]) <= 100:  # 1.5 is rather a slip
+    if share and (share[2] or limits.get("lt", limits.get("le")) == 1) and 1 < float(share[1]) <= 100:
         text += f"; for {float(share[1]):g} % write {float(share[1]) / 100:g}"
     return text

@@ -213,8 +213,8 @@ def replaceable(folder: Path, work: str) -> set[str]:
     return {MARK} | card | (as_noted if noted else {part.name for part in folder.glob("*")})
 
 
-def check_ours(folder: str | Path, work: str) -> None:
-    """Raise ValueError where a work would remove or replace in ``folder`` what relinear did not write, by its name.
+def check_ours(folder: str | Path, work: str) -> set[str]:
+    """Return ``replaceable``; raise ValueError where a work would replace in ``folder`` what relinear did not write.
 
     Args:
         folder: of the work; need not be there.
@@ -228,12 +228,14 @@ def check_ours(folder: str | Path, work: str) -> None:
         check_signed(folder / MARK)
     ours = is_saved(folder) if work == "saved" else is_ours(folder, work)
     noted = noted_in(folder) if MARK in _WORKS[work].records else {}
-    changed = (noted.keys() | _WHOLE) - replaceable(folder, work) - {CARD} if noted else set()
+    free = replaceable(folder, work)
+    changed = (noted.keys() | _WHOLE) - free - {CARD} if noted else set()
     for path in parts_of(folder, work):
         if path.suffix in (".html", ".gguf"):
             check_signed(path)
         elif path.name in changed or not (ours or _holds_nothing(path)):
             raise not_ours(path)
+    return free
 
 
 def _holds_nothing(path: Path) -> bool:

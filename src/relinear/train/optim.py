@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
+from relinear.core.anatomy import output_head
 from relinear.core.operator import Operator, is_conv1d, is_linear
 from relinear.core.roles import ParamRole, StatedFans
 from relinear.models import ReadoutScale
@@ -31,7 +32,7 @@ def parameter_roles(model: nn.Module) -> dict[str, ParamRole]:
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             roles.setdefault(module.weight, ParamRole(None, weight_decay=False))
-    stated, head = StatedFans(model), output_head(model)
+    stated, head = StatedFans(model), inner_output_head(model)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             role = stated.role(parameter, transposed=is_conv1d(module))  # which stores (in, out)
@@ -40,12 +41,10 @@ def parameter_roles(model: nn.Module) -> dict[str, ParamRole]:
     return {name: roles[p] for name, p in model.named_parameters() if p.requires_grad}
 
 
-def output_head(model: nn.Module) -> nn.Module | None:
-    """Return what makes the logits of the language model that ``model`` is or holds; None where there is none."""
-    for module in model.modules():
-        if callable(found := getattr(module, "get_output_embeddings", None)):
-            return found()
-    return None
+def inner_output_head(model: nn.Module) -> nn.Module | None:
+    """Return ``output_head`` of the language model that ``model`` is or has inside; None where there is none."""
+    named = (module for module in model.modules() if callable(getattr(module, "get_output_embeddings", None)))
+    return next(map(output_head, named), None)
 
 
 def width_ratio(model: nn.Module, settings: FitSettings) -> float:
@@ -104,7 +103,7 @@ def check_readout(model: nn.Module, ratio: float) -> None:
         model: that is, or holds, the language model.
         ratio: its width over the base width.
     """
-    head = output_head(model)
+    head = inner_output_head(model)
     tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     if head is None or getattr(head, "weight", None) not in tables or hasattr(head, SCALE):
         return
@@ -173,7 +172,7 @@ def scale_stock_(model: Any, ratio: float, start: Literal["config", "torch"] = "
     """
     if ratio == 1:
         return
-    head, table = output_head(model), model.get_input_embeddings()
+    head, table = inner_output_head(model), model.get_input_embeddings()
     tied = head is not None and head.weight is table.weight
     parameters = dict(model.named_parameters())
     for name, role in parameter_roles(model).items():

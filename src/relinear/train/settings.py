@@ -15,7 +15,6 @@ from relinear.core.settings import Batch, Patterns, Seed, Settings, Threads
 from relinear.data import DataSettings
 
 Schedule = Literal["onecycle", "cosine", "noam", "constant"]
-_Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class FitSettings(Settings):
@@ -76,7 +75,7 @@ class FitSettings(Settings):
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     weight_decay: float = Field(default=0.1, ge=0)
     decay_embeddings: bool = False
-    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     max_grad_norm: float = Field(default=1.0, ge=0)
     fan_in_base: PositiveInt | None = None
@@ -104,6 +103,13 @@ class FitSettings(Settings):
             return check(value)
         except ValidationError:
             raise ValueError(f"expected true, false or 'reduce-overhead', got {shown(value)}") from None
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_in_range(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas must lie in [0, 1), got {betas}")
+        return betas
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> FitSettings:
