@@ -227,8 +227,9 @@ def test_unlike_sources_run_and_are_held_apart(tmp_path, monkeypatch):
     said = dict.fromkeys(("question", "command", "effect_from", "spread_from", "budget", "stopping"), "said")
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump({**said, "effect": 1.0, "spread": 0.01, "study": study}))
     planned = ["plan", *common[:-1], str(tmp_path / "planned"), "--plan", str(tmp_path / "plan.yaml")]
-    taken = module.claimed(tmp_path / "planned" / "aux-1.json")
-    module.time = types.SimpleNamespace(time=module.time.time, sleep=lambda seconds: taken.__exit__(None, None, None))
+    taken = module.planned.claimed(tmp_path / "planned" / "aux-1.json")
+    until = types.SimpleNamespace(sleep=lambda seconds: taken.__exit__(None, None, None))
+    monkeypatch.setattr(module.planned, "time", until)
     assert taken.__enter__()  # by another process, which ends without a result
     module.carry_out(module.parse(planned))
     report = json.loads((tmp_path / "planned" / "report.json").read_text())
@@ -246,6 +247,35 @@ def test_unlike_sources_run_and_are_held_apart(tmp_path, monkeypatch):
 
     blocks = list(module.blocks_of_texts(module.parse(["figures", *common]), {"a": [b_of(1)] * 3, "b": [b_of(2)] * 2}))
     assert [block[:, 0].tolist() for block in blocks] == [[1, 2] * 3] * 2  # the text before is of the other source
+
+
+def test_planned_arithmetic_is_tuned_and_held_apart_by_seed(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    module = script("arithmetic")
+    monkeypatch.setattr(module, "_BLOCK", 4)
+    monkeypatch.setattr(module, "_BLOCKS", 2)
+    small = {"width": 12, "context_size": 6, "layers": 2, "context_layer": 1, "examples": 2, "batch_size": 2}
+    study = {
+        "arms": dict.fromkeys(("baseline-equal", "no-aux", "aux", "aux+reg"), "an arm"),
+        "settings": {"options": {**small, "every": 9}, "steps": 1, "tuning_steps": 1},
+        "grid": {"initializer_range": [0.05, 0.1], "learning_rate": [0.001]},
+        "seeds": [0, 1, 2],
+    }
+    said = dict.fromkeys(("question", "command", "effect_from", "spread_from", "budget", "stopping"), "said")
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump({**said, "effect": 1.0, "spread": 0.01, "study": study}))
+    module.carry_out(module.parse(["plan", "--plan", str(tmp_path / "plan.yaml"), "--out", str(tmp_path / "out")]))
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    runs = [json.loads((tmp_path / "out" / f"aux-{seed}.json").read_text()) for seed in range(3)]
+    own, other = (np.array([run["answers"][kind] for run in runs]) for kind in ("specialized", "dynamic"))
+    found = report["differences"]["aux specialized - aux dynamic"]
+    assert own.shape == (3, 2)
+    assert found["values"] == pytest.approx((own - other).mean(1).tolist())
+    errors = {
+        path.stem: json.loads(path.read_text())["loss"] for path in (tmp_path / "out" / "tuning").glob("aux-*.json")
+    }
+    best = min(("aux-0.05-0.001", "aux-0.1-0.001"), key=errors.__getitem__)
+    assert best == f"aux-{report['arms']['aux']['initializer_range']:g}-0.001"
+    assert set(report["arms"]["baseline-equal"]["answers"]) == {"dynamic"}
 
 
 def b_of(value):

@@ -2,11 +2,13 @@
 
     python results/cgt/arithmetic.py run --column aux --seed 0 --out results/cgt/arithmetic
     python results/cgt/arithmetic.py collect --out results/cgt/arithmetic
+    python results/cgt/arithmetic.py plan --out results/cgt/arithmetic-planned
 
 ``run`` trains one model and writes its settings, its curve and its measurements to COLUMN-SEED.json, and the model to
 models/COLUMN-SEED/ with --save; ``collect`` makes the table and the figures of what is there. What is not given is the
 small task above; ``--paper`` starts from the paper's sizes, task, loss and schedule (Section 4.2 and Appendix B.2)
-instead, and the other options change that.
+instead, and the other options change that. ``plan`` carries out ``results/plans/cgt-arithmetic.yaml``, by as many
+processes as are started.
 """
 
 import argparse
@@ -20,10 +22,12 @@ import torch
 from transformers import TrainerCallback
 
 import relinear
-from cgt_study import contexts, measures, plots
+from cgt_study import contexts, measures, planned, plots
 from cgt_study.baselines import plain_gpt2
 from cgt_study.schedule import add_schedule, fit_settings, parse_options
 from cgt_study.tasks import ArithmeticTask
+from relinear.compare.gaps import gap
+from relinear.compare.settings import read_plan
 from relinear.models.cgt.objective import CGTObjective, GuidedTraining
 from relinear.pages.drawn import save_figure
 from relinear.system.files import write_json, write_text
@@ -61,6 +65,9 @@ PAPER_SETTINGS = {
     "rank": 4,
     "templates": 16,
 }
+_PLAN = Path(__file__).resolve().parents[1] / "plans" / "cgt-arithmetic.yaml"
+#: of a plan: samples that are answered together, and how many such blocks
+_BLOCK, _BLOCKS = 64, 32
 PUBLISHED = {
     "baseline": "77.7 %",
     "no-aux": "79.0 / 15.3 %",
@@ -105,6 +112,7 @@ def make_model(options, task, column):
         "n_positions": task.length,
         "n_layer": options.layers,
         "activation_function": "gelu_pytorch_tanh",
+        "initializer_range": options.initializer_range,
         "bos_token_id": None,
         "eos_token_id": None,
     }
@@ -156,27 +164,36 @@ def make_objective(options, task):
     )
 
 
-def run(options):
+def run(options, path=None, tuning=False):
+    """Train and measure a model; its record is ``path``, which for ``tuning`` has the share of wrong symbols alone."""
     torch.set_num_threads(options.threads)
     train = make_task(options, "train", options.steps * options.batch_size)
     test = make_task(options, "test", 512)
     model = make_model(options, train, options.column)
     curve = Accuracies(model, make_task(options, "validation", 128), options.every)
-    settings = fit_settings(
-        options,
-    )
+    settings = fit_settings(options)
     objective = make_objective(options, train)
     began = time.time()
     result = fit(model if objective is None else GuidedTraining(model, objective), train, settings, callbacks=[curve])
+    if tuning:  # by samples that are none of the final ones
+        right = measures.answer_accuracy(model, make_task(options, "validation", 512), 512)["dynamic"]
+        write_json(path, {"column": options.column, "loss": 1 - right.symbols, "answers": right.answers})
+        print(path.stem, right, flush=True)
+        return
     report = measures.arithmetic_report(model, test, 512) | {"guessing": measures.guessing_accuracy(test, 512)}
     if objective is None:
         for token in "=|":
             layers = measures.task_vector_accuracy(model, test, token, 256)
             report[f"task_vectors {token}"] = [dataclasses.asdict(layer) for layer in layers]
     print(options.column, options.seed, json.dumps(report), flush=True)
+    blocks = {}
+    if path is not None:
+        many = make_task(options, "test", _BLOCK * _BLOCKS)
+        blocks = {"answers": measures.answers_by_block(model, many, _BLOCK, _BLOCKS)}
     write_json(
-        options.out / f"{options.column}-{options.seed}.json",
-        {
+        path or options.out / f"{options.column}-{options.seed}.json",
+        blocks
+        | {
             "column": options.column,
             "seed": options.seed,
             "report": report,
@@ -193,6 +210,59 @@ def run(options):
     )
     if options.save:
         model.save_pretrained(options.out / "models" / f"{options.column}-{options.seed}")
+
+
+def carry_out(options):
+    """Run what is left of a plan; the last process sums up."""
+    study = read_plan(options.plan).study
+    options = argparse.Namespace(**vars(options) | study.settings["options"])
+
+    def one(given, path, tuning):
+        run(argparse.Namespace(**vars(options) | given | {"column": given["name"]}), path, tuning)
+
+    planned.carry_out(study, list(study.arms), options.out, one, lambda: sum_up(study, options.out))
+
+
+def sum_up(study, out):
+    """Write the report and the table of a plan: shares of right answers, and their differences by seed and block."""
+    runs = {arm: [json.loads((out / f"{arm}-{seed}.json").read_text()) for seed in study.seeds] for arm in study.arms}
+    right = {
+        (arm, kind): [np.array(one["answers"][kind]) for one in found]
+        for arm, found in runs.items()
+        for kind in found[0]["answers"]
+    }
+    report = {"guessing": runs["aux"][0]["report"]["guessing"], "arms": {}, "differences": {}}
+    for arm, found in runs.items():
+        report["arms"][arm] = {
+            "parameters": found[0]["parameters"],
+            "seeds": len(found),
+            **{key: found[0]["settings" if key == "learning_rate" else "model"][key] for key in study.grid},
+            "answers": {kind: float(np.mean(values)) for (name, kind), values in right.items() if name == arm},
+            "probe": [one["report"]["probe"] for one in found if "probe" in one["report"]],
+        }
+    pairs = [((arm, "dynamic"), ("baseline-equal", "dynamic")) for arm in study.arms if arm != "baseline-equal"]
+    pairs += [(each, (each[0], "dynamic")) for each in right if each[1] != "dynamic"]
+    pairs += [((arm, "specialized"), ("no-aux", "specialized")) for arm in ("aux", "aux+reg")]
+    for own, other in pairs:
+        report["differences"][f"{' '.join(own)} - {' '.join(other)}"] = gap(right[own], right[other])
+    write_json(out / "report.json", report)
+    write_text(out / "table.md", planned_table(report))
+    print(planned_table(report))
+
+
+def planned_table(report):
+    """The report of a plan as two tables in markdown."""
+    kinds = {"dynamic": "y computed", "specialized": "y frozen, examples removed", "specialized_ctx": "y frozen, kept"}
+    lines = [f"| model | parameters | start, rate | {' | '.join(kinds.values())} |", "|" + " --- |" * 6]
+    for arm, entry in report["arms"].items():
+        cells = [f"{entry['answers'][kind]:.1%}" if kind in entry["answers"] else "" for kind in kinds]
+        tuned = f"{entry['initializer_range']:g}, {entry['learning_rate']:g}"
+        lines.append(f"| `{arm}` | {entry['parameters']:,} | {tuned} | {' | '.join(cells)} |")
+    lines += ["", "| difference, in points | mean | 95 % |", "| --- | --- | --- |"]
+    for name, found in report["differences"].items():
+        mean, low, high = (100 * found[key] for key in ("mean", "low", "high"))
+        lines.append(f"| {name} | {mean:+.1f} | {low:+.1f} to {high:+.1f} |")
+    return "\n".join(lines) + "\n"
 
 
 def collect(options):
@@ -269,7 +339,8 @@ def collect(options):
 
 def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "collect"))
+    parser.add_argument("what", choices=("run", "collect", "plan"))
+    parser.add_argument("--plan", type=Path, default=_PLAN, help="what ``plan`` carries out")
     parser.add_argument("--column", choices=list(COLUMNS), default="aux")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("results/cgt/arithmetic"))
@@ -298,6 +369,7 @@ def parse(arguments=None):
     parser.add_argument("--context-heads", type=int, default=3)
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--templates", type=int, default=8)
+    parser.add_argument("--initializer-range", type=float, default=0.02)
     parser.add_argument("--mixing", choices=("tanh", "softmax"), default="tanh")
     add_schedule(parser, steps=600, batch_size=64, min_lr_ratio=0.02, weight_decay=0.01, beta2=0.98)
     parser.add_argument("--every", type=int, default=100, help="steps between measurements")
@@ -306,7 +378,7 @@ def parse(arguments=None):
 
 def main():
     options = parse()
-    run(options) if options.what == "run" else collect(options)
+    {"run": run, "collect": collect, "plan": carry_out}[options.what](options)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,7 @@ that are not there yet.
 """
 
 import argparse
-import contextlib
 import dataclasses
-import fcntl
-import itertools
 import json
 import time
 from pathlib import Path
@@ -27,7 +24,7 @@ import numpy as np
 import torch
 
 import relinear
-from cgt_study import contexts, plots
+from cgt_study import contexts, planned, plots
 from cgt_study.baselines import plain_gpt2
 from cgt_study.schedule import add_schedule, fit_settings, parse_options
 from relinear.compare.gaps import gap
@@ -230,52 +227,17 @@ def figures(options):
     print(tables(report), json.dumps(report, indent=1))
 
 
-def pieces(study, out):
-    """Yield what a plan has to run, (record, options, whether it tunes); final runs once their arm is tuned."""
-    grid = [dict(zip(study.grid, values, strict=True)) for values in itertools.product(*study.grid.values())]
-    for arm in (arm for arm in study.arms if arm != _SHUFFLED):
-        paths = [
-            out / "tuning" / f"{'-'.join([arm, *(f'{value:g}' for value in tried.values())])}.json" for tried in grid
-        ]
-        for path, tried in zip(paths, grid, strict=True):
-            given = {"name": arm, "seed": max(study.seeds) + 1, "steps": study.settings["tuning_steps"], **tried}
-            yield path, given, True
-        if all(path.exists() for path in paths):
-            losses = [json.loads(path.read_text())["loss"] for path in paths]
-            best = grid[int(np.argmin(losses))]
-            given = {"name": arm, "steps": study.settings["steps"], **best}
-            for seed in study.seeds:
-                yield out / f"{arm}-{seed}.json", given | {"seed": seed}, False
-
-
-@contextlib.contextmanager
-def claimed(path):
-    """Whether the block has a piece of work to itself; the system lets go of it with the process."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".claimed").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield not path.exists()
-
-
 def carry_out(options):
-    """Run what is left of a plan and nobody else runs; the last process draws the figures."""
+    """Run what is left of a plan; the last process draws the figures."""
     study = read_plan(options.plan).study
     options = argparse.Namespace(**vars(options) | {"source": study.settings["sources"]})
-    while left := [piece for piece in pieces(study, options.out) if not piece[0].exists()]:
-        for path, given, tuning in left:
-            with claimed(path) as mine:
-                if mine:
-                    run(argparse.Namespace(**vars(options) | given), path, tuning)
-                    break
-        else:
-            time.sleep(1)
-    with claimed(options.out / "report.json") as mine:
-        if mine:
-            figures(options)
+    planned.carry_out(
+        study,
+        [arm for arm in study.arms if arm != _SHUFFLED],
+        options.out,
+        lambda given, path, tuning: run(argparse.Namespace(**vars(options) | given), path, tuning),
+        lambda: figures(options),
+    )
 
 
 def tables(report):

@@ -20,6 +20,7 @@ __all__ = [
     "Accuracy",
     "Probe",
     "answer_accuracy",
+    "answers_by_block",
     "arithmetic_report",
     "context_variation",
     "guessing_accuracy",
@@ -51,20 +52,20 @@ def _mean(parts: Sequence[Accuracy]) -> Accuracy:
 
 
 @torch.no_grad()
-def answer_accuracy(model: nn.Module, task: ArithmeticTask, count: int = 256) -> dict[str, Accuracy]:
+def answer_accuracy(model: nn.Module, task: ArithmeticTask, count: int = 256, first: int = 0) -> dict[str, Accuracy]:
     """Accuracy on the answers of the second half of each task's examples (CGT, Section 4.2 and Table 1).
 
     Args:
         model: a ``CGTForCausalLM``, or any causal language model over the task's symbols (``dynamic`` only).
-        task: its first ``count`` samples are used.
-        count: B.
+        task: ``count`` of its samples are used, from the ``first`` on.
+        count, first: B, and a number of a sample.
 
     Returns:
         ``dynamic``: the whole sample in context, y computed for each token. Of a CGT also ``specialized``: y frozen at
         the end of the first half, whose examples are then taken out of the context; and ``specialized_ctx``: the same
         y, for all tokens of the task, with its examples in the context ("ctx" in Figure 9; Figures 7 and 8).
     """
-    ids = task.batch(range(count))["input_ids"]
+    ids = task.batch(range(first, first + count))["input_ids"]
     second = task.examples // 2
     if second < 1:
         raise ValueError(f"accuracy is measured on the second half of the examples; the task has {task.examples}")
@@ -84,6 +85,12 @@ def answer_accuracy(model: nn.Module, task: ArithmeticTask, count: int = 256) ->
                 logits = model(input_ids=rest, frozen_context=y[:, middle - 1]).logits
                 parts.append(_score(logits, rest, (answers & late)[begin:end], second))
     return results | {"specialized": _mean(without), "specialized_ctx": _mean(within)}
+
+
+def answers_by_block(model: nn.Module, task: ArithmeticTask, size: int, blocks: int) -> dict[str, list[float]]:
+    """Share of right answers in each of ``blocks`` blocks of ``size`` samples, by kind of y (``answer_accuracy``)."""
+    found = [answer_accuracy(model, task, size, size * number) for number in range(blocks)]
+    return {kind: [one[kind].answers for one in found] for kind in found[0]}
 
 
 def guessing_accuracy(task: ArithmeticTask, count: int = 256, draws: int = 4096) -> float:
