@@ -1,12 +1,15 @@
 """Projections of a layer of SmolLM2-135M replaced by operators whose biases start at the mean, against that mean alone.
 
     python results/rotor/biased.py --model models/smollm2 --data data
+    python results/rotor/biased.py --model models/smollm2 --data data --fresh
 
 q, k and v of layer 12 one by one, and all three, trained together until the attention gives what it gave. Every method
 has its own learning rate for each of the four: the one of the least fit error, on a seed of its own. Losses are over
 windows of 256 tokens of WikiText-2 test and of PTB test, half of --eval-tokens each; intervals of 95 % over three
 seeds (Student's t) and over windows (bootstrap), paired. Whatever has been measured stays in --state, from which the
-same command goes on; several of them at a time share the work, and write results/rotor/biased.json in the end.
+same command goes on; several of them at a time share the work, and write results/rotor/biased.json in the end. With
+--fresh low rank starts from fresh matrices, as in the authors' code, and is held against rotors in q, k and v; the
+record is results/rotor/fresh.json.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -47,8 +50,10 @@ FITTED = {
     name: WITHOUT_BIAS[name] for name in ("low rank 1", "low rank 4", "rotor, double", "block-Hadamard, 64 blocks")
 } | {"rotor, the authors' network": relinear.Rotor.authors()}
 
+#: what starts from fresh matrices, where the others start from the best fit of the weight
+FRESH = {f"{name}, fresh": WITHOUT_BIAS[name] for name in ("low rank 1", "low rank 4")}
 #: methods that the paper holds rotors against
-REFERENCES = ("low rank 1", "low rank 4", "block-Hadamard, 64 blocks")
+REFERENCES = ("low rank 1", "low rank 4", "block-Hadamard, 64 blocks", *FRESH)
 
 
 class Work:
@@ -56,6 +61,8 @@ class Work:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
+        self.methods = {"rotor, double": FITTED["rotor, double"]} | FRESH if options.fresh else FITTED
+        self.projections = PROJECTIONS[:3] if options.fresh else PROJECTIONS
         self.tokenizer = AutoTokenizer.from_pretrained(options.model)
         self.original = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).eval()
         self.texts = list(itertools.islice(interleaved(options.data), 12))  # more than enough
@@ -101,8 +108,9 @@ class Work:
         """The model with fitted operators, and the report."""
         given = {key: getattr(self.options, key) for key in ("tokens", "epochs")}
         asked = {"seed": seed, "learning_rate": rate, "bias": True, "joint": projection == TOGETHER}
+        asked |= {"init": "fresh"} if method in FRESH else {}
         pattern = r".*\.[qkv]_proj" if projection == TOGETHER else projection
-        return fit(self.original, FITTED[method], pattern, [LAYER], self.texts, self.tokenizer, **given, **asked)
+        return fit(self.original, self.methods[method], pattern, [LAYER], self.texts, self.tokenizer, **given, **asked)
 
     def error(self, method: str, projection: str, rate: float) -> dict:
         """What a rate is chosen by: of the attention's output where all three were trained together."""
@@ -123,8 +131,8 @@ class Work:
     def waiting(self) -> list[Piece]:
         """The measurements that are missing and could be made now."""
         pieces = [self.piece("original", partial(self.losses, self.original))]
-        pieces += [self.piece(f"{CONSTANT} {p}", partial(self.constant, p)) for p in PROJECTIONS]
-        for projection, method in itertools.product(PROJECTIONS, FITTED):
+        pieces += [self.piece(f"{CONSTANT} {p}", partial(self.constant, p)) for p in self.projections]
+        for projection, method in itertools.product(self.projections, self.methods):
             names = {rate: f"rate {method} {projection} {rate}" for rate in RATES}
             tried = {rate: found["error"] for rate in RATES if (found := self.measured(names[rate]))}
             missing = [rate for rate in FIRST if rate not in tried]
@@ -141,14 +149,14 @@ class Work:
         return [piece for piece in pieces if not piece.is_done()]
 
 
-def summary(measured: Callable[[str], dict]) -> list[dict]:
+def summary(measured: Callable[[str], dict], projections: Sequence[str], methods: Sequence[str]) -> list[dict]:
     """A row for every method and projection: gaps to the original, to the constant and to other methods."""
     rows = []
-    for projection, method in itertools.product(PROJECTIONS, (CONSTANT, *FITTED)):
+    for projection, method in itertools.product(projections, (CONSTANT, *methods)):
         if not _ended(measured, method, projection):
             continue
         row = {"projection": projection, "method": method}
-        if method in FITTED:
+        if method != CONSTANT:
             fits = [measured(f"{method} {projection} {seed}") for seed in SEEDS]
             row |= {key: fits[0][key] for key in ("parameters", "rate")}
             row["edge"] = row["rate"] in (RATES[0], RATES[-1])
@@ -173,7 +181,7 @@ def _ended(measured: Callable[[str], dict | None], method: str, projection: str)
 
 def _losses(measured: Callable[[str], dict], name: str, projection: str) -> list[dict]:
     """Of each seed; what has no seed is the same for all."""
-    if name in FITTED:
+    if name not in ("original", CONSTANT):
         return [measured(f"{name} {projection} {seed}")["losses"] for seed in SEEDS]
     return [measured(name if name == "original" else f"{name} {projection}")] * len(SEEDS)
 
@@ -186,6 +194,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--eval-tokens", type=int, default=51200)
+    parser.add_argument("--fresh", action="store_true", help="rotors and low rank from fresh matrices, in q, k and v")
     parser.add_argument("--so-far", action="store_true", help="measure nothing; sum up what has all its seeds")
     parser.add_argument("--state", type=Path, default=Path("runs/rotor-biased"))
     options = parser.parse_args()
@@ -205,7 +214,8 @@ def main() -> None:
         "layer": LAYER,
         "original": original,
     } | given
-    write_json(HERE / "biased.json", head | {"rows": summary(work.measured)})
+    rows = summary(work.measured, work.projections, list(work.methods))
+    write_json(HERE / ("fresh.json" if options.fresh else "biased.json"), head | {"rows": rows})
 
 
 if __name__ == "__main__":
