@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import ctypes
 import errno
+import fcntl
 import gc
 import hashlib
 import importlib
@@ -22,9 +23,11 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,8 @@ TRAIN = {
     "data": {"sequence_length": 16, "max_validation_tokens": 64},
     **{"steps": 2, "batch_size": 2, "save_every": 1, "log_every": 1, "dtype": "float32", "threads": 1, "device": "cpu"},
 }
+#: seconds that a command may take
+_PATIENCE = 600
 SPEED = {"speed": {"seconds": 0}}
 
 
@@ -148,38 +153,165 @@ def _in_child(work: Any, *arguments: Any) -> tuple[int, str]:
         return os.waitstatus_to_exitcode(status), told.read().decode("utf-8", "replace")
 
 
+def _armed(shim: Any, folder: Path, number: int, kind: int) -> None:
+    """Let the shim fail the ``number``-th call: a full disk stays so and meets writes alone, a failing one all once."""
+    full = kind == errno.ENOSPC
+    shim.faults_arm(os.fsencode(folder), ctypes.c_long(number), kind, int(full), int(not full))
+
+
+def _noted(folder: Path) -> Path:
+    """Where a process leaves what it has seen of its calls."""
+    return folder.with_name(f"{folder.name}.noted")
+
+
+def _command(folder: Path, arguments: list[str], number: int = 0, kind: int = 0, each: Any = None) -> int:
+    """Exit code of a command, in this process, whose calls that are seen are left beside the folder."""
+    import relinear.compare.worker
+    from relinear_cli.main import main
+
+    # the process of a run would start anew each time
+    relinear.compare.worker.Worker = lambda log: relinear.compare.worker.InProcess()
+    os.chdir(folder)
+    shim = ctypes.CDLL(None)
+    shim.faults_failed.restype = shim.faults_noted.restype = ctypes.c_char_p
+    before = set(sys.modules)
+    shim.faults_each(each)
+    _armed(shim, folder, number, kind)
+    code = main(arguments)
+    calls, failed = shim.faults_noted().decode().splitlines(), shim.faults_failed().decode()
+    shim.faults_arm(b"", ctypes.c_long(0), 0, 0, 0)
+    _noted(folder).write_text(json.dumps([calls, failed.splitlines(), sorted(set(sys.modules) - before)]))
+    return code
+
+
+def _read_noted(folder: Path) -> list[list[str]]:
+    """Calls, those that failed, modules that were imported; once."""
+    noted = _noted(folder)
+    found = json.loads(noted.read_text()) if noted.exists() else [[], [], []]
+    noted.unlink(missing_ok=True)
+    return found
+
+
 def _attempt(
     folder: Path, arguments: list[str], number: int = 0, kind: int = 0
 ) -> tuple[int, str, dict[int, list[str]], list[str]]:
     """Exit code, stderr, calls that failed; at 0, where none is to, those on files that each kind of fault can meet."""
-    noted = folder.with_name(f"{folder.name}.noted")
-
-    def work() -> int:
-        import relinear.compare.worker
-        from relinear_cli.main import main
-
-        # the process of a run would start anew each time
-        relinear.compare.worker.Worker = lambda log: relinear.compare.worker.InProcess()
-        os.chdir(folder)
-        shim = ctypes.CDLL(None)
-        shim.faults_failed.restype = shim.faults_noted.restype = ctypes.c_char_p
-        full = kind == errno.ENOSPC
-        before = set(sys.modules)
-        shim.faults_arm(os.fsencode(folder), ctypes.c_long(number), kind, int(full), int(not full))
-        code = main(arguments)
-        calls, failed = shim.faults_noted().decode().splitlines(), shim.faults_failed().decode()
-        shim.faults_arm(b"", ctypes.c_long(0), 0, 0, 0)
-        noted.write_text(json.dumps([calls, failed.splitlines(), sorted(set(sys.modules) - before)]))
-        return code
-
-    code, told = _in_child(work)
-    calls, failed, imported = json.loads(noted.read_text()) if noted.exists() else ([], [], [])
-    noted.unlink(missing_ok=True)
+    code, told = _in_child(_command, folder, arguments, number, kind)
+    calls, failed, imported = _read_noted(folder)
     for name in imported if not number else ():  # once, for every later fork
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     writes = [call for call in calls if call.startswith("0")]
     return code, told, {errno.ENOSPC: writes, errno.EIO: calls}, failed
+
+
+class _Kept:
+    """The files of a folder as they are, and where this process stands in those that it has open.
+
+    A child that has met a fault changes both. Files are put back under their own inodes: this process has them open.
+    """
+
+    def __init__(self, folder: Path, beside: Path) -> None:
+        self.folder, self.beside = folder, beside
+        self.files: dict[Path, tuple[Path, os.stat_result, bytes]] = {}
+        self.directories = {path for path in folder.rglob("*") if path.is_dir() and not path.is_symlink()}
+        beside.mkdir()
+        for number, path in enumerate(sorted(folder.rglob("*"))):
+            if path in self.directories:
+                continue
+            os.link(path, beside / str(number), follow_symlinks=False)
+            content = b"" if path.is_symlink() else path.read_bytes()
+            self.files[path] = (beside / str(number), path.lstat(), content)
+        self.places = {}
+        for link in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if str(link.readlink()).startswith(f"{folder}{os.sep}"):
+                    self.places[int(link.name)] = os.lseek(int(link.name), 0, os.SEEK_CUR)
+        self.locks = self._locks()
+
+    def _locks(self) -> list[tuple[int, int, int, int]]:
+        """(descriptor, kind, start, length) of the records that this process has locked: a child has them not."""
+        found = []
+        inodes = {os.fstat(number).st_ino: number for number in self.places}
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()
+            inode = int(words[5].rpartition(":")[2]) if len(words) == 8 else 0
+            if words[1] == "POSIX" and words[4] == str(os.getpid()) and inode in inodes:
+                start = int(words[6])
+                length = 0 if words[7] == "EOF" else int(words[7]) - start + 1
+                kind = fcntl.LOCK_EX if words[3] == "WRITE" else fcntl.LOCK_SH
+                found.append((inodes[inode], kind, start, length))
+        return found
+
+    def lock(self, locked: bool) -> None:
+        """Lock these records, or let go of them."""
+        for number, kind, start, length in self.locks:
+            fcntl.lockf(number, kind | fcntl.LOCK_NB if locked else fcntl.LOCK_UN, length, start)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for path in sorted(self.folder.rglob("*"), reverse=True):
+            if path.is_dir() and not path.is_symlink():
+                if path not in self.directories:
+                    path.rmdir()
+            elif path not in self.files or path.lstat().st_ino != self.files[path][1].st_ino:
+                path.unlink()
+        for path in sorted(self.directories):
+            path.mkdir(exist_ok=True)
+        for path, (own, before, content) in self.files.items():
+            if not own.is_symlink() and own.read_bytes() != content:
+                with own.open("r+b") as file:
+                    file.write(content)
+                    file.truncate()
+                os.utime(own, ns=(before.st_atime_ns, before.st_mtime_ns))
+            if not os.path.lexists(path):
+                os.link(own, path, follow_symlinks=False)
+        for number, place in self.places.items():
+            os.lseek(number, place, os.SEEK_SET)
+        shutil.rmtree(self.beside)
+        self.lock(True)
+
+
+class _Each:
+    """Whether a call is to fail, asked at each of a command's: a child meets the fault, this process goes on.
+
+    So a command comes to its n-th call once, not once for every fault.
+
+    Attributes:
+        chosen: numbers of calls.
+        found: number -> what is wrong at once ("" if nothing), and the state that was left.
+        states: hash of what was left -> whether the command had done its work.
+    """
+
+    def __init__(self, folder: Path, states: Path, chosen: set[int], deadline: float) -> None:
+        self.folder, self.kept_in, self.chosen, self.deadline = folder, states, chosen, deadline
+        self.found: dict[int, tuple[str, str]] = {}
+        self.states: dict[str, bool] = {}
+
+    def __call__(self, number: int) -> int:
+        if number not in self.chosen or time.monotonic() > self.deadline:
+            return 0
+        assert threading.current_thread() is threading.main_thread()
+        kept = _Kept(self.folder, self.folder.with_name(f"{self.folder.name}.kept"))
+        with tempfile.TemporaryFile() as told:
+            kept.lock(False)
+            child = os.fork()
+            if not child:
+                kept.lock(True)
+                os.dup2(told.fileno(), 2)
+                signal.alarm(_PATIENCE)
+                return 1
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            told.seek(0)
+            text = told.read().decode("utf-8", "replace")
+        failed = _read_noted(self.folder)[1]
+        left = _bits(self.folder)
+        self.found[number] = _misbehaved(self.folder, code, text, failed), left
+        if left not in self.states:
+            self.states[left] = code == 0
+            shutil.copytree(self.folder, self.kept_in / left, symlinks=True)
+        kept.restore()
+        return 0
 
 
 def _named(told: str, failed: list[str], folder: Path) -> bool:
@@ -206,24 +338,22 @@ def _bits(folder: Path) -> str:
     return found.hexdigest()
 
 
-def _wrong(
-    folder: Path, arguments: list[str], number: int, kind: int, peace: dict[str, Any], after: dict[str, str]
-) -> str:
-    """What is wrong with a command at a fault and after it; "" if nothing.
-
-    ``after`` has what the command came to from what earlier faults had left: many leave the same, or nothing.
-    """
-    code, told, _, calls = _attempt(folder, arguments, number, kind)
+def _misbehaved(folder: Path, code: int, told: str, calls: list[str]) -> str:
+    """What is wrong with how a command ended at a fault; "" if nothing."""
     failed = calls[0] if calls else "none"
     errors = [line for line in told.splitlines() if line.startswith("error: ")]
     if "Traceback" in told or code not in (0, 2) or len(errors) != (code == 2):
         return f"exit code {code} at {failed}: {told[-1500:]}"
     if code == 2 and calls and not _named(errors[0], calls, folder):
         return f"unnamed, at {failed}: {errors[0]}"
-    left = _bits(folder)
-    if left not in after:
-        after[left] = _differs(folder, arguments, peace, code == 0)
-    return after[left] and f"{after[left]}, after {failed}"
+    return ""
+
+
+def _wrong(folder: Path, arguments: list[str], number: int, kind: int, peace: dict[str, Any]) -> str:
+    """What is wrong with a command, begun anew, at a fault and after it; "" if nothing."""
+    code, told, _, calls = _attempt(folder, arguments, number, kind)
+    wrong = _misbehaved(folder, code, told, calls) or _differs(folder, arguments, peace, code == 0)
+    return wrong and f"{wrong}, after {calls[0] if calls else 'none'}"
 
 
 def _differs(folder: Path, arguments: list[str], peace: dict[str, Any], done: bool) -> str:
@@ -252,26 +382,47 @@ def _read(record: Path) -> dict[str, str]:
 
 
 def _try(
-    work: list[tuple[str, int, int]],
-    given: Path,
-    folder: Path,
-    commands: dict[str, list[str]],
-    peace: dict[str, Any],
-    record: Path,
-    deadline: float,
-) -> None:
-    """A process's share of the faults, until the deadline."""
-    tried = _read(record)
-    after: dict[str, dict[str, str]] = {}  # by command
-    for name, kind, number in work:
-        what = _what(name, kind, number)
-        if what in tried or time.monotonic() > deadline:
-            continue
-        shutil.copytree(given, folder)
-        wrong = _wrong(folder, commands[name], number, kind, peace[name], after.setdefault(name, {}))
+    name: str, kind: int, chosen: set[int], given: Path, folder: Path, arguments: list[str], peace: dict[str, Any],
+    record: Path, deadline: float,
+) -> None:  # fmt: skip
+    """The faults of a kind at some calls of a command, which runs once; of what they leave each state is tried once.
+
+    Whatever is wrong is tried again by a command that begins anew and meets that fault alone, which decides.
+    """
+    done = _read(record)
+    chosen = {number for number in chosen if _what(name, kind, number) not in done}
+    states = folder.with_name(f"{folder.name}.states")
+    shutil.copytree(given, folder)
+    states.mkdir()
+    each = _Each(folder, states, chosen, deadline)
+    ask = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_long)(each)
+
+    def work() -> int:
+        own = os.getpid()
+        code = _command(folder, arguments, 0, kind, ask)
+        if os.getpid() == own:  # the children of ``each`` end here, too
+            _noted(folder).write_text(json.dumps([sorted(each.found.items()), each.states, []]))
+        return code
+
+    code, told = _in_child(work)
+    assert code == 0, f"{name}, whose children met the faults: exit code {code}: {told[-1500:]}"
+    found, left, _ = _read_noted(folder)
+    after = {}
+    for state, ended in left.items():
         shutil.rmtree(folder)
-        with record.open("a") as lines:
-            lines.write(json.dumps({what: wrong}) + "\n")
+        (states / state).rename(folder)
+        after[state] = _differs(folder, arguments, peace, ended)
+    lines = {}
+    for number, (wrong, state) in found:
+        if wrong or after[state]:
+            shutil.rmtree(folder)
+            shutil.copytree(given, folder)
+            wrong = _wrong(folder, arguments, number, kind, peace)
+        lines[_what(name, kind, number)] = wrong
+    with record.open("a") as file:
+        file.write(json.dumps(lines) + "\n")
+    shutil.rmtree(folder)
+    shutil.rmtree(states)
 
 
 def run(
@@ -285,8 +436,7 @@ def run(
 ) -> dict[str, Any]:
     """Faults at ``sample`` calls of every command, at one of each kind, or at all; counts, and what went wrong.
 
-    In an order drawn over all commands. With ``out`` what was tried is kept beside it
-    until all is, and the next run goes on.
+    With ``out`` what was tried is kept beside it until all is, and the next run goes on.
     """
     import torch
 
@@ -299,7 +449,7 @@ def run(
     torch.set_num_threads(1)
     counts: dict[str, dict[str, int]] = {}
     peace: dict[str, Any] = {}
-    work: list[tuple[str, int, int]] = []
+    work: list[tuple[str, int, set[int]]] = []
     begun = time.monotonic()
     deadline = begun + 60 * minutes
     memory = Path("/dev/shm")  # where synchronising takes no time
@@ -334,15 +484,17 @@ def run(
                 counts[name] |= {f"{errno.errorcode[kind]} calls": len(calls[kind]), errno.errorcode[kind]: 0}
                 if kinds:
                     counts[name][f"{errno.errorcode[kind]} kinds of call"] = len(alike)
-                work += [(name, kind, number) for number in chosen]
+                work.append((name, kind, set(chosen)))
         _warm_up(given)
-        random.Random(seed).shuffle(work)
+        work.sort(key=lambda one: -len(one[2]))
         children = []
         for part in range(processes):
             if not (child := os.fork()):
                 code = 1
                 try:
-                    _try(work[part::processes], given, home / f"attempt{part}", commands, peace, record, deadline)
+                    for name, kind, chosen in work[part::processes]:
+                        attempt = home / f"attempt{part}"
+                        _try(name, kind, chosen, given, attempt, commands[name], peace[name], record, deadline)
                     code = 0
                 finally:
                     os._exit(code)
@@ -350,10 +502,10 @@ def run(
         ended = [os.waitpid(child, 0)[1] for child in children]
         assert not any(ended), f"a process ended early: {ended}"
         tried = _read(record)
-        for name, kind, number in work:
-            counts[name][errno.errorcode[kind]] += _what(name, kind, number) in tried
+        for name, kind, chosen in work:
+            counts[name][errno.errorcode[kind]] += sum(_what(name, kind, number) in tried for number in chosen)
         os.chdir("/")
-    if len(tried) >= len(work):
+    if len(tried) >= sum(len(chosen) for *_, chosen in work):
         record.unlink(missing_ok=True)
     return {
         "seed": seed,

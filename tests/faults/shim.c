@@ -1,6 +1,7 @@
 /* Counts the calls of a process on files below a folder, and lets the n-th fail: as on a full or a failing disk.
  *
  * Preloaded; what it is to do is said by faults_arm. A disk that is full takes half of the write at which it becomes so.
+ * Who has called faults_each is asked at each call whether it is to fail; what it does meanwhile is not counted.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -19,23 +20,30 @@
 static char folder[PATH_MAX], failed[1 << 16], noted[1 << 22];
 static size_t noted_length;
 static long seen, writes, fatal;
-static int error_number, lasting, reads_too;
+static int error_number, lasting, reads_too, asking;
+static int (*each)(long);
 
 void faults_arm(const char *below, long number, int error, int stays, int reads) {
     strncpy(folder, below, PATH_MAX - 1);
     seen = writes = 0, fatal = number, error_number = error, lasting = stays, reads_too = reads, failed[0] = 0;
     noted[0] = 0, noted_length = 0;
 }
+void faults_each(int (*ask)(long)) { each = ask; }
 const char *faults_failed(void) { return failed; }
 const char *faults_noted(void) { return noted; }  /* all, where none is to fail: "1 read PATH" */
 
 /* 1 where the call is the one to fail, or one after it on a disk that stays full. */
 static int fails_at(const char *call, const char *path, int reads) {
-    if (!folder[0] || strncmp(path, folder, strlen(folder))) return 0;
+    if (!folder[0] || asking || strncmp(path, folder, strlen(folder))) return 0;
     seen++, writes += !reads;
     if (!fatal && noted_length < sizeof noted - 2 * PATH_MAX)
         noted_length += snprintf(noted + noted_length, 2 * PATH_MAX, "%d %s %s\n", reads, call, path);
     long number = reads_too ? seen : writes;
+    if (each && (!reads || reads_too)) {
+        asking = 1;
+        if (each(number)) fatal = number, each = NULL;
+        asking = 0;
+    }
     if (!fatal || (reads && !reads_too) || number < fatal || (number > fatal && !lasting)) return 0;
     size_t told = strlen(failed);
     snprintf(failed + told, sizeof failed - told, "%s %s\n", call, path);
