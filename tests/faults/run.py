@@ -29,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +142,6 @@ def _in_child(work: Any, *arguments: Any) -> tuple[int, str]:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
                 code = work(*arguments) or 0
             except BaseException:
-                import traceback
-
                 traceback.print_exc()
             finally:
                 with contextlib.suppress(Exception):
@@ -496,6 +495,8 @@ def run(
                         attempt = home / f"attempt{part}"
                         _try(name, kind, chosen, given, attempt, commands[name], peace[name], record, deadline)
                     code = 0
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     os._exit(code)
             children.append(child)
