@@ -205,17 +205,17 @@ def _attempt(
 
 
 class _Kept:
-    """The files of a folder as they are, and where this process stands in those that it has open.
+    """The files of a folder and of the caches beside it, and where this process stands in those that it has open.
 
     A child that has met a fault changes both. Files are put back under their own inodes: this process has them open.
     """
 
     def __init__(self, folder: Path, beside: Path) -> None:
-        self.folder, self.beside = folder, beside
+        self.roots, self.beside = (folder, folder.with_name("cache")), beside
         self.files: dict[Path, tuple[Path, os.stat_result, bytes]] = {}
-        self.directories = {path for path in folder.rglob("*") if path.is_dir() and not path.is_symlink()}
+        self.directories = {path for path in self._all() if path.is_dir() and not path.is_symlink()}
         beside.mkdir()
-        for number, path in enumerate(sorted(folder.rglob("*"))):
+        for number, path in enumerate(self._all()):
             if path in self.directories:
                 continue
             os.link(path, beside / str(number), follow_symlinks=False)
@@ -224,9 +224,12 @@ class _Kept:
         self.places = {}
         for link in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):
-                if str(link.readlink()).startswith(f"{folder}{os.sep}"):
+                if str(link.readlink()).startswith(f"{folder.parent}{os.sep}"):
                     self.places[int(link.name)] = os.lseek(int(link.name), 0, os.SEEK_CUR)
         self.locks = self._locks()
+
+    def _all(self) -> list[Path]:
+        return sorted(path for root in self.roots for path in root.rglob("*"))
 
     def _locks(self) -> list[tuple[int, int, int, int]]:
         """(descriptor, kind, start, length) of the records that this process has locked: a child has them not."""
@@ -249,7 +252,7 @@ class _Kept:
 
     def restore(self) -> None:
         """Put everything back."""
-        for path in sorted(self.folder.rglob("*"), reverse=True):
+        for path in reversed(self._all()):
             if path.is_dir() and not path.is_symlink():
                 if path not in self.directories:
                     path.rmdir()
@@ -457,7 +460,7 @@ def run(
         record = out.with_suffix(".tried") if out else home / "tried"
         given, folder = home / "given", home / "attempt"
         given.mkdir()
-        os.environ["RELINEAR_CACHE"] = str(home / "cache")
+        os.environ["RELINEAR_CACHE"] = str(home / "cache")  # "../cache" of recipes, too
         os.chdir(given)
         code, told = _in_child(_prepare)
         assert code == 0, told[-3000:]
@@ -491,8 +494,11 @@ def run(
             if not (child := os.fork()):
                 code = 1
                 try:
+                    own = home / f"part{part}"
+                    shutil.copytree(home / "cache", own / "cache", symlinks=True)
+                    os.environ["RELINEAR_CACHE"] = str(own / "cache")
                     for name, kind, chosen in work[part::processes]:
-                        attempt = home / f"attempt{part}"
+                        attempt = own / "attempt"
                         _try(name, kind, chosen, given, attempt, commands[name], peace[name], record, deadline)
                     code = 0
                 except BaseException:
