@@ -73,7 +73,7 @@ def _ccl_arguments(dtype: torch.dtype) -> Iterator[tuple]:
 
 def _recurrence_arguments(dtype: torch.dtype) -> Iterator[tuple]:
     generator = torch.Generator().manual_seed(3)
-    for tokens in (1, 2, 7, 16):
+    for tokens in (1, 2, 7, 16, 21):
         value = torch.randn(2, tokens, 3, generator=generator, dtype=dtype)
         state = torch.randn(2, 3, generator=generator, dtype=dtype)
         yield torch.tensor([0.0, 0.9, 1.0], dtype=dtype), value, state

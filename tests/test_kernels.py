@@ -18,7 +18,7 @@ from torch import Tensor
 import relinear
 from cases import TWINS, Twin, leaves_of
 from relinear import kernels
-from relinear.kernels import forms, native, pivoted_low_rank, triton
+from relinear.kernels import context_manager, forms, native, pivoted_low_rank, triton
 from relinear.kernels.forms import Call
 
 
@@ -52,6 +52,7 @@ def test_every_twin_is_in_the_table() -> None:
 def any_size(monkeypatch) -> None:
     """Small tensors take the forms of large ones."""
     monkeypatch.setattr(pivoted_low_rank, "FEWEST_PERMUTED", 1)
+    monkeypatch.setattr(context_manager, "FEWEST_IN_PARTS", 1)
     monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
 
 

@@ -1,6 +1,6 @@
 """The linear recurrence in a number of steps that grows with log2 of the number of tokens."""
 
-# Legend: B batch, T tokens, D channels
+# Legend: B batch, T tokens, D channels, P parts of C tokens each
 
 import torch
 import torch.nn.functional as F
@@ -8,12 +8,16 @@ from torch import Tensor
 
 #: tokens up to which a model that is exported with a dynamic number of them is right (more are refused when it runs)
 LONGEST_EXPORTED = 1 << 17
+#: tokens that are gone through one by one, in all parts of a sequence at once
+_PART = 8
+#: entries of B T D from which that gains: a pass over memory takes longer than its call
+FEWEST_IN_PARTS = 1 << 15
 # torch 2.6 cannot tell an export from a compilation, which then takes the exported form too
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
 def linear_recurrence(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
-    """``functional.context_manager.linear_recurrence`` by doubling: after step k, s_t sums the last 2^k values.
+    """``functional.context_manager.linear_recurrence`` in few steps.
 
     Only products of decays in [0, 1] occur, never their inverse, so nothing over- or underflows to something wrong,
     however long the sequence and however short the memory.
@@ -21,6 +25,14 @@ def linear_recurrence(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
     tokens = value.shape[1]
     if _is_exporting() and (torch.compiler.is_dynamo_compiling() or isinstance(tokens, torch.SymInt)):
         return _exported(decay, value, state)
+    if torch.compiler.is_compiling() or tokens <= _PART or value.numel() < FEWEST_IN_PARTS:
+        return _by_doubling(decay, value, state)
+    return _by_parts(decay, value, state)
+
+
+def _by_doubling(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
+    """After step k, s_t sums the last 2^k values."""
+    tokens = value.shape[1]
     shared = decay.ndim == 1
     first = value[:, :1] + (decay if shared else decay[:, :1]) * state[:, None]
     total = torch.cat([first, value[:, 1:]], dim=1)
@@ -33,6 +45,27 @@ def linear_recurrence(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
         decay = decay * (decay if shared else F.pad(decay, (0, 0, step, 0), value=1.0)[:, :tokens])
         step *= 2
     return total
+
+
+def _by_parts(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
+    """Token by token in all parts at once, each from nothing; then what the parts before leave, by doubling."""
+    batch, tokens, width = value.shape
+    more = -tokens % _PART
+
+    def parts(x: Tensor, filled: float) -> tuple[Tensor, ...]:
+        x = F.pad(x, (0, 0, 0, more), value=filled) if more else x
+        return x.reshape(batch, -1, _PART, width).unbind(2)
+
+    decays = (decay,) * _PART if decay.ndim == 1 else parts(decay, 1.0)
+    values = parts(value, 0.0)
+    own, left = [values[0]], [decays[0]]  # of each token: the state, and what is left there of the one before the part
+    for each, added in zip(decays[1:], values[1:], strict=True):
+        own.append(torch.addcmul(added, each, own[-1]))
+        left.append(left[-1] * each)
+    ends = _by_doubling(left[-1], own[-1], state)
+    before = torch.cat([state[:, None], ends[:, :-1]], dim=1)  # (B, P, D)
+    total = torch.addcmul(torch.stack(own, 2), torch.stack(left, -2), before[:, :, None])
+    return total.view(batch, -1, width)[:, :tokens]
 
 
 def _exported(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
