@@ -52,7 +52,8 @@ def choose_sites(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, Site
     for pattern in wanted:
         found = {name: site for name, site in every.items() if name == pattern or name.endswith(f".{pattern}")}
         if not found:
-            raise ValueError(f"no site of this model is named {pattern!r}; {nearest(pattern, inside or every)}")
+            ends = dict.fromkeys(".".join(name.split(".")[-2:]) for name in inside or every)
+            raise ValueError(f"no site of this model is named {pattern!r}; {nearest(pattern, ends)}")
         chosen |= found
     if not wanted:
         chosen = inside or _outputs_of_layers(model, every)
