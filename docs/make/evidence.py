@@ -7,6 +7,7 @@ of what was tried, and what was not tuned.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -23,6 +24,8 @@ __all__ = ["AHEAD", "BEHIND", "NO_POWER", "ONE_SEED", "OPEN", "UNSEEN", "Row", "
 AHEAD, BEHIND, UNSEEN, NO_POWER, ONE_SEED, OPEN = "ahead", "behind", "not seen", "no power", "one seed", "open"
 #: of English text, to a token of Llama's vocabulary: the papers' nats a token are so many times ours a byte
 BYTES = 4.25
+#: folders whose models read bytes, of which a token of the papers has several
+_OF_BYTES = ("transponder", "cgt", "fair")
 #: tokens that the papers train on
 _OF_PAPER = {"HDPL": 1.31e9, "CCL": 20.5e6, "Transponder": 1.2e9, "CGT": 400_000 * 128 * 512}
 
@@ -100,7 +103,7 @@ class Row:
         whole = _OF_PAPER.get(self.method)
         if not whole:
             return ""
-        part = 100 * self.tokens / whole
+        part = 100 * self.tokens / (BYTES if self.folder in _OF_BYTES else 1) / whole
         return f"{part:.0f} %" if part >= 10 else f"{part:.1g} %"
 
 
@@ -183,7 +186,6 @@ def rows() -> tuple[Row, ...]:
     """Every gap of a claim, from top to bottom of the picture."""
     ccl = losses("ccl/claims-1M/results.json")
     fits = {one["projection"]: one for one in read("rotor/biased.json")["rows"] if one["method"] == "rotor, double"}
-    warmed = kept(read("hdpl/warmup/runs.json")["gaps"]["hdpl"])
     late = kept(read("ccl/claims-20M/runs.json")["tuning_gaps"]["ccl"])
     sources = read("cgt/sources-planned/report.json")
 
@@ -207,17 +209,18 @@ def rows() -> tuple[Row, ...]:
     printed = {"block-Hadamard, 64 blocks": (2.636, 2.700, 2.779), "low rank 1": (2.688, 3.455, 4.956)}
     ours = (2.629, 2.717, 2.818)
     against_equal = [at("hdpl", 1_000_000, name)["gaps"] for name in ("hdpl", "dense-equal-parameters")]
-    as_before = "initialisation and warm-up, which are 1 M's"
+    as_before = "initialisation, warm-up"
+    carried = "warm-up 0.7 of dense, warm-up 0.3 of HDPL"
+    short = {name: found["seed-0"] for name, found in read("hdpl/claims-5M/runs.json")["runs"].items()}
     one_million = {"tokens": 1e6, "folder": "ccl", "fixed": "warm-up"}
     transponder = {"Transponder": "transponder-rank-2", "the plain model": "dense"}
 
-    def tuned(part: str, tokens: int, control: str, entry: str, name: str, **more: Any) -> Row:
-        """HDPL less an arm of one of its plans."""
+    def tuned(part: str, tokens: int, control: str, entry: str, name: str, at_ends: str = "", **more: Any) -> Row:
+        """HDPL less an arm of one of its plans; ``at_ends`` of settings that were chosen elsewhere."""
         planned, record = curves.planned(f"hdpl-{part}-plan", tokens), f"hdpl/plan-{part}/runs.json"
         apart, error = less(planned["hdpl"], planned[entry]), of_text(read(record)["runs"], "hdpl", entry)
-        return Row(
-            "HDPL", control, apart, tokens, error=error, ends=ends(record, {"HDPL": "hdpl", name: entry}), **more
-        )
+        at_ends = ", ".join(filter(None, [at_ends, ends(record, {"HDPL": "hdpl", name: entry})]))
+        return Row("HDPL", control, apart, tokens, error=error, ends=at_ends, **more)
 
     def beside(name: str, entry: str, tokens: float = 0.25e6) -> Row:
         """Rotors from scratch less an arm of their plan."""
@@ -228,43 +231,51 @@ def rows() -> tuple[Row, ...]:
         more = {"ends": ends(record, named), "fixed": fixed}
         return Row("Rotor from scratch", name, gaps, tokens, folder="rotor", error=error, **more)
 
+    def on_bytes(method: str) -> Row:
+        """Less a shallower dense model of its parameters, all linear layers replaced, everything tuned."""
+        own, other = (read("fair/runs.json")["entries"][name] for name in (method.lower(), "dense-shallow"))
+        gaps = less(own["validation_losses"], other["validation_losses"])
+        at_ends = [f"{edge} of {name}" for name, one in ((method, own), ("dense", other)) for edge in one["edges"]]
+        return Row(method, "shallower dense, on bytes", gaps, 1e6, folder="fair", ends=", ".join(at_ends))
+
     def biased_end(method: str, projection: str) -> str:
         """The rate of a control's fit where it is an end of what could be tried."""
         own = [r for r in read("rotor/biased.json")["rows"] if (r["method"], r["projection"]) == (method, projection)]
         return ", ".join(f"rate {row['rate']:g} of {method.partition(',')[0]}" for row in own if row["edge"])
 
     return (
-        Row("HDPL", "dense, usual warm-up", **at("hdpl", 1_000_000, "hdpl"), **hdpl, fixed="warm-up"),
-        # after the longer warm-up dense had three rates from 0.02 and from 0.05, HDPL after the short one nine settings
-        Row(
-            "HDPL",
-            "dense, longer warm-up",
-            **warmed,
-            tokens=1e6,
-            **hdpl,
-            ends="initialisation 0.02 of dense, warm-up 0.5 of dense, warm-up 0.1 of HDPL",
-        ),
         tuned("5M", 1_000_000, "dense, tuned in all", "dense", "dense", **hdpl),
         tuned(
             "5M", 1_000_000, "dense, HDPL's initialisation", "dense-from-hdpl", "dense from its matrices", folder="hdpl"
         ),
-        Row("HDPL", "dense of its size", less(*against_equal), 1e6, folder="hdpl", fixed="warm-up"),
-        tuned("5M-seeds", 5_000_000, "dense, rate tuned", "dense", "dense", **hdpl, fixed=as_before),
+        Row("HDPL", "dense of its size, warm-up 0.1", less(*against_equal), 1e6, folder="hdpl", fixed="warm-up"),
+        tuned("5M-seeds", 5_000_000, "dense, warm-up 0.7", "dense", "dense", carried, **hdpl, fixed=as_before),
+        Row(
+            "HDPL",
+            "dense, warm-up 0.1",
+            less(*([short[name]["validation_loss"]] for name in ("hdpl", "dense-0.002"))),
+            5e6,
+            **hdpl,
+            fixed=as_before,
+        ),
         tuned(
             "5M-seeds",
             5_000_000,
             "dense, HDPL's initialisation",
             "dense-from-hdpl",
             "dense from its matrices",
+            "warm-up 0.3 of both",
             folder="hdpl",
             fixed=as_before,
         ),
+        on_bytes("HDPL"),
         Row("CCL", "dense of its width", less(ccl["ccl"], ccl["dense-64"]), **one_million, **wide),
         Row("CCL", "dense, second embedding", less(ccl["ccl"], ccl["dense-second-embedding"]), **one_million),
         Row("CCL", "dense of its size", less(ccl["ccl"], ccl["dense-equal-parameters"]), **one_million),
         Row("CCL", "dense of its size", **at("ccl", 3_000_000, "ccl"), folder="ccl", fixed="warm-up"),
         Row("CCL", "dense of its size", **late, tokens=5.1e6, folder="ccl", fixed="initialisation, warm-up"),
         Row("CCL", "dense of its size", **as_printed("ccl", "ccl"), folder="ccl", fixed="warm-up"),
+        on_bytes("CCL"),
         *(
             Row(
                 "Transponder",
@@ -275,6 +286,7 @@ def rows() -> tuple[Row, ...]:
             )
             for tokens, part in ((300_000, "plan"), (1_000_000, "plan-5M"))
         ),
+        on_bytes("Transponder"),
         beside("low rank", "low_rank"),
         beside("block-Hadamard", "block_hadamard"),
         beside("dense", "dense"),
@@ -318,17 +330,18 @@ def rows() -> tuple[Row, ...]:
 
 def in_results() -> str:
     """The table of results/README.md."""
-    lines = []
-    for row in rows():
+    lines, noted = [], collections.defaultdict[str, list[str]](list)
+    for number, row in enumerate(rows(), 1):
         found = signed(mean(row.gaps), 3)
         if row.bounds is not None:
             found += f" [{signed(row.bounds[0], 3)}, {signed(row.bounds[1], 3)}]"
         effect = "–" if row.effect is None else signed(row.effect, 3)
         seeds = f"{row.budget or 'a fit'}, {row.seeds} seed{'s' * (row.seeds > 1)}"
-        claim = f"[{row.method}]({row.folder}/README.md) less {row.control}"
-        claim += "".join(
-            f"; {head}: {said}" for head, said in (("at an end", row.ends), ("not tuned", row.fixed)) if said
-        )
+        for head, said in (("At an end of what was tried", row.ends), ("Not tuned", row.fixed)):
+            noted[f"{head}: {said}"] += [str(number)] * bool(said)
         half = "–" if row.half is None else f"{row.half:.3f}"
-        lines.append([claim, seeds, found, effect, half, f"**{row.verdict}**"])
-    return table(["gap", "tokens, seeds", "nats [95 %]", "paper's", "half-width", "verdict"], lines)
+        claim = f"[{row.method}]({row.folder}/README.md) less {row.control}"
+        lines.append([str(number), claim, seeds, found, effect, half, f"**{row.verdict}**"])
+    head = ["", "gap", "tokens, seeds", "nats [95 %]", "paper's", "half-width", "verdict"]
+    notes = [f"- {said} (rows {', '.join(numbers)})." for said, numbers in noted.items() if numbers]
+    return table(head, lines) + "\n\n" + "\n".join(notes)

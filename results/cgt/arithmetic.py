@@ -243,6 +243,7 @@ def sum_up(study, out):
     pairs = [((arm, "dynamic"), ("baseline-equal", "dynamic")) for arm in study.arms if arm != "baseline-equal"]
     pairs += [(each, (each[0], "dynamic")) for each in right if each[1] != "dynamic"]
     pairs += [((arm, "specialized"), ("no-aux", "specialized")) for arm in ("aux", "aux+reg")]
+    pairs += [(("aux+reg", kind), ("aux", kind)) for kind in ("dynamic", "specialized")]
     for own, other in pairs:
         report["differences"][f"{' '.join(own)} - {' '.join(other)}"] = gap(right[own], right[other])
     write_json(out / "report.json", report)
