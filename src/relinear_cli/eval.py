@@ -91,7 +91,7 @@ def _tasks(written: str, lambada: Path | None) -> list[str]:
 def _run_settings(directory: str) -> tuple[str, dict[str, Any] | None]:
     """The folder of the model, and the data settings of the run that it comes from (None for a bare model)."""
     from relinear.models import model_folder
-    from relinear.system.files import read_json
+    from relinear.system.files import read_json, understood
 
     path = Path(directory).expanduser()
     record = path / "run.json"
@@ -99,13 +99,8 @@ def _run_settings(directory: str) -> tuple[str, dict[str, Any] | None]:
         folder = model_folder(directory)
         options.find_model(folder, presets=False)
         return folder, None
-    try:
-        values = read_json(record)
-        settings = values["settings"]["data"]
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(
-            f"{record} is no record of a training run ({error}); of a comparison, give runs/ENTRY/seed-N in it"
-        ) from error
+    with understood(record, "no record of a training run", "of a comparison, give runs/ENTRY/seed-N in it"):
+        settings = read_json(record)["settings"]["data"]
     if not (path / "model").is_dir():
         raise FileNotFoundError(f"{directory} holds no model: the run has not ended, or save_model was false")
     return str(path / "model"), settings

@@ -95,12 +95,10 @@ def analyze_models(folders: list[Path]) -> None:
 def _data_of(folder: Path) -> DataSettings:
     """What a run was trained on. Raises ValueError where its run.json does not say so."""
     from relinear.data import DataSettings
-    from relinear.pages.records import read_values
+    from relinear.system.files import read_json, understood
 
-    try:
-        return DataSettings(**read_values(folder / "run.json")["settings"]["data"])
-    except (LookupError, TypeError) as error:
-        raise ValueError(f"{folder / 'run.json'} is damaged ({error!r}); carry out the run again") from None
+    with understood(folder / "run.json", "damaged", "carry out the run again"):
+        return DataSettings(**read_json(folder / "run.json")["settings"]["data"])
 
 
 def _first_seeds(run: Path) -> list[Path]:

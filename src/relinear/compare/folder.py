@@ -10,7 +10,7 @@ from relinear.compare.match import Planned
 from relinear.compare.settings import CompareSettings
 from relinear.core.config import shown
 from relinear.data import PackedData
-from relinear.system.files import read_json, write_json
+from relinear.system.files import read_json, understood, write_json
 from relinear.system.machine import command_line, describe_machine
 from relinear.system.text import cut
 from relinear.system.written import check_ours
@@ -34,11 +34,9 @@ def check_same(out_dir: Path, described: Mapping[str, Any]) -> None:
         if (out_dir / RESULTS).is_file():
             raise ValueError(f"{out_dir} holds {RESULTS} but no {RUN}; give another directory")
         return
-    try:
-        before = read_json(path)["recipe"]
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is no record of a comparison ({cut(str(error))}); give another directory") from error
-    differing = list(_differences(CompareSettings.completed(before), json.loads(json.dumps(described))))
+    with understood(path, "no record of a comparison", "give another directory"):
+        before = CompareSettings.completed(read_json(path)["recipe"])
+    differing = list(_differences(before, json.loads(json.dumps(described))))
     if differing:
         lines = "\n  ".join(differing[:_TOLD] + ([f"and {len(differing) - _TOLD} more"] if differing[_TOLD:] else []))
         said = f"{out_dir} holds a comparison with another recipe; give another --out, or go back to the old settings:"

@@ -20,7 +20,7 @@ from relinear.compare.run import Way, carried_out, circumstances, comparison, he
 from relinear.compare.settings import CompareSettings
 from relinear.compare.sharing import Work, kept
 from relinear.data import prepare_data
-from relinear.system.files import read_json
+from relinear.system.files import read_json, understood
 
 SCALE, SIZES = "scale.json", "sizes"
 NARROWER, SHALLOWER = "dense-narrower", "dense-shallower"
@@ -94,12 +94,10 @@ def read_scale(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / SCALE
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: start relinear scale, or start it again to go on")
-    try:
+    with understood(path, "damaged", "delete it and start again"):
         results = read_json(path)
         version = results["format"]
         results["entries"][0]["points"]
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); delete it and start again") from error
     if version > FORMAT:
         raise ValueError(f"{path} has format {version}, this relinear reads up to {FORMAT}; upgrade relinear")
     return results

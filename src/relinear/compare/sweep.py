@@ -17,7 +17,7 @@ from relinear.compare.worker import InProcess, Worker, at_work
 from relinear.core.config import shown
 from relinear.data.corpora import open_corpus
 from relinear.models import model_place
-from relinear.system.files import read_json, write_json
+from relinear.system.files import read_json, understood, write_json
 from relinear.system.lock import only_process_in
 from relinear.system.written import check_ours
 from relinear.train.settings import TrainSettings
@@ -133,12 +133,10 @@ def _check_same(out_dir: Path, record: Mapping[str, Any]) -> None:
     check_ours(out_dir, "sweep")
     if not path.is_file():
         return
-    try:
+    with understood(path, "no record of a sweep", "give another directory"):
         before = read_json(path)
         before["base"] = TrainSettings.completed(before["base"])
         differing = [key for key in record if before[key] != record[key]]
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is no record of a sweep ({error}); give another directory") from error
     if differing:
         raise ValueError(f"{out_dir} holds a sweep with another {', '.join(differing)}; give another --out")
 

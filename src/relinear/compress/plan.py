@@ -25,8 +25,8 @@ from relinear.core.config import parse_setting, shown
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, dense_weight, is_linear, linear_features
 from relinear.distill.fit import swapped
 from relinear.surgery.summary import module_parameters
-from relinear.system.files import read_json, write_json
-from relinear.system.text import columns, cut
+from relinear.system.files import read_json, understood, write_json
+from relinear.system.text import columns
 
 FORMAT = 1
 
@@ -60,12 +60,10 @@ def read_layers(path: str | Path) -> dict[str, dict[str, Any]]:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there is no plan {path}: give the file, such as DIR/plan.json")
-    try:
+    with understood(path, "no compression plan", "give the file, such as DIR/plan.json"):
         values = read_json(path)
         layers = dict(values["layers"])
         stated = {name: dict(layer) for name, layer in layers.items()}
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is no compression plan ({type(error).__name__}: {cut(str(error))})") from error
     if values.get("format", FORMAT) != FORMAT or not stated:
         what = f"format {FORMAT} is read, got {shown(values.get('format'))}" if stated else "it names no layer"
         raise ValueError(f"{path} is no compression plan that can be carried out: {what}")

@@ -15,6 +15,7 @@ from relinear.pages import page as pages
 from relinear.pages.blocks import Chart, Part, Section
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Panel, Series, blend
 from relinear.pages.records import about, what_ran
+from relinear.system.files import understood
 from relinear.system.machine import circumstances
 
 #: times the original's share of repeated 4-grams from which greedy text is said to degenerate
@@ -186,7 +187,7 @@ def report_section(report: Mapping[str, Any]) -> Section:
     Raises:
         ValueError: where it lacks what a report has.
     """
-    try:
+    with understood("this", "no report of a compression", "carry out the compression again"):
         values = {
             "report": report,
             "picture": _picture(report["layers"]),
@@ -194,8 +195,6 @@ def report_section(report: Mapping[str, Any]) -> Section:
             "chart": _chart(report["points"]) if report["points"] else None,
             "frontier": _frontier(report.get("budgets") or []),
         }
-    except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"this is no report of a compression ({error!r}); carry out the compression again") from None
     note = about(report, report.get("model"))
     return Section("Compression", "compress", [Part(TEMPLATE, values), *what_ran(report)], note=note)
 

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from relinear.core.inference import build_for_inference
 from relinear.core.operator import OperatorConfig, linear_features
-from relinear.system.files import read_json, write_json
+from relinear.system.files import read_json, understood, write_json
 from relinear.system.machine import describe_machine
-from relinear.system.text import cut
 from relinear.system.timing import Timing, interleave
 
 #: (in_features, out_features) of a layer
@@ -106,10 +105,8 @@ class SpeedTable:
     @classmethod
     def load(cls, path: str | Path) -> SpeedTable:
         """Return the table in a ``speed.json``. Raises ValueError if it holds none, OSError if it cannot be read."""
-        try:
+        with understood(path, "no table of speeds", "give the speed.json of a compression"):
             return cls.from_dict(read_json(path))
-        except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"{path} is no table of speeds ({type(error).__name__}: {cut(str(error))})") from error
 
 
 @functools.lru_cache(maxsize=100_000)

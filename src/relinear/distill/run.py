@@ -32,7 +32,7 @@ from relinear.surgery.patterns import matches
 from relinear.surgery.plan import Plan, Replacement, attach_, plan
 from relinear.surgery.states import flat_states, load_states_, place_
 from relinear.surgery.summary import module_parameters
-from relinear.system.files import atomic_path, fingerprint, read_json, write_json
+from relinear.system.files import atomic_path, fingerprint, read_json, understood, write_json
 from relinear.system.lock import only_process_in
 from relinear.system.machine import circumstances
 from relinear.system.written import check_ours
@@ -235,13 +235,11 @@ class _Run:
         if not resume or not state.is_file():
             write_json(state, self.known_by | {"done": []})
             return []
-        try:
+        with understood(state, "not the state of a distillation", "choose another out_dir"):
             values = read_json(state)
             known, before = values["fingerprint"], values["settings"]
             done = [[LayerFit(**fit) for fit in fits] for fits in values["done"]]
             self.weights = dict(values.get("weights", {}))  # earlier versions did not note them
-        except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"{state} is not the state of a distillation ({error}); choose another out_dir") from error
         # earlier versions had fewer settings: what they wrote decided their fingerprint
         marks = [self.fingerprint(whole, before, written) for written in _as_written(whole, values)]
         if DistillSettings.completed(before) != described or known not in marks:

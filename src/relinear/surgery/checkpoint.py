@@ -35,7 +35,7 @@ from relinear.core.vocabulary import token_tables
 from relinear.surgery.saved_config import as_in_memory_
 from relinear.surgery.select import OWN_PREFIX
 from relinear.surgery.tied import swap_layer
-from relinear.system.files import atomic_directory, read_json, writing
+from relinear.system.files import atomic_directory, read_json, understood, writing
 from relinear.system.text import cut
 from relinear.system.written import CARD, check_ours, digest_of, is_own_card, not_ours
 
@@ -226,7 +226,7 @@ def _stored_forms(files: Iterable[str | Path]) -> dict[str, _Form]:
     for file in files:
         if not str(file).endswith(".safetensors"):
             raise ValueError(f"{file}: relinear loads weights from safetensors only")
-        try:
+        with understood(file, "damaged or cut off", "restore it from a copy"):
             with writing(file), open(file, "rb") as stream:
                 size, end = os.path.getsize(file), 8 + int.from_bytes(stream.read(8), "little")
                 head = json.loads(stream.read(max(min(size, end) - 8, 0)))
@@ -235,8 +235,6 @@ def _stored_forms(files: Iterable[str | Path]) -> dict[str, _Form]:
             end += max((said["data_offsets"][1] for said in head.values()), default=0)
             if size != end:
                 raise ValueError(f"it has {size:,} bytes in place of {end:,}")
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{file} is damaged or cut off ({cut(str(error))}); restore it from a copy") from error
     return forms
 
 

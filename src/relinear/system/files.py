@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from relinear.system import written
+from relinear.system.text import cut
 from relinear.system.written import MARK
 
 MANIFEST = "manifest.json"
@@ -178,6 +179,19 @@ def parse_json(text: str, where: str | Path) -> Any:
 def read_json(path: str | Path) -> Any:
     """Return the value in a JSON file. Raises ValueError if it holds none, OSError if it cannot be read."""
     return parse_json(read_text(path), path)
+
+
+@contextlib.contextmanager
+def understood(path: str | Path, what: str, advice: str) -> Iterator[None]:
+    """Within the block, where what ``path`` holds is taken apart, whatever it lacks ends in one ValueError.
+
+    It says that ``path`` is ``what`` (no plan, damaged), why, and the advice.
+    """
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        why = str(error) if isinstance(error, ValueError) else repr(error)
+        raise ValueError(f"{path} is {what} ({cut(why)}); {advice}") from error
 
 
 def read_text(path: str | Path, most: int = -1) -> str:

@@ -20,8 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from relinear.core.config import shown
 from relinear.core.latents import Latent, Moments, observe
-from relinear.system.files import parse_json, read_json, read_text, write_json, write_text, writing
-from relinear.system.text import cut
+from relinear.system.files import parse_json, read_json, read_text, understood, write_json, write_text, writing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,15 +292,11 @@ def _moments(sums: dict[str, Tensor]) -> Moments:
 
 
 def _read_sums(path: Path) -> dict[str, dict[str, Tensor]]:
-    try:
+    with understood(path, "not a file of latent moments of this version", "give another, or train again"):
         content = read_json(path)
         if content["format"] != 1:
             raise ValueError(f"format {shown(content['format'])}")
-        found = {name: _sums(latent["sums"]) for name, latent in dict(content["latents"]).items()}
-    except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        said = cut(str(error))
-        raise ValueError(f"{path} is not a file of latent moments of this version: {said}") from error
-    return found
+        return {name: _sums(latent["sums"]) for name, latent in dict(content["latents"]).items()}
 
 
 def _sums(values: dict[str, Any]) -> dict[str, Tensor]:

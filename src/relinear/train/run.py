@@ -19,10 +19,9 @@ from relinear.models import draw_as_torch_, from_preset, model_place, preset_nam
 from relinear.surgery import checkpoint as checkpoint_room
 from relinear.surgery.plan import attach_, plan
 from relinear.surgery.summary import summary
-from relinear.system.files import read_json, write_json
+from relinear.system.files import read_json, understood, write_json
 from relinear.system.lock import only_process_in
 from relinear.system.machine import circumstances, is_first_rank
-from relinear.system.text import cut
 from relinear.system.written import check_ours, remove_written
 from relinear.train.callbacks import Progress, read_metrics
 from relinear.train.fit import TrainResult, fit, remove_checkpoints
@@ -32,6 +31,8 @@ from relinear.train.trainer import NonFiniteLossError
 
 #: settings that a continued run may change: they alter neither the weights nor the rows that are logged
 _FREE = ("threads", "save_every", "save_model", "keep_checkpoint", "report_to")
+#: what to do where a directory's record is of no use
+_ELSEWHERE = "give another directory, or start over"
 
 
 def build_model(settings: TrainSettings, vocab_size: int | None = None) -> Any:
@@ -127,12 +128,9 @@ def read_result(out_dir: str | Path) -> TrainResult | None:
     record = _read_record(out_dir)
     if record is None or record.get("status") != "done":
         return None
-    try:
-        return TrainResult(**record["result"] | {"out_dir": out_dir, "curve": read_metrics(out_dir / "metrics.jsonl")})
-    except (LookupError, TypeError) as error:
-        raise ValueError(
-            f"{out_dir / 'run.json'}: its result is damaged ({cut(str(error))}); give another directory, or start over"
-        ) from None
+    curve = read_metrics(out_dir / "metrics.jsonl")
+    with understood(out_dir / "run.json", "the record of a run whose result is damaged", _ELSEWHERE):
+        return TrainResult(**record["result"] | {"out_dir": out_dir, "curve": curve})
 
 
 def read_outcome(out_dir: str | Path) -> float | None:
@@ -148,13 +146,9 @@ def _read_record(out_dir: Path) -> dict[str, Any] | None:
     path = out_dir / "run.json"
     if not path.exists():
         return None
-    try:
+    with understood(path, "no record of a run", _ELSEWHERE):
         record = read_json(path)
-    except ValueError as error:
-        raise ValueError(f"{error}; give another directory, or start over") from None
-    if not isinstance(record, dict) or not isinstance(record.get("settings"), dict):
-        raise ValueError(f"{path} is no record of a run; give another directory, or start over")
-    return record
+        return record | {"settings": dict(**record["settings"])}
 
 
 def _check_same(out_dir: Path, record: Mapping[str, Any], now: Mapping[str, Any]) -> None:
