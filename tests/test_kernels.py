@@ -261,8 +261,8 @@ def test_the_environment_asks_for_forms(asked: str, told: bool) -> None:
 
 
 def test_a_wrong_wish_in_the_environment_is_refused() -> None:
-    with pytest.raises(ValueError, match="RELINEAR_LOG='form' in the environment, expected 'forms'"):
-        forms._log_as_asked("form")
+    with pytest.raises(ValueError, match="RELINEAR_LOG='form' in the environment, expected one of '0', 'forms'"):
+        forms.meant("RELINEAR_LOG", "form", {"": False, "0": False, "forms": True})
 
 
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)

@@ -12,7 +12,7 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from relinear.system.machine import fast_bfloat16
 
 Twin = TypeVar("Twin", bound=Callable[..., Any])
+Meaning = TypeVar("Meaning")
 
 FORMS = logging.getLogger("relinear.forms")
 _told: set[tuple] = set()
@@ -30,26 +31,24 @@ _told: set[tuple] = set()
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _log_as_asked(asked: str) -> None:
-    """Obey RELINEAR_LOG: nothing, or ``forms``.
+def meant(variable: str, asked: str, meanings: Mapping[str, Meaning]) -> Meaning:
+    """Return what ``asked``, the value of an environment variable or "", means.
 
     Raises:
-        ValueError: it is anything else.
+        ValueError: it is no key of ``meanings``.
     """
-    if asked in ("", "0"):
-        return
-    if asked != "forms":
-        raise ValueError(
-            f"RELINEAR_LOG={asked!r} in the environment, expected 'forms' (or nothing): change or unset it"
-        )
+    if asked not in meanings:
+        known = ", ".join(repr(value) for value in meanings if value)
+        raise ValueError(f"{variable}={asked!r} in the environment, expected one of {known}: change or unset it")
+    return meanings[asked]
+
+
+if meant("RELINEAR_LOG", os.environ.get("RELINEAR_LOG", ""), {"": False, "0": False, "forms": True}):
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     FORMS.addHandler(handler)
     FORMS.setLevel(logging.DEBUG)
     FORMS.propagate = False
-
-
-_log_as_asked(os.environ.get("RELINEAR_LOG", ""))
 
 
 class Call:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from relinear.kernels.forms import meant
 from relinear.system.files import fingerprint
 from relinear.system.machine import cpu_features
 from relinear.system.own import check_own, own_folder
@@ -38,11 +39,8 @@ def compiler() -> str:
     Raises:
         ValueError: RELINEAR_COMPILE_KERNELS is none of ``WANTED``.
     """
-    asked = os.environ.get("RELINEAR_COMPILE_KERNELS", "1")
-    if asked.lower() not in WANTED:
-        known = ", ".join(repr(value) for value in WANTED)
-        raise ValueError(f"RELINEAR_COMPILE_KERNELS={asked!r} in the environment, expected one of {known}")
-    wanted = WANTED[asked.lower()] and os.name == "posix"
+    asked = os.environ.get("RELINEAR_COMPILE_KERNELS", "").lower()
+    wanted = meant("RELINEAR_COMPILE_KERNELS", asked, WANTED) and os.name == "posix"
     names = (os.environ.get("CXX", "g++"), "g++", "clang++") if wanted else ()
     return next(filter(None, map(shutil.which, names)), "")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from relinear.kernels.first_check import against_unseen
-from relinear.kernels.forms import Call
+from relinear.kernels.forms import Call, meant
 
 #: where the kernels run
 DEVICE = "cuda"
@@ -32,19 +32,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None and torch.version.hi
 TRITON_MODES = {"": "check", "1": "check", "check": "check", "force": "force", "0": "off", "off": "off"}
 
 
-def _triton_as_asked(asked: str) -> str:
-    """What RELINEAR_TRITON says.
-
-    Raises:
-        ValueError: it is none of ``TRITON_MODES``.
-    """
-    if asked not in TRITON_MODES:
-        known = ", ".join(repr(mode) for mode in TRITON_MODES if mode)
-        raise ValueError(f"RELINEAR_TRITON={asked!r} in the environment, expected one of {known}: change or unset it")
-    return TRITON_MODES[asked]
-
-
-_triton_mode = _triton_as_asked(os.environ.get("RELINEAR_TRITON", ""))
+_triton_mode = meant("RELINEAR_TRITON", os.environ.get("RELINEAR_TRITON", ""), TRITON_MODES)
 
 
 @contextlib.contextmanager
@@ -55,7 +43,7 @@ def triton_kernels(mode: str) -> Iterator[None]:
         ValueError: for another mode.
     """
     global _triton_mode
-    before, _triton_mode = _triton_mode, _triton_as_asked(mode)
+    before, _triton_mode = _triton_mode, meant("RELINEAR_TRITON", mode, TRITON_MODES)
     try:
         yield
     finally:
