@@ -488,7 +488,7 @@ def run(
                     counts[name][f"{errno.errorcode[kind]} kinds of call"] = len(alike)
                 work.append((name, kind, set(chosen)))
         _warm_up(given)
-        work.sort(key=lambda one: -len(one[2]))
+        work.sort(key=lambda one: len(one[2]))
         children = []
         for part in range(processes):
             if not (child := os.fork()):
