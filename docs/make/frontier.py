@@ -28,6 +28,7 @@ NAMES = {
     "absmax": "{} bits, to nearest, no zero points, not clipped",
     "hqq": "{} bits, HQQ",
     "awq": "{} bits, AWQ",
+    "llama.cpp": "llama.cpp, {}",
     "gptq-order": "{} bits, GPTQ in order",
     "gptq": "{} bits, GPTQ",
     "uniform": "{} bits in all layers",
@@ -49,6 +50,14 @@ RIVALS = (
     ("bits:3.0", "gptq-order:3@576"),
     ("bits:2.5", "gptq-order:2@48"),
     ("bits:4.25", "awq:4@96"),
+    ("bits:4.25", "llama.cpp:IQ3_S"),
+    ("bits:4.25", "llama.cpp:IQ4_XS"),
+    ("bits:4.5", "llama.cpp:Q4_0"),
+    ("bits:4.5", "llama.cpp:Q3_K_M"),
+    ("bits:4.5", "llama.cpp:Q4_1"),
+    ("bits:5.5", "llama.cpp:Q4_K_M"),
+    ("bits:6.0", "llama.cpp:Q5_K_M"),
+    ("bits:8.0", "llama.cpp:Q6_K"),
     ("bits:8.25", "gptq-order:8@96"),
 )
 #: nats that a rival loses at least where a share of them is told

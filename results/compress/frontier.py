@@ -9,6 +9,7 @@ many as a row says ("@48"); scales and zero points are counted.
 
     nearest     every layer rounded to nearest, on grids that are clipped to the least squared error
     minmax, absmax, hqq, awq    to nearest as others do it, in rivals.py
+    llama.cpp   what llama.cpp's own programs made of the model: a type, "llama.cpp:Q4_K_M"; by llama_quants.py
     gptq        GPTQ: every layer rounded under the second moment of its inputs in the original, all to the same bits
     gptq-order  the same from the first decoder layer to the last, on the inputs that the rounded model has
     uniform     our rounding, under the moments of inputs and output gradients, all layers to the same bits
@@ -32,7 +33,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from rivals import GRIDS, clipped, scale_inputs_
+from rivals import GRIDS, clipped, scale_inputs_, take_gguf_
 from torch import Tensor, nn
 
 import relinear
@@ -148,6 +149,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--passages", type=int, default=50, help="continued greedily to see repetition")
     parser.add_argument("--lambada", type=Path, help="file of passages, of which 500 are judged by their last words")
+    parser.add_argument("--gguf", type=Path, metavar="DIR", help="llama_quants.py's files, for rows of llama.cpp")
     parser.add_argument("--state", type=Path, default=Path("runs/compress-frontier"))
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
@@ -189,7 +191,7 @@ def main() -> None:
     blocks = read_corpus(corpora, {}, tokenizer, settings, plan_only=True).blocks
     state.mkdir(parents=True, exist_ok=True)
     work = Work(model, linear_layers(model), settings, state, lambda *_: None)
-    unseen = all(row.partition(":")[0] in GRIDS for row in given.rows)  # these calibrate nothing
+    unseen = all(row.partition(":")[0] in (*GRIDS, "llama.cpp") for row in given.rows)  # these calibrate nothing
     calibration = None if unseen else work.calibrate(blocks)
     names = list(work.modules)
     written = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
@@ -211,7 +213,7 @@ def main() -> None:
         if row in done:
             continue
         method, _, number = row.partition(":")
-        start, model, predicted = time.monotonic(), fresh(), None
+        start, model, predicted, file = time.monotonic(), fresh(), None, {}
         if method in ("nearest", "gptq", "gptq-order", "uniform", "awq", *GRIDS):
             bits, _, group = number.partition("@")
             config = relinear.Quantized(bits=int(bits), group=int(group or 64), symmetric=method == "absmax")
@@ -226,6 +228,9 @@ def main() -> None:
             else:
                 round_(model, calibration, config, method)
             round_to_half_(model)
+        elif method == "llama.cpp":
+            round_to_half_(model)
+            file = take_gguf_(model, names, given.gguf / f"{number}.gguf")
         elif method == "bits-order":
             settings = base | {"bits": float(number), "menu": ("quantized",)}
             plan = compress(model, corpora, tokenizer=tokenizer, settings=settings, plan_only=True, out_dir=state).plan
@@ -242,7 +247,7 @@ def main() -> None:
         seconds = time.monotonic() - start
         found, again = seen(model)
         values = {"row": row, **about, **sizes(model, names), "seconds": round(seconds, 1), "predicted": predicted}
-        values |= {"losses": {name: [round(x, 4) for x in found[name].losses.tolist()] for name in windows}}
+        values |= file | {"losses": {name: [round(x, 4) for x in found[name].losses.tolist()] for name in windows}}
         write(values | again | {"against": {name: found[name].against(original[name]) for name in windows}})
 
 

@@ -7,21 +7,27 @@
             input, folded into what comes before (Lin et al. 2306.00978); then to nearest on clipped grids
 
 AWQ's search weighs the outputs of the linear layers where its authors' code weighs those of whole blocks, and its
-clipping the squares of inputs alone. As there, ``o_proj`` keeps its inputs where heads share values.
+clipping the squares of inputs alone. As there, ``o_proj`` keeps its inputs where heads share values. What llama.cpp
+rounds is read from its files.
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from relinear import Quantized
+from relinear.compress.budget import stored_bytes
 from relinear.compress.calibrate import Calibration
 from relinear.core.moments import Moments
 from relinear.functional.rounding import Grid, nearest, nearest_grid
 
-__all__ = ["GRIDS", "scale_inputs_"]
+__all__ = ["GRIDS", "clipped", "scale_inputs_", "take_gguf_"]
 
 #: of HQQ: the norm's power, the penalty, its growth, iterations
 POWER, PENALTY, GROWTH, ITERATIONS = 0.7, 10.0, 1.01, 20
@@ -148,3 +154,29 @@ def _best_scale(weights: list[Tensor], moments: Moments, magnitude: Tensor, conf
 def clipped(weight: Tensor, config: Quantized, importance: Tensor) -> Grid:
     """Grids of least squared error, weighed by the squares of inputs."""
     return nearest_grid(weight, config.bits, config.group, config.symmetric, importance)
+
+
+@torch.no_grad()
+def take_gguf_(model: nn.Module, names: list[str], path: Path) -> dict[str, Any]:
+    """Give a Llama's layers the values that a GGUF file has for them; return its size and the weights of each type."""
+    from gguf import MODEL_ARCH, GGUFReader, get_tensor_name_map
+    from gguf.quants import dequantize
+
+    places = get_tensor_name_map(MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
+    tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
+    size, types = 0, Counter[str]()
+    for name in names:
+        weight, tensor = model.get_submodule(name).weight, tensors[f"{places.get_name(name)}.weight"]
+        value = torch.tensor(dequantize(tensor.data, tensor.tensor_type)).view_as(weight)
+        weight.copy_(_in_halves(value, heads.get(name.rpartition(".")[2])))
+        size += int(tensor.n_bytes)
+        types[tensor.tensor_type.name] += weight.numel()
+    weights = sum(types.values())
+    at_half = stored_bytes(model) - 2 * weights
+    return {"bits": 8 * size / weights, "bytes": at_half + size, "types": dict(types)}
+
+
+def _in_halves(weight: Tensor, heads: int | None) -> Tensor:
+    """Rows of queries and keys as transformers has them: rotary pairs half of a head apart, neighbours in the file."""
+    return weight if heads is None else weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
