@@ -8,21 +8,23 @@ from typing import Any
 
 from measured import commands, read, table, with_interval
 
-__all__ = ["CONSTANT", "PARTS", "over", "typed"]
+__all__ = ["CONSTANT", "FRESH", "PARTS", "over", "typed"]
 
 _RECORD = "rotor/biased.json"
+#: where low rank starts from fresh matrices
+FRESH = "rotor/fresh.json"
 _TOGETHER = "q, k and v"
 #: the mean output in place of a projection
 CONSTANT = "constant"
 
 
-def _rows(projection: str) -> list[Mapping[str, Any]]:
-    return [row for row in read(_RECORD)["rows"] if row["projection"] == projection]
+def _rows(projection: str, record: str = _RECORD) -> list[Mapping[str, Any]]:
+    return [row for row in read(record)["rows"] if row["projection"] == projection]
 
 
-def over(projection: str, method: str, reference: str) -> str:
+def over(projection: str, method: str, reference: str, record: str = _RECORD) -> str:
     """How far a method's loss on WikiText-2 is above that of the original, of the constant or of another method."""
-    row = next(row for row in _rows(projection) if row["method"] == method)
+    row = next(row for row in _rows(projection, record) if row["method"] == method)
     return with_interval(row["wikitext2"][reference])
 
 
@@ -33,13 +35,13 @@ def _fit(row: Mapping[str, Any]) -> str:
     return f"{each}; together {row['joint_error']:.3f}" if "joint_error" in row else each
 
 
-def fits() -> str:
-    """A table for each projection, and for all three."""
+def fits(record: str = _RECORD) -> str:
+    """A table for each projection of a record, and for all three where they were trained together."""
     head = ["method", "parameters", "rate", "fit error", "WikiText-2", "PTB", "WikiText-2, over the constant"]
     parts = []
-    for projection in dict.fromkeys(row["projection"] for row in read(_RECORD)["rows"]):
+    for projection in dict.fromkeys(row["projection"] for row in read(record)["rows"]):
         lines = []
-        for row in _rows(projection):
+        for row in _rows(projection, record):
             rate = f"{row['rate']:g}{'*' * row['edge']}" if "rate" in row else ""
             texts = [with_interval(row[text]["original"]) for text in ("wikitext2", "ptb")]
             beyond = with_interval(row["wikitext2"][CONSTANT]) if CONSTANT in row["wikitext2"] else ""
@@ -50,11 +52,16 @@ def fits() -> str:
     return "\n\n".join(parts)
 
 
-def typed() -> str:
+def typed(record: str = _RECORD) -> str:
     """The command."""
-    return read(_RECORD)["command"]
+    return read(record)["command"]
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "rotor": {"biased_command": functools.partial(commands, _RECORD), "biased_fits": fits}
+    "rotor": {
+        "biased_command": functools.partial(commands, _RECORD),
+        "biased_fits": fits,
+        "fresh_command": functools.partial(commands, FRESH),
+        "fresh_fits": functools.partial(fits, FRESH),
+    }
 }
