@@ -52,8 +52,8 @@ kills: $(STAMP) ## 400 kills at seeded moments; every work must go on to the sam
 	cd tests && OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m kills.run --kills 200 --out $(abspath $(RUN_DIR))/kills.json
 	cd tests && OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m kills.run --kills 200 --work compressions --out $(abspath $(RUN_DIR))/kills_compress.json
 
-faults: $(STAMP) ## full and failing disks at calls drawn from every command; counts in runs/faults.json
-	cd tests && OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m faults.run --sample 10 --out $(abspath $(RUN_DIR))/faults.json
+faults: $(STAMP) ## full and failing disks at every call of every command, in hours; counts in runs/faults.json
+	cd tests && OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m faults.run --processes 2 --out $(abspath $(RUN_DIR))/faults.json
 
 outside: $(STAMP) ## transformers' and PEFT's own tests on models with operators: docs/ecosystem.md; QUICK=1: a few families
 	cd tests && $(abspath $(BIN))/python -m outside.run $(if $(QUICK),--quick) --out $(abspath $(RUN_DIR))/outside.json

@@ -9,11 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from relinear.compare.recipe import read_yaml
 from relinear.compare.sharing import alone_at
 from relinear.compare.sweep import parse_parameter, sweep
+from relinear.data.packing import PackedDataset
 from relinear.system.files import atomic_path, read_json, writing
 from relinear.train.fit import remove_checkpoints
 from relinear_cli.main import main
@@ -66,6 +68,21 @@ def test_errors_without_a_name_get_it(tmp_path, monkeypatch):
     for read in (read_json, read_yaml):
         with pytest.raises(OSError, match=r"a\.yaml"):
             read(tmp_path / "a.yaml")
+
+
+def test_tokens_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+    np.save(tmp_path / "train.npy", np.arange(8))
+    packed = PackedDataset(tmp_path / "train.npy", 4)
+    del packed.tokens
+
+    def fails(*arguments, **kwargs):
+        raise OSError(errno.EIO, "Input/output error")
+
+    for name in ("numpy.load", "relinear.data.packing.checksum"):
+        monkeypatch.setattr(name, fails)
+    for look in (lambda: packed.tokens, lambda: packed.checksum):
+        with pytest.raises(OSError, match=r"train\.npy"):
+            look()
 
 
 def test_what_a_failing_disk_leaves_of_a_checkpoint_is_none(tmp_path, monkeypatch):

@@ -1,10 +1,10 @@
 """Runs the faults: ``python -m faults.run --out results/faults.json`` from tests/. ``--sample 3`` takes some of them,
 ``--kinds`` one of each kind of call on each file (numbers in names count as one).
 
-A command runs on tiny models in a child process in which the n-th call on a file below its folder fails: all from
-there on (a full disk, which takes half of what was being written), or that one (a failing disk, reads too). It must end
-with exit code 2 and one message that names the file, or do without; the same command then comes to what it comes to in
-peace.
+A command runs on tiny models, and at each call on a file below its folder a child is forked in which that call fails:
+all from there on (a full disk, which takes half of what was being written), or that one (a failing disk, reads too).
+The child must end with exit code 2 and one message that names the file, or do without; the same command then comes to
+what it comes to in peace, from each different state that children leave.
 """
 
 from __future__ import annotations
@@ -59,7 +59,13 @@ def _arguments() -> dict[str, list[str]]:
         "sweep": train | {"save_model": False},
         "compare": {"entries": entries, "train": train, **SPEED},
         "tune": {"entries": {"a": "dense"}, "train": train, **SPEED, **tune},
-        "scale": {"entries": entries, "train": train, **SPEED, "sizes": {"widths": [8, 16, 24, 32]}, "reference": "a"},
+        "scale": {
+            "entries": {"a": "dense"},
+            "train": train,
+            **SPEED,
+            "sizes": {"widths": [8, 16, 24, 32]},
+            "reference": "a",
+        },
     }
     for name, values in recipes.items():
         Path(f"{name}.yaml").write_text(yaml.safe_dump(values))

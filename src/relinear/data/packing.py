@@ -23,6 +23,7 @@ from relinear.data.tokenizers import (
     trained_size,
     vocabulary_size,
 )
+from relinear.system.files import writing
 
 #: told what is being done and how many characters of it are done
 Progress = Callable[[str, int], None]
@@ -43,12 +44,14 @@ class PackedDataset(Dataset):
     @functools.cached_property
     def tokens(self) -> np.ndarray:
         """Every token of the split, memory-mapped and read-only."""
-        return np.load(self.path, mmap_mode="r", allow_pickle=False)
+        with writing(self.path):
+            return np.load(self.path, mmap_mode="r", allow_pickle=False)
 
     @property
     def checksum(self) -> int:
         """Of the tokens: whether two runs had the same."""
-        return checksum(self.path)
+        with writing(self.path):
+            return checksum(self.path)
 
     def __getstate__(self) -> dict[str, Any]:
         # A memory map would be pickled as all that it maps.
