@@ -370,3 +370,16 @@ def test_a_model_of_others_beside_a_compression_of_ours_stays(tmp_path):
         check_directory(tmp_path)
     (tmp_path / "plain" / ".relinear").write_text(_MARK_SAYS)
     check_directory(tmp_path)
+
+
+@pytest.mark.parametrize("begun", [b"", b'{"st', b'{"step": 1, "to'])
+def test_metrics_that_a_full_disk_cut_in_their_first_line_are_ours(tmp_path, begun):
+    (tmp_path / "metrics.jsonl").write_bytes(begun)
+    check_ours(tmp_path, "fit")
+
+
+@pytest.mark.parametrize("theirs", [b'{"step": 1}', b'{"step": 1}\n{"st', b'{"steps": 1, "to', b"notes"])
+def test_other_metrics_are_not(tmp_path, theirs):
+    (tmp_path / "metrics.jsonl").write_bytes(theirs)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl would be replaced"):
+        check_ours(tmp_path, "fit")

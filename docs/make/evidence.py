@@ -46,6 +46,7 @@ class Row:
         ends: best settings that lay at an end of what was tried.
         fixed: what was not tuned.
         unlike: whether the arms differ in more than the claim, so that no verdict follows.
+        cost: FLOPs and time of a training step over the control's, in words.
     """
 
     method: str
@@ -61,6 +62,7 @@ class Row:
     ends: str = ""
     fixed: str = ""
     unlike: bool = False
+    cost: str = ""
 
     @property
     def seeds(self) -> int:
@@ -218,15 +220,21 @@ def rows() -> tuple[Row, ...]:
     as_before = "initialisation, warm-up"
     carried = "warm-up 0.7 of dense, warm-up 0.3 of HDPL"
     short = {name: found["seed-0"] for name, found in read("hdpl/claims-5M/runs.json")["runs"].items()}
-    one_million = {"tokens": 1e6, "folder": "ccl", "fixed": "warm-up"}
     transponder = {"Transponder": "transponder-rank-2", "the plain model": "dense"}
+
+    def cost(plan: str, own: str, other: str) -> str:
+        """FLOPs of a forward pass and time of a training step over another arm's, in turns in one process."""
+        of = read("costs.json").get(plan) or {e["name"]: e for e in read("ccl/claims-1M/results.json")["entries"]}
+        flops = of[own]["flops_per_token"] / of[other]["flops_per_token"]
+        return f"{flops:.2f}, {of[other]['speed']['train_ratio'] / of[own]['speed']['train_ratio']:.2f}"
 
     def tuned(part: str, tokens: int, control: str, entry: str, name: str, at_ends: str = "", **more: Any) -> Row:
         """HDPL less an arm of one of its plans; ``at_ends`` of settings that were chosen elsewhere."""
         planned, record = curves.planned(f"hdpl-{part}-plan", tokens), f"hdpl/plan-{part}/runs.json"
         apart, error = less(planned["hdpl"], planned[entry]), of_text(read(record)["runs"], "hdpl", entry)
         at_ends = ", ".join(filter(None, [at_ends, ends(record, {"HDPL": "hdpl", name: entry})]))
-        return Row("HDPL", control, apart, tokens, error=error, ends=at_ends, **more)
+        more |= {"ends": at_ends, "cost": cost("hdpl-5M", "hdpl", entry)}
+        return Row("HDPL", control, apart, tokens, error=error, **more)
 
     def beside(name: str, entry: str, tokens: float = 0.25e6) -> Row:
         """Rotors from scratch less an arm of their plan."""
@@ -234,15 +242,25 @@ def rows() -> tuple[Row, ...]:
         record, named = cut.RECORDS[plan], {"rotors": "rotor", name.partition(",")[0]: entry}
         arms = cut.controls(plan)
         error, gaps = of_text(read(record)["runs"], "rotor", entry), less(arms["rotor"], arms[entry])
-        more = {"ends": ends(record, named), "fixed": fixed}
+        more = {"ends": ends(record, named), "fixed": fixed, "cost": cost("rotor", "rotor", entry)}
         return Row("Rotor from scratch", name, gaps, tokens, folder="rotor", error=error, **more)
+
+    def of_arm(arm: str) -> dict[str, Any]:
+        """CCL less an arm at 1 M tokens."""
+        return {"gaps": less(ccl["ccl"], ccl[arm]), "tokens": 1e6}
+
+    def of_ccl(control: str, arm: str, fixed: str = "warm-up", **more: Any) -> Row:
+        """CCL less an arm, whose costs are those of 1 M tokens."""
+        return Row("CCL", control, folder="ccl", fixed=fixed, cost=cost("ccl", "ccl", arm), **more)
 
     def on_bytes(method: str) -> Row:
         """Less a shallower dense model of its parameters, all linear layers replaced, everything tuned."""
         own, other = (read("fair/runs.json")["entries"][name] for name in (method.lower(), "dense-shallow"))
         gaps = less(own["validation_losses"], other["validation_losses"])
         at_ends = [f"{edge} of {name}" for name, one in ((method, own), ("dense", other)) for edge in one["edges"]]
-        return Row(method, "shallower dense, on bytes", gaps, 1e6, folder="fair", ends=", ".join(at_ends))
+        more = {"folder": "fair", "ends": ", ".join(at_ends)}
+        more["cost"] = f"{own['flops_per_token'] / other['flops_per_token']:.2f}"
+        return Row(method, "shallower dense, on bytes", gaps, 1e6, **more)
 
     def biased_end(record: str, method: str, projection: str) -> str:
         """The rate of a control's fit where it is an end of what could be tried."""
@@ -263,6 +281,7 @@ def rows() -> tuple[Row, ...]:
             5e6,
             **hdpl,
             fixed=as_before,
+            cost=cost("hdpl-5M", "hdpl", "dense"),
         ),
         tuned(
             "5M-seeds",
@@ -275,12 +294,12 @@ def rows() -> tuple[Row, ...]:
             fixed=as_before,
         ),
         on_bytes("HDPL"),
-        Row("CCL", "dense of its width", less(ccl["ccl"], ccl["dense-64"]), **one_million, **wide),
-        Row("CCL", "dense, second embedding", less(ccl["ccl"], ccl["dense-second-embedding"]), **one_million),
-        Row("CCL", "dense of its size", less(ccl["ccl"], ccl["dense-equal-parameters"]), **one_million),
-        Row("CCL", "dense of its size", **at("ccl", 3_000_000, "ccl"), folder="ccl", fixed="warm-up"),
-        Row("CCL", "dense of its size", **late, tokens=5.1e6, folder="ccl", fixed="initialisation, warm-up"),
-        Row("CCL", "dense of its size", **as_printed("ccl", "ccl"), folder="ccl", fixed="warm-up"),
+        of_ccl("dense of its width", "dense-64", **of_arm("dense-64"), **wide),
+        of_ccl("dense, second embedding", "dense-second-embedding", **of_arm("dense-second-embedding")),
+        of_ccl("dense of its size", "dense-equal-parameters", **of_arm("dense-equal-parameters")),
+        of_ccl("dense of its size", "dense-equal-parameters", **at("ccl", 3_000_000, "ccl")),
+        of_ccl("dense of its size", "dense-equal-parameters", "initialisation, warm-up", **late, tokens=5.1e6),
+        of_ccl("dense of its size", "dense-equal-parameters", **as_printed("ccl", "ccl")),
         on_bytes("CCL"),
         *(
             Row(
@@ -289,6 +308,7 @@ def rows() -> tuple[Row, ...]:
                 **at("transponder", tokens, "transponder-rank-2", part),
                 **gates,
                 ends=ends(f"transponder/{part}/runs.json", transponder),
+                cost=cost("transponder", "transponder-rank-2", "dense"),
             )
             for tokens, part in ((300_000, "plan"), (1_000_000, "plan-5M"))
         ),
@@ -346,7 +366,11 @@ def in_results() -> str:
             noted[f"{head}: {said}"] += [str(number)] * bool(said)
         half = "–" if row.half is None else f"{row.half:.3f}"
         claim = f"[{row.method}]({row.folder}/README.md) less {row.control}"
-        lines.append([str(number), claim, seeds, found, effect, half, f"**{row.verdict}**"])
-    head = ["", "gap", "tokens, seeds", "nats [95 %]", "paper's", "half-width", "verdict"]
-    notes = [f"- {said} (rows {', '.join(numbers)})." for said, numbers in noted.items() if numbers]
+        lines.append([str(number), claim, seeds, found, effect, half, row.cost or "–", f"**{row.verdict}**"])
+    head = ["", "gap", "tokens, seeds", "nats [95 %]", "paper's", "half-width", "FLOPs, time", "verdict"]
+    notes = [
+        f"- {said} ({'row' if len(numbers) == 1 else 'rows'} {', '.join(numbers)})."
+        for said, numbers in noted.items()
+        if numbers
+    ]
     return table(head, lines) + "\n\n" + "\n".join(notes)

@@ -48,6 +48,8 @@ _STATE = (
     "plain",
 )
 _LINE = re.compile(r"(?:([0-9a-f]{32})  )?(.*)")
+#: how metrics begin, whose first line a full disk may have cut
+_FIRST_LINE = b'{"step": '
 #: files of a checkpoint without which there is none
 _WHOLE = {"config.json", "model.safetensors"}
 #: between words of a record that all have to be there
@@ -242,7 +244,8 @@ def _holds_nothing(path: Path) -> bool:
     """Whether it is empty or holds nothing whole: what a process leaves that is killed before its first record."""
     if path.is_dir():
         return all(is_temporary(inner) and inner.is_file() for inner in path.iterdir())
-    return path.is_file() and not path.stat().st_size
+    begun = path.open("rb").read(1 << 12) if path.is_file() else b"\n"
+    return b"\n" not in begun and not begun.endswith(b"}") and _FIRST_LINE.startswith(begun[: len(_FIRST_LINE)])
 
 
 def is_saved(directory: Path) -> bool:
