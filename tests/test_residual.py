@@ -200,6 +200,20 @@ def test_methods_that_start_as_the_stock_model(make, method, dtype):
     assert torch.equal(model(IDS).logits, before)
 
 
+@pytest.mark.parametrize("targets", [["o_proj"], "all-linear"], ids=str)
+def test_a_lora_on_what_a_gate_precedes_computes_what_its_merge_does(targets):
+    peft = pytest.importorskip("peft")
+    _, model = split(relinear.SDPAGate())
+    ids = torch.arange(14).view(2, 7) + 1
+    with torch.no_grad():
+        before = model(ids).logits
+        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, r=2, init_lora_weights=False))
+        expected = adapted.eval()(ids).logits
+        assert (expected - before).abs().max() > 1e-3
+        torch.testing.assert_close(copy.deepcopy(adapted).unload()(ids).logits, before)
+        torch.testing.assert_close(adapted.merge_and_unload()(ids).logits, expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("per", ["head", "channel"])
 def test_sdpa_gate_closes_single_heads(per):
     stock, model = split(relinear.SDPAGate(per=per))

@@ -383,3 +383,27 @@ def test_other_metrics_are_not(tmp_path, theirs):
     (tmp_path / "metrics.jsonl").write_bytes(theirs)
     with pytest.raises(ValueError, match=r"metrics\.jsonl would be replaced"):
         check_ours(tmp_path, "fit")
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [
+        ("metrics.jsonl", '{"step": 1, "tokens": 2}\n# a note\n'),
+        ("metrics.jsonl", "notes"),
+        ("latent_moments.json", '{"mine": 1}'),
+        ("block_losses.npy", "mine"),
+    ],
+)
+def test_starting_over_removes_nothing_that_is_not_as_a_run_writes_it(tmp_path, monkeypatch, name, theirs):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("some text " * 100)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    settings = {"steps": 1, "batch_size": 1, "data": {"data": "text.txt", "sequence_length": 16}, "save_model": False}
+    settings |= {"model_overrides": sizes}
+    train(settings, "out")
+    train(settings, "out", resume=False)
+    (tmp_path / "out" / name).write_text(theirs)
+    before = snapshot(tmp_path / "out")
+    with pytest.raises(ValueError, match=rf"{name} would be replaced"):
+        train(settings, "out", resume=False)
+    assert snapshot(tmp_path / "out") == before

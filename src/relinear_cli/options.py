@@ -73,11 +73,13 @@ def prepare_process(
 
 
 def check_patterns(model: str, patterns: Iterable[str]) -> None:
-    """Raise ValueError for a misspelt layer of a stock model, without making the model."""
+    """Raise ValueError for what is no pattern, or a misspelt layer of a stock model, without making the model."""
     from relinear.models import model_folder, stock_type
-    from relinear.surgery.patterns import check_misspelt
+    from relinear.surgery import patterns as rules
 
-    check_misspelt(patterns, stock_type(model_folder(model)))
+    patterns = list(patterns)
+    rules.check_patterns(patterns)
+    rules.check_misspelt(patterns, stock_type(model_folder(model)))
 
 
 def parse_operators(texts: list[str]) -> dict[str, dict[str, Any] | None]:

@@ -65,7 +65,7 @@ def _by_parts(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
     ends = _by_doubling(left[-1], own[-1], state)
     before = torch.cat([state[:, None], ends[:, :-1]], dim=1)  # (B, P, D)
     total = torch.addcmul(torch.stack(own, 2), torch.stack(left, -2), before[:, :, None])
-    return total.view(batch, -1, width)[:, :tokens]
+    return total.reshape(batch, -1, width)[:, :tokens]
 
 
 def _exported(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:

@@ -93,9 +93,25 @@ class SDPAGate(AttachmentConfig):
             gates = config.num_attention_heads if self.per == "head" else channels
             gate = _Gate(width, gates, channels, kw_like(block.module))
             add_part(block.module, _GATE, gate, block.module)
-            junction = Junction(block.module, _GATE)
-            block.module.register_forward_pre_hook(junction.enter, with_kwargs=True)
-            projection.register_forward_pre_hook(junction.before)
+            name = next(name for name in _OUTPUT_PROJECTIONS if getattr(block.module, name, None) is projection)
+            block.module.register_forward_pre_hook(_BeforeProjection(block.module, name).enter, with_kwargs=True)
+
+
+class _BeforeProjection(Junction):
+    """A gate on what the output projection reads, whatever stands in its place: a LoRA on it reads what it reads."""
+
+    def __init__(self, owner: nn.Module, projection: str) -> None:
+        super().__init__(owner, _GATE)
+        self.projection = projection
+        self.hooked = getattr(owner, projection)
+        self.handle = self.hooked.register_forward_pre_hook(self.before)
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        super().enter(module, args, kwargs)
+        projection = getattr(self.owner, self.projection)
+        if projection is not self.hooked:  # PEFT has wrapped it, or taken its wrapper away
+            self.handle.remove()
+            self.hooked, self.handle = projection, projection.register_forward_pre_hook(self.before)
 
 
 def _attentions(model: nn.Module) -> list[SubBlock]:

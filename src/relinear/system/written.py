@@ -50,6 +50,8 @@ _STATE = (
 _LINE = re.compile(r"(?:([0-9a-f]{32})  )?(.*)")
 #: how metrics begin, whose first line a full disk may have cut
 _FIRST_LINE = b'{"step": '
+#: files of a run that say themselves what they are, and how
+_LOOSE = {"latent_moments.json": ('"latents"', '"decay"'), "block_losses.npy": ("NUMPY",)}
 #: files of a checkpoint without which there is none
 _WHOLE = {"config.json", "model.safetensors"}
 #: between words of a record that all have to be there
@@ -238,6 +240,16 @@ def check_ours(folder: str | Path, work: str) -> set[str]:
         elif path.name in changed or not (ours or _holds_nothing(path)):
             raise not_ours(path)
     return free
+
+
+def check_loose(folder: Path) -> None:
+    """Raise ValueError where a file of a run that no mark notes is not as ``train`` writes it: it would be removed."""
+    for name, signs in _LOOSE.items():
+        if (folder / name).is_file() and not _says(folder / name, *signs):
+            raise not_ours(folder / name)
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines() if (folder / "metrics.jsonl").is_file() else []
+    if not all(line.startswith(_FIRST_LINE) or _FIRST_LINE.startswith(line) for line in lines):
+        raise not_ours(folder / "metrics.jsonl")
 
 
 def _holds_nothing(path: Path) -> bool:

@@ -22,7 +22,7 @@ from relinear.surgery.summary import summary
 from relinear.system.files import read_json, understood, write_json
 from relinear.system.lock import only_process_in
 from relinear.system.machine import circumstances, is_first_rank
-from relinear.system.written import check_ours, remove_written
+from relinear.system.written import check_loose, check_ours, remove_written
 from relinear.train.callbacks import Progress, read_metrics
 from relinear.train.fit import TrainResult, fit, remove_checkpoints
 from relinear.train.optim import check_readout, scale_added_, scale_stock_, width_ratio
@@ -210,6 +210,8 @@ def train(
     settings = TrainSettings.load(settings)
     out_dir = Path(out_dir)
     check_ours(out_dir, "train")
+    if not resume:
+        check_loose(out_dir)
     if not resume and os.path.exists(settings.model) and out_dir.resolve() in Path(settings.model).resolve().parents:
         raise ValueError(f"{settings.model}, which the run starts from, would be discarded; give another directory")
     if resume and (ended := read_ended(settings, out_dir)) is not None:
