@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -72,12 +72,11 @@ def prepare_process(
     tune_allocator()
 
 
-def check_patterns(model: str, patterns: Iterable[str]) -> None:
+def check_patterns(model: str, patterns: Collection[str]) -> None:
     """Raise ValueError for what is no pattern, or a misspelt layer of a stock model, without making the model."""
     from relinear.models import model_folder, stock_type
     from relinear.surgery import patterns as rules
 
-    patterns = list(patterns)
     rules.check_patterns(patterns)
     rules.check_misspelt(patterns, stock_type(model_folder(model)))
 

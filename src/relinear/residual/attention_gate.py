@@ -89,12 +89,11 @@ class SDPAGate(AttachmentConfig):
         config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
         for block in _attentions(model):
             projection = _output_projection(block)
-            channels, width = linear_features(projection)[0], config.hidden_size
+            channels, width = linear_features(getattr(block.module, projection))[0], config.hidden_size
             gates = config.num_attention_heads if self.per == "head" else channels
             gate = _Gate(width, gates, channels, kw_like(block.module))
             add_part(block.module, _GATE, gate, block.module)
-            name = next(name for name in _OUTPUT_PROJECTIONS if getattr(block.module, name, None) is projection)
-            block.module.register_forward_pre_hook(_BeforeProjection(block.module, name).enter, with_kwargs=True)
+            block.module.register_forward_pre_hook(_BeforeProjection(block.module, projection).enter, with_kwargs=True)
 
 
 class _BeforeProjection(Junction):
@@ -118,11 +117,12 @@ def _attentions(model: nn.Module) -> list[SubBlock]:
     return [block for block in sub_blocks(model) if block.role == "attention"]
 
 
-def _output_projection(block: SubBlock) -> nn.Module:
+def _output_projection(block: SubBlock) -> str:
+    """Its name in the attention."""
     for name in _OUTPUT_PROJECTIONS:
         module = getattr(block.module, name, None)
         if isinstance(module, nn.Module) and is_linear(module):
-            return module
+            return name
     raise ValueError(
         f"layer {block.layer}: {type(block.module).__name__} has no linear output projection named "
         f"{' or '.join(_OUTPUT_PROJECTIONS)}"

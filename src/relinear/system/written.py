@@ -48,8 +48,8 @@ _STATE = (
     "plain",
 )
 _LINE = re.compile(r"(?:([0-9a-f]{32})  )?(.*)")
-#: how metrics begin, whose first line a full disk may have cut
-_FIRST_LINE = b'{"step": '
+#: how a row of metrics begins, which a full disk may have cut
+_ROW = b'{"step": '
 #: files of a run that say themselves what they are, and how
 _LOOSE = {"latent_moments.json": ('"latents"', '"decay"'), "block_losses.npy": ("NUMPY",)}
 #: files of a checkpoint without which there is none
@@ -248,8 +248,13 @@ def check_loose(folder: Path) -> None:
         if (folder / name).is_file() and not _says(folder / name, *signs):
             raise not_ours(folder / name)
     lines = (folder / "metrics.jsonl").read_bytes().splitlines() if (folder / "metrics.jsonl").is_file() else []
-    if not all(line.startswith(_FIRST_LINE) or _FIRST_LINE.startswith(line) for line in lines):
+    if not all(map(_begins_a_row, lines)):
         raise not_ours(folder / "metrics.jsonl")
+
+
+def _begins_a_row(line: bytes) -> bool:
+    """Whether it is of metrics, whole or cut."""
+    return _ROW.startswith(line[: len(_ROW)])
 
 
 def _holds_nothing(path: Path) -> bool:
@@ -257,7 +262,7 @@ def _holds_nothing(path: Path) -> bool:
     if path.is_dir():
         return all(is_temporary(inner) and inner.is_file() for inner in path.iterdir())
     begun = path.open("rb").read(1 << 12) if path.is_file() else b"\n"
-    return b"\n" not in begun and not begun.endswith(b"}") and _FIRST_LINE.startswith(begun[: len(_FIRST_LINE)])
+    return b"\n" not in begun and not begun.endswith(b"}") and _begins_a_row(begun)
 
 
 def is_saved(directory: Path) -> bool:

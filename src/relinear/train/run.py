@@ -212,8 +212,8 @@ def train(
     check_ours(out_dir, "train")
     if not resume:
         check_loose(out_dir)
-    if not resume and os.path.exists(settings.model) and out_dir.resolve() in Path(settings.model).resolve().parents:
-        raise ValueError(f"{settings.model}, which the run starts from, would be discarded; give another directory")
+        if os.path.exists(settings.model) and out_dir.resolve() in Path(settings.model).resolve().parents:
+            raise ValueError(f"{settings.model}, which the run starts from, would be discarded; give another directory")
     if resume and (ended := read_ended(settings, out_dir)) is not None:
         return ended
     first = is_first_rank()
