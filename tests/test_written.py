@@ -17,9 +17,9 @@ from relinear.compress.checksums import Streams
 from relinear.compress.work import check_directory
 from relinear.data.tokenizers import load_tokenizer
 from relinear.system import files
-from relinear.system.files import atomic_path, write_json, write_text
+from relinear.system.files import atomic_path, list_written, write_json, write_text
 from relinear.system.lock import only_process_in
-from relinear.system.written import _MARK_SAYS, check_ours, remove_written
+from relinear.system.written import _MARK_SAYS, check_ours, record_of, remove_written
 from relinear.train import fit, train
 from relinear.train.run import clear_run
 from relinear.train.settings import TrainSettings
@@ -407,3 +407,47 @@ def test_starting_over_removes_nothing_that_is_not_as_a_run_writes_it(tmp_path, 
     with pytest.raises(ValueError, match=rf"{name} would be replaced"):
         train(settings, "out", resume=False)
     assert snapshot(tmp_path / "out") == before
+
+
+def test_an_analysis_replaces_its_own_files_alone(saved, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    command = ["analyze", str(saved), "--data", str(FIXTURES / "text.txt"), "--only", "effective_rank", "--out", "out"]
+    command += ["--sequences", "2", "--length", "16"]
+    out = tmp_path / "out"
+    assert main(command) == main(command) == 0
+    (out / "gates-mine.png").write_text("mine")  # under none of its names
+    assert main(command) == 0
+    for name in ("effective_rank.png", "gates.png"):  # changed, and of nobody who is listed
+        before = (out / name).read_bytes() if (out / name).exists() else None
+        (out / name).write_text("mine")
+        there = snapshot(out)
+        capfd.readouterr()
+        assert main(command) == 2
+        assert f"{name} would be replaced" in capfd.readouterr().err
+        assert snapshot(out) == there
+        (out / name).write_bytes(before) if before else (out / name).unlink()
+    record = json.loads((out / "analyze.json").read_text())
+    assert {*record.pop("written")} == {f"effective_rank.{end}" for end in ("json", "png", "svg")}
+    write_json(out / "analyze.json", record)  # as a killed one leaves it, and earlier versions
+    (out / "effective_rank.json").write_text("cut")
+    assert main(command) == 0
+    assert (out / "gates-mine.png").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("work", "record", "name"),
+    [
+        ("atlas", '{"operators": [], "layers": {}}', "costs.png"),
+        ("bench", '{"settings": {}, "rows": []}', "bench.svg"),
+        ("coordinates", '{"base_width": 8}', "coordinates.png"),
+    ],
+)
+def test_a_record_lists_what_its_work_wrote(work, record, name, tmp_path):
+    (tmp_path / record_of(work)).write_text(record)
+    (tmp_path / name).write_text("figure")
+    check_ours(tmp_path, work)  # an earlier version's
+    list_written(tmp_path, work)
+    check_ours(tmp_path, work)
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ValueError, match=f"{name} would be replaced"):
+        check_ours(tmp_path, work)

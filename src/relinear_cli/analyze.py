@@ -69,9 +69,11 @@ def analyze_saved(
     from relinear.analysis.analyses import Subject, analyze, tokens_of
     from relinear.analysis.report import RECORD
     from relinear.core.vocabulary import check_length_fits, check_tokenizer_fits, most_positions
-    from relinear.system.files import write_json
+    from relinear.system.files import list_written, write_json
     from relinear.system.machine import circumstances
+    from relinear.system.written import check_ours
 
+    check_ours(out, "analyze")
     reader = load_model_tokenizer(model, tokenizer, separates=False)
     loaded = load_model(model) if loaded is None else loaded
     second = None if control is None else load_model(control)
@@ -91,7 +93,9 @@ def analyze_saved(
         print(f"{name} ...")
         write_json(out / RECORD, record | circumstances())
 
-    return analyze(subject, out, names, begin)
+    results = analyze(subject, out, names, begin)
+    list_written(out, "analyze")
+    return results
 
 
 def _name(path: str) -> str:

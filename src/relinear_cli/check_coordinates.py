@@ -35,7 +35,7 @@ def command(
     """
     from relinear.compare.coordinates import FILE, check_coordinates, coordinates_text, write_plot
     from relinear.compare.recipe import parse_overrides
-    from relinear.system.files import write_json
+    from relinear.system.files import list_written, write_json
     from relinear.system.machine import circumstances
     from relinear.system.written import check_ours
     from relinear.train.settings import TrainSettings
@@ -60,6 +60,7 @@ def command(
     found = check_coordinates(settings, sizes, steps=steps, seeds=drawn, on_progress=_told) | circumstances()
     write_json(out / FILE, found)
     write_plot(found, out)
+    list_written(out, "coordinates")
     print(coordinates_text(found))
     print(f"\nnumbers and figure: {out.resolve()}")
     print(f"report: {write_report_of([out])}")

@@ -24,7 +24,7 @@ from relinear.core.operator import OperatorConfig
 from relinear.core.settings import Settings, Threads
 from relinear.kernels.native.build import compiler, is_loaded
 from relinear.system.allocator import tune_allocator
-from relinear.system.files import read_json, write_json
+from relinear.system.files import list_written, read_json, write_json
 from relinear.system.machine import circumstances
 from relinear.system.written import check_ours
 
@@ -169,6 +169,7 @@ def run_bench(
     from relinear.bench.report import draw_layers
 
     draw_layers(result["rows"], out_dir / "bench")
+    list_written(out_dir, "bench")
     return result
 
 

@@ -26,10 +26,10 @@ from relinear.pages.drawn import save_panels
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series, colours
 from relinear.pages.page import write_page
 from relinear.pages.records import about, what_ran
-from relinear.system.files import read_json, write_json
+from relinear.system.files import list_written, read_json, write_json
 from relinear.system.lock import only_process_in
 from relinear.system.machine import circumstances
-from relinear.system.written import check_ours
+from relinear.system.written import LISTED, check_ours
 
 RECORD = "atlas.json"
 
@@ -152,7 +152,7 @@ def _begin(folder: Path, model: Any, menu: Sequence[OperatorConfig], settings: A
         there = read_json(path)
         if {key: there[key] for key in about} != about:
             raise ValueError(f"{path} is an atlas with other operators or settings; give another directory")
-        return there
+        return {key: value for key, value in there.items() if key != LISTED}
     return {"model": model_name(model), **about, **circumstances(), "layers": {}}
 
 
@@ -200,13 +200,15 @@ HALF = 0.5
 
 
 def write_atlas(record: Mapping[str, Any], out: str | Path) -> list[Path]:
-    """Write the figures and the page of ``record``, the values of atlas.json, into ``out``; return their paths."""
+    """Write ``record``, the values of atlas.json, its figures and its page into ``out``; return the paths of these."""
     folder = Path(out)
+    write_json(folder / RECORD, record)
     figures = [
         path
         for name, panels in (("costs", _costs(record)), ("cheapest", [_map(record)]))
         for path in save_panels(panels, folder / name)
     ]
+    list_written(folder, "atlas")
     return [*figures, write_page(folder / "report.html", [atlas_section(record)])]
 
 

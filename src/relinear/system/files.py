@@ -134,6 +134,13 @@ def kept_up(folder: Path) -> Iterator[None]:
         write_text(folder / MARK, written.as_mark(noted))
 
 
+def list_written(folder: str | Path, work: str) -> None:
+    """Have the record of a work that has ended list its files: of any other, or one that is changed, it is not ours."""
+    record, folder = Path(folder) / written.record_of(work), Path(folder)
+    parts = [part for part in written.parts_of(folder, work) if written.is_listed(part, work)]
+    write_json(record, read_json(record) | {written.LISTED: {part.name: written.digest_of(part) for part in parts}})
+
+
 def sync_files(directory: Path) -> None:
     """Have every file in ``directory`` on the disk: renaming is only all-or-nothing for data that has reached it."""
     for path in directory.rglob("*"):

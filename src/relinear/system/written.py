@@ -4,6 +4,7 @@ A file may be replaced where its folder carries the record of the work that writ
 is what the mark there notes. Anything else is somebody else's, and is refused by name before any work.
 """
 
+import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -54,6 +55,8 @@ _ROW = b'{"step": '
 _LOOSE = {"latent_moments.json": ('"latents"', '"decay"'), "block_losses.npy": ("NUMPY",)}
 #: files of a checkpoint without which there is none
 _WHOLE = {"config.json", "model.safetensors"}
+#: in a record: name -> digest of what its work wrote beside it
+LISTED = "written"
 #: between words of a record that all have to be there
 _AND = " & "
 _RUN = '"settings" & "accumulation" & "learning_rate" & "optimizer"'
@@ -81,7 +84,10 @@ _WORKS = {
         {"calibration/fingerprint.json": '"fingerprint"', "atlas.json": '"operators" & "layers"'},
         ("atlas.json", "calibration", "costs.*", "cheapest.*", _PAGE),
     ),
-    "analyze": _Work({"analyze.json": '"model"'}, ("analyze.json", *(f"{name}*" for name in _LOOKS), _PAGE)),
+    "analyze": _Work(
+        {"analyze.json": '"model"'},
+        ("analyze.json", *(f"{name}{end}" for name in _LOOKS for end in (".*", "_*")), _PAGE),
+    ),
     "bench": _Work({"bench.json": '"settings" & "rows"'}, ("bench.json", "bench.png", "bench.svg", _PAGE)),
     "models": _Work({"models.json": '"settings" & "rows"'}, ("models.json", _PAGE)),
     "coordinates": _Work({"coordinates.json": '"base_width"'}, ("coordinates.*", _PAGE)),
@@ -234,12 +240,36 @@ def check_ours(folder: str | Path, work: str) -> set[str]:
     noted = noted_in(folder) if MARK in _WORKS[work].records else {}
     free = replaceable(folder, work)
     changed = (noted.keys() | _WHOLE) - free - {CARD} if noted else set()
+    listed = _listed_in(folder, work)
     for path in parts_of(folder, work):
         if path.suffix in (".html", ".gguf"):
             check_signed(path)
-        elif path.name in changed or not (ours or _holds_nothing(path)):
+        elif path.name in changed or not (ours or _holds_nothing(path)) or _is_unlisted(path, work, listed):
             raise not_ours(path)
     return free
+
+
+def is_listed(path: Path, work: str) -> bool:
+    """Whether it is a file that a record lists: no record, nor a page, which says itself whose it is."""
+    return path.is_file() and path.suffix != ".html" and path.name not in _WORKS[work].records
+
+
+def _is_unlisted(path: Path, work: str, listed: Mapping[str, str]) -> bool:
+    """Whether a record lists files, and not this one as it is."""
+    return bool(listed) and is_listed(path, work) and digest_of(path) != listed.get(path.name)
+
+
+def record_of(work: str) -> str:
+    """Return the name of the record of a work that has one."""
+    return next(reversed(_WORKS[work].records))
+
+
+def _listed_in(folder: Path, work: str) -> dict[str, str]:
+    """What the record in ``folder`` lists; nothing where a process was killed since, or an earlier version wrote it."""
+    with suppress(OSError, ValueError, AttributeError, RecursionError):
+        listed = json.loads((folder / record_of(work)).read_text(encoding="utf-8")).get(LISTED)
+        return listed if isinstance(listed, dict) else {}
+    return {}
 
 
 def check_loose(folder: Path) -> None:
