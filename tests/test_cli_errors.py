@@ -126,7 +126,7 @@ CASES = {
     ),
     "out below a file": (
         ["train", "--data", "{text}", "--steps", "2", "--out", "{text}/below", *SMALL],
-        ["below", "Not a directory"],
+        ["is a file; give a directory"],
     ),
     "comparison below a file": (
         [
@@ -142,7 +142,7 @@ CASES = {
             "--set",
             "train.data.sequence_length=32",
         ],
-        ["below", "Not a directory"],
+        ["is a file; give a directory"],
     ),
     "NaN loss": (
         [
@@ -197,7 +197,7 @@ CASES = {
     ),
     "a value nested without end": (["inspect", "tiny", "--set", "hidden_size=" + 10_000 * "["], ["nested"]),
     "a number of 5,000 digits": (["inspect", "tiny", "--set", "vocab_size=" + 5_000 * "9"], ["--set", "digits"]),
-    "a pattern of 10,000 characters": (["inspect", "tiny", "-r", f"{10_000 * 'x'}=low_rank"], ["matches no module"]),
+    "a pattern of 10,000 characters": (["inspect", "tiny", "-r", f"{10_000 * 'x'}=low_rank"], ["more than 1,000 characters"]),
     "a model of 10,000 characters": (["inspect", 10_000 * "x"], ["directory"]),
     "a command of 10,000 characters": ([10_000 * "x"], ["No such command"]),
     "data of 10,000 characters": (["train", "--data", 10_000 * "x", "--out", "{out}"], ["File name too long"]),
@@ -488,6 +488,11 @@ MORE = {
     "explore nosuch": "unknown model 'nosuch'",
     "bench --operator hdpl:rank=0": "rank must be at least 1",
     "inspect tiny -r all-linear=low_rank:rank=0": "rank must be at least 1",
+    "train -r {long}=low_rank": "it has more than 1,000 characters",
+    "train --data {long}": "File name too long",
+    "train --out {long}": "File name too long",
+    "train --out {latin}/run": "latin.txt is a file; give a directory",
+    "compare --recipe /dev/null": "/dev/null must hold a mapping of settings",
 }
 
 
@@ -502,7 +507,7 @@ def test_wrong_input_is_refused_without_torch(table, saved, text, tmp_path):
     for name, change in {"cut": cut, "unknown": rename_operator}.items():
         (tmp_path / name).mkdir()
         places[name] = damaged(saved, tmp_path / name, change)
-    places["latin"] = tmp_path / "latin.txt"
+    places |= {"latin": tmp_path / "latin.txt", "long": "x" * 5_000}
     lines = [line.format(**places, others=tmp_path / "others").split() for line in table]
     program = (
         "import json, sys; from relinear_cli.main import main\n"

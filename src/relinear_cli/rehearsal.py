@@ -92,7 +92,7 @@ def _watch(event: str, args: tuple) -> None:
             mode = os.stat(path).st_mode
         except OSError:
             return
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # what is read from a pipe is gone
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode) and path != os.devnull:  # what is read from a pipe is gone
             raise _Unknown
     elif event.startswith(_EFFECTS) and event not in _HARMLESS:
         raise _Unknown

@@ -12,8 +12,8 @@ import regex  # transformers has it; unlike re it can be told when to stop
 from relinear.core.config import shown
 
 ALL_LINEAR = "all-linear"
-_PLAIN = re.compile(r"[\w.\-]+")
 _LONGEST = 1_000  # characters of a pattern
+_PLAIN = re.compile(rf"[\w.\-]{{1,{_LONGEST}}}")
 _REPEATS = 10_000  # least ones, of braces within braces
 _SECONDS = 1.0  # for one name
 #: types of models -> what the names of their linear layers end in

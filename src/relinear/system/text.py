@@ -6,8 +6,8 @@ from typing import Any
 
 
 def cut(text: str, most: int = 400) -> str:
-    """``text`` without its middle where it is longer than ``most`` characters."""
-    return text if len(text) <= most else f"{text[: most // 2]} [...] {text[-most // 2 :]}"
+    """``text`` without its middle where it is longer than ``most`` characters, which the rest is not."""
+    return text if len(text) <= most else f"{text[: most // 2 - 4]} [...] {text[4 - most // 2 :]}"
 
 
 def columns(rows: Sequence[Sequence[str]], left: int = 1) -> str:

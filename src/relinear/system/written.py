@@ -232,8 +232,9 @@ def check_ours(folder: str | Path, work: str) -> set[str]:
             that of ``explore``, "models" and "coordinates" for what is timed and checked.
     """
     folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; give a directory")
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise ValueError(f"{there} is a file; give a directory")
     if MARK in _WORKS[work].records:
         check_signed(folder / MARK)
     ours = is_saved(folder) if work == "saved" else is_ours(folder, work)
