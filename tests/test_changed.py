@@ -164,7 +164,7 @@ def test_marks_of_earlier_versions_go_by_names(lines, tmp_path):
 
 
 def test_an_export_that_was_changed_stays(tmp_path):
-    (tmp_path / "plan.json").write_text('{"layers": {}}')
+    (tmp_path / "plan.json").write_text('{"layers": {"q_proj": {"parameters_before": 4, "nats": 0.0}}}')
     relinear.save_pretrained(make_tiny_llama(), tmp_path / "plain")
     other_config(tmp_path / "plain")
     from relinear.compress.work import check_directory
@@ -222,7 +222,8 @@ def test_a_tokenizer_of_others_is_refused_before_the_work(command, tmp_path, mon
     monkeypatch.chdir(tmp_path / "work")
     record = {"train": "run.json", "distill": "distill.json", "specialize": ".nothing"}.get(command, "plan.json")
     folder = "plain" if "export" in command else "model"
-    values = {"settings": {}, "fingerprint": "", "layers": {}, "accumulation": 1, "learning_rate": 1, "optimizer": 1}
+    names = "settings fingerprint layers accumulation learning_rate optimizer parameters_before nats"
+    values = dict.fromkeys(names.split(), 1)
     write_json(Path(record), values | {"status": "running"})
     relinear.save_pretrained(make_tiny_llama(), folder)
     (Path(folder) / "tokenizer_config.json").write_text('{"mine": 1}')

@@ -247,11 +247,14 @@ def test_a_config_of_another_model_with_operators_takes_the_record_of_the_checkp
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)
 
 
-def test_a_config_by_a_name_and_one_that_quantizes_are_refused(saved, tmp_path):
+def test_a_config_by_a_name_is_read_and_one_that_quantizes_is_refused(saved, tmp_path):
     model, directory = saved
     own_config_of(model).save_pretrained(tmp_path / "config")
+    for config in (directory, str(directory), str(tmp_path / "config")):
+        loaded = LlamaForCausalLM.from_pretrained(directory, config=config)
+        assert torch.equal(loaded(IDS).logits, model(IDS).logits)
     with pytest.raises(ValueError, match="knows nothing"):
-        LlamaForCausalLM.from_pretrained(directory, config=str(tmp_path / "config"))
+        LlamaForCausalLM.from_pretrained(directory, config={"vocab_size": 8})
     quantizing = own_config_of(model, quantization_config=QuantoConfig(weights="int8"))
     with pytest.raises(ValueError, match=r"holds relinear operators.*torchao.*fold_"):
         AutoModelForCausalLM.from_pretrained(directory, config=quantizing)

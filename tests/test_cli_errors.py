@@ -197,7 +197,10 @@ CASES = {
     ),
     "a value nested without end": (["inspect", "tiny", "--set", "hidden_size=" + 10_000 * "["], ["nested"]),
     "a number of 5,000 digits": (["inspect", "tiny", "--set", "vocab_size=" + 5_000 * "9"], ["--set", "digits"]),
-    "a pattern of 10,000 characters": (["inspect", "tiny", "-r", f"{10_000 * 'x'}=low_rank"], ["more than 1,000 characters"]),
+    "a pattern of 10,000 characters": (
+        ["inspect", "tiny", "-r", f"{10_000 * 'x'}=low_rank"],
+        ["more than 1,000 characters"],
+    ),
     "a model of 10,000 characters": (["inspect", 10_000 * "x"], ["directory"]),
     "a command of 10,000 characters": ([10_000 * "x"], ["No such command"]),
     "data of 10,000 characters": (["train", "--data", 10_000 * "x", "--out", "{out}"], ["File name too long"]),

@@ -198,6 +198,10 @@ def test_a_full_disk_is_an_error_in_words(tmp_path, capfd, corpus):  # noqa: F81
 
 
 def test_what_libraries_say_of_a_full_disk():
+    said = "Error while serializing: I/O error: No space left on device (os error 28)"
+    with pytest.raises(OSError, match="No space left on device") as caught, writing("some/file"):
+        raise RuntimeError(said)
+    assert caught.value.errno == errno.ENOSPC
     with pytest.raises(OSError, match=r"No space left on device .*data/0") as caught, writing("some/file"):
         raise RuntimeError("[enforce fail at inline_container.cc:858] . PytorchStreamWriter failed writing file data/0")
     assert caught.value.errno == errno.ENOSPC

@@ -13,6 +13,7 @@ import torch
 from relinear.data import cache
 from relinear.explore import units
 from relinear.explore.subject import _usual_folder
+from relinear.kernels.first_check import check_folder
 from relinear.kernels.native import build
 from relinear.system import own
 from relinear.system.own import check_own, own_folder
@@ -93,6 +94,31 @@ def test_folders_that_are_made_are_open_to_nobody_else(tmp_path):
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "a", tmp_path / "a" / "b")} == {0o755}
+
+
+def test_tokens_under_a_permissive_umask_are_read_again(tmp_path):
+    def build(folder):
+        (folder / "part").mkdir()
+        (folder / "part" / "x").write_text("b")
+        return {"a": 1}
+
+    before = os.umask(0)
+    try:
+        found = [cache.cached(tmp_path / "mine", "tokens", "key", build) for _ in range(2)]
+    finally:
+        os.umask(before)
+    assert found[0] == found[1]
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    for name in ("RELINEAR_CACHE", "XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    for find in (cache.cache_folder, build.library_path, check_folder):
+        with pytest.raises(OSError, match="no home directory; set HOME, or RELINEAR_CACHE"):
+            find()
+    build._was_built.cache_clear()
+    assert build._was_built() is False
 
 
 def test_a_link_of_another_user_is_refused(pretend, tmp_path):

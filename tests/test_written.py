@@ -14,6 +14,7 @@ from conftest import make_tiny_llama
 from relinear.bench import run as bench
 from relinear.compare.run import _Comparison
 from relinear.compress.checksums import Streams
+from relinear.compress.plan import CompressPlan, LayerPlan
 from relinear.compress.work import check_directory
 from relinear.data.tokenizers import load_tokenizer
 from relinear.system import files
@@ -357,7 +358,7 @@ def test_a_run_of_another_program_is_not_ours(tmp_path, capsys, monkeypatch):
 
 
 def test_a_model_of_others_beside_a_compression_of_ours_stays(tmp_path):
-    (tmp_path / "plan.json").write_text('{"layers": {}}')
+    CompressPlan({"q_proj": LayerPlan(None, 4, 4, 0.0)}, 0).save(tmp_path / "plan.json")
     check_directory(tmp_path)
     (tmp_path / "model.gguf").write_bytes(b"GGUF of another program")
     with pytest.raises(ValueError, match=r"model\.gguf would be replaced, and belongs to something else"):
@@ -370,6 +371,41 @@ def test_a_model_of_others_beside_a_compression_of_ours_stays(tmp_path):
         check_directory(tmp_path)
     (tmp_path / "plain" / ".relinear").write_text(_MARK_SAYS)
     check_directory(tmp_path)
+
+
+def test_a_plan_that_was_edited_is_given_as_plan_or_stays(tmp_path):
+    path = tmp_path / "plan.json"
+    CompressPlan({"q_proj": LayerPlan(None, 4, 4, 0.0)}, 0).save(path)
+    check_directory(tmp_path)
+    write_json(path, json.loads(path.read_text()) | {"others": 1})
+    with pytest.raises(ValueError, match=r"plan\.json was edited, and would be replaced: give it as --plan"):
+        check_directory(tmp_path)
+    with pytest.raises(ValueError, match="was edited"):
+        check_directory(tmp_path, tmp_path / "another.json")
+    check_directory(tmp_path, path)
+
+
+@pytest.mark.parametrize(
+    ("work", "name", "theirs"),
+    [
+        ("compress", "speed.json", {"machine": "lathe"}),
+        ("compress", "plan.json", {"layers": [{"name": "ground floor"}], "title": "My house"}),
+        ("bench", "bench.json", {"settings": {}, "rows": [1]}),
+        ("models", "models.json", {"settings": {}, "rows": [1]}),
+        ("coordinates", "coordinates.json", {"base_width": 3}),
+        ("analyze", "analyze.json", {"model": "mine"}),
+        ("atlas", "atlas.json", {"title": "map", "operators": ["T-Mobile"], "layers": ["roads"]}),
+        ("sweep", "sweep.json", {"parameters": [1]}),
+    ],
+)
+def test_a_word_in_a_file_does_not_make_a_folder_ours(work, name, theirs, tmp_path):
+    write_json(tmp_path / name, theirs)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"mine": 1}')
+    with pytest.raises(ValueError, match=f"{name} would be replaced"):
+        check_ours(tmp_path, work)
+    with pytest.raises(ValueError, match=r"config\.json would be replaced"):
+        check_ours(tmp_path / "model", "saved")
 
 
 @pytest.mark.parametrize("begun", [b"", b'{"st', b'{"step": 1, "to'])
@@ -437,9 +473,9 @@ def test_an_analysis_replaces_its_own_files_alone(saved, tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     ("work", "record", "name"),
     [
-        ("atlas", '{"operators": [], "layers": {}}', "costs.png"),
-        ("bench", '{"settings": {}, "rows": []}', "bench.svg"),
-        ("coordinates", '{"base_width": 8}', "coordinates.png"),
+        ("atlas", '{"operators": [], "settings": {}, "layers": {}}', "costs.png"),
+        ("bench", '{"settings": {}, "rows": [{"contender": "hdpl"}]}', "bench.svg"),
+        ("coordinates", '{"base_width": 8, "parametrizations": {}}', "coordinates.png"),
     ],
 )
 def test_a_record_lists_what_its_work_wrote(work, record, name, tmp_path):

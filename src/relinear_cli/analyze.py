@@ -89,11 +89,10 @@ def analyze_saved(
     asked = {"data": text.data.data, "sequences": len(tokens), "length": text.length}
     record = {"model": model, "control": control} | asked
 
-    def begin(name: str) -> None:
-        print(f"{name} ...")
+    def note(name: str) -> None:
         write_json(out / RECORD, record | circumstances())
 
-    results = analyze(subject, out, names, begin)
+    results = analyze(subject, out, names, lambda name: print(f"{name} ..."), note)
     list_written(out, "analyze")
     return results
 

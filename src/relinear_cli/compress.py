@@ -61,7 +61,7 @@ def command(
 
     settings = CompressSettings.load(given, "settings")
     corpora, judges = _corpora(data, evaluate_on or [], split, text_column)
-    check_directory(out)
+    check_directory(out, plan)
     if plan is not None:
         read_layers(plan)
     table = None if speed_table is None else SpeedTable.load(speed_table)

@@ -92,9 +92,15 @@ def analysis(name: str) -> Any:
 
 
 def analyze(
-    subject: Subject, out: Path, only: Sequence[str] = (), on_start: Callable[[str], None] = lambda name: None
+    subject: Subject,
+    out: Path,
+    only: Sequence[str] = (),
+    on_start: Callable[[str], None] = lambda name: None,
+    on_result: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Result]:
     """Run the analyses that apply to the model, or those in ``only``; write ``NAME.json`` and the figures into ``out``.
+
+    ``on_start`` is called before each, ``on_result`` before it is written.
 
     Raises:
         ValueError: for an unknown name, or if none applies.
@@ -109,6 +115,7 @@ def analyze(
     for name, module in chosen.items():
         on_start(name)
         results[name] = result = module.run(subject)
+        on_result(name)
         write_json(out / f"{name}.json", result.numbers)
         charts = [block for block in module.blocks(result.numbers) if isinstance(block, Chart) and block.panel]
         for stem in dict.fromkeys(chart.stem for chart in charts):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, field_validator
 from torch import nn
 
 from relinear.bench.operators import Mode
@@ -16,7 +16,7 @@ from relinear.compare.speed import training_step
 from relinear.core.config import nearest, shown
 from relinear.core.inference import for_inference_
 from relinear.core.operator import OperatorConfig
-from relinear.core.settings import Settings, Threads
+from relinear.core.settings import PositiveInt, Settings, Threads
 from relinear.models import from_preset, preset_names
 from relinear.surgery.plan import replace_
 from relinear.system.files import write_json

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import torch
-from pydantic import AfterValidator, Field, PositiveInt
+from pydantic import AfterValidator, Field
 
 from relinear.bench.operators import DENSE, Mode, Pass, bench_case, cases, measure_roofline, phase_of
 from relinear.bench.peers import PEERS
 from relinear.core.config import environment as environment_of_kinds
 from relinear.core.operator import OperatorConfig
-from relinear.core.settings import Settings, Threads
+from relinear.core.settings import PositiveInt, Settings, Threads
 from relinear.kernels.native.build import compiler, is_loaded
 from relinear.system.allocator import tune_allocator
 from relinear.system.files import list_written, read_json, write_json

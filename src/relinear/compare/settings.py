@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, model_validator
 
 from relinear.compare.recipe import apply_overrides, read_yaml
 from relinear.core.config import nearest, parse_setting
-from relinear.core.settings import Different, Patterns, Seed, Settings
+from relinear.core.settings import Different, Patterns, PositiveInt, Seed, Settings
 from relinear.system.student import seeds_needed
 from relinear.train.settings import TrainSettings
 

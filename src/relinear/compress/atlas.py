@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 from torch import nn
 
 from relinear.compress.budget import size_of
@@ -20,13 +20,13 @@ from relinear.core.config import shown
 from relinear.core.modes import evaluating
 from relinear.core.moments import Moments
 from relinear.core.operator import NotLinearError, OperatorConfig, dense_weight, linear_features
-from relinear.core.settings import Settings
+from relinear.core.settings import PositiveInt, Settings
 from relinear.pages.blocks import Block, Cell, Chart, Row, Section, Table, Text
 from relinear.pages.drawn import save_panels
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series, colours
 from relinear.pages.page import write_page
 from relinear.pages.records import about, what_ran
-from relinear.system.files import list_written, read_json, write_json
+from relinear.system.files import list_written, read_json, understood, write_json
 from relinear.system.lock import only_process_in
 from relinear.system.machine import circumstances
 from relinear.system.written import LISTED, check_ours
@@ -149,8 +149,10 @@ def _begin(folder: Path, model: Any, menu: Sequence[OperatorConfig], settings: A
     about = json.loads(json.dumps(values))  # as it is read again
     path = folder / RECORD
     if path.is_file():
-        there = read_json(path)
-        if {key: there[key] for key in about} != about:
+        with understood(path, "no record of an atlas", "give another directory"):
+            there = read_json(path)
+            same = {key: there[key] for key in about} == about and isinstance(there["layers"], dict)
+        if not same:
             raise ValueError(f"{path} is an atlas with other operators or settings; give another directory")
         return {key: value for key, value in there.items() if key != LISTED}
     return {"model": model_name(model), **about, **circumstances(), "layers": {}}

@@ -113,6 +113,14 @@ def write_record(path: str | Path, values: Mapping[str, Any]) -> None:
     write_json(path, dict(values) | {_CHECKSUM: _digest(json.loads(json.dumps(dict(values))), {})})
 
 
+def is_edited(path: Path) -> bool:
+    """Whether ``path`` holds what ``write_record`` wrote, and somebody has changed since."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        values = dict(read_json(path))
+        return values.pop(_CHECKSUM, None) not in (None, _digest(values, {}))
+    return False
+
+
 def read_record(path: str | Path) -> dict[str, Any]:
     """Return what ``write_record`` wrote. Raises ValueError, which names the file, if it is missing or changed."""
     path = Path(path)

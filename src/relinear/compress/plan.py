@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from relinear.compress.budget import Budget, Candidate, Choices, allocate, best_uniform, size_of
 from relinear.compress.calibrate import Calibration
+from relinear.compress.checksums import write_record
 from relinear.compress.in_order import fit_operator
 from relinear.compress.layerwise import LayerByLayer
 from relinear.compress.work import Work
@@ -118,7 +119,7 @@ class CompressPlan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, atomically."""
-        write_json(path, {"format": FORMAT, "others": self.others, "layers": self.rows})
+        write_record(path, {"format": FORMAT, "others": self.others, "layers": self.rows})
 
     @classmethod
     def load(cls, path: str | Path, model: Any) -> CompressPlan:

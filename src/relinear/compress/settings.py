@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from relinear.core.operator import OperatorConfig
-from relinear.core.settings import Seed, Settings
+from relinear.core.settings import Batch, Seed, Settings
 from relinear.distill.settings import check_whole_blocks
 
 #: of which one is given
@@ -86,13 +86,13 @@ class CompressSettings(Settings):
     keep: float | None = Field(default=None, gt=0, lt=1)
     budget_of: Literal["layers", "model", "bytes", "flops"] = "layers"
     bits: float | None = Field(default=None, gt=0, lt=16)
-    speed: float | None = Field(default=None, gt=1)
+    speed: float | None = Field(default=None, gt=1, le=1000)
     speed_for: Literal["decode", "prefill"] = "decode"
-    speed_batch: int = Field(default=1, ge=1)
+    speed_batch: Batch = 1
     allow_slower: bool = False
-    tokens: int = Field(default=32768, ge=2)
+    tokens: int = Field(default=32768, ge=2, le=10**12)
     sequence_length: int = Field(default=512, ge=2)
-    batch_size: int = Field(default=2, ge=1)
+    batch_size: Batch = 2
     fisher: bool = True
     menu: tuple[str, ...] = ("pivoted_low_rank",)
     embedding: str | None = None
@@ -106,7 +106,7 @@ class CompressSettings(Settings):
     heal: Literal["operators", "all", "lora"] = "operators"
     heal_held_out_tokens: int = Field(default=8192, ge=2)
     heal_learning_rate: float | None = Field(default=None, gt=0)
-    heal_batch: int = Field(default=4, ge=1)
+    heal_batch: Batch = 4
     heal_rank: int = Field(default=16, ge=1)
     measured_points: int = Field(default=0, ge=0, le=20)
     evaluate: bool = True

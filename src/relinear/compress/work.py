@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from relinear.compress.budget import saved_bytes
 from relinear.compress.calibrate import Calibration, calibrate
+from relinear.compress.checksums import is_edited
 from relinear.compress.settings import CompressSettings
 from relinear.core.anatomy import layer_finder
 from relinear.core.operator import Operator, OperatorConfig, linear_features
@@ -125,12 +126,15 @@ def linear_layers(
     return left
 
 
-def check_directory(folder: Path) -> None:
-    """Raise ValueError if ``folder`` is no directory, or one of other work."""
+def check_directory(folder: Path, plan: str | Path | None = None) -> None:
+    """Raise ValueError if ``folder`` is no directory, one of other work, or has an edited plan that is not ``plan``."""
     found = next((name for name in OTHERS if (folder / name).exists()), None)
     if found is not None:
         raise ValueError(f"{folder} holds other work ({found}): give a directory of its own")
     check_ours(folder, "compress")
+    there = folder / "plan.json"
+    if is_edited(there) and (plan is None or Path(plan).resolve() != there.resolve()):
+        raise ValueError(f"{there} was edited, and would be replaced: give it as --plan {there}, or move it away")
     for name in ("plain", "compressed-tensors"):  # an export that is no longer true goes, another program's model stays
         check_ours(folder / name, "saved")
 

@@ -11,6 +11,8 @@ from relinear.system.text import cut, requirement
 
 #: of random numbers: NumPy takes 32 bits
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
+#: more is a slip
+PositiveInt = Annotated[int, Field(gt=0, le=10**12)]
 #: in sequences; more ends in no memory, without a word
 Batch = Annotated[int, Field(gt=0, le=2**20)]
 #: of a CPU; a million end the process, without a word

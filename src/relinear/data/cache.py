@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from relinear.system.files import read_json, write_json, writing
-from relinear.system.own import check_all_own, own_folder
+from relinear.system.own import check_all_own, close_to_others, own_folder, user_cache
 
 #: part of every key: raise it when the meaning of cached files changes
 FORMAT = 1
@@ -25,7 +25,7 @@ _CHECKED_BLOCKS = 256
 
 def cache_folder(setting: Path | None = None) -> Path:
     """``setting``, else ``$RELINEAR_CACHE``, else ``~/.cache/relinear``."""
-    return Path(setting or os.environ.get("RELINEAR_CACHE") or Path.home() / ".cache" / "relinear").expanduser()
+    return Path(setting or os.environ.get("RELINEAR_CACHE") or user_cache() / "relinear").expanduser()
 
 
 def digest(value: Any) -> str:
@@ -104,7 +104,7 @@ def _build(folder: Path, key: Any, build: Callable[[Path], dict[str, Any]]) -> d
             if path.is_file()
         }
         write_json(temporary / _MANIFEST, {"key": key, "files": files, "value": value})
-        temporary.chmod(0o755)
+        close_to_others(temporary)
         shutil.rmtree(folder, ignore_errors=True)  # what is there was found damaged
         temporary.rename(folder)
     finally:

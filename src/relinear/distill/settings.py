@@ -61,7 +61,7 @@ class DistillSettings(Settings):
     sequence_length: int = Field(default=256, ge=2)
     record_batch: int = Field(default=8, ge=1)
     batch_size: int = Field(default=256, ge=1)
-    epochs: int = Field(default=1, ge=1)
+    epochs: int = Field(default=1, ge=1, le=10**6)
     learning_rate: float = Field(default=0.01, gt=0)
     loss: Literal["mse", "cosine", "kl"] = "mse"
     target: Literal["layer", "original"] = "layer"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from relinear.system.files import read_json, write_json
-from relinear.system.own import check_own
+from relinear.system.own import check_own, user_cache
 
 #: largest relative error of results and gradients in the Frobenius norm; some gradients are sums that cancel
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -29,7 +29,7 @@ _lock = threading.Lock()
 
 def check_folder() -> Path:
     """Return where verdicts are kept: ``kernels`` in RELINEAR_CACHE, by default ``~/.cache/relinear``."""
-    return Path(os.environ.get("RELINEAR_CACHE") or Path.home() / ".cache" / "relinear") / "kernels"
+    return Path(os.environ.get("RELINEAR_CACHE") or user_cache() / "relinear") / "kernels"
 
 
 def forget() -> None:

@@ -6,6 +6,7 @@ Each leaves alone whatever has no operators: a config without our record goes st
 import copy
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import is_peft_available
@@ -203,6 +204,8 @@ def _from_config(original: Any, cls: Any, config: Any, /, **kwargs: Any) -> Any:
 def _from_pretrained(original: Any, cls: Any, name: Any, /, *args: Any, config: Any = None, **kwargs: Any) -> Any:
     """The record is the checkpoint's, whatever config the caller brings: its operators' weights fit nothing else."""
     stored = None if config is None else _stored_record(name, kwargs)
+    if stored is not None and isinstance(config, str | os.PathLike):
+        config = AutoConfig.from_pretrained(config)
     if stored is None or stored == config_record(config):
         return original(cls, name, *args, config=config, **kwargs)
     if not isinstance(config, PreTrainedConfig):

@@ -239,7 +239,8 @@ def writing(path: str | Path) -> Iterator[None]:
         said = " ".join(map(str, causes))
         if not any(words in said for words in _UNWRITTEN) and all(type(e).__module__ != "sqlite3" for e in causes):
             raise
-        number = errno.EIO if re.search("I/O error|Input/output", said) else errno.ENOSPC
+        failing = re.search("I/O error|Input/output", said) and "No space left" not in said
+        number = errno.EIO if failing else errno.ENOSPC
         raise OSError(number, f"{os.strerror(number)} ({' '.join(str(error).split())[:200]})", str(path)) from error
 
 

@@ -45,6 +45,21 @@ def own_folder(folder: str | Path) -> Path:
     return check_own(folder)
 
 
+def close_to_others(folder: Path) -> None:
+    """Let nobody else write to ``folder`` or what is in it, as the umask may: ``check_all_own`` would refuse it."""
+    for part in (folder, *folder.rglob("*")):
+        part.chmod(0o755 if part.is_dir() else 0o644)
+
+
+def user_cache() -> Path:
+    """Return ``~/.cache``. Raises FileNotFoundError for a user without a home, as in containers."""
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:
+        advice = "this user has no home directory; set HOME, or RELINEAR_CACHE and XDG_CACHE_HOME"
+        raise FileNotFoundError(errno.ENOENT, advice, "~/.cache") from None
+
+
 def user_name(number: int) -> str:
     """The name of a user, or else the number."""
     with contextlib.suppress(ImportError, KeyError):

@@ -60,6 +60,7 @@ LISTED = "written"
 #: between words of a record that all have to be there
 _AND = " & "
 _RUN = '"settings" & "accumulation" & "learning_rate" & "optimizer"'
+_PLAN = '"layers" & "parameters_before" & "nats"'
 _WORKS = {
     "saved": _Work({MARK: _MARK_SAYS, "config.json": '"relinear'}, _CHECKPOINT),
     "streams": _Work({MARK: _MARK_SAYS}, ()),
@@ -67,30 +68,32 @@ _WORKS = {
     "fit": _Work({"metrics.jsonl": '"step" & "tokens"', "run.json": _RUN}, _FIT),
     "train": _Work({"run.json": _RUN}, ("run.json", "model", *_FIT)),
     "compare": _Work({"run.json": '"recipe" & "entries"'}, (*_RUNS, "plots", _PAGE)),
-    "sweep": _Work({"sweep.json": '"parameters"'}, ("sweep.json", "trials", "optuna.db", "optuna.journal")),
+    "sweep": _Work({"sweep.json": '"parameters" & "trials"'}, ("sweep.json", "trials", "optuna.db", "optuna.journal")),
     "distill": _Work(
         {"distill.json": '"settings" & "fingerprint"'}, ("distill.json", "layers", "model", "report.json", _PAGE)
     ),
     "compress": _Work(
         {
             "calibration/fingerprint.json": '"fingerprint"',
-            "plan.json": '"layers"',
-            "proposed-plan.json": '"layers"',
-            "speed.json": '"machine"',
+            "plan.json": _PLAN,
+            "proposed-plan.json": _PLAN,
+            "speed.json": '"machine" & "conditions" & "rows"',
         },
         (*_STATE, "model", "model.gguf", "report.json", _PAGE),
     ),
     "atlas": _Work(
-        {"calibration/fingerprint.json": '"fingerprint"', "atlas.json": '"operators" & "layers"'},
+        {"calibration/fingerprint.json": '"fingerprint"', "atlas.json": '"operators" & "settings" & "layers"'},
         ("atlas.json", "calibration", "costs.*", "cheapest.*", _PAGE),
     ),
     "analyze": _Work(
-        {"analyze.json": '"model"'},
+        {"analyze.json": '"model" & "control" & "sequences"'},
         ("analyze.json", *(f"{name}{end}" for name in _LOOKS for end in (".*", "_*")), _PAGE),
     ),
-    "bench": _Work({"bench.json": '"settings" & "rows"'}, ("bench.json", "bench.png", "bench.svg", _PAGE)),
-    "models": _Work({"models.json": '"settings" & "rows"'}, ("models.json", _PAGE)),
-    "coordinates": _Work({"coordinates.json": '"base_width"'}, ("coordinates.*", _PAGE)),
+    "bench": _Work(
+        {"bench.json": '"settings" & "rows" & "contender"'}, ("bench.json", "bench.png", "bench.svg", _PAGE)
+    ),
+    "models": _Work({"models.json": '"settings" & "rows" & "variant"'}, ("models.json", _PAGE)),
+    "coordinates": _Work({"coordinates.json": '"base_width" & "parametrizations"'}, ("coordinates.*", _PAGE)),
 }
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import Config, shown
 from relinear.core.objective import ObjectiveConfig
 from relinear.core.operator import OperatorConfig
-from relinear.core.settings import Batch, Patterns, Seed, Settings, Threads
+from relinear.core.settings import Batch, Patterns, PositiveInt, Seed, Settings, Threads
 from relinear.data import DataSettings
 
 Schedule = Literal["onecycle", "cosine", "noam", "constant"]

@@ -19,7 +19,7 @@ import torch
 from relinear.kernels.forms import meant
 from relinear.system.files import fingerprint
 from relinear.system.machine import cpu_features
-from relinear.system.own import check_own, own_folder
+from relinear.system.own import check_own, own_folder, user_cache
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
@@ -91,7 +91,7 @@ def library_path() -> Path:
 
     On disk the hash of the library stands behind it (``_hashed``).
     """
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = os.environ.get("XDG_CACHE_HOME") or user_cache()
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions"
     texts = [path.read_text(encoding="utf-8") for path in (*SOURCES, *HEADERS)]
     depends = [
