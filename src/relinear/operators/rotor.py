@@ -195,7 +195,8 @@ class RotorLinear(Operator):
     def _rotors(self, x: Tensor) -> Sequence[tuple[Tensor, Tensor] | None]:
         """Those of every stage, from one batch; None where stages know theirs or compute them in another way."""
         sums = self._sums()
-        kept = not self.entry.exponentiates or self.entry.cache_for(x) is not None
+        elsewhere = self.entry.left.is_meta  # offloaded: each stage has its own for as long as it runs
+        kept = elsewhere or not self.entry.exponentiates or self.entry.cache_for(x) is not None
         return [None] * len(sums) if kept else exponentials(sums)
 
     def _without_bias(self, x: Tensor) -> Tensor:
