@@ -1,5 +1,7 @@
 """What relinear did not write stays: every command and function refuses to replace it, by name, before any work."""
 
+import errno
+import io
 import json
 import os
 import shutil
@@ -20,7 +22,7 @@ from relinear.data.tokenizers import load_tokenizer
 from relinear.system import files
 from relinear.system.files import atomic_path, list_written, write_json, write_text
 from relinear.system.lock import only_process_in
-from relinear.system.written import _MARK_SAYS, check_ours, record_of, remove_written
+from relinear.system.written import _MARK_SAYS, check_ours, digest_of, record_of, remove_written
 from relinear.train import fit, train
 from relinear.train.run import clear_run
 from relinear.train.settings import TrainSettings
@@ -487,3 +489,16 @@ def test_a_record_lists_what_its_work_wrote(work, record, name, tmp_path):
     (tmp_path / name).write_text("mine")
     with pytest.raises(ValueError, match=f"{name} would be replaced"):
         check_ours(tmp_path, work)
+
+
+def test_a_mark_that_a_failing_disk_does_not_give_is_named(tmp_path, monkeypatch):
+    (tmp_path / ".relinear").write_text(_MARK_SAYS)
+
+    class Failing(io.BytesIO):
+        def read(self, size=-1):
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "open", lambda path, *arguments, **how: Failing())
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        digest_of(tmp_path / ".relinear")
+    assert caught.value.filename == str(tmp_path / ".relinear")

@@ -240,19 +240,28 @@ class _Kept:
     def _locks(self) -> list[tuple[int, int, int, int]]:
         """(descriptor, kind, start, length) of the records that this process has locked: a child has them not."""
         found = []
+        self.flocks: list[int] = []  # belong to an open file, which a child shares
         inodes = {os.fstat(number).st_ino: number for number in self.places}
         for line in Path("/proc/locks").read_text().splitlines():
             words = line.split()
             inode = int(words[5].rpartition(":")[2]) if len(words) == 8 else 0
-            if words[1] == "POSIX" and words[4] == str(os.getpid()) and inode in inodes:
+            if words[1] == "FLOCK" and words[4] == str(os.getpid()) and inode in inodes:
+                self.flocks.append(inodes[inode])
+            elif words[1] == "POSIX" and words[4] == str(os.getpid()) and inode in inodes:
                 start = int(words[6])
                 length = 0 if words[7] == "EOF" else int(words[7]) - start + 1
                 kind = fcntl.LOCK_EX if words[3] == "WRITE" else fcntl.LOCK_SH
                 found.append((inodes[inode], kind, start, length))
         return found
 
-    def lock(self, locked: bool) -> None:
-        """Lock these records, or let go of them."""
+    def lock(self, locked: bool, opened: bool = False) -> None:
+        """Lock these records, or let go of them; in a child by files that it has ``opened`` itself."""
+        for number in self.flocks:
+            if opened:
+                own = os.open(f"/proc/self/fd/{number}", fcntl.fcntl(number, fcntl.F_GETFL))
+                os.dup2(own, number, inheritable=False)
+                os.close(own)
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB if locked else fcntl.LOCK_UN)
         for number, kind, start, length in self.locks:
             fcntl.lockf(number, kind | fcntl.LOCK_NB if locked else fcntl.LOCK_UN, length, start)
 
@@ -305,7 +314,7 @@ class _Each:
             kept.lock(False)
             child = os.fork()
             if not child:
-                kept.lock(True)
+                kept.lock(True, opened=True)
                 os.dup2(told.fileno(), 2)
                 signal.alarm(_PATIENCE)
                 return 1

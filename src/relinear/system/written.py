@@ -113,7 +113,7 @@ def signed_card(text: str) -> str:
 def is_own_card(card: Path | str) -> bool:
     """Whether a model card, a file or its text, is as relinear wrote it; one that somebody added to is theirs."""
     if isinstance(card, Path):
-        card = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+        card = _read(card).decode("utf-8", "replace")
     line = _CARD_LINE.search(card)
     return line is not None and line[1] in (None, _short_digest(card.replace(line[0], CARD_LINE)))
 
@@ -132,10 +132,25 @@ def digest_of(path: Path) -> str:
         inside = {str(part.relative_to(path)): {digest_of(part)} for part in path.rglob("*") if part.is_file()}
         digest.update(_as_text(inside).encode())
     elif path.is_file():
-        with path.open("rb") as file:
-            while part := file.read(1 << 20):
-                digest.update(part)
+        for part in _parts_in(path, 1 << 20):
+            digest.update(part)
     return digest.hexdigest()
+
+
+def _parts_in(path: Path, size: int) -> Iterator[bytes]:
+    """Yield what is in a file, so many bytes at a time; what is raised where it cannot be read has its name."""
+    try:
+        with path.open("rb") as file:
+            while part := file.read(size):
+                yield part
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def _read(path: Path, most: int = -1) -> bytes:
+    """What is in a file, or its beginning; nothing where there is none."""
+    return next(_parts_in(path, most), b"") if path.is_file() else b""
 
 
 def sign(folder: Path, over: Path, work: str, ours: set[str]) -> str:
@@ -174,7 +189,7 @@ def _as_text(noted: Mapping[str, set[str]]) -> str:
 def noted_in(folder: Path) -> dict[str, set[str]]:
     """Return what the mark in ``folder`` lists: by name which contents are relinear's, "" for whatever is there."""
     ours, noted = _says(folder / MARK, _MARK_SAYS), dict[str, set[str]]()
-    lines = (folder / MARK).read_text(encoding="utf-8", errors="replace").splitlines() if ours else []
+    lines = _read(folder / MARK).decode("utf-8", "replace").splitlines() if ours else []
     for digest, name in (match.groups("") for line in lines[1:] if (match := _LINE.fullmatch(line))):
         if name == Path(name).name and name != "..":  # nothing outside of the folder
             noted.setdefault(name, set()).add(digest)
@@ -281,8 +296,7 @@ def check_loose(folder: Path) -> None:
     for name, signs in _LOOSE.items():
         if (folder / name).is_file() and not _says(folder / name, *signs):
             raise not_ours(folder / name)
-    lines = (folder / "metrics.jsonl").read_bytes().splitlines() if (folder / "metrics.jsonl").is_file() else []
-    if not all(map(_begins_a_row, lines)):
+    if not all(map(_begins_a_row, _read(folder / "metrics.jsonl").splitlines())):
         raise not_ours(folder / "metrics.jsonl")
 
 
@@ -295,8 +309,8 @@ def _holds_nothing(path: Path) -> bool:
     """Whether it is empty or holds nothing whole: what a process leaves that is killed before its first record."""
     if path.is_dir():
         return all(is_temporary(inner) and inner.is_file() for inner in path.iterdir())
-    begun = path.open("rb").read(1 << 12) if path.is_file() else b"\n"
-    return b"\n" not in begun and not begun.endswith(b"}") and _begins_a_row(begun)
+    begun = _read(path, 1 << 12)
+    return path.is_file() and b"\n" not in begun and not begun.endswith(b"}") and _begins_a_row(begun)
 
 
 def is_saved(directory: Path) -> bool:
@@ -320,8 +334,7 @@ def not_ours(path: Path) -> ValueError:
 
 def _says(path: Path, *words: str) -> bool:
     """Whether it is a file that holds each of these words near its start, as records do."""
-    try:
-        text = path.open("rb").read(1 << 20).decode("utf-8", "replace") if path.is_file() else None
-    except OSError:
-        return False
-    return text is not None and all(word in text for word in words)
+    text = ""
+    with suppress(OSError):
+        text = _read(path, 1 << 20).decode("utf-8", "replace")
+    return bool(text) and all(word in text for word in words)
