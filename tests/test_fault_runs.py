@@ -17,6 +17,7 @@ from relinear.compare.sharing import alone_at
 from relinear.compare.sweep import parse_parameter, sweep
 from relinear.data.packing import PackedDataset
 from relinear.system.files import atomic_path, read_json, writing
+from relinear.system.lock import only_process_in
 from relinear.train.fit import remove_checkpoints
 from relinear_cli.main import main
 
@@ -138,3 +139,13 @@ def test_a_table_on_a_full_disk_is_an_error_in_words(tmp_path, monkeypatch, capf
     arguments = ["sweep", "-p", "learning_rate=0.1,0.2", "--data", str(tmp_path / "text.txt"), "--share"]
     assert main([*arguments, "--out", str(tmp_path / "out")]) == 2
     assert f"error: {tmp_path / 'out' / 'sweep.json'}: No space left" in capfd.readouterr().err
+
+
+def test_a_lock_whose_file_cannot_be_removed_is_free(tmp_path, monkeypatch):
+    def fail(path, missing_ok=False):
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    for _ in range(2):  # a handle that stayed open would hold it against this process
+        with only_process_in(tmp_path / "out", 0.1, required=True):
+            pass

@@ -43,7 +43,7 @@ TRAIN = {
     **{"steps": 2, "batch_size": 2, "save_every": 1, "log_every": 1, "dtype": "float32", "threads": 1, "device": "cpu"},
 }
 #: seconds that a command may take
-_PATIENCE = 600
+_PATIENCE = 120
 SPEED = {"speed": {"seconds": 0}}
 
 
@@ -181,6 +181,8 @@ def _command(folder: Path, arguments: list[str], number: int = 0, kind: int = 0,
     shim.faults_failed.restype = shim.faults_noted.restype = ctypes.c_char_p
     before = set(sys.modules)
     shim.faults_each(each)
+    if each is None:
+        signal.alarm(_PATIENCE)
     _armed(shim, folder, number, kind)
     code = main(arguments)
     calls, failed = shim.faults_noted().decode().splitlines(), shim.faults_failed().decode()

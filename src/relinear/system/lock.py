@@ -57,7 +57,8 @@ def only_process_in(
         yield directory
     finally:
         if _is_last(handle, fcntl):
-            path.unlink(missing_ok=True)  # while it is still held: see _is_at
+            with contextlib.suppress(OSError):  # what stays there is held by nobody
+                path.unlink()  # while it is still held: see _is_at
         os.close(handle)
         for folder in made:
             with contextlib.suppress(OSError):  # not empty: it is in use
