@@ -5,13 +5,13 @@ runs, ended or not.
     python results/unfinished.py results/FOLDER/runs.json runs/LATER ... > new.json
     python results/unfinished.py results/FOLDER/runs.json --figure results/FOLDER/budgets
 
-The second adds later runs to a record whose own runs are gone. Of a comparison with several budgets those that ended
-are in ``budgets``, the last with the entries that had all their runs, and all else is of the last; the third draws the
-gaps of entries that have all. Final runs of later ones, with the same data and budget, join its own;
-where both have a run the later one stands. Gaps are to REFERENCE: between the best tuning runs of two entries, between
-final runs that ended (of runs whose losses of blocks are gone the mean alone), and, of a run that did not end, between
-the training losses of both on the same batches, over the last tenth of its steps. Beside them stands what counting
-n-grams comes to on as many tokens.
+The second adds later runs, final ones and those on the tuning's seed, to a record whose own runs are gone. Of a
+comparison with several budgets those that ended are in ``budgets``, the last with the entries that had all their runs,
+and all else is of the last; the third draws the gaps of entries that have all. Final runs of later ones, with the same
+data and budget, join its own; where both have a run the later one stands. Gaps are to REFERENCE: between the best
+tuning runs of two entries, between final runs that ended, and, of a run that did not end, between the training losses
+of both on the same batches, over the last tenth of its steps. Beside them stands what counting n-grams comes to on as
+many tokens.
 """
 
 from __future__ import annotations
@@ -212,23 +212,31 @@ def draw(found: dict[str, Any], stem: str) -> None:
 
 
 def added(found: dict[str, Any], later: list[Path]) -> dict[str, Any]:
-    """A record with the final runs of later comparisons in it."""
+    """A record with the final runs of later comparisons in it, and, of entries NAME-..., those on the tuning's seed."""
     reference = found["runs"][found["reference"]]
+    tuning_seed = (found["recipe"].get("tune") or {}).get("seed")
     for one in later:
         command = read_json(one / "run.json")["command"]
         check_budget(found, place_of(one))
         found["later"] = [*(known for known in found["later"] if known != command), command]
         for run in sorted((place_of(one) / "runs").glob("*/*/run.json")):
-            name = run.parents[1].name
+            name, row = run.parents[1].name, told(run.parent)
+            if row["seed"] == tuning_seed:
+                tried = found["tuning"][max((own for own in found["tuning"] if name.startswith(f"{own}-")), key=len)]
+                keys = ("learning_rate", "initializer_range", "warmup")
+                tried[:] = [one for one in tried if [one[key] for key in keys] != [row[key] for key in keys]] + [row]
+                continue
             ours = found["runs"].setdefault(name, {})
-            ours[run.parent.name] = told(run.parent)
+            ours[run.parent.name] = row
             shared = sorted(ours.keys() & reference.keys())
-            pairs = [(ours[seed]["validation_loss"], reference[seed]["validation_loss"]) for seed in shared]
-            ended = [mine - theirs for mine, theirs in pairs if mine is not None and theirs is not None]
+            pairs = [(ours[seed]["block_losses"], reference[seed]["block_losses"]) for seed in shared]
+            ended = [(np.asarray(mine), np.asarray(theirs)) for mine, theirs in pairs if mine and theirs]
             if ended:
-                found["gaps"][name] = {"mean": float(np.mean(ended))}
+                found["gaps"][name] = gap(*map(list, zip(*ended, strict=True)))
             if len(ended) == len(ours):
                 found["training_gaps"].pop(name, None)
+    if found.get("budgets"):
+        found["budgets"][-1] = last_budget(found)
     return found
 
 

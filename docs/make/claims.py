@@ -1422,7 +1422,7 @@ def hdpl() -> Paper:
             "has "
             f"{best['hdpl']['parameters']:,} parameters, dense {best['dense']['parameters']:,}. **At 5 million tokens "
             "HDPL is ahead with six seeds, of a dense model whose warm-up does not suit that length.** There the rates "
-            "alone were tuned. Dense had the best warm-up of 1 million tokens, 0.7, the longest tried. With a warm-up "
+            "alone were tuned. Dense had the best warm-up of 1 million tokens, 0.7 of the steps. With a warm-up "
             f"of a tenth dense is better by {of_warmup:.3f} (one seed), and HDPL's lead {of_short:.3f}. Dense from "
             "HDPL's matrices was not run with that. At 0.3 and 1 million tokens most of the lead is the "
             "initialisation's: a dense model that begins with HDPL's dense matrices has most of it, too. Whether noise "

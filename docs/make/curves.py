@@ -162,6 +162,21 @@ def whose_table(folder: str, tokens: int) -> str:
     return arms_apart(_WHOSE, whose(folder, tokens), "token")
 
 
+def by_warmup(folder: str) -> str:
+    """Of each arm the losses of tuning at its best rate and start, by the warm-up's share of the steps."""
+    losses: dict[str, dict[float, float]] = {}
+    for name, runs in read(_BUDGETS[folder])["tuning"].items():
+        ended = [run for run in runs if run["validation_loss"] is not None]
+        best = min(ended, key=lambda run: run["validation_loss"])
+        alike = [run for run in ended if all(run[key] == best[key] for key in ("learning_rate", "initializer_range"))]
+        losses[name] = {round(run["warmup"] / run["steps"], 1): run["validation_loss"] for run in alike}
+    shares = sorted({share for found in losses.values() for share in found})
+    cells = {
+        name: [f"{found[share]:.3f}" if share in found else "" for share in shares] for name, found in losses.items()
+    }
+    return table(["warm-up", *map(str, shares)], [[f"`{name}`", *row] for name, row in cells.items()])
+
+
 #: folder -> part -> what makes it
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     folder: {"curve_command": functools.partial(commands, name), "curve_gaps": functools.partial(gaps, folder)}
@@ -180,6 +195,7 @@ PARTS["hdpl"] |= {
     "plan_whose": functools.partial(whose_table, "hdpl-plan", 300_000),
     "longer_gaps": functools.partial(gaps, "hdpl-5M-plan"),
     "longer_whose": functools.partial(whose_table, "hdpl-5M-plan", 1_000_000),
+    "longer_warmups": functools.partial(by_warmup, "hdpl-5M-plan"),
     "longer_command": functools.partial(commands, _BUDGETS["hdpl-5M-plan"]),
     "longest_gaps": functools.partial(gaps, "hdpl-5M-seeds-plan"),
     "longest_whose": functools.partial(whose_table, "hdpl-5M-seeds-plan", 5_000_000),

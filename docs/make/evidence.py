@@ -218,7 +218,6 @@ def rows() -> tuple[Row, ...]:
     ours = (2.629, 2.717, 2.818)
     against_equal = [at("hdpl", 1_000_000, name)["gaps"] for name in ("hdpl", "dense-equal-parameters")]
     as_before = "initialisation, warm-up"
-    carried = "warm-up 0.7 of dense, warm-up 0.3 of HDPL"
     short = {name: found["seed-0"] for name, found in read("hdpl/claims-5M/runs.json")["runs"].items()}
     transponder = {"Transponder": "transponder-rank-2", "the plain model": "dense"}
 
@@ -228,12 +227,11 @@ def rows() -> tuple[Row, ...]:
         flops = of[own]["flops_per_token"] / of[other]["flops_per_token"]
         return f"{flops:.2f}, {of[other]['speed']['train_ratio'] / of[own]['speed']['train_ratio']:.2f}"
 
-    def tuned(part: str, tokens: int, control: str, entry: str, name: str, at_ends: str = "", **more: Any) -> Row:
-        """HDPL less an arm of one of its plans; ``at_ends`` of settings that were chosen elsewhere."""
+    def tuned(part: str, tokens: int, control: str, entry: str, name: str, **more: Any) -> Row:
+        """HDPL less an arm of one of its plans."""
         planned, record = curves.planned(f"hdpl-{part}-plan", tokens), f"hdpl/plan-{part}/runs.json"
         apart, error = less(planned["hdpl"], planned[entry]), of_text(read(record)["runs"], "hdpl", entry)
-        at_ends = ", ".join(filter(None, [at_ends, ends(record, {"HDPL": "hdpl", name: entry})]))
-        more |= {"ends": at_ends, "cost": cost("hdpl-5M", "hdpl", entry)}
+        more |= {"ends": ends(record, {"HDPL": "hdpl", name: entry}), "cost": cost("hdpl-5M", "hdpl", entry)}
         return Row("HDPL", control, apart, tokens, error=error, **more)
 
     def beside(name: str, entry: str, tokens: float = 0.25e6) -> Row:
@@ -273,7 +271,7 @@ def rows() -> tuple[Row, ...]:
             "5M", 1_000_000, "dense, HDPL's initialisation", "dense-from-hdpl", "dense from its matrices", folder="hdpl"
         ),
         Row("HDPL", "dense of its size, warm-up 0.1", less(*against_equal), 1e6, folder="hdpl", fixed="warm-up"),
-        tuned("5M-seeds", 5_000_000, "dense, warm-up 0.7", "dense", "dense", carried, **hdpl, fixed=as_before),
+        tuned("5M-seeds", 5_000_000, "dense, warm-up 0.7", "dense", "dense", **hdpl, fixed=as_before),
         Row(
             "HDPL",
             "dense, warm-up 0.1",
@@ -289,7 +287,6 @@ def rows() -> tuple[Row, ...]:
             "dense, HDPL's initialisation",
             "dense-from-hdpl",
             "dense from its matrices",
-            "warm-up 0.3 of both",
             folder="hdpl",
             fixed=as_before,
         ),
