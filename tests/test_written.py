@@ -385,6 +385,14 @@ def test_a_plan_that_was_edited_is_given_as_plan_or_stays(tmp_path):
     with pytest.raises(ValueError, match="was edited"):
         check_directory(tmp_path, tmp_path / "another.json")
     check_directory(tmp_path, path)
+    with pytest.raises(ValueError, match="was edited"):  # the proposal would be put there
+        check_directory(tmp_path, proposes=True)
+    (tmp_path / "model").mkdir()
+    check_directory(tmp_path, proposes=True)
+    path.rename(tmp_path / "proposed-plan.json")
+    with pytest.raises(ValueError, match=r"proposed-plan\.json was edited"):
+        check_directory(tmp_path, proposes=True)
+    check_directory(tmp_path, tmp_path / "proposed-plan.json")
 
 
 @pytest.mark.parametrize(

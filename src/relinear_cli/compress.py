@@ -61,7 +61,7 @@ def command(
 
     settings = CompressSettings.load(given, "settings")
     corpora, judges = _corpora(data, evaluate_on or [], split, text_column)
-    check_directory(out, plan)
+    check_directory(out, plan, plan_only or frontier)
     if plan is not None:
         read_layers(plan)
     table = None if speed_table is None else SpeedTable.load(speed_table)

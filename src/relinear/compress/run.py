@@ -124,7 +124,7 @@ def compress(
     table = SpeedTable.load(speed_table) if isinstance(speed_table, str | Path) else speed_table
     check_type("speed_table", table, SpeedTable, type(None))
     if out_dir is not None:
-        check_directory(Path(out_dir), plan_file)
+        check_directory(Path(out_dir), plan_file, plan_only or frontier)
         written = () if plan_only or frontier else (MODEL, export)
         for name in written:
             if name not in (None, "gguf"):

@@ -126,15 +126,19 @@ def linear_layers(
     return left
 
 
-def check_directory(folder: Path, plan: str | Path | None = None) -> None:
-    """Raise ValueError if ``folder`` is no directory, one of other work, or has an edited plan that is not ``plan``."""
+def check_directory(folder: Path, plan: str | Path | None = None, proposes: bool = False) -> None:
+    """Raise ValueError if ``folder`` is no directory, one of other work, or has an edited plan that would be replaced.
+
+    ``plan`` is the one that is carried out; who ``proposes`` leaves that of a model that is there.
+    """
     found = next((name for name in OTHERS if (folder / name).exists()), None)
     if found is not None:
         raise ValueError(f"{folder} holds other work ({found}): give a directory of its own")
     check_ours(folder, "compress")
-    there = folder / "plan.json"
-    if is_edited(there) and (plan is None or Path(plan).resolve() != there.resolve()):
-        raise ValueError(f"{there} was edited, and would be replaced: give it as --plan {there}, or move it away")
+    stays = proposes and (folder / "model").is_dir()
+    for there in [folder / "proposed-plan.json", *([] if stays else [folder / "plan.json"])]:
+        if is_edited(there) and (plan is None or Path(plan).resolve() != there.resolve()):
+            raise ValueError(f"{there} was edited, and would be replaced: give it as --plan {there}, or move it away")
     for name in ("plain", "compressed-tensors"):  # an export that is no longer true goes, another program's model stays
         check_ours(folder / name, "saved")
 
