@@ -12,8 +12,8 @@ import regex  # transformers has it; unlike re it can be told when to stop
 from relinear.core.config import shown
 
 ALL_LINEAR = "all-linear"
+_PLAIN = re.compile(r"[\w.\-]+")
 _LONGEST = 1_000  # characters of a pattern
-_PLAIN = re.compile(rf"[\w.\-]{{1,{_LONGEST}}}")
 _REPEATS = 10_000  # least ones, of braces within braces
 _SECONDS = 1.0  # for one name
 #: types of models -> what the names of their linear layers end in
@@ -59,7 +59,7 @@ def check_patterns(patterns: Iterable[Any]) -> None:
 
 
 def check_misspelt(patterns: Iterable[str], model_type: str) -> None:
-    """Raise ValueError for what is nearly the name of a layer; of the most common types, whose layers need not be made.
+    """Raise ValueError for what no name is as long as, and for what is nearly the name of a layer of common types.
 
     All other patterns are judged by the model, once it is there.
     """
@@ -67,8 +67,8 @@ def check_misspelt(patterns: Iterable[str], model_type: str) -> None:
     for pattern in patterns:
         last = pattern.rpartition(".")[2]
         close = difflib.get_close_matches(last, ends, n=3, cutoff=0.75)
-        if close and last not in ends and is_plain(pattern):
-            raise no_match(pattern, close)
+        if len(pattern) > _LONGEST or (close and last not in ends and is_plain(pattern)):
+            raise no_match(pattern, close or ends or [ALL_LINEAR])
 
 
 def no_match(pattern: str, close: Iterable[str]) -> ValueError:
