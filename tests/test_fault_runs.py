@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from relinear.compare.folder import read_losses
 from relinear.compare.recipe import read_yaml
 from relinear.compare.sharing import alone_at
 from relinear.compare.sweep import parse_parameter, sweep
@@ -149,3 +150,14 @@ def test_a_lock_whose_file_cannot_be_removed_is_free(tmp_path, monkeypatch):
     for _ in range(2):  # a handle that stayed open would hold it against this process
         with only_process_in(tmp_path / "out", 0.1, required=True):
             pass
+
+
+def test_losses_by_block_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+    def fail(path, **how):
+        raise OSError(errno.EIO, "Input/output error")
+
+    np.save(tmp_path / "block_losses.npy", np.ones(3))
+    monkeypatch.setattr(np, "load", fail)
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        read_losses(tmp_path)
+    assert caught.value.filename == str(tmp_path / "block_losses.npy")

@@ -6,15 +6,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from relinear.compare.match import Planned
 from relinear.compare.settings import CompareSettings
 from relinear.core.config import shown
 from relinear.data import PackedData
-from relinear.system.files import read_json, understood, write_json
+from relinear.system.files import read_json, understood, write_json, writing
 from relinear.system.machine import command_line, describe_machine
 from relinear.system.text import cut
 from relinear.system.written import check_ours
 from relinear.train.fit import training_device, training_dtype
+from relinear.train.run import read_result
 from relinear.train.settings import TrainSettings
 
 RUN, RESULTS, SPEED, NGRAM, BUDGETS = "run.json", "results.json", "speed.json", "ngram.json", "budgets"
@@ -24,6 +27,14 @@ FORMAT = 1
 _SEARCH = 2
 #: differences that a message lists
 _TOLD = 10
+
+
+def read_losses(run: Path) -> np.ndarray:
+    """Return a run's losses by block of the held-out text; its one loss where an earlier version did not keep them."""
+    if not (run / BLOCK_LOSSES).is_file():
+        return np.asarray([read_result(run).validation_loss])
+    with writing(run / BLOCK_LOSSES):
+        return np.load(run / BLOCK_LOSSES, allow_pickle=False)
 
 
 def check_same(out_dir: Path, described: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from relinear.compare.folder import BLOCK_LOSSES, BUDGETS, NGRAM, RESULTS, RUN, SPEED, check_same, now, record_start
+from relinear.compare.folder import BUDGETS, NGRAM, RESULTS, RUN, SPEED, check_same, now, read_losses, record_start
 from relinear.compare.gaps import gap
 from relinear.compare.match import Event, OnEvent, Planned, plan_comparison
 from relinear.compare.results import at_budget, chosen_by, comparison_result, count_ngrams, entry_result, over_budgets
@@ -286,11 +286,7 @@ class _Comparison:
         return {name: gap(own, reference) for name, own in losses.items()}
 
     def _losses(self, name: str, seed: int) -> np.ndarray:
-        """A run's losses by validation block; its one loss where an earlier version did not keep them."""
-        folder = self._folder(name, seed)
-        if (folder / BLOCK_LOSSES).is_file():
-            return np.load(folder / BLOCK_LOSSES, allow_pickle=False)
-        return np.asarray([read_result(folder).validation_loss])
+        return read_losses(self._folder(name, seed))
 
     # An entry
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from relinear.compare.folder import BLOCK_LOSSES, check_same
+from relinear.compare.folder import check_same, read_losses
 from relinear.compare.gaps import interval, replicates
 from relinear.compare.match import Event, OnEvent, at_width, config_of_preset, measure_size, scaled_operators
 from relinear.compare.run import Way, carried_out, circumstances, comparison, held
@@ -242,7 +242,7 @@ def _drawn(recipe: CompareSettings, out_dir: Path, name: str, points: Sequence[M
     rows = []
     for point in points:
         runs = out_dir / SIZES / str(point["width"]) / "runs" / name
-        losses = [np.load(runs / f"seed-{s}" / BLOCK_LOSSES, allow_pickle=False) for s in recipe.seeds]
+        losses = [read_losses(runs / f"seed-{s}") for s in recipe.seeds]
         rows.append(replicates(np.stack(losses).astype(float)) if losses[1:] else losses[0].mean(keepdims=True))
     # of two or three seeds replicates may lie as far out as below 0, where there is no logarithm; so far out one is all
     # that an interval knows of them
