@@ -71,8 +71,20 @@ def test_the_plot_of_claims_has_intervals_of_three_seeds_and_leaves_the_rest_hol
     for theme in forest.THEMES:
         drawn = forest.picture(theme)
         assert drawn.count('fill="none"') - 1 == sum(row.seeds < 3 for row in rows) >= 1  # one is in the key
-        assert drawn.count("<circle") == len(rows) + 2
+        assert drawn.count("<circle") == len(rows) + 3  # in the key: whole, hollow and grey
+        grey = drawn.count(f'r="5" fill="{forest.THEMES[theme][1]}"')
+        assert grey - 1 == sum(bool(row.unlike) and row.seeds >= 3 for row in rows) >= 1
     for name in ("forest", "evidence", "measured"):
+        sys.modules.pop(name)
+
+
+def test_a_claim_asks_for_gaps_that_are_there(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "docs" / "make"))
+    claims = importlib.import_module("claims")
+    assert len(claims._rows("Rotor from scratch")) == 10
+    with pytest.raises(ValueError, match="no gap of HDPL"):
+        claims._rows("HDPL", "nothing of this name")
+    for name in ("forest", "claims", "evidence", "measured", "biased", "curves", "cut", "gpu_tables"):
         sys.modules.pop(name)
 
 

@@ -97,7 +97,7 @@ def pages() -> dict[Path, str]:
     found[page] = filled(page.read_text(encoding="utf-8"), of_page, "compression")
     made_of = (
         {"compress": {"frontier": frontier.frontier_table, **frontier.ROUNDED}, "speed": speed.PARTS, "gpu": gpu.PARTS},
-        *(cut.PARTS, curves.PARTS, biased.PARTS),
+        *(cut.PARTS, curves.PARTS, biased.PARTS, evidence.PARTS),
     )
     for folder in sorted({folder for made in made_of for folder in made}):
         page = measured.RESULTS / folder / "README.md"

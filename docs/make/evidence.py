@@ -10,16 +10,31 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import curves
 import cut
 from measured import losses, mean, of_text, read, signed, table
-from relinear.system.student import half_width
+from relinear.system.student import half_width, seeds_needed
 
-__all__ = ["AHEAD", "BEHIND", "NO_POWER", "ONE_SEED", "OPEN", "UNSEEN", "Row", "in_results", "powered", "rows", "told"]
+__all__ = [
+    "AHEAD",
+    "BEHIND",
+    "NO_POWER",
+    "ONE_SEED",
+    "OPEN",
+    "PARTS",
+    "UNSEEN",
+    "Row",
+    "in_results",
+    "powered",
+    "rows",
+    "told",
+]
 
 AHEAD, BEHIND, UNSEEN, NO_POWER, ONE_SEED, OPEN = "ahead", "behind", "not seen", "no power", "one seed", "open"
 #: of English text, to a token of Llama's vocabulary: the papers' nats a token are so many times ours a byte
@@ -45,7 +60,7 @@ class Row:
         printed: half of the interval's width where the command's own table alone was kept.
         ends: best settings that lay at an end of what was tried.
         fixed: what was not tuned.
-        unlike: whether the arms differ in more than the claim, so that no verdict follows.
+        unlike: what the arms differ in beside the claim, so that no verdict follows.
         cost: FLOPs and time of a training step over the control's, in words.
     """
 
@@ -61,7 +76,7 @@ class Row:
     printed: float | None = None
     ends: str = ""
     fixed: str = ""
-    unlike: bool = False
+    unlike: str = ""
     cost: str = ""
 
     @property
@@ -134,10 +149,24 @@ def told(found: Sequence[Row], unit: str) -> str:
         for row in found
         if row.printed is not None
     ]
-    for head, what in (("At an end of what was tried", "ends"), ("Not tuned", "fixed")):
+    for head, what in _NOTED.items():
         named = ", ".join(dict.fromkeys(one for row in found for one in getattr(row, what).split(", ") if one))
         said += [f"{head}: {named}"] * bool(named)
+    costs = [row.cost.split(", ") for row in found if row.cost]
+    for what, of in zip(
+        ("FLOPs of a forward pass", "Time of a training step"), itertools.zip_longest(*costs), strict=False
+    ):
+        least, most = (pick(one for one in of if one) for pick in (min, max))
+        said.append(f"{what}, over the control's: {least}" + f" to {most}" * (least != most))
     return ". ".join(said)
+
+
+#: what a row says beside its figures -> its field
+_NOTED = {
+    "At an end of what was tried": "ends",
+    "Not tuned": "fixed",
+    "Open, since the control differs in more than the claim": "unlike",
+}
 
 
 def per_byte(ours: float, theirs: float) -> float:
@@ -214,6 +243,7 @@ def rows() -> tuple[Row, ...]:
     printed = {
         "block-Hadamard, 64 blocks": ("rotor/biased.json", 2.636, 2.700, 2.779),
         "low rank 1, fresh": ("rotor/fresh.json", 2.688, 3.455, 4.956),
+        "low rank 4, fresh": ("rotor/fresh.json", 2.658, 2.729, 2.880),
     }
     ours = (2.629, 2.717, 2.818)
     against_equal = [at("hdpl", 1_000_000, name)["gaps"] for name in ("hdpl", "dense-equal-parameters")]
@@ -270,8 +300,25 @@ def rows() -> tuple[Row, ...]:
         tuned(
             "5M", 1_000_000, "dense, HDPL's initialisation", "dense-from-hdpl", "dense from its matrices", folder="hdpl"
         ),
-        Row("HDPL", "dense of its size, warm-up 0.1", less(*against_equal), 1e6, folder="hdpl", fixed="warm-up"),
-        tuned("5M-seeds", 5_000_000, "dense, warm-up 0.7", "dense", "dense", **hdpl, fixed=as_before),
+        Row(
+            "HDPL",
+            "dense of its size, warm-up 0.1",
+            less(*against_equal),
+            1e6,
+            folder="hdpl",
+            fixed="warm-up",
+            unlike="dense wants a longer warm-up there",
+        ),
+        tuned(
+            "5M-seeds",
+            5_000_000,
+            "dense, warm-up 0.7",
+            "dense",
+            "dense",
+            **hdpl,
+            fixed=as_before,
+            unlike="dense wants a shorter warm-up there",
+        ),
         Row(
             "HDPL",
             "dense, warm-up 0.1",
@@ -289,6 +336,7 @@ def rows() -> tuple[Row, ...]:
             "dense from its matrices",
             folder="hdpl",
             fixed=as_before,
+            unlike="a shorter warm-up was not tried with it",
         ),
         on_bytes("HDPL"),
         of_ccl("dense of its width", "dense-64", **of_arm("dense-64"), **wide),
@@ -350,6 +398,27 @@ def rows() -> tuple[Row, ...]:
     )
 
 
+#: an arm of a plan of HDPL that it is less -> its words, and the budgets in tokens of the plans that have it
+_POWERS = {"dense": "dense", "dense-from-hdpl": "dense from its matrices", "hdpl-without-noise": "HDPL without noise"}
+_PLANS = {300_000: ("hdpl-plan", "hdpl/plan"), 1_000_000: ("hdpl-5M-plan", "hdpl/plan-5M")}
+_PLANS[5_000_000] = ("hdpl-5M-seeds-plan", "hdpl/plan-5M-seeds")
+
+
+def powers() -> str:
+    """What the plans of HDPL could see: spread of paired differences, half-width, and the seeds that its half takes."""
+    effect, lines = per_token(4.2838 - 4.3206, "hdpl/start/results.json"), []
+    for tokens, (plan, folder) in _PLANS.items():
+        arms = curves.planned(plan, tokens)
+        for arm, word in _POWERS.items():
+            apart = [a - b for a, b in zip(arms["hdpl"], arms[arm], strict=True)]
+            row = Row("HDPL", word, apart, tokens, error=of_text(read(f"{folder}/runs.json")["runs"], "hdpl", arm))
+            spread = statistics.stdev(apart)
+            needed = str(seeds_needed(abs(effect), spread))
+            reached = f"{row.half:.3f}; {abs(effect) / 2:.3f}"
+            lines.append([f"HDPL less {word}", row.budget, f"{spread:.3f}", reached, f"{row.seeds}; {needed}"])
+    return table(["gap", "tokens", "spread", "half-width; looked for", "seeds; it takes"], lines)
+
+
 def in_results() -> str:
     """The table of results/README.md."""
     lines, noted = [], collections.defaultdict[str, list[str]](list)
@@ -359,7 +428,8 @@ def in_results() -> str:
             found += f" [{signed(row.bounds[0], 3)}, {signed(row.bounds[1], 3)}]"
         effect = "–" if row.effect is None else signed(row.effect, 3)
         seeds = f"{row.budget or 'a fit'}, {row.seeds} seed{'s' * (row.seeds > 1)}"
-        for head, said in (("At an end of what was tried", row.ends), ("Not tuned", row.fixed)):
+        for head, what in _NOTED.items():
+            said = getattr(row, what)
             noted[f"{head}: {said}"] += [str(number)] * bool(said)
         half = "–" if row.half is None else f"{row.half:.3f}"
         claim = f"[{row.method}]({row.folder}/README.md) less {row.control}"
@@ -371,3 +441,7 @@ def in_results() -> str:
         if numbers
     ]
     return table(head, lines) + "\n\n" + "\n".join(notes)
+
+
+#: folder -> part -> what makes it
+PARTS = {"hdpl": {"powers": powers}}

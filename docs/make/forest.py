@@ -15,11 +15,20 @@ from measured import mean, signed
 __all__ = ["THEMES", "in_page", "picture", "rows"]
 
 THEMES = svg.THEMES
-WIDTH, EDGE, STEP, TOP = 400, 14, 37, 112
+WIDTH, EDGE, STEP, TOP = 400, 14, 37, 130
 ALT = (
     "Forest plot: gaps in nats of HDPL, CCL, Transponder, rotors and CGT to their controls, with intervals over seeds, "
     "beside the papers' effects"
 )
+#: what became of a paper's method, above its rows
+IN_SHORT = {
+    "HDPL": "ahead, at 1 M tokens mostly by its start",
+    "CCL": "ahead at 1 M tokens, behind from 3 M on",
+    "Transponder": "behind at 0.3 M, at 1 M not told",
+    "Rotor from scratch": "ahead of low rank, not of dense",
+    "Rotor fitted to SmolLM2": "not ahead of any",
+    "CGT": "behind GPT-2",
+}
 #: so that zero leaves room to its right for what a row says there, and the last tick for its number
 LOW, HIGH, TICKS = -0.46, 0.25, (-0.4, -0.2, 0.0, 0.2)
 #: size of what stands at a row's right, and where the words that stand in for a far mark end
@@ -43,7 +52,7 @@ def picture(theme: str, paper: str = "") -> str:
     for row in found:
         if row.method != method:
             method, y = row.method, y + 8
-            parts.append(svg.text(0, y, f"{method} against", ink, "start", weight=600))
+            parts.append(svg.text(0, y, f"{method}: {IN_SHORT[method]}", ink, "start", weight=600))
             y += 22
         several = named[row.method, row.control] > 1  # told apart by their tokens
         label = f"{row.control}, {row.budget} tokens" if several else row.control
@@ -55,7 +64,7 @@ def picture(theme: str, paper: str = "") -> str:
             for at in TICKS
             if not _far(row) or _place(at) > FAR
         ]
-        parts += _marks(row, y + 13, ours, papers)
+        parts += _marks(row, y + 13, soft if row.unlike else ours, papers)
         y += STEP
     bottom = y - 16
     for height in (TOP - 18, bottom + 15):
@@ -67,8 +76,12 @@ def picture(theme: str, paper: str = "") -> str:
     key = [svg.circle(8, 10, ours), svg.text(20, 14, "3 seeds or more, 95 %", soft, "start")]
     key += [svg.circle(208, 10, ours, hollow=True), svg.text(220, 14, "fewer seeds", soft, "start")]
     key += [svg.diamond(8, 31, papers), svg.text(20, 35, "the paper's effect, in the same unit", soft, "start")]
-    key.append(svg.text(0, 52, "* best setting at an end", soft, "start", size=SMALL))
-    key.append(svg.text(WIDTH, 52, "tokens, share of the paper's, seeds", soft, "end", size=SMALL))
+    key += [
+        svg.circle(8, 52, soft),
+        svg.text(20, 56, "grey: the control differs in more than the claim", soft, "start"),
+    ]
+    key.append(svg.text(0, 73, "* best setting at an end", soft, "start", size=SMALL))
+    key.append(svg.text(WIDTH, 73, "tokens, share of the paper's, seeds", soft, "end", size=SMALL))
     return svg.whole(WIDTH, bottom + 42, described(paper), [*axis, *key, *parts])
 
 
