@@ -14,7 +14,7 @@ import relinear
 from relinear.compress import CompressSettings, compress, layerwise
 from relinear.compress.budget import Candidate, allocate, best_uniform
 from relinear.compress.calibrate import calibrate
-from relinear.compress.plan import CompressPlan
+from relinear.compress.plan import CompressPlan, LayerPlan
 from relinear.compress.speed import SpeedConditions, SpeedTable
 from relinear.core.operator import is_linear, linear_features
 
@@ -411,6 +411,12 @@ def test_plan_can_be_edited_and_given_back(tmp_path) -> None:
     assert report.plan.layers[name].nats is None  # what was predicted is of another rank
     assert {layer.nats for other, layer in report.plan.layers.items() if other != name} == {0.0}
     assert report.plan.nats is None
+    values["layers"][name] = LayerPlan.of(tiny().get_submodule(name), relinear.Quantized(bits=8), 0.1).to_dict()
+    edited.write_text(json.dumps(values))
+    assert CompressPlan.load(edited, tiny()).layers[name].nats == 0.1
+    values["layers"][name]["operator"] |= {"bits": 2}  # as many scales, and other losses
+    edited.write_text(json.dumps(values))
+    assert CompressPlan.load(edited, tiny()).layers[name].nats is None
     values["layers"]["model.layers.9.mlp.down_proj"] = {"operator": None}
     edited.write_text(json.dumps(values))
     with pytest.raises(ValueError, match=r"no linear layer 'model\.layers\.9\.mlp\.down_proj'"):

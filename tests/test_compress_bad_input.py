@@ -109,6 +109,31 @@ def test_directories_of_other_work(record: str, tmp_path) -> None:
     refused(tiny(), tokens(), f"holds other work \\({record}\\)", tmp_path, settings=SETTINGS)
 
 
+@pytest.mark.parametrize(
+    "edit", [lambda text: text[:-3], lambda text: text.replace('"checksum"', '"check"'), str.upper]
+)
+def test_plans_that_were_edited_stay(edit, tmp_path) -> None:
+    compress(tiny(), tokens(), settings=SETTINGS, out_dir=tmp_path, plan_only=True)
+    path = tmp_path / "plan.json"
+    path.write_text(edit(path.read_text()))
+    there = path.read_bytes()
+    with pytest.raises(ValueError, match=r"plan\.json was edited, and would be replaced"):
+        compress(tiny(), tokens(), settings=SETTINGS, out_dir=tmp_path)
+    assert path.read_bytes() == there
+
+
+def test_models_with_adapters(tmp_path) -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(tiny(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    refused(adapted, tokens(), "adapters of PEFT.*merge them first", tmp_path, settings=SETTINGS)
+
+
+def test_conversations_that_are_none(tmp_path) -> None:
+    refused(
+        tiny(), [[{"role": "user"}]] * 50, "data must hold texts.*a conversation a list of", tmp_path, settings=SETTINGS
+    )
+
+
 def test_exports_without_a_directory(tmp_path) -> None:
     with pytest.raises(ValueError, match="export='plain' writes into out_dir, and none is given"):
         compress(tiny(), tokens(), settings=SETTINGS, export="plain")

@@ -104,6 +104,22 @@ def test_operators_with_one_matrix_become_stock_layers(tmp_path) -> None:
     assert json.loads(ran.stdout)["class"] == "LlamaForCausalLM"
 
 
+def test_factors_stay_factors_beside_operators_that_become_dense(tmp_path) -> None:
+    mixed = {".*q_proj": PIVOTED, ".*up_proj": relinear.Quantized(bits=4, group=16), "embed_tokens": "quantized:bits=8"}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(MODELS["llama"]).eval()
+    relinear.replace_(model, mixed, init="from_weight")
+    export_plain(model, tmp_path / "plain")
+    written = load_file(tmp_path / "plain" / "model.safetensors")
+    assert any(name.endswith("q_proj.0.mix.weight") for name in written)
+    assert written["model.layers.0.mlp.up_proj.weight"].shape == (64, 32)
+    ran = alone(tmp_path / "plain")
+    assert ran.returncode == 0, ran.stderr
+    with torch.no_grad():
+        wanted = model(torch.arange(3, 13)[None]).logits
+    assert torch.allclose(torch.tensor(json.loads(ran.stdout)["logits"]), wanted, atol=1e-5)
+
+
 def test_what_has_no_matrix_is_refused_by_name(tmp_path) -> None:
     model = model_of("llama", relinear.HDPL(rank=4, blocks=2))
     with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn\.q_proj: .*save the model with relinear"):

@@ -114,11 +114,11 @@ def write_record(path: str | Path, values: Mapping[str, Any]) -> None:
 
 
 def is_edited(path: Path) -> bool:
-    """Whether ``path`` holds what ``write_record`` wrote, and somebody has changed since."""
+    """Whether ``path`` is there and is not what ``write_record`` wrote, as after somebody has changed it."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         values = dict(read_json(path))
-        return values.pop(_CHECKSUM, None) not in (None, _digest(values, {}))
-    return False
+        return values.pop(_CHECKSUM, None) != _digest(values, {})
+    return path.exists()
 
 
 def read_record(path: str | Path) -> dict[str, Any]:

@@ -83,6 +83,11 @@ class _Pivoted(nn.Module):
         self.register_buffer("order", torch.cat((pivots, rest.nonzero().flatten())).int())
         self.mix = linear_of(weight[:, rest])
 
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., I) -> (..., R)."""
+        through, mixed = x.index_select(-1, self.order).tensor_split((self.mix.out_features,), -1)
+        return through + self.mix(mixed)
+
 
 def _pivots(thin: Tensor) -> Tensor | None:
     """For each row of a matrix (R, I) a column that is 1 there and 0 elsewhere, (R,); None if a row has none."""

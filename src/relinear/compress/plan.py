@@ -139,8 +139,8 @@ class CompressPlan:
                 stated = layer.get("operator")
                 stated = parse_setting(stated) if isinstance(stated, str) else stated
                 operator = None if stated is None else OperatorConfig.from_dict(stated)
-                nats = _nats(layer, operator, size_of(module, operator).parameters)
-                plans[name] = LayerPlan.of(module, operator, nats)
+                made = LayerPlan.of(module, operator, None)
+                plans[name] = dataclasses.replace(made, nats=_nats(layer, made))
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}: {name}: {error}") from error
         _check_linear({name: p.operator for name, p in plans.items() if p.operator is not None}, modules, Path(path))
@@ -185,16 +185,17 @@ def layer_type(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _nats(layer: Mapping[str, Any], operator: OperatorConfig | None, size: int) -> float | None:
-    """What a layer of a file is predicted to cost; None where its size says that it was edited."""
+def _nats(layer: Mapping[str, Any], made: LayerPlan) -> float | None:
+    """What a layer of a file is predicted to cost; None where its sizes say that it was edited."""
     nats = layer.get("nats")
     if not isinstance(nats, int | float) or isinstance(nats, bool):
         return None
     if not -1e-6 <= nats < math.inf:  # sums of squares, but for rounding
         raise ValueError(f"nats must be a predicted increase of the loss, so 0 or more, got {nats!r}")
-    if operator is None:
+    if made.operator is None:
         return 0.0
-    return float(nats) if layer.get("parameters", size) == size else None
+    alike = all(layer.get(key) in (None, getattr(made, key)) for key in ("parameters", "bits"))
+    return float(nats) if alike else None
 
 
 def _check_linear(operators: Mapping[str, OperatorConfig], modules: Mapping[str, Any], path: Path) -> None:

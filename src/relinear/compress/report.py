@@ -86,8 +86,8 @@ class CompressReport:
         if after > max(DEGENERATE * before, before + 0.05):
             degenerate = f"Its greedy text repeats itself ({after:.0%} of 4-grams, the original's {before:.0%})"
             return f"{degenerate}: {', '.join(said)}"
-        more = "no more" if after <= before else "hardly more"
-        return ", ".join([*said, f"repeats itself {more} than the original"])
+        more = f"repeats {after:.0%} of 4-grams (the original {before:.0%})"
+        return ", ".join([*said, more if after > before else "repeats itself no more than the original"])
 
     @property
     def remarks(self) -> list[str]:

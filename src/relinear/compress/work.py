@@ -149,6 +149,9 @@ def check_model(model: Any, sequence_length: int) -> None:
     kind, config = type(model).__name__, getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{kind} has an encoder beside its decoder; decoders alone are compressed")
+    if getattr(model, "peft_config", None):
+        what = "holds adapters of PEFT, which would be saved in the place of the compressed model"
+        raise ValueError(f"{kind} {what}: merge them first (merge_and_unload), or compress the model without them")
     check_length_fits(sequence_length, model)
     for name, parameter in model.named_parameters():
         if parameter.is_meta:

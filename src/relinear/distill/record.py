@@ -53,7 +53,11 @@ def documents(data: Iterable[Any], tokenizer: Any) -> Iterator[str | list[int]]:
         ids = item.get("input_ids") if isinstance(item, Mapping) else item
         if ids is None:
             raise ValueError(f"data must hold texts, token ids or mappings with input_ids, got {type(item).__name__}")
-        yield torch.as_tensor(ids).flatten().tolist()
+        try:
+            yield torch.as_tensor(ids).flatten().tolist()
+        except (RuntimeError, TypeError, ValueError):
+            kinds = "token ids are whole numbers, a conversation a list of {'role', 'content'}"
+            raise ValueError(f"data must hold texts, conversations or token ids, got {shown(item)}; {kinds}") from None
 
 
 def _encoded(items: Iterator[str | list[int]], tokenizer: Any) -> Iterator[list[int]]:

@@ -79,11 +79,11 @@ def _table(model: nn.Module) -> list[str]:
     for _, operator in named_operators(model):
         row = (repr(operator.config), operator.in_features, operator.out_features)
         rows[row] += 1
-        sizes[row] += sum(p.numel() for p in operator.parameters())
+        sizes[row] += sum(value.nbytes for value in operator.state_dict().values())
     count = getattr(model, "num_parameters", None)
     lines = [f"{count():,} parameters." if callable(count) else ""]
     if rows:
-        lines += ["", "| operator | in -> out | layers | parameters |", "| --- | --- | ---: | ---: |"]
+        lines += ["", "| operator | in -> out | layers | bytes |", "| --- | --- | ---: | ---: |"]
         lines += [f"| `{r[0]}` | {r[1]} -> {r[2]} | {rows[r]} | {sizes[r]:,} |" for r in rows]
     attached = attachments(model)
     if attached:
