@@ -76,6 +76,8 @@ def export_plain(model: Any, directory: str | Path, *, tokenizer: Any = None) ->
 class _Pivoted(nn.Module):
     """A thin product of which some inputs come through as they are; the modelling file has the same."""
 
+    order: Tensor
+
     def __init__(self, weight: Tensor, pivots: Tensor) -> None:
         super().__init__()
         rest = torch.ones(weight.shape[1], dtype=torch.bool, device=weight.device)
