@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -181,26 +181,11 @@ def _check_tunable(recipe: CompareSettings, name: str) -> None:
         raise ValueError(f"{name}: tune.initializer_range is for presets, drawn anew; {model!r} brings its weights")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Choice:
-    """An entry's settings, and what tuning tried and found best; ``trials`` is None where nothing was tried."""
+class _Choice(NamedTuple):
+    """An entry's settings, and what ``results.json`` says of its tuning (but for what is None); None without one."""
 
     settings: TrainSettings
-    trials: list[dict[str, Any]] | None = None
-    edge: bool = False
-    initializer_edge: bool | None = None
-    warmup_ratio: float | None = None
-    warmup_edge: bool | None = None
-    full_length: dict[str, Any] | None = None
-    diverged: list[float] | None = None
-    initializer_range: float | None = None
-
-    @property
-    def tuning(self) -> dict[str, Any] | None:
-        """As ``results.json`` has it."""
-        if self.trials is None:
-            return None
-        return {key: value for key, value in vars(self).items() if value is not None and key != "settings"}
+    tuning: dict[str, Any] | None = None
 
 
 def _at(settings: TrainSettings, rate: float, initializer_range: float | None) -> TrainSettings:
@@ -259,7 +244,8 @@ class _Comparison:
                 blocks = [round(float(loss), 5) for loss in self._losses(name, seed)]
                 run = {"seed": seed, **result.to_dict(), "curve": result.curve, "block_losses": blocks}
                 runs.append(run | {"stacked": read_json(self._folder(name, seed) / RUN).get("stacked")})
-            entry = entry_result(planned, choice.settings, choice.tuning, runs, speed.get(name))
+            tuning = choice.tuning and {key: value for key, value in choice.tuning.items() if value is not None}
+            entry = entry_result(planned, choice.settings, tuning, runs, speed.get(name))
             entries.append(entry | {"dense": self.recipe.entries[name].dense, "gap": gaps.get(name)})
         found = comparison_result(self.recipe, self.data, self.planned, entries, counted)
         return found | circumstances(self.started) | {"finished": now()}
@@ -322,7 +308,7 @@ class _Comparison:
                 raise ValueError(f"training diverged at every learning rate of {grid}; lower tune.learning_rates")
             rate, spread = found.rate, found.initializer_range
             tuning = {"trials": [row for each in searches for row in each.rows()], "edge": found.edge}
-            tuning |= {"initializer_edge": found.initializer_edge, "initializer_range": spread, "warmup_ratio": ratio}
+            tuning |= {"initializer_edge": found.initializer_edge, "warmup_ratio": ratio}
             if ratio is not None:  # with two of them each is an end
                 tuning["warmup_edge"] = len(ratios) > 2 and ratio in (ratios[0], ratios[-1])
         if tune.check_full_length:
@@ -333,7 +319,8 @@ class _Comparison:
             # the edge that is told is that of the rate that is used
             tuning = {"trials": [], **tuning, "edge": full.edge, "full_length": told}
             rate = full.rate
-        return _Choice(_at(_warmed(settings, ratio), rate, spread), **tuning)
+        chosen = _at(_warmed(settings, ratio), rate, spread)
+        return _Choice(chosen, tuning | {"diverged": None, "initializer_range": spread} if tuning else None)
 
     def _given_up(self, name: str) -> list[float]:
         """The rates at which a final run of an entry diverged."""
@@ -343,14 +330,15 @@ class _Comparison:
     def _below_diverged(self, name: str, choice: _Choice) -> _Choice:
         """``choice``, or that at the next lower rate of those tried at which no final run has diverged."""
         given_up, rate, diverged = self._given_up(name), choice.settings.learning_rate, []
-        if choice.trials is None or rate not in given_up:
+        tuning = choice.tuning
+        if tuning is None or rate not in given_up:
             return choice
         lower = [
             trial["learning_rate"]
-            for trial in [*choice.trials, *(choice.full_length or {}).get("trials", ())]
+            for trial in [*tuning["trials"], *tuning.get("full_length", {}).get("trials", ())]
             if trial["validation_loss"] is not None
-            and trial.get("initializer_range") == choice.initializer_range
-            and trial.get("warmup_ratio") in (None, choice.warmup_ratio)
+            and trial.get("initializer_range") == tuning["initializer_range"]
+            and trial.get("warmup_ratio") in (None, tuning.get("warmup_ratio"))
         ]
         while rate in given_up:
             diverged.append(rate)
@@ -360,7 +348,7 @@ class _Comparison:
                 advice = "no lower learning rate was tried; lower tune.learning_rates"
                 raise ValueError(f"final runs diverged at {at}, and {advice}")
             rate = max(below)
-        return dataclasses.replace(choice, settings=choice.settings.updated(learning_rate=rate), diverged=diverged)
+        return _Choice(choice.settings.updated(learning_rate=rate), tuning | {"diverged": diverged})
 
     def _trials(
         self, name: str, settings: TrainSettings, fraction: float, ratio: float | None, full: bool = False
@@ -407,7 +395,7 @@ class _Comparison:
             try:
                 self._run("train", what, settings, folder)
             except NonFiniteLossError:
-                if choice.trials is None:
+                if choice.tuning is None:
                     raise
                 given_up = sorted({*self._given_up(name), settings.learning_rate})
                 write_json(self.out_dir / TUNING / name / DIVERGED, given_up)

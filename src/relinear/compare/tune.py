@@ -35,6 +35,7 @@ class Found:
     initializer_edge: bool | None = None
 
 
+@dataclasses.dataclass
 class Trials:
     """The runs of a search, by learning rate and initialisation: one that has ended is not made again.
 
@@ -44,20 +45,15 @@ class Trials:
         prefix: of the names of the folders.
         common: what rows tell of every trial beside its point.
         settings: (learning rate, initialisation or None) -> those of the trial's run; None where it is no such run.
+        known: the losses of trials that have ended.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        run: Callable[[float, float | None, Path], float],
-        prefix: str = "",
-        common: Mapping[str, Any] | None = None,
-        settings: Callable[[float, float | None], TrainSettings] | None = None,
-    ) -> None:
-        self.settings = settings
-        self.folder, self.run, self.prefix, self.common = folder, run, prefix, dict(common or {})
-        #: the losses of trials that have ended
-        self.known: dict[Point, float] = {}
+    folder: Path
+    run: Callable[[float, float | None, Path], float]
+    prefix: str = ""
+    common: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    settings: Callable[[float, float | None], TrainSettings] | None = None
+    known: dict[Point, float] = dataclasses.field(default_factory=dict, init=False)
 
     def losses(self, points: Sequence[Point]) -> Work[list[float]]:
         """Return the validation losses at ``points``, made where they are not known; infinite where one diverged."""
@@ -115,9 +111,12 @@ class _Best:
         return self.value in (self.grid[0], self.grid[-1])
 
 
-def _beyond(end: float, inner: float) -> float:
-    """The next value behind the end of a grid, as far from it as the one within."""
-    return float(f"{end * end / inner:.3g}")
+def _grow(values: list[float], best: float) -> None:
+    """Add the next value behind each end of the grid ``values`` that ``best`` is, as far from it as the one within."""
+    if best == values[0]:
+        values.insert(0, float(f"{best * best / values[1]:.3g}"))
+    if best == values[-1]:
+        values.append(float(f"{best * best / values[-2]:.3g}"))
 
 
 def _at_best(grid: Sequence[float], extensions: int, along: Along) -> Work[_Best]:
@@ -129,10 +128,7 @@ def _at_best(grid: Sequence[float], extensions: int, along: Along) -> Work[_Best
         best = _Best(value, losses[value], tuple(values))
         if not math.isfinite(best.loss) or extension == extensions or not best.edge:
             break
-        if best.value == values[0]:
-            values.insert(0, _beyond(values[0], values[1]))
-        else:
-            values.append(_beyond(values[-1], values[-2]))
+        _grow(values, best.value)
     return best
 
 
@@ -147,10 +143,7 @@ def _descend(grid: Sequence[float], start: float, moves: int, along: Along) -> W
     if start not in grid:
         values = sorted([start, *(v for v in grid if max(v / start, start / v) >= apart**0.25)])
     while True:
-        if best == values[0]:
-            values.insert(0, _beyond(values[0], values[1]))
-        if best == values[-1]:
-            values.append(_beyond(values[-1], values[-2]))
+        _grow(values, best)
         place = values.index(best)
         around = values[place - 1 : place + 2]
         asked = list(dict.fromkeys([best, *around]))
