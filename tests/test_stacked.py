@@ -37,8 +37,8 @@ def text(tmp_path_factory):
 @pytest.fixture
 def taken(monkeypatch):
     """A stacked step takes as long as one run's, whatever the machine is doing."""
-    timed = stacked._Stack._timed
-    monkeypatch.setattr(stacked._Stack, "_timed", lambda self, work: timed(self, work) * 0 + 1e-3)
+    timed = stacked.seconds_of
+    monkeypatch.setattr(stacked, "seconds_of", lambda work: timed(work) * 0 + 1e-3)
 
 
 def settings(text, **changes):
@@ -171,7 +171,7 @@ def test_long_stacks_are_refused(bound, said, text, tmp_path, taken, monkeypatch
 
 
 def test_the_slower_way_is_refused(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(stacked._Stack, "_timed", lambda self, work: 1.0 if work.__name__ == "_one" else 2.0)
+    monkeypatch.setattr(stacked, "seconds_of", lambda work: 1.0 if work.__name__ == "_one" else 2.0)
     assert "one by one 2 s" in stacked.train_stacked(different(settings(text), tmp_path / "stacked"))["refused"]
 
 

@@ -22,16 +22,13 @@ class Timing:
     rounds: int
 
 
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _time(call: Callable[[], object], repeats: int) -> float:
+def seconds_of(call: Callable[[], object], repeats: int = 1) -> float:
+    """Return the seconds that a call takes, the mean of so many one after another; of a GPU until it has ended."""
     start = time.perf_counter()
     for _ in range(repeats):
         call()
-    _synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return (time.perf_counter() - start) / repeats
 
 
@@ -64,7 +61,7 @@ def interleave(
     for name, call in contenders.items():
         for _ in range(max(1, warmup)):
             call()
-        repeats[name] = max(1, min(1000, round(min_seconds / max(_time(call, 1), 1e-7))))
+        repeats[name] = max(1, min(1000, round(min_seconds / max(seconds_of(call), 1e-7))))
     times: dict[str, list[float]] = {name: [] for name in contenders}
     enabled = gc.isenabled()
     gc.disable()
@@ -72,7 +69,7 @@ def interleave(
         for done in range(rounds):
             on_round(done)
             for name, call in contenders.items():
-                times[name].append(_time(call, repeats[name]))
+                times[name].append(seconds_of(call, repeats[name]))
     finally:
         if enabled:
             gc.enable()
@@ -84,19 +81,12 @@ def interleave(
     return result
 
 
-def peak_memory(call: Callable[[], object], device: torch.device | str = "cpu") -> int:
-    """Return the most bytes of tensors alive at once during ``call`` beyond those alive before it.
+def peak_memory(call: Callable[[], object]) -> int:
+    """Return the most bytes of tensors on the CPU alive at once during ``call`` beyond those alive before it.
 
-    On a CPU this replays the allocations that torch's profiler saw, so it counts tensors and no library's scratch
-    space, and does not depend on what the process did before.
+    This replays the allocations that torch's profiler saw, so it counts tensors and no library's scratch space, and
+    does not depend on what the process did before.
     """
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]

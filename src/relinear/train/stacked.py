@@ -10,7 +10,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,13 @@ from relinear.surgery import checkpoint as checkpoint_room
 from relinear.system.files import write_json, write_text
 from relinear.system.lock import only_process_in
 from relinear.system.machine import PeakMemory, on_threads
+from relinear.system.timing import seconds_of
 from relinear.train.callbacks import Progress
 from relinear.train.fit import TrainResult, training_device, training_dtype
 from relinear.train.optim import build_optimizer, build_schedule
 from relinear.train.run import build_model, described
 from relinear.train.settings import TrainSettings
-from relinear.train.trainer import DIVERGED, SteadySampler, block_losses, write_block_losses
+from relinear.train.trainer import DIVERGED, SteadySampler, block_losses, joined, write_block_losses
 
 #: settings in which the runs of a stack may differ
 _FREE = ("seed", "learning_rate", "warmup_steps", "warmup_ratio")
@@ -40,10 +41,6 @@ _PLAIN = ("accumulation", "compile", "gradient_checkpointing", "objective", "rep
 #: seconds that measuring may take, and a stack: it keeps nothing on the way
 _MEASURING, _LONGEST = 60, 600
 _ROUNDS = 3
-
-
-class _RefusedError(Exception):
-    """Why runs are not stacked."""
 
 
 def stack_key(settings: TrainSettings) -> str:
@@ -80,9 +77,7 @@ def train_stacked(
         try:
             stack = _Stack(runs)
             measured = stack.measured()
-        except _RefusedError as error:
-            return {"refused": str(error)}
-        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:  # what vmap cannot see through
+        except (RuntimeError, TypeError, ValueError) as error:  # too large, too slow, or what vmap cannot see through
             return {"refused": str(error).splitlines()[0]}
         stack.train(on_progress)
     stack.leave(measured)  # with the machine as it is for runs alone
@@ -206,13 +201,13 @@ class _Stack:
 
         self.memory.start()
         before = self.memory.read()
-        self._timed(self._one)
-        needed, seconds = runs * (self.memory.read() - before), self._timed(self._one)
+        seconds_of(self._one)
+        needed, seconds = runs * (self.memory.read() - before), seconds_of(self._one)
         there = torch.cuda.mem_get_info()[0] if self.device.type == "cuda" else psutil.virtual_memory().available
         if needed > there:
-            raise _RefusedError(f"{runs} runs at once would take {needed / 2**30:.1f} GiB")
+            raise RuntimeError(f"{runs} runs at once would take {needed / 2**30:.1f} GiB")
         if 2 * _ROUNDS * runs * seconds > _MEASURING:
-            raise _RefusedError(f"a step of {seconds:.1f} s is work, not the start of operations")
+            raise RuntimeError(f"a step of {seconds:.1f} s is work, not the start of operations")
 
     def _one(self) -> None:
         """The passes of a step of the first run, as it trains alone."""
@@ -222,30 +217,23 @@ class _Stack:
         """The passes of a step of every run."""
         self._passes([self.batch] * len(self.runs))
 
-    def _timed(self, work: Callable[[], Any]) -> float:
-        start = time.perf_counter()
-        work()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
     def measured(self) -> dict[str, Any]:
         """Time both ways in turn; refuses where one run after the other is as fast."""
         self._evaluated(self.batch)
         self._all()
         times: tuple[list[float], list[float]] = ([], [])
         for _ in range(_ROUNDS):
-            times[0].append(self._timed(self._all))
+            times[0].append(seconds_of(self._all))
             self._attend(self.fused)
-            times[1].append(len(self.runs) * self._timed(self._one))
+            times[1].append(len(self.runs) * seconds_of(self._one))
             self._attend("eager")
         self._forget_gradients()
         together, alone = map(statistics.median, times)
         told = f"{len(self.runs)} runs at once take {together:.3g} s a step, one by one {alone:.3g} s"
         if together >= alone:
-            raise _RefusedError(told)
+            raise RuntimeError(told)
         if together * self.shared.steps > _LONGEST:
-            raise _RefusedError(f"{told}: more than {_LONGEST} s in all, with nothing kept on the way")
+            raise RuntimeError(f"{told}: more than {_LONGEST} s in all, with nothing kept on the way")
         return {"runs": len(self.runs), "together_seconds": together, "alone_seconds": alone}
 
     # A step
@@ -279,13 +267,13 @@ class _Stack:
             batches = [self._placed(next(run.batches)) for run in self.runs]
             tokens += batches[0]["input_ids"].numel()
             losses, terms, metrics = self._passes(batches)
-            noted = _by_run({"loss": losses} | _joined("aux", terms, torch.sum))
+            noted = _by_run({"loss": losses} | joined("aux", terms, torch.sum))
             for run, values in zip(self.runs, noted, strict=True):
                 run.step(step, values)
             self._forget_gradients()
             if step % shared.log_every == 0 or step == shared.steps:
                 rate = tokens / (time.perf_counter() - since)
-                last = _by_run({"loss": losses} | _joined("metric", metrics, torch.mean))
+                last = _by_run({"loss": losses} | joined("metric", metrics, torch.mean))
                 for run, values in zip(self.runs, last, strict=True):
                     run.log(step, values, {"tokens": tokens, "tokens_per_second": rate})
             on_progress(Progress("train", step, shared.steps, losses.nanmean().item(), tokens_per_second=rate))
@@ -299,10 +287,6 @@ class _Stack:
             run.leave(self.data, measured, self.memory.read())
 
     # Evaluation
-
-    def _held_out(self) -> Iterator[dict[str, Tensor]]:
-        size = self.shared.eval_batch_size or self.shared.batch_size
-        return map(self._placed, DataLoader(self.data.validation, size))
 
     @torch.no_grad()
     def _evaluated(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -319,7 +303,8 @@ class _Stack:
         """Add a row of validation to every run; at the end their losses by block, too."""
         start, count, sums = time.perf_counter(), 0, torch.zeros(len(self.runs), dtype=torch.float64)
         bound = math.inf if step else self.shared.eval_start_tokens or math.inf
-        for batch in self._held_out():
+        size = self.shared.eval_batch_size or self.shared.batch_size
+        for batch in map(self._placed, DataLoader(self.data.validation, size)):
             losses, logits = self._evaluated(batch)
             targets = int((batch["labels"][..., 1:] != IGNORED_LABEL).sum())
             sums, count = sums + losses.double().cpu() * targets, count + targets
@@ -340,11 +325,3 @@ def _by_run(values: dict[str, Tensor]) -> list[dict[str, float]]:
     """Numbers by name, each (R,), as those of every run."""
     columns = torch.stack([value.detach().float() for value in values.values()], 1)
     return [dict(zip(values, row, strict=True)) for row in columns.tolist()]
-
-
-def _joined(family: str, values: dict[str, Tensor], how: Callable[..., Tensor]) -> dict[str, Tensor]:
-    """Numbers (R,) of operators under one name each: their sum or mean."""
-    found: dict[str, list[Tensor]] = {}
-    for name, value in values.items():
-        found.setdefault(f"{family}/{name.rpartition('/')[2]}", []).append(value.float())
-    return {name: how(torch.stack(members), 0) for name, members in found.items()}

@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError  # raised by torch.load(weights_only=True) for what it refuses
 from typing import Any
@@ -297,10 +297,7 @@ class RelinearTrainer(Trainer):
         self._last_drain = self.state.global_step
         sums = {name: value.float() / steps for name, value in self._terms.items()}
         self._terms = {}
-        values: dict[str, list[Tensor]] = {}
-        for name, value in operator_metrics(self._plain_model).items():
-            values.setdefault(f"metric/{name.rpartition('/')[2]}", []).append(value.float())
-        found = sums | {name: torch.stack(members).mean() for name, members in values.items()}
+        found = sums | joined("metric", operator_metrics(self._plain_model), torch.mean)
         if not found:
             return {"cross_entropy": loss}
         stacked = self.accelerator.reduce(torch.stack([found[name].to(self.args.device) for name in found]), "mean")
@@ -413,6 +410,14 @@ class RelinearTrainer(Trainer):
         """The model alone: Trainer would pickle its arguments beside it."""
         if self.args.should_save:
             save_model(self.model, Path(output_dir or self.home))
+
+
+def joined(family: str, values: Mapping[str, Tensor], how: Callable[..., Tensor]) -> dict[str, Tensor]:
+    """Numbers of operators, each () or of every run (R,), under one name each: their sum or mean."""
+    found: dict[str, list[Tensor]] = {}
+    for name, value in values.items():
+        found.setdefault(f"{family}/{name.rpartition('/')[2]}", []).append(value.float())
+    return {name: how(torch.stack(members), 0) for name, members in found.items()}
 
 
 def write_block_losses(path: Path, blocks: Sequence[Tensor | None], loss: float) -> None:
