@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -159,16 +159,13 @@ class Worker:
                 pipe.close()
 
 
-@contextlib.contextmanager
-def at_work(out_dir: Path, isolate: bool, shared: bool) -> Iterator[Worker | InProcess]:
+def at_work(out_dir: Path, isolate: bool, shared: bool) -> contextlib.AbstractContextManager[Worker | InProcess]:
     """Have somebody do the jobs of ``out_dir``: a process of its own, where ``isolate``, or this one.
 
     What runs print goes to ``worker.log`` there; of shared work a file for each process.
     """
     log = out_dir / (f"worker-{platform.node()}-{os.getpid()}.log" if shared else "worker.log")
-    worker = Worker(log) if isolate else InProcess()
-    with contextlib.closing(worker):
-        yield worker
+    return contextlib.closing(Worker(log) if isolate else InProcess())
 
 
 def _error(message: Mapping[str, Any]) -> Exception:
