@@ -19,7 +19,6 @@ from relinear.train.settings import TrainSettings
 DENSE = "dense"
 #: settings that say where something happens within a run, and move with its length
 _PLACES = ("warmup_steps", "eval_every")
-_INITIALIZER = "initializer_range"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+=-]*")
 
 
@@ -317,10 +316,8 @@ class CompareSettings(Settings):
 
     def keeps_initialisation(self, name: str) -> bool:
         """Return whether an entry brings an initialisation of its own, which is then not tuned."""
-        changes = self.entries[name].set
-        overrides = changes.get("model_overrides")
-        nested = isinstance(overrides, Mapping) and _INITIALIZER in overrides
-        return nested or f"model_overrides.{_INITIALIZER}" in changes
+        overrides = apply_overrides({}, self.entries[name].set).get("model_overrides")
+        return isinstance(overrides, Mapping) and "initializer_range" in overrides
 
     def keeps_warmup(self, name: str) -> bool:
         """Return whether an entry brings a warm-up of its own, which is then not tuned."""

@@ -4,6 +4,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -274,14 +275,9 @@ def _dataset_windows(dataset: Any, max_tokens: int | None) -> Iterator[tuple[Ten
 
 
 def _by_length(windows: Iterable[tuple[Tensor, Tensor]], size: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    batch: list[tuple[Tensor, Tensor]] = []
-    for window in windows:
-        if batch and (len(batch) == size or len(batch[0][0]) != len(window[0])):
+    for _, alike in itertools.groupby(windows, key=lambda window: len(window[0])):
+        while batch := list(itertools.islice(alike, size)):
             yield batch
-            batch = []
-        batch.append(window)
-    if batch:
-        yield batch
 
 
 def _token_losses(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
