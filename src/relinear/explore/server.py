@@ -4,7 +4,6 @@ What a page of another site could do to a server on this machine is refused: a r
 host (a name that is made to point here does not), come from this page where it says where it comes from, and send JSON.
 """
 
-import http
 import inspect
 import ipaddress
 import json
@@ -103,16 +102,12 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "relinear", ""
     timeout = 60
 
-    def do_GET(self) -> None:
-        self._answer("GET")
-
-    def do_POST(self) -> None:
-        self._answer("POST")
-
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing: the terminal is the user's."""
 
-    def _answer(self, method: str) -> None:
+    def do_GET(self) -> None:
+        """Answer a request, by either method."""
+        method = self.command
         try:
             self._check_origin()
             parts = urlsplit(self.path)
@@ -133,6 +128,8 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception:
             traceback.print_exc()
             self._send_json(500, {"error": "this is a fault of relinear; the terminal says more"})
+
+    do_POST = do_GET
 
     def _check_origin(self) -> None:
         """Refuse what comes by a name that is not this machine's, or from another page."""
@@ -176,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, json.dumps(value, allow_nan=False).encode(), "application/json")
 
     def _send(self, status: int, content: bytes, kind: str) -> None:
-        self.send_response(status, http.HTTPStatus(status).phrase)
+        self.send_response(status)
         headers = {
             "Content-Type": kind,
             "Content-Length": str(len(content)),

@@ -183,9 +183,8 @@ class Subject:
     @contextlib.contextmanager
     def _running(self, edits: Mapping[str, Edit]) -> Iterator[None]:
         """The model as it is run here: in eval mode, without a graph, under the edits."""
-        with torch.no_grad(), evaluating(self.model), contextlib.ExitStack() as stack:
-            if edits:
-                stack.enter_context(intervene(self.model, edits))
+        edited = intervene(self.model, edits) if edits else contextlib.nullcontext()
+        with torch.no_grad(), evaluating(self.model), edited:
             yield
 
     def shares_of(self, ids: Tensor, edits: Mapping[str, Edit]) -> Tensor:
