@@ -92,9 +92,9 @@ def pages() -> dict[Path, str]:
         found |= {DOCS / "pictures" / f"{which}-{t}.svg": frontier.chart(t, which) for t in forest.THEMES}
     for which in frontier.EQUAL:
         found |= {DOCS / "pictures" / f"{which}-{t}.svg": frontier.equal_bytes(t, which) for t in forest.THEMES}
-    page = DOCS / "compression_found.md"
     of_page = {"frontier": frontier.frontier_table, **frontier.ROUNDED}
-    found[page] = filled(page.read_text(encoding="utf-8"), of_page, "compression")
+    for page in (DOCS / "compression_found.md", DOCS / "compress.md"):
+        found[page] = filled(page.read_text(encoding="utf-8"), of_page, page.stem)
     made_of = (
         {"compress": {"frontier": frontier.frontier_table, **frontier.ROUNDED}, "speed": speed.PARTS, "gpu": gpu.PARTS},
         *(cut.PARTS, curves.PARTS, biased.PARTS, evidence.PARTS),

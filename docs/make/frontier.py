@@ -472,7 +472,20 @@ def speeds(told: str) -> str:
     return table(["bits", "a token, 1 thread", "2 threads", "a prompt of 128"], lines)
 
 
+def costs() -> str:
+    """The turned model by bits: what `compress` loses on a text of its calibration's kind and on another, and speed."""
+    found, texts = _rounding(), ("wikitext2", "ptb")
+    faster = {r["model"].partition("-")[2]: r["decode"]["ratio"] for r in read(SPEEDS)["rows"] if r["threads"] == 2}
+    lines = []
+    for bits in ("8.25", "5.5", "4.25", "3.5", "3.0"):
+        over = [found[TURNED, f"bits:{bits}"]["against"][text] for text in texts]
+        cells = [f"{signed(at['nats'], 3)} ± {at['interval']:.3f}" for at in over]
+        lines.append([bits, *cells, f"{faster[bits]:.1f}" if bits in faster else "–"])
+    return table(["`--bits`", "WikiText-2, nats", "PTB, nats", "times as fast"], lines)
+
+
 ROUNDED = {
+    "costs": costs,
     "speeds": functools.partial(speeds, "{ratio:.2f}"),
     "speeds_ranged": functools.partial(speeds, "{ratio:.2f} ({ratio_low:.2f} to {ratio_high:.2f})"),
     "rounding": rounding_table,
