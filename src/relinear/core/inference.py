@@ -33,7 +33,7 @@ class ParameterCache:
 
     def __init__(self, owner: nn.Module) -> None:
         self._owner = owner
-        #: (sources, places of everything else that may be replaced, values), replaced as a whole
+        #: (where parameters and submodules are, what the parameters hold, values), replaced as a whole
         self._state: tuple[list[tuple], list[tuple], dict[Hashable, Any]] | None = None
 
     def get(self, key: Hashable, compute: Callable[[], Any]) -> Any:
@@ -43,22 +43,21 @@ class ParameterCache:
         """
         state = self._state
         if state is not None:
-            sources, places, values = state
-            if not self._are_same(sources):
-                state = self._state = None
+            places, sources, values = state
+            for slot, name, held in places:
+                if slot.get(name) is not held:
+                    state = self._state = None
+                    break
             else:
-                for slot, name, module in places:
-                    if slot.get(name) is not module:
-                        state = self._state = None
-                        break
-                else:
-                    if key in values:
-                        return values[key]
+                if not self._are_same(sources):
+                    state = self._state = None
+                elif key in values:
+                    return values[key]
         if not self.opens():
             return None
         if state is None:
             # before the computation, so that a change during it is seen afterwards
-            state = self._state = [self._source(*given) for given in self._parameters()], self._places(), {}
+            state = self._state = self._places(), [self._source(p) for p in self._owner.parameters()], {}
         kind = next(self._owner.parameters()).device.type
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(kind, enabled=False):
             value = state[2][key] = compute()
@@ -68,41 +67,35 @@ class ParameterCache:
         """Whether there may be values at all: not of parameters on meta (offloaded), of a subclass, or under vmap, nor
         where a parametrisation stands in for one, which may depend on what is no parameter."""
         parametrised = any("parametrizations" in module._modules for module in self._owner.modules())
-        return not parametrised and all(_is_ordinary(parameter) for _, _, parameter in self._parameters())
+        return not parametrised and all(map(_is_ordinary, self._owner.parameters()))
+
+    def _places(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """Every slot of a parameter or a submodule, and what it holds: None where there is no parameter."""
+        slots = (slot for module in self._owner.modules() for slot in (module._parameters, module._modules))
+        return [(slot, name, held) for slot in slots for name, held in slot.items()]
+
+    def _source(self, parameter: Tensor) -> tuple:
+        return parameter, parameter._version, parameter.data_ptr()
 
     def _are_same(self, sources: list[tuple]) -> bool:
-        for slot, name, parameter, version, address in sources:
-            if slot.get(name) is not parameter or parameter._version != version or parameter.data_ptr() != address:
+        for parameter, version, address in sources:
+            if parameter._version != version or parameter.data_ptr() != address:
                 return False
         return True
-
-    def _places(self) -> list[tuple[dict[str, Any], str, nn.Module | None]]:
-        """Where submodules are, and where there is no parameter."""
-        modules = list(self._owner.modules())
-        children = [(module._modules, name, child) for module in modules for name, child in module._modules.items()]
-        empty = [(m._parameters, name, None) for m in modules for name, p in m._parameters.items() if p is None]
-        return children + empty
-
-    def _parameters(self) -> list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]:
-        slots = (module._parameters for module in self._owner.modules())
-        return [(slot, name, p) for slot in slots for name, p in slot.items() if p is not None]
-
-    def _source(self, slot: dict[str, nn.Parameter | None], name: str, parameter: nn.Parameter) -> tuple:
-        return slot, name, parameter, parameter._version, parameter.data_ptr()
 
 
 class ComparingCache(ParameterCache):
     """Values computed from few parameters, whose every number is compared before each use: no change goes unseen."""
 
+    def _source(self, parameter: Tensor) -> tuple:
+        return parameter, parameter.detach().clone()
+
     def _are_same(self, sources: list[tuple]) -> bool:
-        for slot, name, parameter, copy in sources:
-            same = slot.get(name) is parameter and parameter.dtype == copy.dtype and parameter.device == copy.device
-            if not (same and torch.equal(parameter, copy)):
+        for parameter, copy in sources:
+            alike = parameter.dtype == copy.dtype and parameter.device == copy.device
+            if not (alike and torch.equal(parameter, copy)):
                 return False
         return True
-
-    def _source(self, slot: dict[str, nn.Parameter | None], name: str, parameter: nn.Parameter) -> tuple:
-        return slot, name, parameter, parameter.detach().clone()
 
 
 class CachingModule(nn.Module):
