@@ -30,6 +30,11 @@ def grades(n: int) -> np.ndarray:
     return np.array([mask.bit_count() for mask in blade_masks(n)])
 
 
+def parities(n: int) -> np.ndarray:
+    """Return 1 for each odd blade and 0 for each even one, (V,)."""
+    return grades(n) % 2
+
+
 def unit(size: int) -> np.ndarray:
     """Coordinates (size,) of the scalar 1."""
     return np.eye(1, size)[0]

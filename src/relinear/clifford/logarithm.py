@@ -12,12 +12,11 @@ the angles are then all below 135 degrees, and the planes are those of the well-
 import math
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from relinear.clifford.bivectors import bivector_from_matrix, turned_vectors
-from relinear.clifford.blades import embed_bivector, grades, multivector_dimension, unit
+from relinear.clifford.blades import embed_bivector, multivector_dimension, parities, unit
 from relinear.clifford.decomposition import SpectralFunction, first_order, plane_basis, spectral_basis
 from relinear.clifford.exponential import exp
 from relinear.clifford.products import geometric_product
@@ -110,10 +109,6 @@ class _Log(SpectralFunction):
         return geometric_product(rotor, embed_bivector(bivector))
 
 
-def _is_even(n: int) -> np.ndarray:
-    return 1 - grades(n) % 2
-
-
 def log(rotor: Tensor) -> Tensor:
     """Return the bivector of a rotor: exp(log(r)) = r.
 
@@ -141,7 +136,7 @@ def log(rotor: Tensor) -> Tensor:
             "log needs a real rotor: a complex one may have no logarithm (its rotation may not be diagonalisable)"
         )
     exact = rotor.to(compute_dtype(rotor.dtype))
-    even = exact * device_table(_is_even, n, rotor, exact.dtype)
+    even = exact * (1 - device_table(parities, n, rotor, exact.dtype))
     error = torch.maximum((exact - even).norm(dim=-1), (even.norm(dim=-1) - 1).abs()).detach()
     valid = error < torch.finfo(exact.dtype).eps ** 0.25
     if is_concrete(rotor) and not bool(valid.all()):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relinear.clifford.blades import blade_masks, grades, multivector_dimension
+from relinear.clifford.blades import blade_masks, multivector_dimension, parities
 from relinear.clifford.strings import string_signs, strings_from_matrix, strings_to_matrix
 from relinear.clifford.tables import compute_dtype, device_table, take_last
 
@@ -42,7 +42,7 @@ def _strings(n: int) -> tuple[np.ndarray, np.ndarray]:
 def _parity_order(n: int) -> np.ndarray:
     """Blade of every string: (V,) for even n; for odd n first the even blade of every string, then the odd one."""
     index, _ = _strings(n)
-    return np.argsort(index + (grades(n) % 2) * 4**n * (n % 2), kind="stable")
+    return np.argsort(index + parities(n) * 4**n * (n % 2), kind="stable")
 
 
 def _ordered_phases(n: int) -> np.ndarray:
@@ -121,7 +121,7 @@ def matrix_exp(matrix: Tensor) -> Tensor:
 def blade_matrices(n: int, where: slice) -> np.ndarray:
     """Return the matrices of some basis blades, (count, S, K, K)."""
     index, phase = _strings(n)
-    size, odd = 2 ** (n // 2), grades(n)[where] % 2
+    size, odd = 2 ** (n // 2), parities(n)[where]
     columns = np.arange(size)
     dense = np.zeros((len(odd), 1 + n % 2, size, size), dtype=complex)
     for row, (string, factor) in enumerate(zip(index[where], phase[where])):

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relinear.clifford.blades import bivector_slice, blade_masks, embed_bivector, grades, take_bivector, unit
+from relinear.clifford.blades import bivector_slice, blade_masks, embed_bivector, grades, parities, take_bivector, unit
 from relinear.clifford.decomposition import decompose
 from relinear.clifford.exponential import exp
 from relinear.clifford.logarithm import log
@@ -58,14 +58,6 @@ def right_contraction_table(p: int, q: int, r: int) -> np.ndarray:
 def inner_table(p: int, q: int, r: int) -> np.ndarray:
     """Return what is of grade abs(s - t), where neither is a scalar."""
     return _of_grades((p, q, r), lambda s, result, t: (result == abs(s - t)) & (s > 0) & (t > 0))
-
-
-def _is_of_grade(n: int, grade: int) -> np.ndarray:
-    return grades(n) == grade
-
-
-def _involution_signs(n: int) -> np.ndarray:
-    return 1 - 2 * (grades(n) % 2)
 
 
 def _complement_signs(n: int) -> np.ndarray:
@@ -309,8 +301,8 @@ class Multivector:
         """
         if not wanted or not set(wanted) <= set(range(self.algebra.n + 1)):
             raise ValueError(f"{self.algebra} has grades 0 to {self.algebra.n}; got {wanted}")
-        masks = [device_table(_is_of_grade, (self.algebra.n, k), self.values, self.values.dtype) for k in wanted]
-        return self._made(self.values * sum(masks))
+        of_blades = device_table(grades, self.algebra.n, self.values)
+        return self._made(self.values * sum(of_blades == k for k in wanted))
 
     def grades(self, tolerance: float = 0.0) -> set[int]:
         """Return the grades in which anything in the batch is larger than ``tolerance``."""
@@ -450,8 +442,8 @@ class Multivector:
 
     def grade_involution(self) -> Multivector:
         """Return every vector with its sign changed: (-1)^g on grade g."""
-        signs = device_table(_involution_signs, self.algebra.n, self.values, self.values.dtype)
-        return self._made(self.values * signs)
+        odd = device_table(parities, self.algebra.n, self.values, self.values.dtype)
+        return self._made(self.values * (1 - 2 * odd))
 
     def conjugate(self) -> Multivector:
         """Clifford conjugation: reversed, and every vector with its sign changed."""

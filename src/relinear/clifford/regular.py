@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relinear.clifford.blades import grades, multivector_dimension, unit
+from relinear.clifford.blades import multivector_dimension, parities, unit
 from relinear.clifford.matrices import matrix_exp
 from relinear.clifford.products import geometric_table, reverse, table_product
 from relinear.clifford.tables import compute_dtype, device_table, is_concrete
@@ -40,11 +40,7 @@ def regular_exp(x: Tensor, signature: tuple[int, int, int]) -> Tensor:
 
 
 def _even_blades(n: int) -> np.ndarray:
-    return np.flatnonzero(grades(n) % 2 == 0)
-
-
-def _is_odd(n: int) -> np.ndarray:
-    return grades(n) % 2
+    return np.flatnonzero(parities(n) == 0)
 
 
 def _even_table(p: int, q: int, r: int) -> np.ndarray:
@@ -88,7 +84,7 @@ def _rotor_error(x: Tensor, signature: tuple[int, int, int]) -> Tensor:
     """How far x (..., V) is from even, and x ~x from 1, relative to its size: (...,)."""
     scale = x.abs().amax(-1).clamp_min(1.0)
     n = multivector_dimension(x)
-    odd = (x * device_table(_is_odd, n, x, x.dtype)).abs().amax(-1)
+    odd = (x * device_table(parities, n, x, x.dtype)).abs().amax(-1)
     table = device_table(geometric_table, signature, x, x.dtype)
     off = table_product(x, reverse(x), table) - device_table(unit, 2**n, x, x.dtype)
     return torch.maximum(odd / scale, off.abs().amax(-1) / scale.square())
