@@ -6,7 +6,7 @@ from torch import nn
 
 from relinear.core.config import nearest, shown
 from relinear.core.operator import check_model
-from relinear.surgery.patterns import check_patterns, matches
+from relinear.surgery.patterns import listed, matches
 
 
 def train_only_(model: nn.Module, patterns: str | Iterable[str]) -> int:
@@ -32,12 +32,8 @@ def train_only_(model: nn.Module, patterns: str | Iterable[str]) -> int:
         94488
     """
     check_model(model, "train_only_")
-    if not isinstance(patterns, Iterable):
-        raise ValueError(f"train_only_ takes names of modules or parameters, one or several, got {shown(patterns)}")
-    wanted = [patterns] if isinstance(patterns, str) else list(patterns)
-    check_patterns(wanted)
     chosen: set[int] = set()
-    for pattern in wanted:
+    for pattern in listed(patterns, "train_only_ takes names of modules or parameters, one or several"):
         hits = [module for name, module in model.named_modules() if name and matches(pattern, name)]
         found = {id(p) for module in hits for p in module.parameters()}
         found |= {id(p) for name, p in model.named_parameters() if matches(pattern, name)}

@@ -58,6 +58,15 @@ def check_patterns(patterns: Iterable[Any]) -> None:
                 raise ValueError(f"pattern {shown(pattern)} is no valid regular expression: {error}") from error
 
 
+def listed(patterns: Any, what: str) -> list[str]:
+    """Return one pattern or several, checked, as a list; what is neither is refused with the words ``what``."""
+    if not isinstance(patterns, Iterable):
+        raise ValueError(f"{what}, got {shown(patterns)}")
+    wanted = [patterns] if isinstance(patterns, str) else list(patterns)
+    check_patterns(wanted)
+    return wanted
+
+
 def check_misspelt(patterns: Iterable[str], model_type: str) -> None:
     """Raise ValueError for what no name is as long as, and for what is nearly the name of a layer of common types.
 

@@ -12,7 +12,7 @@ from relinear.core.anatomy import BASE_LAYER, layer_finder, output_head, stock_n
 from relinear.core.config import layer_indices, shown
 from relinear.core.operator import Operator, is_embedding, is_linear
 from relinear.core.readers import reader_of_weight
-from relinear.surgery.patterns import ALL_LINEAR, check_patterns, is_plain, matches, no_match
+from relinear.surgery.patterns import ALL_LINEAR, check_patterns, is_plain, listed, matches, no_match
 
 OWN_PREFIX = "relinear_"  # submodules that an attachment adds
 OUTPUT_HEAD = "output head"
@@ -127,15 +127,6 @@ def _no_match(pattern: str, found: Iterable[tuple[nn.Module, list[str]]]) -> Val
     return no_match(pattern, close or ["none, no linear layer"])
 
 
-def _patterns(exclude: Any) -> list[str]:
-    """``exclude=`` as a list of patterns. Raises ValueError where it is neither a pattern nor several."""
-    if exclude is None or isinstance(exclude, str):
-        return [] if exclude is None else [exclude]
-    if not isinstance(exclude, Iterable):
-        raise ValueError(f"exclude= takes a pattern or a list of patterns, got {shown(exclude)}")
-    return list(exclude)
-
-
 def _check_excluded(model: nn.Module, excluded: list[str], found: Iterable[tuple[nn.Module, list[str]]]) -> None:
     """Refuse an ``exclude=`` that leaves out nothing: a name that is not there, or of a module around the layers."""
     for pattern in excluded:
@@ -178,8 +169,7 @@ def select_targets(
     check_patterns(mapping)
     found = _named_aliases(model)
     outputs = heads(model)
-    excluded = _patterns(exclude)
-    check_patterns(excluded)
+    excluded = [] if exclude is None else listed(exclude, "exclude= takes a pattern or a list of patterns")
     _check_excluded(model, excluded, found.values())
     if filter_fn is not None and not callable(filter_fn):
         raise ValueError(f"filter_fn must be a function of (module, name), got {shown(filter_fn)}")
