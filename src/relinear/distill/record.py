@@ -103,26 +103,16 @@ class _Done(Exception):
 
 
 class Recording:
-    """Inputs of modules, each distinct tensor stored once: ``inputs(name)`` (M, I), ``contexts(name)`` (M, C) or None.
-
-    A context manager: memory-mapped files vanish at its end.
-    """
+    """Inputs of modules, each tensor stored once: ``inputs(name)`` (M, I), and ``contexts(name)`` (M, C) or None."""
 
     def __init__(self, tokens: int, folder: Path | None) -> None:
         self.tokens, self.folder = tokens, folder
         self._stores: dict[str, Tensor] = {}
         self._where: dict[str, str] = {}
-        self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Recording:
-        if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(dir=self.folder)))
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def clear(self) -> None:
+        """Let go of what was recorded."""
         self._stores.clear()
-        self._stack.close()
 
     def write(self, name: str, values: Tensor, start: int, shared: dict[int, str]) -> None:
         """Store values (..., size) from row ``start`` on; the same memory seen before in this pass is not stored twice.
@@ -160,7 +150,7 @@ class Recording:
         return self._stores.get(self._where.get(name, name))
 
 
-@torch.no_grad()
+@contextlib.contextmanager
 def record(
     model: nn.Module,
     blocks: Tensor,
@@ -171,8 +161,10 @@ def record(
     context_dims: Mapping[str, int] | None = None,
     folder: Path | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Recording:
-    """Run ``model`` over ``blocks`` and record the inputs of ``modules``; each pass stops after the last of them.
+) -> Iterator[Recording]:
+    """``with record(...) as recording: ...`` runs ``model`` over ``blocks`` and records the inputs of ``modules``.
+
+    Each pass stops after the last of them. What was recorded is there until the block ends.
 
     Args:
         model: in eval mode; takes ``input_ids``.
@@ -204,18 +196,20 @@ def record(
 
     device = next(model.parameters()).device
     with contextlib.ExitStack() as stack:
-        recording = stack.enter_context(Recording(blocks.numel(), folder))
-        with watching(modules.items(), note):
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
+        recording = Recording(blocks.numel(), folder)
+        stack.callback(recording.clear)
+        with torch.no_grad(), watching(modules.items(), note):
             for first in range(0, len(blocks), batch):
-                seen.clear()
-                shared.clear()
-                alive.clear()
                 ids = blocks[first : first + batch].to(device)
                 _run_until_done(model, ids)
+                for noted in (seen, shared, alive):
+                    noted.clear()
                 start += ids.numel()
                 on_progress(min(first + batch, len(blocks)), len(blocks))
-        stack.pop_all()  # whoever gets it ends it
-    return recording
+        yield recording
 
 
 def _run_until_done(model: Any, ids: Tensor) -> None:
