@@ -8,7 +8,7 @@ else offers ``gates_of(x)`` and ``alphas()``.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from relinear.core.anatomy import layer_index
 from relinear.core.modes import evaluating, watching
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Heat, Panel, Series, numbered
+from relinear.system.grouped import grouped
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
@@ -95,7 +96,7 @@ def record_modulators(model: Any, ids: Tensor, *, keep: str | None = None, token
     statistics: dict[str, dict[str, Any]] = {}
     scalar: dict[str, Tensor] = {}
     channel: dict[str, Tensor] = {}
-    with_channel = [name for name, module in found.items() if "channel" in _gate_names(module)]
+    with_channel = [name for name, module in found.items() if _has_channel_gate(module)]
     known = [name.rpartition(".")[2] for name in with_channel]
     if keep is not None and keep not in known:
         raise ValueError(f"no module named {keep!r} has channel gates; there are: {', '.join(dict.fromkeys(known))}")
@@ -120,13 +121,8 @@ def record_modulators(model: Any, ids: Tensor, *, keep: str | None = None, token
     return GateRecord({name: statistics[name] for name in found if name in statistics}, scalar, channel)
 
 
-def _gate_names(module: Any) -> set[str]:
-    return {
-        kind
-        for kind in ("channel", "scalar")
-        for key, value in module.named_parameters(recurse=False)
-        if key in (f"{kind}_up", f"{kind}_beta") and value is not None
-    }
+def _has_channel_gate(module: nn.Module) -> bool:
+    return any(name in ("channel_up", "channel_beta") for name, _ in module.named_parameters(recurse=False))
 
 
 def applies(model: nn.Module) -> bool:
@@ -217,10 +213,8 @@ def _table(modules: Mapping[str, Any]) -> Table:
 
 def _scalars(numbers: Mapping[str, Any]) -> list[Chart]:
     """Scalar gates against depth, a figure a module, a line a token (Figure 2)."""
-    modules: dict[str, list[tuple[int, Sequence[float]]]] = {}
-    for name, values in numbers["scalar"].items():
-        row = numbers["modules"][name]
-        modules.setdefault(row["module"], []).append((row["layer"], values))
+    rows = ((numbers["modules"][name], values) for name, values in numbers["scalar"].items())
+    modules = grouped((row["module"], (row["layer"], values)) for row, values in rows)
     charts = []
     for number, (module, found) in enumerate(modules.items()):
         found.sort(key=lambda pair: pair[0])
@@ -243,12 +237,9 @@ def _variances(modules: Mapping[str, Any]) -> list[Chart]:
     """How far gates spread, against depth, a line a module: both panels of every kind."""
     charts: list[Chart] = []
     for kind, value, title in [(name, *panel) for name, panels in PANELS.items() for panel in panels]:
-        lines: dict[str, list[tuple[int, float]]] = {}
-        for row in modules.values():
-            if kind in row["gates"]:
-                found = row["gates"][kind][value]
-                shown = math.sqrt(found) if value == "total" else found
-                lines.setdefault(row["module"], []).append((row["layer"], shown))
+        rows = [(row, row["gates"][kind][value]) for row in modules.values() if kind in row["gates"]]
+        shown = math.sqrt if value == "total" else float
+        lines = grouped((row["module"], (row["layer"], shown(found))) for row, found in rows)
         data = []
         for number, (module, spots) in enumerate(lines.items()):
             x, y = zip(*sorted(spots), strict=True)

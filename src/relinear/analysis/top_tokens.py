@@ -3,7 +3,6 @@
 # Legend: N sequences, T tokens, K gates
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from relinear.analysis.analyses import Result, Subject, layer_row
 from relinear.analysis.recording import gated_operators, record_gates
 from relinear.pages.blocks import Block, Cell, Chart, Table, Text
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
+from relinear.system.grouped import grouped
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
@@ -50,11 +50,8 @@ def top_tokens(
         explained_by_token: share of the gate's variance that lies between tokens; 1 for a context that is a function of
         the current token alone, whatever was learnt.
     """
-    recorded: dict[str, list[Tensor]] = defaultdict(list)
-    for sequence in record_gates(model, ids):
-        for name, parts in sequence.items():
-            if part in parts:
-                recorded[name].append(parts[part])
+    found_in = (item for sequence in record_gates(model, ids) for item in sequence.items())
+    recorded = grouped((name, parts[part]) for name, parts in found_in if part in parts)
     if not recorded:
         raise ValueError(f"no layer of this model has {part} gates")
     tokens, inverse, occurrences = ids.flatten().unique(return_inverse=True, return_counts=True)

@@ -10,6 +10,7 @@ from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Tab
 from relinear.pages.drawn import save_panels
 from relinear.pages.figures import Axis, Guide, Panel, Series, colours
 from relinear.pages.records import about, as_yaml, what_ran
+from relinear.system.grouped import grouped
 
 
 def layers_section(values: Mapping[str, Any], image: str | None = None) -> Section:
@@ -37,11 +38,7 @@ def _verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     if not timed:
         return "Nothing was timed."
     most = max(row["tokens"] for row in timed)
-    cases = {
-        r["contender"]: [s["ratio"] for s in timed if (s["contender"], s["tokens"]) == (r["contender"], most)]
-        for r in timed
-        if r["tokens"] == most
-    }
+    cases = grouped((row["contender"], row["ratio"]) for row in timed if row["tokens"] == most)
     middle = {name: statistics.median(ratios) for name, ratios in cases.items()}
     name = min(middle, key=lambda one: middle[one])
     faster = f"{sum(value < 1 for value in middle.values())} of {len(middle)} layers are faster than dense there."
@@ -106,10 +103,9 @@ def draw_layers(rows: Sequence[Mapping[str, Any]], stem: str | Path) -> None:
     most = max(row["tokens"] for row in rows)
     shown = [row for row in rows if row["tokens"] == most and row["contender"] != DENSE and row.get("ratio")]
     palette = colours(list(dict.fromkeys(row["contender"] for row in shown)))
-    cases: dict[tuple[str, int, int], list[Mapping[str, Any]]] = {}
-    for row in shown:
-        case = row["dtype"], -row["in_features"] * row["out_features"], row["in_features"]
-        cases.setdefault(case, []).append(row)
+    cases = grouped(
+        ((row["dtype"], -row["in_features"] * row["out_features"], row["in_features"]), row) for row in shown
+    )
     panels = [
         _panel(found, palette, f"{wide} → {-size // wide}, {dtype}")
         for (dtype, size, wide), found in sorted(cases.items(), key=lambda case: case[0])

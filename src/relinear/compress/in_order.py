@@ -28,6 +28,7 @@ from relinear.distill.fit import Course, FitError, Goal, improve
 from relinear.distill.record import first_call
 from relinear.surgery.plan import Replacement
 from relinear.surgery.states import flat_states, load_states_, place_
+from relinear.system.grouped import grouped
 
 #: pull of the original weight on the corrected one, as a share of the inputs' mean square
 ANCHOR_RIDGE = 1e-2
@@ -124,10 +125,8 @@ class InOrder:
 
     def _by_input(self, names: Iterable[str]) -> Iterable[list[str]]:
         """Linear layers of a decoder layer, those that read one tensor together, in the order in which they run."""
-        found: dict[str, list[str]] = {}
-        for name in sorted(names, key=self.calibration.names.index):
-            found.setdefault(self.calibration.input_of(name), []).append(name)
-        return found.values()
+        ordered = sorted(names, key=self.calibration.names.index)
+        return grouped((self.calibration.input_of(name), name) for name in ordered).values()
 
     def _fit_group(self, index: int, original: nn.Module, group: Sequence[str]) -> None:
         """Fit the layers of one input: replace those that are planned, correct the others."""

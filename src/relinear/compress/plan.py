@@ -27,6 +27,7 @@ from relinear.core.operator import NotLinearError, Operator, OperatorConfig, den
 from relinear.distill.fit import swapped
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import read_json, understood, write_json
+from relinear.system.grouped import grouped
 from relinear.system.text import columns
 
 FORMAT = 1
@@ -158,9 +159,7 @@ class CompressPlan:
 
 def by_type(layers: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a row for every type of layer (as ``LayerPlan.to_dict`` has them), and one for all."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for name, layer in layers.items():
-        groups.setdefault(layer_type(name), []).append(layer)
+    groups = grouped((layer_type(name), layer) for name, layer in layers.items())
     groups["all"] = list(layers.values())
     rows = []
     for name, group in groups.items():
@@ -314,12 +313,9 @@ class Correction:
 
 def choose_points(candidates: Choices, count: int) -> list[tuple[str, Candidate]]:
     """``count`` choices for every type of layer, spread over its depth and its candidates' costs."""
-    types: dict[str, list[str]] = {}
-    for name, options in candidates.items():
-        if any(c.config is not None for c in options):
-            types.setdefault(layer_type(name), []).append(name)
+    able = [name for name, options in candidates.items() if any(c.config is not None for c in options)]
     chosen = []
-    for names in types.values():
+    for names in grouped((layer_type(name), name) for name in able).values():
         for i in range(count):
             name = names[int((i + 0.5) / count * len(names))]
             options = sorted((c for c in candidates[name] if c.config is not None), key=lambda c: c.cost)
@@ -412,9 +408,7 @@ def corrections(points: Sequence[MeasuredPoint]) -> dict[str, Correction]:
     A factor: the measured sum by the predicted one. From ``POWER_POINTS`` points that rose on, factor and power by
     least squares of logarithms. Bounded, as points are few and noisy.
     """
-    types: dict[str, list[MeasuredPoint]] = {}
-    for point in points:
-        types.setdefault(layer_type(point.name), []).append(point)
+    types = grouped((layer_type(point.name), point) for point in points)
     return {kind: _fit(found) for kind, found in types.items()}
 
 
