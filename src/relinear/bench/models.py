@@ -4,21 +4,21 @@ import contextlib
 import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import nn
 
 from relinear.bench.operators import Mode
-from relinear.bench.run import DTYPES, Dtype
+from relinear.bench.run import DTYPES, Dtype, read_by
 from relinear.compare.speed import training_step
-from relinear.core.config import nearest, shown
 from relinear.core.inference import for_inference_
-from relinear.core.operator import OperatorConfig
+from relinear.core.operator import Operator, OperatorConfig
 from relinear.core.settings import PositiveInt, Settings, Threads
-from relinear.models import from_preset, preset_names
-from relinear.surgery.plan import replace_
+from relinear.models import from_preset, preset_config
+from relinear.operators.context_manager import ContextManager
+from relinear.surgery.plan import attach_, replace_
 from relinear.system.files import write_json
 from relinear.system.machine import circumstances, on_threads
 from relinear.system.timing import interleave
@@ -49,7 +49,7 @@ class ModelBenchSettings(Settings):
         threads: of torch; None leaves its choice.
     """
 
-    preset: str
+    preset: Annotated[str, read_by(preset_config)]
     passes: tuple[ModelPass, ...] = get_args(ModelPass)
     modes: tuple[Mode, ...] = ("eager",)
     dtypes: tuple[Dtype, ...] = ("fp32",)
@@ -59,13 +59,6 @@ class ModelBenchSettings(Settings):
     for_inference: bool = True
     rounds: PositiveInt = 7
     threads: Threads | None = None
-
-    @field_validator("preset")
-    @classmethod
-    def _known(cls, preset: str) -> str:
-        if preset not in preset_names():
-            raise ValueError(f"unknown preset {shown(preset)}; {nearest(preset, preset_names())}")
-        return preset
 
 
 def _inference(model: Any, ids: torch.Tensor, phase: str, new_tokens: int, compiled: bool) -> Callable[[], object]:
@@ -209,10 +202,6 @@ def run_model_bench(
 
 
 def _attach_contexts(model: nn.Module) -> None:
-    from relinear.core.operator import Operator
-    from relinear.operators.context_manager import ContextManager
-    from relinear.surgery.plan import attach_
-
     widths = {m.config.context_dim for m in model.modules() if isinstance(m, Operator) and m.config.conditioned}  # type: ignore[attr-defined]
     for width in widths:
         attach_(model, ContextManager(dim=width))

@@ -5,15 +5,15 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from relinear.bench.peers import PEERS
+from relinear.core.context import context
 from relinear.core.inference import for_inference_
 from relinear.core.operator import Operator, OperatorConfig
 from relinear.system.timing import Timing, interleave, peak_memory
@@ -37,20 +37,17 @@ class Roofline:
 
 
 @torch.no_grad()
-def measure_roofline(dtype: torch.dtype, device: torch.device | str = "cpu", size: int = 2048) -> Roofline:
+def measure_roofline(dtype: torch.dtype) -> Roofline:
     """Measure both rates with inputs that are not zero (zeros can be faster, and denormals slower)."""
-    a = torch.randn(size, size, device=device, dtype=dtype)
-    b = torch.randn(size, size, device=device, dtype=dtype)
+    size = 2048
+    a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
     out = torch.empty_like(a)
-    big = torch.randn(64 * 2**20 // a.element_size(), device=device).to(dtype)
+    big = torch.randn(64 * 2**20 // a.element_size()).to(dtype)
     target = torch.empty_like(big)
-    timings = interleave(
-        {"gemm": lambda: torch.mm(a, b, out=out), "copy": lambda: target.copy_(big)}, "gemm", rounds=7, min_seconds=0.1
-    )
+    calls = {"gemm": lambda: torch.mm(a, b, out=out), "copy": lambda: target.copy_(big)}
+    seconds = {name: timing.seconds for name, timing in interleave(calls, "gemm", rounds=7).items()}
     moved = 2 * big.numel() * big.element_size()
-    return Roofline(
-        str(dtype).removeprefix("torch."), 2 * size**3 / timings["gemm"].seconds, moved / timings["copy"].seconds
-    )
+    return Roofline(str(dtype).removeprefix("torch."), 2 * size**3 / seconds["gemm"], moved / seconds["copy"])
 
 
 DENSE = "dense"
@@ -91,21 +88,6 @@ def phase_of(row: Mapping[str, Any]) -> str:
     return row["phase"] if "phase" in row else row["passed"]
 
 
-def cases(
-    shapes: Iterable[tuple[int, int]],
-    tokens: Iterable[int],
-    dtypes: Iterable[torch.dtype],
-    modes: Iterable[str] = get_args(Mode),
-    passes: Iterable[str] = get_args(Pass),
-    for_inference: bool = True,
-) -> list[Case]:
-    """Return every combination, as cases."""
-    return [
-        Case(i, o, n, dtype, mode, phase, for_inference and phase == "forward")
-        for (i, o), dtype, mode, phase, n in itertools.product(shapes, dtypes, modes, passes, tokens)
-    ]
-
-
 def _context_values(modules: Iterable[nn.Module], tokens: int) -> Tensor | None:
     """A random context of the width that conditioned contenders ask for; None where there are none."""
     configs: list[Any] = [m.config for m in modules if isinstance(m, Operator) and m.config.conditioned]
@@ -115,8 +97,6 @@ def _context_values(modules: Iterable[nn.Module], tokens: int) -> Tensor | None:
 
 
 def _given(values: Tensor | None, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    from relinear.core.context import context
-
     return contextlib.nullcontext() if values is None else context(values.to(dtype))
 
 

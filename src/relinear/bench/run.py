@@ -4,6 +4,7 @@ And a benchmark against a recorded one: what became slower by more than either v
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import statistics
@@ -17,7 +18,7 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 from pydantic import AfterValidator, Field
 
-from relinear.bench.operators import DENSE, Mode, Pass, bench_case, cases, measure_roofline, phase_of
+from relinear.bench.operators import DENSE, Case, Mode, Pass, bench_case, measure_roofline, phase_of
 from relinear.bench.peers import PEERS
 from relinear.core.config import environment as environment_of_kinds
 from relinear.core.operator import OperatorConfig
@@ -52,7 +53,7 @@ def _shape(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def _read_by(read: Callable[[str], Any]) -> AfterValidator:
+def read_by(read: Callable[[str], Any]) -> AfterValidator:
     """Have a text be one that can be read, and stay as it is."""
     return AfterValidator(lambda text: [text, read(text)][0])
 
@@ -78,8 +79,8 @@ class BenchSettings(Settings):
         threads: of torch; all cores by default.
     """
 
-    operators: tuple[Annotated[str, _read_by(OperatorConfig.read)], ...] = DEFAULT_OPERATORS
-    shapes: tuple[Annotated[str, _read_by(_shape)], ...] = ("2048->2048", "512->2048", "512->1376")
+    operators: tuple[Annotated[str, read_by(OperatorConfig.read)], ...] = DEFAULT_OPERATORS
+    shapes: tuple[Annotated[str, read_by(_shape)], ...] = ("2048->2048", "512->2048", "512->1376")
     tokens: tuple[PositiveInt, ...] = (1, 64, 4096)
     dtypes: tuple[Dtype, ...] = ("fp32", "bf16")
     modes: tuple[Mode, ...] = get_args(Mode)
@@ -109,8 +110,11 @@ def _measure(settings: BenchSettings, report: Callable[[str], None]) -> dict[str
     roofs = {dtype: measure_roofline(dtype) for dtype in dtypes}
     operators = settings.parsed_operators()
     rows: list[dict[str, Any]] = []
-    every = map(_shape, settings.shapes), settings.tokens, dtypes, settings.modes, settings.passes
-    todo = cases(*every, settings.for_inference)
+    every = itertools.product(map(_shape, settings.shapes), dtypes, settings.modes, settings.passes, settings.tokens)
+    todo = [
+        Case(*shape, tokens, dtype, mode, phase, settings.for_inference and phase == "forward")
+        for shape, dtype, mode, phase, tokens in every
+    ]
     for number, case in enumerate(todo, 1):
         report(f"{number}/{len(todo)}  {case}")
         # Peers are written for eager float32 and bfloat16 alike; compiled they would measure the compiler.
