@@ -113,15 +113,14 @@ def check_causality(
         unstable = next((n for n in expected if _change(expected[n], again[n]).max() > tolerance), None)
         if unstable is not None:
             raise ValueError(f"{unstable!r} gives different outputs for equal inputs in eval mode: nothing to compare")
-        order = {name: rank for rank, name in enumerate(expected)}
         first: tuple[int, int, int, float] | None = None  # rank of the module, position, source, difference
         for source in range(1, length):
             changed = _outputs(model, torch.cat([inputs[:, :source], other[:, source:]], dim=1))
-            for name, value in expected.items():
+            for rank, (name, value) in enumerate(expected.items()):
                 change = _change(value, changed[name])[:source]
                 if change.max() > tolerance:
                     position = int((change > tolerance).nonzero()[0])
-                    found = (order[name], position, source, float(change.max()))
+                    found = (rank, position, source, float(change.max()))
                     first = found if first is None else min(first, found)
                     break
     if first is None:

@@ -30,41 +30,34 @@ _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
 def _llama(width: int, mlp: int, layers: int, heads: int, vocabulary: int, positions: int, theta: float) -> _Preset:
-    return _Preset(
-        "llama",
-        {
-            "vocab_size": vocabulary,
-            "hidden_size": width,
-            "intermediate_size": mlp,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "max_position_embeddings": positions,
-            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-            "tie_word_embeddings": False,
-        }
-        | _NO_TOKENS,
-    )
+    settings = {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": positions,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "tie_word_embeddings": False,
+    }
+    return _Preset("llama", settings)
 
 
 def _gpt2_ccl(width: int, heads: int) -> _Preset:
     # The paper names neither heads nor dropout: heads of 16, 32 and 64 channels, and no dropout, because 5,000 steps
     # on a large corpus do not repeat a token.
-    return _Preset(
-        "gpt2",
-        {
-            "vocab_size": 50257,
-            "n_positions": 64,
-            "n_embd": width,
-            "n_layer": 6,
-            "n_head": heads,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-            "tie_word_embeddings": False,
-        }
-        | _NO_TOKENS,
-        (HeadBias(),),
-    )
+    settings = {
+        "vocab_size": 50257,
+        "n_positions": 64,
+        "n_embd": width,
+        "n_layer": 6,
+        "n_head": heads,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "tie_word_embeddings": False,
+    }
+    return _Preset("gpt2", settings, (HeadBias(),))
 
 
 #: beyond these nobody means it; judged before anything is built, as layers take time and memory even without weights
@@ -119,7 +112,7 @@ def preset_config(name: str, **overrides: Any) -> Any:
     preset = _preset(name)
     reference = AutoConfig.for_model(preset.model_type)
     known = {*reference.to_dict(), *reference.attribute_map, "attn_implementation"} - {"model_type"}
-    settings = dict(preset.settings)
+    settings = preset.settings | _NO_TOKENS
     for key, value in overrides.items():
         if key not in known:
             raise ValueError(f"preset {name!r}: unknown config field {shown(key)}; {nearest(key, sorted(known))}")

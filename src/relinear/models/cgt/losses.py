@@ -12,12 +12,9 @@ they are for each batch.
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from relinear.core.config import check_choice
-
-
-def _directions(y: Tensor) -> Tensor:
-    return torch.nn.functional.normalize(y, dim=-1)
 
 
 def _weights(weights: Tensor | None, length: int, like: Tensor) -> Tensor:
@@ -59,7 +56,7 @@ def continuity(
         weights: zeta(s) for all T positions (the first is not used), scaled to mean one over those used; None for 1.
         real, shares: see the head of this file; a step counts where both of its ends are real.
     """
-    n = _directions(y)
+    n = F.normalize(y, dim=-1)
     steps = (n[:, 1:] - n[:, :-1]).square().sum(-1)
     zeta = _weights(None if weights is None else weights[1:], steps.shape[1], y)
     real = _real(real, y)
@@ -76,7 +73,7 @@ def decorrelation(y: Tensor, weights: Tensor | None = None, *, real: Tensor | No
         weights: zeta(s), (T,), scaled to mean one; None for 1.
         real: see the head of this file; a pair counts at positions that are real in both.
     """
-    n = _directions(y).transpose(0, 1)
+    n = F.normalize(y, dim=-1).transpose(0, 1)
     zeta, there = _weights(weights, y.shape[1], y), _real(real, y).T
     both = there.unsqueeze(-1) & there.unsqueeze(-2) & ~torch.eye(len(y), dtype=torch.bool, device=y.device)
     products = (n @ n.mT).square()

@@ -191,14 +191,9 @@ class CGTModel(Gated, CGTPreTrainedModel):
             self._extend_cache(past_key_values, seen, computes, context_rate)
 
         x, y = self.embed(input_ids, inputs_embeds, position_ids, computes)
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=x,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-        )
-        shared = {"attention_mask": mask, "position_ids": position_ids, "past_key_values": past_key_values, **kwargs}
+        shared: dict[str, Any] = {"position_ids": position_ids, "past_key_values": past_key_values}
+        mask = create_causal_mask(config=self.config, inputs_embeds=x, attention_mask=attention_mask, **shared)
+        shared |= {"attention_mask": mask, **kwargs}
         split = self.config.context_layer
         y = y if computes else None
         for block in self.h[:split]:
@@ -209,10 +204,15 @@ class CGTModel(Gated, CGTPreTrainedModel):
             y = y if self.context_ln is None else self.context_ln(y)
             if self.context_log_variance is not None:
                 log_variance = self.context_log_variance(y)
-        computed = y
-        used = self._used_context(y, log_variance, frozen_context, context_rate, attention_mask, past_key_values)
-        if used is not None:
-            used = self._tapped("context", used)
+        spread = log_variance if self.training and frozen_context is None else None
+        if frozen_context is None:
+            used = y if spread is None else y + torch.exp(0.5 * spread) * torch.randn_like(y)
+        elif context_rate > 0:
+            used = self._averaged(y, frozen_context, context_rate, attention_mask, past_key_values)
+        else:
+            used = frozen_context.to(self.wpe.weight.dtype)
+            used = used.unsqueeze(1) if used.ndim == 2 else used
+        used = self._tapped("context", used)
         if not context_only:
             for block in self.h[split:]:
                 x, *_ = block(x, used, **shared)
@@ -220,9 +220,9 @@ class CGTModel(Gated, CGTPreTrainedModel):
         return CGTOutput(
             last_hidden_state=x,
             past_key_values=past_key_values if use_cache else None,
-            context=computed,
+            context=y,
             context_log_variance=log_variance,
-            context_sample=used if log_variance is not None and self.training and frozen_context is None else None,
+            context_sample=None if spread is None else used,
         )
 
     def _check_context(self, frozen: Tensor | None, rate: float, shape: torch.Size) -> None:
@@ -258,24 +258,10 @@ class CGTModel(Gated, CGTPreTrainedModel):
                 "frozen_context, or start again without a cache"
             )
 
-    def _used_context(
-        self,
-        computed: Tensor | None,
-        log_variance: Tensor | None,
-        frozen: Tensor | None,
-        rate: float,
-        attention_mask: Tensor | None,
-        cache: Cache | None,
-    ) -> Tensor | None:
-        """The context that the upper layers read: the frozen, the averaged, the drawn or the computed one."""
-        if frozen is not None and rate == 0:
-            frozen = frozen.to(self.wpe.weight.dtype)
-            return frozen.unsqueeze(1) if frozen.ndim == 2 else frozen
-        if frozen is None:
-            if computed is None or log_variance is None or not self.training:
-                return computed
-            return computed + torch.exp(0.5 * log_variance) * torch.randn_like(computed)
-        assert computed is not None
+    def _averaged(
+        self, computed: Tensor, frozen: Tensor, rate: float, attention_mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        """The moving average of the computed context, which starts from the frozen one, or from where the cache is."""
         length = computed.shape[1]
         mask = attention_mask[:, -length:] if attention_mask is not None and attention_mask.ndim == 2 else None
         slot = self.config.n_layer + self.config.context_layer
