@@ -4,22 +4,14 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from relinear.compress.export import export_compressed_tensors, export_plain
-from relinear.compress.export_gguf import export_gguf
-from relinear.compress.heal import HealReport, heal
-from relinear.compress.run import CompressReport, compress
-from relinear.compress.settings import CompressSettings
-
-__all__ = [
-    "CompressReport",
-    "CompressSettings",
-    "HealReport",
-    "compress",
-    "export_compressed_tensors",
-    "export_gguf",
-    "export_plain",
-    "heal",
-]
+from relinear.compress.export import export_compressed_tensors as export_compressed_tensors
+from relinear.compress.export import export_plain as export_plain
+from relinear.compress.export_gguf import export_gguf as export_gguf
+from relinear.compress.heal import HealReport as HealReport
+from relinear.compress.heal import heal as heal
+from relinear.compress.run import CompressReport as CompressReport
+from relinear.compress.run import compress as compress
+from relinear.compress.settings import CompressSettings as CompressSettings
 
 
 class _Callable(ModuleType):

@@ -1,27 +1,13 @@
 """Models: named sizes of stock Hugging Face models, and the one model that is no surgery on them."""
 
-from relinear.core.places import is_fetched, missing_directory
-from relinear.models.heads import HeadBias, ReadoutScale
-from relinear.models.presets import (
-    draw_as_torch_,
-    from_preset,
-    model_folder,
-    model_place,
-    preset_config,
-    preset_names,
-    stock_type,
-)
-
-__all__ = [
-    "HeadBias",
-    "ReadoutScale",
-    "draw_as_torch_",
-    "from_preset",
-    "is_fetched",
-    "missing_directory",
-    "model_folder",
-    "model_place",
-    "preset_config",
-    "preset_names",
-    "stock_type",
-]
+from relinear.core.places import is_fetched as is_fetched
+from relinear.core.places import missing_directory as missing_directory
+from relinear.models.heads import HeadBias as HeadBias
+from relinear.models.heads import ReadoutScale as ReadoutScale
+from relinear.models.presets import draw_as_torch_ as draw_as_torch_
+from relinear.models.presets import from_preset as from_preset
+from relinear.models.presets import model_folder as model_folder
+from relinear.models.presets import model_place as model_place
+from relinear.models.presets import preset_config as preset_config
+from relinear.models.presets import preset_names as preset_names
+from relinear.models.presets import stock_type as stock_type
