@@ -94,12 +94,10 @@ def improve(
     Returns:
         the errors before and after. Where the second is worse, the modules get their first parameters back.
     """
-    for module in modules:
-        module.eval()
+    together = nn.ModuleList(modules).eval()
     before = goal.error()
-    starts = [copy.deepcopy(module.state_dict()) for module in modules]
-    for module in modules:
-        module.train().requires_grad_(True)
+    start = copy.deepcopy(together.state_dict())
+    together.train().requires_grad_(True)
     operators = [module for module in modules if isinstance(module, Operator)]
     groups = []
     for module in modules:
@@ -120,13 +118,11 @@ def improve(
             if step % course.told_every == 0 or step == len(order):
                 on_progress(step, len(order), float(value.detach()))
     optimizer.zero_grad()
-    for module in modules:
-        module.eval()
+    together.eval()
     after = goal.error()
     if goal.no_worse(after, before):
         return before, after
-    for module, start in zip(modules, starts, strict=True):
-        module.load_state_dict(start)
+    together.load_state_dict(start)
     return before, before
 
 

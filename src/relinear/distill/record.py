@@ -157,7 +157,7 @@ def record(
     modules: Mapping[str, nn.Module],
     *,
     batch: int,
-    outputs: Iterable[str] = (),
+    outputs: bool = False,
     context_dims: Mapping[str, int] | None = None,
     folder: Path | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -171,19 +171,19 @@ def record(
         blocks: (N, T).
         modules: name -> module.
         batch: blocks a pass.
-        outputs: names whose outputs are recorded in place of inputs.
+        outputs: record these in place of inputs.
         context_dims: names that read a context, and its width.
         folder: for memory-mapped files; None keeps everything in memory.
         on_progress: called with blocks done and in all.
     """
-    outputs, dims = set(outputs), dict(context_dims or {})
+    dims = dict(context_dims or {})
     seen: set[str] = set()
     shared: dict[int, str] = {}
     start = 0
     alive: list[Tensor] = []  # so that addresses are not used again within a pass
 
     def note(name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
-        value = output if name in outputs else args[0]
+        value = output if outputs else args[0]
         alive.append(value)
         recording.write(name, value, start, shared)
         if name in dims:

@@ -309,7 +309,7 @@ class _Run:
         """Fit and replace the targets of one decoder layer."""
         retrained, copies, before = self._retrained(group), self._copies(group), {}
         if retrained:
-            with swapped(self.model, self.originals), self._record(retrained, outputs=retrained) as recording:
+            with swapped(self.model, self.originals), self._record(retrained, outputs=True) as recording:
                 before = {name: recording.inputs(name).clone() for name in retrained}
         fits = self._fit(number, group)
         fits += [self._retrain(name, before.pop(name)) for name in retrained]
@@ -334,7 +334,7 @@ class _Run:
             originally = None
             if self.originals:
                 with swapped(self.model, self.originals):
-                    originally = stack.enter_context(self._record(modules, outputs=modules))
+                    originally = stack.enter_context(self._record(modules, outputs=True))
             yield {r.name: self._pair(r, recording, originally) for r in group}
 
     @staticmethod
