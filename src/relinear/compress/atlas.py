@@ -220,11 +220,10 @@ def atlas_section(record: Mapping[str, Any]) -> Section:
     if not best:
         raise ValueError("no layer of this atlas has an operator with fewer parameters; name others with --operator")
     first, count = Counter(kind for kind, _ in best.values()).most_common(1)[0]
+    said = f"At half the parameters {first} costs the least in {count} of {len(best)} layers of {record['model']}."
+    dashed = "dashed: the dense layer's size, and the cost of no layer."
     blocks: list[Block] = [
-        Text(
-            f"At half the parameters {first} costs the least in {count} of {len(best)} layers of {record['model']}.",
-            lead=True,
-        ),
+        Text(said, lead=True),
         Chart("The cheapest operator at half a layer's parameters, by depth and type.", _map(record), stem="cheapest"),
         Text(
             "A cost is the predicted rise of the loss, in nats a token, if the best fit of an operator takes the place "
@@ -233,15 +232,7 @@ def atlas_section(record: Mapping[str, Any]) -> Section:
             soft=True,
         ),
         Text("Cost against parameters, mean over depth", heading=True),
-        *(
-            Chart(
-                f"{panel.title}; dashed: the dense layer's size, and the cost of no layer.",
-                panel,
-                stem="costs",
-                beside=True,
-            )
-            for panel in _costs(record)
-        ),
+        *(Chart(f"{panel.title}; {dashed}", panel, stem="costs", beside=True) for panel in _costs(record)),
         Text("All operators at half the parameters", heading=True),
         _table(record, best),
         Text(

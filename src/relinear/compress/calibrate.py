@@ -78,7 +78,6 @@ class Calibration:
         if path.is_file():
             return [(OperatorConfig.from_dict(config), error) for config, error in read_record(path)["curve"]]
         curve = entry.error_curve(module, self.moments(name))
-        path.parent.mkdir(exist_ok=True)
         write_record(path, {"curve": [[config.to_dict(), error] for config, error in curve]})
         return curve
 
@@ -127,11 +126,9 @@ class Sums:
 
     def means(self) -> dict[str, Tensor]:
         """Means over the tokens that each layer saw, in the place of the sums."""
-        for sums in (self.inputs, self.outputs):
-            for name, total in sums.items():
-                total /= max(1, self.counts[name])
-        means = {f"inputs {name}": mean for name, mean in self.inputs.items()}
-        return means | {f"outputs {name}": mean for name, mean in self.outputs.items()}
+        both = {"inputs": self.inputs, "outputs": self.outputs}
+        sums = ((kind, name, total) for kind, totals in both.items() for name, total in totals.items())
+        return {f"{kind} {name}": total.div_(max(1, self.counts[name])) for kind, name, total in sums}
 
 
 def _add(sums: dict[str, Tensor], name: str, values: Tensor) -> None:

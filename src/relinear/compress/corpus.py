@@ -106,11 +106,9 @@ class _Texts:
         self._read_until(count, 0)
 
     def _read_until(self, blocks: int, documents: int) -> None:
-        while self.size < LOOKED_AT or self.size < blocks * self.length * 2 * SECTION:
-            if len(self.read) >= documents and self.size >= blocks * self.length * 2 * SECTION:
-                return
-            item = next(self.items, None)
-            if item is None:
+        wanted = blocks * self.length * 2 * SECTION
+        while self.size < wanted or (self.size < LOOKED_AT and len(self.read) < documents):
+            if (item := next(self.items, None)) is None:
                 return
             self.read.append(item)
             self.size += len(item) * (1 if isinstance(item, str) else SECTION)

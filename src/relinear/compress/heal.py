@@ -140,23 +140,22 @@ def heal(
 def _in_float32(model: nn.Module, teacher: nn.Module) -> Iterator[None]:
     """Both models in float32 within the block; afterwards they have their dtypes and flags back."""
     both = (model, teacher)
-    flags = [{name: p.requires_grad for name, p in one.named_parameters()} for one in both]
-    dtypes = [{name: t.dtype for name, t in _floats(one)} for one in both]
+    before = [{name: (t.dtype, t.requires_grad) for name, t in _tensors(one)} for one in both]
     for one in both:
         if any(p.dtype != torch.float32 for p in one.parameters()):
             one.float()
     try:
         yield
     finally:
-        for one, flag, dtype in zip(both, flags, dtypes, strict=True):
-            for name, tensor in _floats(one):
-                tensor.data = tensor.data.to(dtype.get(name, tensor.dtype))
-            for name, parameter in one.named_parameters():
-                parameter.requires_grad_(flag[name])
+        for one, known in zip(both, before, strict=True):
+            for name, tensor in _tensors(one):
+                dtype, trained = known.get(name, (tensor.dtype, tensor.requires_grad))
+                tensor.data = tensor.data.to(dtype)
+                tensor.requires_grad_(trained)
         model.zero_grad()
 
 
-def _floats(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return itertools.chain(model.named_parameters(), model.named_buffers())
 
 
@@ -259,14 +258,9 @@ class _Healing:
             eval_batch_size=settings.batch_size,
         )
         samples = [[{"input_ids": row, "labels": row} for row in part] for part in (self.blocks, self.held_out)]
+        judged = _Judged(self.model, against(self.teacher, self.model))
         with evaluating(self.model):
-            result = fit(
-                _Judged(self.model, against(self.teacher, self.model)),
-                tuple(samples),
-                how,
-                out_dir=self.folder,
-                on_progress=self._told,
-            )
+            result = fit(judged, tuple(samples), how, out_dir=self.folder, on_progress=self._told)
         step, loss = self._best_so_far()
         first = result.curve[0]["validation_loss"]
         tokens = self.steps * settings.heal_batch * self.blocks.shape[1]

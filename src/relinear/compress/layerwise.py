@@ -81,17 +81,13 @@ class LayerByLayer:
                 seen = first_call(self.layers[0], lambda: self._run(ids[:1, :2]))
             self._returns_tuple = seen is not None and isinstance(seen[1], tuple)
 
-        def hand_on(index: int) -> Callable:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                hidden, args, kwargs = _without_hidden(args, kwargs)
-                calls.append((args, kwargs))
-                if index == 0:
-                    entered.append(hidden)
-                return self._as_output(hidden)
+        def hand_on(*args: Any, **kwargs: Any) -> Any:
+            hidden, args, kwargs = _without_hidden(args, kwargs)
+            calls.append((args, kwargs))
+            entered.append(hidden)
+            return self._as_output(hidden)
 
-            return forward
-
-        with self._replaced([hand_on(i) for i in range(len(self))]):
+        with self._replaced(hand_on):
             self._run(ids, last=1)
         self._calls.setdefault(tuple(ids.shape), calls)
         return entered[0]
@@ -112,7 +108,7 @@ class LayerByLayer:
         def give(*args: Any, **kwargs: Any) -> Any:
             return self._as_output(hidden)
 
-        with self._replaced([give] * len(self)):
+        with self._replaced(give):
             return self._run(ids)
 
     def next_tokens(self, hidden: Tensor, ids: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
@@ -130,9 +126,9 @@ class LayerByLayer:
             yield at, piece, logits, ids[:, at.start + 1 : at.stop + 1].flatten()
 
     @contextlib.contextmanager
-    def _replaced(self, forwards: list[Callable]) -> Iterator[None]:
+    def _replaced(self, forward: Callable) -> Iterator[None]:
         """Within the block every layer runs the given function as its forward."""
-        for layer, forward in zip(self.layers, forwards, strict=True):
+        for layer in self.layers:
             layer.__dict__["forward"] = forward
         try:
             yield

@@ -7,8 +7,6 @@ A menu has ``sizes`` of a shape, a ``check`` against a budget, a ``plan`` under 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +24,7 @@ from relinear.compress.plan import CompressPlan, MeasuredPoint, check_fittable, 
 from relinear.compress.speed import Shape, SpeedTable, planned_speed
 from relinear.compress.work import Work
 from relinear.core.operator import OperatorConfig, linear_features
+from relinear.distill.record import fingerprint_of
 from relinear.surgery.plan import plan
 from relinear.surgery.states import flat_states, place_
 
@@ -98,8 +97,8 @@ class Operators:
         refinement = {k: getattr(settings, k) for k in ("refine_steps", "refine_learning_rate", "seed")}
         kept = self._correctable(calibration, whole) if settings.correct_dense else {}
         what = [{name: config.to_dict() for name, config in whole.replaced.items()}, count, refinement, kept]
-        mark = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
-        InOrder(work, calibration, replacements, kept, work.folder / f"fit-{mark}").run(blocks[:count])
+        folder = work.folder / f"fit-{fingerprint_of(what, [])[:16]}"
+        InOrder(work, calibration, replacements, kept, folder).run(blocks[:count])
 
     def _correctable(self, calibration: Calibration, whole: CompressPlan) -> dict[int, list[str]]:
         """The layers that stay dense and may take other weights: theirs alone, with inputs that are known."""

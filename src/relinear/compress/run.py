@@ -24,7 +24,7 @@ from relinear.compress.menu import Operators, menu_of
 from relinear.compress.plan import CompressPlan, MeasuredPoint
 from relinear.compress.report import CompressReport, write_page
 from relinear.compress.settings import CompressSettings
-from relinear.compress.speed import PlannedSpeed, Shape, SpeedConditions, SpeedTable, planned_speed, speed_table
+from relinear.compress.speed import PlannedSpeed, SpeedConditions, SpeedTable, planned_speed, speed_table
 from relinear.compress.work import OnProgress, Work, check_directory, check_ids, check_model, linear_layers
 from relinear.core.anatomy import model_name
 from relinear.core.config import check_choice, check_type
@@ -301,13 +301,10 @@ class _Job:
     def _table(self, replaced: Mapping[str, OperatorConfig]) -> SpeedTable:
         """Speeds of the layers, of the menu and of ``replaced``; measured once a directory and machine."""
         settings = self.settings
-        configs: dict[Shape, list[OperatorConfig]] = {}
-        for name, module in self.modules.items():
-            shape = linear_features(module)
-            if shape not in configs:
-                configs[shape] = self.menu.sizes(shape)
-            if name in replaced:
-                configs[shape].append(replaced[name])
+        shapes = {name: linear_features(module) for name, module in self.modules.items()}
+        configs = {shape: self.menu.sizes(shape) for shape in dict.fromkeys(shapes.values())}
+        for name, config in replaced.items():
+            configs[shapes[name]].append(config)
         conditions = SpeedConditions(settings.speed_for, settings.speed_batch, settings.sequence_length)
         if self.given_table is not None:
             self.given_table.check(configs, conditions)

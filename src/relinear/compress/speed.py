@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from relinear.core.inference import build_for_inference
 from relinear.core.operator import OperatorConfig, linear_features
 from relinear.system.files import read_json, understood, write_json
+from relinear.system.grouped import grouped
 from relinear.system.machine import describe_machine
 from relinear.system.timing import Timing, interleave
 
@@ -116,11 +118,8 @@ def _flops(config: OperatorConfig, shape: Shape) -> int:
 
 def _sampled(configs: Iterable[OperatorConfig], shape: Shape) -> list[OperatorConfig]:
     """Of every kind of operator a few sizes, the smallest and the largest among them."""
-    by_class: dict[type, list[OperatorConfig]] = {}
-    for config in dict.fromkeys(configs):
-        by_class.setdefault(type(config), []).append(config)
     found: list[OperatorConfig] = []
-    for group in by_class.values():
+    for group in grouped((type(config), config) for config in dict.fromkeys(configs)).values():
         group.sort(key=lambda c: _flops(c, shape))
         places = np.linspace(0, len(group) - 1, min(MEASURED_SIZES, len(group))).round().astype(int)
         found += [group[place] for place in places]
@@ -143,30 +142,21 @@ def speed_table(
         path: of the file that keeps it.
         on_measure: told how much is done and how much there is.
     """
-    groups: dict[Shape, list[nn.Module]] = {}
-    for module in modules:
-        groups.setdefault(linear_features(module), []).append(module)
+    groups = grouped((linear_features(module), module) for module in modules)
     like = next(next(iter(groups.values()))[0].parameters())
     machine = describe_machine() | {"device": str(like.device), "dtype": str(like.dtype).removeprefix("torch.")}
     wanted = {shape: [None, *_sampled(configs.get(shape, ()), shape)] for shape in groups}
-    kept = _read(Path(path), machine, conditions)
-    if kept is not None and all(config in kept.rows.get(shape, {}) for shape in wanted for config in wanted[shape]):
-        return kept
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # none is kept, or a damaged one
+        values = read_json(path)
+        kept, alike = SpeedTable.from_dict(values), values["machine"] == machine
+        every = all(config in kept.rows.get(shape, {}) for shape in wanted for config in wanted[shape])
+        if alike and kept.conditions == conditions and every:
+            return kept
     on_measure(0, 1)
     table = SpeedTable(conditions, _measure(groups, wanted, conditions))
     write_json(path, {"machine": machine} | table.to_dict())
     on_measure(1, 1)
     return table
-
-
-def _read(path: Path, machine: Mapping[str, Any], conditions: SpeedConditions) -> SpeedTable | None:
-    """The table that is kept in a file; None if there is none, or it is of another machine or of other conditions."""
-    try:
-        values = read_json(path)
-        table = SpeedTable.from_dict(values) if values["machine"] == machine else None
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-    return table if table is not None and table.conditions == conditions else None
 
 
 @torch.no_grad()
@@ -186,17 +176,13 @@ def _measure(
                 layers = some if config is None else [config.convert(module).eval() for module in some]
                 build_for_inference(nn.ModuleList(layers))
                 calls[shape, config] = _next_of(layers, x)
-    named = {str(i): call for i, call in enumerate(calls.values())}
-    timings = timed(named, "0", SECONDS, ROUNDS)
-    rows: dict[Shape, dict[OperatorConfig | None, float]] = {shape: {} for shape in groups}
-    for (shape, config), timing in zip(calls, timings.values(), strict=True):
-        rows[shape][config] = timing.seconds
-    return rows
+    timings = timed(calls, next(iter(calls)), SECONDS, ROUNDS)
+    return {shape: {config: timings[shape, config].seconds for config in wanted[shape]} for shape in groups}
 
 
 def timed(
-    calls: Mapping[str, Callable[[], object]], baseline: str, seconds: float, rounds: tuple[int, int]
-) -> dict[str, Timing]:
+    calls: Mapping[Any, Callable[[], object]], baseline: Any, seconds: float, rounds: tuple[int, int]
+) -> dict[Any, Timing]:
     """Time calls in turns (``interleave``) for about so many seconds, with the least and the most rounds given."""
     start = time.perf_counter()
     for call in 2 * [*calls.values()]:
