@@ -89,6 +89,16 @@ def test_rezero(shared, keep_norms):
     close(model, run_by_hand(stock, lambda i, xs, y, norm: xs[-1] + alphas[i] * y, norm_before=keep_norms))
 
 
+def test_a_model_that_another_method_has_quantized_is_refused_before_anything_changes():
+    model = make_tiny_llama()
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    before = [name for name, _ in model.named_modules()]
+    for change in (relinear.residual_, relinear.attach_):
+        with pytest.raises(ValueError, match=r"quantized \(bitsandbytes\); dequantize it first"):
+            change(model, "rezero")
+    assert [name for name, _ in model.named_modules()] == before
+
+
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_rezero_starts_as_the_identity(make):
     model = make()

@@ -29,6 +29,16 @@ def record(model: nn.Module) -> dict[str, Any] | None:
     return values | ({"packages": others} if others else {})
 
 
+def refuse_quantized(model: Any) -> None:
+    """Raise ValueError for a model that another method has quantized: its checkpoint has one record, the other's."""
+    setting = getattr(getattr(model, "config", None), "quantization_config", None)
+    if setting is None:
+        return
+    method = setting.get("quant_method") if isinstance(setting, dict) else getattr(setting, "quant_method", None)
+    if method != METHOD and getattr(model, "is_quantized", True):
+        raise ValueError(f"the model is quantized ({method}); dequantize it first: model.dequantize()")
+
+
 def config_record(config: Any) -> dict[str, Any] | None:
     """Return the record in ``config.quantization_config``; None where there is none, or another method's."""
     return own_record(getattr(config, "quantization_config", None))

@@ -302,8 +302,10 @@ class _Run:
 
     def _record(self, modules: Mapping[str, nn.Module], **kw: Any):
         folder = (self.folder or Path(".")) / "recorded" if self.settings.on_disk else None
-        how: Any = {"folder": folder, "on_progress": self._told("record", next(iter(modules)).rpartition(".")[0])}
-        return record(self.model, self.blocks, modules, batch=self.settings.record_batch, **how, **kw)
+        told = self._told("record", next(iter(modules)).rpartition(".")[0])
+        return record(
+            self.model, self.blocks, modules, batch=self.settings.record_batch, folder=folder, on_progress=told, **kw
+        )
 
     def layer(self, number: int, group: list[Replacement]) -> list[LayerFit]:
         """Fit and replace the targets of one decoder layer."""

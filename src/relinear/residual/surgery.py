@@ -8,7 +8,7 @@ from relinear.core import plugins
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import nearest, shown
 from relinear.core.operator import check_model
-from relinear.core.record import sync_record
+from relinear.core.record import refuse_quantized, sync_record
 from relinear.residual.attention_gate import SDPAGate
 from relinear.residual.junction import ResidualConfig
 
@@ -57,5 +57,6 @@ def residual_(model: nn.Module, method: str | AttachmentConfig) -> None:
         method = AttachmentConfig.read(kind + colon + settings)
     if not isinstance(method, AttachmentConfig):
         raise ValueError(f"expected a residual method such as relinear.ReZero() or its kind, got {shown(method)}")
+    refuse_quantized(model)
     method.apply_(model)
     sync_record(model)

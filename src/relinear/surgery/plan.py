@@ -14,7 +14,7 @@ from relinear.core.config import check_choice, shown
 from relinear.core.context import check_conditioned
 from relinear.core.operator import Init, Operator, OperatorConfig, check_model, linear_features
 from relinear.core.readers import reader_of_weight
-from relinear.core.record import METHOD, sync_record
+from relinear.core.record import refuse_quantized, sync_record
 from relinear.core.wrapper import WrapperConfig
 from relinear.surgery.coverage import warn_of_gaps
 from relinear.surgery.patterns import ALL_LINEAR
@@ -133,7 +133,7 @@ def plan(
     if not isinstance(mapping, Mapping) or not mapping:
         raise ValueError(f"mapping must be a non-empty dict of pattern -> operator config, got {shown(mapping)}")
     configs = {pattern: _operator_config(pattern, setting) for pattern, setting in mapping.items()}
-    _refuse_quantized(model)
+    refuse_quantized(model)
     targets, left = select_targets(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
     replacements = []
     for target in targets:
@@ -239,18 +239,9 @@ def attach_(model: nn.Module, attachment: AttachmentConfig | str) -> None:
             f"expected an attachment such as relinear.ContextManager() or 'context_manager', got {shown(attachment)}"
         )
     attachment = AttachmentConfig.read(attachment)
-    _refuse_quantized(model)
+    refuse_quantized(model)
     attachment.apply_(model)
     sync_record(model)
-
-
-def _refuse_quantized(model: Any) -> None:
-    setting = getattr(getattr(model, "config", None), "quantization_config", None)
-    if setting is None:
-        return
-    method = setting.get("quant_method") if isinstance(setting, dict) else getattr(setting, "quant_method", None)
-    if method != METHOD and getattr(model, "is_quantized", True):
-        raise ValueError(f"the model is quantized ({method}); dequantize it first: model.dequantize()")
 
 
 def _check_target(model: nn.Module, target: Target, config: OperatorConfig, init: Init) -> None:

@@ -254,8 +254,13 @@ class CGTObjective(ObjectiveConfig):
         if self.eta < 1:
             drawn = output.context_sample if self.aux_context == "sample" else None
             y = output.context if drawn is None else drawn
-            among: dict[str, Any] = {"allowed": self.splits, "shared": self.shared_split, "device": y.device}
-            splits = draw_splits(*y.shape[:2], horizon=self.horizon, **among)
+            splits = draw_splits(
+                *y.shape[:2],
+                horizon=self.horizon,
+                allowed=self.splits,
+                shared=self.shared_split,
+                device=y.device,
+            )
             aux = auxiliary_loss(model, batch, y, splits, horizon=self.horizon, positions=self.positions)
             terms["aux"] = (1 - self.eta) * aux
         terms |= self.regularizers(output.context, output.context_log_variance, batch)
