@@ -378,6 +378,8 @@ def test_results_hold_what_was_asked(finished):
         assert entry["learning_rate"] in (1e-3, 4e-3)
         assert entry["tuning"]["edge"]
         assert len(entry["tuning"]["trials"]) == 2
+        model = relinear.from_pretrained(out / "runs" / entry["name"] / "seed-0" / "model")
+        assert entry["flops_per_token"] == relinear.summary(model).flops_per_token
     assert results["entries"][0]["speed"]["train_ratio"] == 1
     assert any("edge of the grid" in note for note in results["notes"])
     assert {event.stage for event in events} >= {"match", "tune", "train", "speed"}  # and "data", unless it is cached
