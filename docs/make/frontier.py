@@ -29,9 +29,13 @@ NAMES = {
     "hqq": "{} bits, HQQ",
     "awq": "{} bits, AWQ",
     "llama.cpp": "llama.cpp, {}",
+    "caldera": "CALDERA, {} bits",
+    "embedding": "embedding and head alone in {} bits",
+    "everything": "all layers, embedding and head in {} bits, to nearest",
     "gptq-order": "{} bits, GPTQ in order",
     "gptq": "{} bits, GPTQ",
     "uniform": "{} bits in all layers",
+    "uniform-order": "{} bits, our rounding in order",
     "bits": "`compress --bits {}`",
     "bits-order": "its bits, GPTQ in order: {}",
     "integers": "the same, `--menu quantized`: {}",
@@ -49,6 +53,11 @@ RIVALS = (
     ("bits:3.5", "gptq-order:3@48"),
     ("bits:3.0", "gptq-order:3@576"),
     ("bits:2.5", "gptq-order:2@48"),
+    ("bits:4.25", "uniform-order:4@96"),
+    ("bits:3.5", "uniform-order:3@48"),
+    ("bits:4.25", "caldera:4.25"),
+    ("bits:3.5", "caldera:3.5"),
+    ("bits:2.5", "caldera:2.5"),
     ("bits:4.25", "awq:4@96"),
     ("bits:4.25", "llama.cpp:IQ3_S"),
     ("bits:4.25", "llama.cpp:IQ4_XS"),
@@ -68,7 +77,7 @@ DRAWS_TRAINED = {"bits:4.375": "gptq-order:4@64", "bits:3.375": "gptq-order:3@64
 #: what a picture of bits shows, and its names there
 MOST = 1.0  # nats; what loses more is in the table alone
 SHOWN = {"bits": "compress", "gptq-order": "GPTQ in order", "llama.cpp": "llama.cpp"}
-OURS = ("uniform", "bits", "bits-order", "heal", "keep")
+OURS = ("uniform", "uniform-order", "bits", "bits-order", "heal", "keep", "embedding", "everything")
 #: of a picture of equal bytes: height of a row, where names end
 ROW, LABELS = 24, 190
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 540, 300, 56, 46, 30

@@ -2,12 +2,12 @@
 
     python results/compress/exports.py models/smollm2 --out results/compress/exports.jsonl
 
-Layers become integers by rounding to nearest, in groups of 64: 4 bits, values and ``down_proj`` 8. One row for each
-export, all in bfloat16. A fresh process that cannot import relinear reads it by transformers, with the package
-compressed-tensors where that is the format. Both sides compute in float32 on one thread, and continue a prompt by 64
-greedy tokens; seconds are the processor's, of two turns the fewer. ``logits`` is the largest difference over the
-prompts of ``llama_cpp.py``, ``spread`` the standard deviation of those logits. ``greedy`` counts the prompts, of ten,
-with 24 equal tokens.
+Layers become integers by rounding to nearest, in groups of 64: 4 bits, values and ``down_proj`` 8. In the last row the
+MLPs become pivoted low rank, of rank 544 of 576. One row for each export, all in bfloat16. A fresh process that cannot
+import relinear reads it by transformers, with the package compressed-tensors where that is the format. Both sides
+compute in float32 on one thread, and continue a prompt by 64 greedy tokens; seconds are the processor's, of two turns
+the fewer. ``logits`` is the largest difference over the prompts of ``llama_cpp.py``, ``spread`` the standard deviation
+of those logits. ``greedy`` counts the prompts, of ten, with 24 equal tokens.
 
 GGUF files are read by llama.cpp (``pip install xllamacpp``), with caches in float32, once as they are and once of the
 same weights in float32. Its server gives log-probabilities and no logits: ``logits`` are those after each prompt.
@@ -16,6 +16,7 @@ same weights in float32. Its server gives log-probabilities and no logits: ``log
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -42,13 +43,24 @@ else:
     from relinear.data.tokenizers import load_tokenizer
     from relinear.system.machine import circumstances
 
-EXPORTS = (
-    ("plain", True),
-    ("compressed-tensors", True),
-    ("compressed-tensors", False),
-    ("gguf", True),
-    ("gguf in float32", True),
-)
+    #: what layers become -> their operators
+    FOUR = relinear.Quantized(bits=4, group=64, symmetric=True)
+    SYMMETRIC = {r".*\.(q|k|o|gate|up)_proj": FOUR, r".*\.(v|down)_proj": dataclasses.replace(FOUR, bits=8)}
+    ZERO_POINTS = {names: dataclasses.replace(config, symmetric=False) for names, config in SYMMETRIC.items()}
+    FACTORS = {r".*\.(gate|up|down)_proj": relinear.PivotedLowRank(rank=544)}
+    LAYERS = {
+        "4 bits, v and down 8, group 64, symmetric": SYMMETRIC,
+        "4 bits, v and down 8, group 64, zero points": ZERO_POINTS,
+        "of the MLPs pivoted low rank 544, low rank": FACTORS,
+    }
+    EXPORTS = (
+        ("plain", SYMMETRIC),
+        ("compressed-tensors", SYMMETRIC),
+        ("compressed-tensors", ZERO_POINTS),
+        ("gguf", SYMMETRIC),
+        ("gguf in float32", SYMMETRIC),
+        ("plain", FACTORS),
+    )
 
 
 @torch.no_grad()
@@ -68,7 +80,7 @@ def observed(model, prompts: list[list[int]]) -> dict:
 
 def read(directory: str, prompts: str, out: str) -> None:
     """What the process without relinear does."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, trust_remote_code=True).eval()
     found = observed(model, json.loads(prompts))
     save_file({"logits": found.pop("logits")}, f"{out}.safetensors")
     Path(f"{out}.json").write_text(json.dumps(found), encoding="utf-8")
@@ -96,9 +108,10 @@ def by_llama_cpp(file: Path, prompts: list[list[int]], vocabulary: int) -> dict:
 
 
 def main() -> None:
-    """Export, have it read, and write the rows."""
+    """Export, have it read, and write the rows behind those that are there."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
+    parser.add_argument("--rows", type=int, nargs="+", default=range(len(EXPORTS)), help="places in EXPORTS")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     tokenizer, rows = load_tokenizer(given.model), []
@@ -107,11 +120,9 @@ def main() -> None:
     def text(ids: list[int]) -> list[int]:
         return [one for one in ids if one != tokenizer.eos_token_id]  # llama.cpp leaves it away
 
-    for export, symmetric in EXPORTS:
+    for export, layers in [EXPORTS[place] for place in given.rows]:
         model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
-        four, eight = (relinear.Quantized(bits=bits, group=64, symmetric=symmetric) for bits in (4, 8))
-        wide = r".*\.(v|down)_proj"
-        relinear.replace_(model, {r".*\.(q|k|o|gate|up)_proj": four, wide: eight}, init="from_weight")
+        relinear.replace_(model, layers, init="from_weight")
         round_to_half_(model)
         own = observed(model, prompts)
         with tempfile.TemporaryDirectory() as work, warnings.catch_warnings(record=True) as said:
@@ -134,7 +145,7 @@ def main() -> None:
         rows.append(
             {
                 "export": export,
-                "integers": f"4 bits, v and down 8, group 64, {'symmetric' if symmetric else 'zero points'}",
+                "integers": next(name for name, operators in LAYERS.items() if operators is layers),
                 "bytes": size,
                 "bytes_relinear": stored_bytes(model),
                 "logits": float((own["logits"] - theirs["logits"]).abs().max()),
@@ -147,7 +158,8 @@ def main() -> None:
             | circumstances()
         )
         print(json.dumps(rows[-1], indent=1))
-    given.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    with given.out.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

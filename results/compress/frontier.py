@@ -10,8 +10,11 @@ many as a row says ("@48"); scales and zero points are counted.
     nearest     every layer rounded to nearest, on grids that are clipped to the least squared error
     minmax, absmax, hqq, awq    to nearest as others do it, in rivals.py
     llama.cpp   what llama.cpp's own programs made of the model: a type, "llama.cpp:Q4_K_M"; by llama_quants.py
+    caldera     integers of E8 plus a low-rank correction in four bits, by caldera.py: "caldera:2.5" is two bits for the
+                integers and a half for the correction
     gptq        GPTQ: every layer rounded under the second moment of its inputs in the original, all to the same bits
     gptq-order  the same from the first decoder layer to the last, on the inputs that the rounded model has
+    uniform-order  as gptq-order, each layer rounded as uniform rounds it
     uniform     our rounding, under the moments of inputs and output gradients, all layers to the same bits
     bits        bits (or ranks) chosen for each layer by 0.5 tr(G D A D^T) under one price: ``compress --bits``
     bits-order  the same bits, of integers alone, rounded as gptq-order rounds
@@ -19,6 +22,8 @@ many as a row says ("@48"); scales and zero points are counted.
     in-order    as bits, fitted from the first layer to the last on what the compressed model feeds them
     heal        as bits, then scales are trained towards the original's logits: bits and tokens, "heal:3.5@65536"
     keep        ``compress --keep``: pivoted low rank
+    embedding   embedding and head alone in so many bits, symmetric, as ``compress`` stores them beside such layers
+    everything  all linear layers and the embedding in so many bits, to nearest, as README.md's example has it
 
 Losses are in nats a token; intervals of 95 % are Student's t, paired over windows.
 """
@@ -33,6 +38,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from caldera import FACTOR_BITS, caldera
 from rivals import GRIDS, clipped, scale_inputs_, take_gguf_
 from torch import Tensor, nn
 
@@ -53,6 +59,8 @@ from relinear.functional.rounding import Grid, gptq, nearest
 from relinear.surgery.summary import module_parameters
 from relinear.system.machine import describe_machine
 
+#: methods that have embedding and head in integers, too
+ENDS = ("embedding", "everything")
 ROWS = ("bits:4.25", "gptq:4@96", "uniform:4@96", "nearest:4@96", "bits:3.5", "gptq:3@48", "gptq-order:4@96")
 
 
@@ -103,8 +111,31 @@ def round_(model: nn.Module, calibration: Calibration, config: relinear.Quantize
 
 
 @torch.no_grad()
-def round_in_order_(model: nn.Module, configs: Mapping[str, relinear.Quantized], blocks: Tensor) -> None:
-    """GPTQ decoder layer by decoder layer, under what the model feeds each whose earlier layers are rounded."""
+def correct_(model: nn.Module, calibration: Calibration, bits: float) -> dict[str, float]:
+    """Every layer by CALDERA, of so many bits a weight; the sizes that this takes, which the matrices do not show."""
+    torch.manual_seed(0)
+    whole, stored, weights = int(bits), 0.0, 0
+    for name in calibration.names:
+        layer = model.get_submodule(name)
+        outputs, inputs = layer.weight.shape
+        rank = int((bits - whole) * inputs * outputs / FACTOR_BITS / (inputs + outputs))
+        layer.weight.copy_(caldera(layer.weight, calibration.moments(name).inputs, whole, rank))
+        weights += inputs * outputs
+        stored += whole * inputs * outputs + FACTOR_BITS * rank * (inputs + outputs)
+    return {"bits": stored / weights, "bytes": stored_bytes(model) - 2 * weights + stored / 8}
+
+
+@torch.no_grad()
+def round_in_order_(
+    model: nn.Module,
+    configs: Mapping[str, relinear.Quantized],
+    blocks: Tensor,
+    calibration: Calibration | None = None,
+) -> None:
+    """Decoder layer by decoder layer, under what the model feeds each whose earlier layers are rounded.
+
+    By GPTQ, or, under a calibration's moments of output gradients, as relinear rounds.
+    """
     layers = LayerByLayer(model)
     states = [layers.embed(ids) for ids in blocks.split(4)]
     for index, layer in enumerate(layers.layers):
@@ -125,7 +156,9 @@ def round_in_order_(model: nn.Module, configs: Mapping[str, relinear.Quantized],
         for handle in handles:
             handle.remove()
         for name, module in own.items():
-            put_(model, name, rounded(module, configs[name], Moments(seen[name] / blocks.numel()), False))
+            outputs = None if calibration is None else calibration.moments(name).outputs
+            moments = Moments(seen[name] / blocks.numel(), outputs)
+            put_(model, name, rounded(module, configs[name], moments, calibration is not None))
         states = [layers.layer(index, state) for state in states]
 
 
@@ -191,7 +224,7 @@ def main() -> None:
     blocks = read_corpus(corpora, {}, tokenizer, settings, plan_only=True).blocks
     state.mkdir(parents=True, exist_ok=True)
     work = Work(model, linear_layers(model), settings, state, lambda *_: None)
-    unseen = all(row.partition(":")[0] in (*GRIDS, "llama.cpp") for row in given.rows)  # these calibrate nothing
+    unseen = all(row.partition(":")[0] in (*GRIDS, *ENDS, "llama.cpp") for row in given.rows)  # these calibrate nothing
     calibration = None if unseen else work.calibrate(blocks)
     names = list(work.modules)
     written = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
@@ -214,11 +247,12 @@ def main() -> None:
             continue
         method, _, number = row.partition(":")
         start, model, predicted, file = time.monotonic(), fresh(), None, {}
-        if method in ("nearest", "gptq", "gptq-order", "uniform", "awq", *GRIDS):
+        if method in ("nearest", "gptq", "gptq-order", "uniform", "uniform-order", "awq", *GRIDS):
             bits, _, group = number.partition("@")
             config = relinear.Quantized(bits=int(bits), group=int(group or 64), symmetric=method == "absmax")
-            if method == "gptq-order":
-                round_in_order_(model, dict.fromkeys(names, config), blocks)
+            if method in ("gptq-order", "uniform-order"):
+                weighed = calibration if method == "uniform-order" else None
+                round_in_order_(model, dict.fromkeys(names, config), blocks, weighed)
             elif method == "awq" or method in GRIDS:
                 weights = scale_inputs_(model, calibration, config, blocks) if method == "awq" else {}
                 for name, layer in [(name, model.get_submodule(name)) for name in names]:
@@ -228,6 +262,16 @@ def main() -> None:
             else:
                 round_(model, calibration, config, method)
             round_to_half_(model)
+        elif method in ENDS:
+            config = relinear.Quantized(bits=int(number), symmetric=method == "embedding")
+            ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+            found = [name for name, module in model.named_modules() if module in ends]
+            found += ["all-linear"] if method == "everything" else []
+            relinear.replace_(model, dict.fromkeys(found, config), init="from_weight")
+            round_to_half_(model)
+        elif method == "caldera":
+            round_to_half_(model)
+            file = correct_(model, calibration, float(number))
         elif method == "llama.cpp":
             round_to_half_(model)
             file = take_gguf_(model, names, given.gguf / f"{number}.gguf")

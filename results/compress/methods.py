@@ -58,7 +58,7 @@ ROUNDED = {"int8": 8, "int4": 4}
 COMPRESSED = {
     "allocated": {"menu": ("low_rank",)},
     "pivoted": {"menu": ("pivoted_low_rank",)},
-    "healed": {"menu": ("pivoted_low_rank",), "heal_learning_rate": 3e-5, "heal_held_out_tokens": 4096},
+    "healed": {"menu": ("pivoted_low_rank",), "heal_held_out_tokens": 4096},
     "in-order": {"menu": ("pivoted_low_rank",), "anchor": True},
     "neurons": {"menu": ("neurons",)},
 }
@@ -195,6 +195,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--evaluation-tokens", type=int, default=20480)
     parser.add_argument("--heal-tokens", type=int, default=122880, help="that 'healed' trains on")
+    parser.add_argument("--heal-rate", type=float, default=3e-5, help="the learning rate's peak in that")
+    parser.add_argument("--heal", choices=["operators", "all"], default="operators", help="what that trains")
     parser.add_argument("--skip", type=int, default=0, help="blocks of each text to leave out: another calibration")
     parser.add_argument("--state", type=Path, default=Path("runs/compress-methods"))
     parser.add_argument("--out", type=Path, required=True)
@@ -260,11 +262,12 @@ def main() -> None:
                 continue
             base, bits = BOTH.get(method, (method, None))
             chosen = settings.updated(keep=keep, **COMPRESSED[base])
-            ids = [blocks.flatten()]
+            ids, more = [blocks.flatten()], {}
             if method == "healed":
-                chosen, ids = chosen.updated(heal_tokens=given.heal_tokens), [*ids, further.flatten()]
+                healing = {"heal_tokens": given.heal_tokens, "heal_learning_rate": given.heal_rate, "heal": given.heal}
+                chosen, ids, more = chosen.updated(**healing), [*ids, further.flatten()], healing
             # healing's tokens make another corpus, of which other excerpts calibrate
-            folder = state / method if method == "healed" else state
+            folder = state / f"{method}-{given.heal_tokens}" if method == "healed" else state
             report = compress(model, ids, settings=chosen, out_dir=folder)
             if bits is not None:
                 round_(model, calibration.names, bits)
@@ -276,6 +279,7 @@ def main() -> None:
                 predicted=report.plan.nats,
                 dense=len(calibration.names) - len(report.plan.replaced),
                 **({} if bits is None else {"bits": bits + 16 / GROUP}),
+                **more,
             )
 
 
