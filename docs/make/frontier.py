@@ -35,7 +35,7 @@ NAMES = {
     "gptq-order": "{} bits, GPTQ in order",
     "gptq": "{} bits, GPTQ",
     "uniform": "{} bits in all layers",
-    "uniform-order": "{} bits, our rounding in order",
+    "uniform-order": "{} bits, GPTQ + descent",
     "bits": "`compress --bits {}`",
     "bits-order": "its bits, GPTQ in order: {}",
     "integers": "the same, `--menu quantized`: {}",
@@ -77,7 +77,7 @@ DRAWS_TRAINED = {"bits:4.375": "gptq-order:4@64", "bits:3.375": "gptq-order:3@64
 #: what a picture of bits shows, and its names there
 MOST = 1.0  # nats; what loses more is in the table alone
 SHOWN = {"bits": "compress", "gptq-order": "GPTQ in order", "llama.cpp": "llama.cpp"}
-OURS = ("uniform", "uniform-order", "bits", "bits-order", "heal", "keep", "embedding", "everything")
+OURS = ("uniform", "bits", "bits-order", "heal", "keep", "embedding", "everything")
 #: of a picture of equal bytes: height of a row, where names end
 ROW, LABELS = 24, 190
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 540, 300, 56, 46, 30

@@ -264,7 +264,8 @@ def main() -> None:
             round_to_half_(model)
         elif method in ENDS:
             config = relinear.Quantized(bits=int(number), symmetric=method == "embedding")
-            ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+            first, last = model.get_input_embeddings(), model.get_output_embeddings()
+            ends = [first] if last.weight is first.weight else [first, last]  # a tied head stays tied
             found = [name for name, module in model.named_modules() if module in ends]
             found += ["all-linear"] if method == "everything" else []
             relinear.replace_(model, dict.fromkeys(found, config), init="from_weight")

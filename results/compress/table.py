@@ -31,9 +31,10 @@ def cell(rows: list[dict], text: str) -> str:
 
 
 def label(row: dict) -> str:
-    """A method, and the one text that it was calibrated on where that was not all of them."""
+    """A method, how long it healed where that is told, and the one text that it was calibrated on if not all."""
     alone = row.get("calibrated_on", [])
-    return row["method"] + (f", {alone[0]} alone" if len(alone) == 1 else "")
+    longer = f", {row['heal_tokens']:,} tokens" if "heal_tokens" in row else ""
+    return row["method"] + longer + (f", {alone[0]} alone" if len(alone) == 1 else "")
 
 
 def tables(rows: Sequence[dict]) -> str:
