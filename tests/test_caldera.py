@@ -25,18 +25,20 @@ def test_the_nearest_of_all_words_is_found(study):
     assert np.all(half.sum(1) % 2 == 0)
     words = torch.tensor(np.concatenate([half - 0.25, half + 0.25]), dtype=torch.float32)
     assert len(words) == len(torch.unique(words, dim=0)) == 2**16
-    x = torch.randn(500, 8, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(100, 8, generator=torch.Generator().manual_seed(0))
     nearest = words[torch.cdist(x, words).argmin(1)]
     assert torch.allclose((study.coded(x, 2, 1.0) - x).norm(dim=1), (nearest - x).norm(dim=1))
     assert len(study.WORDS) == 2**8
-    for bits, most in ((2, 0.10), (3, 0.033), (4, 0.0115)):  # of a normal variable's variance
+    for bits, most in ((2, 0.11), (3, 0.04), (4, 0.014)):  # of a normal variable's variance
         assert float((study.nearest(x, bits) - x).square().mean()) < most
 
 
-def test_integers_and_factors_share_the_work(study):
+def test_integers_and_factors_share_the_work(study, monkeypatch):
+    monkeypatch.setattr(study, "TURNS", 3)
+    monkeypatch.setattr(study, "INNER", 2)
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(48, 64, generator=generator)
-    rows = torch.randn(400, 64, generator=generator) * torch.linspace(0.1, 3, 64)
+    weight = torch.randn(24, 32, generator=generator)
+    rows = torch.randn(400, 32, generator=generator) * torch.linspace(0.1, 3, 32)
     inputs = rows.T @ rows / 400
 
     def error(found):
@@ -50,5 +52,5 @@ def test_integers_and_factors_share_the_work(study):
     blocks = lower.unflatten(0, (-1, 8)).unflatten(2, (-1, 8)).diagonal(dim1=0, dim2=2)
     assert torch.allclose(blocks, torch.eye(8).unsqueeze(-1).expand_as(blocks), atol=1e-4)
     middle = torch.linalg.solve(lower, torch.linalg.solve(lower, inputs).T)  # block-diagonal
-    outside = middle.unflatten(0, (-1, 8)).unflatten(2, (-1, 8)).permute(0, 2, 1, 3)[~torch.eye(8, dtype=torch.bool)]
+    outside = middle.unflatten(0, (-1, 8)).unflatten(2, (-1, 8)).permute(0, 2, 1, 3)[~torch.eye(4, dtype=torch.bool)]
     assert float(outside.abs().max()) < 1e-3 * float(middle.abs().max())

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import relinear
 from conftest import make_tiny_llama
+from relinear.compress.checksums import write_record
 from relinear.data.tokenizers import load_tokenizer
 from relinear.system import files
 from relinear.system.files import write_json
@@ -164,7 +165,7 @@ def test_marks_of_earlier_versions_go_by_names(lines, tmp_path):
 
 
 def test_an_export_that_was_changed_stays(tmp_path):
-    (tmp_path / "plan.json").write_text('{"layers": {"q_proj": {"parameters_before": 4, "nats": 0.0}}}')
+    write_record(tmp_path / "plan.json", {"layers": {"q_proj": {"parameters_before": 4, "nats": 0.0}}})
     relinear.save_pretrained(make_tiny_llama(), tmp_path / "plain")
     other_config(tmp_path / "plain")
     from relinear.compress.work import check_directory
@@ -224,7 +225,7 @@ def test_a_tokenizer_of_others_is_refused_before_the_work(command, tmp_path, mon
     folder = "plain" if "export" in command else "model"
     names = "settings fingerprint layers accumulation learning_rate optimizer parameters_before nats"
     values = dict.fromkeys(names.split(), 1)
-    write_json(Path(record), values | {"status": "running"})
+    (write_record if record == "plan.json" else write_json)(Path(record), values | {"status": "running"})
     relinear.save_pretrained(make_tiny_llama(), folder)
     (Path(folder) / "tokenizer_config.json").write_text('{"mine": 1}')
     before = snapshot(tmp_path / "work")
