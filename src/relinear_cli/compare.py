@@ -44,7 +44,7 @@ def command(
     from relinear_cli.terminal import print_results
 
     if plan is not None and (recipe is not None or operators or tune or given):
-        raise ValueError("--plan takes no other settings than --out and --share: what it says was fixed beforehand")
+        raise ValueError("--plan goes with --out, --share and --parallel alone: what it says was fixed beforehand")
     if plan is recipe is None and not operators:
         raise ValueError("nothing to compare: give --recipe, or --operator at least once; see relinear compare --help")
     values = {} if recipe is None else read_recipe(recipe)
