@@ -96,7 +96,7 @@ def pages() -> dict[Path, str]:
     for page in (DOCS / "compression_found.md", DOCS / "compress.md"):
         found[page] = filled(page.read_text(encoding="utf-8"), of_page, page.stem)
     made_of = (
-        {"compress": {"frontier": frontier.frontier_table, **frontier.ROUNDED}, "speed": speed.PARTS, "gpu": gpu.PARTS},
+        {"compress": of_page, "speed": speed.PARTS, "gpu": gpu.PARTS},
         *(cut.PARTS, curves.PARTS, biased.PARTS, evidence.PARTS),
     )
     for folder in sorted({folder for made in made_of for folder in made}):

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from measured import arms_apart, commands, gap, less, of_text, read, table, with_interval
+from measured import arms_apart, commands, less, mean, of_text, read, table, with_interval
 
-__all__ = ["PARTS", "gap_at", "planned", "typed", "whose"]
+__all__ = ["PARTS", "apart", "gap_at", "planned", "typed", "whose"]
 
 #: folder of results/ -> its record at several budgets: results.json, or what results/unfinished.py made of it
 _BUDGETS = {
@@ -141,20 +141,21 @@ def planned(folder: str, tokens: int) -> dict[str, list[float]]:
 
 def whose(folder: str, tokens: int) -> dict[str, str]:
     """What -> the difference of two arms of a plan of HDPL over paired seeds, with its interval, where both ended."""
-    losses = planned(folder, tokens)
-    return {
-        what: gap(losses[ours], losses[theirs], error=_error(folder, tokens, ours, theirs))
-        for what, ours, theirs in _WHOSE
-        if {ours, theirs} <= losses.keys()
-    }
+    there = planned(folder, tokens).keys()
+    found = {what: apart(folder, tokens, *arms) for what, *arms in _WHOSE if {*arms} <= there}
+    return {what: with_interval({"mean": mean(one["values"])} | one) for what, one in found.items()}
 
 
-def _error(folder: str, tokens: int, ours: str, theirs: str) -> float:
-    """Of the held-out text, as far as losses by block were kept: gaps to the reference have it, and final runs."""
-    found = read(_BUDGETS[folder])
+def apart(folder: str, tokens: int, ours: str, theirs: str) -> dict[str, Any]:
+    """The differences of two arms of a plan of HDPL by seed, and the standard error of the held-out text.
+
+    The error as far as losses by block were kept: gaps to the reference have it, and final runs.
+    """
+    losses, found = planned(folder, tokens), read(_BUDGETS[folder])
+    values = [a - b for a, b in zip(losses[ours], losses[theirs], strict=True)]
     if theirs == found["reference"]:
-        return _entry(folder, tokens, ours)["gap"]["standard_error"]
-    return of_text(found["runs"], ours, theirs)
+        return {"values": values, "standard_error": _entry(folder, tokens, ours)["gap"]["standard_error"]}
+    return {"values": values, "standard_error": of_text(found["runs"], ours, theirs)}
 
 
 def whose_table(folder: str, tokens: int) -> str:

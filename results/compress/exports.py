@@ -48,18 +48,16 @@ else:
     SYMMETRIC = {r".*\.(q|k|o|gate|up)_proj": FOUR, r".*\.(v|down)_proj": dataclasses.replace(FOUR, bits=8)}
     ZERO_POINTS = {names: dataclasses.replace(config, symmetric=False) for names, config in SYMMETRIC.items()}
     FACTORS = {r".*\.(gate|up|down)_proj": relinear.PivotedLowRank(rank=544)}
-    LAYERS = {
-        "4 bits, v and down 8, group 64, symmetric": SYMMETRIC,
-        "4 bits, v and down 8, group 64, zero points": ZERO_POINTS,
-        "of the MLPs pivoted low rank 544, low rank": FACTORS,
-    }
+    EVEN, ZEROS = (f"4 bits, v and down 8, group 64, {which}" for which in ("symmetric", "zero points"))
+    MLPS = "of the MLPs pivoted low rank 544, low rank"
+    LAYERS = {EVEN: SYMMETRIC, ZEROS: ZERO_POINTS, MLPS: FACTORS}
     EXPORTS = (
-        ("plain", SYMMETRIC),
-        ("compressed-tensors", SYMMETRIC),
-        ("compressed-tensors", ZERO_POINTS),
-        ("gguf", SYMMETRIC),
-        ("gguf in float32", SYMMETRIC),
-        ("plain", FACTORS),
+        ("plain", EVEN),
+        ("compressed-tensors", EVEN),
+        ("compressed-tensors", ZEROS),
+        ("gguf", EVEN),
+        ("gguf in float32", EVEN),
+        ("plain", MLPS),
     )
 
 
@@ -80,7 +78,8 @@ def observed(model, prompts: list[list[int]]) -> dict:
 
 def read(directory: str, prompts: str, out: str) -> None:
     """What the process without relinear does."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, trust_remote_code=True).eval()
+    trust = (Path(directory) / "modeling_factorized.py").is_file()  # that the model has factors needs code of its own
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, trust_remote_code=trust).eval()
     found = observed(model, json.loads(prompts))
     save_file({"logits": found.pop("logits")}, f"{out}.safetensors")
     Path(f"{out}.json").write_text(json.dumps(found), encoding="utf-8")
@@ -122,7 +121,7 @@ def main() -> None:
 
     for export, layers in [EXPORTS[place] for place in given.rows]:
         model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
-        relinear.replace_(model, layers, init="from_weight")
+        relinear.replace_(model, LAYERS[layers], init="from_weight")
         round_to_half_(model)
         own = observed(model, prompts)
         with tempfile.TemporaryDirectory() as work, warnings.catch_warnings(record=True) as said:
@@ -145,7 +144,7 @@ def main() -> None:
         rows.append(
             {
                 "export": export,
-                "integers": next(name for name, operators in LAYERS.items() if operators is layers),
+                "integers": layers,
                 "bytes": size,
                 "bytes_relinear": stored_bytes(model),
                 "logits": float((own["logits"] - theirs["logits"]).abs().max()),
