@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from relinear.pages.figures import GUIDE, REFERENCE, Axis, Guide, Panel, Series, colours
+from relinear.system.grouped import grouped
 
 Entry = Mapping[str, Any]
 Colours = Mapping[str, str]
@@ -203,11 +204,8 @@ def scaling(entries: Sequence[Entry], axes: Mapping[str, str]) -> list[Panel]:
 
 def mean_curve(entry: Entry) -> list[tuple[float, float, float, float]]:
     """(tokens, mean, lowest, highest validation loss) at every step that all seeds have evaluated."""
-    by_step: dict[int, list[tuple[float, float]]] = {}
-    for run in entry["runs"]:
-        for point in run["curve"]:
-            if point.get("validation_loss") is not None:
-                by_step.setdefault(point["step"], []).append((point["tokens"], point["validation_loss"]))
+    every = (point for run in entry["runs"] for point in run["curve"] if point.get("validation_loss") is not None)
+    by_step = grouped((point["step"], (point["tokens"], point["validation_loss"])) for point in every)
     points = []
     for _, values in sorted(by_step.items()):
         if len(values) == len(entry["runs"]):

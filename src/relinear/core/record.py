@@ -34,7 +34,7 @@ def refuse_quantized(model: Any) -> None:
     setting = getattr(getattr(model, "config", None), "quantization_config", None)
     if setting is None:
         return
-    method = setting.get("quant_method") if isinstance(setting, dict) else getattr(setting, "quant_method", None)
+    method = _method(setting)
     if method != METHOD and getattr(model, "is_quantized", True):
         raise ValueError(f"the model is quantized ({method}); dequantize it first: model.dequantize()")
 
@@ -46,8 +46,13 @@ def config_record(config: Any) -> dict[str, Any] | None:
 
 def own_record(setting: Any) -> dict[str, Any] | None:
     """``setting``, a ``quantization_config`` in either of its forms, as a record of ours; None if it is not one."""
-    values = setting if isinstance(setting, Mapping) else getattr(setting, "__dict__", {})
-    return dict(values) if values.get("quant_method") == METHOD else None
+    if _method(setting) != METHOD:
+        return None
+    return dict(setting if isinstance(setting, Mapping) else vars(setting))
+
+
+def _method(setting: Any) -> Any:
+    return setting.get("quant_method") if isinstance(setting, Mapping) else getattr(setting, "quant_method", None)
 
 
 def without_loader(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,10 +54,11 @@ def documents(data: Iterable[Any], tokenizer: Any) -> Iterator[str | list[int]]:
         if ids is None:
             raise ValueError(f"data must hold texts, token ids or mappings with input_ids, got {type(item).__name__}")
         try:
-            yield torch.as_tensor(ids).flatten().tolist()
+            tokens = torch.as_tensor(ids).flatten().tolist()
         except (RuntimeError, TypeError, ValueError):
             kinds = "token ids are whole numbers, a conversation a list of {'role', 'content'}"
             raise ValueError(f"data must hold texts, conversations or token ids, got {shown(item)}; {kinds}") from None
+        yield tokens
 
 
 def _encoded(items: Iterator[str | list[int]], tokenizer: Any) -> Iterator[list[int]]:

@@ -29,6 +29,7 @@ from relinear.core.modes import evaluating
 from relinear.core.objective import GuidedTraining
 from relinear.core.record import sync_record
 from relinear.system.files import atomic_path, check_manifest, sync_files, write_manifest, writing
+from relinear.system.grouped import grouped
 from relinear.train.fit import training_device, training_dtype
 from relinear.train.optim import build_optimizer, build_schedule
 from relinear.train.settings import FitSettings
@@ -414,9 +415,7 @@ class RelinearTrainer(Trainer):
 
 def joined(family: str, values: Mapping[str, Tensor], how: Callable[..., Tensor]) -> dict[str, Tensor]:
     """Numbers of operators, each () or of every run (R,), under one name each: their sum or mean."""
-    found: dict[str, list[Tensor]] = {}
-    for name, value in values.items():
-        found.setdefault(f"{family}/{name.rpartition('/')[2]}", []).append(value.float())
+    found = grouped((f"{family}/{name.rpartition('/')[2]}", value.float()) for name, value in values.items())
     return {name: how(torch.stack(members), 0) for name, members in found.items()}
 
 
